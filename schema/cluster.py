@@ -1,0 +1,142 @@
+"""Cluster: servers, devices, links and prices; and the ``--gpus`` grammar."""
+
+import re
+from collections import Counter
+from typing import Literal
+
+from .errors import ProblemError
+from .records import Count, Name, PositiveRate, nearest, record, register_keys
+
+_SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_NAME = r"[A-Za-z][\w.+-]*(?::[A-Za-z][\w.+-]*)?"
+_ITEM = re.compile(
+    rf"^(?:(?P<times>\d+)[xX*])?(?P<name>{_NAME})(?::(?P<count>\d+))?(?::(?P<memory>\d+(?:\.\d+)?[KMGT]i?B))?$"
+)
+_SERVERS = re.compile(r"^(?P<times>\d+)[xX*]\((?P<inside>[^()]*)\)$")
+_GRAMMAR_HINT = "write for example 2xV100,8xP100, V100:2, V100:2:16GB or 4x(4xV100)"
+
+
+@record
+class DeviceType:
+    """What one device of a type has and costs. Unknown is None."""
+
+    memory_bytes: Count | None = None
+    dollars_per_hour: PositiveRate | None = None
+
+
+@record
+class ServerGroup:
+    """``count`` equal servers, each holding ``devices`` (type -> number)."""
+
+    count: Count
+    devices: dict[str, Count]
+    intra_bytes_per_second: PositiveRate | None = None
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ProblemError("a server must hold at least one device")
+
+
+@record
+class Cluster:
+    """The whole truth about a pool. A flat pool is one server with every device."""
+
+    schema: Literal["hetflow.cluster/1"] = "hetflow.cluster/1"
+    device_types: dict[str, DeviceType]
+    servers: tuple[ServerGroup, ...]
+    inter_bytes_per_second: PositiveRate | None = None
+
+    def __post_init__(self) -> None:
+        if not self.servers:
+            raise ProblemError("servers must hold at least one group")
+        for index, group in enumerate(self.servers):
+            for name in group.devices:
+                if name not in self.device_types:
+                    guess = nearest(name, list(self.device_types))
+                    mend = f"; did you mean {guess!r}?" if guess else ""
+                    raise ProblemError(
+                        f"servers[{index}].devices: {name!r} is not in device_types{mend}"
+                    )
+
+    @property
+    def num_devices(self) -> dict[str, int]:
+        """Devices of each type over all servers, types in order of first appearance."""
+        total: Counter[str] = Counter()
+        for group in self.servers:
+            for name, number in group.devices.items():
+                total[name] += group.count * number
+        return dict(total)
+
+    @property
+    def num_servers(self) -> int:
+        """Servers in all groups."""
+        return sum(group.count for group in self.servers)
+
+    @classmethod
+    def parse(cls, text: str) -> "Cluster":
+        """Read a ``--gpus`` specification.
+
+        ``2xV100,8xP100`` is a flat pool; ``V100:2`` and ``V100:2:16GB`` are the same pool in
+        other spellings, the last with a memory; ``4x(4xV100)`` is four servers. A device name
+        may hold one colon followed by a letter (``cpu:slow``).
+
+        Raises:
+            ProblemError: The text does not follow the grammar, or a count is zero.
+        """
+        types: dict[str, DeviceType] = {}
+        flat: Counter[str] = Counter()
+        servers: list[ServerGroup] = []
+        for part in _split_outside_brackets(text):
+            match = _SERVERS.match(part)
+            if match:
+                inside: Counter[str] = Counter()
+                for item in match["inside"].split(","):
+                    _add_item(item.strip(), text, types, inside)
+                servers.append(
+                    ServerGroup(count=_positive(match["times"], part), devices=dict(inside))
+                )
+            else:
+                _add_item(part, text, types, flat)
+        if flat:
+            servers.insert(0, ServerGroup(count=1, devices=dict(flat)))
+        return cls(device_types=types, servers=tuple(servers))
+
+
+def _split_outside_brackets(text: str) -> list[str]:
+    parts = [part.strip() for part in re.split(r",(?![^()]*\))", text)]
+    if not all(parts):
+        raise ProblemError(f"--gpus {text!r}: an entry is empty", hint=_GRAMMAR_HINT)
+    return parts
+
+
+def _add_item(item: str, text: str, types: dict[str, DeviceType], into: Counter[str]) -> None:
+    match = _ITEM.match(item)
+    if not match or (match["times"] and match["count"]):
+        raise ProblemError(f"--gpus {text!r}: cannot read {item!r}", hint=_GRAMMAR_HINT)
+    memory = _bytes_of(match["memory"])
+    known = types.get(match["name"])
+    if known and memory and known.memory_bytes not in (None, memory):
+        raise ProblemError(f"--gpus {text!r}: {match['name']} is given two memories; name them apart")
+    if memory or not known:
+        types[match["name"]] = DeviceType(memory_bytes=memory)
+    into[match["name"]] += _positive(match["times"] or match["count"] or "1", item)
+
+
+def _positive(text: str, item: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ProblemError(f"{item!r}: a count must be at least 1", hint="leave the entry out")
+    return number
+
+
+def _bytes_of(text: str | None) -> int | None:
+    if not text:
+        return None
+    digits, unit = re.fullmatch(r"([\d.]+)([KMGT])i?B", text).groups()  # type: ignore[union-attr]
+    size = int(float(digits) * _SIZE_UNITS[unit])
+    if size < 1:
+        raise ProblemError(f"{text!r}: a memory must be at least one byte")
+    return size
+
+
+register_keys(DeviceType, ServerGroup, Cluster)

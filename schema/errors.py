@@ -1,0 +1,66 @@
+"""The one error tree.
+
+::
+
+    HetflowError            exit 2
+    |-- ProblemError        a value that makes no sense (also a ValueError)
+    |-- FileError           a file that is missing, broken, or in the way
+    |-- TargetError         a model or script that cannot be loaded or run
+    |-- InfeasibleError     exit 3: no plan exists; says what to relax, and by how much
+    |-- BackendError        exit 1: a solver library misbehaved
+    `-- LaunchError         a worker failed: exits with the worker's own code
+"""
+
+
+class HetflowError(Exception):
+    """An error the user can mend.
+
+    Args:
+        message: One line: what is wrong, where, and the rule it breaks.
+        hint: At most one line: how to mend it.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class ProblemError(HetflowError, ValueError):
+    """A value that makes no sense. It is a ValueError so that validators collect it."""
+
+
+class FileError(HetflowError):
+    """A file that is missing, broken, of another format, or in the way."""
+
+
+class TargetError(HetflowError):
+    """A model, factory or script that cannot be loaded or run."""
+
+
+class InfeasibleError(HetflowError):
+    """No plan satisfies the constraints. The message names the binding one."""
+
+    exit_code = 3
+
+
+class BackendError(HetflowError):
+    """A solver library answered something it must not."""
+
+    exit_code = 1
+
+
+class LaunchError(HetflowError):
+    """A worker, or the launch itself, failed.
+
+    Args:
+        message: The first cause of the failure.
+        hint: How to mend it.
+        exit_code: The failing worker's own exit code.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, exit_code: int = 2) -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = exit_code

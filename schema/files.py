@@ -1,0 +1,214 @@
+"""Read and write every hetflow file: strict in, atomic out. Nothing is ever evaluated."""
+
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from .cluster import Cluster
+from .errors import FileError
+from .launch import LaunchConfig
+from .plan import SplitPlan
+from .profile import Profile
+from .records import faults_of, nearest
+from .run import RunRecord
+
+Record = Profile | Cluster | SplitPlan | LaunchConfig | RunRecord
+R = TypeVar("R")
+
+_FORMATS: dict[str, type] = {
+    "hetflow.profile/1": Profile,
+    "hetflow.cluster/1": Cluster,
+    "hetflow.plan/1": SplitPlan,
+    "hetflow.launch/1": LaunchConfig,
+    "hetflow.run/1": RunRecord,
+}
+MAX_FILE_BYTES = 256 << 20
+
+
+def to_json(value: object) -> str:
+    """A record as JSON text: keys in order of the fields, unset optional keys left out."""
+    return json.dumps(to_plain(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def to_plain(value: object) -> Any:
+    """A record as dicts and lists, as they stand in a file."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: to_plain(getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if not _is_unset(field, getattr(value, field.name))
+        }
+    if isinstance(value, dict):
+        return {str(key): to_plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(entry) for entry in value]
+    return value
+
+
+def _is_unset(field: "dataclasses.Field[Any]", value: object) -> bool:
+    optional = field.default is not dataclasses.MISSING and field.name not in ("schema", "kind")
+    return optional and (value is None or value == ())
+
+
+def from_json(text: str, expected: type[R], *, name: str = "input") -> R:
+    """Decode one record.
+
+    Args:
+        text: The JSON text.
+        expected: The record class that the caller needs.
+        name: What to call the text in errors, usually the path.
+
+    Raises:
+        FileError: Not JSON, another schema, or any fault; all faults are reported at once.
+    """
+    data = _parse(text, name)
+    _check_schema(data, expected, name)
+    try:
+        return TypeAdapter(expected).validate_json(json.dumps(data))
+    except ValidationError as error:
+        faults = faults_of(error)
+        raise FileError(f"{name}: {'; '.join(faults)}") from None
+
+
+def _parse(text: str, name: str) -> dict[str, Any]:
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                raise FileError(f"{name}: key {key!r} appears twice; keep one")
+            seen[key] = value
+        return seen
+
+    try:
+        data = json.loads(text, object_pairs_hook=no_duplicates)
+    except json.JSONDecodeError as error:
+        raise FileError(
+            f"{name}: not valid JSON at line {error.lineno}, column {error.colno}: {error.msg}",
+            hint="the file may be truncated; write it again",
+        ) from None
+    except RecursionError:
+        raise FileError(f"{name}: nested too deeply to be a hetflow file") from None
+    if not isinstance(data, dict):
+        raise FileError(f"{name}: $: must be an object, got {type(data).__name__}")
+    return data
+
+
+def _check_schema(data: dict[str, Any], expected: type, name: str) -> None:
+    wanted = next(key for key, cls in _FORMATS.items() if cls is expected)
+    found = data.get("schema")
+    if found == wanted:
+        return
+    if found is None:
+        raise FileError(f'{name}: $.schema: missing; add "schema": "{wanted}"')
+    guess = nearest(str(found), list(_FORMATS))
+    mend = f"; did you mean {guess!r}?" if guess and found not in _FORMATS else ""
+    raise FileError(f"{name}: $.schema: must be {wanted!r}, got {str(found)[:60]!r}{mend}")
+
+
+def read(path: Path, expected: type[R]) -> R:
+    """Read one record of a known class from a file.
+
+    Raises:
+        FileError: The file is missing, unreadable, too large, or has faults.
+    """
+    return from_json(read_text(path), expected, name=str(path))
+
+
+def read_any(path: Path) -> Record:
+    """Read a hetflow file of whatever schema it names."""
+    text = read_text(path)
+    data = _parse(text, str(path))
+    found = data.get("schema")
+    if found not in _FORMATS:
+        raise FileError(
+            f"{path}: $.schema: must be one of {', '.join(_FORMATS)}, got {str(found)[:60]!r}"
+        )
+    record: Record = from_json(text, _FORMATS[found], name=str(path))
+    return record
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that is present, regular, of sane size, and UTF-8."""
+    try:
+        if path.is_dir():
+            raise FileError(f"{path}: is a folder, not a file")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise FileError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB; not a hetflow file")
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such file") from None
+    except UnicodeDecodeError:
+        raise FileError(f"{path}: not a text file") from None
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def read_profiles(folder: Path) -> tuple[Profile, ...]:
+    """Every profile in a folder (``*.json``), sorted by model and device type.
+
+    Raises:
+        FileError: No folder, no profile in it, or a fault in one of them.
+    """
+    if folder.is_file():
+        return (read(folder, Profile),)
+    if not folder.is_dir():
+        raise FileError(f"{folder}: no such folder", hint="run `hetflow profile` first")
+    profiles = [read(path, Profile) for path in sorted(folder.glob("*.json"))]
+    if not profiles:
+        raise FileError(f"{folder}: holds no profiles", hint="run `hetflow profile -o` into it")
+    return tuple(sorted(profiles, key=lambda p: (p.model, p.device_type)))
+
+
+def check_writable(path: Path, *, force: bool) -> None:
+    """Refuse early what could not be written late.
+
+    Raises:
+        FileError: The file exists and ``force`` is off, or its folder cannot be written.
+    """
+    if path.exists() and not force:
+        raise FileError(f"{path}: exists already", hint="give --force to overwrite it")
+    folder = path.parent
+    if not folder.is_dir():
+        raise FileError(f"{folder}: no such folder", hint="create it first")
+    if path.is_dir() or not os.access(folder, os.W_OK):
+        raise FileError(f"{path}: cannot be written")
+
+
+def write_text(path: Path, text: str, *, force: bool = False) -> None:
+    """Write a file atomically: whole, or not at all, also after a crash."""
+    write_bytes(path, text.encode("utf-8"), force=force)
+
+
+def write_bytes(path: Path, content: bytes, *, force: bool = False) -> None:
+    """Write a file atomically: a synced temporary file beside it, then one rename."""
+    check_writable(path, force=force)
+    temporary: str | None = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror}") from None
+    finally:
+        if temporary and os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+def write(path: Path, value: Record, *, force: bool = False) -> None:
+    """Write one record as JSON, atomically."""
+    write_text(path, to_json(value), force=force)
+
+
+def join_faults(faults: Iterable[str]) -> str:
+    """Several faults as one line."""
+    return "; ".join(faults)

@@ -1,0 +1,58 @@
+"""LaunchConfig: a plan lowered to ranks; what the launcher hands to every worker."""
+
+from typing import Literal
+
+from .errors import ProblemError
+from .plan import EmulatedDevice
+from .records import Count, Index, Name, record, register_keys
+
+
+@record
+class VirtualNode:
+    """One virtual node: its identity, which survives moves, and its share of every batch."""
+
+    index: Index
+    batch_size: Count
+
+
+@record
+class WorkerSlot:
+    """One worker: a rank, the device type it needs, and its virtual nodes in running order."""
+
+    rank: Index
+    device_type: Name
+    virtual_nodes: tuple[VirtualNode, ...]
+
+    def __post_init__(self) -> None:
+        if not self.virtual_nodes:
+            raise ProblemError(f"rank {self.rank} has no virtual nodes")
+
+
+@record
+class LaunchConfig:
+    """Who runs what. Ranks follow the plan's order of groups, never the order of hosts."""
+
+    schema: Literal["hetflow.launch/1"] = "hetflow.launch/1"
+    model: Name
+    global_batch_size: Count
+    workers: tuple[WorkerSlot, ...]
+    seed: Index = 0
+    emulated: tuple[EmulatedDevice, ...] = ()
+
+    def __post_init__(self) -> None:
+        if [slot.rank for slot in self.workers] != list(range(len(self.workers))):
+            raise ProblemError("worker ranks must be 0, 1, 2, ... in order")
+        indices = sorted(node.index for slot in self.workers for node in slot.virtual_nodes)
+        if indices != list(range(len(indices))):
+            raise ProblemError("virtual node indices must be 0, 1, 2, ... without gaps")
+        total = sum(node.batch_size for slot in self.workers for node in slot.virtual_nodes)
+        if total != self.global_batch_size:
+            raise ProblemError(f"virtual nodes hold {total} samples, not {self.global_batch_size}")
+
+    @property
+    def world_size(self) -> int:
+        """Workers over all hosts."""
+        return len(self.workers)
+
+
+register_keys(VirtualNode, WorkerSlot, LaunchConfig)

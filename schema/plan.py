@@ -1,0 +1,142 @@
+"""Plans: what a solver answers, with its proof; and what a launcher needs to run it."""
+
+from typing import Any, Literal
+
+from .errors import ProblemError
+from .records import Count, Name, PositiveRate, PositiveSeconds, Seconds, record, register_keys
+
+
+@record
+class Proof:
+    """How good a plan is, and how that is known.
+
+    ``objective`` and ``lower_bound`` are in the objective's unit (seconds per step for splits);
+    ``gap`` is (objective - lower_bound) / objective. Only a finished search says ``optimal``.
+    """
+
+    termination: Literal["optimal", "feasible"]
+    objective: Seconds
+    lower_bound: Seconds | None
+    gap: Seconds | None
+    method: str
+
+
+@record
+class Prediction:
+    """What a plan is expected to reach; the parts add up to ``step_seconds``."""
+
+    step_seconds: Seconds
+    samples_per_second: Seconds
+    compute_seconds: Seconds | None = None
+    sync_seconds: Seconds | None = None
+    update_seconds: Seconds | None = None
+
+
+@record
+class DeviceGroup:
+    """Devices of one type that do the same work.
+
+    Each runs ``virtual_nodes`` (v_i) passes of ``virtual_node_batch_size`` (b_i / v_i) samples,
+    one after another. ``pass_seconds`` is t_i at that size; ``interpolated`` says that it was
+    not measured but lies between two measured sizes.
+    """
+
+    device_type: Name
+    num_devices: Count
+    device_batch_size: Count
+    virtual_nodes: Count
+    virtual_node_batch_size: Count
+    pass_seconds: PositiveSeconds | None = None
+    interpolated: bool = False
+
+    def __post_init__(self) -> None:
+        if self.virtual_nodes * self.virtual_node_batch_size != self.device_batch_size:
+            raise ProblemError(
+                f"device_batch_size must be virtual_nodes * virtual_node_batch_size = "
+                f"{self.virtual_nodes * self.virtual_node_batch_size}, got {self.device_batch_size}"
+            )
+
+
+@record
+class PassTime:
+    """How long an emulated device holds one forward + backward pass of a batch size."""
+
+    batch_size: Count
+    step_seconds: PositiveSeconds
+
+
+@record
+class EmulatedDevice:
+    """An emulated device type of a plan: what the runtime needs to stretch its passes."""
+
+    device_type: Name
+    base_device_type: Name
+    speed: PositiveRate
+    passes: tuple[PassTime, ...]
+
+
+@record
+class EstEstimate:
+    """EasyScale's view of a plan (3.4, equations 1a-1d).
+
+    ``capability`` is C_i, mini-batches per second of one device of each type;
+    ``throughput`` and ``waste`` are in mini-batches per second.
+    """
+
+    max_p: Count
+    num_ests: Count
+    overload_factor: PositiveSeconds
+    waste: Seconds
+    throughput: PositiveRate
+    capability: dict[str, PositiveRate]
+
+
+@record
+class Alternative:
+    """Another configuration from the plan database, best estimated throughput first."""
+
+    groups: tuple[DeviceGroup, ...]
+    est: EstEstimate
+
+
+@record
+class SplitPlan:
+    """A global batch split over devices (VirtualFlow 5.1)."""
+
+    schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
+    kind: Literal["split"] = "split"
+    model: Name
+    global_batch_size: Count
+    groups: tuple[DeviceGroup, ...]
+    predicted: Prediction
+    proof: Proof
+    objective: Literal["step_seconds", "waste"] = "step_seconds"
+    est: EstEstimate | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    emulated: tuple[EmulatedDevice, ...] = ()
+    provenance: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ProblemError("groups must hold at least one device group")
+        total = sum(group.num_devices * group.device_batch_size for group in self.groups)
+        if total != self.global_batch_size:
+            raise ProblemError(
+                f"groups add up to {total} samples, not to global_batch_size "
+                f"{self.global_batch_size}"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in use over all groups: the world size of a launch."""
+        return sum(group.num_devices for group in self.groups)
+
+    @property
+    def num_virtual_nodes(self) -> int:
+        """Virtual nodes over all devices."""
+        return sum(group.num_devices * group.virtual_nodes for group in self.groups)
+
+
+register_keys(
+    Proof, Prediction, DeviceGroup, PassTime, EmulatedDevice, EstEstimate, Alternative, SplitPlan
+)

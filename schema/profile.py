@@ -1,0 +1,130 @@
+"""Profile: one model measured on one device type."""
+
+from typing import Any, Literal
+
+from .errors import ProblemError
+from .records import (
+    Bytes,
+    Count,
+    Name,
+    PositiveRate,
+    PositiveSeconds,
+    Seconds,
+    record,
+    register_keys,
+)
+
+
+@record
+class BatchPoint:
+    """One forward + backward pass at one batch size.
+
+    ``step_seconds`` is t_i(b) of VirtualFlow 5.1.2: without the optimizer update and without
+    communication. ``peak_memory_bytes`` is the device's peak over a whole training step.
+    """
+
+    batch_size: Count
+    step_seconds: PositiveSeconds
+    peak_memory_bytes: Bytes
+
+
+@record
+class LayerNode:
+    """One layer: T_l, a_l and w_l of thesis 2.4.1, per microbatch of the stated size."""
+
+    id: Name
+    op: str
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    activation_bytes: Bytes
+    weight_bytes: Bytes
+
+
+@record
+class LayerGraph:
+    """Layers and the tensors that flow between them."""
+
+    microbatch_size: Count
+    nodes: tuple[LayerNode, ...]
+    edges: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        ids = [node.id for node in self.nodes]
+        if len(set(ids)) != len(ids):
+            raise ProblemError("layer ids must be unique")
+        known = set(ids)
+        for source, target in self.edges:
+            if source not in known or target not in known:
+                raise ProblemError(f"edge {source} -> {target} names an unknown layer")
+
+
+@record
+class Sync:
+    """Gradient synchronisation, measured as VirtualFlow 5.1.2 does.
+
+    ``sync_seconds`` is the distributed minus the single-device step time at batch size 1, on
+    ``num_devices`` devices. The optional link model (``latency_seconds`` per ring message,
+    ``bytes_per_second`` per link) predicts other device counts; see costs/comm.py.
+    """
+
+    num_devices: Count
+    sync_seconds: Seconds
+    latency_seconds: Seconds | None = None
+    bytes_per_second: PositiveRate | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 2:
+            raise ProblemError(f"num_devices must be >= 2 to synchronise, got {self.num_devices}")
+        if (self.latency_seconds is None) != (self.bytes_per_second is None):
+            raise ProblemError("latency_seconds and bytes_per_second come together or not at all")
+
+
+@record
+class Emulation:
+    """The device type is emulated: real arithmetic, each pass stretched to a fixed time.
+
+    ``speed`` is the stated fraction of the real device's speed. The times to hold are the
+    profile's own ``batch_curve``.
+    """
+
+    speed: PositiveRate
+    base_device_type: Name = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.speed > 1:
+            raise ProblemError(f"speed must be <= 1 (a device cannot run faster), got {self.speed}")
+
+
+@record
+class Profile:
+    """One model on one device type. Times are medians; their spread is in provenance.
+
+    ``out_of_memory_batch_size`` is the smallest profiled size that did not fit, where one was
+    found. ``weight_bytes`` is also the number of gradient bytes to synchronise.
+    """
+
+    schema: Literal["hetflow.profile/1"] = "hetflow.profile/1"
+    model: Name
+    device_type: Name
+    device_memory_bytes: Count
+    weight_bytes: Bytes
+    update_seconds: Seconds
+    batch_curve: tuple[BatchPoint, ...]
+    layers: LayerGraph | None = None
+    sync: Sync | None = None
+    emulation: Emulation | None = None
+    out_of_memory_batch_size: Count | None = None
+    provenance: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        sizes = [point.batch_size for point in self.batch_curve]
+        if not sizes:
+            raise ProblemError("batch_curve must hold at least one batch size")
+        for before, after in zip(sizes, sizes[1:], strict=False):
+            if before == after:
+                raise ProblemError(f"batch_curve: duplicate batch_size {after}")
+            if before > after:
+                raise ProblemError(f"batch_curve must be sorted by batch_size; {after} follows {before}")
+
+
+register_keys(BatchPoint, LayerNode, LayerGraph, Sync, Emulation, Profile)

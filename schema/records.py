@@ -1,0 +1,125 @@
+"""What every record shares: frozen, typed, validated alike from code and from JSON.
+
+Pydantic checks types and ranges and collects every fault; this module gives its answers
+hetflow's words and addresses (``$.batch_curve[3].step_seconds: must be > 0, got -0.1``).
+"""
+
+import difflib
+from collections.abc import Callable
+from functools import wraps
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as _dataclass
+
+from .errors import ProblemError
+
+T = TypeVar("T")
+
+Count = Annotated[int, Field(ge=1)]
+Index = Annotated[int, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
+PositiveRate = Annotated[float, Field(gt=0)]
+Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
+
+_CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def record(cls: type[T]) -> type[T]:
+    """Make a class a frozen, keyword-only, validated dataclass.
+
+    Building one with a bad value raises ProblemError that lists every fault.
+    """
+    made: Any = _dataclass(frozen=True, slots=True, kw_only=True, config=_CONFIG)(cls)
+    made.__init__ = _raising_problem_error(made.__init__, made)
+    return made  # type: ignore[no-any-return]
+
+
+def _raising_problem_error(init: Callable[..., None], cls: type) -> Callable[..., None]:
+    @wraps(init)
+    def checked(self: object, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except ValidationError as error:
+            raise ProblemError(f"{cls.__name__}: {'; '.join(faults_of(error))}") from None
+
+    return checked
+
+
+def faults_of(error: ValidationError) -> list[str]:
+    """Say each fault as ``address: rule, got value``, in the order of the file."""
+    return [f"{_address(f['loc'])}: {_sentence(f, error)}" for f in error.errors(include_url=False)]
+
+
+def nearest(name: str, known: list[str] | tuple[str, ...]) -> str | None:
+    """The known name closest to a mistyped one, or None where none is close."""
+    lowered = {k.lower(): k for k in known}
+    found = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
+    return lowered[found[0]] if found else None
+
+
+def _address(location: tuple[int | str, ...]) -> str:
+    parts = ["$"]
+    for step in location:
+        parts.append(f"[{step}]" if isinstance(step, int) else f".{step}")
+    return "".join(parts)
+
+
+_RULES = {
+    "greater_than": "must be > {gt}",
+    "greater_than_equal": "must be >= {ge}",
+    "less_than": "must be < {lt}",
+    "less_than_equal": "must be <= {le}",
+    "finite_number": "must be finite",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "string_type": "must be a string",
+    "bool_type": "must be true or false",
+    "tuple_type": "must be a list",
+    "dict_type": "must be an object",
+    "dataclass_type": "must be an object",
+    "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must be one printable line",
+}
+
+
+def _sentence(fault: Any, error: ValidationError) -> str:
+    kind, context = fault["type"], fault.get("ctx", {})
+    if kind == "missing":
+        return "missing; add it"
+    if kind in ("unexpected_keyword_argument", "extra_forbidden"):
+        return _unknown_key(str(fault["loc"][-1]), fault, error)
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in _RULES:
+        return f"{_RULES[kind].format(**context)}, got {_shown(fault['input'])}"
+    if kind == "literal_error":
+        return f"must be {context['expected']}, got {_shown(fault['input'])}"
+    return f"{fault['msg'][:1].lower()}{fault['msg'][1:]}, got {_shown(fault['input'])}"
+
+
+def _unknown_key(key: str, fault: Any, error: ValidationError) -> str:
+    missing = [
+        str(f["loc"][-1])
+        for f in error.errors(include_url=False)
+        if f["type"] == "missing" and f["loc"][:-1] == fault["loc"][:-1]
+    ]
+    guess = nearest(key, missing + sorted(_KNOWN_KEYS))
+    return f"unknown key; did you mean {guess!r}?" if guess else "unknown key; remove it"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_KNOWN_KEYS: set[str] = set()
+
+
+def register_keys(*classes: type) -> None:
+    """Let "did you mean" know the keys of these records."""
+    for cls in classes:
+        _KNOWN_KEYS.update(cls.__dataclass_fields__)  # type: ignore[attr-defined]

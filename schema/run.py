@@ -1,0 +1,68 @@
+"""Run: what happened in one launch, predicted beside measured."""
+
+from typing import Any, Literal
+
+from .plan import SplitPlan
+from .records import Bytes, Count, Index, Name, Seconds, record, register_keys
+
+
+@record
+class DeviceRun:
+    """One worker's measurements. Medians over steps; the first steps are dropped as warm-up.
+
+    ``pass_seconds`` is one forward + backward pass of a full virtual node;
+    ``compute_seconds`` all passes of a step, ``sync_seconds`` the exposed wait for the others,
+    ``update_seconds`` the time from the gradient to the next batch.
+    """
+
+    rank: Index
+    device_type: Name
+    host: str
+    emulated: bool = False
+    num_samples: Index
+    num_steps: Index
+    predicted_compute_seconds: Seconds | None
+    pass_seconds: Seconds | None
+    compute_seconds: Seconds | None
+    sync_seconds: Seconds | None
+    update_seconds: Seconds | None
+    step_seconds: Seconds | None
+    step_seconds_spread: Seconds | None
+    peak_memory_bytes: Bytes | None
+
+
+@record
+class RunEvent:
+    """A resize or a failure, with its time since the start."""
+
+    kind: Literal["resize", "failure", "stop"]
+    at_seconds: Seconds
+    detail: str
+
+
+@record
+class RunRecord:
+    """The plan, what was predicted, what was measured, and proof of the result.
+
+    ``parameters_digest`` is the SHA-256 of the final parameters and buffers, by name.
+    ``step_seconds_error`` is (predicted - measured) / measured.
+    """
+
+    schema: Literal["hetflow.run/1"] = "hetflow.run/1"
+    plan: SplitPlan
+    status: Literal["done", "failed", "interrupted"]
+    exit_code: int
+    world_size: Count
+    wall_seconds: Seconds
+    num_steps: Index
+    predicted_step_seconds: Seconds | None
+    measured_step_seconds: Seconds | None
+    step_seconds_error: float | None
+    final_loss: float | None
+    parameters_digest: str | None
+    devices: tuple[DeviceRun, ...]
+    events: tuple[RunEvent, ...] = ()
+    provenance: dict[str, Any] | None = None
+
+
+register_keys(DeviceRun, RunEvent, RunRecord)
