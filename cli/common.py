@@ -1,0 +1,152 @@
+"""What every command shares: where output goes, the common flags, and how values resolve."""
+
+import inspect
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..schema.errors import FileError
+
+ENVIRONMENT_PREFIX = "HETFLOW"
+CONFIG_FILE = "hetflow.toml"
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+ForceFlag = Annotated[bool, typer.Option("--force", help="Overwrite an existing output.")]
+
+
+class Settings:
+    """The flags that concern the whole process. The command line sets them once."""
+
+    debug = False
+    quiet = False
+
+
+def note(message: str) -> None:
+    """Tell a person something on stderr; silent in a pipe and under --quiet."""
+    if sys.stderr.isatty() and not Settings.quiet:
+        sys.stderr.write(f"{message}\n")
+
+
+def warn(message: str) -> None:
+    """Warn on stderr, also in a pipe: a result that needs the warning must not lose it."""
+    if not Settings.quiet:
+        sys.stderr.write(f"hetflow: warning: {message}\n")
+
+
+def shows_progress() -> bool:
+    """Whether a progress bar has anybody to look at it."""
+    return sys.stderr.isatty() and not Settings.quiet
+
+
+def emit(text: str) -> None:
+    """Write the result to stdout."""
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def emit_json(document: Any) -> None:
+    """Write the result as the one JSON document on stdout."""
+    emit(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False))
+
+
+def emit_file(value: Any, output: Path | None, *, force: bool) -> None:
+    """Write a record to a file, or to stdout where no file is named."""
+    from ..schema import files
+
+    if output is None:
+        emit(files.to_json(value))
+    else:
+        files.write(output, value, force=force)
+
+
+def register(app: typer.Typer, function: Callable[..., None], **options: Any) -> None:
+    """Register a command and give it --quiet, --debug and --show-config."""
+    context_settings = options.pop("context_settings", {})
+    settings = {"help_option_names": ["-h", "--help"], **context_settings}
+    app.command(context_settings=settings, **options)(_with_common_flags(function))
+
+
+def _with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
+    common = {
+        "quiet": (bool, False, typer.Option("--quiet", "-q", help="Only the result and errors.")),
+        "debug": (bool, False, typer.Option("--debug", help="Show the traceback of an error.")),
+        "show_config": (
+            bool,
+            False,
+            typer.Option("--show-config", help="Print every value and where it comes from; stop."),
+        ),
+    }
+
+    @wraps(function)
+    def command(context: typer.Context, **values: Any) -> None:
+        Settings.quiet = values.pop("quiet")
+        Settings.debug = values.pop("debug") or Settings.debug
+        if values.pop("show_config"):
+            emit(_shown_config(context, values))
+            return
+        function(**values)
+
+    signature = inspect.signature(function)
+    parameters = [
+        inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
+        *[p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in signature.parameters.values()],
+        *[
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+            )
+            for name, (kind, default, option) in common.items()
+        ],
+    ]
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def _shown_config(context: typer.Context, values: dict[str, Any]) -> str:
+    names = {
+        "COMMANDLINE": "flag",
+        "ENVIRONMENT": "environment",
+        "DEFAULT_MAP": f"file {config_path()}",
+        "DEFAULT": "default",
+    }
+    rows = []
+    for name, value in values.items():
+        source = context.get_parameter_source(name)
+        shown = str(value) if isinstance(value, Path) else value
+        rows.append(f"{name} = {shown!r}  ({names.get(getattr(source, 'name', ''), 'default')})")
+    return "\n".join(rows)
+
+
+def config_path() -> Path:
+    """The file that values may come from: $HETFLOW_CONFIG, else ./hetflow.toml."""
+    return Path(os.environ.get("HETFLOW_CONFIG", CONFIG_FILE))
+
+
+def config_values() -> dict[str, Any]:
+    """The tables of the config file, one a command, with keys as option names.
+
+    Raises:
+        FileError: The file is not TOML, or a table is not one.
+    """
+    path = config_path()
+    if not path.is_file():
+        if "HETFLOW_CONFIG" in os.environ:
+            raise FileError(f"{path}: no such file", hint="HETFLOW_CONFIG names it")
+        return {}
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise FileError(f"{path}: not valid TOML: {error}") from None
+    for command, table in tables.items():
+        if not isinstance(table, dict):
+            raise FileError(f"{path}: {command} must be a table such as [solve]")
+    return {
+        command: {key.replace("-", "_"): value for key, value in table.items()}
+        for command, table in tables.items()
+    }

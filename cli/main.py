@@ -1,0 +1,117 @@
+"""The command line: one app, one place that maps errors to exit codes.
+
+Exit codes: 0 done; 1 a bug; 2 bad usage or input; 3 no feasible plan; 4 a usable plan that is
+not proved optimal; ``launch`` passes on the failing worker's code; 130 and 143 interrupted.
+"""
+
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from ..schema.errors import HetflowError
+from . import check, demo, devices, doctor, launch, profile, show, solve
+from .common import ENVIRONMENT_PREFIX, Settings, config_values, register
+
+app = typer.Typer(
+    name="hetflow",
+    rich_markup_mode=None,
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"hetflow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Plan and run PyTorch training on the devices you really have.
+
+    \b
+    hetflow demo                                  the whole chain on this machine
+    hetflow profile zoo:resnet18 -o profiles      measure a model on each device type
+    hetflow solve --profiles profiles --gpus 2xV100,8xP100 --batch-size 8192 -o plan.json
+    hetflow launch plan.json train.py             train under the plan
+    """
+
+
+register(app, demo.demo)
+register(app, devices.devices)
+register(app, doctor.doctor)
+register(app, profile.profile)
+register(app, solve.solve)
+register(app, check.check)
+register(
+    app,
+    launch.launch,
+    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+)
+register(app, show.show)
+
+
+def main() -> None:
+    """Run the command line and exit with a stable code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command and return its exit code; errors become one line on stderr."""
+    Settings.debug = False
+    command = typer.main.get_command(app)
+    try:
+        answer = command.main(
+            arguments,
+            prog_name="hetflow",
+            standalone_mode=False,
+            auto_envvar_prefix=ENVIRONMENT_PREFIX,
+            default_map=config_values(),
+        )
+    except HetflowError as error:
+        return _report(error.message, error.hint, error.exit_code)
+    except (typer.Abort, KeyboardInterrupt):
+        return _report("interrupted", None, 130)
+    except BrokenPipeError:
+        # The reader of the pipe has gone; leave quietly, as other tools do.
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        if hasattr(error, "format_message"):  # the parser's own errors: bad usage
+            return _report_usage(error)
+        traceback.print_exc()
+        return _report("this is a bug; please report it with the traceback above", None, 1)
+    return answer if isinstance(answer, int) else 0
+
+
+def _report_usage(error: Exception) -> int:
+    message = str(error.format_message()).replace("\n", " ")  # type: ignore[attr-defined]
+    if type(error).__name__ == "NoArgsIsHelpError":
+        typer.echo(error.format_message(), err=True)  # type: ignore[attr-defined]
+        return 2
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "hetflow"
+    return _report(message.rstrip("."), f"see `{path} --help`", 2)
+
+
+def _report(message: str, hint: str | None, code: int) -> int:
+    if Settings.debug:
+        traceback.print_exc()
+    sys.stderr.write(f"hetflow: {' '.join(message.split())}\n")
+    if hint:
+        sys.stderr.write(f"hint: {' '.join(hint.split())}\n")
+    return code
+
+
+if __name__ == "__main__":
+    main()
