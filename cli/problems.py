@@ -61,11 +61,10 @@ def problem_for_plan(
         return None
     if gpus is None and cluster is None:
         gpus = ",".join(f"{g.num_devices}x{g.device_type}" for g in plan.groups)
-    uniform = plan.est is not None
     return split_problem(
         read_model_profiles(profiles, model or plan.model),
         read_pool(gpus, cluster),
         plan.global_batch_size,
-        virtual_nodes=plan.est.max_p if uniform and plan.est else None,
+        virtual_nodes=plan.uniform_virtual_nodes,
         interpolate=any(group.interpolated for group in plan.groups),
     )

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -207,8 +206,3 @@ def write_bytes(path: Path, content: bytes, *, force: bool = False) -> None:
 def write(path: Path, value: Record, *, force: bool = False) -> None:
     """Write one record as JSON, atomically."""
     write_text(path, to_json(value), force=force)
-
-
-def join_faults(faults: Iterable[str]) -> str:
-    """Several faults as one line."""
-    return "; ".join(faults)

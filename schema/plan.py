@@ -101,7 +101,10 @@ class Alternative:
 
 @record
 class SplitPlan:
-    """A global batch split over devices (VirtualFlow 5.1)."""
+    """A global batch split over devices (VirtualFlow 5.1).
+
+    ``uniform_virtual_nodes`` is N where the plan was asked for N equal virtual nodes.
+    """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
     kind: Literal["split"] = "split"
@@ -111,6 +114,7 @@ class SplitPlan:
     predicted: Prediction
     proof: Proof
     objective: Literal["step_seconds", "waste"] = "step_seconds"
+    uniform_virtual_nodes: Count | None = None
     est: EstEstimate | None = None
     alternatives: tuple[Alternative, ...] = ()
     emulated: tuple[EmulatedDevice, ...] = ()

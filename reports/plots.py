@@ -1,0 +1,116 @@
+"""Profiles and splits as pictures. matplotlib is optional (``pip install hetflow[plots]``)."""
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..schema.errors import HetflowError
+from ..schema.plan import SplitPlan
+from ..schema.profile import Profile
+from .tables import device_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def curves_image(profiles: Sequence[Profile], file_format: str) -> bytes:
+    """Throughput over batch size, one line a device type (VirtualFlow figure 7, left).
+
+    Args:
+        profiles: Profiles of one or more device types.
+        file_format: ``png`` or ``svg``.
+
+    Raises:
+        HetflowError: matplotlib is not installed.
+    """
+    figure = _figure()
+    axes = figure.subplots()
+    for profile in profiles:
+        sizes = [point.batch_size for point in profile.batch_curve]
+        rates = [point.batch_size / point.step_seconds for point in profile.batch_curve]
+        axes.plot(sizes, rates, marker="o", label=_label(profile))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("batch size (samples)")
+    axes.set_ylabel("samples per second, forward + backward")
+    axes.set_title(" / ".join(sorted({profile.model for profile in profiles})))
+    axes.grid(visible=True, which="major", alpha=0.3)
+    axes.legend()
+    return _rendered(figure, file_format)
+
+
+def split_image(plan: SplitPlan, file_format: str) -> bytes:
+    """The split of a batch: each device's passes as bars on a time axis.
+
+    Raises:
+        HetflowError: matplotlib is not installed.
+    """
+    figure = _figure()
+    axes = figure.subplots()
+    emulated = {device.device_type for device in plan.emulated}
+    labels = []
+    for row, group in enumerate(plan.groups):
+        _draw_passes(axes, row, group.virtual_nodes, group.pass_seconds or 0.0)
+        name = device_name(group.device_type, group.device_type in emulated)
+        labels.append(
+            f"{group.num_devices} x {name}\n{group.virtual_nodes} x "
+            f"{group.virtual_node_batch_size} samples"
+        )
+    compute = plan.predicted.compute_seconds or 0.0
+    _draw_tail(axes, compute, plan)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds since the start of a step (predicted)")
+    axes.set_title(f"{plan.model}, global batch {plan.global_batch_size}")
+    return _rendered(figure, file_format)
+
+
+def _draw_passes(axes: Any, row: int, passes: int, seconds: float) -> None:
+    # Beyond a few hundred passes the edges alone would fill the picture.
+    shown = passes if passes <= 200 else 1
+    width = passes * seconds / shown
+    axes.barh(
+        [row] * shown,
+        [width] * shown,
+        left=[width * i for i in range(shown)],
+        color="tab:blue",
+        edgecolor="white",
+    )
+
+
+def _draw_tail(axes: Any, compute: float, plan: SplitPlan) -> None:
+    left = compute
+    for seconds, color, label in (
+        (plan.predicted.sync_seconds, "tab:orange", "synchronise"),
+        (plan.predicted.update_seconds, "tab:green", "update"),
+    ):
+        if seconds:
+            axes.axvspan(left, left + seconds, color=color, alpha=0.4, label=label)
+            left += seconds
+    if left > compute:
+        axes.legend(loc="lower right")
+
+
+def _label(profile: Profile) -> str:
+    return device_name(profile.device_type, profile.emulation is not None)
+
+
+def _figure() -> "Figure":
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise HetflowError(
+            "plots need matplotlib, which is not installed", hint="pip install 'hetflow[plots]'"
+        ) from None
+    return Figure(figsize=(7, 4), layout="constrained")
+
+
+def _rendered(figure: "Figure", file_format: str) -> bytes:
+    target = io.BytesIO()
+    # A fixed salt and no date: the same input gives the same bytes.
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": "hetflow"}):
+        metadata = {"Date": None} if file_format == "svg" else {"Software": None}
+        figure.savefig(target, format=file_format, dpi=144, metadata=metadata)
+    return target.getvalue()

@@ -1,0 +1,117 @@
+"""The house rules: import directions, shipped packages, size of files, documented commands."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+MAY_IMPORT = {
+    "schema": set(),
+    "costs": {"schema"},
+    "checks": {"schema", "costs"},
+    "solvers": {"schema", "costs"},
+    "runtime": {"schema"},
+    "profilers": {"schema", "runtime"},
+    "launcher": {"schema", "runtime"},
+    "reports": {"schema"},
+    "examples": {"runtime", "profilers"},
+    "cli": {
+        "schema", "costs", "checks", "solvers", "runtime", "profilers", "launcher", "reports",
+        "examples",
+    },
+}  # fmt: skip
+TORCH_AT_IMPORT = {"runtime", "examples"}
+LIBRARIES_OF_ONE_FILE = {"pulp": "solvers/lp.py", "scipy": "solvers/lp.py", "highspy": "solvers/lp.py"}
+
+
+def modules(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """(imported folder of ours or library, whether at module level) of one file."""
+    package = path.relative_to(ROOT).parts[:-1]
+    found = []
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    at_import = {id(node) for node in tree.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            target = [*base, *(node.module or "").split(".")]
+            names = [target[0]] if target[0] else [alias.name for alias in node.names]
+            found += [(f"hetflow.{name}", id(node) in at_import) for name in names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = (node.module or "").split(".")
+            name = ".".join(parts[:2]) if parts[0] == "hetflow" else parts[0]
+            found.append((name, id(node) in at_import))
+        elif isinstance(node, ast.Import):
+            found += [(alias.name.split(".")[0], id(node) in at_import) for alias in node.names]
+    return found
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_imports_point_one_way(package: str) -> None:
+    allowed = {f"hetflow.{name}" for name in MAY_IMPORT[package] | {package}}
+    allowed |= {"hetflow.__version__"}
+    for path in modules(package):
+        for name, at_import in imports(path):
+            where = path.relative_to(ROOT)
+            if name.startswith("hetflow."):
+                assert name in allowed, f"{where} imports {name}"
+            if name == "torch" and at_import:
+                assert package in TORCH_AT_IMPORT, f"{where} imports torch at module level"
+            if name == "torch":
+                assert package in TORCH_AT_IMPORT | {"profilers", "launcher"}, f"{where}: torch"
+            if name in LIBRARIES_OF_ONE_FILE:
+                assert str(where) == LIBRARIES_OF_ONE_FILE[name], f"{where} imports {name}"
+
+
+def test_every_package_ships() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    shipped = set(declared["tool"]["setuptools"]["packages"])
+    folders = {
+        "hetflow" + "".join(f".{part}" for part in path.parent.relative_to(ROOT).parts)
+        for path in ROOT.rglob("__init__.py")
+        if not path.relative_to(ROOT).parts[0].startswith((".", "tests", "build"))
+    }
+    assert shipped == folders
+
+
+def test_no_stray_module_at_the_root() -> None:
+    assert [path.name for path in ROOT.glob("*.py")] == ["__init__.py"]
+
+
+def test_files_are_one_idea_each() -> None:
+    long = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts and p.stat().st_size > 24 << 10]
+    assert long == []
+
+
+def test_nothing_names_this_machine_or_a_registry() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.split()
+    pattern = re.compile("/ro" + "ot/|/ho" + "me/[a-z]+/|/wo" + "rk/|pypi\\.(org|python)|index-" + "url")
+    for name in tracked:
+        path = ROOT / name
+        if path.is_file() and path.suffix in {".py", ".toml", ".md", ".txt", ".json", ""}:
+            match = pattern.search(path.read_text(encoding="utf-8", errors="replace"))
+            assert match is None, f"{name}: {match.group() if match else ''}"
+
+
+@pytest.mark.parametrize("module", ["hetflow.cli.main", "hetflow.solvers.batch_split", "hetflow.checks.batch_split"])
+def test_planning_starts_without_torch(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('torch', 'scipy', 'pandas', 'pulp') if m in sys.modules])"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+def test_the_house_map_names_every_folder() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for package in MAY_IMPORT:
+        assert f"`{package}/`" in text
