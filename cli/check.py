@@ -16,7 +16,9 @@ def check(
     ] = None,
     gpus: Annotated[str | None, typer.Option(help="The pool, e.g. 2xV100,8xP100.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="A cluster file instead of --gpus.")] = None,
-    model: Annotated[str | None, typer.Option(help="The model, where profiles hold several.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model, where profiles hold several.")
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Verify a plan, with code that shares nothing with the solvers.

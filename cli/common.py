@@ -94,11 +94,16 @@ def _with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
 
     signature = inspect.signature(function)
     parameters = [
-        inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context),
+        inspect.Parameter(
+            "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+        ),
         *[p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in signature.parameters.values()],
         *[
             inspect.Parameter(
-                name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=Annotated[kind, option],
             )
             for name, (kind, default, option) in common.items()
         ],

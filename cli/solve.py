@@ -22,7 +22,9 @@ def solve(
         str | None, typer.Option(help="The pool: 2xV100,8xP100, V100:2:16GB, 4x(4xV100).")
     ] = None,
     cluster: Annotated[Path | None, typer.Option(help="A cluster file instead of --gpus.")] = None,
-    model: Annotated[str | None, typer.Option(help="The model, where profiles hold several.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model, where profiles hold several.")
+    ] = None,
     strategy: Annotated[
         Literal["auto", "split"], typer.Option(help="Kind of plan; auto takes the best known.")
     ] = "auto",
@@ -38,7 +40,8 @@ def solve(
         int, typer.Option(min=1, help="With --objective waste: keep the K best configurations.")
     ] = 1,
     interpolate: Annotated[
-        bool, typer.Option("--interpolate", help="Allow sizes between profiled ones; marked as such.")
+        bool,
+        typer.Option("--interpolate", help="Allow sizes between profiled ones; marked as such."),
     ] = False,
     method: Annotated[
         Method, typer.Option(help="The fast exact method, or the MILP through CBC or HiGHS.")

@@ -49,9 +49,12 @@ def profile_table(profile: Profile) -> str:
 def plan_table(plan: SplitPlan) -> str:
     """Who gets how much, how long a step takes, and how good that is."""
     emulated = {device.device_type for device in plan.emulated}
+    names = {
+        g.device_type: device_name(g.device_type, g.device_type in emulated) for g in plan.groups
+    }
     rows = [
         (
-            f"{group.num_devices} x {device_name(group.device_type, group.device_type in emulated)}",
+            f"{group.num_devices} x {names[group.device_type]}",
             group.device_batch_size,
             f"{group.virtual_nodes} x {group.virtual_node_batch_size}"
             + (" (interpolated)" if group.interpolated else ""),
@@ -179,9 +182,7 @@ def _percent(fraction: float | None) -> str:
 def _sync_text(profile: Profile) -> str:
     if profile.sync is None:
         return "sync not measured"
-    return (
-        f"sync {milliseconds(profile.sync.sync_seconds)} on {profile.sync.num_devices} devices"
-    )
+    return f"sync {milliseconds(profile.sync.sync_seconds)} on {profile.sync.num_devices} devices"
 
 
 def _grid(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -1,0 +1,1 @@
+"""The values that flow between the parts, and their JSON form."""

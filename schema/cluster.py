@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Literal
 
 from .errors import ProblemError
-from .records import Count, Name, PositiveRate, nearest, record, register_keys
+from .records import Count, PositiveRate, nearest, record, register_keys
 
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _NAME = r"[A-Za-z][\w.+-]*(?::[A-Za-z][\w.+-]*)?"
@@ -116,7 +116,9 @@ def _add_item(item: str, text: str, types: dict[str, DeviceType], into: Counter[
     memory = _bytes_of(match["memory"])
     known = types.get(match["name"])
     if known and memory and known.memory_bytes not in (None, memory):
-        raise ProblemError(f"--gpus {text!r}: {match['name']} is given two memories; name them apart")
+        raise ProblemError(
+            f"--gpus {text!r}: {match['name']} is given two memories; name them apart"
+        )
     if memory or not known:
         types[match["name"]] = DeviceType(memory_bytes=memory)
     into[match["name"]] += _positive(match["times"] or match["count"] or "1", item)

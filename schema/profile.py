@@ -124,7 +124,9 @@ class Profile:
             if before == after:
                 raise ProblemError(f"batch_curve: duplicate batch_size {after}")
             if before > after:
-                raise ProblemError(f"batch_curve must be sorted by batch_size; {after} follows {before}")
+                raise ProblemError(
+                    f"batch_curve must be sorted by batch_size; {after} follows {before}"
+                )
 
 
 register_keys(BatchPoint, LayerNode, LayerGraph, Sync, Emulation, Profile)

@@ -27,7 +27,11 @@ MAY_IMPORT = {
     },
 }  # fmt: skip
 TORCH_AT_IMPORT = {"runtime", "examples"}
-LIBRARIES_OF_ONE_FILE = {"pulp": "solvers/lp.py", "scipy": "solvers/lp.py", "highspy": "solvers/lp.py"}
+LIBRARIES_OF_ONE_FILE = {
+    "pulp": "solvers/lp.py",
+    "scipy": "solvers/lp.py",
+    "highspy": "solvers/lp.py",
+}
 
 
 def modules(package: str) -> list[Path]:
@@ -96,7 +100,9 @@ def test_nothing_names_this_machine_or_a_registry() -> None:
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.split()
-    pattern = re.compile("/ro" + "ot/|/ho" + "me/[a-z]+/|/wo" + "rk/|pypi\\.(org|python)|index-" + "url")
+    pattern = re.compile(
+        "/ro" + "ot/|/ho" + "me/[a-z]+/|/wo" + "rk/|pypi\\.(org|python)|index-" + "url"
+    )
     for name in tracked:
         path = ROOT / name
         if path.is_file() and path.suffix in {".py", ".toml", ".md", ".txt", ".json", ""}:
@@ -104,10 +110,15 @@ def test_nothing_names_this_machine_or_a_registry() -> None:
             assert match is None, f"{name}: {match.group() if match else ''}"
 
 
-@pytest.mark.parametrize("module", ["hetflow.cli.main", "hetflow.solvers.batch_split", "hetflow.checks.batch_split"])
+@pytest.mark.parametrize(
+    "module", ["hetflow.cli.main", "hetflow.solvers.batch_split", "hetflow.checks.batch_split"]
+)
 def test_planning_starts_without_torch(module: str) -> None:
-    code = f"import sys, {module}; print([m for m in ('torch', 'scipy', 'pandas', 'pulp') if m in sys.modules])"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = ("torch", "scipy", "pandas", "pulp")
+    code = f"import sys, {module}; print([m for m in {heavy} if m in sys.modules])"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert answer.stdout.strip() == "[]"
 
 

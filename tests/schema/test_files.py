@@ -1,0 +1,234 @@
+"""Files: strict in, atomic out, every fault with an address, nothing evaluated."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hetflow.schema import files
+from hetflow.schema.cluster import Cluster
+from hetflow.schema.errors import FileError, ProblemError
+from hetflow.schema.profile import BatchPoint, Profile, Sync
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def profile_document(**changes: Any) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "schema": "hetflow.profile/1",
+        "model": "resnet50",
+        "device_type": "V100",
+        "device_memory_bytes": 17179869184,
+        "weight_bytes": 102228128,
+        "update_seconds": 0.004,
+        "batch_curve": [
+            {"batch_size": 32, "step_seconds": 0.091, "peak_memory_bytes": 5100000000},
+            {"batch_size": 64, "step_seconds": 0.17, "peak_memory_bytes": 9100000000},
+        ],
+        "layers": {
+            "microbatch_size": 32,
+            "nodes": [
+                {
+                    "id": name,
+                    "op": "Conv2d",
+                    "forward_seconds": 0.0011,
+                    "backward_seconds": 0.0022,
+                    "activation_bytes": 102760448,
+                    "weight_bytes": 37632,
+                }
+                for name in ("conv1", "bn1")
+            ],
+            "edges": [["conv1", "bn1"]],
+        },
+        "sync": {"num_devices": 2, "sync_seconds": 0.031},
+        "provenance": {"command": "...", "anything": [1, {"goes": None}]},
+    }
+    return {**document, **changes}
+
+
+def decode(document: Any) -> Profile:
+    return files.from_json(json.dumps(document), Profile, name="p.json")
+
+
+def test_the_promised_profile_reads_and_writes_back() -> None:
+    profile = decode(profile_document())
+    assert profile.layers is not None
+    assert profile.layers.edges == (("conv1", "bn1"),)
+    assert json.loads(files.to_json(profile)) == profile_document()
+
+
+def point(**changes: Any) -> dict[str, Any]:
+    base = {"batch_size": 1, "step_seconds": 0.1, "peak_memory_bytes": 1}
+    return {**base, **changes}
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        (
+            profile_document(batch_curve=[point(step_seconds=-0.1)]),
+            "p.json: $.batch_curve[0].step_seconds: must be > 0",
+        ),
+        (profile_document(batch_curve=[point(step_seconds=0)]), "must be > 0"),
+        (profile_document(batch_curve=[point(batch_size=0)]), "$.batch_curve[0].batch_size"),
+        (profile_document(batch_curve=[point(batch_size="8")]), "whole number, got '8'"),
+        (profile_document(batch_curve=[point(batch_size=True)]), "whole number, got True"),
+        (profile_document(batch_curve=[point(), point()]), "duplicate batch_size 1"),
+        (profile_document(batch_curve=[]), "at least one batch size"),
+        (profile_document(update_seconds=float("nan")), "$.update_seconds: must be finite"),
+        (profile_document(update_seconds=float("inf")), "$.update_seconds: must be finite"),
+        (profile_document(update_second=1), "unknown key; did you mean 'update_seconds'?"),
+        (profile_document(colour="red"), "$.colour: unknown key"),
+        (profile_document(model=""), "$.model: must not be empty"),
+        (profile_document(model="a\nb"), "$.model: must be one printable line"),
+        (profile_document(schema="hetflow.profil/1"), "did you mean 'hetflow.profile/1'?"),
+        (profile_document(schema="hetflow.plan/1"), "must be 'hetflow.profile/1'"),
+        (profile_document(sync={"num_devices": 1, "sync_seconds": 0.1}), "num_devices must be"),
+        ([1, 2], "must be an object"),
+    ],
+)
+def test_a_fault_has_an_address_and_a_mend(document: Any, expected: str) -> None:
+    with pytest.raises(FileError) as caught:
+        decode(document)
+    assert expected in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_all_faults_are_reported_at_once() -> None:
+    document = profile_document(update_seconds=-1, weight_bytes="x", colour=1)
+    del document["model"]
+    with pytest.raises(FileError) as caught:
+        decode(document)
+    for part in ("$.update_seconds", "$.weight_bytes", "$.colour", "$.model: missing"):
+        assert part in caught.value.message
+
+
+def test_a_missing_schema_key_is_an_error() -> None:
+    document = profile_document()
+    del document["schema"]
+    with pytest.raises(FileError, match=r"\$\.schema: missing"):
+        decode(document)
+
+
+def test_a_key_given_twice_is_an_error() -> None:
+    with pytest.raises(FileError, match="appears twice"):
+        files.from_json('{"schema": "a", "schema": "b"}', Profile)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, 200, -3])
+def test_a_truncated_file_says_where(cut: int) -> None:
+    text = files.to_json(decode(profile_document()))
+    with pytest.raises(FileError, match="not valid JSON at line"):
+        files.from_json(text[:cut], Profile)
+
+
+def test_a_deeply_nested_file_is_refused() -> None:
+    with pytest.raises(FileError):
+        files.from_json("[" * 200_000, Profile)
+
+
+def test_a_pickle_is_refused_and_never_loaded(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return (os.mkdir, (str(marker),))
+
+    path = tmp_path / "profile.json"
+    path.write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(FileError):
+        files.read(path, Profile)
+    assert not marker.exists()
+
+
+def test_missing_folder_and_binary_files_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="no such file"):
+        files.read(tmp_path / "absent.json", Profile)
+    with pytest.raises(FileError, match="is a folder"):
+        files.read(tmp_path, Profile)
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FileError, match="not a text file"):
+        files.read(tmp_path / "binary.json", Profile)
+    with pytest.raises(FileError, match="no such folder"):
+        files.read_profiles(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileError, match="holds no profiles"):
+        files.read_profiles(tmp_path / "empty")
+
+
+def test_writing_never_overwrites_without_force(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    profile = decode(profile_document())
+    files.write(path, profile)
+    before = path.read_text()
+    with pytest.raises(FileError, match="exists already"):
+        files.write(path, profile)
+    assert path.read_text() == before
+    files.write(path, profile, force=True)
+    assert files.read(path, Profile) == profile
+    assert [entry.name for entry in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_a_failed_write_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p.json"
+    path.write_text("old")
+
+    def no_space(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(FileError, match="No space left"):
+        files.write_text(path, "new", force=True)
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_an_output_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="no such folder"):
+        files.check_writable(tmp_path / "absent" / "p.json", force=False)
+
+
+def test_records_built_in_code_are_checked_alike() -> None:
+    with pytest.raises(ProblemError, match="batch_size: must be >= 1"):
+        BatchPoint(batch_size=0, step_seconds=1.0, peak_memory_bytes=0)
+    with pytest.raises(ProblemError, match="come together"):
+        Sync(num_devices=2, sync_seconds=0.1, latency_seconds=0.1)
+
+
+sizes = st.lists(st.integers(1, 1 << 16), min_size=1, max_size=8, unique=True).map(sorted)
+positive = st.floats(min_value=1e-9, max_value=1e6)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(sizes=sizes, seconds=positive, update=st.floats(0, 1e3), memory=st.integers(0, 1 << 50))
+def test_a_profile_round_trips_to_the_last_bit(
+    sizes: list[int], seconds: float, update: float, memory: int
+) -> None:
+    profile = Profile(
+        model="m",
+        device_type="cpu:slow",
+        device_memory_bytes=1 << 30,
+        weight_bytes=memory,
+        update_seconds=update,
+        batch_curve=tuple(
+            BatchPoint(batch_size=b, step_seconds=seconds * b, peak_memory_bytes=memory)
+            for b in sizes
+        ),
+    )
+    assert files.from_json(files.to_json(profile), Profile) == profile
+
+
+def test_a_cluster_file_reads(tmp_path: Path) -> None:
+    document = {
+        "schema": "hetflow.cluster/1",
+        "device_types": {"V100": {"memory_bytes": 17179869184, "dollars_per_hour": 2.48}},
+        "servers": [{"count": 4, "devices": {"V100": 4}, "intra_bytes_per_second": 1.0e10}],
+        "inter_bytes_per_second": 1.25e9,
+    }
+    cluster = files.from_json(json.dumps(document), Cluster)
+    assert cluster.num_devices == {"V100": 16}
+    assert json.loads(files.to_json(cluster)) == document
