@@ -1,0 +1,28 @@
+"""What runs inside a worker: virtual nodes, one gradient buffer, exact sharding of the data.
+
+A training script needs five changed lines, and still runs under plain ``python``::
+
+    from hetflow import runtime as hf
+
+    job = hf.prepare(model, optimizer)
+    for batch in job.batches(loader):
+        loss = job.backward(lambda x, y: criterion(model(x), y), batch)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .job import Job, prepare
+
+__all__ = ["Job", "prepare"]
+
+
+def __getattr__(name: str) -> object:
+    """Load the job, and torch with it, when first asked for: planning starts without torch."""
+    if name in __all__:
+        from . import job
+
+        return getattr(job, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,81 @@
+"""Emulated device types: real arithmetic, each pass held to a fixed time.
+
+A table gives the time of one forward + backward pass at each batch size; a pass that is done
+early sleeps out the rest. Sleeping in proportion, quotas and niceness were tried and are
+unstable; a fixed time from a table holds within a few percent, also on a busy machine.
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ..schema.errors import ProblemError
+from ..schema.plan import EmulatedDevice, PassTime
+
+
+class PassHolder:
+    """Hold passes to the times of a table.
+
+    Deadlines are absolute within a step: pass k ends no earlier than the start of the step plus
+    the table times of passes 1 to k, so that small delays between passes do not add up.
+    """
+
+    def __init__(self, passes: Sequence[PassTime]) -> None:
+        """Take the table: (batch size, seconds) pairs in any order, at least one."""
+        if not passes:
+            raise ProblemError("an emulated device needs at least one pass time")
+        ordered = sorted(passes, key=lambda entry: entry.batch_size)
+        self._sizes = [entry.batch_size for entry in ordered]
+        self._seconds = [entry.step_seconds for entry in ordered]
+        self._deadline = 0.0
+        self.num_passes = 0
+        self.num_overruns = 0
+        self.worst_overrun_seconds = 0.0
+
+    @classmethod
+    def of(cls, device: EmulatedDevice) -> "PassHolder":
+        """The holder of one emulated device type of a plan."""
+        return cls(device.passes)
+
+    def pass_seconds(self, batch_size: int) -> float:
+        """How long a pass of ``batch_size`` samples lasts, in seconds.
+
+        Linear between the sizes of the table, proportional below the first, and on the last
+        slope above the last (proportional where the table holds one size only).
+        """
+        sizes, seconds = self._sizes, self._seconds
+        if batch_size <= sizes[0] or len(sizes) == 1:
+            return seconds[0] * batch_size / sizes[0]
+        right = min(bisect_left(sizes, batch_size), len(sizes) - 1)
+        left = right - 1
+        slope = (seconds[right] - seconds[left]) / (sizes[right] - sizes[left])
+        return max(seconds[left] + slope * (batch_size - sizes[left]), 0.0)
+
+    def begin_step(self) -> None:
+        """Start the clock of a step: the deadlines of its passes count from here."""
+        self._deadline = time.perf_counter()
+
+    @contextmanager
+    def hold(self, batch_size: int) -> Iterator[None]:
+        """Run one pass inside; leave no earlier than its deadline.
+
+        A pass whose real arithmetic took longer than its table time is counted: its emulated
+        device was slower than stated.
+        """
+        allowed = self.pass_seconds(batch_size)
+        started = time.perf_counter()
+        yield
+        overrun = time.perf_counter() - started - allowed
+        self.num_passes += 1
+        if overrun > 0:
+            self.num_overruns += 1
+            self.worst_overrun_seconds = max(self.worst_overrun_seconds, overrun)
+        self._deadline += allowed
+        _sleep_until(self._deadline)
+
+
+def _sleep_until(deadline: float) -> None:
+    left = deadline - time.perf_counter()
+    if left > 0:
+        time.sleep(left)

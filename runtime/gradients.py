@@ -1,0 +1,275 @@
+"""One gradient buffer per worker, and its synchronisation (VirtualFlow 3.2, 5.2).
+
+Every parameter's gradient is a view into one flat buffer (one per dtype and device), laid out in
+reverse order of registration, which is about the order in which backward fills it. All virtual
+nodes of a device add into it, so memory does not grow with their number, and a bucket of the
+all-reduce is a slice of it: nothing is copied.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..schema.errors import TargetError
+
+BUCKET_BYTES = 25 << 20
+_CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """A slice of a flat buffer that is reduced at once."""
+
+    flat: Tensor
+    parameters: list[int] = field(default_factory=list)
+    num_ready: int = 0
+
+
+class GradientReducer:
+    """Accumulate gradients of several passes, then sum them over the workers of a group.
+
+    A step is ``begin()``, any number of backward passes, ``arm()`` before the last of them,
+    ``finish()``. While the last backward runs, each bucket is reduced as soon as its gradients
+    are complete, always in the same order on every worker. Parameters that no pass used are
+    handled: their bucket is reduced by ``finish``. Callers scale their losses so that the sum
+    over passes and workers is the mean they want.
+
+    Args:
+        parameters: Name and parameter, each parameter once, same order on every worker.
+        group: The process group; None for a single worker, which reduces nothing.
+        distributed: Whether to reduce at all; by default whether a group is initialised.
+        bucket_bytes: Least size of a bucket, in bytes.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter] | Iterable[nn.Parameter],
+        group: dist.ProcessGroup | None = None,
+        *,
+        distributed: bool | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        named = (
+            dict(parameters)
+            if isinstance(parameters, Mapping)
+            else {f"parameter {index}": p for index, p in enumerate(parameters)}
+        )
+        self._names = list(named)
+        self._parameters = list(named.values())
+        self._group = group
+        initialised = dist.is_available() and dist.is_initialized()
+        self._distributed = initialised if distributed is None else distributed
+        self._keeps_carried = not self._distributed or dist.get_rank(group) == 0
+        self._bucket_bytes = bucket_bytes
+        self._layout: tuple[object, ...] = ()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._views: dict[int, Tensor] = {}
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[int, int] = {}
+        self.flats: list[Tensor] = []
+        self._armed = False
+        self._defer_last = False
+        self._num_launched = 0
+        self._works: list[dist.Work] = []
+        self._used: set[int] = set()
+        self._fired: set[int] = set()
+        self._carried: set[int] = set()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the gradient buffer: what one synchronisation sends."""
+        return sum(flat.numel() * flat.element_size() for flat in self.flats)
+
+    @property
+    def carried(self) -> bool:
+        """Whether gradients of an earlier step were still there when this one began."""
+        return bool(self._carried)
+
+    def begin(self) -> None:
+        """Start a step: point every gradient into the cleared buffer.
+
+        Gradients that are still set (no ``zero_grad`` since) stay in the sum, as they do in plain
+        PyTorch; they are equal on all workers, so only the first worker contributes them.
+        """
+        self._rebuild_if_changed()
+        self._used.clear()
+        self._works.clear()
+        self._carried.clear()
+        self._num_launched = 0
+        with torch.no_grad():
+            for index, view in self._views.items():
+                self._attach(index, view)
+
+    def _attach(self, index: int, view: Tensor) -> None:
+        parameter = self._parameters[index]
+        if parameter.grad is None:
+            view.zero_()
+        else:
+            self._carried.add(index)
+            if not self._keeps_carried:
+                view.zero_()
+            elif parameter.grad.data_ptr() != view.data_ptr():
+                view.copy_(parameter.grad)
+        parameter.grad = view
+
+    def arm(self, *, defer_last: bool = False) -> None:
+        """Let the next backward reduce buckets as they fill.
+
+        Args:
+            defer_last: Keep the last bucket back until ``finish``. An emulated device's last
+                gradient is ready at the end of its stretched pass, not of the real one.
+        """
+        self._armed = self._distributed
+        self._defer_last = defer_last
+        self._fired.clear()
+        for bucket in self._buckets:
+            bucket.num_ready = 0
+
+    def launch_rest(self) -> None:
+        """Reduce the buckets that the last backward did not."""
+        self._armed = False
+        if self._distributed:
+            while self._num_launched < len(self._buckets):
+                self._launch_next()
+
+    def wait(self) -> None:
+        """Wait until every bucket is reduced. On CUDA this blocks the stream, not the host."""
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def finish(self) -> None:
+        """Reduce what is left and wait: afterwards gradients are the sums over all workers."""
+        self.launch_rest()
+        self.wait()
+
+    def unused(self) -> list[int]:
+        """Numbers of the trainable parameters that got no gradient on this worker this step."""
+        return [
+            index
+            for index in sorted(self._views)
+            if index not in self._used and index not in self._carried
+        ]
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Set gradients to None: what plain PyTorch shows for parameters that no pass used."""
+        for index in indices:
+            self._parameters[index].grad = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters under care, trainable or not."""
+        return len(self._parameters)
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients by a 0-dimensional tensor."""
+        with torch.no_grad():
+            for flat in self.flats:
+                flat.mul_(factor.to(device=flat.device, dtype=_real_dtype(flat)))
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _rebuild_if_changed(self) -> None:
+        """Follow parameters that were frozen, unfrozen or cast since the last step."""
+        layout = tuple(
+            (p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for p in self._parameters
+        )
+        if layout != self._layout:
+            self._layout = layout
+            self._build()
+
+    def _build(self) -> None:
+        self.close()
+        self._views, self._bucket_of = {}, {}
+        self._buckets, self.flats = [], []
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index in reversed(range(len(self._parameters))):
+            parameter = self._parameters[index]
+            if parameter.requires_grad:
+                kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
+        for (dtype, device), members in kinds.items():
+            self._lay_out(members, dtype, device)
+        for index in self._views:
+            hook = self._parameters[index].register_post_accumulate_grad_hook(self._hook(index))
+            self._handles.append(hook)
+
+    def _lay_out(self, members: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        total = sum(self._parameters[index].numel() for index in members)
+        flat = torch.zeros(total, dtype=dtype, device=device)
+        self.flats.append(flat)
+        start, offset = 0, 0
+        bucket: list[int] = []
+        for index in members:
+            parameter = self._parameters[index]
+            self._views[index] = _view_like(flat, offset, parameter)
+            bucket.append(index)
+            offset += parameter.numel()
+            if (offset - start) * flat.element_size() >= self._bucket_bytes or offset == total:
+                self._add_bucket(flat[start:offset], bucket)
+                start, bucket = offset, []
+
+    def _add_bucket(self, flat: Tensor, members: list[int]) -> None:
+        if not flat.numel():
+            return
+        for index in members:
+            self._bucket_of[index] = len(self._buckets)
+        real = torch.view_as_real(flat) if flat.is_complex() else flat
+        self._buckets.append(_Bucket(flat=real, parameters=members))
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        def fired(_: Tensor) -> None:
+            self._used.add(index)
+            if self._armed:
+                self._mark_ready(index)
+
+        return fired
+
+    def _mark_ready(self, index: int) -> None:
+        if index in self._fired:
+            raise TargetError(
+                f"{self._names[index]} got its gradient twice in one backward; hetflow cannot tell "
+                f"which is the last",
+                hint="use checkpoint(..., use_reentrant=False), or prepare(..., overlap=False)",
+            )
+        self._fired.add(index)
+        if index in self._bucket_of:
+            self._buckets[self._bucket_of[index]].num_ready += 1
+            self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        limit = len(self._buckets) - int(self._defer_last)
+        while self._num_launched < limit:
+            bucket = self._buckets[self._num_launched]
+            if bucket.num_ready < len(bucket.parameters):
+                return
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        bucket = self._buckets[self._num_launched]
+        self._num_launched += 1
+        work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        if work is not None:
+            self._works.append(work)
+
+
+def _view_like(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
+    """The part of ``flat`` for one parameter, with the parameter's own memory format."""
+    part = flat[offset : offset + parameter.numel()]
+    dense = any(
+        parameter.dim() == dims and parameter.is_contiguous(memory_format=layout)
+        for dims, layout in zip((4, 5), _CHANNELS_LAST, strict=True)
+    )
+    if dense and not parameter.is_contiguous():
+        return part.as_strided(parameter.size(), parameter.stride())
+    return part.view(parameter.shape)
+
+
+def _real_dtype(tensor: Tensor) -> torch.dtype:
+    return tensor.real.dtype if tensor.is_complex() else tensor.dtype
