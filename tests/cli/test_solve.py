@@ -1,0 +1,185 @@
+"""``hetflow solve``, ``check`` and ``show`` as a user meets them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetflow.schema import files
+from hetflow.schema.plan import SplitPlan
+
+from .conftest import Answer, profile
+
+Hetflow = Callable[..., Answer]
+
+
+def one_line_error(answer: Answer, code: int, *parts: str) -> None:
+    """Exactly one `hetflow: ` line, at most one hint, nothing on stdout."""
+    assert answer.code == code, answer
+    lines = answer.stderr.strip().splitlines()
+    errors = [line for line in lines if line.startswith("hetflow: ") and "warning" not in line]
+    assert len(errors) == 1, answer.stderr
+    assert [line for line in lines if not line.startswith(("hetflow: ", "hint: "))] == []
+    assert "Traceback" not in answer.stderr
+    assert answer.stdout == ""
+    for part in parts:
+        assert part in answer.stderr
+
+
+def solve(hetflow: Hetflow, profiles: Path, *more: object) -> Answer:
+    return hetflow(
+        "solve", "--profiles", profiles, "--gpus", "2xV100,2xP100", "--batch-size", 256, *more
+    )
+
+
+def test_a_plan_goes_to_stdout_as_json(hetflow: Hetflow, profiles: Path) -> None:
+    answer = solve(hetflow, profiles)
+    assert answer.code == 0
+    plan = files.from_json(answer.stdout, SplitPlan)
+    assert plan.proof.termination == "optimal"
+    assert sum(g.num_devices * g.device_batch_size for g in plan.groups) == 256
+
+
+def test_the_chain_solve_check_show(hetflow: Hetflow, profiles: Path, tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    assert solve(hetflow, profiles, "-o", target).stdout == ""
+    checked = hetflow("check", target, "--profiles", profiles, "--gpus", "2xV100,2xP100", "--json")
+    assert json.loads(checked.stdout)["valid"] is True
+    shown = hetflow("show", target)
+    assert "V100" in shown.stdout
+    assert "optimal" in shown.stdout
+    assert json.loads(hetflow("show", target, "--json").stdout)["kind"] == "split"
+
+
+@pytest.mark.parametrize("method", ["cbc", "highs"])
+def test_the_reference_agrees(hetflow: Hetflow, profiles: Path, method: str) -> None:
+    fast = json.loads(solve(hetflow, profiles).stdout)
+    slow = json.loads(solve(hetflow, profiles, "--method", method).stdout)
+    assert slow["proof"]["objective"] == pytest.approx(fast["proof"]["objective"], rel=1e-9)
+
+
+def test_waste_gives_alternatives(hetflow: Hetflow, profiles: Path) -> None:
+    answer = solve(
+        hetflow, profiles, "--objective", "waste", "--virtual-nodes", 8, "--top", 3
+    )
+    plan = json.loads(answer.stdout)
+    assert plan["objective"] == "waste"
+    throughputs = [plan["est"]["throughput"]] + [
+        choice["est"]["throughput"] for choice in plan["alternatives"]
+    ]
+    assert throughputs == sorted(throughputs, reverse=True)
+
+
+def test_a_broken_plan_fails_its_check(hetflow: Hetflow, profiles: Path, tmp_path: Path) -> None:
+    document = json.loads(solve(hetflow, profiles).stdout)
+    document["predicted"]["step_seconds"] *= 0.5
+    target = tmp_path / "plan.json"
+    target.write_text(json.dumps(document))
+    answer = hetflow("check", target, "--profiles", profiles, "--gpus", "2xV100,2xP100")
+    one_line_error(answer, 2, "step_seconds")
+
+
+def write_profile(folder: Path, **changes: Any) -> Path:
+    document = files.to_plain(profile("V100", 1.0))
+    document.update(changes)
+    folder.mkdir()
+    (folder / "p.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"update_seconds": float("nan")}, "$.update_seconds: must be finite"),
+        ({"update_seconds": float("inf")}, "$.update_seconds: must be finite"),
+        ({"weight_bytes": -1}, "$.weight_bytes: must be >= 0"),
+        ({"batch_cruve": []}, "did you mean 'batch_curve'?"),
+        ({"batch_curve": [{"batch_size": 1, "step_seconds": 0, "peak_memory_bytes": 1}]}, "> 0"),
+    ],
+)
+def test_bad_profiles_are_named(
+    hetflow: Hetflow, tmp_path: Path, changes: dict[str, Any], part: str
+) -> None:
+    folder = write_profile(tmp_path / "bad", **changes)
+    one_line_error(solve(hetflow, folder, "-o", tmp_path / "plan.json"), 2, part, "p.json")
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_bad_pools_are_named(hetflow: Hetflow, profiles: Path) -> None:
+    def asked(gpus: str) -> Answer:
+        return hetflow("solve", "--profiles", profiles, "--gpus", gpus, "--batch-size", 256)
+
+    one_line_error(asked("2xV10"), 2, "V10", "V100")
+    one_line_error(asked("0xV100"), 2, "at least 1")
+    one_line_error(asked("2*?"), 2, "cannot read")
+
+
+def test_bad_flags_are_named(hetflow: Hetflow, profiles: Path, tmp_path: Path) -> None:
+    one_line_error(hetflow("solve", "--profiles", profiles, "--batch-size", 8), 2, "no pool")
+    one_line_error(hetflow("solve", "--batch-size", 8), 2, "--profiles")
+    one_line_error(hetflow("sovle"), 2, "sovle")
+    one_line_error(solve(hetflow, profiles, "--top", 2), 2, "--objective waste")
+    one_line_error(solve(hetflow, profiles, "--virtual-nodes", 7), 2, "do not divide")
+    one_line_error(solve(hetflow, tmp_path / "absent"), 2, "no such folder")
+    one_line_error(solve(hetflow, profiles, "--model", "resnet5"), 2, "resnet50")
+
+
+def test_infeasible_is_exit_3_with_the_nearest_batches(hetflow: Hetflow, profiles: Path) -> None:
+    answer = hetflow(
+        "solve", "--profiles", profiles, "--gpus", "2xV100,2xP100", "--batch-size", 3
+    )
+    one_line_error(answer, 3, "8")
+
+
+def test_outputs_are_protected(hetflow: Hetflow, profiles: Path, tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    target.write_text("mine")
+    one_line_error(solve(hetflow, profiles, "-o", target), 2, "exists already", "--force")
+    assert target.read_text() == "mine"
+    assert solve(hetflow, profiles, "-o", target, "--force").code == 0
+    absent = tmp_path / "absent" / "plan.json"
+    one_line_error(solve(hetflow, profiles, "-o", absent), 2, "no such folder")
+
+
+def test_truncated_plans_are_named(hetflow: Hetflow, profiles: Path, tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    target.write_text(solve(hetflow, profiles).stdout[:100])
+    for command in ("check", "show"):
+        one_line_error(hetflow(command, target), 2, "not valid JSON at line")
+
+
+def test_values_resolve_flag_environment_file_default(
+    hetflow: Hetflow, profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "hetflow.toml"
+    config.write_text('[solve]\nbatch-size = 64\ngpus = "2xV100"\n')
+    monkeypatch.setenv("HETFLOW_CONFIG", str(config))
+    monkeypatch.setenv("HETFLOW_SOLVE_GPUS", "1xV100")
+    shown = hetflow("solve", "--profiles", profiles, "--show-config").stdout
+    assert "batch_size = 64  (file" in shown
+    assert "gpus = '1xV100'  (environment)" in shown
+    assert "strategy = 'auto'  (default)" in shown
+    assert "(flag)" in shown
+    plan = json.loads(hetflow("solve", "--profiles", profiles).stdout)
+    assert plan["global_batch_size"] == 64
+    config.write_text("[solve\n")
+    one_line_error(hetflow("solve", "--profiles", profiles), 2, "not valid TOML")
+
+
+def test_pictures_are_drawn(hetflow: Hetflow, profiles: Path, tmp_path: Path) -> None:
+    target = tmp_path / "plan.json"
+    solve(hetflow, profiles, "-o", target)
+    assert hetflow("show", profiles, "--plot", tmp_path / "curves.png").code == 0
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert hetflow("show", target, "--plot", tmp_path / "split.svg").code == 0
+    assert "<svg" in (tmp_path / "split.svg").read_text()
+    one_line_error(hetflow("show", target, "--plot", tmp_path / "x.gif"), 2, ".png or .svg")
+
+
+def test_every_command_has_help_with_an_example(hetflow: Hetflow) -> None:
+    for command in ("demo", "devices", "doctor", "profile", "solve", "check", "launch", "show"):
+        answer = hetflow(command, "--help")
+        assert answer.code == 0
+        assert f"hetflow {command}" in answer.stdout.split("Options", 1)[0].split("\n", 2)[2]
