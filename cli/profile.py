@@ -1,0 +1,170 @@
+"""``hetflow profile``: measure a model on each local device type."""
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..schema.errors import FileError, ProblemError
+from ..schema.profile import Profile
+from .common import ForceFlag, JsonFlag, emit, emit_json, note, shows_progress
+
+if TYPE_CHECKING:
+    from ..profilers.batch_curve import CurveLimits
+    from ..profilers.devices import DeviceRequest
+
+_OPTIMIZERS = ("sgd", "adam", "adamw")
+
+
+def profile(
+    target: Annotated[
+        str,
+        typer.Argument(help="file.py:factory, zoo:NAME, hf:CONFIG_OR_DIR or torchvision:NAME."),
+    ],
+    device: Annotated[
+        list[str] | None,
+        typer.Option(help="Device type (repeatable): V100, cuda:0, cpu, cpu:slow=0.25."),
+    ] = None,
+    batch_sizes: Annotated[
+        str | None, typer.Option(help="Sizes 8,48,256 or a range 8-256; default: grow from 1.")
+    ] = None,
+    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Grow no further.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Most repeats of one size.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Rougher, within a minute.")] = False,
+    optimizer: Annotated[
+        str, typer.Option(help="sgd, adam or adamw, where the target brings none.")
+    ] = "sgd",
+    links: Annotated[
+        bool, typer.Option("--links", help="Fit latency and bandwidth of the links too.")
+    ] = False,
+    sync_devices: Annotated[
+        int, typer.Option(min=0, max=64, help="Devices to synchronise over; 0: do not measure.")
+    ] = 2,
+    name: Annotated[str | None, typer.Option(help="Call the model this in the profile.")] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for <model>.<device type>.json.")
+    ] = Path("profiles"),
+    force: ForceFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """Measure step time and memory over batch sizes, on each local device type.
+
+    \b
+    hetflow profile zoo:resnet18 -o profiles
+    hetflow profile train.py:workload --device cpu:fast --device cpu:slow=0.25 --quick
+    """
+    from ..profilers import devices, targets
+    from ..profilers.profile import ProfileOptions, profile_target
+    from ..schema import files
+
+    if optimizer not in _OPTIMIZERS:
+        raise ProblemError(f"--optimizer {optimizer!r}: must be one of {', '.join(_OPTIMIZERS)}")
+    parsed = targets.parse(target)
+    parsed = replace(parsed, model=name) if name else parsed
+    options = ProfileOptions(
+        limits=_limits(batch_sizes, max_batch_size, steps, quick),
+        optimizer=optimizer,
+        sync_devices=sync_devices,
+        links=links,
+        command=shlex.join(["hetflow", *sys.argv[1:]]),
+    )
+    requests = devices.parse_requests(device or [], devices.local_devices())
+    paths = _paths(output, parsed.model, requests, force=force)
+    with _progress() as progress:
+        profiles = profile_target(parsed, requests, options, progress)
+    for path, measured in zip(paths, profiles, strict=True):
+        files.write(path, measured, force=force)
+    if json:
+        emit_json([files.to_plain(measured) for measured in profiles])
+    else:
+        emit("\n\n".join(_table(measured) for measured in profiles))
+    note(f"next: hetflow solve --profiles {shlex.quote(str(output))} --gpus ... --batch-size ...")
+
+
+def _limits(
+    batch_sizes: str | None, largest: int | None, steps: int | None, quick: bool
+) -> "CurveLimits":
+    from ..profilers.batch_curve import CurveLimits, parse_sizes
+
+    limits = CurveLimits.quick() if quick else CurveLimits()
+    limits = replace(limits, largest=largest)
+    if steps is not None:
+        fewest = min(steps, limits.repeats.min_repeats)
+        repeats = replace(limits.repeats, max_repeats=steps, min_repeats=fewest)
+        limits = replace(limits, repeats=repeats)
+    return parse_sizes(batch_sizes, limits) if batch_sizes else limits
+
+
+def _paths(
+    folder: Path, model: str, requests: "Sequence[DeviceRequest]", *, force: bool
+) -> list[Path]:
+    """Where each profile goes; refused now rather than after minutes of measuring."""
+    from ..schema import files
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{folder}: cannot be made: {error.strerror}") from None
+    paths = [
+        folder / f"{_file_name(model)}.{_file_name(request.device_type)}.json"
+        for request in requests
+    ]
+    for path in paths:
+        files.check_writable(path, force=force)
+    return paths
+
+
+def _file_name(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "._+-" else "-" for letter in name)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    if not shows_progress():
+        yield lambda text: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(bar_width=20), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        # How many sizes fit is what is being found out, so the bar pulses.
+        task = bar.add_task("", total=None)
+        yield lambda text: bar.update(task, description=text)
+
+
+def _table(measured: Profile) -> str:
+    from tabulate import tabulate
+
+    rows = [
+        (
+            point.batch_size,
+            f"{point.step_seconds * 1e3:.2f}",
+            f"{point.batch_size / point.step_seconds:.1f}",
+            f"{point.peak_memory_bytes / 2**20:.0f}",
+        )
+        for point in measured.batch_curve
+    ]
+    headers = ("batch size", "step ms", "samples/s", "peak MiB")
+    emulated = measured.emulation
+    kind = f" (emulated: {emulated.speed:g} of cpu)" if emulated else ""
+    ending = f"{measured.provenance['curve_stopped']}" if measured.provenance else ""
+    facts = [f"update {measured.update_seconds * 1e3:.2f} ms"]
+    if measured.sync:
+        sync = measured.sync
+        facts.append(f"sync {sync.sync_seconds * 1e3:.2f} ms over {sync.num_devices} devices")
+        if sync.latency_seconds is not None and sync.bytes_per_second is not None:
+            rate = sync.bytes_per_second / 1e9
+            facts.append(f"links {sync.latency_seconds * 1e6:.0f} us + {rate:.2f} GB/s")
+    if measured.out_of_memory_batch_size:
+        ending += f" at batch size {measured.out_of_memory_batch_size}"
+    head = f"{measured.model} on {measured.device_type}{kind}; {', '.join(facts)}"
+    table = tabulate(
+        rows, headers, tablefmt="plain", disable_numparse=True, colalign=("right",) * 4
+    )
+    return f"{head}\n{table}\nended: {ending}"

@@ -1,0 +1,194 @@
+"""The throughput-over-batch curve of one model on one device (VirtualFlow 5.1.1).
+
+This module decides which sizes to measure and when to stop; measuring itself happens in a
+process of its own (``measurer``), so that running out of memory is only another answer.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..schema.errors import ProblemError, TargetError
+from ..schema.profile import BatchPoint
+from .timing import RepeatPolicy, Timing
+
+_LARGEST = 1 << 20
+_FLAT_SIZES = 6  # three octaves of batch size without gain
+_FLAT_GAIN = 1.05
+_FLAT_FLOOR_SECONDS = 0.1  # below it another size costs next to nothing
+
+StopReason = Literal[
+    "out of memory",
+    "all sizes asked for were measured",
+    "throughput no longer grows",
+    "a pass would exceed the time limit",
+    "the time budget is spent",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeResult:
+    """One batch size, measured. ``wall`` is by the clock on the wall, contention included."""
+
+    batch_size: int
+    timing: Timing
+    wall_seconds: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveLimits:
+    """How far to go. Zero, one or several of the limits end a curve; the reason is recorded.
+
+    ``sizes`` None means powers of two and their midpoints from ``first`` until a limit ends
+    them; a stated list is measured whole, unless memory ends.
+    """
+
+    repeats: RepeatPolicy = RepeatPolicy()
+    sizes: tuple[int, ...] | None = None
+    first: int = 1
+    largest: int | None = None
+    pass_limit_seconds: float = 10.0
+    budget_seconds: float = 240.0
+    stop_when_flat: bool = True
+
+    @classmethod
+    def quick(cls) -> "CurveLimits":
+        """Limits that keep a whole profile within a minute on one core."""
+        repeats = RepeatPolicy(max_repeats=60, tolerance=0.08, budget_seconds=1.0)
+        return cls(repeats=repeats, pass_limit_seconds=3.0, budget_seconds=25.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Measured sizes, ascending; the first size that did not fit; why measuring stopped."""
+
+    results: tuple[SizeResult, ...]
+    out_of_memory_batch_size: int | None
+    stopped: StopReason
+
+    @property
+    def points(self) -> tuple[BatchPoint, ...]:
+        """The curve as it stands in a profile."""
+        return tuple(
+            BatchPoint(
+                batch_size=result.batch_size,
+                step_seconds=result.timing.median_seconds,
+                peak_memory_bytes=result.peak_memory_bytes,
+            )
+            for result in self.results
+        )
+
+
+def growing_sizes(first: int = 1) -> Iterator[int]:
+    """Powers of two and the midpoints between them: 1, 2, 3, 4, 6, 8, 12, ... (5.1.1)."""
+    power = 1
+    while power <= _LARGEST:
+        yield from (size for size in dict.fromkeys((power, power + power // 2)) if size >= first)
+        power *= 2
+
+
+def parse_sizes(text: str, limits: CurveLimits) -> CurveLimits:
+    """Read ``--batch-sizes``: a list ``8,48,256``, a range ``8-256``, or an open one ``8-``.
+
+    A range means the powers of two and midpoints in it, and its ends.
+
+    Raises:
+        ProblemError: Not a list or range of whole numbers above 0.
+    """
+    span = re.fullmatch(r"\s*(\d+)\s*-\s*(\d*)\s*", text)
+    if span and not span[2]:
+        return replace(limits, first=_size(span[1], text))
+    if span:
+        first, last = _size(span[1], text), _size(span[2], text)
+        if first > last:
+            raise ProblemError(f"--batch-sizes {text!r}: the range is empty; write {last}-{first}")
+        inside = {size for size in growing_sizes(first) if size <= last}
+        return replace(limits, sizes=tuple(sorted(inside | {first, last})))
+    sizes = [_size(item, text) for item in text.split(",")]
+    if len(set(sizes)) != len(sizes):
+        raise ProblemError(f"--batch-sizes {text!r}: a size appears twice; keep one")
+    return replace(limits, sizes=tuple(sorted(sizes)))
+
+
+def _size(item: str, text: str) -> int:
+    if not re.fullmatch(r"\s*\d{1,7}\s*", item) or not 1 <= int(item) <= _LARGEST:
+        raise ProblemError(
+            f"--batch-sizes {text!r}: {item.strip()!r} is not a whole number from 1 to {_LARGEST}",
+            hint="write for example 8,48,256 or 8-256",
+        )
+    return int(item)
+
+
+def measure_curve(
+    measure: Callable[[int], SizeResult | None],
+    limits: CurveLimits,
+    clock: Callable[[], float],
+    on_size: Callable[[int], None] = lambda size: None,
+) -> Curve:
+    """Measure sizes in ascending order until memory, time or the gain ends.
+
+    Args:
+        measure: Measures one size; None says that it ran out of memory.
+        limits: Which sizes, and when to stop.
+        clock: Wall seconds.
+        on_size: Told of each size before it is measured.
+
+    Raises:
+        TargetError: Not even the first size fits.
+    """
+    end = clock() + limits.budget_seconds
+    results: list[SizeResult] = []
+    stated = limits.sizes is not None
+    for size in limits.sizes or growing_sizes(limits.first):
+        if limits.largest is not None and size > limits.largest:
+            break
+        reason = None if stated else _reason_to_stop(results, size, limits, end - clock())
+        if reason:
+            return Curve(results=tuple(results), out_of_memory_batch_size=None, stopped=reason)
+        on_size(size)
+        result = measure(size)
+        if result is None:
+            return _ended_by_memory(results, size)
+        results.append(result)
+    if not results:
+        raise ProblemError(f"no batch size to measure is <= {limits.largest}")
+    return Curve(
+        results=tuple(results),
+        out_of_memory_batch_size=None,
+        stopped="all sizes asked for were measured",
+    )
+
+
+def _ended_by_memory(results: Sequence[SizeResult], size: int) -> Curve:
+    if not results:
+        raise TargetError(
+            f"the model does not fit the device's memory at batch size {size}",
+            hint="use a smaller model, or a device with more memory",
+        )
+    return Curve(results=tuple(results), out_of_memory_batch_size=size, stopped="out of memory")
+
+
+def _reason_to_stop(
+    results: Sequence[SizeResult], size: int, limits: CurveLimits, left_seconds: float
+) -> StopReason | None:
+    if not results:
+        return None
+    last = results[-1]
+    # Time grows at most in proportion to the batch once it is compute-bound.
+    expected = last.wall_seconds * size / last.batch_size
+    if last.timing.median_seconds * size / last.batch_size > limits.pass_limit_seconds:
+        return "a pass would exceed the time limit"
+    if expected * (limits.repeats.min_repeats + 2) > left_seconds:
+        return "the time budget is spent"
+    if limits.stop_when_flat and _is_flat(results):
+        return "throughput no longer grows"
+    return None
+
+
+def _is_flat(results: Sequence[SizeResult]) -> bool:
+    rates = [result.batch_size / result.timing.median_seconds for result in results]
+    if len(rates) <= _FLAT_SIZES or results[-1].timing.median_seconds < _FLAT_FLOOR_SECONDS:
+        return False
+    return max(rates[-_FLAT_SIZES:]) < _FLAT_GAIN * max(rates[:-_FLAT_SIZES])

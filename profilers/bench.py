@@ -1,0 +1,195 @@
+"""Time training passes of one workload on one device, inside the process that does them.
+
+A pass is forward + backward into gradients that already exist, as the runtime accumulates them:
+no optimizer update, no communication, no batch making. A `cpu` device is one core, so a pass on
+it is timed by the process's CPU time: time that the core was taken away by other programs is not
+the model's. Waiting (for a disk, say) is not counted either; wall times stand in provenance.
+A CUDA pass is timed by the wall clock between two synchronisations.
+"""
+
+import ctypes
+import gc
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+from ..runtime.emulation import PassHolder
+from ..schema.errors import TargetError
+from . import memory
+from .batch_curve import SizeResult
+from .targets import Workload, one_line
+from .timing import RepeatPolicy, Timing, repeat
+
+_FIRST_WARM_UP_SECONDS = 0.5
+_WARM_UP_SECONDS = 0.05
+OPTIMIZERS = ("sgd", "adam", "adamw")
+
+
+class Bench:
+    """One workload on one device, ready to be timed.
+
+    Args:
+        workload: What to time.
+        device: A torch device, ``cpu`` or ``cuda:N``.
+        optimizer: One of OPTIMIZERS, unless the workload brings its own.
+    """
+
+    def __init__(self, workload: Workload, device: str, optimizer: str) -> None:
+        self.workload = workload
+        self.device = device
+        self._is_warm = False
+        self.on_cuda = device.startswith("cuda")
+        self.model = workload.model.to(device).train()
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
+        self.num_parameters = sum(p.numel() for p in parameters)
+        make = workload.make_optimizer
+        self.optimizer = make(parameters) if make else _make_optimizer(optimizer, parameters)
+
+    def make_batch(self, batch_size: int) -> Any:
+        """One batch, on the device."""
+        return move(self._of_user("make_batch", self.workload.make_batch, batch_size), self.device)
+
+    def run_pass(self, batch: Any) -> None:
+        """Forward and backward, to the end."""
+        loss = self._of_user("loss", self.workload.loss, self.model, batch)
+        if getattr(loss, "ndim", None) != 0:
+            raise TargetError(f"loss must return a scalar tensor, got {_described(loss)}")
+        self._of_user("loss.backward", loss.backward)
+        self.wait()
+
+    def run_step(self, batch: Any) -> None:
+        """A whole training step: pass and update; optimizer state exists afterwards."""
+        self.optimizer.zero_grad(set_to_none=False)
+        self.run_pass(batch)
+        self.optimizer.step()
+        self.wait()
+
+    def time_pass(self, batch: Any) -> tuple[float, float]:
+        """Device seconds and wall seconds of one pass."""
+        self.optimizer.zero_grad(set_to_none=False)
+        return self._timed(lambda: self.run_pass(batch))
+
+    def measure(self, batch_size: int, policy: RepeatPolicy) -> SizeResult:
+        """Median pass time and peak memory at one batch size; warm-up steps are dropped."""
+        batch = self.make_batch(batch_size)
+        self._warm_up(batch)
+        self._reset_peak()
+        self.run_step(batch)
+        walls: list[float] = []
+
+        def once() -> float:
+            seconds, wall = self.time_pass(batch)
+            walls.append(wall)
+            return seconds
+
+        timing = Timing.of(repeat(once, policy, time.perf_counter))
+        return SizeResult(
+            batch_size=batch_size,
+            timing=timing,
+            wall_seconds=sorted(walls)[len(walls) // 2],
+            peak_memory_bytes=self._peak(),
+        )
+
+    def measure_update(self, batch_size: int, policy: RepeatPolicy) -> Timing:
+        """Median time of the optimizer's update, with state and gradients in place."""
+        self.run_step(self.make_batch(batch_size))
+        samples = repeat(lambda: self._timed(self.optimizer.step)[0], policy, time.perf_counter)
+        return Timing.of(samples)
+
+    def held(self, batch_size: int, holder: PassHolder, repeats: int) -> list[float]:
+        """Wall seconds of passes that are held to a table, as an emulated device runs them.
+
+        The passes are one step of as many virtual nodes, so deadlines are absolute and a late
+        pass is made up for by the next; the first, a warm-up, is a step of its own.
+        """
+        batch = self.make_batch(batch_size)
+        self.run_step(batch)
+        ends = []
+        holder.begin_step()
+        ends.append(time.perf_counter())
+        for _ in range(repeats):
+            with holder.hold(batch_size):
+                self.run_pass(batch)
+            ends.append(time.perf_counter())
+        return [after - before for before, after in pairwise(ends)]
+
+    def wait(self) -> None:
+        """Let the device finish."""
+        if self.on_cuda:
+            import torch
+
+            torch.cuda.synchronize(self.device)
+
+    def _warm_up(self, batch: Any) -> None:
+        """Whole steps, dropped: caches, kernel choices, and optimizer state for the peak.
+
+        The very first steps of a process are dearest, so it takes longer there.
+        """
+        warm_up = _WARM_UP_SECONDS if self._is_warm else _FIRST_WARM_UP_SECONDS
+        self._is_warm = True
+        end = time.perf_counter() + warm_up
+        self.run_step(batch)
+        while time.perf_counter() < end:
+            self.run_step(batch)
+
+    def _timed(self, work: Callable[[], Any]) -> tuple[float, float]:
+        self.wait()
+        cpu, wall = time.process_time(), time.perf_counter()
+        work()
+        self.wait()
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        return (wall if self.on_cuda else cpu), wall
+
+    def _reset_peak(self) -> None:
+        gc.collect()
+        if self.on_cuda:
+            import torch
+
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            # Give freed blocks of smaller sizes back, or they would count for this one.
+            ctypes.CDLL(None).malloc_trim(0)
+            memory.reset_peak()
+
+    def _peak(self) -> int:
+        if self.on_cuda:
+            import torch
+
+            return int(torch.cuda.max_memory_allocated(self.device))
+        return memory.peak_memory_bytes()
+
+    def _of_user(self, role: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            if memory.is_out_of_memory(error):
+                raise
+            file = getattr(getattr(function, "__code__", None), "co_filename", None)
+            raise TargetError(f"{role} raised {one_line(error, file)}") from error
+
+
+def move(batch: Any, device: str) -> Any:
+    """Tensors in nested tuples, lists and dicts, moved to a device."""
+    if isinstance(batch, dict):
+        return {key: move(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move(value, device) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(move(value, device) for value in batch)
+    return batch.to(device) if hasattr(batch, "to") else batch
+
+
+def _make_optimizer(name: str, parameters: list[Any]) -> Any:
+    from torch import optim
+
+    if name == "sgd":
+        return optim.SGD(parameters, lr=1e-4, momentum=0.9)
+    return {"adam": optim.Adam, "adamw": optim.AdamW}[name](parameters, lr=1e-4)
+
+
+def _described(value: object) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a tensor of shape {list(shape)}" if shape is not None else type(value).__name__

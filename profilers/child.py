@@ -1,0 +1,125 @@
+"""The measuring process: one JSON request a line in, one JSON answer a line out.
+
+Run as ``python -m hetflow.profilers.child`` by ``measurer``. It may die (of memory, of the model's
+own crash) without harm to the command that asked. Whatever the model prints goes to stderr.
+"""
+
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from ..runtime.emulation import PassHolder
+from ..schema.errors import HetflowError
+from ..schema.plan import PassTime
+from . import memory, targets
+from .bench import Bench
+from .timing import RepeatPolicy
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve requests until the input ends."""
+    die_with_parent()
+    requests, answers = _private_channels()
+    server = _Server()
+    for line in requests:
+        answers.write(json.dumps(server.answer(json.loads(line))) + "\n")
+        answers.flush()
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process with its parent, however the parent ends.
+
+    Ctrl-C reaches the whole group of processes; the parent handles it and ends us.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _private_channels() -> tuple[TextIO, TextIO]:
+    requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+class _Server:
+    """Holds the loaded workload between requests."""
+
+    def __init__(self) -> None:
+        self.bench: Bench | None = None
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Do what is asked; the workload's faults and lack of memory are answers too."""
+        try:
+            return {"ok": self._do(request)}
+        except HetflowError as error:
+            return {"error": error.message, "hint": error.hint}
+        except (MemoryError, RuntimeError) as error:
+            if not memory.is_out_of_memory(error):
+                raise
+            return {"out_of_memory": True}
+
+    def _do(self, request: dict[str, Any]) -> dict[str, Any]:
+        operation = request.pop("operation")
+        if operation == "load":
+            self.bench, facts = _load(**request)
+            return facts
+        return _OPERATIONS[operation](self.bench, **request)
+
+
+def _load(
+    target: str, device: str, memory_bytes: int, optimizer: str
+) -> tuple[Bench, dict[str, Any]]:
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if device == "cpu":
+        memory.limit_memory(memory_bytes)
+    bench = Bench(targets.load(targets.parse(target)), device, optimizer)
+    facts = {
+        "weight_bytes": bench.weight_bytes,
+        "num_parameters": bench.num_parameters,
+        "optimizer": type(bench.optimizer).__name__,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "peak_memory_reset": memory.reset_peak(),
+    }
+    return bench, facts
+
+
+def _measure(bench: Bench, batch_size: int, policy: dict[str, Any]) -> dict[str, Any]:
+    return dataclasses.asdict(bench.measure(batch_size, RepeatPolicy(**policy)))
+
+
+def _update(bench: Bench, batch_size: int, policy: dict[str, Any]) -> dict[str, Any]:
+    return dataclasses.asdict(bench.measure_update(batch_size, RepeatPolicy(**policy)))
+
+
+def _hold(
+    bench: Bench, batch_size: int, passes: list[tuple[int, float]], repeats: int
+) -> dict[str, Any]:
+    table = [PassTime(batch_size=size, step_seconds=seconds) for size, seconds in passes]
+    holder = PassHolder(table)
+    return {"seconds": bench.held(batch_size, holder, repeats), "num_overruns": holder.num_overruns}
+
+
+_OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "measure": _measure,
+    "update": _update,
+    "hold": _hold,
+}
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

@@ -1,0 +1,70 @@
+"""Memory of a process on Linux: its limit, its peak, and how running out of it looks.
+
+A ``cpu`` device is one core with its share of the machine's memory. The share is enforced with
+RLIMIT_DATA, so an allocation past it fails inside the process and the kernel's OOM killer, which
+might choose any process of the user's, stays out of it.
+"""
+
+import os
+import re
+import resource
+from pathlib import Path
+
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc"
+    r"|could not (create a memory|allocate|create a primitive)",
+    re.IGNORECASE,
+)
+
+
+def machine_memory_bytes() -> int:
+    """Memory that this machine, or the container around us, may use."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for name in _CGROUP_LIMITS:
+        try:
+            text = Path(name).read_text(encoding="ascii").strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def limit_memory(limit_bytes: int) -> None:
+    """Let this process's own memory grow to ``limit_bytes`` in all and no further.
+
+    File mappings (the libraries themselves) do not count; private writable memory does.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    ceiling = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (ceiling, hard))
+
+
+def reset_peak() -> bool:
+    """Start a new peak for ``peak_memory_bytes``; False where the kernel does not allow it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
+def peak_memory_bytes() -> int:
+    """Peak resident memory of this process since ``reset_peak``, else since its start."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory has run out (of any device)."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether a message of torch's, oneDNN's or the C++ runtime's means: out of memory."""
+    return bool(_OUT_OF_MEMORY.search(text))

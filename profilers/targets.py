@@ -1,0 +1,180 @@
+"""What to profile: ``file.py:factory``, ``zoo:NAME``, ``hf:CONFIG``, ``torchvision:NAME``.
+
+A factory takes no arguments and returns ``(model, make_batch, loss)``:
+
+- ``make_batch(batch_size)`` gives a batch: a tensor, or a tuple, list or dict of them;
+- ``loss(model, batch)`` gives a scalar tensor to call ``backward`` on;
+- optionally fourth, ``make_optimizer(parameters)`` gives the optimizer.
+
+Only a ``file.py`` target runs code of the user's, as asked; nothing is downloaded or unpickled.
+"""
+
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ..schema.errors import TargetError
+from ..schema.records import nearest
+from . import zoo
+from .memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+_GRAMMAR = "write file.py:factory, zoo:NAME, hf:CONFIG_OR_DIR or torchvision:NAME"
+_MODULE_NAME = "__hetflow_target__"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A parsed target. ``source`` is file, zoo, hf or torchvision; ``model`` names profiles."""
+
+    text: str
+    source: str
+    location: str
+    factory: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """What a factory gives: a model and how to make one training step of it."""
+
+    model: "nn.Module"
+    make_batch: Callable[[int], Any]
+    loss: Callable[["nn.Module", Any], "Tensor"]
+    make_optimizer: Callable[[Any], "Optimizer"] | None = None
+
+
+def parse(text: str) -> Target:
+    """Read a target without running any of it.
+
+    Raises:
+        TargetError: It has no known form, or names a file or zoo model that is not there.
+    """
+    source, colon, rest = text.partition(":")
+    if colon and rest and source in ("zoo", "hf", "torchvision"):
+        if source == "zoo":
+            zoo.check_name(rest)
+        model = _file_safe(Path(rest).stem if source == "hf" else rest)
+        return Target(text=text, source=source, location=rest, factory="", model=model)
+    path, colon, factory = text.rpartition(":")
+    if not colon or not factory.isidentifier() or not path.endswith(".py"):
+        raise TargetError(f"target {text!r}: has no known form", hint=_GRAMMAR)
+    if not Path(path).is_file():
+        raise TargetError(f"{path}: no such file", hint=_GRAMMAR)
+    model = _file_safe(f"{Path(path).stem}.{factory}")
+    return Target(text=text, source="file", location=path, factory=factory, model=model)
+
+
+def load(target: Target) -> Workload:
+    """Run the target's factory.
+
+    Raises:
+        TargetError: The factory is missing, raises, or returns something else; an extra that
+            the target needs is not installed.
+        MemoryError: Passed through, so that the caller can tell a model that does not fit.
+    """
+    if target.source == "file":
+        return as_workload(_call_from_file(target), target.text)
+    from . import targets_hub
+
+    if target.source == "zoo":
+        return as_workload(zoo.factory_of(target.location)(), target.text)
+    maker = targets_hub.from_config if target.source == "hf" else targets_hub.from_torchvision
+    return as_workload(maker(target.location), target.text)
+
+
+def as_workload(answer: object, name: str) -> Workload:
+    """Check what a factory returned.
+
+    Raises:
+        TargetError: It is not ``(model, make_batch, loss[, make_optimizer])``.
+    """
+    from torch import nn
+
+    rule = f"{name}: must return (model, make_batch, loss) and optionally make_optimizer"
+    if isinstance(answer, Workload):
+        return answer
+    if not isinstance(answer, tuple | list):
+        raise TargetError(f"{rule}; got {type(answer).__name__}")
+    if len(answer) not in (3, 4):
+        raise TargetError(f"{rule}; got {len(answer)} values")
+    model, *functions = answer
+    if not isinstance(model, nn.Module):
+        raise TargetError(f"{rule}; model must be a torch.nn.Module, got {type(model).__name__}")
+    for role, function in zip(("make_batch", "loss", "make_optimizer"), functions, strict=False):
+        if not callable(function):
+            raise TargetError(f"{rule}; {role} must be callable, got {type(function).__name__}")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise TargetError(f"{name}: the model has no parameter to train")
+    make_optimizer = functions[2] if len(functions) == 3 else None
+    return Workload(
+        model=model, make_batch=functions[0], loss=functions[1], make_optimizer=make_optimizer
+    )
+
+
+def one_line(error: BaseException, file: str | None = None) -> str:
+    """An error as ``file:line: Type: message``, at the deepest line of ``file`` if it is named."""
+    text = " ".join(str(error).split())[:400]
+    said = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if file and Path(frame.filename) == Path(file).resolve()]
+    return f"{file}:{own[-1].lineno}: {said}" if own else said
+
+
+def _call_from_file(target: Target) -> object:
+    module = _import_file(target)
+    factory = getattr(module, target.factory, None)
+    if factory is None:
+        raise TargetError(_missing(module, target))
+    if not callable(factory):
+        raise TargetError(f"{target.text}: {target.factory} is not callable; name a function")
+    return _guarded(factory, target, f"{target.factory}() raised ")
+
+
+def _import_file(target: Target) -> ModuleType:
+    path = Path(target.location).resolve()
+    spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{target.location}: cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    # As a script would see it: its own folder first, and its module found by name.
+    sys.path.insert(0, str(path.parent))
+    sys.modules[_MODULE_NAME] = module
+    loader = spec.loader
+    _guarded(lambda: loader.exec_module(module), target, "")
+    return module
+
+
+def _guarded(function: Callable[[], object], target: Target, prefix: str) -> object:
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        if is_out_of_memory(error):
+            raise
+        raise TargetError(f"{prefix}{one_line(error, target.location)}") from error
+
+
+def _missing(module: ModuleType, target: Target) -> str:
+    own = [
+        name
+        for name, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", None) == _MODULE_NAME
+    ]
+    guess = nearest(target.factory, own)
+    mend = f"did you mean {guess!r}?" if guess else f"it defines {', '.join(own) or 'no function'}"
+    return f"{target.location}: has no {target.factory!r}; {mend}"
+
+
+def _file_safe(name: str) -> str:
+    return re.sub(r"[^\w.+-]+", "-", name) or "model"
