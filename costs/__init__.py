@@ -1,0 +1,1 @@
+"""The papers' equations: computation, communication, memory; one small function each."""

@@ -1,0 +1,1 @@
+"""Solvers: pure functions from a typed problem to a proved plan."""

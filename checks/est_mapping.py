@@ -1,0 +1,84 @@
+"""Judge EasyScale's estimates of a plan and of its alternatives (3.4, equations 1a-1d)."""
+
+from collections.abc import Iterator
+
+from ..schema.plan import DeviceGroup, EstEstimate, SplitPlan
+from ..schema.problem import SplitProblem
+
+TOLERANCE = 1e-9
+
+
+def est_faults(plan: SplitPlan, problem: SplitProblem | None) -> Iterator[str]:
+    """Every fault of a plan's ``est`` and ``alternatives``.
+
+    Args:
+        plan: The plan to judge.
+        problem: What it answers, or None for the plan's own consistency only.
+    """
+    if plan.objective == "waste" and plan.est is None:
+        yield "est: missing from a plan whose objective is waste"
+    if plan.est is None:
+        return
+    if plan.objective == "waste" and differ(plan.proof.objective, plan.est.overload_factor):
+        yield "proof: objective is not est.overload_factor, the seconds per mini-batch"
+    ranked = [(plan.groups, plan.est), *((a.groups, a.est) for a in plan.alternatives)]
+    for index, (groups, est) in enumerate(ranked):
+        where = "est" if index == 0 else f"alternatives[{index - 1}].est"
+        total = sum(group.num_devices * group.device_batch_size for group in groups)
+        if total != plan.global_batch_size:
+            yield f"{where}: its groups hold {total} samples, not {plan.global_batch_size}"
+        yield from (f"{where}.{fault}" for fault in _estimate_faults(groups, est))
+        yield from (f"{where}: {fault}" for fault in _capability_faults(groups, est, problem))
+        if index and est.throughput > ranked[index - 1][1].throughput * (1 + TOLERANCE):
+            yield f"{where}: a higher throughput than the entry before it"
+
+
+def differ(left: float, right: float, scale: float = 0.0) -> bool:
+    """Whether two numbers differ by more than 1e-9, relative to the largest of all."""
+    return abs(left - right) > TOLERANCE * max(abs(left), abs(right), scale)
+
+
+def _estimate_faults(groups: tuple[DeviceGroup, ...], est: EstEstimate) -> Iterator[str]:
+    missing = {group.device_type for group in groups} - set(est.capability)
+    if missing:
+        yield f"capability: missing for {', '.join(sorted(missing))}"
+        return
+    ests: dict[str, int] = {}  # A_i
+    numbers: dict[str, int] = {}  # N_i
+    for group in groups:
+        name = group.device_type
+        ests[name] = max(ests.get(name, 0), group.virtual_nodes)
+        numbers[name] = numbers.get(name, 0) + group.num_devices
+    num_ests = sum(numbers[name] * ests[name] for name in ests)  # (1a)
+    overload = max(ests[name] / est.capability[name] for name in ests)  # (1b)
+    peak = sum(numbers[name] * est.capability[name] for name in ests)
+    waste = (
+        sum(numbers[name] * (est.capability[name] - ests[name] / overload) for name in ests)
+        + (num_ests - est.max_p) / overload
+    )  # (1c)
+    if sum(group.num_devices * group.virtual_nodes for group in groups) != est.max_p:
+        yield f"max_p: the groups do not hold {est.max_p} ESTs"
+    if num_ests != est.num_ests or num_ests < est.max_p:
+        yield f"num_ests: is {est.num_ests}, (1a) gives {num_ests} for max_p {est.max_p}"
+    if differ(overload, est.overload_factor):
+        yield f"overload_factor: is {est.overload_factor}, (1b) gives {overload}"
+    if differ(waste, est.waste, peak):
+        yield f"waste: is {est.waste}, (1c) gives {waste}"
+    if differ(peak - waste, est.throughput, peak):
+        yield f"throughput: is {est.throughput}, (1d) gives {peak - waste}"
+
+
+def _capability_faults(
+    groups: tuple[DeviceGroup, ...], est: EstEstimate, problem: SplitProblem | None
+) -> Iterator[str]:
+    if problem is None or problem.virtual_nodes is None:
+        return
+    size = problem.global_batch_size // problem.virtual_nodes
+    for option in problem.devices:
+        times = [p.step_seconds for p in option.batch_curve if p.batch_size == size]
+        claimed = est.capability.get(option.device_type)
+        if claimed is not None and (not times or differ(claimed, 1 / times[0])):
+            yield f"capability of {option.device_type} is not 1 / t({size})"
+        used = sum(g.num_devices for g in groups if g.device_type == option.device_type)
+        if used > option.num_devices:
+            yield f"{used} devices of {option.device_type}, there are {option.num_devices}"

@@ -1,0 +1,162 @@
+"""Build the batch split's problem from profiles and a cluster."""
+
+from collections.abc import Sequence
+from math import gcd
+
+from ..costs.compute import point_at
+from ..costs.memory import fitting_points
+from ..schema.cluster import Cluster
+from ..schema.errors import InfeasibleError, ProblemError
+from ..schema.problem import DeviceOption, SplitProblem
+from ..schema.profile import BatchPoint, Profile
+from ..schema.records import nearest
+
+MAX_INTERPOLATED_SIZES = 512
+
+
+def split_problem(
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    global_batch_size: int,
+    virtual_nodes: int | None = None,
+    interpolate: bool = False,
+) -> SplitProblem:
+    """Match profiles to a cluster's devices and drop what does not fit their memory.
+
+    The memory limit is the cluster's where it states one, else the profiled device's own. A
+    type on which no profiled size fits is left out. Between servers the slower of the measured
+    link and the cluster's ``inter_bytes_per_second`` counts.
+
+    With ``interpolate``, sizes between profiled ones join, their time and memory linear between
+    their neighbours: in the uniform regime the one size that is asked for; in the free regime
+    every multiple of the greatest common divisor of the batch and all profiled sizes, or of its
+    2, 4, 8, ... fold where those would be more than 512 on a type.
+
+    Args:
+        profiles: Profiles of one model; those of types that the cluster lacks are ignored.
+        cluster: The pool.
+        global_batch_size: Samples per step, B.
+        virtual_nodes: N of the uniform regime, None for the free regime.
+        interpolate: Allow sizes that were not profiled.
+
+    Raises:
+        ProblemError: A device type has no profile, or the profiles are of several models.
+        InfeasibleError: No profiled size fits the memory of any device.
+    """
+    model = _only_model(profiles)
+    by_type = _by_device_type(profiles)
+    options, short = [], []
+    for name, number in cluster.num_devices.items():
+        profile = _profile_of(name, by_type)
+        limit = cluster.device_types[name].memory_bytes or profile.device_memory_bytes
+        curve = fitting_points(profile, limit)
+        if curve:
+            options.append(_option(profile, number, curve, cluster))
+        else:
+            short.append((name, profile.batch_curve[0], limit))
+    if not options:
+        raise _does_not_fit(short)
+    problem = SplitProblem(
+        model=model,
+        global_batch_size=global_batch_size,
+        devices=tuple(options),
+        virtual_nodes=virtual_nodes,
+    )
+    return _interpolated(problem) if interpolate else problem
+
+
+def _only_model(profiles: Sequence[Profile]) -> str:
+    models = sorted({profile.model for profile in profiles})
+    if not models:
+        raise ProblemError("there are no profiles", hint="run `hetflow profile` first")
+    if len(models) > 1:
+        raise ProblemError(
+            f"the profiles are of several models: {', '.join(models)}",
+            hint=f"choose one, for example --model {models[0]}",
+        )
+    return models[0]
+
+
+def _by_device_type(profiles: Sequence[Profile]) -> dict[str, Profile]:
+    found: dict[str, Profile] = {}
+    for profile in profiles:
+        if profile.device_type in found:
+            raise ProblemError(
+                f"two profiles of {profile.model} on {profile.device_type}; keep one of them"
+            )
+        found[profile.device_type] = profile
+    return found
+
+
+def _profile_of(name: str, by_type: dict[str, Profile]) -> Profile:
+    if name in by_type:
+        return by_type[name]
+    guess = nearest(name, list(by_type))
+    raise ProblemError(
+        f"no profile of device type {name!r}" + (f"; did you mean {guess!r}?" if guess else ""),
+        hint=f"profiled types: {', '.join(sorted(by_type))}",
+    )
+
+
+def _option(
+    profile: Profile, number: int, curve: tuple[BatchPoint, ...], cluster: Cluster
+) -> DeviceOption:
+    return DeviceOption(
+        device_type=profile.device_type,
+        num_devices=number,
+        batch_curve=curve,
+        update_seconds=profile.update_seconds,
+        weight_bytes=profile.weight_bytes,
+        sync=profile.sync,
+        link_bytes_per_second=cluster.inter_bytes_per_second if cluster.num_servers > 1 else None,
+    )
+
+
+def _does_not_fit(short: list[tuple[str, BatchPoint, int]]) -> InfeasibleError:
+    name, point, limit = min(short, key=lambda entry: entry[1].peak_memory_bytes - entry[2])
+    missing = point.peak_memory_bytes - limit
+    return InfeasibleError(
+        f"the model fits no device: on {name} its smallest profiled batch of {point.batch_size} "
+        f"needs {point.peak_memory_bytes} bytes, {missing} more than the {limit} there are",
+        hint="use devices with more memory, or profile smaller batch sizes",
+    )
+
+
+def _interpolated(problem: SplitProblem) -> SplitProblem:
+    options = tuple(
+        _with_sizes(option, _sizes_between(problem, option)) for option in problem.devices
+    )
+    return SplitProblem(
+        model=problem.model,
+        global_batch_size=problem.global_batch_size,
+        devices=options,
+        virtual_nodes=problem.virtual_nodes,
+    )
+
+
+def _sizes_between(problem: SplitProblem, option: DeviceOption) -> list[int]:
+    low, high = option.batch_curve[0].batch_size, option.batch_curve[-1].batch_size
+    if problem.virtual_nodes is not None:
+        size = problem.global_batch_size // problem.virtual_nodes
+        return [size] if low < size < high else []
+    profiled = [p.batch_size for other in problem.devices for p in other.batch_curve]
+    step = gcd(problem.global_batch_size, *profiled)
+    while (high - low) // step > MAX_INTERPOLATED_SIZES:
+        step *= 2
+    return list(range(-(-low // step) * step, high, step))
+
+
+def _with_sizes(option: DeviceOption, sizes: list[int]) -> DeviceOption:
+    profiled = {point.batch_size for point in option.batch_curve}
+    added = [size for size in sizes if size not in profiled]
+    points = [*option.batch_curve, *(point_at(option.batch_curve, size) for size in added)]
+    return DeviceOption(
+        device_type=option.device_type,
+        num_devices=option.num_devices,
+        batch_curve=tuple(sorted(points, key=lambda point: point.batch_size)),
+        update_seconds=option.update_seconds,
+        weight_bytes=option.weight_bytes,
+        sync=option.sync,
+        link_bytes_per_second=option.link_bytes_per_second,
+        interpolated_sizes=tuple(added),
+    )
