@@ -11,13 +11,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from .cluster import Cluster
 from .errors import FileError
+from .jobs import Allocation, Jobs, Throughputs
 from .launch import LaunchConfig
 from .plan import SplitPlan
 from .profile import Profile
 from .records import faults_of, nearest
 from .run import RunRecord
 
-Record = Profile | Cluster | SplitPlan | LaunchConfig | RunRecord
+Record = Profile | Cluster | SplitPlan | LaunchConfig | RunRecord | Jobs | Throughputs | Allocation
 R = TypeVar("R")
 
 _FORMATS: dict[str, type] = {
@@ -26,6 +27,9 @@ _FORMATS: dict[str, type] = {
     "hetflow.plan/1": SplitPlan,
     "hetflow.launch/1": LaunchConfig,
     "hetflow.run/1": RunRecord,
+    "hetflow.jobs/1": Jobs,
+    "hetflow.throughputs/1": Throughputs,
+    "hetflow.allocation/1": Allocation,
 }
 MAX_FILE_BYTES = 256 << 20
 

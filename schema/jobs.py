@@ -1,0 +1,283 @@
+"""Jobs, their throughputs, the question of who runs where, and its answer (thesis chapter 5)."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from .errors import ProblemError
+from .records import (
+    Count,
+    Name,
+    PositiveRate,
+    PositiveSeconds,
+    Seconds,
+    nearest,
+    record,
+    register_keys,
+)
+
+Rate = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Placement = Literal["consolidated", "unconsolidated", "mixed"]
+
+
+@record
+class Job:
+    """One training job.
+
+    ``steps`` are those still to run (num_steps_m); ``elapsed_seconds`` is t_m and
+    ``isolated_seconds`` is t_m^isolated of thesis 5.4.2; ``slo_seconds`` is the time within
+    which the remaining steps must be done. ``scale_factor`` devices run the job together.
+    """
+
+    id: Name
+    model: Name
+    steps: PositiveRate
+    scale_factor: Count = 1
+    arrival_seconds: Seconds = 0.0
+    priority_weight: PositiveRate = 1.0
+    slo_seconds: PositiveSeconds | None = None
+    entity: Name | None = None
+    elapsed_seconds: Seconds = 0.0
+    isolated_seconds: Seconds = 0.0
+
+
+@record
+class Entity:
+    """A node of the hierarchy (thesis 5.4.3): shares ``weight`` of its parent's resources.
+
+    ``policy`` says how it shares among its own children, entities or jobs.
+    """
+
+    name: Name
+    weight: PositiveRate = 1.0
+    policy: Literal["fairness", "fifo"] = "fairness"
+    parent: Name | None = None
+
+
+@record
+class Jobs:
+    """Jobs in order of arrival, and the entities they belong to."""
+
+    schema: Literal["hetflow.jobs/1"] = "hetflow.jobs/1"
+    jobs: tuple[Job, ...]
+    entities: tuple[Entity, ...] = ()
+    provenance: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        _refuse_twins([job.id for job in self.jobs], "jobs: id")
+        _refuse_twins([entity.name for entity in self.entities], "entities: name")
+        names = {entity.name: entity for entity in self.entities}
+        for entity in self.entities:
+            _known_entity(entity.parent, names, f"entity {entity.name!r}")
+            _refuse_cycle(entity, names)
+        for job in self.jobs:
+            _known_entity(job.entity, names, f"job {job.id!r}")
+
+
+def _refuse_twins(names: list[str], what: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ProblemError(f"{what} {name!r} appears twice; keep one")
+        seen.add(name)
+
+
+def _known_entity(name: str | None, names: Mapping[str, Entity], who: str) -> None:
+    if name is not None and name not in names:
+        guess = nearest(name, list(names))
+        mend = f"did you mean {guess!r}?" if guess else "add it to entities"
+        raise ProblemError(f"{who} belongs to {name!r}, which is not an entity; {mend}")
+
+
+def _refuse_cycle(start: Entity, names: Mapping[str, Entity]) -> None:
+    path = [start.name]
+    parent = start.parent
+    while parent is not None and parent in names:
+        path.append(parent)
+        if parent in path[:-1]:
+            shown = " -> ".join(path[path.index(parent) :])
+            raise ProblemError(f"entities form a cycle: {shown}; give one of them no parent")
+        parent = names[parent].parent
+
+
+@record
+class ModelThroughput:
+    """Steps per second of a model with ``scale_factor`` devices, alone, by device type.
+
+    A type that is absent or 0 does not run the model. ``unconsolidated_steps_per_second`` is
+    the rate with the devices on separate servers (thesis 5.3.1, placement sensitivity).
+    """
+
+    model: Name
+    scale_factor: Count = 1
+    steps_per_second: dict[str, Rate]
+    unconsolidated_steps_per_second: dict[str, Rate] | None = None
+
+
+@record
+class PairThroughput:
+    """Steps per second of two models that share the same devices, by device type."""
+
+    models: tuple[Name, Name]
+    scale_factor: Count = 1
+    steps_per_second: dict[str, tuple[Rate, Rate]]
+
+
+@record
+class MixThroughput:
+    """Steps per second of a model on several device types at once (VirtualFlow 6.5.2).
+
+    ``devices`` (type -> number) are held together; the rate comes from the batch split solver.
+    """
+
+    model: Name
+    scale_factor: Count = 1
+    devices: dict[str, Count]
+    steps_per_second: PositiveRate
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise ProblemError(f"a mix of {self.model!r} must hold at least one device")
+
+
+@record
+class Throughputs:
+    """What every model reaches on every device type, alone, in pairs and on mixes."""
+
+    schema: Literal["hetflow.throughputs/1"] = "hetflow.throughputs/1"
+    models: tuple[ModelThroughput, ...]
+    pairs: tuple[PairThroughput, ...] = ()
+    mixes: tuple[MixThroughput, ...] = ()
+    provenance: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        keys = [f"{entry.model} x{entry.scale_factor}" for entry in self.models]
+        _refuse_twins(keys, "models: model and scale_factor")
+
+
+@record
+class AllocationProblem:
+    """How to share a pool among jobs for the time being.
+
+    ``heterogeneity`` agnostic replaces each job's throughputs by one flat value. ``placement``
+    mixed offers consolidated and unconsolidated devices as separate choices, the former limited
+    to ``consolidated_devices``. ``budget_dollars`` is B of thesis 6.4.3.
+    """
+
+    jobs: Jobs
+    throughputs: Throughputs
+    num_devices: dict[str, Count]
+    dollars_per_hour: dict[str, PositiveRate] = Field(default_factory=dict)
+    heterogeneity: Literal["aware", "agnostic"] = "aware"
+    space_sharing: bool = False
+    placement: Placement = "consolidated"
+    consolidated_devices: dict[str, Count] = Field(default_factory=dict)
+    budget_dollars: PositiveRate | None = None
+
+    def __post_init__(self) -> None:
+        if not self.jobs.jobs:
+            raise ProblemError("there are no jobs to allocate; give at least one")
+        if not self.num_devices:
+            raise ProblemError("the pool is empty; give at least one device type")
+        rates = {(entry.model, entry.scale_factor): entry for entry in self.throughputs.models}
+        for job in self.jobs.jobs:
+            self._refuse_hopeless(job, rates)
+
+    def _refuse_hopeless(self, job: Job, rates: Mapping[tuple[str, int], ModelThroughput]) -> None:
+        largest = max(self.num_devices.values())
+        mixes = [m for m in self.throughputs.mixes if self._offers(m, job)]
+        if job.scale_factor > largest and not mixes:
+            raise ProblemError(
+                f"job {job.id!r} asks for {job.scale_factor} devices of one type, but the pool "
+                f"has at most {largest}; lower its scale_factor or grow the pool"
+            )
+        entry = rates.get((job.model, job.scale_factor))
+        if entry is None and not mixes:
+            raise ProblemError(_no_throughput(job, list(rates)))
+        if not mixes and not any(self._runs(job, entry, name) for name in self.num_devices):
+            raise ProblemError(
+                f"job {job.id!r} ({job.model} x{job.scale_factor}) runs on none of "
+                f"{', '.join(self.num_devices)}; add a device type that fits it or drop the job"
+            )
+
+    def _offers(self, mix: MixThroughput, job: Job) -> bool:
+        if (mix.model, mix.scale_factor) != (job.model, job.scale_factor):
+            return False
+        return all(number <= self.num_devices.get(name, 0) for name, number in mix.devices.items())
+
+    def _runs(self, job: Job, entry: ModelThroughput | None, name: str) -> bool:
+        if entry is None or job.scale_factor > self.num_devices[name]:
+            return False
+        alone = entry.steps_per_second
+        if self.placement != "consolidated" and job.scale_factor > 1:
+            apart = entry.unconsolidated_steps_per_second or {}
+            if self.placement == "unconsolidated":
+                return apart.get(name, 0.0) > 0
+            return max(apart.get(name, 0.0), alone.get(name, 0.0)) > 0
+        return alone.get(name, 0.0) > 0
+
+
+def _no_throughput(job: Job, known: list[tuple[str, int]]) -> str:
+    scales = sorted(scale for model, scale in known if model == job.model)
+    if scales:
+        return (
+            f"job {job.id!r}: no throughput of {job.model!r} with {job.scale_factor} devices; "
+            f"measured with {', '.join(map(str, scales))}"
+        )
+    guess = nearest(job.model, sorted({model for model, _ in known}))
+    mend = f"did you mean {guess!r}?" if guess else "add it to the throughputs"
+    return f"job {job.id!r}: no throughput of {job.model!r}; {mend}"
+
+
+@record
+class PairShare:
+    """The fractions of time that two jobs spend together on the same devices, by column."""
+
+    jobs: tuple[Name, Name]
+    shares: dict[str, Fraction]
+
+
+@record
+class Certificate:
+    """How good an allocation is, and how a stranger can tell.
+
+    The objective cannot pass ``bound`` (an upper bound where ``sense`` is max, a lower bound
+    where it is min); ``gap`` is their relative distance. ``resource_prices`` (per device of a
+    type, or per dollar under ``budget``) and ``job_prices`` (per unit of throughput) are the
+    dual solution that proves the bound by weak duality.
+    """
+
+    termination: Literal["optimal", "feasible"]
+    sense: Literal["max", "min"]
+    objective: float
+    bound: float | None
+    gap: Seconds | None
+    method: str
+    resource_prices: dict[str, Rate] = Field(default_factory=dict)
+    job_prices: dict[str, Rate] = Field(default_factory=dict)
+
+
+@record
+class Allocation:
+    """Time fractions: ``x[job][column]``; a column that is absent is 0.
+
+    A column is a device type, ``TYPE/unconsolidated``, or a mix such as ``2xV100+8xP100``.
+    ``throughputs`` are the effective ones, in steps per second (thesis 5.3.1).
+    """
+
+    schema: Literal["hetflow.allocation/1"] = "hetflow.allocation/1"
+    policy: Name
+    heterogeneity: Literal["aware", "agnostic"] = "aware"
+    x: dict[str, dict[str, Fraction]]
+    pairs: tuple[PairShare, ...] = ()
+    throughputs: dict[str, Rate]
+    certificate: Certificate
+    provenance: dict[str, Any] | None = None
+
+
+register_keys(
+    Job, Entity, Jobs, ModelThroughput, PairThroughput, MixThroughput, Throughputs,
+    AllocationProblem, PairShare, Certificate, Allocation,
+)  # fmt: skip
