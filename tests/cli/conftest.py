@@ -49,6 +49,11 @@ def profile(device_type: str, slowness: float, model: str = "resnet50") -> Profi
 
 
 @pytest.fixture
+def make_profile() -> Callable[..., Profile]:
+    return profile
+
+
+@pytest.fixture
 def profiles(tmp_path: Path) -> Path:
     folder = tmp_path / "profiles"
     folder.mkdir()

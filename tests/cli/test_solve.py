@@ -9,13 +9,13 @@ import pytest
 
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
+from hetflow.schema.profile import Profile
 
-from .conftest import Answer, profile
+Hetflow = Callable[..., Any]
+Profiles = Callable[..., Profile]
 
-Hetflow = Callable[..., Answer]
 
-
-def one_line_error(answer: Answer, code: int, *parts: str) -> None:
+def one_line_error(answer: Any, code: int, *parts: str) -> None:
     """Exactly one `hetflow: ` line, at most one hint, nothing on stdout."""
     assert answer.code == code, answer
     lines = answer.stderr.strip().splitlines()
@@ -28,7 +28,7 @@ def one_line_error(answer: Answer, code: int, *parts: str) -> None:
         assert part in answer.stderr
 
 
-def solve(hetflow: Hetflow, profiles: Path, *more: object) -> Answer:
+def solve(hetflow: Hetflow, profiles: Path, *more: object) -> Any:
     return hetflow(
         "solve", "--profiles", profiles, "--gpus", "2xV100,2xP100", "--batch-size", 256, *more
     )
@@ -61,9 +61,7 @@ def test_the_reference_agrees(hetflow: Hetflow, profiles: Path, method: str) -> 
 
 
 def test_waste_gives_alternatives(hetflow: Hetflow, profiles: Path) -> None:
-    answer = solve(
-        hetflow, profiles, "--objective", "waste", "--virtual-nodes", 8, "--top", 3
-    )
+    answer = solve(hetflow, profiles, "--objective", "waste", "--virtual-nodes", 8, "--top", 3)
     plan = json.loads(answer.stdout)
     assert plan["objective"] == "waste"
     throughputs = [plan["est"]["throughput"]] + [
@@ -81,8 +79,8 @@ def test_a_broken_plan_fails_its_check(hetflow: Hetflow, profiles: Path, tmp_pat
     one_line_error(answer, 2, "step_seconds")
 
 
-def write_profile(folder: Path, **changes: Any) -> Path:
-    document = files.to_plain(profile("V100", 1.0))
+def write_profile(profile: Profile, folder: Path, **changes: Any) -> Path:
+    document = files.to_plain(profile)
     document.update(changes)
     folder.mkdir()
     (folder / "p.json").write_text(json.dumps(document))
@@ -100,15 +98,15 @@ def write_profile(folder: Path, **changes: Any) -> Path:
     ],
 )
 def test_bad_profiles_are_named(
-    hetflow: Hetflow, tmp_path: Path, changes: dict[str, Any], part: str
+    hetflow: Hetflow, make_profile: Profiles, tmp_path: Path, changes: dict[str, Any], part: str
 ) -> None:
-    folder = write_profile(tmp_path / "bad", **changes)
+    folder = write_profile(make_profile("V100", 1.0), tmp_path / "bad", **changes)
     one_line_error(solve(hetflow, folder, "-o", tmp_path / "plan.json"), 2, part, "p.json")
     assert not (tmp_path / "plan.json").exists()
 
 
 def test_bad_pools_are_named(hetflow: Hetflow, profiles: Path) -> None:
-    def asked(gpus: str) -> Answer:
+    def asked(gpus: str) -> Any:
         return hetflow("solve", "--profiles", profiles, "--gpus", gpus, "--batch-size", 256)
 
     one_line_error(asked("2xV10"), 2, "V10", "V100")
@@ -127,9 +125,7 @@ def test_bad_flags_are_named(hetflow: Hetflow, profiles: Path, tmp_path: Path) -
 
 
 def test_infeasible_is_exit_3_with_the_nearest_batches(hetflow: Hetflow, profiles: Path) -> None:
-    answer = hetflow(
-        "solve", "--profiles", profiles, "--gpus", "2xV100,2xP100", "--batch-size", 3
-    )
+    answer = hetflow("solve", "--profiles", profiles, "--gpus", "2xV100,2xP100", "--batch-size", 3)
     one_line_error(answer, 3, "8")
 
 
