@@ -168,7 +168,7 @@ class Bench:
             if memory.is_out_of_memory(error):
                 raise
             file = getattr(getattr(function, "__code__", None), "co_filename", None)
-            raise TargetError(f"{role} raised {one_line(error, file)}") from error
+            raise TargetError(one_line(error, file, role)) from error
 
 
 def move(batch: Any, device: str) -> Any:

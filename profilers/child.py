@@ -1,6 +1,6 @@
 """The measuring process: one JSON request a line in, one JSON answer a line out.
 
-Run as ``python -m hetflow.profilers.child`` by ``measurer``. It may die (of memory, of the model's
+Run as ``python -m hetflow.profilers.child`` by ``process``. It may die (of memory, of the model's
 own crash) without harm to the command that asked. Whatever the model prints goes to stderr.
 """
 
@@ -18,6 +18,7 @@ from ..schema.errors import HetflowError
 from ..schema.plan import PassTime
 from . import memory, targets
 from .bench import Bench
+from .exchange import exchange
 from .timing import RepeatPolicy
 
 _PR_SET_PDEATHSIG = 1
@@ -117,6 +118,7 @@ _OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "measure": _measure,
     "update": _update,
     "hold": _hold,
+    "exchange": exchange,
 }
 
 

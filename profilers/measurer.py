@@ -1,35 +1,24 @@
-"""The commanding side of the measuring process (``child``): start, ask, survive its death."""
+"""Measure batch sizes in a process that may run out of memory, and is then replaced."""
 
 import dataclasses
-import json
-import os
-import select
 import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import IO, Any, NoReturn
+from typing import Any
 
 from ..schema.errors import TargetError
 from ..schema.plan import PassTime
 from .batch_curve import SizeResult
 from .memory import says_out_of_memory
+from .process import Child, ChildDied
 from .targets import Target
 from .timing import RepeatPolicy, Timing
 
-_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-_ANSWER_SECONDS = 900.0
-
-
-class OutOfMemory(Exception):
-    """The child ran out of memory, or was killed for it."""
+ANSWER_SECONDS = 900.0
 
 
 class Measurer:
-    """A measuring process for one workload on one device. A context manager.
+    """Measures one workload on one device. A context manager.
 
     Args:
         target: What to measure.
@@ -46,7 +35,7 @@ class Measurer:
         device: str,
         memory_bytes: int,
         optimizer: str,
-        answer_seconds: float = _ANSWER_SECONDS,
+        answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         self.facts: dict[str, Any] = {}
         self.death: str | None = None
@@ -57,9 +46,7 @@ class Measurer:
             "optimizer": optimizer,
         }
         self._answer_seconds = answer_seconds
-        self._process: subprocess.Popen[bytes] | None = None
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
-        self._unread = b""
+        self._child: Child | None = None
         self._measured_any = False
 
     def __enter__(self) -> "Measurer":
@@ -72,7 +59,6 @@ class Measurer:
         trace: TracebackType | None,
     ) -> None:
         self._stop()
-        self._errors.close()
 
     def measure(self, batch_size: int, policy: RepeatPolicy) -> SizeResult | None:
         """Measure one batch size; None where it does not fit the device's memory.
@@ -80,15 +66,15 @@ class Measurer:
         Raises:
             TargetError: The workload is at fault, or gave no answer in time.
         """
+        asked = dataclasses.asdict(policy)
         try:
-            answer = self._ask_loaded(
-                "measure", batch_size=batch_size, policy=dataclasses.asdict(policy)
-            )
-        except OutOfMemory:
+            answer = self._ask("measure", batch_size=batch_size, policy=asked)
+        except MemoryError:
+            # What it has left behind (a half-built graph, fragments) must not count later.
+            self._stop()
             return None
         self._measured_any = True
-        timing = Timing(**answer.pop("timing"))
-        return SizeResult(timing=timing, **answer)
+        return SizeResult(timing=Timing(**answer.pop("timing")), **answer)
 
     def measure_update(self, batch_size: int, policy: RepeatPolicy) -> Timing:
         """Measure the optimizer's update.
@@ -97,7 +83,7 @@ class Measurer:
             TargetError: The workload is at fault, or gave no answer in time.
         """
         asked = dataclasses.asdict(policy)
-        return Timing(**self._ask_loaded("update", batch_size=batch_size, policy=asked))
+        return Timing(**self._ask("update", batch_size=batch_size, policy=asked))
 
     def hold(self, batch_size: int, passes: Sequence[PassTime], repeats: int) -> dict[str, Any]:
         """Run passes held to a table: ``seconds`` of each, and ``num_overruns``.
@@ -106,97 +92,35 @@ class Measurer:
             TargetError: The workload is at fault, or gave no answer in time.
         """
         table = [[entry.batch_size, entry.step_seconds] for entry in passes]
-        return self._ask_loaded("hold", batch_size=batch_size, passes=table, repeats=repeats)
+        return self._ask("hold", batch_size=batch_size, passes=table, repeats=repeats)
 
-    def _ask_loaded(self, operation: str, **values: Any) -> dict[str, Any]:
-        if self._process is None:
-            self._start()
-            self.facts = self._ask({"operation": "load", **self._load})
-        return self._ask({"operation": operation, **values})
-
-    def _start(self) -> None:
-        environment = os.environ | dict.fromkeys(_ONE_THREAD, "1")
-        # -P: a torch.py in the user's current folder must not replace the real one.
-        command = [sys.executable, "-P", "-m", f"{__package__}.child"]
-        self._unread = b""
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment,
-        )
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        requests, _ = self._pipes()
+    def _ask(self, operation: str, **values: Any) -> dict[str, Any]:
         try:
-            requests.write(json.dumps(request).encode() + b"\n")
-            requests.flush()
-        except BrokenPipeError:
-            self._raise_for_death()
-        answer = json.loads(self._read_line())
-        if "error" in answer:
-            raise TargetError(answer["error"], hint=answer["hint"])
-        if answer.get("out_of_memory"):
-            # What it has left behind (a half-built graph, fragments) must not count later.
+            if self._child is None:
+                self._child = Child()
+                self._child.send("load", **self._load)
+                self.facts = self._child.receive(self._answer_seconds)
+            self._child.send(operation, **values)
+            return self._child.receive(self._answer_seconds)
+        except ChildDied as death:
             self._stop()
-            raise OutOfMemory
-        facts: dict[str, Any] = answer["ok"]
-        return facts
+            raise self._explained(death) from None
 
-    def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            raise RuntimeError("the measuring process was not started")
-        return process.stdin, process.stdout
+    def _explained(self, death: ChildDied) -> Exception:
+        """Running out of memory where the death looks like it, else the model's own fault.
 
-    def _read_line(self) -> bytes:
-        _, answers = self._pipes()
-        end = time.monotonic() + self._answer_seconds
-        pipe = answers.fileno()
-        while b"\n" not in self._unread:
-            ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
-            if not ready:
-                self._stop()
-                raise TargetError(
-                    f"the model gave no answer within {self._answer_seconds:.0f} s; gave up",
-                    hint="profile smaller batches with --batch-sizes, or a smaller model",
-                )
-            chunk = os.read(pipe, 1 << 16)
-            if not chunk:
-                self._raise_for_death()
-            self._unread += chunk
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
-
-    def _raise_for_death(self) -> NoReturn:
-        process = self._process
-        code = process.wait() if process else 0
-        self._stop()
-        said = self._last_words()
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        # After a size that fitted, dying of a signal at a larger one is running out of memory:
-        # not every library checks what an allocation answers.
-        if -code == signal.SIGKILL or says_out_of_memory(said) or (code < 0 and self._measured_any):
-            self.death = how
-            raise OutOfMemory
-        raise TargetError(f"the measuring process died ({how}): {said or 'it said nothing'}")
-
-    def _last_words(self) -> str:
-        size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - 4096))
-        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-        return lines[-1].strip()[:300] if lines else ""
+        After a size that fitted, dying of a signal at a larger one is running out of memory: not
+        every library checks what an allocation answers.
+        """
+        by_signal = death.code < 0
+        killed = death.code == -signal.SIGKILL
+        if killed or says_out_of_memory(death.said) or (by_signal and self._measured_any):
+            self.death = death.how
+            return MemoryError()
+        words = death.said or "it said nothing"
+        return TargetError(f"the measuring process died ({death.how}): {words}")
 
     def _stop(self) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except BrokenPipeError:
-                    continue  # a request was still unsent; nobody waits for its answer
+        child, self._child = self._child, None
+        if child is not None:
+            child.stop()

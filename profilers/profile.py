@@ -4,7 +4,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .. import __version__
@@ -107,7 +107,7 @@ def _measure(
         error.message = error.args[0]
         raise
     progress(f"{target.model} on {name}: gradient synchronisation")
-    sync, sync_provenance = links.measure_sync(target, request, options, curve)
+    sync, sync_provenance = links.measure_sync(target, request, _sync_options(options, curve))
     return _Base(
         curve=curve,
         update=update,
@@ -119,10 +119,18 @@ def _measure(
     )
 
 
+def _sync_options(options: ProfileOptions, curve: Curve) -> links.SyncOptions:
+    return links.SyncOptions(
+        num_devices=options.sync_devices,
+        links=options.links,
+        fallback_batch_size=curve.results[0].batch_size,
+        optimizer=options.optimizer,
+        budget_seconds=3 * options.limits.repeats.budget_seconds,
+    )
+
+
 def _limits_of(request: DeviceRequest, limits: CurveLimits) -> CurveLimits:
     """On a GPU sizes grow until memory ends; on a CPU that would take hours."""
-    from dataclasses import replace
-
     return limits if request.torch_device == "cpu" else replace(limits, stop_when_flat=False)
 
 

@@ -121,12 +121,13 @@ def as_workload(answer: object, name: str) -> Workload:
     )
 
 
-def one_line(error: BaseException, file: str | None = None) -> str:
-    """An error as ``file:line: Type: message``, at the deepest line of ``file`` if it is named."""
+def one_line(error: BaseException, file: str | None = None, doing: str = "") -> str:
+    """An error as ``file:line: doing raised Type: message``, at the deepest line of ``file``."""
     text = " ".join(str(error).split())[:400]
     said = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+        return f"{error.filename}:{error.lineno}: SyntaxError: {error.msg}"
+    said = f"{doing} raised {said}" if doing else said
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if file and Path(frame.filename) == Path(file).resolve()]
     return f"{file}:{own[-1].lineno}: {said}" if own else said
@@ -139,7 +140,7 @@ def _call_from_file(target: Target) -> object:
         raise TargetError(_missing(module, target))
     if not callable(factory):
         raise TargetError(f"{target.text}: {target.factory} is not callable; name a function")
-    return _guarded(factory, target, f"{target.factory}() raised ")
+    return _guarded(factory, target, f"{target.factory}()")
 
 
 def _import_file(target: Target) -> ModuleType:
@@ -156,13 +157,13 @@ def _import_file(target: Target) -> ModuleType:
     return module
 
 
-def _guarded(function: Callable[[], object], target: Target, prefix: str) -> object:
+def _guarded(function: Callable[[], object], target: Target, doing: str) -> object:
     try:
         return function()
     except (Exception, SystemExit) as error:
         if is_out_of_memory(error):
             raise
-        raise TargetError(f"{prefix}{one_line(error, target.location)}") from error
+        raise TargetError(one_line(error, target.location, doing)) from error
 
 
 def _missing(module: ModuleType, target: Target) -> str:

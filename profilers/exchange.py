@@ -1,0 +1,143 @@
+"""Steps and messages of several workers at once, inside each of them (VirtualFlow 5.1.2).
+
+Times are by the wall clock: waiting is what is measured. Steps that synchronise and steps that do
+not alternate, so that a drift of the machine meets both.
+"""
+
+import os
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from .bench import Bench
+
+if TYPE_CHECKING:
+    from ..runtime.gradients import GradientReducer
+
+_WARM_UP_STEPS = 3
+_MIN_REPEATS = 5
+_MAX_REPEATS = 100
+_TIMEOUT = timedelta(seconds=120)
+
+
+def exchange(
+    bench: Bench,
+    *,
+    rank: int,
+    world_size: int,
+    folder: str,
+    backend: str,
+    batch_size: int,
+    budget_seconds: float,
+    message_bytes: list[int],
+) -> dict[str, Any]:
+    """Join the other workers, measure, leave.
+
+    Args:
+        bench: The loaded workload.
+        rank: Of this worker.
+        world_size: Of all workers.
+        folder: Where the workers meet; a file in it is their store, so no port is opened for it.
+        backend: ``gloo`` or ``nccl``.
+        batch_size: Samples per worker and step; 1 isolates synchronisation.
+        budget_seconds: Wall time to spend on steps, and again on messages.
+        message_bytes: Sizes to all-reduce; empty for none.
+
+    Returns:
+        ``single`` and ``distributed``: wall seconds of each step; ``messages``: for each size
+        the wall seconds of each all-reduce.
+    """
+    import torch
+    import torch.distributed as dist
+
+    path = os.path.join(folder, "store")
+    store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
+    device = torch.device(bench.device)
+    if bench.on_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT
+    )
+    try:
+        steps = _steps(bench, batch_size, budget_seconds)
+        messages = [_messages(bench, size, budget_seconds / 8) for size in message_bytes]
+        return {**steps, "messages": messages}
+    finally:
+        dist.destroy_process_group()
+
+
+def _steps(bench: Bench, batch_size: int, budget_seconds: float) -> dict[str, list[float]]:
+    from ..runtime.gradients import GradientReducer
+
+    batch = bench.make_batch(batch_size)
+    parameters = [p for p in bench.model.parameters() if p.requires_grad]
+    reducers = {
+        "single": GradientReducer(parameters, distributed=False),
+        "distributed": GradientReducer(parameters, distributed=True),
+    }
+    samples: dict[str, list[float]] = {"single": [], "distributed": []}
+
+    def pair() -> None:
+        # One set of gradients serves both; each reducer points it into its own buffer.
+        for kind, reducer in reducers.items():
+            samples[kind].append(_step(bench, reducer, batch))
+
+    for _ in range(_WARM_UP_STEPS):
+        pair()
+    last = samples["single"][-1] + samples["distributed"][-1]
+    repeats = _agreed_repeats(bench, budget_seconds / max(last, 1e-6))
+    for kept in samples.values():
+        kept.clear()
+    for _ in range(repeats):
+        pair()
+    for reducer in reducers.values():
+        reducer.close()
+    return samples
+
+
+def _step(bench: Bench, reducer: "GradientReducer", batch: Any) -> float:
+    for parameter in bench.model.parameters():
+        parameter.grad = None
+    _meet(bench)
+    start = time.perf_counter()
+    reducer.begin()
+    reducer.arm()
+    bench.run_pass(batch)
+    reducer.finish()
+    bench.wait()
+    return time.perf_counter() - start
+
+
+def _messages(bench: Bench, num_bytes: int, budget_seconds: float) -> list[float]:
+    import torch
+    import torch.distributed as dist
+
+    message = torch.zeros(max(1, num_bytes // 4), device=bench.device)
+
+    def once() -> float:
+        _meet(bench)
+        start = time.perf_counter()
+        dist.all_reduce(message)
+        bench.wait()
+        return time.perf_counter() - start
+
+    warm_up = [once() for _ in range(_WARM_UP_STEPS)]
+    return [once() for _ in range(_agreed_repeats(bench, budget_seconds / max(warm_up[-1], 1e-6)))]
+
+
+def _agreed_repeats(bench: Bench, affordable: float) -> int:
+    """The first worker's wish, clamped: all must take the same number of steps."""
+    import torch
+    import torch.distributed as dist
+
+    wish = torch.tensor([int(max(_MIN_REPEATS, min(_MAX_REPEATS, affordable)))])
+    wish = wish.to(bench.device)
+    dist.broadcast(wish, src=0)
+    return int(wish.item())
+
+
+def _meet(bench: Bench) -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    bench.wait()
