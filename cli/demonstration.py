@@ -116,7 +116,7 @@ def _devices_and_pool() -> tuple[list[str], str]:
     """The machine's GPUs; two emulated CPU types where there are none."""
     from ..runtime.devices import local_device_types
 
-    types = list(local_device_types().values())
+    types = list(local_device_types())
     if not types:
         return list(EMULATED), EMULATED_POOL
     distinct = sorted(set(types))

@@ -1,0 +1,111 @@
+"""``hetflow launch``: train under a plan."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import ForceFlag, JsonFlag, Settings, emit, emit_json, warn
+
+if TYPE_CHECKING:
+    from ..launcher.request import LaunchRequest
+    from ..launcher.spawn import WorkerCommand
+    from ..schema.run import RunRecord
+
+
+def launch(
+    plan: Annotated[Path, typer.Argument(help="A split plan (hetflow.plan/1).")],
+    script: Annotated[str, typer.Argument(help="The training script: file.py, or -m MODULE.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The script's own arguments, passed on untouched.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Folder of the run [default: hetflow-runs/<model>-<time>]."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of order, dropout, augmentation.")] = 0,
+    nnodes: Annotated[int, typer.Option(min=1, help="Hosts in the launch.")] = 1,
+    node_rank: Annotated[int | None, typer.Option(help="This host's number; 0 holds.")] = None,
+    rdzv_endpoint: Annotated[
+        str | None, typer.Option(help="HOST:PORT on node 0 where the hosts meet.")
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(help="What this host contributes, e.g. 2xV100 [default: its CUDA devices]."),
+    ] = None,
+    timeout: Annotated[
+        int, typer.Option(min=1, help="Seconds that any wait for other workers may take.")
+    ] = 600,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would run on this host; run nothing.")
+    ] = False,
+    force: ForceFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """Train under a plan: one worker a device, the result of one device.
+
+    hetflow's own options stand before PLAN. The script runs in every worker; the first one's
+    output is shown. The run's folder gets the record (run.json), the plan and all logs.
+
+    \b
+    hetflow launch plan.json train.py --epochs 3
+    hetflow launch --dry-run plan.json train.py
+    hetflow launch --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400 plan.json train.py
+    """
+    from ..launcher.controller import launch as run
+    from ..launcher.controller import plan_commands
+    from ..launcher.lower import lower
+    from ..launcher.request import LaunchRequest, Rendezvous, default_folder
+    from ..schema import files
+    from ..schema.plan import SplitPlan
+
+    found = files.read(plan, SplitPlan)
+    several = nnodes > 1 or node_rank is not None or rdzv_endpoint is not None
+    request = LaunchRequest(
+        plan=found,
+        config=lower(found, seed),
+        script=(script, *(arguments or [])),
+        folder=output or default_folder(found.model),
+        force=force,
+        stdout_to_stderr=json,
+        timeout_seconds=float(timeout),
+        rendezvous=Rendezvous.parse(nnodes, node_rank, rdzv_endpoint, devices) if several else None,
+    )
+    if dry_run:
+        _show_commands(request, plan_commands(request), json)
+        return
+    record = run(request, warn=warn)
+    _report(request, record, json)
+
+
+def _show_commands(request: "LaunchRequest", commands: "list[WorkerCommand]", json: bool) -> None:
+    from dataclasses import asdict
+
+    if json:
+        emit_json({"folder": str(request.folder), "workers": [asdict(c) for c in commands]})
+        return
+    for command in commands:
+        emit(command.shell())
+
+
+def _report(request: "LaunchRequest", record: "RunRecord | None", json: bool) -> None:
+    from ..schema import files
+
+    if record is None:
+        return
+    if json:
+        emit(files.to_json(record))
+    if Settings.quiet:
+        return
+    measured, predicted = record.measured_step_seconds, record.predicted_step_seconds
+    parts = [f"{record.num_steps} steps on {record.world_size} worker(s)"]
+    if measured is not None:
+        parts.append(f"measured {measured * 1e3:.1f} ms a step")
+    if predicted is not None:
+        parts.append(f"predicted {predicted * 1e3:.1f} ms")
+    if record.step_seconds_error is not None:
+        parts.append(f"error {record.step_seconds_error:+.1%}")
+    emulated = " (emulated)" if record.plan.emulated else ""
+    typer.echo(f"{', '.join(parts)}{emulated}; record: {request.folder / 'run.json'}", err=True)

@@ -1,0 +1,208 @@
+"""One controller a host: starts the workers, watches them, and writes what happened."""
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..runtime.record import Status, WorkerReport, assemble
+from ..schema import files
+from ..schema.errors import HetflowError
+from ..schema.run import RunEvent, RunRecord
+from .devices import Seat, crowding, seat_workers
+from .failures import Failure, first_cause, interruption, tail_of
+from .hosts import Alone, Together
+from .request import LaunchRequest, check_script, make_folder
+from .spawn import Meeting, WorkerCommand, worker_commands
+from .supervise import Signals, Workers
+
+POLL_SECONDS = 0.02
+# How long a worker that only lost its peers waits for the one that failed first to be seen.
+CAUSE_SECONDS = 2.0
+
+Warn = Callable[[str], None]
+
+
+class _Interrupted(Exception):
+    """A signal came while this host was waiting for others."""
+
+
+def plan_commands(request: LaunchRequest) -> list[WorkerCommand]:
+    """What a launch on this host would run, without running it (``--dry-run``).
+
+    Raises:
+        HetflowError: As ``launch``, before anything starts.
+    """
+    check_script(request.script)
+    place = request.rendezvous
+    meeting = Meeting(
+        address=place.host if place else "127.0.0.1",
+        port=place.port if place else 0,
+        interface="lo",
+    )
+    seats = seat_workers(request.config.workers, request.config)
+    return _commands(request, seats, meeting)
+
+
+def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
+    """Train under a plan.
+
+    Workers are started at once; the first one's output is shown, all output is kept under
+    ``logs``. Whatever ends this process, no worker outlives it. The record is written to
+    ``run.json`` also when the launch fails.
+
+    Args:
+        request: The plan, the script and where things go.
+        warn: Tells the user something that does not end the launch.
+
+    Returns:
+        The run record; None on hosts other than node 0, which has it.
+
+    Raises:
+        LaunchError: A worker failed (with its own error and exit code), a signal came, or the
+            hosts did not meet.
+        HetflowError: The script, the folder or the devices do not fit the plan.
+    """
+    check_script(request.script)
+    _check_folder(request)
+    if request.rendezvous is None:
+        seat_workers(request.config.workers, request.config)
+    began = time.monotonic()
+    with Signals() as signals:
+        hosts = (
+            Together(request.config, request.rendezvous)
+            if request.rendezvous
+            else Alone(request.config)
+        )
+        workers = Workers(request.folder, stdout_to_stderr=request.stdout_to_stderr)
+        failure = _train(request, hosts, workers, signals, warn)
+        reports = [] if failure or not hosts.is_first else hosts.reports()
+        if failure and isinstance(hosts, Together):
+            hosts.linger()
+    record = _record(request, failure, reports, time.monotonic() - began)
+    if hosts.is_first and request.folder.is_dir():
+        files.write(request.folder / "run.json", record, force=True)
+    if failure is not None:
+        _show_tail(failure)
+        raise failure.as_error()
+    if hosts.is_first:
+        _warn_about(record, warn)
+    return record if hosts.is_first else None
+
+
+def _check_folder(request: LaunchRequest) -> None:
+    make_folder(request.folder, force=request.force)
+    shutil.rmtree(request.folder / "logs", ignore_errors=True)
+    (request.folder / "logs").mkdir()
+    files.write(request.folder / "plan.json", request.plan, force=True)
+    files.write(request.folder / "launch.json", request.config, force=True)
+    (request.folder / "run.json").unlink(missing_ok=True)
+
+
+def _train(
+    request: LaunchRequest, hosts: Alone | Together, workers: Workers, signals: Signals, warn: Warn
+) -> Failure | None:
+    """Start the workers and see them through; None when all of them succeeded."""
+
+    def watch() -> None:
+        if signals.received is not None:
+            raise _Interrupted
+
+    try:
+        slots, meeting = hosts.join(watch)
+        seats = seat_workers(slots, request.config)
+        crowded = crowding(slots, request.config)
+        if crowded:
+            warn(crowded)
+        workers.start(_commands(request, seats, meeting))
+        hosts.started()
+        failure = _supervise(hosts, workers, signals) or hosts.wait_for_others(watch)
+    except _Interrupted:
+        failure = interruption(signals.received or 2)
+    except HetflowError as error:
+        workers.stop(signals)
+        raise error
+    if failure is not None:
+        failure = hosts.tell_failure(failure)
+    workers.stop(signals)
+    return failure
+
+
+def _commands(
+    request: LaunchRequest, seats: Sequence[Seat], meeting: Meeting
+) -> list[WorkerCommand]:
+    return worker_commands(
+        seats,
+        request.script,
+        folder=request.folder.resolve(),
+        meeting=meeting,
+        world_size=request.config.world_size,
+        timeout_seconds=request.timeout_seconds,
+        inherited=os.environ,
+    )
+
+
+def _supervise(hosts: Alone | Together, workers: Workers, signals: Signals) -> Failure | None:
+    while not workers.all_done():
+        if signals.received is not None:
+            return interruption(signals.received)
+        if workers.failures():
+            return _cause(workers)
+        elsewhere = hosts.failure_elsewhere()
+        if elsewhere is not None:
+            return elsewhere
+        time.sleep(POLL_SECONDS)
+    return None
+
+
+def _cause(workers: Workers) -> Failure:
+    """The first cause among this host's failures, given a moment to be seen."""
+    deadline = time.monotonic() + CAUSE_SECONDS
+    cause = first_cause(workers.failures())
+    while cause.lost_peer and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        cause = first_cause(workers.failures())
+    return cause
+
+
+def _record(
+    request: LaunchRequest, failure: Failure | None, reports: list[WorkerReport], seconds: float
+) -> RunRecord:
+    status: Status = "done"
+    events = []
+    if failure is not None:
+        status = "interrupted" if failure.interrupted else "failed"
+        kind = "stop" if failure.interrupted else "failure"
+        events = [RunEvent(kind=kind, at_seconds=seconds, detail=failure.sentence())]  # type: ignore[arg-type]
+    provenance: dict[str, Any] = {"script": list(request.script), "seed": request.config.seed}
+    return assemble(
+        request.plan,
+        reports,
+        status=status,
+        exit_code=failure.exit_code if failure else 0,
+        wall_seconds=seconds,
+        events=events,
+        provenance=provenance,
+    )
+
+
+def _show_tail(failure: Failure) -> None:
+    """The failing worker's own last words; the first worker's were shown as they came."""
+    if failure.rank and failure.log:
+        tail = tail_of(Path(failure.log))
+        if tail:
+            sys.stderr.write(f"{tail}\n")
+
+
+def _warn_about(record: RunRecord, warn: Warn) -> None:
+    if not record.devices:
+        warn("the script never called hf.prepare, so each worker ran it alone")
+    for event in record.events:
+        warn(event.detail)
+    overruns = ((record.provenance or {}).get("emulation") or {}).get("overruns", 0)
+    if overruns:
+        total = (record.provenance or {})["emulation"]["passes"]
+        warn(f"{overruns} of {total} emulated passes took longer than their table time")

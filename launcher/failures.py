@@ -1,0 +1,124 @@
+"""Which worker failed first: the cause to show, not one of its echoes in the others."""
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..schema.errors import LaunchError
+
+TAIL_LINES = 25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """How one worker (or a whole launch, where ``rank`` is None) ended badly.
+
+    ``lost_peer`` says that the worker failed only because another was gone.
+    """
+
+    exit_code: int
+    error: str
+    rank: int | None = None
+    device_type: str = ""
+    host: str = ""
+    log: str = ""
+    at_seconds: float = 0.0
+    lost_peer: bool = False
+    interrupted: bool = False
+
+    def sentence(self) -> str:
+        """One line: who, how, and its own error."""
+        if self.rank is None:
+            return self.error
+        who = f"worker {self.rank} ({self.device_type}"
+        where = f" on {self.host})" if self.host and self.host != socket.gethostname() else ")"
+        return f"{who}{where} {_manner(self.exit_code)}: {self.error}"
+
+    def to_text(self) -> str:
+        """The failure as it travels through the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: bytes | str) -> "Failure":
+        """Read it back."""
+        return cls(**json.loads(text))
+
+    def as_error(self) -> LaunchError:
+        """The error that ends the command, with the worker's own exit code."""
+        hint = f"its whole output: {self.log}" if self.log else None
+        return LaunchError(self.sentence(), hint=hint, exit_code=self.exit_code)
+
+
+def _manner(code: int) -> str:
+    if code > 128 and code - 128 in signal.valid_signals():
+        return f"was killed by {signal.Signals(code - 128).name}"
+    return f"failed with exit code {code}"
+
+
+def exit_code_of(returncode: int) -> int:
+    """What a shell would say: 128 + n for a death by signal n."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def failure_of(rank: int, device_type: str, returncode: int, described: Path, log: Path) -> Failure:
+    """The failure of one dead worker, from its exit status and what it wrote down."""
+    own = _described(described)
+    code = exit_code_of(returncode)
+    return Failure(
+        exit_code=code,
+        error=own.get("error") or last_line(log) or "no message",
+        rank=rank,
+        device_type=device_type,
+        host=socket.gethostname(),
+        log=str(log),
+        # One that wrote nothing died too suddenly to; it can hardly have died of the others.
+        at_seconds=float(own.get("at_seconds", 0.0)),
+        lost_peer=bool(own.get("lost_peer", False)),
+    )
+
+
+def first_cause(failures: Sequence[Failure]) -> Failure:
+    """The failure that the others followed from."""
+    return min(failures, key=lambda failure: (failure.lost_peer, failure.at_seconds))
+
+
+def interruption(number: int) -> Failure:
+    """The launch was told to stop."""
+    name = signal.Signals(number).name
+    return Failure(
+        exit_code=128 + number,
+        error=f"interrupted by {name}; all workers are stopped",
+        at_seconds=time.monotonic(),
+        interrupted=True,
+    )
+
+
+def _described(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def tail_of(path: Path, lines: int = TAIL_LINES) -> str:
+    """The last lines of a log."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(0, 2)
+            stream.seek(max(0, stream.tell() - 64 * 1024))
+            text = stream.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log that says anything."""
+    said = [line for line in tail_of(path).splitlines() if line.strip()]
+    return said[-1].strip()[:300] if said else ""

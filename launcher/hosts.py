@@ -1,0 +1,346 @@
+"""The store, and what the controllers of several hosts tell each other through it.
+
+The first host's controller holds the store on a socket it bound itself: on loopback for a launch
+on one host, on the rendezvous address otherwise. (A TCPStore that binds by itself listens on
+every interface, without authentication.)
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from ..runtime.record import WorkerReport, parse_report
+from ..schema.errors import LaunchError, ProblemError
+from ..schema.files import to_json
+from ..schema.launch import LaunchConfig, WorkerSlot
+from .devices import base_type, inventory
+from .failures import Failure
+from .request import Rendezvous
+from .spawn import Meeting
+
+BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 15.0
+_SIOCGIFADDR = 0x8915
+
+Watch = Callable[[], None]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind the store's socket.
+
+    Raises:
+        LaunchError: The address is not this host's, or the port is taken.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(512)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            hint="node 0 needs an address of its own host and a free port",
+        ) from None
+    return listening
+
+
+class Alone:
+    """A launch on one host: the store on loopback, made while the workers start."""
+
+    is_first = True
+
+    def __init__(self, config: LaunchConfig) -> None:
+        self._config = config
+        self._socket = listen("127.0.0.1", 0)
+        self._store: Any = None
+        self._thread = threading.Thread(target=self._make_store, daemon=True)
+
+    def join(self, watch: Watch) -> tuple[Sequence[WorkerSlot], Meeting]:
+        """All slots are this host's."""
+        port = self._socket.getsockname()[1]
+        return self._config.workers, Meeting(address="127.0.0.1", port=port, interface="lo")
+
+    def started(self) -> None:
+        """The workers are starting: import torch and make the store beside them."""
+        self._thread.start()
+
+    def _make_store(self) -> None:
+        self._store = _hold_store(self._socket)
+
+    def failure_elsewhere(self) -> Failure | None:
+        """There is no elsewhere."""
+        return None
+
+    def tell_failure(self, failure: Failure) -> Failure:
+        """Nobody else to tell: this host's failure is the first."""
+        return failure
+
+    def wait_for_others(self, watch: Watch) -> Failure | None:
+        """Nobody to wait for."""
+        return None
+
+    def reports(self) -> list[WorkerReport]:
+        """What the workers measured."""
+        self._thread.join()
+        return _read_reports(self._store, self._config.world_size)
+
+
+class Together:
+    """One of several hosts. Node 0 holds the store, deals the slots, and collects reports."""
+
+    def __init__(self, config: LaunchConfig, rendezvous: Rendezvous) -> None:
+        self._config, self._place = config, rendezvous
+        self.is_first = rendezvous.node_rank == 0
+        self._store: Any = None
+        self._last_beat = 0.0
+        self._heard: dict[int, tuple[bytes, float]] = {}
+
+    def join(self, watch: Watch) -> tuple[Sequence[WorkerSlot], Meeting]:
+        """Meet the other hosts; learn which slots are this host's.
+
+        Raises:
+            LaunchError: A host stays away, has another plan, or the devices do not suffice.
+        """
+        place = self._place
+        self._store = self._hold() if self.is_first else self._connect(watch)
+        own = {
+            "host": socket.gethostname(),
+            "plan": _digest(self._config),
+            "devices": place.devices if place.devices is not None else inventory(),
+        }
+        self._store.set(f"agent/{place.node_rank}", json.dumps(own))
+        if self.is_first:
+            self._store.set("slots", json.dumps(self._deal(watch)))
+        dealt = json.loads(self._get("slots", "node 0's answer", watch))
+        if "error" in dealt:
+            raise LaunchError(dealt["error"])
+        mine = dealt["slots"][place.node_rank]
+        interface = _interface_towards(place.host, place.port)
+        meeting = Meeting(address=place.host, port=place.port, interface=interface)
+        return [self._config.workers[rank] for rank in mine], meeting
+
+    def _hold(self) -> Any:
+        return _prefixed(_hold_store(listen(self._place.host, self._place.port)))
+
+    def _connect(self, watch: Watch) -> Any:
+        """Wait for node 0 by plain connections, which Ctrl-C can end; then join its store."""
+        place = self._place
+        deadline = time.monotonic() + place.timeout_seconds
+        while True:
+            watch()
+            with contextlib.suppress(OSError):
+                socket.create_connection((place.host, place.port), timeout=2).close()
+                break
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"node 0 does not answer on {place.host}:{place.port}",
+                    hint="start it first, with the same --rdzv-endpoint",
+                )
+            time.sleep(0.2)
+        return _prefixed(_join_store(place.host, place.port, place.timeout_seconds))
+
+    def _deal(self, watch: Watch) -> dict[str, Any]:
+        agents = []
+        for node in range(self._place.num_nodes):
+            try:
+                agents.append(json.loads(self._get(f"agent/{node}", f"node {node}", watch)))
+            except LaunchError as error:
+                return {"error": error.message}
+        if len({agent["plan"] for agent in agents}) > 1:
+            return {"error": "the hosts were given different plans; give all the same file"}
+        try:
+            devices = [agent["devices"] for agent in agents]
+            return {"slots": deal_slots(self._config, devices)}
+        except LaunchError as error:
+            return {"error": error.message}
+
+    def _get(self, key: str, what: str, watch: Watch) -> bytes:
+        deadline = time.monotonic() + self._place.timeout_seconds
+        while not self._has(key):
+            watch()
+            if time.monotonic() > deadline:
+                raise LaunchError(f"{what} did not come within {self._place.timeout_seconds:g} s")
+            time.sleep(0.05)
+        value: bytes = self._store.get(key)
+        return value
+
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError:
+            raise LaunchError("node 0 is gone, and the store with it") from None
+
+    def started(self) -> None:
+        """The store is there already."""
+
+    def failure_elsewhere(self) -> Failure | None:
+        """A failure that another host reported, or a host that fell silent."""
+        now = time.monotonic()
+        if now - self._last_beat < BEAT_SECONDS:
+            return None
+        self._last_beat = now
+        try:
+            self._store.set(f"beat/{self._place.node_rank}", f"{now}")
+            if self._store.check(["failure"]):
+                return Failure.from_text(self._store.get("failure"))
+            return self._silent_node(now) if self.is_first else None
+        except RuntimeError:
+            return Failure(exit_code=1, error="node 0 is gone, and the store with it")
+
+    def _silent_node(self, now: float) -> Failure | None:
+        for node in range(1, self._place.num_nodes):
+            if self._store.check([f"done/{node}"]) or not self._store.check([f"beat/{node}"]):
+                continue
+            beat = self._store.get(f"beat/{node}")
+            if self._heard.get(node, (b"", 0.0))[0] != beat:
+                self._heard[node] = (beat, now)
+            elif now - self._heard[node][1] > SILENCE_SECONDS:
+                return Failure(exit_code=1, error=f"node {node} has fallen silent")
+        return None
+
+    def tell_failure(self, failure: Failure) -> Failure:
+        """Stop every host. The first to tell wins, save that a cause outranks its echo."""
+        try:
+            told = Failure.from_text(self._store.compare_set("failure", "", failure.to_text()))
+            if told.lost_peer and not failure.lost_peer:
+                self._store.set("failure", failure.to_text())
+                return failure
+            if failure.lost_peer and told.lost_peer:
+                return self._better_cause(told)
+            return told
+        except RuntimeError:
+            return failure
+
+    def _better_cause(self, told: Failure) -> Failure:
+        """An echo was told first; the cause may be a moment behind."""
+        deadline = time.monotonic() + 3
+        while told.lost_peer and time.monotonic() < deadline:
+            time.sleep(0.1)
+            told = Failure.from_text(self._store.get("failure"))
+        return told
+
+    def wait_for_others(self, watch: Watch) -> Failure | None:
+        """This host is done; node 0 keeps the store until all are."""
+        self._store.set(f"done/{self._place.node_rank}", "1")
+        if not self.is_first:
+            return None
+        waiting = [f"done/{node}" for node in range(self._place.num_nodes)]
+        while not self._store.check(waiting):
+            watch()
+            failure = self.failure_elsewhere()
+            if failure is not None:
+                return failure
+            time.sleep(0.05)
+        return None
+
+    def linger(self) -> None:
+        """After a failure node 0 keeps the store until the others have read it."""
+        if self.is_first and self._store is not None:
+            time.sleep(3 * BEAT_SECONDS)
+
+    def reports(self) -> list[WorkerReport]:
+        """What all workers measured; for node 0."""
+        return _read_reports(self._store.underlying_store, self._config.world_size)
+
+
+def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[list[int]]:
+    """Deal slots to hosts by device type, in order of ranks and of hosts. Pure.
+
+    Args:
+        config: The slots.
+        devices: What each host contributes, type to number.
+
+    Returns:
+        The ranks of each host.
+
+    Raises:
+        LaunchError: The hosts together lack a device, or one is left without work.
+    """
+    free = [dict(offered) for offered in devices]
+    ranks: list[list[int]] = [[] for _ in devices]
+    for slot in config.workers:
+        names = (slot.device_type, base_type(slot.device_type, config))
+        found = next(
+            ((host, n) for host in range(len(free)) for n in names if free[host].get(n)), None
+        )
+        if found is None:
+            raise LaunchError(_shortage(config, devices, slot.device_type))
+        host, name = found
+        free[host][name] -= 1
+        ranks[host].append(slot.rank)
+    for host, mine in enumerate(ranks):
+        if not mine:
+            raise LaunchError(f"the plan has no work for node {host}; leave that host out")
+    return ranks
+
+
+def _shortage(config: LaunchConfig, devices: Sequence[dict[str, int]], name: str) -> str:
+    needed = sum(slot.device_type == name for slot in config.workers)
+    present = sum(offered.get(name, 0) for offered in devices)
+    return f"the plan needs {needed} x {name}, the {len(devices)} hosts have {present}"
+
+
+def _hold_store(listening: socket.socket) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    host, port = listening.getsockname()[:2]
+    return TCPStore(
+        host,
+        port,
+        world_size=None,
+        is_master=True,
+        timeout=timedelta(seconds=300),
+        wait_for_workers=False,
+        # The store takes the socket over, and closes it.
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _join_store(host: str, port: int, timeout_seconds: float) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    limit = timedelta(seconds=timeout_seconds)
+    return TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
+
+
+def _prefixed(store: Any) -> Any:
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    return PrefixStore("launcher", store)
+
+
+def _read_reports(store: Any, world_size: int) -> list[WorkerReport]:
+    reports = []
+    for rank in range(world_size):
+        key = f"hetflow/0/report/{rank}"
+        if store.check([key]):
+            with contextlib.suppress(ProblemError, ValueError):
+                reports.append(parse_report(store.get(key)))
+    return reports
+
+
+def _digest(config: LaunchConfig) -> str:
+    return hashlib.sha256(to_json(config).encode()).hexdigest()
+
+
+def _interface_towards(host: str, port: int) -> str | None:
+    """The network interface that leads to node 0, for gloo and NCCL; None where unknown."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return name
+    return None

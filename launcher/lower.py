@@ -1,0 +1,9 @@
+"""Plan -> LaunchConfig.
+
+The function lives with the runtime, which lowers plans by itself where another launcher
+(torchrun, srun, Kubernetes) starts the workers.
+"""
+
+from ..runtime.lower import lower
+
+__all__ = ["lower"]

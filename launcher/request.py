@@ -1,0 +1,124 @@
+"""What a launch is asked to do, and the folder it writes to."""
+
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..schema.cluster import Cluster
+from ..schema.errors import FileError, TargetError
+from ..schema.launch import LaunchConfig
+from ..schema.plan import SplitPlan
+
+RUNS_FOLDER = "hetflow-runs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where several hosts meet. Node 0 listens on ``host``:``port``."""
+
+    num_nodes: int
+    node_rank: int
+    host: str
+    port: int
+    devices: dict[str, int] | None
+    timeout_seconds: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 2:
+            raise TargetError(f"several hosts means --nnodes of at least 2, got {self.num_nodes}")
+        if not 0 <= self.node_rank < self.num_nodes:
+            raise TargetError(
+                f"--node-rank must be 0 to {self.num_nodes - 1} with --nnodes {self.num_nodes}, "
+                f"got {self.node_rank}"
+            )
+
+    @classmethod
+    def parse(
+        cls, num_nodes: int, node_rank: int | None, endpoint: str | None, devices: str | None
+    ) -> "Rendezvous":
+        """Read the flags of a launch over several hosts.
+
+        Raises:
+            TargetError: A flag is missing, or the endpoint is not HOST:PORT.
+        """
+        if node_rank is None or endpoint is None:
+            raise TargetError(
+                "several hosts need --node-rank and --rdzv-endpoint",
+                hint="for example --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400",
+            )
+        match = re.fullmatch(r"\[?([^\s\[\]]+?)\]?:(\d{1,5})", endpoint)
+        if not match or not 0 < int(match[2]) < 65536:
+            raise TargetError(f"--rdzv-endpoint must be HOST:PORT, got {endpoint!r}")
+        return cls(
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            host=match[1],
+            port=int(match[2]),
+            devices=Cluster.parse(devices).num_devices if devices else None,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRequest:
+    """One launch: a plan, a script with its arguments, and where things go.
+
+    ``script`` is what stands after ``python`` on a command line: ``(file.py, args...)`` or
+    ``("-m", module, args...)``.
+    """
+
+    plan: SplitPlan
+    config: LaunchConfig
+    script: tuple[str, ...]
+    folder: Path
+    force: bool = False
+    stdout_to_stderr: bool = False
+    rendezvous: Rendezvous | None = None
+    timeout_seconds: float = 600.0
+
+
+def check_script(script: tuple[str, ...]) -> None:
+    """Refuse a script that is not there, before anything starts.
+
+    Raises:
+        TargetError: No script, no such file, or ``-m`` without a module.
+    """
+    if not script:
+        raise TargetError("no script to launch", hint="hetflow launch PLAN SCRIPT [ARGS...]")
+    if script[0] == "-m":
+        if len(script) < 2:
+            raise TargetError("-m needs the name of a module")
+        return
+    if script[0].startswith("-"):
+        raise TargetError(
+            f"expected a script after the plan, got {script[0]!r}",
+            hint="hetflow's own options stand before the plan",
+        )
+    if not Path(script[0]).is_file():
+        raise TargetError(f"{script[0]}: no such script")
+
+
+def default_folder(model: str) -> Path:
+    """``hetflow-runs/<model>-<time>``, with nothing in it that a file system minds."""
+    safe = re.sub(r"[^A-Za-z0-9._+-]+", "_", model).strip("._") or "model"
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    folder = Path(RUNS_FOLDER) / f"{safe[:80]}-{stamp}"
+    number = 1
+    while folder.exists():
+        number += 1
+        folder = Path(RUNS_FOLDER) / f"{safe[:80]}-{stamp}-{number}"
+    return folder
+
+
+def make_folder(folder: Path, *, force: bool) -> None:
+    """Make the run's folder and its ``logs``.
+
+    Raises:
+        FileError: It holds something already and ``force`` is off, or it cannot be made.
+    """
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not force):
+        raise FileError(f"{folder}: exists already", hint="give --force, or another --output")
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{folder}: cannot be made: {error.strerror}") from None

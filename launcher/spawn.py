@@ -1,0 +1,150 @@
+"""Start workers: exact commands and environments, each in a session of its own."""
+
+import ctypes
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from ..runtime import environment as names
+from .devices import Seat
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerCommand:
+    """What would be typed to start one worker. ``environment`` is what is added to ours."""
+
+    rank: int
+    device_type: str
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+
+    def shell(self) -> str:
+        """The command for a POSIX shell, quoted."""
+        settings = [f"{key}={value}" for key, value in self.environment.items()]
+        return shlex.join(["env", *settings, *self.arguments])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where this host's workers find the store, and over which interface they talk."""
+
+    address: str
+    port: int
+    interface: str | None
+
+
+def worker_commands(
+    seats: Sequence[Seat],
+    script: Sequence[str],
+    *,
+    folder: Path,
+    meeting: Meeting,
+    world_size: int,
+    timeout_seconds: float,
+    inherited: Mapping[str, str],
+) -> list[WorkerCommand]:
+    """The command of each worker of this host. Pure.
+
+    Args:
+        seats: Slots with their devices, in order of ranks.
+        script: The script and its arguments, passed on untouched.
+        folder: The run's folder, which holds ``launch.json``.
+        meeting: Where the store listens.
+        world_size: Workers over all hosts.
+        timeout_seconds: Limit of any collective.
+        inherited: The environment workers inherit; what it sets for threads and interfaces stays.
+    """
+    commands = []
+    for local_rank, seat in enumerate(seats):
+        rank = seat.slot.rank
+        settings = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(len(seats)),
+            "MASTER_ADDR": meeting.address,
+            "MASTER_PORT": str(meeting.port),
+            # The controller holds the store, also for scripts that call init_process_group.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            names.PLAN: str(folder / "launch.json"),
+            names.SLOT: str(rank),
+            names.DEVICE_TYPE: seat.slot.device_type,
+            names.FAILURE: str(failure_path(folder, rank)),
+            names.TIMEOUT: str(int(timeout_seconds)),
+            "PYTHONUNBUFFERED": "1",
+        }
+        settings |= _device_settings(seat, meeting, inherited)
+        commands.append(
+            WorkerCommand(
+                rank=rank,
+                device_type=seat.slot.device_type,
+                # -P keeps the working directory off the path: no file there can pose as a module.
+                arguments=(sys.executable, "-P", "-m", "hetflow.runtime.worker", *script),
+                environment=settings,
+            )
+        )
+    return commands
+
+
+def _device_settings(seat: Seat, meeting: Meeting, inherited: Mapping[str, str]) -> dict[str, str]:
+    settings = {}
+    if seat.cuda is not None:
+        settings["CUDA_VISIBLE_DEVICES"] = seat.cuda
+    elif seat.slot.device_type.split(":")[0] == "cpu":
+        # One core, one thread: more threads than cores is many times slower and changes bits.
+        settings |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if meeting.interface and name not in inherited:
+            settings[name] = meeting.interface
+    return settings
+
+
+def failure_path(folder: Path, rank: int) -> Path:
+    """Where a worker writes its error before anyone can notice that it is gone."""
+    return folder / "logs" / f"rank{rank}.failed.json"
+
+
+def start(command: WorkerCommand, stdout: int | IO[bytes], stderr: int | IO[bytes]) -> "Process":
+    """Start one worker in its own session; it dies with this process, however that dies."""
+    return subprocess.Popen(
+        command.arguments,
+        env={**os.environ, **command.environment},
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        preexec_fn=_die_with_parent(os.getpid()),
+    )
+
+
+Process = subprocess.Popen[bytes]
+
+
+def _die_with_parent(parent: int) -> Callable[[], None] | None:
+    """For the child between fork and exec: SIGKILL when the controller is gone (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def bind() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGKILL)
+
+    return bind
+
+
+def signal_group(process: Process, number: int) -> None:
+    """Signal a worker and everything it started."""
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        return

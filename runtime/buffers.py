@@ -1,0 +1,156 @@
+"""The fate of buffers such as batch-norm statistics: each virtual node owns its own.
+
+Before a pass the virtual node's buffers stand in the model, by reference; a pass that changes one
+leaves the virtual node with its own copy, and the others untouched. So statistics follow the
+virtual node, not the device, and memory grows only by the buffers that passes change.
+
+Evaluation and the final model need one value: floating-point buffers become the mean over
+virtual nodes weighted by their batch sizes, summed in order of virtual nodes; others (counts of
+batches) are virtual node 0's. The same bits come out for every mapping. A buffer that the script
+writes between steps holds for every virtual node from then on.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..schema.launch import VirtualNode
+
+AllReduce = Callable[[Tensor], None]
+
+
+class _Slot:
+    """One buffer: where it stands in the model, its shared value, and who owns a copy."""
+
+    def __init__(self, name: str, value: Tensor) -> None:
+        self.name = name
+        self.owners: list[tuple[nn.Module, str]] = []
+        self.base = value.detach().clone()
+        self.shared = value
+        self.own: dict[int, Tensor] = {}
+        self.left = value
+        self.version = value._version
+
+    def current(self) -> Tensor:
+        module, key = self.owners[0]
+        value = module._buffers[key]
+        assert value is not None
+        return value
+
+    def install(self, value: Tensor) -> None:
+        for module, key in self.owners:
+            module._buffers[key] = value
+        self.left, self.version = value, value._version
+
+    def was_written(self) -> bool:
+        current = self.current()
+        return current is not self.left or current._version != self.version
+
+    def value_of(self, node: int) -> Tensor:
+        return self.own.get(node, self.base)
+
+
+class VirtualNodeBuffers:
+    """The buffers of a model, one set for each virtual node of this device."""
+
+    def __init__(self, model: nn.Module, local: Sequence[int], batch_sizes: Sequence[int]) -> None:
+        """Take the model, this device's virtual nodes, and the batch sizes of all of them."""
+        self._local = tuple(local)
+        self._batch_sizes = tuple(batch_sizes)
+        self._slots = _find_slots(model) if len(batch_sizes) > 1 else []
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, local: Sequence[VirtualNode], batch_sizes: Sequence[int]
+    ) -> "VirtualNodeBuffers":
+        """The buffers for the virtual nodes of one worker slot."""
+        return cls(model, [node.index for node in local], batch_sizes)
+
+    def begin_step(self) -> None:
+        """Notice what the script wrote since the last pass: it is everyone's value now."""
+        for slot in self._slots:
+            if slot.was_written():
+                value = slot.current()
+                slot.base, slot.shared = value.detach().clone(), value
+                slot.own.clear()
+                slot.install(value)
+
+    def load(self, node: int) -> None:
+        """Put a virtual node's buffers into the model."""
+        for slot in self._slots:
+            slot.install(slot.own.get(node, slot.shared))
+
+    def save(self, node: int) -> None:
+        """Keep what a virtual node's pass changed."""
+        for slot in self._slots:
+            if not slot.was_written():
+                continue
+            current = slot.current()
+            current = current.detach() if current.requires_grad else current
+            if slot.left is slot.shared and current.data_ptr() == slot.shared.data_ptr():
+                slot.shared = slot.base.clone()
+            slot.own[node] = current
+            slot.install(current)
+
+    def merge(self, all_reduce: AllReduce | None) -> None:
+        """Put the merged buffers into the model; virtual nodes keep their own.
+
+        Args:
+            all_reduce: Sums a tensor in place over the workers; None for a single worker.
+        """
+        self.begin_step()
+        changed = self._changed_anywhere(all_reduce)
+        for slot in changed:
+            slot.install(self._merged(slot, all_reduce))
+
+    def _changed_anywhere(self, all_reduce: AllReduce | None) -> list[_Slot]:
+        if not self._slots:
+            return []
+        device = self._slots[0].base.device
+        flags = torch.tensor([float(bool(slot.own)) for slot in self._slots], device=device)
+        if all_reduce is not None:
+            all_reduce(flags)
+        return [slot for slot, flag in zip(self._slots, flags.tolist(), strict=True) if flag]
+
+    def _merged(self, slot: _Slot, all_reduce: AllReduce | None) -> Tensor:
+        if not slot.base.is_floating_point():
+            return self._of_first_node(slot, all_reduce)
+        rows = torch.zeros(
+            (len(self._batch_sizes), slot.base.numel()),
+            dtype=torch.float64,
+            device=slot.base.device,
+        )
+        for node in self._local:
+            rows[node] = slot.value_of(node).reshape(-1).double()
+        if all_reduce is not None:
+            # Each row is one worker's plus zeros, so the sum is exact wherever it is made.
+            all_reduce(rows)
+        mean, total = torch.zeros_like(rows[0]), sum(self._batch_sizes)
+        for row, size in zip(rows, self._batch_sizes, strict=True):
+            mean += row * (size / total)
+        return mean.to(slot.base.dtype).reshape(slot.base.shape)
+
+    def _of_first_node(self, slot: _Slot, all_reduce: AllReduce | None) -> Tensor:
+        real = torch.view_as_real(slot.base) if slot.base.is_complex() else slot.base
+        wide = torch.float64 if slot.base.is_complex() else torch.int64
+        value = torch.zeros_like(real, dtype=wide)
+        if 0 in self._local:
+            own = slot.value_of(0)
+            value.copy_(torch.view_as_real(own) if own.is_complex() else own)
+        if all_reduce is not None:
+            all_reduce(value)
+        narrow = value.to(real.dtype)
+        return torch.view_as_complex(narrow) if slot.base.is_complex() else narrow
+
+
+def _find_slots(model: nn.Module) -> list[_Slot]:
+    slots: dict[int, _Slot] = {}
+    for prefix, module in model.named_modules():
+        for key, value in module._buffers.items():
+            if value is None:
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            slot = slots.setdefault(id(value), _Slot(name, value))
+            slot.owners.append((module, key))
+    return list(slots.values())

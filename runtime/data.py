@@ -1,0 +1,298 @@
+"""Exactly-once data for virtual nodes from the script's own DataLoader.
+
+The order of an epoch, the cut of each global batch, and the random numbers a sample's
+transforms draw depend on (seed, epoch, sample) only: not on the number of workers, of devices,
+or of data-loading processes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
+
+from ..schema.errors import TargetError
+from .shares import slices
+from .streams import generator_of, seed_host_streams
+
+Broadcast = Callable[[list[int] | None], list[int]]
+Key = tuple[int, int, int]  # epoch, sample index, how often it was drawn before in the epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One virtual node's share of one global batch."""
+
+    virtual_node: int
+    num_samples: int
+    is_full: bool
+
+
+@dataclass(slots=True)
+class Batch:
+    """One global batch, as this worker sees it: a handle for ``job.backward``."""
+
+    epoch: int
+    step: int
+    num_samples: int
+    is_full: bool
+    passes: tuple[Pass, ...]
+    _feed: Iterator[Any] = field(repr=False)
+    _taken: bool = field(default=False, repr=False)
+
+    def inputs(self) -> Iterator[tuple[Pass, Any]]:
+        """Each pass with its collated samples on the device. Can be used once."""
+        if self._taken:
+            raise TargetError("this batch was used already", hint="call job.backward once a batch")
+        self._taken = True
+        for item in self.passes:
+            yield item, next(self._feed)
+
+    def discard(self) -> None:
+        """Leave out what was not used, so that the next batch gets its own samples."""
+        if not self._taken:
+            for _ in self.inputs():
+                pass
+
+
+def check_loader(loader: object, global_batch_size: int | None) -> None:
+    """Refuse, with a way out, what cannot be cut into virtual nodes exactly.
+
+    Raises:
+        TargetError: Not a DataLoader, iterable-style data, a custom batch sampler, a sampler that
+            shards by itself, or another batch size than the plan's.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TargetError(f"job.batches needs a torch DataLoader, got {type(loader).__name__}")
+    if isinstance(loader.dataset, IterableDataset):
+        raise TargetError(
+            "an IterableDataset cannot be shared out exactly once: its samples have no index",
+            hint="give a map-style dataset (__len__ and __getitem__), e.g. an indexed file",
+        )
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise TargetError(
+            "a custom batch_sampler (or batch_size=None) cannot be cut into virtual nodes",
+            hint="give DataLoader a batch_size, and a sampler if the order matters",
+        )
+    if isinstance(loader.sampler, DistributedSampler):
+        raise TargetError(
+            "a DistributedSampler shards the data, and hetflow would shard it again",
+            hint="give DataLoader shuffle=True instead",
+        )
+    if global_batch_size is not None and loader.batch_size != global_batch_size:
+        raise TargetError(
+            f"the loader's batch_size is {loader.batch_size}, the plan's global batch is "
+            f"{global_batch_size}",
+            hint=f"set DataLoader(batch_size={global_batch_size}); hetflow cuts it into shares",
+        )
+
+
+def epoch_order(
+    loader: "DataLoader[Any]", seed: int, epoch: int, broadcast: Broadcast
+) -> list[int]:
+    """The samples of an epoch, in order, equal on every worker.
+
+    Sequential and shuffled loaders are computed everywhere; any other sampler draws on the first
+    worker (its streams keyed by seed and epoch), which tells the others.
+    """
+    sampler = loader.sampler
+    if type(sampler) is SequentialSampler:
+        return list(range(len(sampler)))
+    if _is_plain_shuffle(sampler):
+        generator = generator_of(seed, "order", epoch)
+        order: list[int] = torch.randperm(_length(loader.dataset), generator=generator).tolist()
+        return order
+    seed_host_streams(seed, "sampler", epoch)
+    return broadcast([int(index) for index in sampler])
+
+
+def _is_plain_shuffle(sampler: object) -> bool:
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    )
+
+
+def _length(dataset: Any) -> int:
+    return len(dataset)
+
+
+class KeyedDataset(Dataset[Any]):
+    """A dataset whose items draw their random numbers from (seed, epoch, sample)."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset = dataset
+        self._seed = seed
+        self._draws = not _is_deterministic(dataset)
+
+    def __getitem__(self, key: Key) -> Any:
+        if self._draws:
+            seed_host_streams(self._seed, "sample", *key)
+        return self.dataset[key[1]]
+
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
+        """Fetch the samples of one pass, at once where the dataset itself can."""
+        whole = getattr(self.dataset, "__getitems__", None)
+        if whole is None or not keys:
+            return [self[key] for key in keys]
+        if self._draws:
+            seed_host_streams(self._seed, "samples", *keys[0])
+        items: list[Any] = whole([key[1] for key in keys])
+        return items
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not there yet while it is unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def _is_deterministic(dataset: object) -> bool:
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return type(dataset) is TensorDataset
+
+
+class PassSampler(Sampler[list[Key]]):
+    """The passes of this worker in one epoch, as lists of keys."""
+
+    def __init__(self, batch_sizes: Sequence[int], local: Sequence[int], drop_last: bool) -> None:
+        self._batch_sizes = tuple(batch_sizes)
+        self._local = tuple(local)
+        self._drop_last = drop_last
+        self.global_batch_size = sum(batch_sizes)
+        self._order: list[int] = []
+        self._repeats: list[int] | None = None
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int, order: list[int]) -> None:
+        """Take the order of the next epoch."""
+        self.epoch, self._order = epoch, order
+        self._repeats = _repeats(order)
+
+    @property
+    def num_steps(self) -> int:
+        """Global batches in the epoch."""
+        full, rest = divmod(len(self._order), self.global_batch_size)
+        return full + int(rest > 0 and not self._drop_last)
+
+    def passes(self, step: int) -> tuple[int, tuple[Pass, ...]]:
+        """Samples of a global batch, and this worker's passes over its share."""
+        num_samples = min(self.global_batch_size, len(self._order) - step * self.global_batch_size)
+        cuts = slices(num_samples, self._batch_sizes)
+        return num_samples, tuple(
+            Pass(node, cuts[node][1] - cuts[node][0], num_samples == self.global_batch_size)
+            for node in self._local
+            if cuts[node][1] > cuts[node][0]
+        )
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        for step in range(self.num_steps):
+            begin = step * self.global_batch_size
+            num_samples = min(self.global_batch_size, len(self._order) - begin)
+            cuts = slices(num_samples, self._batch_sizes)
+            for node in self._local:
+                start, end = cuts[node]
+                if end > start:
+                    yield [self._key(at) for at in range(begin + start, begin + end)]
+
+    def _key(self, position: int) -> Key:
+        repeat = self._repeats[position] if self._repeats else 0
+        return self.epoch, self._order[position], repeat
+
+
+def _repeats(order: list[int]) -> list[int] | None:
+    """How often each entry was drawn before, where a sampler draws some twice."""
+    if len(set(order)) == len(order):
+        return None
+    seen: Counter[int] = Counter()
+    repeats = []
+    for index in order:
+        repeats.append(seen[index])
+        seen[index] += 1
+    return repeats
+
+
+def pass_loader(
+    loader: "DataLoader[Any]", sampler: PassSampler, seed: int, device: torch.device
+) -> "DataLoader[Any]":
+    """The script's DataLoader with its passes for batches and keyed samples."""
+    return DataLoader(
+        KeyedDataset(loader.dataset, seed),
+        batch_sampler=sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory and device.type == "cuda",
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=generator_of(seed, "loader"),
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+def feed(items: Iterator[Any], device: torch.device) -> Iterator[Any]:
+    """Move collated passes to the device; on CUDA the next one's copy is issued a pass ahead."""
+    if device.type != "cuda":
+        for item in items:
+            yield to_device(item, device)
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    ahead = _copy_ahead(next(items, None), device, stream)
+    while ahead is not None:
+        torch.cuda.current_stream(device).wait_stream(stream)
+        current = ahead
+        _record(current, torch.cuda.current_stream(device))
+        ahead = _copy_ahead(next(items, None), device, stream)
+        yield current
+
+
+def _copy_ahead(item: Any, device: torch.device, stream: torch.cuda.Stream) -> Any:
+    if item is None:
+        return None
+    with torch.cuda.stream(stream):
+        return to_device(item, device)
+
+
+def _record(item: Any, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator that the compute stream uses what the copy stream made."""
+
+    def mark(tensor: Tensor) -> Tensor:
+        tensor.record_stream(stream)
+        return tensor
+
+    _map_tensors(item, mark)
+
+
+def to_device(item: Any, device: torch.device) -> Any:
+    """A collated batch with every tensor in it on ``device``."""
+    return _map_tensors(item, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _map_tensors(item: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(item, Tensor):
+        return change(item)
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*(_map_tensors(entry, change) for entry in item))
+    if isinstance(item, list | tuple):
+        return type(item)(_map_tensors(entry, change) for entry in item)
+    if isinstance(item, dict):
+        return {key: _map_tensors(entry, change) for key, entry in item.items()}
+    if hasattr(item, "data") and isinstance(item.data, dict) and hasattr(item, "to"):
+        item.data = _map_tensors(item.data, change)  # transformers' BatchEncoding
+    return item

@@ -1,0 +1,187 @@
+"""How a worker learns its place: from hetflow's launcher, torchrun, srun or a Kubernetes job.
+
+``HETFLOW_PLAN`` names the plan (or launch config). hetflow's own launcher has decided which
+worker fills which slot (``HETFLOW_SLOT``); under any other launcher ranks say nothing about
+device types (torchrun sorts hosts), so each process states its type and slots are dealt by type.
+Nothing here imports torch or touches the network.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..schema import files
+from ..schema.errors import FileError, TargetError
+from ..schema.launch import LaunchConfig
+from ..schema.plan import SplitPlan
+from .lower import lower
+
+PLAN = "HETFLOW_PLAN"
+SLOT = "HETFLOW_SLOT"
+SEED = "HETFLOW_SEED"
+RUN = "HETFLOW_RUN"
+DEVICE_TYPE = "HETFLOW_DEVICE_TYPE"
+FAILURE = "HETFLOW_FAILURE"
+TIMEOUT = "HETFLOW_TIMEOUT"
+DEFAULT_TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a process was told when it started.
+
+    ``rank`` is the launcher's; it equals the slot only where ``is_slot`` says so. ``config`` is
+    None in a plain ``python`` run. ``plan`` is None where only a launch config was given.
+    """
+
+    config: LaunchConfig | None = None
+    plan: SplitPlan | None = None
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    is_slot: bool = True
+    stated_type: str | None = None
+    address: str | None = None
+    port: int | None = None
+    seed: int = 0
+    run_folder: Path | None = None
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+
+
+def read_environment(environment: Mapping[str, str] | None = None) -> Start:
+    """Read where this process stands.
+
+    Raises:
+        TargetError: Several processes but no plan, a plan for another number of processes, or a
+            value that is not a number.
+        FileError: The plan cannot be read.
+    """
+    env = os.environ if environment is None else environment
+    seed = _integer(env, SEED, 0)
+    if not env.get(PLAN):
+        _refuse_many_without_plan(env)
+        return Start(seed=seed)
+    config, plan = read_plan(Path(env[PLAN]), seed)
+    rank, world_size, local_rank = _ranks(env)
+    if world_size != config.world_size:
+        raise TargetError(
+            f"{env[PLAN]} needs {config.world_size} worker(s), but {world_size} started",
+            hint=f"start it with `hetflow launch`, or as {config.world_size} processes",
+        )
+    address, port = _endpoint(env)
+    return Start(
+        config=config,
+        plan=plan,
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        is_slot=SLOT in env or world_size == 1,
+        stated_type=_stated_type(env, config),
+        address=address,
+        port=port,
+        seed=config.seed,
+        run_folder=Path(env[RUN]) if env.get(RUN) else None,
+        timeout_seconds=float(_integer(env, TIMEOUT, int(DEFAULT_TIMEOUT_SECONDS))),
+    )
+
+
+def read_plan(path: Path, seed: int) -> tuple[LaunchConfig, SplitPlan | None]:
+    """Read a plan, lowered, or a launch config as it stands."""
+    found = files.read_any(path)
+    if isinstance(found, SplitPlan):
+        return lower(found, seed), found
+    if isinstance(found, LaunchConfig):
+        return found, None
+    raise FileError(f"{path}: must be hetflow.plan/1 or hetflow.launch/1, got {found.schema}")
+
+
+def assign_slots(config: LaunchConfig, types: Sequence[str | None]) -> list[int]:
+    """Deal slots to processes by device type.
+
+    Args:
+        config: The slots.
+        types: Device type of each process, by the launcher's rank; None fits any slot.
+
+    Returns:
+        The slot of each process.
+
+    Raises:
+        TargetError: The types on hand are not those of the plan.
+    """
+    free = list(range(len(types)))
+    slot_of: dict[int, int] = {}
+    waiting = []
+    for slot in config.workers:
+        match = next((rank for rank in free if types[rank] == slot.device_type), None)
+        if match is None:
+            waiting.append(slot)
+        else:
+            free.remove(match)
+            slot_of[match] = slot.rank
+    for slot in waiting:
+        match = next((rank for rank in free if types[rank] is None), None)
+        if match is None:
+            raise TargetError(
+                f"the plan needs a {slot.device_type} for rank {slot.rank}; the processes are "
+                f"{', '.join(str(name) for name in types)}",
+                hint=f"set {DEVICE_TYPE} in each process, or start the types the plan names",
+            )
+        free.remove(match)
+        slot_of[match] = slot.rank
+    return [slot_of[rank] for rank in range(len(types))]
+
+
+def _ranks(env: Mapping[str, str]) -> tuple[int, int, int]:
+    """(rank, world size, local rank) from torchrun's names, else from Slurm's."""
+    if "RANK" in env and "WORLD_SIZE" in env:
+        local = _integer(env, "LOCAL_RANK", 0)
+        return _integer(env, "RANK", 0), _integer(env, "WORLD_SIZE", 1), local
+    if "SLURM_PROCID" in env and "SLURM_NTASKS" in env:
+        local = _integer(env, "SLURM_LOCALID", 0)
+        return _integer(env, "SLURM_PROCID", 0), _integer(env, "SLURM_NTASKS", 1), local
+    return 0, 1, 0
+
+
+def _endpoint(env: Mapping[str, str]) -> tuple[str | None, int | None]:
+    """Where the store is: MASTER_ADDR and MASTER_PORT, else derived from the Slurm job."""
+    if "RANK" not in env and "SLURM_PROCID" in env:
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+        address = env.get("MASTER_ADDR") or _first_host(nodes) or "127.0.0.1"
+        return address, _integer(
+            env, "MASTER_PORT", 20000 + _integer(env, "SLURM_JOB_ID", 0) % 9000
+        )
+    if "MASTER_ADDR" not in env:
+        return None, None
+    return env["MASTER_ADDR"], _integer(env, "MASTER_PORT", 29500)
+
+
+def _first_host(nodes: str) -> str | None:
+    """The first host of a Slurm node list such as ``gpu[03-07,9],cpu1``."""
+    match = re.match(r"^([^\[,]+)(?:\[(\d+))?", nodes)
+    return f"{match[1]}{match[2] or ''}" if match else None
+
+
+def _stated_type(env: Mapping[str, str], config: LaunchConfig) -> str | None:
+    """The type this process says it is: HETFLOW_DEVICE_TYPE, else torchrun's role."""
+    if env.get(DEVICE_TYPE):
+        return env[DEVICE_TYPE]
+    known = {slot.device_type for slot in config.workers}
+    role = env.get("ROLE_NAME")
+    return role if role in known else None
+
+
+def _refuse_many_without_plan(env: Mapping[str, str]) -> None:
+    if "RANK" in env and _integer(env, "WORLD_SIZE", 1) > 1:
+        raise TargetError(
+            f"{env['WORLD_SIZE']} workers started without a plan",
+            hint=f"set {PLAN} to a plan file, or use `hetflow launch PLAN SCRIPT`",
+        )
+
+
+def _integer(env: Mapping[str, str], name: str, default: int) -> int:
+    try:
+        return int(env.get(name) or default)
+    except ValueError:
+        raise TargetError(f"{name} must be a whole number, got {env[name]!r}") from None

@@ -1,0 +1,139 @@
+"""The end of a worker: report, leave the group, and never hang or crash on the way out."""
+
+import atexit
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ..schema import files
+from ..schema.errors import FileError
+from .digest import digest_of
+from .group import Place
+from .measurements import peak_memory_bytes
+from .record import WorkerReport, assemble, parse_report, report_text
+from .setup import final_tensors
+from .worker import Runner
+
+if TYPE_CHECKING:
+    from .job import Job
+
+_STARTED = time.monotonic()
+
+
+class Outcome:
+    """How the script of this process is ending: set by the excepthook, or by runtime/worker.py."""
+
+    failed = False
+
+
+def at_exit(job: "Job") -> None:
+    """Finish the job when the interpreter ends, unless the script failed."""
+    before = sys.excepthook
+
+    def failed(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        Outcome.failed = True
+        before(kind, error, traceback)
+
+    sys.excepthook = failed
+    atexit.register(_end, job)
+
+
+def _end(job: "Job") -> None:
+    if not Outcome.failed:
+        job.finish()
+    elif job._place.distributed and not Runner.active:
+        # Collectives in flight would hold the interpreter until their time limit.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def finish(job: "Job") -> None:
+    """Wait until every worker is here; then report, and leave the process group."""
+    job._clock.end_step()
+    place = job._place
+    if place.store is not None:
+        _meet(place)
+    job.sync_buffers()
+    if place.start.config is not None:
+        _publish(job, _report(job))
+    job._reducer.close()
+    if place.owns_group and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _meet(place: Place) -> None:
+    """Collectives are safe only once all workers are done: one may have left early.
+
+    The store is asked, not the group, since a worker in another collective would answer wrongly.
+    """
+    assert place.store is not None
+    if place.store.add("finished", 1) == place.world_size:
+        place.store.set("all finished", "1")
+    place.store.wait(["all finished"], timedelta(seconds=place.start.timeout_seconds))
+
+
+def _report(job: "Job") -> WorkerReport:
+    timings, place, holder = job._clock.timings(), job._place, job._holder
+    assert place.slot is not None
+    return WorkerReport(
+        rank=place.rank,
+        device_type=place.slot.device_type,
+        host=socket.gethostname(),
+        num_samples=job._clock.num_samples,
+        num_steps=job._clock.num_steps,
+        pass_seconds=timings.passes,
+        compute_seconds=timings.compute,
+        sync_seconds=timings.sync,
+        update_seconds=timings.update,
+        step_seconds=timings.step,
+        step_seconds_spread=timings.spread,
+        peak_memory_bytes=peak_memory_bytes(place.device),
+        final_loss=_finite(job._last_loss),
+        parameters_digest=digest_of(final_tensors(job._model, job._parameters)),
+        emulated_passes=holder.num_passes if holder else 0,
+        emulated_overruns=holder.num_overruns if holder else 0,
+        worst_overrun_seconds=holder.worst_overrun_seconds if holder else 0.0,
+        backend=dist.get_backend() if dist.is_initialized() else None,
+    )
+
+
+def _finite(loss: torch.Tensor | None) -> float | None:
+    value = None if loss is None else float(loss)
+    return value if value is not None and abs(value) < float("inf") else None
+
+
+def _publish(job: "Job", report: WorkerReport) -> None:
+    """Hand the report to the controller; without one the first worker writes the record."""
+    place = job._place
+    if place.store is not None:
+        place.store.set(f"report/{place.rank}", report_text(report))
+    if place.start.run_folder is None or place.rank != 0 or place.start.plan is None:
+        return
+    reports = [report, *(_read_report(place, rank) for rank in range(1, place.world_size))]
+    record = assemble(
+        place.start.plan,
+        reports,
+        status="done",
+        exit_code=0,
+        wall_seconds=time.monotonic() - _STARTED,
+    )
+    try:
+        place.start.run_folder.mkdir(parents=True, exist_ok=True)
+        files.write(place.start.run_folder / "run.json", record, force=True)
+    except (FileError, OSError) as error:
+        sys.stderr.write(f"hetflow: warning: the run record was not written: {error}\n")
+
+
+def _read_report(place: Place, rank: int) -> WorkerReport:
+    assert place.store is not None
+    return parse_report(place.store.get(f"report/{rank}"))

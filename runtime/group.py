@@ -1,0 +1,184 @@
+"""Join the other workers: which slot this process fills, on which device, over which backend."""
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from ..schema.errors import TargetError
+from ..schema.launch import LaunchConfig, WorkerSlot
+from .devices import device_type_name
+from .environment import DEVICE_TYPE, Start, assign_slots
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This worker among the others. ``store`` is None for a single worker without a launcher."""
+
+    start: Start
+    slot: WorkerSlot | None
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+    store: Store | None = None
+    owns_group: bool = field(default=False)
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there is anyone to talk to."""
+        return self.world_size > 1
+
+
+def join(start: Start, device: torch.device | None = None) -> Place:
+    """Take this process's place, and initialise torch.distributed where there are several.
+
+    Args:
+        start: What the environment said.
+        device: The device to use; by default the slot's.
+
+    Raises:
+        TargetError: The types on hand are not the plan's, or a CUDA type finds no CUDA device.
+    """
+    if start.config is None:
+        return Place(start=start, slot=None, device=device or torch.device("cpu"))
+    store = _connect(start) if start.address else None
+    if start.world_size == 1:
+        slot = start.config.workers[0]
+        return Place(start=start, slot=slot, device=_device_of(slot, start, device), store=store)
+    if store is None:
+        raise TargetError(
+            "MASTER_ADDR is not set, so the workers cannot meet",
+            hint="start the script with `hetflow launch`, torchrun or srun",
+        )
+    slot = start.config.workers[_slot_of(start, store)]
+    chosen = _device_of(slot, start, device)
+    owns = _init_group(slot.rank, chosen, start, store)
+    return Place(
+        start=start,
+        slot=slot,
+        device=chosen,
+        rank=slot.rank,
+        world_size=start.world_size,
+        store=store,
+        owns_group=owns,
+    )
+
+
+def _connect(start: Start) -> Store:
+    """The store of the launcher; under srun or Kubernetes the first process holds it."""
+    assert start.address is not None
+    held_outside = start.is_slot or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = TCPStore(
+        start.address,
+        start.port or 0,
+        world_size=None,
+        is_master=not held_outside and start.rank == 0,
+        timeout=timedelta(seconds=min(start.timeout_seconds, 300)),
+        wait_for_workers=False,
+    )
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"hetflow/{restarts}", store)
+
+
+def _slot_of(start: Start, store: Store) -> int:
+    if start.is_slot:
+        return start.rank
+    assert start.config is not None
+    store.set(f"type/{start.rank}", json.dumps(_own_type(start)))
+    types: list[str | None] = _read_all(store, "type", start.world_size)
+    return assign_slots(start.config, types)[start.rank]
+
+
+def _own_type(start: Start) -> str | None:
+    """The device type of this process under a foreign launcher; None fits any slot."""
+    assert start.config is not None
+    known = {slot.device_type for slot in start.config.workers}
+    if start.stated_type is not None:
+        if start.stated_type not in known:
+            raise TargetError(
+                f"{DEVICE_TYPE}={start.stated_type!r} is not in the plan, which needs "
+                f"{', '.join(sorted(known))}"
+            )
+        return start.stated_type
+    if len(known) == 1:
+        return None
+    index = _cuda_index(start)
+    found = device_type_name(torch.cuda.get_device_name(index)) if index is not None else "cpu"
+    return found if found in known else None
+
+
+def _device_of(slot: WorkerSlot, start: Start, asked: torch.device | None) -> torch.device:
+    if asked is not None:
+        return asked
+    if _base_type(slot.device_type, start.config) == "cpu":
+        return torch.device("cpu")
+    index = _cuda_index(start)
+    if index is None:
+        raise TargetError(
+            f"rank {slot.rank} needs a {slot.device_type}, but this process sees no CUDA device",
+            hint="`hetflow doctor` says what is missing",
+        )
+    return torch.device("cuda", index)
+
+
+def _base_type(device_type: str, config: LaunchConfig | None) -> str:
+    """The real type behind an emulated one."""
+    for device in config.emulated if config else ():
+        if device.device_type == device_type:
+            return device.base_device_type
+    return "cpu" if device_type.split(":")[0] == "cpu" else device_type
+
+
+def _cuda_index(start: Start) -> int | None:
+    if not torch.cuda.is_available():
+        return None
+    number = torch.cuda.device_count()
+    return start.local_rank if start.local_rank < number else 0
+
+
+def _init_group(rank: int, device: torch.device, start: Start, store: Store) -> bool:
+    """Initialise the default group unless the script has; say whether it is ours."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        if dist.get_rank() != rank or dist.get_world_size() != start.world_size:
+            raise TargetError(
+                "the script initialised torch.distributed with other ranks than the plan's",
+                hint="call hf.prepare first, and leave init_process_group out",
+            )
+        return False
+    store.set(f"device/{rank}", json.dumps(_identity(device)))
+    identities = _read_all(store, "device", start.world_size)
+    dist.init_process_group(
+        backend=choose_backend(identities),
+        store=PrefixStore("group", store),
+        rank=rank,
+        world_size=start.world_size,
+        timeout=timedelta(seconds=start.timeout_seconds),
+        device_id=device if device.type == "cuda" else None,
+    )
+    return True
+
+
+def choose_backend(identities: Sequence[str | None]) -> str:
+    """``nccl`` when every worker has a CUDA device of its own, else ``gloo``."""
+    distinct = None not in identities and len(set(identities)) == len(identities)
+    return "nccl" if distinct and dist.is_nccl_available() else "gloo"
+
+
+def _identity(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return f"{socket.gethostname()}/{getattr(properties, 'uuid', device.index)}"
+
+
+def _read_all(store: Store, name: str, number: int) -> list[Any]:
+    return [json.loads(store.get(f"{name}/{rank}")) for rank in range(number)]

@@ -1,0 +1,296 @@
+"""The API of a training script: ``prepare``, ``job.batches``, ``job.backward``."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ..schema.errors import TargetError
+from .buffers import VirtualNodeBuffers
+from .data import Batch, Pass, PassSampler, check_loader, epoch_order, feed, pass_loader
+from .emulation import PassHolder
+from .environment import read_environment
+from .gradients import GradientReducer
+from .group import Place, join
+from .measurements import StepClock
+from .setup import broadcast_state, check_model, named_parameters, place_model
+from .streams import seed_streams
+from .totals import StepTotals
+
+LossFunction = Callable[..., Any]
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    overlap: bool = True,
+) -> "Job":
+    """Join the launch this process belongs to, and get the model ready for it.
+
+    Under plain ``python`` the job is one worker with one virtual node that holds the whole batch.
+    The model (and the optimizer's state) is moved to ``job.device``; where several workers run,
+    every parameter and buffer starts with the first worker's value. The model itself is not
+    wrapped: call it, save it and evaluate it as before.
+
+    Args:
+        model: The model to train; not wrapped in DistributedDataParallel.
+        optimizer: Its optimizer; parameters it holds beside the model's are trained as well.
+        seed: Seed of the job's random streams; by default the launch's (0 under plain python).
+        device: Where to run; by default what the plan says, else the model's device, or the
+            first CUDA device where the model still stands on the CPU.
+        overlap: Whether the last backward of a step overlaps with gradient synchronisation.
+
+    Raises:
+        TargetError: A model that hetflow cannot train correctly, or an environment that does not
+            fit the plan.
+    """
+    check_model(model)
+    start = read_environment()
+    place = join(start, place_model(model, start.config, device))
+    return Job(model, optimizer, place, seed=start.seed if seed is None else seed, overlap=overlap)
+
+
+class Job:
+    """One worker of a training job. Made by ``prepare``.
+
+    ``rank``, ``world_size``, ``is_main`` and ``device`` say which one; ``num_steps`` counts global
+    steps.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        place: Place,
+        *,
+        seed: int,
+        overlap: bool,
+    ) -> None:
+        from .finish import at_exit
+
+        self._model, self._place, self._seed, self._overlap = model, place, seed, overlap
+        self.device, self.rank, self.world_size = place.device, place.rank, place.world_size
+        self.num_steps = 0
+        self._epoch = 0
+        self._last_loss: Tensor | None = None
+        self._parameters = named_parameters(model, optimizer)
+        broadcast_state(model, optimizer, self._parameters, place)
+        self._reducer = GradientReducer(self._parameters, distributed=place.distributed)
+        self._totals = StepTotals(self._reducer, place)
+        self._clock = StepClock(place.device)
+        self._holder = _holder_of(place)
+        config, slot = place.start.config, place.slot
+        self._batch_sizes = _batch_sizes(place)
+        self._local = [node.index for node in slot.virtual_nodes] if slot else [0]
+        self._global_batch_size = config.global_batch_size if config else None
+        self._buffers = VirtualNodeBuffers(model, self._local, self._batch_sizes or (1,))
+        self._loaders: dict[int, tuple[DataLoader[Any], PassSampler, DataLoader[Any]]] = {}
+        self._finished = False
+        at_exit(self)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the worker that prints, logs and saves."""
+        return self.rank == 0
+
+    def print(self, *values: object, **options: Any) -> None:
+        """Print on the main worker only."""
+        if self.is_main:
+            print(*values, **options)  # noqa: T201
+
+    def batches(self, loader: "DataLoader[Any]", *, epoch: int | None = None) -> "Epoch":
+        """One epoch over the script's DataLoader: exactly once over all workers.
+
+        The loader's ``batch_size`` is the global batch. Each call is the next epoch.
+
+        Args:
+            loader: A map-style DataLoader; its dataset, collate function, workers, pinning, order
+                and ``drop_last`` are kept.
+            epoch: Number of the epoch (it keys the order and augmentations) where a script
+                resumes in the middle; counted otherwise.
+
+        Raises:
+            TargetError: A loader that cannot be cut into virtual nodes exactly.
+        """
+        check_loader(loader, self._global_batch_size)
+        self._epoch = self._epoch if epoch is None else epoch
+        sampler, passes = self._pass_loader(loader)
+        order = epoch_order(loader, self._seed, self._epoch, self._broadcast)
+        self._totals.check_same_length(len(order))
+        sampler.set_epoch(self._epoch, order)
+        self._epoch += 1
+        return Epoch(self, sampler, passes)
+
+    def _pass_loader(self, loader: "DataLoader[Any]") -> tuple[PassSampler, "DataLoader[Any]"]:
+        known = self._loaders.get(id(loader))
+        if known is None or known[0] is not loader:
+            assert loader.batch_size is not None
+            sizes = self._batch_sizes or (loader.batch_size,)
+            sampler = PassSampler(sizes, self._local, loader.drop_last)
+            known = (loader, sampler, pass_loader(loader, sampler, self._seed, self.device))
+            self._loaders[id(loader)] = known
+        return known[1], known[2]
+
+    def _broadcast(self, order: list[int] | None) -> list[int]:
+        if not self._place.distributed:
+            return order or []
+        box: list[Any] = [order]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        found: list[int] = box[0]
+        return found
+
+    def backward(
+        self,
+        function: LossFunction,
+        batch: Batch,
+        *,
+        scaler: "torch.amp.GradScaler | None" = None,
+    ) -> Tensor:
+        """Run this worker's virtual nodes; leave the global batch's gradient in ``param.grad``.
+
+        Gradients are the mean over all samples of the global batch, on every worker.
+
+        Args:
+            function: Called once a virtual node as ``function(*batch)`` (as ``function(batch)``
+                where the collated batch is no tuple or list). Returns the mean loss over its
+                samples, or (mean loss, weight) where the mean is over something else, such as
+                tokens; use a Python number for the weight, a tensor costs a wait for the device.
+            batch: A handle from ``batches``.
+            scaler: The GradScaler of mixed precision, if the script has one.
+
+        Returns:
+            The mean loss over the global batch: detached, float64, equal on every worker.
+        """
+        self._begin(batch)
+        for number, (item, inputs) in enumerate(batch.inputs(), start=1):
+            self._run_pass(function, item, inputs, scaler, last=number == len(batch.passes))
+        self._reducer.launch_rest()
+        self._clock.computed()
+        loss = self._totals.finish()
+        self._clock.synchronised()
+        seed_streams(self._seed, "between", self.num_steps)
+        self.num_steps += 1
+        self._last_loss = loss
+        return loss
+
+    def _begin(self, batch: Batch) -> None:
+        if self._finished:
+            raise TargetError("the job is finished", hint="call job.finish after the last step")
+        self._clock.begin_step(is_full=batch.is_full)
+        if self._holder:
+            self._holder.begin_step()
+        self._reducer.begin()
+        self._totals.begin(batch.num_samples)
+        self._buffers.begin_step()
+
+    def _run_pass(
+        self,
+        function: LossFunction,
+        item: Pass,
+        inputs: Any,
+        scaler: "torch.amp.GradScaler | None",
+        *,
+        last: bool,
+    ) -> None:
+        began = self._clock.begin_pass()
+        with self._holder.hold(item.num_samples) if self._holder else nullcontext():
+            self._buffers.load(item.virtual_node)
+            seed_streams(self._seed, "pass", self.num_steps, item.virtual_node)
+            answer = function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
+            scaled = self._totals.add(answer, item.num_samples)
+            if last and self._overlap:
+                self._reducer.arm(defer_last=self._holder is not None)
+            if scaled is not None:
+                (scaler.scale(scaled) if scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
+            self._buffers.save(item.virtual_node)
+        self._clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
+
+    def sync_buffers(self) -> None:
+        """Put the merged buffers (see runtime/buffers.py) into the model, on every worker.
+
+        Call it on all workers, before saving or evaluating the model between steps;
+        ``evaluation`` and ``finish`` do so themselves. Virtual nodes keep their own.
+        """
+        self._buffers.merge(self._totals.all_reduce if self._place.distributed else None)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[nn.Module]:
+        """The model in evaluation mode, with merged buffers and without gradients.
+
+        Enter it on all workers; what is computed inside is each worker's own affair.
+        """
+        training = self._model.training
+        self.sync_buffers()
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                yield self._model
+        finally:
+            self._model.train(training)
+
+    def finish(self) -> None:
+        """End the job: report measurements and the digest, and leave the process group.
+
+        Called at the end of the script by itself; call it to leave earlier.
+        """
+        from .finish import finish
+
+        if not self._finished:
+            self._finished = True
+            finish(self)
+
+
+class Epoch:
+    """The global batches of one epoch, in order. Made by ``job.batches``."""
+
+    def __init__(self, job: Job, sampler: PassSampler, passes: "DataLoader[Any]") -> None:
+        self._job, self._sampler, self._passes = job, sampler, passes
+        self.epoch = sampler.epoch
+
+    def __len__(self) -> int:
+        return self._sampler.num_steps
+
+    def __iter__(self) -> Iterator[Batch]:
+        job, sampler = self._job, self._sampler
+        if sampler.epoch != self.epoch:
+            raise TargetError("job.batches was called again for this loader; iterate the new one")
+        source = feed(iter(self._passes), job.device)
+        for step in range(sampler.num_steps):
+            num_samples, passes = sampler.passes(step)
+            batch = Batch(
+                epoch=self.epoch,
+                step=step,
+                num_samples=num_samples,
+                is_full=num_samples == sampler.global_batch_size,
+                passes=passes,
+                _feed=source,
+            )
+            yield batch
+            batch.discard()
+            job._clock.end_step()
+
+
+def _holder_of(place: Place) -> PassHolder | None:
+    config, slot = place.start.config, place.slot
+    if config is None or slot is None:
+        return None
+    for device in config.emulated:
+        if device.device_type == slot.device_type:
+            return PassHolder.of(device)
+    return None
+
+
+def _batch_sizes(place: Place) -> tuple[int, ...]:
+    """Samples of every virtual node of the job, by index; empty under plain python."""
+    config = place.start.config
+    if config is None:
+        return ()
+    nodes = [node for slot in config.workers for node in slot.virtual_nodes]
+    return tuple(node.batch_size for node in sorted(nodes, key=lambda node: node.index))

@@ -1,0 +1,172 @@
+"""How long each part of a step took, without slowing it: perf_counter, or CUDA events read late."""
+
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+WARMUP_STEPS = 3
+MAX_STEPS_KEPT = 20_000
+
+Mark = float | torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Medians over full steps after the warm-up, in seconds; None where nothing was measured.
+
+    ``spread`` is the interquartile range of the step time.
+    """
+
+    passes: float | None
+    compute: float | None
+    sync: float | None
+    update: float | None
+    step: float | None
+    spread: float | None
+
+
+@dataclass(slots=True)
+class _StepMarks:
+    is_full: bool
+    began: Mark
+    passes: list[tuple[Mark, Mark]]
+    computed: Mark | None = None
+    synchronised: Mark | None = None
+    ended: Mark | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _StepTimes:
+    passes: list[float]
+    compute: float
+    sync: float
+    update: float
+    step: float
+
+
+class StepClock:
+    """Mark the parts of each step and reduce them to medians."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._open: _StepMarks | None = None
+        self._pending: deque[_StepMarks] = deque()
+        self._times: deque[_StepTimes] = deque(maxlen=MAX_STEPS_KEPT)
+        self.num_steps = 0
+        self.num_samples = 0
+
+    def begin_step(self, *, is_full: bool) -> None:
+        """The step's first pass is about to start."""
+        self.end_step()
+        self._open = _StepMarks(is_full=is_full, began=self._mark(), passes=[])
+        self.num_steps += 1
+
+    def begin_pass(self) -> Mark:
+        """A pass starts; hand the answer to ``end_pass``."""
+        return self._mark()
+
+    def end_pass(self, began: Mark, *, num_samples: int, is_full: bool) -> None:
+        """A pass has ended."""
+        self.num_samples += num_samples
+        if self._open is not None and is_full:
+            self._open.passes.append((began, self._mark()))
+
+    def computed(self) -> None:
+        """This worker's passes are done."""
+        if self._open is not None:
+            self._open.computed = self._mark()
+
+    def synchronised(self) -> None:
+        """Gradients are the mean over all workers."""
+        if self._open is not None:
+            self._open.synchronised = self._mark()
+
+    def end_step(self) -> None:
+        """The script asks for the next batch, or is done."""
+        step, self._open = self._open, None
+        if step is None or step.synchronised is None or not step.is_full:
+            return
+        step.ended = self._mark()
+        self._pending.append(step)
+        self._harvest(wait=False)
+
+    def timings(self) -> Timings:
+        """Medians so far, the first steps dropped. Waits for the device."""
+        self._harvest(wait=True)
+        times = list(self._times)
+        # A short run keeps at least half of its steps.
+        times = times[min(WARMUP_STEPS, len(times) // 2) :]
+        if not times:
+            return Timings(None, None, None, None, None, None)
+        steps = [entry.step for entry in times]
+        return Timings(
+            passes=_median([seconds for entry in times for seconds in entry.passes]),
+            compute=_median([entry.compute for entry in times]),
+            sync=_median([entry.sync for entry in times]),
+            update=_median([entry.update for entry in times]),
+            step=_median(steps),
+            spread=_interquartile_range(steps),
+        )
+
+    def _mark(self) -> Mark:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _harvest(self, *, wait: bool) -> None:
+        while self._pending:
+            last = self._pending[0].ended
+            if isinstance(last, torch.cuda.Event):
+                if wait:
+                    last.synchronize()
+                elif not last.query():  # type: ignore[no-untyped-call]
+                    return
+            self._times.append(_times_of(self._pending.popleft()))
+
+
+def _times_of(step: _StepMarks) -> _StepTimes:
+    return _StepTimes(
+        passes=[_between(began, ended) for began, ended in step.passes],
+        compute=_between(step.began, step.computed),
+        sync=_between(step.computed, step.synchronised),
+        update=_between(step.synchronised, step.ended),
+        step=_between(step.began, step.ended),
+    )
+
+
+def _between(start: Mark | None, end: Mark | None) -> float:
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        return max(float(start.elapsed_time(end)) / 1e3, 0.0)
+    if isinstance(start, float) and isinstance(end, float):
+        return max(end - start, 0.0)
+    return 0.0
+
+
+def _median(values: list[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _interquartile_range(values: list[float]) -> float | None:
+    if len(values) < 2:
+        return None
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return third - first
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Most memory this worker held: of the device on CUDA, resident of the process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    for line in status.read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None

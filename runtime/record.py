@@ -1,0 +1,131 @@
+"""The run record: predicted beside measured, put together from what each worker reports."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
+
+from ..schema.files import to_json
+from ..schema.plan import DeviceGroup, SplitPlan
+from ..schema.records import Bytes, Index, Name, Seconds, record
+from ..schema.run import DeviceRun, RunEvent, RunRecord
+
+Status = Literal["done", "failed", "interrupted"]
+
+
+@record
+class WorkerReport:
+    """What one worker measured. Times are medians over full steps after the warm-up."""
+
+    rank: Index
+    device_type: Name
+    host: str
+    num_samples: Index
+    num_steps: Index
+    pass_seconds: Seconds | None
+    compute_seconds: Seconds | None
+    sync_seconds: Seconds | None
+    update_seconds: Seconds | None
+    step_seconds: Seconds | None
+    step_seconds_spread: Seconds | None
+    peak_memory_bytes: Bytes | None
+    final_loss: float | None
+    parameters_digest: str | None
+    emulated_passes: Index = 0
+    emulated_overruns: Index = 0
+    worst_overrun_seconds: Seconds = 0.0
+    backend: str | None = None
+
+
+def report_text(report: WorkerReport) -> str:
+    """A report as it travels through the store."""
+    return to_json(report)
+
+
+def parse_report(text: bytes | str) -> WorkerReport:
+    """Read a report back, validated."""
+    return TypeAdapter(WorkerReport).validate_json(text)
+
+
+def assemble(
+    plan: SplitPlan,
+    reports: Sequence[WorkerReport],
+    *,
+    status: Status,
+    exit_code: int,
+    wall_seconds: float,
+    events: Iterable[RunEvent] = (),
+    provenance: dict[str, Any] | None = None,
+) -> RunRecord:
+    """Put what was predicted beside what was measured.
+
+    The measured step is the slowest worker's median: all of them step together. Workers whose
+    final parameters differ are reported as a failure event; a correct run has none.
+    """
+    ordered = sorted(reports, key=lambda report: report.rank)
+    measured = max((r.step_seconds for r in ordered if r.step_seconds is not None), default=None)
+    predicted = plan.predicted.step_seconds or None
+    digests = {r.parameters_digest for r in ordered if r.parameters_digest}
+    return RunRecord(
+        plan=plan,
+        status=status,
+        exit_code=exit_code,
+        world_size=plan.num_devices,
+        wall_seconds=wall_seconds,
+        num_steps=max((r.num_steps for r in ordered), default=0),
+        predicted_step_seconds=predicted,
+        measured_step_seconds=measured,
+        step_seconds_error=(predicted - measured) / measured if predicted and measured else None,
+        final_loss=next((r.final_loss for r in ordered), None),
+        parameters_digest=next((r.parameters_digest for r in ordered), None),
+        devices=tuple(_device_run(plan, report) for report in ordered),
+        events=(*events, *_differing(digests, wall_seconds)),
+        provenance={**_emulation(ordered), **(provenance or {})} or None,
+    )
+
+
+def _device_run(plan: SplitPlan, report: WorkerReport) -> DeviceRun:
+    group = group_of(plan, report.rank)
+    predicted = group.pass_seconds * group.virtual_nodes if group.pass_seconds else None
+    return DeviceRun(
+        rank=report.rank,
+        device_type=report.device_type,
+        host=report.host,
+        emulated=any(d.device_type == report.device_type for d in plan.emulated),
+        num_samples=report.num_samples,
+        num_steps=report.num_steps,
+        predicted_compute_seconds=predicted,
+        pass_seconds=report.pass_seconds,
+        compute_seconds=report.compute_seconds,
+        sync_seconds=report.sync_seconds,
+        update_seconds=report.update_seconds,
+        step_seconds=report.step_seconds,
+        step_seconds_spread=report.step_seconds_spread,
+        peak_memory_bytes=report.peak_memory_bytes,
+    )
+
+
+def group_of(plan: SplitPlan, rank: int) -> DeviceGroup:
+    """The group of the plan that a rank belongs to."""
+    ranks = [group for group in plan.groups for _ in range(group.num_devices)]
+    return ranks[rank]
+
+
+def _differing(digests: set[str], at_seconds: float) -> list[RunEvent]:
+    if len(digests) < 2:
+        return []
+    detail = "workers ended with different parameters; the script changes them by rank"
+    return [RunEvent(kind="failure", at_seconds=at_seconds, detail=detail)]
+
+
+def _emulation(reports: Sequence[WorkerReport]) -> dict[str, Any]:
+    passes = sum(report.emulated_passes for report in reports)
+    if not passes:
+        return {}
+    return {
+        "emulation": {
+            "passes": passes,
+            "overruns": sum(report.emulated_overruns for report in reports),
+            "worst_overrun_seconds": max(report.worst_overrun_seconds for report in reports),
+        }
+    }

@@ -1,0 +1,120 @@
+"""What ``prepare`` does to the model: refuse, place, name, and equalise over the workers."""
+
+import hashlib
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..schema.errors import TargetError
+from ..schema.launch import LaunchConfig
+from .group import Place
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what would train wrongly under virtual nodes.
+
+    Raises:
+        TargetError: Not a module, a wrapped model, or one that synchronises by itself.
+    """
+    if not isinstance(model, nn.Module):
+        raise TargetError(f"hf.prepare needs a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise TargetError(
+            f"the model is wrapped in {type(model).__name__}, and hetflow synchronises by itself",
+            hint="pass the bare model",
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise TargetError(
+                f"{name} is a SyncBatchNorm, but virtual nodes own their batch-norm statistics",
+                hint="use BatchNorm; its batch is the virtual node's",
+            )
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
+        raise TargetError(
+            "the model has lazy parameters without a shape", hint="run one forward pass first"
+        )
+
+
+def place_model(
+    model: nn.Module, config: LaunchConfig | None, asked: torch.device | str | None
+) -> torch.device | None:
+    """The device a script chose: by argument, or under plain python by where its model is."""
+    if asked is not None:
+        return torch.device(asked)
+    if config is not None:
+        return None
+    first = next(model.parameters(), None)
+    if first is not None and first.device.type != "cpu":
+        return first.device
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def named_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, nn.Parameter]:
+    """Every parameter to synchronise, once: the model's, then others the optimizer holds."""
+    named = dict(model.named_parameters())
+    known = {id(parameter) for parameter in named.values()}
+    for group_index, group in enumerate(optimizer.param_groups if optimizer else ()):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                known.add(id(parameter))
+                named[f"optimizer.param_groups[{group_index}][{index}]"] = parameter
+    return named
+
+
+def broadcast_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    parameters: dict[str, nn.Parameter],
+    place: Place,
+) -> None:
+    """Move everything to the device and start from the first worker's values.
+
+    Raises:
+        TargetError: The workers built different models.
+    """
+    model.to(place.device)
+    for parameter in parameters.values():
+        parameter.data = parameter.data.to(place.device)
+    _move_optimizer_state(optimizer)
+    if not place.distributed:
+        return
+    named = {**parameters, **dict(model.named_buffers())}
+    _check_same_shapes(named, place)
+    for tensor in named.values():
+        _broadcast(tensor.detach())
+
+
+def _broadcast(tensor: Tensor) -> None:
+    dense = tensor.contiguous()
+    dist.broadcast(dense, src=0)
+    if dense.data_ptr() != tensor.data_ptr():
+        tensor.copy_(dense)
+
+
+def _move_optimizer_state(optimizer: torch.optim.Optimizer | None) -> None:
+    """Follow the parameters with what a restored optimizer knows of them."""
+    for parameter, state in optimizer.state.items() if optimizer else ():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
+                state[key] = value.to(parameter.device)
+
+
+def _check_same_shapes(named: dict[str, Tensor], place: Place) -> None:
+    assert place.store is not None
+    text = "".join(f"{name}\0{t.dtype}\0{tuple(t.shape)}\n" for name, t in named.items())
+    own = hashlib.sha256(text.encode()).hexdigest()
+    place.store.set(f"model/{place.rank}", own)
+    if place.store.get("model/0").decode() != own:
+        raise TargetError(
+            f"worker {place.rank} built another model than worker 0 (names, types or shapes)",
+            hint="build the same model on every worker; hetflow equalises the values, not shapes",
+        )
+
+
+def final_tensors(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """All that a run has trained, by name: what its digest is taken of."""
+    return dict(chain(parameters.items(), model.named_buffers()))

@@ -1,0 +1,126 @@
+"""Run a training script as one worker: ``python -m hetflow.runtime.worker SCRIPT ARGS``.
+
+The script runs as ``__main__``, as under plain ``python``. What this adds: a script that fails
+leaves its error where the controller finds it before any other worker can notice, and leaves at
+once with its own exit code, instead of waiting for collectives that will never end.
+"""
+
+import atexit
+import builtins
+import json
+import os
+import runpy
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from .environment import FAILURE
+
+_OF_THE_GROUP = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_PEER_LOST = ("connection reset", "connection closed", "broken pipe", "gloo", "nccl")
+
+
+class Runner:
+    """Whether this module runs the script, and sees to the exit code."""
+
+    active = False
+
+
+def main(arguments: list[str]) -> None:
+    """Run ``SCRIPT ARGS`` or ``-m MODULE ARGS`` and leave with its exit code."""
+    Runner.active = True
+    code = [0]
+    # Registered first, so it runs last: after everything the script registered.
+    atexit.register(_leave_at_once_if_failed, code)
+    try:
+        if arguments[0] == "-m":
+            _run_module(arguments[1:])
+        else:
+            _run_file(arguments)
+    except SystemExit as stop:
+        code[0] = _code_of(stop)
+        if code[0]:
+            _mark_failed(stop, code[0])
+    except BaseException as error:
+        code[0] = 130 if isinstance(error, KeyboardInterrupt) else 1
+        _mark_failed(error, code[0])
+        _print_as_python_does(error)
+    if code[0]:
+        sys.exit(code[0])
+
+
+def _run_file(arguments: list[str]) -> None:
+    path = Path(arguments[0])
+    sys.argv = arguments
+    sys.path.insert(0, str(path.resolve().parent))
+    module = ModuleType("__main__")
+    module.__file__ = str(path)
+    module.__builtins__ = builtins  # type: ignore[attr-defined]
+    sys.modules["__main__"] = module
+    exec(_compiled(path), module.__dict__)
+
+
+def _compiled(path: Path) -> CodeType:
+    return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+
+
+def _run_module(arguments: list[str]) -> None:
+    sys.argv = arguments
+    sys.path.insert(0, os.getcwd())
+    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+def _code_of(stop: SystemExit) -> int:
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    sys.stderr.write(f"{stop.code}\n")
+    return 1
+
+
+def _mark_failed(error: BaseException, code: int) -> None:
+    """Write the failure down before the sockets close and the others fail for lack of us."""
+    finish = sys.modules.get("hetflow.runtime.finish")
+    if finish is not None:
+        finish.Outcome.failed = True
+    path = os.environ.get(FAILURE)
+    if path:
+        described: dict[str, Any] = {
+            "at_seconds": time.monotonic(),
+            "error": "".join(traceback.format_exception_only(error)).strip(),
+            "exit_code": code,
+            "lost_peer": _is_lost_peer(error),
+        }
+        Path(path).write_text(json.dumps(described), encoding="utf-8")
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether this worker failed only because another was gone."""
+    if type(error).__name__ in _OF_THE_GROUP:
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _PEER_LOST)
+
+
+def _print_as_python_does(error: BaseException) -> None:
+    """The script's own traceback, without the frames of this module."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames or error.__traceback__)
+
+
+def _leave_at_once_if_failed(code: list[int]) -> None:
+    if code[0]:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code[0])
+
+
+if __name__ == "__main__":
+    # The imported copy runs, so that the script's names cannot meet this module's.
+    from .worker import main as imported_main
+
+    imported_main(sys.argv[1:])
