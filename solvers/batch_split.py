@@ -67,14 +67,18 @@ def _search_levels(problem: SplitProblem, pool: Pool) -> _Best | None:
         best = _Best(alone.step_seconds, alone.counts, alone.compute_seconds)
     if sum(pool.counts) == 1:
         return best
-    floor = least_seconds(pool, Level(pool.counts, sum(pool.counts), 0.0), np.inf)
+    everything = Level(pool.counts, sum(pool.counts), 0.0)
+    floor = least_seconds(pool, everything, np.inf)
     if floor is None:
         return best
     for bound, level in levels(problem, pool, floor[0]):
         if best and bound * _ABOVE_ROUNDING >= best.step_seconds:
             break  # levels come in order of their bounds
         cutoff = best.step_seconds - level.overhead_seconds if best else np.inf
-        found = least_seconds(pool, level, cutoff * _ABOVE_ROUNDING, floor[0])
+        if (level.counts, level.num_devices) == (everything.counts, everything.num_devices):
+            found: tuple[float, tuple[int, ...]] | None = floor
+        else:
+            found = least_seconds(pool, level, cutoff * _ABOVE_ROUNDING, floor[0])
         if found and (not best or found[0] + level.overhead_seconds < best.step_seconds):
             best = _Best(found[0] + level.overhead_seconds, found[1], found[0])
     return best
@@ -96,8 +100,6 @@ def least_seconds(
     def fits(seconds: float) -> tuple[int, ...] | None:
         return counts_within(pool, level.counts, level.num_devices, seconds)
 
-    if cutoff < np.inf and fits(ceiling) is None:
-        return None
     start = _least_candidate(
         pool, max(floor, first_bound(pool, level)), ceiling, lambda t: _holds(pool, level, t)
     )
@@ -127,7 +129,7 @@ def _least_candidate(
     pool: Pool, low: float, ceiling: float, fits: Callable[[float], bool]
 ) -> float | None:
     """The least candidate time in [low, ceiling] that fits; ``fits`` never turns back to False."""
-    width = low / 64
+    width = low / 512
     below, above = low, low
     while not fits(above):
         if above >= ceiling:

@@ -4,6 +4,10 @@ Bit ``k`` set means that ``k`` is a member. Shifting a set adds a constant to it
 sum of two sets takes one or two shifts per run of members, whatever the runs' lengths.
 """
 
+import numpy as np
+
+_RUNS_BETWEEN_LOOKS = 64
+
 
 def multiples(step: int, count: int) -> int:
     """The set {0, step, 2 step, ..., count step}."""
@@ -21,11 +25,9 @@ def repeated(bits: int, step: int, count: int) -> int:
 
 def members(bits: int) -> list[int]:
     """The members of a set, ascending."""
-    found = []
-    while bits:
-        low = bits & -bits
-        found.append(low.bit_length() - 1)
-        bits ^= low
+    size = (bits.bit_length() + 7) // 8
+    packed = np.frombuffer(bits.to_bytes(size, "little"), dtype=np.uint8)
+    found: list[int] = np.flatnonzero(np.unpackbits(packed, bitorder="little")).tolist()
     return found
 
 
@@ -35,7 +37,9 @@ def sumset(left: int, right: int, mask: int, stride: int = 1) -> int:
         left, right = right, left
     smears = [left]  # smears[p] = left + stride {0, 1, ..., 2^p - 1}
     total = 0
-    for start, length in _runs(right):
+    for index, (start, length) in enumerate(_runs(right)):
+        if index % _RUNS_BETWEEN_LOOKS == _RUNS_BETWEEN_LOOKS - 1 and total & mask == mask:
+            break  # nothing is missing any more
         power = length.bit_length() - 1
         while len(smears) <= power:
             last = smears[-1]

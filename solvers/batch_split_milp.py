@@ -1,0 +1,197 @@
+"""The batch split as a mixed-integer program: the readable reference.
+
+VirtualFlow 5.1.2 written down device by device. batch_split.py answers the same question much
+faster; both must agree.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..costs.comm import sync_seconds
+from ..costs.split import predict
+from ..schema.errors import BackendError, InfeasibleError
+from ..schema.plan import DeviceGroup, Proof, SplitPlan
+from ..schema.problem import DeviceOption, SplitProblem
+from ..schema.profile import BatchPoint
+from .lp import Backend, Program, Solved
+
+Terms = list[tuple[float, Any]]
+
+
+@dataclass(slots=True)
+class _Device:
+    """One device's variables: ``passes[s]`` = v when it runs size s, and ``runs[s]`` in {0, 1}."""
+
+    option: DeviceOption
+    points: list[BatchPoint]
+    passes: list[Any] = field(default_factory=list)
+    runs: list[Any] = field(default_factory=list)
+
+
+def solve(
+    problem: SplitProblem, backend: Backend = "cbc", time_limit_seconds: float | None = None
+) -> SplitPlan:
+    """Minimise the predicted step time with PuLP.
+
+    Args:
+        problem: Profiles, pool and batch, in either regime.
+        backend: CBC, or HiGHS through its Python interface.
+        time_limit_seconds: Stop the search then; a plan found by then is ``feasible``, with the
+            better of the backend's bound, where it tells one, and the continuous bound.
+
+    Raises:
+        InfeasibleError: No plan adds up to the batch.
+        BackendError: The library failed, or ran out of time without a plan.
+    """
+    unit = _unit_seconds(problem)
+    program = Program("batch_split")
+    devices = _devices(program, problem)
+    if not devices:
+        raise InfeasibleError(f"no usable batch size for a global batch of {_batch(problem)}")
+    step = _build(program, problem, devices, unit)
+    solved = program.solve(step, backend, time_limit_seconds)
+    if solved.termination == "infeasible":
+        raise InfeasibleError(
+            f"no plan adds up to a global batch of exactly {_batch(problem)}",
+            hint="the default solver names the nearest batches that have a plan",
+        )
+    if solved.termination == "unknown":
+        raise BackendError(f"{backend} ended without a plan", hint="give it more time")
+    return _plan(problem, devices, solved, backend, unit)
+
+
+def _batch(problem: SplitProblem) -> int:
+    return problem.global_batch_size
+
+
+def _unit_seconds(problem: SplitProblem) -> float:
+    """A time near the answer: tolerances of the backends are absolute, so times are scaled."""
+    rate = sum(
+        option.num_devices * max(p.batch_size / p.step_seconds for p in option.batch_curve)
+        for option in problem.devices
+    )
+    return _batch(problem) / rate
+
+
+def _devices(program: Program, problem: SplitProblem) -> list[_Device]:
+    only = problem.virtual_nodes and _batch(problem) // problem.virtual_nodes
+    found = []
+    for kind, option in enumerate(problem.devices):
+        points = [
+            p
+            for p in option.batch_curve
+            if p.batch_size <= _batch(problem) and only in (None, p.batch_size)
+        ]
+        for number in range(option.num_devices if points else 0):
+            device = _Device(option=option, points=points)
+            for point in points:
+                most = _batch(problem) // point.batch_size
+                name = f"{kind}_{number}_{point.batch_size}"
+                device.passes.append(program.variable(f"v_{name}", high=most, integer=True))
+                device.runs.append(program.variable(f"y_{name}", high=1, integer=True))
+            found.append(device)
+    return found
+
+
+def _build(program: Program, problem: SplitProblem, devices: list[_Device], unit: float) -> Any:
+    compute = program.variable("compute")
+    update = program.variable("update")
+    sync = program.variable("sync")
+    total = program.total
+    program.require(
+        total([term for device in devices for term in _samples(device)]) == _batch(problem)
+    )
+    for device in devices:
+        used = total([(1, run) for run in device.runs])
+        program.require(used <= 1)  # one size a device
+        for point, passes, run in zip(device.points, device.passes, device.runs, strict=True):
+            program.require(passes <= _batch(problem) // point.batch_size * run)
+            program.require(passes >= run)
+        times = [p.step_seconds / unit for p in device.points]
+        program.require(compute >= total(list(zip(times, device.passes, strict=True))))
+        program.require(update >= device.option.update_seconds / unit * used)
+    _break_symmetry(program, devices)
+    _require_sync(program, devices, sync, unit)
+    return total([(1, compute), (1, sync), (1, update)])
+
+
+def _samples(device: _Device) -> Terms:
+    return [(p.batch_size, v) for p, v in zip(device.points, device.passes, strict=True)]
+
+
+def _break_symmetry(program: Program, devices: list[_Device]) -> None:
+    """Of equal devices, an earlier one does at least as much as a later one."""
+    for first, second in zip(devices, devices[1:], strict=False):
+        if first.option is second.option:
+            program.require(program.total(_samples(first)) >= program.total(_samples(second)))
+
+
+def _require_sync(program: Program, devices: list[_Device], sync: Any, unit: float) -> None:
+    """Select the number of devices in use; each used type then asks for its time at it."""
+    total, numbers = program.total, range(1, len(devices) + 1)
+    select = [program.variable(f"n_{number}", high=1, integer=True) for number in numbers]
+    used = [(1.0, run) for device in devices for run in device.runs]
+    program.require(total([(1, one) for one in select]) == 1)
+    program.require(total(list(zip(numbers, select, strict=True))) == total(used))
+    for option in {id(device.option): device.option for device in devices}.values():
+        times = [sync_seconds(option, number) / unit for number in numbers]
+        if max(times) == 0:
+            continue
+        for device in (d for d in devices if d.option is option):
+            runs = total([(max(times), run) for run in device.runs])
+            program.require(
+                sync >= total(list(zip(times, select, strict=True))) + runs - max(times)
+            )
+
+
+def _plan(
+    problem: SplitProblem, devices: list[_Device], solved: Solved, backend: Backend, unit: float
+) -> SplitPlan:
+    groups = _groups(devices, solved.values)
+    total = sum(group.num_devices * group.device_batch_size for group in groups)
+    if total != _batch(problem):
+        raise BackendError(f"{backend} answered a split of {total} samples, not {_batch(problem)}")
+    predicted = predict(problem, groups)
+    optimal = solved.termination == "optimal"
+    step = predicted.step_seconds
+    bound = step
+    if not optimal:  # CBC tells no bound; dividing the work at will is always one
+        simple = unit + min(option.update_seconds for option in problem.devices)
+        bound = min(step, max(simple, (solved.lower_bound or 0.0) * unit))
+    return SplitPlan(
+        model=problem.model,
+        global_batch_size=_batch(problem),
+        groups=groups,
+        predicted=predicted,
+        proof=Proof(
+            termination="optimal" if optimal else "feasible",
+            objective=step,
+            lower_bound=bound,
+            gap=(step - bound) / step,
+            method=f"MILP in PuLP, solved by {'CBC' if backend == 'cbc' else 'HiGHS'}",
+        ),
+    )
+
+
+def _groups(devices: list[_Device], values: dict[str, float]) -> tuple[DeviceGroup, ...]:
+    alike: dict[tuple[str, int, int], int] = {}
+    entries: dict[tuple[str, int, int], tuple[DeviceOption, BatchPoint]] = {}
+    for device in devices:
+        for point, passes in zip(device.points, device.passes, strict=True):
+            count = round(values[passes.name])
+            if count:
+                key = (device.option.device_type, count, point.batch_size)
+                alike[key] = alike.get(key, 0) + 1
+                entries[key] = (device.option, point)
+    return tuple(
+        DeviceGroup(
+            device_type=name,
+            num_devices=number,
+            device_batch_size=count * size,
+            virtual_nodes=count,
+            virtual_node_batch_size=size,
+            pass_seconds=entries[name, count, size][1].step_seconds,
+            interpolated=size in entries[name, count, size][0].interpolated_sizes,
+        )
+        for (name, count, size), number in alike.items()
+    )

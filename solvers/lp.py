@@ -1,0 +1,129 @@
+"""The only module that touches LP and MILP libraries: build, solve, read back.
+
+Traps it closes: PuLP calls a run stopped by its time limit Optimal (only ``sol_status`` tells);
+HiGHS stops at a gap of 1e-4 and CBC ignores gains under 1e-5, unless told otherwise; NaN passes
+both in silence; infeasible models still carry values.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..schema.errors import BackendError
+
+Backend = Literal["cbc", "highs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """A backend's answer in our words.
+
+    ``values`` is empty unless there is a solution. ``lower_bound`` is None where the backend
+    does not tell it.
+    """
+
+    termination: Literal["optimal", "feasible", "infeasible", "unknown"]
+    objective: float | None
+    lower_bound: float | None
+    values: dict[str, float]
+
+
+class Program:
+    """A minimisation under construction; a thin, checked layer over PuLP."""
+
+    def __init__(self, name: str) -> None:
+        import pulp
+
+        self._pulp: Any = pulp
+        self._model: Any = pulp.LpProblem(name, pulp.LpMinimize)
+
+    def variable(self, name: str, *, high: float | None = None, integer: bool = False) -> Any:
+        """A variable of at least 0, whole if ``integer``."""
+        kind = self._pulp.LpInteger if integer else self._pulp.LpContinuous
+        return self._pulp.LpVariable(name, 0, high, kind)
+
+    def total(self, terms: Sequence[tuple[float, Any]]) -> Any:
+        """The sum of coefficient * variable.
+
+        Raises:
+            BackendError: A coefficient is NaN or infinite, which no backend refuses.
+        """
+        if not all(math.isfinite(factor) for factor, _ in terms):
+            raise BackendError("a coefficient of the program is not finite")
+        return self._pulp.lpSum(factor * variable for factor, variable in terms)
+
+    def require(self, constraint: Any) -> None:
+        """Add a constraint, as PuLP's comparisons make them."""
+        self._model += constraint
+
+    def solve(
+        self, objective: Any, backend: Backend, time_limit_seconds: float | None = None
+    ) -> Solved:
+        """Minimise ``objective`` to a gap of zero, or until the time limit.
+
+        Raises:
+            BackendError: The library fails, or its answer makes no sense.
+        """
+        self._model.setObjective(objective)
+        solver = self._solver(backend, time_limit_seconds)
+        try:
+            self._model.solve(solver)
+        except self._pulp.PulpError as error:
+            raise BackendError(f"{backend} failed: {error}") from None
+        return self._read_back(backend)
+
+    def _solver(self, backend: Backend, time_limit_seconds: float | None) -> Any:
+        if backend == "cbc":
+            return self._pulp.PULP_CBC_CMD(
+                msg=False,
+                gapRel=0.0,
+                gapAbs=0.0,
+                timeLimit=time_limit_seconds,
+                options=["increment 1e-11", "primalTolerance 1e-9", "integerTolerance 1e-9"],
+            )
+        return self._pulp.HiGHS(
+            msg=False,
+            gapRel=0.0,
+            gapAbs=0.0,
+            threads=1,
+            timeLimit=time_limit_seconds,
+            mip_feasibility_tolerance=1e-9,
+            primal_feasibility_tolerance=1e-9,
+        )
+
+    def _read_back(self, backend: Backend) -> Solved:
+        termination = self._termination(backend)
+        if termination in ("infeasible", "unknown"):
+            return Solved(termination, None, None, {})
+        values = {variable.name: variable.varValue for variable in self._model.variables()}
+        objective = self._pulp.value(self._model.objective)
+        if any(value is None for value in values.values()) or not math.isfinite(objective):
+            raise BackendError(f"{backend} reports a solution but gives no values")
+        bound = objective if termination == "optimal" else self._bound(backend)
+        return Solved(termination, objective, bound, values)
+
+    def _termination(
+        self, backend: Backend
+    ) -> Literal["optimal", "feasible", "infeasible", "unknown"]:
+        pulp, found = self._pulp, self._model.sol_status
+        if found == pulp.LpSolutionOptimal:
+            return "optimal"
+        if found == pulp.LpSolutionIntegerFeasible:
+            return "feasible" if self._has_solution(backend) else "unknown"
+        if self._model.status == pulp.LpStatusInfeasible:
+            return "infeasible"
+        return "unknown"
+
+    def _has_solution(self, backend: Backend) -> bool:
+        if backend != "highs":
+            return True
+        # PuLP says "integer feasible" whenever HiGHS ran out of time, solution or not.
+        status = self._model.solverModel.getInfo().primal_solution_status
+        return int(status) == 2  # kSolutionStatusFeasible
+
+    def _bound(self, backend: Backend) -> float | None:
+        if backend != "highs":
+            return None  # CBC's command line does not hand its bound back
+        bound = float(self._model.solverModel.getInfo().mip_dual_bound)
+        return bound if math.isfinite(bound) else None
