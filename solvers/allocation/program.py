@@ -1,0 +1,154 @@
+"""The one program behind every policy, its merging of equal rows, and its dual bound.
+
+For rows m (jobs, or classes of equal jobs) and columns c (device types, placements, mixes)::
+
+    maximise    sum_m n_m (g_m . x_m)  +  gamma z
+    subject to  sum_c x_mc <= 1                                     (5.2), price u_m
+                sum_m n_m S_mc R_kc x_mc - e_k z <= capacity_k      (5.3), price lambda_k
+                T_m . x_m - p_m z >= b_m       where m has a demand        price y_m
+                x >= 0
+
+Space sharing adds columns that two rows share; ``pairs.py`` holds them.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A linear program over time fractions.
+
+    ``count`` n [rows]; ``rate`` T, ``usage`` S and ``gain`` g [rows, columns]; ``resources`` R
+    [resources, columns]; ``capacity`` and ``level_capacity`` e [resources]; ``level`` p and
+    ``floor`` b [rows]; ``demands`` [rows] says which rows have a demand; ``level_weight`` gamma
+    is 1 where the program maximises z and 0 otherwise. Rate 0 means: does not run there.
+    """
+
+    count: Floats
+    rate: Floats
+    usage: Floats
+    gain: Floats
+    resources: Floats
+    capacity: Floats
+    level: Floats
+    floor: Floats
+    demands: Bools
+    level_weight: float
+    level_capacity: Floats
+
+    def objective(self, x: Floats, z: float) -> float:
+        """The objective of time fractions ``x`` [rows, columns] and level ``z``."""
+        return float(self.count @ (self.gain * x).sum(axis=1)) + self.level_weight * z
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """Time fractions ``x`` [rows, columns], level z, and prices that prove how good they are.
+
+    ``job_prices`` y [rows] and ``resource_prices`` lambda [resources] are dual values; ``bound``
+    is what they prove, by ``dual_bound``; ``gap`` is its relative distance to the objective.
+    """
+
+    x: Floats
+    z: float
+    objective: float
+    bound: float
+    job_prices: Floats
+    resource_prices: Floats
+    gap: float
+    method: str
+
+
+def merge(program: Program) -> tuple[Program, Ints]:
+    """Merge rows with the same numbers into one row with their count: exact, by symmetry.
+
+    Returns:
+        The smaller program, and for each old row the index of its new one.
+    """
+    table = np.column_stack(
+        (program.rate, program.usage, program.gain, program.level, program.floor, program.demands)
+    )
+    first: dict[bytes, int] = {}
+    row_of = np.fromiter(
+        (first.setdefault(row.tobytes(), len(first)) for row in table), np.int64, len(table)
+    )
+    if len(first) == len(table):
+        return program, row_of
+    kept = np.unique(row_of, return_index=True)[1]
+    return replace(
+        program,
+        count=np.bincount(row_of, weights=program.count),
+        rate=program.rate[kept],
+        usage=program.usage[kept],
+        gain=program.gain[kept],
+        level=program.level[kept],
+        floor=program.floor[kept],
+        demands=program.demands[kept],
+    ), row_of
+
+
+def dual_bound(
+    program: Program, job_prices: Floats, resource_prices: Floats
+) -> tuple[float, Floats, Floats]:
+    """The upper bound that any prices prove, by weak duality; knows nothing of the method.
+
+    Prices are made admissible first: negative ones become 0, and where z is maximised both are
+    scaled so that z's own column is balanced.
+
+    Returns:
+        The bound (infinite where the prices prove nothing), and the admissible prices.
+    """
+    y = np.where(program.demands, np.maximum(job_prices, 0.0), 0.0)
+    prices = np.maximum(resource_prices, 0.0)
+    if program.level_weight:
+        balance = program.count @ (y * program.level) - program.level_capacity @ prices
+        if balance <= 0:
+            return np.inf, y, prices
+        y, prices = y * (program.level_weight / balance), prices * (program.level_weight / balance)
+    worth = program.gain + y[:, None] * program.rate - program.usage * (prices @ program.resources)
+    worth = np.where(program.rate > 0, worth, 0.0)
+    time = np.maximum(worth.max(axis=1), 0.0)
+    bound = program.capacity @ prices + program.count @ (time - y * program.floor)
+    return float(bound), y, prices
+
+
+def level_of(program: Program, x: Floats) -> float:
+    """The largest z that time fractions ``x`` support."""
+    rows = program.demands & (program.level > 0)
+    reached = (program.rate * x).sum(axis=1)[rows] - program.floor[rows]
+    return float((reached / program.level[rows]).min()) if rows.any() else 0.0
+
+
+def fit(program: Program, x: Floats) -> Floats:
+    """Scale time fractions down until they obey 5.1 to 5.3 (but for the last bits)."""
+    x = np.maximum(x, 0.0)
+    x = x / np.maximum(x.sum(axis=1), 1.0)[:, None]
+    used = resource_use(program, x)
+    limited = (program.level_capacity == 0) & (used > program.capacity)
+    if limited.any():
+        share = np.where(limited, program.capacity / np.where(limited, used, 1.0), 1.0)
+        x = x * np.where(program.resources > 0, share[:, None], 1.0).min(axis=0)
+    return x
+
+
+def shortfall(program: Program, x: Floats, z: float) -> float:
+    """How far ``x`` and z break a floor or a budget, relative to it; 0 where they hold."""
+    rows = program.demands & ((program.floor > 0) | (program.level > 0))
+    needed = (program.floor + program.level * z)[rows]
+    reached = (program.rate * x).sum(axis=1)[rows]
+    lacking = (needed - reached) / np.maximum(needed, 1e-300)
+    limit = program.capacity + program.level_capacity * z
+    excess = (resource_use(program, x) - limit) / np.maximum(limit, 1e-300)
+    return max(0.0, float(lacking.max(initial=0.0)), float(excess.max(initial=0.0)))
+
+
+def resource_use(program: Program, x: Floats) -> Floats:
+    """What ``x`` uses of each resource [resources]."""
+    return program.resources @ (program.count @ (program.usage * x))
