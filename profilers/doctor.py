@@ -25,7 +25,7 @@ EXTRAS = {
 }
 _QUERY = "name,compute_cap,memory.total,driver_version"
 _LOW_DISK_BYTES = 1 << 30
-_CU126 = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
+_CU126 = "install torch's CUDA 12.6 build (cu126), https://pytorch.org/get-started/locally;"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ def _generation_findings(gpu: Gpu, facts: Facts) -> list[Finding]:
             level="warning",
             text=f"{said}; torch {facts.torch} (CUDA {facts.torch_cuda}) starts at "
             f"{oldest[0]}.{oldest[1]} and cannot use it",
-            mend=f"{_CU126} (CUDA 12.6 builds are planned to end with torch 2.15)"
+            mend=f"{_CU126} such builds are planned to end with torch 2.15"
             if capability >= (5, 0)
             else "no current torch supports this generation",
         )

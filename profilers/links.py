@@ -5,12 +5,11 @@ worker processes, the runtime's own gradient buffer and overlap. A link model of
 fitted to all-reduce times over message sizes, carries it to other device counts.
 """
 
-import statistics
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..schema.errors import HetflowError
 from ..schema.profile import Sync
@@ -19,8 +18,17 @@ from .process import Child, ChildDied
 from .targets import Target
 from .timing import Timing
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
 MESSAGE_BYTES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
 _ANSWER_SECONDS = 600.0
+_FIT_ROUNDS = 50
+_FIT_FLOOR = 1e-6
+_LEAST_SHARE = 0.01  # of the longest message's time that its bytes must explain
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -83,9 +91,9 @@ def fit_link(
 ) -> LinkFit | None:
     """Fit latency and bandwidth of a ring all-reduce (costs.comm.ring_seconds) to its times.
 
-    Least squares of relative errors, so that short messages decide the latency as much as long
-    ones the bandwidth; robust (soft L1), so that a few disturbed sizes do not tilt it; neither
-    number can be negative.
+    Relative errors are made small, so that short messages decide the latency as much as long ones
+    the bandwidth; their absolute values, not squares, so that a few disturbed sizes do not tilt
+    the line; neither number can be negative.
 
     Args:
         num_devices: Members of the ring.
@@ -96,26 +104,48 @@ def fit_link(
         The fit; None where time does not grow with size, so that no bandwidth can be told.
     """
     import numpy as np
-    from scipy.optimize import least_squares
 
     hops = 2 * (num_devices - 1)
     measured = np.asarray(seconds, dtype=np.float64)
     carried = hops / num_devices * np.asarray(message_bytes, dtype=np.float64)
-    # Both unknowns in units of their own size: seconds for the shortest, seconds for the longest.
-    scale = np.array([measured.min() / hops, measured.max() / carried.max()])
-    terms = np.stack([np.full_like(measured, hops), carried], axis=1) * scale
-
-    def errors(unknown: Any) -> Any:
-        return terms @ unknown / measured - 1
-
-    found = least_squares(errors, [1.0, 1.0], bounds=(0, np.inf), loss="soft_l1", f_scale=0.1)
-    latency, seconds_per_byte = (found.x * scale).tolist()
-    if seconds_per_byte <= 0:
+    # Rows are divided by their time, so that the residuals are relative errors.
+    terms = np.stack([np.full_like(measured, hops), carried], axis=1) / measured[:, None]
+    latency, seconds_per_byte = _robust_fit(terms)
+    if seconds_per_byte * carried.max() < _LEAST_SHARE * measured.max():
         return None
-    error = statistics.median(np.abs(errors(found.x)).tolist())
+    errors = np.abs(terms @ [latency, seconds_per_byte] - 1)
     return LinkFit(
-        latency_seconds=latency, bytes_per_second=1 / seconds_per_byte, error=float(error)
+        latency_seconds=latency,
+        bytes_per_second=1 / seconds_per_byte,
+        error=float(np.median(errors)),
     )
+
+
+def _robust_fit(terms: "Array") -> tuple[float, float]:
+    """Least absolute deviations of ``terms @ x`` from 1, x >= 0, by reweighted least squares."""
+    import numpy as np
+
+    weights = np.ones(len(terms))
+    for _ in range(_FIT_ROUNDS):
+        unknown = _non_negative(terms * weights[:, None], weights)
+        weights = np.maximum(np.abs(terms @ unknown - 1), _FIT_FLOOR) ** -0.5
+    return float(unknown[0]), float(unknown[1])
+
+
+def _non_negative(terms: "Array", values: "Array") -> "Array":
+    """Least squares for two unknowns that cannot be negative: on the plane, else on an axis."""
+    import numpy as np
+
+    found: Array = np.linalg.lstsq(terms, values, rcond=None)[0].astype(np.float64)
+    if (found >= 0).all():
+        return found
+    candidates = []
+    for axis in range(2):
+        column = terms[:, axis]
+        candidate = np.zeros(2)
+        candidate[axis] = max(0.0, float(column @ values / (column @ column)))
+        candidates.append(candidate)
+    return min(candidates, key=lambda x: float(np.linalg.norm(terms @ x - values)))
 
 
 def _obstacle(request: DeviceRequest, options: SyncOptions) -> str | None:
