@@ -35,6 +35,8 @@ class Program:
     def __init__(self, name: str) -> None:
         import pulp
 
+        # hetflow pins pulp<4 (4 drops the bundled CBC): its warnings about 4 help nobody here.
+        getattr(pulp, "set_v4_migration_warnings", bool)(False)
         self._pulp: Any = pulp
         self._model: Any = pulp.LpProblem(name, pulp.LpMinimize)
 
@@ -127,3 +129,72 @@ class Program:
             return None  # CBC's command line does not hand its bound back
         bound = float(self._model.solverModel.getInfo().mip_dual_bound)
         return bound if math.isfinite(bound) else None
+
+
+@dataclass(frozen=True, slots=True)
+class LinearAnswer:
+    """An optimum of a linear program: values [columns], prices (duals) [rows]."""
+
+    objective: float
+    values: Any
+    prices: Any
+
+
+class LinearSession:
+    """A linear program held open in HiGHS: changed a little, solved again from its last basis.
+
+    It maximises. Columns are at least 0. Rows and columns are numbered as they were added.
+    """
+
+    def __init__(self) -> None:
+        import highspy
+        import numpy
+
+        self._np: Any = numpy
+        self._highs: Any = highspy.Highs()
+        self._optimal: Any = highspy.HighsModelStatus.kOptimal
+        for name, value in (
+            ("output_flag", False), ("threads", 1), ("random_seed", 0),
+            ("primal_feasibility_tolerance", 1e-9), ("dual_feasibility_tolerance", 1e-9),
+        ):  # fmt: skip
+            self._highs.setOptionValue(name, value)
+        self._highs.changeObjectiveSense(highspy.ObjSense.kMaximize)
+        self._empty: Any = (numpy.zeros(0, numpy.int32), numpy.zeros(0))
+
+    def add_rows(self, low: Any, high: Any) -> None:
+        """Add empty rows with bounds [rows]."""
+        starts = self._np.zeros(len(low), self._np.int32)
+        self._highs.addRows(len(low), low, high, 0, starts, *self._empty)
+
+    def add_columns(self, cost: Any, starts: Any, rows: Any, values: Any) -> None:
+        """Add columns in compressed form: column i holds entries starts[i] to starts[i + 1].
+
+        Raises:
+            BackendError: A coefficient is NaN or infinite, which no backend refuses.
+        """
+        if not (self._np.isfinite(values).all() and self._np.isfinite(cost).all()):
+            raise BackendError("a coefficient of the program is not finite")
+        number = len(cost)
+        low, high = self._np.zeros(number), self._np.full(number, self._np.inf)
+        starts, rows = starts.astype(self._np.int32), rows.astype(self._np.int32)
+        self._highs.addCols(number, cost, low, high, len(values), starts, rows, values)
+
+    def set_coefficient(self, row: int, column: int, value: float) -> None:
+        """Change one coefficient."""
+        self._highs.changeCoeff(row, column, value)
+
+    def set_row(self, row: int, low: float, high: float) -> None:
+        """Change the bounds of one row."""
+        self._highs.changeRowBounds(row, low, high)
+
+    def solve(self) -> LinearAnswer | None:
+        """Maximise; None where HiGHS finds no optimum (infeasible, unbounded, numbers)."""
+        self._highs.run()
+        if self._highs.getModelStatus() != self._optimal:
+            return None
+        solution = self._highs.getSolution()
+        return LinearAnswer(
+            float(self._highs.getObjectiveValue()),
+            self._np.array(solution.col_value),
+            self._np.array(solution.row_dual),
+        )

@@ -1,0 +1,223 @@
+"""What a pipeline stage costs: time, links and memory (thesis 2.4, 3.2, 3.3.3).
+
+A stage holds C seconds of forward + backward per microbatch and w bytes of weights on m
+replicas. Three prices for it, all in seconds per input:
+
+``thesis``
+    The text, 2.4.1: T = max(C, 2(m-1) w / B) / m. A ring all-reduce moves 2(m-1)/m w bytes over
+    each link, so the text charges m times too much for its own sentence on weight
+    synchronisation ("each worker sends (m-1)/m |w|"). Kept as written.
+``published``
+    The released optimizer: (C + 4(m-1) w / (B m) / g) / m, where g (the previous level's
+    devices) divides only in a pipeline's first block; a boundary costs 2a / (B m) on both
+    sides of a block. For comparison with it digit by digit, not for planning.
+``ring``
+    The default: compute overlapped with a ring all-reduce at the speed of the slowest link the
+    replicas span, per update and not per input where gradients are accumulated. On the
+    published profiles it is the one formula that chooses table 2.2's configurations for VGG-16
+    on Cluster-A and for ResNet-50 (examples/pipedream_table_2_2).
+
+A boundary of a bytes costs 2a / B per input (activation and gradient) in the first and the last.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+
+from ..schema.pipeline import PlannedSchedule, TopologyLevel
+
+FLUSHING = ("gpipe", "1f1b")
+
+
+def thesis_seconds(
+    compute_seconds: float, weight_bytes: float, num_replicas: int, bytes_per_second: float
+) -> float:
+    """T(i -> j, m) of thesis 2.4.1, seconds per input."""
+    sync = 2 * (num_replicas - 1) * weight_bytes / bytes_per_second
+    return max(compute_seconds, sync) / num_replicas
+
+
+def published_seconds(
+    compute_seconds: float,
+    weight_bytes: float,
+    num_replicas: int,
+    bytes_per_second: float,
+    devices_below: int,
+) -> float:
+    """The released optimizer's block, seconds per input.
+
+    Args:
+        compute_seconds: C, or the level below's answer.
+        weight_bytes: w.
+        num_replicas: m.
+        bytes_per_second: B of the level.
+        devices_below: g, devices of the level below, for a pipeline's first block; else 1.
+    """
+    sync = 4 * (num_replicas - 1) * weight_bytes / (bytes_per_second * num_replicas)
+    return (compute_seconds + sync / devices_below) / num_replicas
+
+
+def nested_ring_seconds(
+    compute_seconds: float,
+    weight_bytes: float,
+    num_replicas: int,
+    bytes_per_second: float,
+    devices_below: int,
+) -> float:
+    """The ring price where levels are solved one by one, seconds per input.
+
+    max(A / m, 2(m-1) w / (B m^2 g)): the m components of g devices synchronise once in m g
+    inputs, one per device.
+    """
+    sync = 2 * (num_replicas - 1) * weight_bytes / (bytes_per_second * num_replicas**2)
+    return max(compute_seconds / num_replicas, sync / devices_below)
+
+
+def ring_sync_seconds(weight_bytes: float, num_replicas: int, bytes_per_second: float) -> float:
+    """One ring all-reduce of a stage's gradients: 2(m-1)/m w / B."""
+    return 2 * (num_replicas - 1) * weight_bytes / (num_replicas * bytes_per_second)
+
+
+def rounds(schedule: PlannedSchedule, num_replicas: int, num_microbatches: int) -> float:
+    """Microbatches that the busiest replica of a stage adds to a step.
+
+    ceil(M / m), as replicas take microbatches in turn. A flushing schedule's first round is the
+    filling of the pipeline, which all partitions share. PipeDream's stream never ends, so its
+    replicas share evenly: M / m.
+    """
+    if schedule == "pipedream":
+        return num_microbatches / num_replicas
+    return ceil(num_microbatches / num_replicas) - (1 if schedule in FLUSHING else 0)
+
+
+def updates(schedule: PlannedSchedule, num_replicas: int, num_microbatches: int) -> float:
+    """Optimizer updates of a stage in a step of M microbatches: PipeDream makes one a round."""
+    return num_microbatches / num_replicas if schedule == "pipedream" else 1.0
+
+
+def ring_seconds(
+    schedule: PlannedSchedule,
+    compute_seconds: float,
+    update_seconds: float,
+    weight_bytes: float,
+    num_replicas: int,
+    num_microbatches: int,
+    bytes_per_second: float,
+) -> float:
+    """The default price of a stage, seconds per input in the steady state.
+
+    Args:
+        schedule: Says how often weights are updated.
+        compute_seconds: C of one microbatch on one replica, with recomputation where planned.
+        update_seconds: One optimizer update of the stage's weights.
+        weight_bytes: w.
+        num_replicas: m.
+        num_microbatches: M of a step.
+        bytes_per_second: The slowest link that the replicas span.
+    """
+    often = updates(schedule, num_replicas, num_microbatches)
+    busy = rounds(schedule, num_replicas, num_microbatches) * compute_seconds
+    sync = often * ring_sync_seconds(weight_bytes, num_replicas, bytes_per_second)
+    return max(busy + often * update_seconds, sync) / num_microbatches
+
+
+def boundary_seconds(activation_bytes: float, bytes_per_second: float) -> float:
+    """Send a microbatch's activations and receive their gradients: 2 a / B (thesis 2.4.1)."""
+    return 2 * activation_bytes / bytes_per_second
+
+
+def num_in_flight(
+    schedule: PlannedSchedule, workers_from_here: int, num_replicas: int, num_microbatches: int
+) -> int:
+    """Microbatches whose activations a replica keeps at once.
+
+    1F1B-RR: ceil(workers from this stage on / replicas of this stage), which is NOAM for the
+    first stage (thesis 2.4.2); never more than the replica gets in a step where the schedule
+    flushes. GPipe: all that it gets (3.2.1).
+    """
+    share = ceil(num_microbatches / num_replicas)
+    if schedule == "gpipe":
+        return share
+    warm = ceil(workers_from_here / num_replicas)
+    return min(warm, share) if schedule == "1f1b" else warm
+
+
+def weight_versions(schedule: PlannedSchedule, in_flight: int, *, is_only_stage: bool) -> int:
+    """Versions of the weights a replica keeps.
+
+    Weight stashing: one for each input in flight (2.4.3). 2BW: two (3.2.1), or one where there
+    is no pipeline. Flushing schedules: one.
+    """
+    if schedule == "pipedream":
+        return in_flight
+    return 2 if schedule == "2bw" and not is_only_stage else 1
+
+
+def stage_bytes(
+    weight_bytes: float,
+    activation_bytes: float,
+    input_bytes: float,
+    in_flight: int,
+    versions: int,
+    state_bytes_per_weight_byte: float,
+    *,
+    recompute: bool,
+) -> float:
+    """Memory of one replica (thesis 2.4.3, 3.2.1 and 3.3.3).
+
+    Weight versions, gradients and optimizer state; the stage's input for every microbatch in
+    flight; its activations for every one too, or for one alone with recomputation.
+
+    Args:
+        weight_bytes: w of the stage.
+        activation_bytes: Outputs of all its layers, for one microbatch.
+        input_bytes: What crosses into the stage, for one microbatch.
+        in_flight: From ``num_in_flight``.
+        versions: From ``weight_versions``.
+        state_bytes_per_weight_byte: Gradients and optimizer state per byte of weights.
+        recompute: Whether activations are computed again in the backward pass.
+    """
+    stashes = 1 if recompute else in_flight
+    state = (versions + state_bytes_per_weight_byte) * weight_bytes
+    return state + stashes * activation_bytes + in_flight * input_bytes
+
+
+def noam(replicas: Sequence[int]) -> int:
+    """NUM_OPT_ACTIVE_MINIBATCHES: ceil(workers / replicas of the input stage) (2.4.2)."""
+    return ceil(sum(replicas) / replicas[0])
+
+
+def slowest_links(levels: Sequence[TopologyLevel]) -> tuple[float, ...]:
+    """Bandwidth of a path that climbs to each level: the slowest link on the way, level 1 up."""
+    slowest, found = float("inf"), []
+    for level in levels:
+        slowest = min(slowest, level.bytes_per_second)
+        found.append(slowest)
+    return tuple(found)
+
+
+def shared_level(levels: Sequence[TopologyLevel], one: int, other: int) -> int:
+    """Level of the smallest component that holds two devices; 0 for one and the same."""
+    level = 0
+    for index, part in enumerate(levels):
+        if one == other:
+            return level
+        one, other = one // part.num_components, other // part.num_components
+        level = index + 1
+    return level
+
+
+def step_seconds(
+    schedule: PlannedSchedule,
+    seconds_per_input: float,
+    fill_seconds: float,
+    num_microbatches: int,
+) -> float:
+    """Time of a step of M microbatches.
+
+    In the steady state an input leaves every ``seconds_per_input``. A flushing schedule first
+    carries one microbatch through all stages and back (``fill_seconds``); its seconds per input
+    count only what the others add, so that p equal stages of t give (p + M - 1) t, the bubble
+    of (p-1)/M (4.2.2).
+    """
+    steady = num_microbatches * seconds_per_input
+    return steady + fill_seconds if schedule in FLUSHING else steady

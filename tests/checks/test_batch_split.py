@@ -1,0 +1,215 @@
+"""The judge refuses a plan for every way of being wrong, and accepts the right one."""
+
+from dataclasses import replace
+
+import pytest
+
+from hetflow.checks.batch_split import check, continuous_bound
+from hetflow.schema.plan import Alternative, DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.problem import DeviceOption, SplitProblem
+from hetflow.schema.profile import BatchPoint, Sync
+
+
+def option(name: str, number: int, speed: float, update: float) -> DeviceOption:
+    return DeviceOption(
+        device_type=name,
+        num_devices=number,
+        batch_curve=tuple(
+            BatchPoint(batch_size=s, step_seconds=s / speed, peak_memory_bytes=1) for s in (2, 4)
+        ),
+        update_seconds=update,
+        weight_bytes=1,
+        sync=Sync(num_devices=2, sync_seconds=0.25),
+        interpolated_sizes=(),
+    )
+
+
+PROBLEM = SplitProblem(
+    model="m", global_batch_size=20, devices=(option("A", 2, 4.0, 0.5), option("B", 1, 2.0, 1.0))
+)
+
+
+def group(name: str, number: int, passes: int, size: int, seconds: float | None) -> DeviceGroup:
+    return DeviceGroup(
+        device_type=name,
+        num_devices=number,
+        device_batch_size=passes * size,
+        virtual_nodes=passes,
+        virtual_node_batch_size=size,
+        pass_seconds=seconds,
+    )
+
+
+# 2 A x 2 x 4 and 1 B x 2 x 2: both 2.0 s; sync 0.25 s, update 1.0 s.
+PLAN = SplitPlan(
+    model="m",
+    global_batch_size=20,
+    groups=(group("A", 2, 2, 4, 1.0), group("B", 1, 2, 2, 1.0)),
+    predicted=Prediction(
+        step_seconds=3.25,
+        samples_per_second=20 / 3.25,
+        compute_seconds=2.0,
+        sync_seconds=0.25,
+        update_seconds=1.0,
+    ),
+    proof=Proof(termination="optimal", objective=3.25, lower_bound=3.25, gap=0.0, method="by hand"),
+)
+
+
+def test_a_right_plan_has_no_faults() -> None:
+    assert check(PLAN, PROBLEM) == []
+    assert check(PLAN, None) == []
+
+
+def predicted(**changes: float) -> SplitPlan:
+    return replace(PLAN, predicted=replace(PLAN.predicted, **changes))
+
+
+def proof(**changes: object) -> SplitPlan:
+    return replace(PLAN, proof=replace(PLAN.proof, **changes))
+
+
+def groups(*changed: DeviceGroup) -> SplitPlan:
+    return replace(PLAN, groups=changed)
+
+
+A, B = PLAN.groups
+ALONE = [
+    (predicted(step_seconds=3.25 + 1e-8), "add up to 3.25 s"),
+    (predicted(samples_per_second=6.0), "is not the global batch of 20"),
+    (predicted(compute_seconds=1.9, step_seconds=3.15), "the slowest group takes 2.0 s"),
+    (proof(objective=3.2, lower_bound=3.2), "is not the predicted step time"),
+    (proof(lower_bound=None, gap=None), "optimal without a lower_bound"),
+    (proof(lower_bound=3.3), "is above the objective"),
+    (proof(gap=0.1), "gap is 0.1"),
+    (proof(lower_bound=3.0, gap=0.25 / 3.25), "optimal, but the bound leaves a gap"),
+    (replace(PLAN, objective="waste"), "est: missing"),
+]
+
+
+@pytest.mark.parametrize(("plan", "fault"), ALONE, ids=[fault for _, fault in ALONE])
+def test_a_plan_at_odds_with_itself_is_refused(plan: SplitPlan, fault: str) -> None:
+    assert any(fault in found for found in check(plan, None))
+
+
+def slower(seconds: float) -> SplitPlan:
+    """A plan whose numbers agree with each other but not with the profiles."""
+    step = seconds + 1.25
+    return replace(
+        PLAN,
+        groups=(replace(A, pass_seconds=None), replace(B, pass_seconds=None)),
+        predicted=replace(
+            PLAN.predicted,
+            compute_seconds=seconds,
+            step_seconds=step,
+            samples_per_second=20 / step,
+        ),
+        proof=replace(PLAN.proof, objective=step, lower_bound=step),
+    )
+
+
+AGAINST = [
+    (replace(PLAN, model="other"), "model is 'other'"),
+    (groups(group("A", 2, 2, 4, 1.0), group("C", 1, 2, 2, 1.0)), "'C' is not usable; there are A"),
+    (groups(group("A", 4, 1, 4, 1.0), group("B", 1, 1, 4, 2.0)), "4 devices of A are used"),
+    (groups(A, group("B", 1, 1, 4, 2.0)), None),
+    (groups(group("A", 2, 1, 8, 2.0), B), "a pass of 8 samples on A is not profiled"),
+    (groups(replace(A, pass_seconds=1.1), B), "pass_seconds is 1.1, the profile says 1.0"),
+    (groups(replace(A, interpolated=True), B), "interpolated is True"),
+    (slower(1.9), "predicted.compute_seconds is 1.9, the profiles give 2.0"),
+    (slower(1.9), "predicted.step_seconds is 3.15"),
+    (slower(0.4), "which no plan can beat"),
+]
+
+
+@pytest.mark.parametrize(("plan", "fault"), AGAINST, ids=[str(fault) for _, fault in AGAINST])
+def test_a_plan_at_odds_with_its_problem_is_refused(plan: SplitPlan, fault: str | None) -> None:
+    faults = check(plan, PROBLEM)
+    assert any(fault in found for found in faults) if fault else faults == []
+
+
+def test_another_batch_is_refused() -> None:
+    other = replace(PROBLEM, global_batch_size=24)
+    assert "global_batch_size is 20, the problem asks for 24" in check(PLAN, other)
+
+
+def test_the_uniform_regime_fixes_number_and_size() -> None:
+    faults = check(PLAN, replace(PROBLEM, virtual_nodes=5))
+    assert "the plan has 6 virtual nodes, the problem asks for 5" in faults
+    assert any("virtual nodes hold 2 samples; 5 of them need 4" in fault for fault in faults)
+
+
+def test_an_optimal_claim_is_refuted_by_an_obvious_plan() -> None:
+    """All on B takes 11 s; two As with 10 samples each take 2.5 + 0.25 + 0.5 s."""
+    step = 10.0 + 1.0
+    plan = replace(
+        PLAN,
+        groups=(group("B", 1, 5, 4, 2.0),),
+        predicted=Prediction(step_seconds=step, samples_per_second=20 / step),
+        proof=replace(PLAN.proof, objective=step, lower_bound=step),
+    )
+    faults = check(plan, PROBLEM)
+    assert len(faults) == 1
+    assert "refuted by 2 A x 5 x 2, 3.25 s" in faults[0]
+    honest = replace(plan.proof, termination="feasible", lower_bound=2.5, gap=8.5 / 11)
+    assert check(replace(plan, proof=honest), PROBLEM) == []
+
+
+def test_the_continuous_bound_divides_work_at_will() -> None:
+    assert continuous_bound(PROBLEM) == pytest.approx(20 / 10.0 + 0.5)
+
+
+def test_a_single_device_must_not_claim_synchronisation() -> None:
+    plan = replace(
+        PLAN,
+        groups=(group("B", 1, 5, 4, 2.0),),
+        predicted=Prediction(
+            step_seconds=11.25,
+            samples_per_second=20 / 11.25,
+            compute_seconds=10.0,
+            sync_seconds=0.25,
+            update_seconds=1.0,
+        ),
+        proof=replace(PLAN.proof, objective=11.25, lower_bound=11.25),
+    )
+    assert any("one device has nothing to synchronise" in fault for fault in check(plan, None))
+
+
+def est_plan() -> tuple[SplitPlan, SplitProblem]:
+    from hetflow.solvers.est_mapping import solve
+
+    problem = replace(PROBLEM, virtual_nodes=5)
+    return solve(problem, top=3), problem
+
+
+EST = [
+    ("waste", 9.0, "waste: is 9.0"),
+    ("throughput", 9.0, "throughput: is 9.0"),
+    ("overload_factor", 9.0, "overload_factor: is 9.0"),
+    ("num_ests", 9, "num_ests: is 9"),
+    ("max_p", 4, "max_p: the groups do not hold 4 ESTs"),
+    ("capability", {"A": 1.0, "B": 0.7}, "capability of B is not 1 / t(4)"),
+    ("capability", {"B": 0.5}, "capability: missing for A"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "fault"), EST, ids=[f"{e[0]} {e[1]}" for e in EST])
+def test_a_wrong_estimate_is_refused(field: str, value: object, fault: str) -> None:
+    plan, problem = est_plan()
+    assert check(plan, problem) == []
+    wrong = replace(plan.est, **{field: value})
+    assert any(fault in found for found in check(replace(plan, est=wrong), problem))
+    first = replace(plan.alternatives[0], est=replace(plan.alternatives[0].est, **{field: value}))
+    altered = replace(plan, alternatives=(first, *plan.alternatives[1:]))
+    assert any("alternatives[0]" in found for found in check(altered, problem))
+
+
+def test_alternatives_must_be_ranked_and_hold_the_batch() -> None:
+    plan, problem = est_plan()
+    second, third = plan.alternatives
+    best = Alternative(groups=plan.groups, est=plan.est)
+    out_of_order = replace(plan, groups=third.groups, est=third.est, alternatives=(second, best))
+    assert any("a higher throughput than" in fault for fault in check(out_of_order, None))
+    short = replace(second, groups=second.groups[:1])
+    faults = check(replace(plan, alternatives=(short,)), problem)
+    assert any("samples, not 20" in fault for fault in faults)

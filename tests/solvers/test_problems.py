@@ -1,0 +1,125 @@
+"""The builder matches profiles to a pool, applies memory, and interpolates only when asked."""
+
+import pytest
+
+from hetflow.schema.cluster import Cluster
+from hetflow.schema.errors import InfeasibleError, ProblemError
+from hetflow.schema.profile import BatchPoint, Profile
+from hetflow.solvers.batch_split import solve
+from hetflow.solvers.problems import MAX_INTERPOLATED_SIZES, split_problem
+
+GIB = 1 << 30
+
+
+def profile(name: str, sizes: tuple[int, ...] = (8, 16, 32), model: str = "m") -> Profile:
+    return Profile(
+        model=model,
+        device_type=name,
+        device_memory_bytes=16 * GIB,
+        weight_bytes=100,
+        update_seconds=0.1,
+        batch_curve=tuple(
+            BatchPoint(batch_size=s, step_seconds=1.0 + s / 8, peak_memory_bytes=s * GIB // 2)
+            for s in sizes
+        ),
+    )
+
+
+def sizes_of(problem: object, index: int = 0) -> list[int]:
+    return [point.batch_size for point in problem.devices[index].batch_curve]
+
+
+def test_profiles_are_matched_and_others_ignored() -> None:
+    problem = split_problem(
+        [profile("V100"), profile("P100"), profile("K80")], Cluster.parse("2xP100,V100:3"), 64
+    )
+    assert [(o.device_type, o.num_devices) for o in problem.devices] == [("P100", 2), ("V100", 3)]
+    assert sizes_of(problem) == [8, 16, 32]
+    assert problem.devices[0].link_bytes_per_second is None
+
+
+def test_the_clusters_memory_wins_over_the_profiles() -> None:
+    assert sizes_of(split_problem([profile("V100")], Cluster.parse("V100:2:8GB"), 64)) == [8, 16]
+
+
+def test_a_type_where_nothing_fits_is_left_out() -> None:
+    problem = split_problem([profile("V100"), profile("T4")], Cluster.parse("2xV100,T4:2:2GB"), 64)
+    assert [option.device_type for option in problem.devices] == ["V100"]
+
+
+def test_nothing_fits_anywhere_says_by_how_much() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        split_problem([profile("V100"), profile("T4")], Cluster.parse("V100:1:3GB,T4:2:2GB"), 64)
+    assert f"on V100 its smallest profiled batch of 8 needs {4 * GIB}" in caught.value.message
+    assert f"{GIB} more than the {3 * GIB}" in caught.value.message
+
+
+def test_an_unknown_device_gets_the_nearest_name() -> None:
+    with pytest.raises(ProblemError, match="'V1000'; did you mean 'V100'") as caught:
+        split_problem([profile("V100"), profile("P100")], Cluster.parse("2xV1000"), 64)
+    assert caught.value.hint == "profiled types: P100, V100"
+
+
+def test_several_models_or_none_are_refused() -> None:
+    with pytest.raises(ProblemError, match="several models: a, b"):
+        split_problem([profile("A", model="a"), profile("B", model="b")], Cluster.parse("A,B"), 8)
+    with pytest.raises(ProblemError, match="no profiles"):
+        split_problem([], Cluster.parse("1xA"), 8)
+    with pytest.raises(ProblemError, match="two profiles of m on A"):
+        split_problem([profile("A"), profile("A")], Cluster.parse("1xA"), 8)
+
+
+def test_virtual_nodes_must_divide_the_batch() -> None:
+    with pytest.raises(ProblemError, match="5 virtual nodes do not divide"):
+        split_problem([profile("A")], Cluster.parse("1xA"), 64, virtual_nodes=5)
+
+
+def test_several_servers_pass_on_their_link() -> None:
+    servers = Cluster.parse("2x(2xV100)")
+    slow = Cluster(
+        device_types=servers.device_types, servers=servers.servers, inter_bytes_per_second=1e9
+    )
+    assert split_problem([profile("V100")], slow, 64).devices[0].link_bytes_per_second == 1e9
+
+
+def test_interpolation_is_off_unless_asked() -> None:
+    with pytest.raises(InfeasibleError):
+        solve(split_problem([profile("A")], Cluster.parse("1xA"), 20))
+
+
+def test_interpolated_sizes_are_marked_and_linear() -> None:
+    problem = split_problem([profile("A")], Cluster.parse("1xA"), 20, interpolate=True)
+    assert sizes_of(problem) == [8, 12, 16, 20, 24, 28, 32]  # multiples of gcd(20, 8, 16, 32)
+    assert problem.devices[0].interpolated_sizes == (12, 20, 24, 28)
+    plan = solve(problem)
+    assert plan.groups[0].virtual_node_batch_size == 20
+    assert plan.groups[0].interpolated
+    assert plan.groups[0].pass_seconds == pytest.approx(3.5)
+    assert problem.devices[0].batch_curve[3].peak_memory_bytes == 10 * GIB
+
+
+def test_interpolation_in_the_uniform_regime_adds_the_one_size() -> None:
+    problem = split_problem(
+        [profile("A"), profile("B", (20, 40))],
+        Cluster.parse("1xA,1xB"),
+        80,
+        virtual_nodes=4,
+        interpolate=True,
+    )
+    assert [option.interpolated_sizes for option in problem.devices] == [(20,), ()]
+
+
+def test_interpolation_does_not_explode() -> None:
+    wide = [profile("A", (1, 5_000))]
+    huge = [
+        Profile(
+            model="m",
+            device_type="A",
+            device_memory_bytes=10_000 * GIB,
+            weight_bytes=1,
+            update_seconds=0.0,
+            batch_curve=wide[0].batch_curve,
+        )
+    ]
+    problem = split_problem(huge, Cluster.parse("4xA"), 9_999, interpolate=True)
+    assert MAX_INTERPOLATED_SIZES // 2 <= len(sizes_of(problem)) <= MAX_INTERPOLATED_SIZES + 2
