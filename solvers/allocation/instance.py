@@ -12,7 +12,7 @@ import numpy as np
 
 from ...schema.errors import ProblemError
 from ...schema.jobs import AllocationProblem, Entity, Job, PairThroughput
-from .program import Floats, Ints
+from .program import Floats, Ints, Program
 
 CONSOLIDATED = "/consolidated"
 UNCONSOLIDATED = "/unconsolidated"
@@ -77,6 +77,44 @@ class Instance:
             rate=np.where(self.rate > 0, self.equal[:, None], 0.0),
             isolated=self.equal * share,
             pair_rate=pairs,
+        )
+
+    def program(
+        self,
+        *,
+        level: Floats | None = None,
+        floor: Floats | None = None,
+        worth: Floats | None = None,
+        charge: Floats | None = None,
+        unit: float = 0.0,
+    ) -> Program:
+        """The program with these demands or this worth of a step, over all valid allocations.
+
+        Args:
+            level: Throughput that one unit of z asks of each job [jobs]; z is maximised.
+            floor: Least throughput [jobs]; added to the level's where both are given.
+            worth: What a step earns [jobs, columns].
+            charge: What holding one unit of a column costs [columns].
+            unit: The objective's scale, where its optimum may be near 0.
+        """
+        zero = np.zeros(self.num_jobs)
+        level_of, floor_of = zero if level is None else level, zero if floor is None else floor
+        gain = np.zeros_like(self.rate) if worth is None else worth * self.rate
+        if charge is not None:
+            gain = gain - np.where(self.rate > 0, self.usage * charge, 0.0)
+        return Program(
+            count=np.ones(self.num_jobs),
+            rate=self.rate,
+            usage=self.usage,
+            gain=gain,
+            resources=self.resources,
+            capacity=self.capacity,
+            level=level_of,
+            floor=floor_of,
+            demands=(level_of > 0) | (floor_of > 0),
+            level_weight=0.0 if level is None else 1.0,
+            level_capacity=np.zeros(len(self.capacity)),
+            unit=unit,
         )
 
     @property

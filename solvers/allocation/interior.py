@@ -11,7 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schema.errors import BackendError
-from .program import Bools, Floats, Program, Solution, dual_bound, fit, level_of, shortfall
+from .program import (
+    Bools,
+    Floats,
+    Program,
+    Solution,
+    dual_bound,
+    fit,
+    gap_between,
+    level_of,
+    shortfall,
+)
 
 MAX_ITERATIONS = 100
 TOLERANCE = 1e-10
@@ -57,6 +67,7 @@ class _Scaled:
         self.gain_unit = max(float(np.abs(program.gain).max()), _TINY) * program.count.sum()
         self.gain = np.ascontiguousarray(program.gain.T) / self.gain_unit
         self.gain[~self.runs] = 0.0
+        self.least_value = max(program.unit / self.gain_unit, 1e-12)
         level = np.where(program.demands, program.level / self.row, 0.0)
         self.floor = np.where(program.demands, program.floor / self.row, 0.0)
         self.has_level = bool(program.level_weight)
@@ -283,7 +294,7 @@ def _is_near(p: _Scaled, at: _Point) -> bool:
     """Whether a look at the true gap is worth its time."""
     number = float(p.count @ (p.runs.sum(axis=0) + 1.0 + p.demands)) + len(p.capacity)
     value = abs(at.z) if p.has_level else float((p.gain * at.x).sum(axis=0) @ p.count)
-    return _mean_product(p, at) * number < 1e-6 * max(abs(value), 1e-12)
+    return _mean_product(p, at) * number < 1e-6 * max(abs(value), p.least_value)
 
 
 def _read(program: Program, p: _Scaled, at: _Point, iteration: int) -> Solution:
@@ -298,7 +309,7 @@ def _read(program: Program, p: _Scaled, at: _Point, iteration: int) -> Solution:
         z=z,
         objective=objective,
         bound=bound,
-        gap=max(abs(bound - objective) / max(abs(objective), abs(bound), _TINY), broken),
+        gap=max(gap_between(program, objective, bound), broken),
         job_prices=y,
         resource_prices=price,
         method=f"structured interior point, {iteration} iterations",

@@ -28,7 +28,8 @@ class Program:
     ``count`` n [rows]; ``rate`` T, ``usage`` S and ``gain`` g [rows, columns]; ``resources`` R
     [resources, columns]; ``capacity`` and ``level_capacity`` e [resources]; ``level`` p and
     ``floor`` b [rows]; ``demands`` [rows] says which rows have a demand; ``level_weight`` gamma
-    is 1 where the program maximises z and 0 otherwise. Rate 0 means: does not run there.
+    is 1 where the program maximises z and 0 otherwise. Rate 0 means: does not run there. Gaps are
+    relative to the objective, or to ``unit`` where that is larger.
     """
 
     count: Floats
@@ -42,6 +43,7 @@ class Program:
     demands: Bools
     level_weight: float
     level_capacity: Floats
+    unit: float = 0.0
 
     def objective(self, x: Floats, z: float) -> float:
         """The objective of time fractions ``x`` [rows, columns] and level ``z``."""
@@ -53,7 +55,8 @@ class Solution:
     """Time fractions ``x`` [rows, columns], level z, and prices that prove how good they are.
 
     ``job_prices`` y [rows] and ``resource_prices`` lambda [resources] are dual values; ``bound``
-    is what they prove, by ``dual_bound``; ``gap`` is its relative distance to the objective.
+    is what they prove, by ``dual_bound``; ``time_prices`` u [rows] complete them where rows share;
+    ``gap`` is its relative distance to the objective.
     """
 
     x: Floats
@@ -62,19 +65,26 @@ class Solution:
     bound: float
     job_prices: Floats
     resource_prices: Floats
+    time_prices: Floats | None = None
     gap: float
     method: str
 
 
-def merge(program: Program) -> tuple[Program, Ints]:
+def merge(program: Program, kind: Ints | None = None) -> tuple[Program, Ints]:
     """Merge rows with the same numbers into one row with their count: exact, by symmetry.
+
+    Args:
+        program: The program; its counts are added up.
+        kind: What else must be equal [rows].
 
     Returns:
         The smaller program, and for each old row the index of its new one.
     """
+    kinds = program.demands if kind is None else kind
     table = np.column_stack(
-        (program.rate, program.usage, program.gain, program.level, program.floor, program.demands)
-    )
+        (program.rate, program.usage, program.gain, program.level, program.floor,
+         program.demands, kinds)
+    )  # fmt: skip
     first: dict[bytes, int] = {}
     row_of = np.fromiter(
         (first.setdefault(row.tobytes(), len(first)) for row in table), np.int64, len(table)
@@ -117,6 +127,11 @@ def dual_bound(
     time = np.maximum(worth.max(axis=1), 0.0)
     bound = program.capacity @ prices + program.count @ (time - y * program.floor)
     return float(bound), y, prices
+
+
+def gap_between(program: Program, objective: float, bound: float) -> float:
+    """Relative distance of an objective to its bound."""
+    return abs(bound - objective) / max(abs(objective), abs(bound), program.unit, 1e-300)
 
 
 def level_of(program: Program, x: Floats) -> float:

@@ -1,0 +1,238 @@
+"""What a policy may ask for, and how each kind of goal becomes linear programs.
+
+A policy names its goal in terms of effective throughputs; nothing here knows any policy.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...schema.errors import InfeasibleError, ProblemError
+from .engine import Outcome, optimise
+from .instance import Instance
+from .program import Bools, Floats
+
+PRECISION = 1e-10
+MAX_CUTS = 60
+# Floors are raised by so much where they have room: rounding then never breaks them.
+FLOOR_MARGIN = 2e-10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaxMin:
+    """Maximise z with throughput_m >= z * ``level_m`` [jobs]; one linear program.
+
+    With ``dollars`` [columns] per second, also z * ``budget`` >= what all jobs cost per second.
+    ``allowed`` [jobs, columns] shuts the other columns.
+    """
+
+    level: Floats
+    dollars: Floats | None = None
+    budget: float = 0.0
+    allowed: Bools | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """Maximise sum over jobs and columns of ``worth`` [jobs, columns] * throughput there.
+
+    ``floor`` [jobs] is the least throughput of each job, 0 where there is none; ``charge``
+    [columns] is taken off for each unit held; ``unit`` is the objective's scale where its
+    optimum may be near 0.
+    """
+
+    worth: Floats
+    floor: Floats | None = None
+    charge: Floats | None = None
+    unit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """Maximise (sum of ``worth`` * throughput) / (sum of dollars per second), with floors."""
+
+    worth: Floats
+    dollars: Floats
+    floor: Floats | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeastCurve:
+    """Minimise the largest of decreasing functions of each job's throughput.
+
+    ``needed(v)`` [jobs] is the throughput at which a job's function equals v, ``value`` the
+    largest function at given throughputs [jobs], ``lowest`` the v below which some job's
+    function cannot be. Solved by cutting planes from the dual: exact, a few linear programs.
+    """
+
+    needed: Callable[[float], Floats]
+    value: Callable[[Floats], float]
+    lowest: float
+
+
+Goal = MaxMin | Total | Ratio | LeastCurve
+
+
+def max_min(instance: Instance, goal: MaxMin) -> Outcome:
+    """Solve a max-min goal."""
+    if goal.allowed is not None:
+        instance = replace(instance, rate=np.where(goal.allowed, instance.rate, 0.0))
+    program = instance.program(level=goal.level)
+    if goal.dollars is not None:
+        program = replace(
+            program,
+            resources=np.vstack((program.resources, goal.dollars)),
+            capacity=np.append(program.capacity, 0.0),
+            level_capacity=np.append(program.level_capacity, goal.budget),
+        )
+    return optimise(instance, program)
+
+
+def total(instance: Instance, goal: Total) -> Outcome:
+    """Solve a total, after making sure that its floors can be met together.
+
+    Raises:
+        InfeasibleError: They cannot; it says which jobs, and by how much.
+    """
+    floor = goal.floor
+    if floor is not None and (floor > 0).any():
+        floor = floor * (1.0 + FLOOR_MARGIN * (_room(instance, floor) > 1e-8))
+    program = instance.program(
+        worth=goal.worth, floor=floor, charge=goal.charge, unit=goal.unit
+    )  # fmt: skip
+    return optimise(instance, program, goal.worth, goal.charge)
+
+
+def _room(instance: Instance, floor: Floats) -> float:
+    """By how much all floors could be raised at once, relative; raises where none is met."""
+    best = instance.rate.max(axis=1)
+    alone = np.flatnonzero(floor > best * (1 + PRECISION))
+    if len(alone) and instance.pair_rate is None:
+        first = alone[0]
+        raise InfeasibleError(
+            f"job {str(instance.ids[first])!r} needs {floor[first]:.6g} steps/s for its SLO, but "
+            f"its fastest devices give {best[first]:.6g} ({len(alone)} such jobs)",
+            hint=f"make its SLO at least {floor[first] / best[first]:.4g} times as long",
+        )
+    found = optimise(instance, instance.program(level=floor))
+    if found.objective < 1.0 - PRECISION:
+        binding = np.flatnonzero(found.job_prices * floor > 1e-6)
+        names = ", ".join(repr(str(instance.ids[i])) for i in binding[:3])
+        raise InfeasibleError(
+            f"the SLOs cannot be met together: at best {100 * found.objective:.6g} % of the "
+            f"throughput they need; {len(binding)} jobs bind ({names})",
+            hint=f"make every SLO {1 / max(found.objective, 1e-12):.6g} times as long, or grow "
+            "the pool",
+        )
+    return found.objective - 1.0
+
+
+def least_curve(instance: Instance, goal: LeastCurve) -> Outcome:
+    """Minimise the largest curve: each program's prices cut off every smaller value.
+
+    Prices y with sum y_m * throughput_m <= h for every allocation (h their dual bound) refute
+    each v with sum y_m * needed_m(v) > h, so the root of that equation is a lower bound.
+    """
+    start = instance.isolated * 0.999
+    upper = goal.value(np.maximum(start, 1e-300))
+    guess, lower = upper, goal.lowest
+    best: Outcome | None = None
+    for cut in range(MAX_CUTS):
+        level = goal.needed(guess)
+        found = optimise(instance, instance.program(level=level))
+        reached = goal.value(found.throughput)
+        if best is None or reached < best.objective:
+            best = replace(found, objective=reached)
+        lower = max(lower, _root(goal, found.job_prices, found.bound, lower, guess))
+        if best.objective - lower <= PRECISION * best.objective:
+            break
+        guess = lower * (1 + PRECISION / 4)
+    assert best is not None
+    return replace(
+        best, bound=lower, gap=(best.objective - lower) / best.objective,
+        method=f"{best.method}; {cut + 1} cuts",
+    )  # fmt: skip
+
+
+def _root(goal: LeastCurve, y: Floats, bound: float, low: float, high: float) -> float:
+    """The v with sum y * needed(v) = bound; needed falls with v. Bisection to the last bit."""
+
+    def excess(v: float) -> float:
+        return float(y @ goal.needed(v)) - bound
+
+    while excess(high) > 0:
+        low, high = high, 2.0 * high
+    for _ in range(200):
+        middle = 0.5 * (low + high)
+        if not low < middle < high:
+            break
+        low, high = (middle, high) if excess(middle) > 0 else (low, middle)
+    return low
+
+
+def ratio(instance: Instance, goal: Ratio) -> Outcome:
+    """Maximise a ratio of linear functions exactly (Dinkelbach's sequence of programs).
+
+    Each program maximises N - q D; its optimum is 0 exactly at the best ratio q. Without
+    floors the optimum is the ratio of the best single columns, and of all allocations that
+    reach it one with the largest numerator is returned.
+
+    Raises:
+        InfeasibleError: The floors cannot be met together.
+    """
+    if goal.floor is None or not (goal.floor > 0).any():
+        return _best_columns(instance, goal)
+    found = total(instance, Total(worth=goal.worth, floor=goal.floor))
+    earned, spent = _earned_and_spent(instance, found, goal)
+    for step in range(1, MAX_CUTS + 1):
+        value = earned / spent
+        found = total(
+            instance,
+            Total(
+                worth=goal.worth, charge=value * goal.dollars, floor=goal.floor, unit=earned
+            ),
+        )  # fmt: skip
+        earned, spent = _earned_and_spent(instance, found, goal)
+        if earned / spent <= value * (1 + PRECISION):
+            break
+    # N <= q D + excess and D >= least for all x, so no ratio passes q + excess / least.
+    least = -total(
+        instance, Total(worth=0 * goal.worth, charge=goal.dollars, floor=goal.floor)
+    ).bound
+    upper = max(value + max(found.bound, 0.0) / least, value)
+    objective = max(value, earned / spent)
+    return replace(
+        found, objective=earned / spent, bound=upper, gap=(upper - objective) / upper,
+        method=f"{found.method}; {step} steps of Dinkelbach",
+    )  # fmt: skip
+
+
+def _earned_and_spent(instance: Instance, found: Outcome, goal: Ratio) -> tuple[float, float]:
+    earned = float((goal.worth * instance.rate * found.x).sum())
+    spent = float((instance.usage * goal.dollars * found.x).sum())
+    if found.pairs is not None and instance.pair_rate is not None:
+        a, b, c, time = found.pairs.a, found.pairs.b, found.pairs.column, found.pairs.time
+        first = instance.pair_rate[instance.kind[a], instance.kind[b], c]
+        second = instance.pair_rate[instance.kind[b], instance.kind[a], c]
+        earned += float((goal.worth[a, c] * first + goal.worth[b, c] * second) @ time)
+        spent += float((instance.usage[a, c] * goal.dollars[c]) @ time)
+    return earned, spent
+
+
+def _best_columns(instance: Instance, goal: Ratio) -> Outcome:
+    if instance.pair_rate is not None:
+        raise ProblemError(
+            "a cost ratio without SLOs does not weigh pairs; leave space sharing out, or use "
+            "min_cost"
+        )
+    each = np.where(instance.rate > 0, goal.worth * instance.rate, 0.0)
+    each = each / (instance.usage * goal.dollars)
+    best = float(each.max())
+    kept = replace(instance, rate=np.where(each >= best * (1 - 1e-12), instance.rate, 0.0))
+    found = optimise(kept, kept.program(worth=goal.worth), goal.worth)
+    earned, spent = _earned_and_spent(instance, found, goal)
+    return replace(
+        found, objective=earned / spent, bound=best, gap=max(0.0, 1 - earned / spent / best),
+        method="the columns of the best ratio",
+    )  # fmt: skip

@@ -1,0 +1,24 @@
+"""First in, first out, each job on its fastest type (thesis 5.4.2); jobs stand in that order."""
+
+import numpy as np
+
+from ..goals import Total
+from ..instance import Instance
+from ..policy import Policy
+from ..program import Floats
+
+
+def in_order(jobs: Instance, place: Floats) -> Floats:
+    """(M - place) / throughput on the fastest type [jobs, 1]."""
+    return ((jobs.num_jobs - place) / jobs.rate.max(axis=1))[:, None] + 0.0 * jobs.rate
+
+
+POLICIES = (
+    Policy(
+        name="fifo",
+        title="first in, first out",
+        sense="max",
+        unit="weighted normalised throughput",
+        goal=lambda jobs: Total(worth=in_order(jobs, np.arange(jobs.num_jobs, dtype=float))),
+    ),
+)

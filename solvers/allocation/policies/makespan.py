@@ -1,0 +1,51 @@
+"""Finish all jobs as soon as possible (thesis 5.4.2), also within a budget (6.4.3).
+
+With z = 1 / makespan both are one linear program; no search over the makespan is needed.
+"""
+
+import numpy as np
+
+from ....schema.errors import InfeasibleError, ProblemError
+from ..goals import MaxMin
+from ..instance import Instance
+from ..policy import Policy, inverse
+from .cost import priced
+
+BUDGET_MARGIN = 1e-9  # the budget is kept to the last bit after rounding
+
+
+def _within_budget(jobs: Instance) -> MaxMin:
+    if jobs.budget_dollars is None:
+        raise ProblemError("makespan_budget needs a budget", hint="give budget_dollars")
+    dollars = priced(jobs) / 3600.0
+    with np.errstate(divide="ignore"):
+        each = np.where(jobs.rate > 0, jobs.usage * dollars / jobs.rate, np.inf).min(axis=1)
+    least = float(each @ jobs.steps)
+    if least > jobs.budget_dollars * (1 - 2 * BUDGET_MARGIN):
+        raise InfeasibleError(
+            f"a budget of {jobs.budget_dollars:.6g} dollars cannot finish the jobs: on the "
+            f"cheapest devices they cost {least:.6g}",
+            hint=f"raise the budget above {least:.6g} dollars",
+        )
+    budget = jobs.budget_dollars * (1 - BUDGET_MARGIN)
+    return MaxMin(level=jobs.steps, dollars=dollars, budget=budget)
+
+
+POLICIES = (
+    Policy(
+        name="makespan",
+        title="least time to finish all jobs",
+        sense="min",
+        unit="seconds",
+        goal=lambda jobs: MaxMin(level=jobs.steps),
+        report=inverse,
+    ),
+    Policy(
+        name="makespan_budget",
+        title="least time to finish all jobs within a budget",
+        sense="min",
+        unit="seconds",
+        goal=_within_budget,
+        report=inverse,
+    ),
+)
