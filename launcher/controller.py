@@ -1,7 +1,6 @@
 """One controller a host: starts the workers, watches them, and writes what happened."""
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -10,12 +9,11 @@ from typing import Any
 
 from ..runtime.record import Status, WorkerReport, assemble
 from ..schema import files
-from ..schema.errors import HetflowError
 from ..schema.run import RunEvent, RunRecord
 from .devices import Seat, crowding, seat_workers
 from .failures import Failure, first_cause, interruption, tail_of
 from .hosts import Alone, Together
-from .request import LaunchRequest, check_script, make_folder
+from .request import LaunchRequest, check_folder, check_script, make_folder
 from .spawn import Meeting, WorkerCommand, worker_commands
 from .supervise import Signals, Workers
 
@@ -67,7 +65,7 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
         HetflowError: The script, the folder or the devices do not fit the plan.
     """
     check_script(request.script)
-    _check_folder(request)
+    check_folder(request.folder, force=request.force)
     if request.rendezvous is None:
         seat_workers(request.config.workers, request.config)
     began = time.monotonic()
@@ -80,8 +78,7 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
         workers = Workers(request.folder, stdout_to_stderr=request.stdout_to_stderr)
         failure = _train(request, hosts, workers, signals, warn)
         reports = [] if failure or not hosts.is_first else hosts.reports()
-        if failure and isinstance(hosts, Together):
-            hosts.linger()
+        hosts.leave()
     record = _record(request, failure, reports, time.monotonic() - began)
     if hosts.is_first and request.folder.is_dir():
         files.write(request.folder / "run.json", record, force=True)
@@ -93,13 +90,10 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
     return record if hosts.is_first else None
 
 
-def _check_folder(request: LaunchRequest) -> None:
-    make_folder(request.folder, force=request.force)
-    shutil.rmtree(request.folder / "logs", ignore_errors=True)
-    (request.folder / "logs").mkdir()
+def _fill_folder(request: LaunchRequest) -> None:
+    make_folder(request.folder)
     files.write(request.folder / "plan.json", request.plan, force=True)
     files.write(request.folder / "launch.json", request.config, force=True)
-    (request.folder / "run.json").unlink(missing_ok=True)
 
 
 def _train(
@@ -117,14 +111,16 @@ def _train(
         crowded = crowding(slots, request.config)
         if crowded:
             warn(crowded)
+        _fill_folder(request)
         workers.start(_commands(request, seats, meeting))
         hosts.started()
         failure = _supervise(hosts, workers, signals) or hosts.wait_for_others(watch)
     except _Interrupted:
         failure = interruption(signals.received or 2)
-    except HetflowError as error:
+    except BaseException:
         workers.stop(signals)
-        raise error
+        hosts.leave()
+        raise
     if failure is not None:
         failure = hosts.tell_failure(failure)
     workers.stop(signals)

@@ -37,7 +37,8 @@ class Failure:
             return self.error
         who = f"worker {self.rank} ({self.device_type}"
         where = f" on {self.host})" if self.host and self.host != socket.gethostname() else ")"
-        return f"{who}{where} {_manner(self.exit_code)}: {self.error}"
+        said = f": {self.error}" if self.error else ""
+        return f"{who}{where} {_manner(self.exit_code)}{said}"
 
     def to_text(self) -> str:
         """The failure as it travels through the store."""
@@ -51,6 +52,8 @@ class Failure:
     def as_error(self) -> LaunchError:
         """The error that ends the command, with the worker's own exit code."""
         hint = f"its whole output: {self.log}" if self.log else None
+        if self.exit_code == 128 + signal.SIGKILL and not self.interrupted:
+            hint = f"if you did not kill it, the host may be out of memory; {hint}"
         return LaunchError(self.sentence(), hint=hint, exit_code=self.exit_code)
 
 
@@ -71,7 +74,7 @@ def failure_of(rank: int, device_type: str, returncode: int, described: Path, lo
     code = exit_code_of(returncode)
     return Failure(
         exit_code=code,
-        error=own.get("error") or last_line(log) or "no message",
+        error=own.get("error") or last_line(log),
         rank=rank,
         device_type=device_type,
         host=socket.gethostname(),

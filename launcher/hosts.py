@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import socket
 import struct
 import threading
@@ -28,6 +29,7 @@ from .spawn import Meeting
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
+FAREWELL_SECONDS = 4.0
 _SIOCGIFADDR = 0x8915
 
 Watch = Callable[[], None]
@@ -87,6 +89,9 @@ class Alone:
     def wait_for_others(self, watch: Watch) -> Failure | None:
         """Nobody to wait for."""
         return None
+
+    def leave(self) -> None:
+        """Nobody to leave."""
 
     def reports(self) -> list[WorkerReport]:
         """What the workers measured."""
@@ -242,10 +247,18 @@ class Together:
             time.sleep(0.05)
         return None
 
-    def linger(self) -> None:
-        """After a failure node 0 keeps the store until the others have read it."""
-        if self.is_first and self._store is not None:
-            time.sleep(3 * BEAT_SECONDS)
+    def leave(self) -> None:
+        """Say goodbye. Node 0 keeps the store a little until the others have read why."""
+        if self._store is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"left/{self._place.node_rank}", "1")
+            others = [f"left/{node}" for node in range(self._place.num_nodes)]
+            deadline = time.monotonic() + FAREWELL_SECONDS
+            while self.is_first and not self._store.check(others):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.05)
 
     def reports(self) -> list[WorkerReport]:
         """What all workers measured; for node 0."""
@@ -290,10 +303,9 @@ def _shortage(config: LaunchConfig, devices: Sequence[dict[str, int]], name: str
 
 
 def _hold_store(listening: socket.socket) -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+    store_class = _tcp_store_class()
     host, port = listening.getsockname()[:2]
-    return TCPStore(
+    return store_class(
         host,
         port,
         world_size=None,
@@ -305,11 +317,22 @@ def _hold_store(listening: socket.socket) -> Any:
     )
 
 
-def _join_store(host: str, port: int, timeout_seconds: float) -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+def _tcp_store_class() -> Any:
+    """Import torch with its C++ warnings off: a lost connection is ours to report."""
+    before = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    finally:
+        if before is None:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+    return TCPStore
 
+
+def _join_store(host: str, port: int, timeout_seconds: float) -> Any:
+    store_class = _tcp_store_class()
     limit = timedelta(seconds=timeout_seconds)
-    return TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
+    return store_class(host, port, None, False, timeout=limit, wait_for_workers=False)
 
 
 def _prefixed(store: Any) -> Any:

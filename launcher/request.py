@@ -1,6 +1,7 @@
 """What a launch is asked to do, and the folder it writes to."""
 
 import re
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,15 +111,25 @@ def default_folder(model: str) -> Path:
     return folder
 
 
-def make_folder(folder: Path, *, force: bool) -> None:
-    """Make the run's folder and its ``logs``.
+def check_folder(folder: Path, *, force: bool) -> None:
+    """Refuse a run folder that holds something already, unless forced.
 
     Raises:
-        FileError: It holds something already and ``force`` is off, or it cannot be made.
+        FileError: It is a file, or not empty and ``force`` is off.
     """
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not force):
         raise FileError(f"{folder}: exists already", hint="give --force, or another --output")
+
+
+def make_folder(folder: Path) -> None:
+    """Make the run's folder with empty ``logs``; an earlier run's record and logs go.
+
+    Raises:
+        FileError: It cannot be made.
+    """
     try:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        (folder / "run.json").unlink(missing_ok=True)
+        shutil.rmtree(folder / "logs", ignore_errors=True)
+        (folder / "logs").mkdir(parents=True)
     except OSError as error:
         raise FileError(f"{folder}: cannot be made: {error.strerror}") from None

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ..schema.launch import VirtualNode
 
@@ -31,6 +32,9 @@ class _Slot:
         self.own: dict[int, Tensor] = {}
         self.left = value
         self.version = value._version
+        # Batch-norm's kernels write its statistics without counting it as a write.
+        self.writes_silently = False
+        self.checked = False
 
     def current(self) -> Tensor:
         module, key = self.owners[0]
@@ -46,6 +50,15 @@ class _Slot:
     def was_written(self) -> bool:
         current = self.current()
         return current is not self.left or current._version != self.version
+
+    def was_changed_by_pass(self) -> bool:
+        if not self.checked:
+            # Other code may do as batch-norm does: the first pass is judged by the values.
+            self.checked = True
+            current = self.current()
+            same = current.shape == self.base.shape and torch.equal(current, self.base)
+            self.writes_silently = self.writes_silently or not same
+        return self.writes_silently or self.was_written()
 
     def value_of(self, node: int) -> Tensor:
         return self.own.get(node, self.base)
@@ -84,7 +97,7 @@ class VirtualNodeBuffers:
     def save(self, node: int) -> None:
         """Keep what a virtual node's pass changed."""
         for slot in self._slots:
-            if not slot.was_written():
+            if not slot.was_changed_by_pass():
                 continue
             current = slot.current()
             current = current.detach() if current.requires_grad else current
@@ -153,4 +166,5 @@ def _find_slots(model: nn.Module) -> list[_Slot]:
             name = f"{prefix}.{key}" if prefix else key
             slot = slots.setdefault(id(value), _Slot(name, value))
             slot.owners.append((module, key))
+            slot.writes_silently = slot.writes_silently or isinstance(module, _NormBase)
     return list(slots.values())

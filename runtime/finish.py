@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..schema import files
 from ..schema.errors import FileError
 from .digest import digest_of
-from .group import Place
+from .group import Place, leave
 from .measurements import peak_memory_bytes
 from .record import WorkerReport, assemble, parse_report, report_text
 from .setup import final_tensors
@@ -31,10 +31,15 @@ class Outcome:
     """How the script of this process is ending: set by the excepthook, or by runtime/worker.py."""
 
     failed = False
+    hooked = False
 
 
 def at_exit(job: "Job") -> None:
     """Finish the job when the interpreter ends, unless the script failed."""
+    atexit.register(_end, job)
+    if Outcome.hooked:
+        return
+    Outcome.hooked = True
     before = sys.excepthook
 
     def failed(
@@ -44,7 +49,6 @@ def at_exit(job: "Job") -> None:
         before(kind, error, traceback)
 
     sys.excepthook = failed
-    atexit.register(_end, job)
 
 
 def _end(job: "Job") -> None:
@@ -67,8 +71,8 @@ def finish(job: "Job") -> None:
     if place.start.config is not None:
         _publish(job, _report(job))
     job._reducer.close()
-    if place.owns_group and dist.is_initialized():
-        dist.destroy_process_group()
+    if place.start.config is not None:
+        leave()
 
 
 def _meet(place: Place) -> None:

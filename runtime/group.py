@@ -4,7 +4,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,12 +28,27 @@ class Place:
     rank: int = 0
     world_size: int = 1
     store: Store | None = None
-    owns_group: bool = field(default=False)
 
     @property
     def distributed(self) -> bool:
         """Whether there is anyone to talk to."""
         return self.world_size > 1
+
+
+class _Jobs:
+    """The jobs of this process share one process group; the last to leave destroys it."""
+
+    opened = 0
+    left = 0
+    own_group = False
+
+
+def leave() -> None:
+    """End one job's use of the process group."""
+    _Jobs.left += 1
+    if _Jobs.own_group and _Jobs.left >= _Jobs.opened and dist.is_initialized():
+        dist.destroy_process_group()
+        _Jobs.own_group = False
 
 
 def join(start: Start, device: torch.device | None = None) -> Place:
@@ -49,6 +64,7 @@ def join(start: Start, device: torch.device | None = None) -> Place:
     if start.config is None:
         return Place(start=start, slot=None, device=device or torch.device("cpu"))
     store = _connect(start) if start.address else None
+    _Jobs.opened += 1
     if start.world_size == 1:
         slot = start.config.workers[0]
         return Place(start=start, slot=slot, device=_device_of(slot, start, device), store=store)
@@ -59,7 +75,7 @@ def join(start: Start, device: torch.device | None = None) -> Place:
         )
     slot = start.config.workers[_slot_of(start, store)]
     chosen = _device_of(slot, start, device)
-    owns = _init_group(slot.rank, chosen, start, store)
+    _init_group(slot.rank, chosen, start, store)
     return Place(
         start=start,
         slot=slot,
@@ -67,7 +83,6 @@ def join(start: Start, device: torch.device | None = None) -> Place:
         rank=slot.rank,
         world_size=start.world_size,
         store=store,
-        owns_group=owns,
     )
 
 
@@ -84,7 +99,9 @@ def _connect(start: Start) -> Store:
         wait_for_workers=False,
     )
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"hetflow/{restarts}", store)
+    # The launcher reads the first job's keys; a script that prepares two models has two jobs.
+    job = f"/job{_Jobs.opened}" if _Jobs.opened else ""
+    return PrefixStore(f"hetflow/{restarts}{job}", store)
 
 
 def _slot_of(start: Start, store: Store) -> int:
@@ -143,8 +160,8 @@ def _cuda_index(start: Start) -> int | None:
     return start.local_rank if start.local_rank < number else 0
 
 
-def _init_group(rank: int, device: torch.device, start: Start, store: Store) -> bool:
-    """Initialise the default group unless the script has; say whether it is ours."""
+def _init_group(rank: int, device: torch.device, start: Start, store: Store) -> None:
+    """Initialise the default group, unless an earlier job or the script has."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
@@ -153,7 +170,7 @@ def _init_group(rank: int, device: torch.device, start: Start, store: Store) -> 
                 "the script initialised torch.distributed with other ranks than the plan's",
                 hint="call hf.prepare first, and leave init_process_group out",
             )
-        return False
+        return
     store.set(f"device/{rank}", json.dumps(_identity(device)))
     identities = _read_all(store, "device", start.world_size)
     dist.init_process_group(
@@ -164,7 +181,7 @@ def _init_group(rank: int, device: torch.device, start: Start, store: Store) -> 
         timeout=timedelta(seconds=start.timeout_seconds),
         device_id=device if device.type == "cuda" else None,
     )
-    return True
+    _Jobs.own_group = True
 
 
 def choose_backend(identities: Sequence[str | None]) -> str:

@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
     except BaseException as error:
         code[0] = 130 if isinstance(error, KeyboardInterrupt) else 1
         _mark_failed(error, code[0])
-        _print_as_python_does(error)
+        _print(error)
     if code[0]:
         sys.exit(code[0])
 
@@ -89,11 +89,18 @@ def _mark_failed(error: BaseException, code: int) -> None:
     if path:
         described: dict[str, Any] = {
             "at_seconds": time.monotonic(),
-            "error": "".join(traceback.format_exception_only(error)).strip(),
+            "error": _described(error),
+            "traceback": "".join(traceback.format_exception(error)),
             "exit_code": code,
             "lost_peer": _is_lost_peer(error),
         }
         Path(path).write_text(json.dumps(described), encoding="utf-8")
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, str) else f"sys.exit({error.code})"
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 def _is_lost_peer(error: BaseException) -> bool:
@@ -104,8 +111,15 @@ def _is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _PEER_LOST)
 
 
-def _print_as_python_does(error: BaseException) -> None:
-    """The script's own traceback, without the frames of this module."""
+def _print(error: BaseException) -> None:
+    """The script's own traceback, as Python prints it, without the frames of this module.
+
+    A worker that only lost its peers says so in a line: the cause is told by another.
+    """
+    if os.environ.get(FAILURE) and _is_lost_peer(error):
+        rank = os.environ.get("RANK")
+        sys.stderr.write(f"hetflow: worker {rank} stops: it lost another worker\n")
+        return
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
         frames = frames.tb_next
