@@ -1,0 +1,142 @@
+"""Measuring in a process that may die: real processes, a tiny model, tiny memory."""
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hetflow.profilers import emulated
+from hetflow.profilers.batch_curve import CurveLimits, measure_curve
+from hetflow.profilers.measurer import Measurer
+from hetflow.profilers.process import Child
+from hetflow.profilers.targets import parse
+from hetflow.profilers.timing import RepeatPolicy
+from hetflow.schema.errors import TargetError
+
+SOURCE = """
+import os
+import torch
+from torch import nn
+
+def small():
+    print("chatter on stdout")
+    return nn.Linear(8, 8), lambda n: torch.randn(n, 8), lambda model, x: model(x).sum()
+
+def hungry():
+    # 16 MiB a sample, and as much for its gradient.
+    loss = lambda model, x: (model(x).sum() * torch.ones(len(x), 1 << 22)).sum()
+    return nn.Linear(8, 8), lambda n: torch.randn(n, 8), loss
+
+def huge():
+    return nn.Linear(1 << 20, 1 << 20), len, len
+
+def dies():
+    os.abort()
+
+def killed_later():
+    def loss(model, x):
+        if len(x) > 2:
+            os.kill(os.getpid(), 9)
+        return model(x).sum()
+    return nn.Linear(8, 8), lambda n: torch.randn(n, 8), loss
+
+def slow():
+    import time
+    time.sleep(600)
+
+def loss_raises():
+    return nn.Linear(8, 8), lambda n: torch.randn(n, 9), lambda model, x: model(x).sum()"""
+POLICY = RepeatPolicy(max_repeats=4, budget_seconds=0.5)
+LIMITS = CurveLimits(repeats=POLICY, budget_seconds=30.0)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(SOURCE, encoding="utf-8")
+    return path
+
+
+def measurer(file: Path, factory: str, memory: int = 2 << 30, seconds: float = 60.0) -> Measurer:
+    target = parse(f"{file}:{factory}")
+    return Measurer(
+        target, device="cpu", memory_bytes=memory, optimizer="sgd", answer_seconds=seconds
+    )
+
+
+def test_a_small_model_is_measured_updated_and_held(file: Path) -> None:
+    with measurer(file, "small") as measure:
+        first = measure.measure(4, POLICY)
+        assert first is not None
+        assert first.timing.median_seconds > 0
+        assert first.peak_memory_bytes > 1 << 20
+        assert measure.facts["weight_bytes"] == (8 * 8 + 8) * 4
+        assert measure.facts["torch_threads"] == 1
+        assert measure.measure_update(4, POLICY).median_seconds > 0
+        table = emulated.stretched(
+            measure_curve(lambda size: measure.measure(size, POLICY),
+                          CurveLimits(sizes=(4,)), time.monotonic).points,
+            0.001,
+        )  # fmt: skip
+        (held,) = emulated.verify(measure, table, budget_seconds=1.0)
+    # Never faster than stated; slower only by what the machine's other work takes away.
+    assert held.measured.high_seconds >= held.table_seconds
+    assert held.error > -0.01
+
+
+def test_memory_ends_a_curve_in_the_child_and_it_goes_on_after(file: Path) -> None:
+    limits = CurveLimits(repeats=RepeatPolicy(max_repeats=1, min_repeats=1), sizes=(1, 5, 256))
+    with measurer(file, "hungry", memory=2 << 30) as measure:
+        curve = measure_curve(
+            lambda size: measure.measure(size, limits.repeats), limits, time.monotonic
+        )
+        assert curve.stopped == "out of memory"
+        assert curve.out_of_memory_batch_size == 256
+        peaks = [result.peak_memory_bytes for result in curve.results]
+        assert peaks[1] - peaks[0] >= 4 * (12 << 20)
+        assert measure.measure_update(1, POLICY).repeats >= 1
+
+
+def test_being_killed_at_a_larger_size_is_recorded_as_memory(file: Path) -> None:
+    with measurer(file, "killed_later") as measure:
+        curve = measure_curve(lambda size: measure.measure(size, POLICY), LIMITS, time.monotonic)
+    assert curve.out_of_memory_batch_size == 3
+    assert measure.death == "SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        ("huge", "does not fit the device's memory at batch size 1"),
+        ("dies", r"the measuring process died \(SIGABRT\)"),
+        ("loss_raises", "mine.py:.*: loss raised RuntimeError: mat1 and mat2"),
+    ],
+)
+def test_faults_of_the_model_are_one_line(file: Path, factory: str, said: str) -> None:
+    with measurer(file, factory) as measure, pytest.raises(TargetError, match=said):
+        measure_curve(lambda size: measure.measure(size, POLICY), LIMITS, time.monotonic)
+
+
+def test_a_model_that_hangs_is_given_up(file: Path) -> None:
+    with (
+        measurer(file, "slow", seconds=0.5) as measure,
+        pytest.raises(TargetError, match="no answer within"),
+    ):
+        measure.measure(1, POLICY)
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    with Child() as process:
+        yield process
+
+
+def test_no_process_is_left_behind(child: Child) -> None:
+    number = child._process.pid
+    child.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(number, 0)
+    with pytest.raises(ValueError, match="closed file"):
+        child.send("load")
