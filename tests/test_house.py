@@ -14,16 +14,17 @@ ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
     "schema": set(),
     "costs": {"schema"},
-    "checks": {"schema", "costs"},
-    "solvers": {"schema", "costs"},
-    "runtime": {"schema"},
+    "schedules": {"schema"},
+    "checks": {"schema", "costs", "schedules"},
+    "solvers": {"schema", "costs", "schedules"},
+    "runtime": {"schema", "schedules"},
     "profilers": {"schema", "runtime"},
     "launcher": {"schema", "runtime"},
-    "reports": {"schema"},
+    "reports": {"schema", "schedules"},
     "examples": {"runtime", "profilers"},
     "cli": {
-        "schema", "costs", "checks", "solvers", "runtime", "profilers", "launcher", "reports",
-        "examples",
+        "schema", "costs", "schedules", "checks", "solvers", "runtime", "profilers", "launcher",
+        "reports", "examples",
     },
 }  # fmt: skip
 TORCH_AT_IMPORT = {"runtime", "examples"}

@@ -1,0 +1,69 @@
+"""What a rank holds while it works through its list: activations and weight versions."""
+
+from collections.abc import Sequence
+
+from .operations import DIFFERENTIATING, FREEING, PASSES, Kind, Operation, Schedule
+
+
+def peak_in_flight(schedule: Schedule, *, until_weight_gradient: bool = True) -> tuple[int, ...]:
+    """[ranks] the most (stage, microbatch) pairs whose activations a rank holds.
+
+    Args:
+        schedule: The schedule.
+        until_weight_gradient: Count activations until the weight gradient is done; otherwise
+            until the gradient of the input is, as papers on split backward passes also do.
+    """
+    freeing = FREEING if until_weight_gradient else DIFFERENTIATING
+    return tuple(_peak(operations, freeing, None) for operations in schedule.ranks)
+
+
+def peak_activation_bytes(schedule: Schedule, activation_bytes: Sequence[int]) -> tuple[int, ...]:
+    """[ranks] the most bytes of activations a rank holds at once.
+
+    Args:
+        schedule: The schedule.
+        activation_bytes: [stages] bytes kept from one microbatch's forward to its backward pass.
+    """
+    return tuple(_peak(operations, FREEING, activation_bytes) for operations in schedule.ranks)
+
+
+def _peak(
+    operations: Sequence[Operation], freeing: frozenset[Kind], weights: Sequence[int] | None
+) -> int:
+    held = peak = 0
+    for operation in operations:
+        weight = 1 if weights is None else weights[operation.stage]
+        if operation.kind is Kind.FORWARD:
+            held += weight
+            peak = max(peak, held)
+        elif operation.kind in freeing:
+            held -= weight
+    return peak
+
+
+def peak_weight_versions(schedule: Schedule) -> tuple[int, ...]:
+    """[ranks] the most versions of one stage's weights that a rank must hold at once.
+
+    A version is held from the update that writes it until a newer one exists and no later pass
+    of the rank reads it.
+    """
+    return tuple(
+        max((_versions(operations, stage) for stage in stages), default=0)
+        for operations, stages in zip(schedule.ranks, schedule.stages_of_rank, strict=True)
+    )
+
+
+def _versions(operations: Sequence[Operation], stage: int) -> int:
+    mine = [op for op in operations if op.stage == stage and op.weight_version is not None]
+    last_read = {op.weight_version: at for at, op in enumerate(mine) if op.kind in PASSES}
+    live, latest, peak = {0}, 0, 1
+    for at, operation in enumerate(mine):
+        if operation.kind is Kind.UPDATE and operation.weight_version is not None:
+            if last_read.get(latest, -1) < at:
+                live.discard(latest)
+            latest = operation.weight_version
+            live.add(latest)
+            peak = max(peak, len(live))
+        elif last_read[operation.weight_version] == at and operation.weight_version != latest:
+            live.discard(operation.weight_version or 0)
+    return peak

@@ -1,0 +1,98 @@
+"""Schedules in the papers' short hand: one line a rank, ``F0 F1 BW0 ...``.
+
+``F`` is a forward pass, ``BW`` a whole backward pass, ``B`` and ``W`` its two parts; the number
+is the microbatch, and ``.s`` names the stage where a rank holds several. ``F3&BW1`` are two
+passes that overlap.
+"""
+
+import re
+from collections.abc import Sequence
+
+from ..schema.errors import ProblemError
+from .assemble import Order, Pass, Placement, assemble
+from .operations import PASSES, Kind, Operation, Schedule
+
+_LETTERS = {
+    "F": Kind.FORWARD,
+    "BW": Kind.BACKWARD,
+    "B": Kind.BACKWARD_INPUT,
+    "W": Kind.BACKWARD_WEIGHT,
+}
+_NAMES = {kind: letters for letters, kind in _LETTERS.items()}
+_PASS = re.compile(r"(F|BW|B|W)(\d+)(?:\.(\d+))?")
+
+
+def pass_name(kind: Kind, microbatch: int, stage: int | None = None) -> str:
+    """One pass in short hand: ``BW3`` or ``BW3.5``."""
+    return f"{_NAMES[kind]}{microbatch}" + ("" if stage is None else f".{stage}")
+
+
+def to_text(schedule: Schedule) -> tuple[str, ...]:
+    """[ranks] the passes of a schedule in short hand; overlapped pairs are joined by &."""
+    lines = []
+    for operations, stages in zip(schedule.ranks, schedule.stages_of_rank, strict=True):
+        words: list[str] = []
+        for at, operation in enumerate(operations):
+            if operation.kind not in PASSES:
+                continue
+            stage = operation.stage if len(stages) > 1 else None
+            word = pass_name(operation.kind, operation.microbatch, stage)
+            if is_overlapped(operations, at):
+                words[-1] += f"&{word}"
+            else:
+                words.append(word)
+        lines.append(" ".join(words))
+    return tuple(lines)
+
+
+def is_overlapped(operations: Sequence[Operation], at: int) -> bool:
+    """Whether a pass forms an overlapped pair with the pass right before it.
+
+    It does where its gradient is received before the other starts, or the other's result is sent
+    only after it.
+    """
+    before, operation = operations[at - 1], operations[at]
+    if at == 0 or before.kind is not Kind.FORWARD or operation.kind is not Kind.BACKWARD:
+        return False
+    needs = (Kind.RECEIVE_GRADIENT, operation.stage, operation.microbatch)
+    makes = (Kind.SEND_ACTIVATION, before.stage, before.microbatch)
+    around = [(op.kind, op.stage, op.microbatch) for op in operations[max(0, at - 3) : at + 3]]
+    return needs in around[: at - max(0, at - 3)] or makes in around[at - max(0, at - 3) :]
+
+
+def from_text(
+    name: str, lines: Sequence[str], *, placement: Placement, num_microbatches: int
+) -> Schedule:
+    """Read a flushing schedule of one's own from short hand.
+
+    Nothing is promised about it; ask `validate` whether it works.
+
+    Args:
+        name: What to call it.
+        lines: [ranks] the passes of each rank.
+        placement: [stages] the ranks that hold each stage.
+        num_microbatches: How many there are.
+
+    Raises:
+        ProblemError: A word that is no pass, or a stage that must be named and is not.
+    """
+    slots = [
+        [tuple(_read(word, rank, placement) for word in pair.split("&")) for pair in line.split()]
+        for rank, line in enumerate(lines)
+    ]
+    order = Order(placement=placement, slots=slots, num_microbatches=num_microbatches)
+    return assemble(name, order)
+
+
+def _read(word: str, rank: int, placement: Placement) -> Pass:
+    match = _PASS.fullmatch(word)
+    if match is None:
+        raise ProblemError(f"rank {rank}: {word!r} is no pass; write F0, BW0, B0 or W0")
+    letters, microbatch, stage = match.groups()
+    held = [number for number, ranks in enumerate(placement) if rank in ranks]
+    if stage is None and len(held) != 1:
+        raise ProblemError(
+            f"rank {rank}: {word!r} names no stage but the rank holds {len(held)}; "
+            f"write {word}.STAGE"
+        )
+    return _LETTERS[letters], held[0] if stage is None else int(stage), int(microbatch)

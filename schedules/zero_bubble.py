@@ -1,0 +1,69 @@
+"""ZB-H1 and ZB-H2: backward passes split so that weight gradients fill the bubble.
+
+Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024). The backward pass is split into the
+gradient of the input (B), which others wait for, and that of the weights (W), which nobody does.
+H1 holds no more activations than 1F1B does on its first rank. H2 holds twice as many, counting an
+activation half when its B is done, and leaves no bubble on a rank's own span where F, B and W
+take equally long.
+"""
+
+from collections.abc import Callable
+
+from ..schema.errors import ProblemError
+from .assemble import Slot
+from .operations import Kind, Schedule
+from .parallel import Pipeline, parallel_pipelines
+from .shape import PipelineShape
+from .zero_bubble_search import search
+
+
+def h1(shape: PipelineShape) -> Schedule:
+    """ZB-H1: 1F1B whose weight gradients lag behind by the rank's place in the pipeline."""
+    p = shape.pipeline_parallel_size
+    return _build("zb-h1", shape, lambda m: _handcrafted(p, m), p)
+
+
+def h2(shape: PipelineShape) -> Schedule:
+    """ZB-H2: more forward passes in the startup, twice the activations, no bubble in the span.
+
+    The order is searched for as the paper's heuristic does, for F = B = W.
+    """
+    p = shape.pipeline_parallel_size
+    return _build("zb-h2", shape, lambda m: search(p, m, max_in_flight=2 * p), 4 * p)
+
+
+def _build(
+    name: str, shape: PipelineShape, one_pipeline: Callable[[int], Pipeline], most_in_flight: int
+) -> Schedule:
+    shape.one_chunk(name)
+    count, p = shape.parallel_pipelines(name), shape.pipeline_parallel_size
+    if shape.num_microbatches < count * p:
+        raise ProblemError(
+            f"{name} needs at least {p} microbatches in each pipeline, got "
+            f"{shape.num_microbatches // count}",
+            hint="use 1f1b for few microbatches",
+        )
+    most = -(-shape.num_microbatches // count)
+    return parallel_pipelines(
+        name,
+        shape,
+        positions=range(p),
+        one_pipeline=one_pipeline,
+        max_in_flight=[min(most_in_flight, most)] * p,
+    )
+
+
+def _handcrafted(p: int, m: int) -> list[list[Slot]]:
+    pipeline = []
+    for position in range(p):
+        ahead = p - position
+        slots: list[Slot] = [((Kind.FORWARD, position, k),) for k in range(ahead)]
+        for k in range(m):
+            slots.append(((Kind.BACKWARD_INPUT, position, k),))
+            if k >= position:
+                slots.append(((Kind.BACKWARD_WEIGHT, position, k - position),))
+            if k + ahead < m:
+                slots.append(((Kind.FORWARD, position, k + ahead),))
+        slots += [((Kind.BACKWARD_WEIGHT, position, k),) for k in range(m - position, m)]
+        pipeline.append(slots)
+    return pipeline
