@@ -58,7 +58,7 @@ class Measurer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stop()
+        self.release()
 
     def measure(self, batch_size: int, policy: RepeatPolicy) -> SizeResult | None:
         """Measure one batch size; None where it does not fit the device's memory.
@@ -71,7 +71,7 @@ class Measurer:
             answer = self._ask("measure", batch_size=batch_size, policy=asked)
         except MemoryError:
             # What it has left behind (a half-built graph, fragments) must not count later.
-            self._stop()
+            self.release()
             return None
         self._measured_any = True
         return SizeResult(timing=Timing(**answer.pop("timing")), **answer)
@@ -103,7 +103,7 @@ class Measurer:
             self._child.send(operation, **values)
             return self._child.receive(self._answer_seconds)
         except ChildDied as death:
-            self._stop()
+            self.release()
             raise self._explained(death) from None
 
     def _explained(self, death: ChildDied) -> Exception:
@@ -120,7 +120,8 @@ class Measurer:
         words = death.said or "it said nothing"
         return TargetError(f"the measuring process died ({death.how}): {words}")
 
-    def _stop(self) -> None:
+    def release(self) -> None:
+        """End the process and free what it holds; the next measurement starts another."""
         child, self._child = self._child, None
         if child is not None:
             child.stop()

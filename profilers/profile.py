@@ -4,6 +4,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -67,19 +68,26 @@ def profile_target(
         TargetError: The workload is at fault, or does not fit a device at its first size.
     """
     bases: dict[str, _Base] = {}
+    measurers: dict[str, Measurer] = {}
     profiles = []
-    for request in requests:
-        with Measurer(
-            target,
-            device=request.torch_device,
-            memory_bytes=request.local.memory_bytes,
-            optimizer=options.optimizer,
-        ) as measurer:
-            if request.torch_device not in bases:
-                bases[request.torch_device] = _measure(target, request, options, measurer, progress)
-            base = bases[request.torch_device]
+    with ExitStack() as stack:
+        for request in requests:
+            device = request.torch_device
+            if device not in bases:
+                measurers[device] = stack.enter_context(_measurer(target, request, options))
+                bases[device] = _measure(target, request, options, measurers[device], progress)
+            base, measurer = bases[device], measurers[device]
             profiles.append(_profile(target, request, options, base, measurer, progress))
     return tuple(profiles)
+
+
+def _measurer(target: Target, request: DeviceRequest, options: ProfileOptions) -> Measurer:
+    return Measurer(
+        target,
+        device=request.torch_device,
+        memory_bytes=request.local.memory_bytes,
+        optimizer=options.optimizer,
+    )
 
 
 def _measure(
@@ -106,6 +114,8 @@ def _measure(
         error.args = (f"{target.text} on {name}: {error.message}",)
         error.message = error.args[0]
         raise
+    if request.torch_device != "cpu":
+        measurer.release()  # its cached memory is the device's, and the workers need some
     progress(f"{target.model} on {name}: gradient synchronisation")
     sync, sync_provenance = links.measure_sync(target, request, _sync_options(options, curve))
     return _Base(
