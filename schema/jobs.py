@@ -245,8 +245,8 @@ class Certificate:
 
     The objective cannot pass ``bound`` (an upper bound where ``sense`` is max, a lower bound
     where it is min); ``gap`` is their relative distance. ``resource_prices`` (per device of a
-    type, or per dollar under ``budget``) and ``job_prices`` (per unit of throughput) are the
-    dual solution that proves the bound by weak duality.
+    type, or per dollar under ``budget``) ``job_prices`` (per unit of throughput) and,
+    where jobs share, ``time_prices`` are the dual solution that proves the bound by weak duality.
     """
 
     termination: Literal["optimal", "feasible"]
@@ -257,6 +257,7 @@ class Certificate:
     method: str
     resource_prices: dict[str, Rate] = Field(default_factory=dict)
     job_prices: dict[str, Rate] = Field(default_factory=dict)
+    time_prices: dict[str, Rate] = Field(default_factory=dict)
 
 
 @record

@@ -151,7 +151,7 @@ class LinearSession:
         import numpy
 
         self._np: Any = numpy
-        self._highs: Any = highspy.Highs()
+        self._highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
         self._optimal: Any = highspy.HighsModelStatus.kOptimal
         for name, value in (
             ("output_flag", False), ("threads", 1), ("random_seed", 0),

@@ -1,0 +1,21 @@
+"""Cluster policies: who runs where, for what part of the time (thesis chapter 5, 6.4).
+
+``allocate`` answers a problem file; ``solve`` with an ``Instance`` is the same without records,
+for callers that allocate thousands of times.
+"""
+
+from .answer import allocate, effective_throughput
+from .instance import Instance, instance_of, make_instance
+from .policy import Policy, all_policies, policy_named, solve
+
+__all__ = [
+    "Instance",
+    "Policy",
+    "all_policies",
+    "allocate",
+    "effective_throughput",
+    "instance_of",
+    "make_instance",
+    "policy_named",
+    "solve",
+]

@@ -138,7 +138,9 @@ def least_curve(instance: Instance, goal: LeastCurve) -> Outcome:
     upper = goal.value(np.maximum(start, 1e-300))
     guess, lower = upper, goal.lowest
     best: Outcome | None = None
-    for cut in range(MAX_CUTS):
+    cuts = 0
+    while cuts < MAX_CUTS:
+        cuts += 1
         level = goal.needed(guess)
         found = optimise(instance, instance.program(level=level))
         reached = goal.value(found.throughput)
@@ -151,7 +153,7 @@ def least_curve(instance: Instance, goal: LeastCurve) -> Outcome:
     assert best is not None
     return replace(
         best, bound=lower, gap=(best.objective - lower) / best.objective,
-        method=f"{best.method}; {cut + 1} cuts",
+        method=f"{best.method}; {cuts} cuts",
     )  # fmt: skip
 
 
@@ -185,7 +187,9 @@ def ratio(instance: Instance, goal: Ratio) -> Outcome:
         return _best_columns(instance, goal)
     found = total(instance, Total(worth=goal.worth, floor=goal.floor))
     earned, spent = _earned_and_spent(instance, found, goal)
-    for step in range(1, MAX_CUTS + 1):
+    steps = 0
+    while steps < MAX_CUTS:
+        steps += 1
         value = earned / spent
         found = total(
             instance,
@@ -204,7 +208,7 @@ def ratio(instance: Instance, goal: Ratio) -> Outcome:
     objective = max(value, earned / spent)
     return replace(
         found, objective=earned / spent, bound=upper, gap=(upper - objective) / upper,
-        method=f"{found.method}; {step} steps of Dinkelbach",
+        method=f"{found.method}; {steps} steps of Dinkelbach",
     )  # fmt: skip
 
 

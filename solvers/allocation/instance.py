@@ -210,7 +210,7 @@ def instance_of(problem: AllocationProblem) -> Instance:
         elapsed_seconds=np.array([job.elapsed_seconds for job in jobs]),
         isolated_seconds=np.array([job.isolated_seconds for job in jobs]),
         slo_seconds=np.array([job.slo_seconds or np.inf for job in jobs]),
-        dollars=_dollars(problem.dollars_per_hour, types) @ table.resources[: len(types)],
+        dollars=_dollars(problem.dollars_per_hour, types, table.resources),
         kind=kind,
         pair_rate=_pair_rates(problem, keys, table.names),
         entity=np.array([entities.get(job.entity or "", -1) for job in jobs]),
@@ -234,8 +234,11 @@ def _positive(level: Floats, rate: Floats, share: int) -> Floats:
     return answer
 
 
-def _dollars(prices: Mapping[str, float], types: tuple[str, ...]) -> Floats:
-    return np.array([prices.get(name, np.nan) for name in types])
+def _dollars(prices: Mapping[str, float], types: tuple[str, ...], uses: Floats) -> Floats:
+    known = np.array([prices.get(name, np.nan) for name in types])
+    held = uses[: len(types)]
+    dollars: Floats = np.where(held > 0, known[:, None] * held, 0.0).sum(axis=0)
+    return dollars
 
 
 class _Columns:

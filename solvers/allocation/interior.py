@@ -28,6 +28,7 @@ TOLERANCE = 1e-10
 ACCEPTED_GAP = 1e-7
 _PATIENCE = 4
 _STEP = 0.9995
+_SHORT = 0.3
 _TINY = 1e-300
 
 
@@ -122,8 +123,8 @@ def _start(p: _Scaled) -> _Point:
     weight = float(p.count @ (y + p.gain.max(axis=0))) / len(p.capacity)
     price = np.full(len(p.capacity), weight)
     worth = p.gain + y * p.rate - p.usage * (p.resources.T @ price)[:, None]
-    unit = max(float(y.max()), float(p.gain.max()))
-    u = np.maximum(worth.max(axis=0), 0.0) + 0.5 * unit
+    unit = max(float(y.max()), float(np.abs(p.gain).max()))
+    u = np.full(len(p.count), max(float(worth.max()), 0.0) + unit)
     r = np.where(p.runs, np.maximum(u - worth, 0.1 * unit), 1.0)
     return _Point(x, r, 1.0 - x.sum(axis=0), u, np.where(p.demands, v, 1.0), y, w, price, z)
 
@@ -144,15 +145,21 @@ def _advance(p: _Scaled, at: _Point) -> bool:
     primal, dual = _lengths(p, at, step, 1.0)
     after = _moved(at, step, primal, dual)
     target = mu * (max(_mean_product(p, after), 0.0) / max(mu, _TINY)) ** 3
-    step = system.direction(
-        target - at.x * at.r - step.x * step.r,
-        target - at.s * at.u - step.s * step.u,
-        target - at.v * at.y - step.v * step.y,
-        target - at.w * at.price - step.w * step.price,
-    )
+    centred = (
+        target - at.x * at.r, target - at.s * at.u, target - at.v * at.y, target - at.w * at.price
+    )  # fmt: skip
+    second = (step.x * step.r, step.s * step.u, step.v * step.y, step.w * step.price)
+    step = system.direction(*(a - b for a, b in zip(centred, second, strict=True)))
     if not np.isfinite(step.z) or not np.isfinite(step.price).all():
         return False
     primal, dual = _lengths(p, at, step, _STEP)
+    if primal * dual < _SHORT:
+        # One row's second-order term may block all others: take the part of it that serves.
+        plain = system.direction(*centred)
+        choices = [_between(plain, step, part) for part in (0.5, 0.2, 0.05, 0.0)]
+        lengths = [(primal, dual), *(_lengths(p, at, each, _STEP) for each in choices)]
+        best = max(range(len(lengths)), key=lambda i: lengths[i][0] * lengths[i][1])
+        step, (primal, dual) = [step, *choices][best], lengths[best]
     moved = _moved(at, step, primal, dual)
     at.x, at.r, at.s, at.u = moved.x, moved.r, moved.s, moved.u
     at.v, at.y, at.w, at.price, at.z = moved.v, moved.y, moved.w, moved.price, moved.z
@@ -276,6 +283,14 @@ def _shrink(value: Floats, change: Floats, where: Bools | None = None) -> float:
     return float(ratio.max() if where is None else np.where(where, ratio, 0.0).max())
 
 
+def _between(first: _Point, second: _Point, part: float) -> _Point:
+    mixed = (
+        (1.0 - part) * getattr(first, name) + part * getattr(second, name)
+        for name in ("x", "r", "s", "u", "v", "y", "w", "price", "z")
+    )
+    return _Point(*mixed)
+
+
 def _moved(at: _Point, step: _Point, primal: float, dual: float) -> _Point:
     return _Point(
         at.x + primal * step.x,
@@ -294,7 +309,7 @@ def _is_near(p: _Scaled, at: _Point) -> bool:
     """Whether a look at the true gap is worth its time."""
     number = float(p.count @ (p.runs.sum(axis=0) + 1.0 + p.demands)) + len(p.capacity)
     value = abs(at.z) if p.has_level else float((p.gain * at.x).sum(axis=0) @ p.count)
-    return _mean_product(p, at) * number < 1e-6 * max(abs(value), p.least_value)
+    return bool(_mean_product(p, at) * number < 1e-6 * max(abs(value), p.least_value))
 
 
 def _read(program: Program, p: _Scaled, at: _Point, iteration: int) -> Solution:

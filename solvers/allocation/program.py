@@ -94,7 +94,7 @@ def merge(program: Program, kind: Ints | None = None) -> tuple[Program, Ints]:
     kept = np.unique(row_of, return_index=True)[1]
     return replace(
         program,
-        count=np.bincount(row_of, weights=program.count),
+        count=np.bincount(row_of, weights=program.count).astype(np.float64),
         rate=program.rate[kept],
         usage=program.usage[kept],
         gain=program.gain[kept],

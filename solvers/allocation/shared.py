@@ -20,10 +20,12 @@ TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
-    """Who may share: ``kind`` [rows], ``rate`` [kinds, kinds, columns] of the first kind beside
-    the second, what a step of a row is worth to the objective, ``worth`` [rows, columns], and
-    what holding one unit of a column costs it, ``charge`` [columns].
-    """  # fmt: skip
+    """Who may share, and what it earns.
+
+    ``kind`` [rows]; ``rate`` [kinds, kinds, columns] of the first kind beside the second;
+    ``worth`` [rows, columns] of a step to the objective; ``charge`` [columns] is what holding
+    one unit of a column costs it.
+    """
 
     kind: Ints
     rate: Floats
@@ -137,14 +139,16 @@ def solve(program: Program, pairing: Pairing) -> tuple[Solution, PairTimes]:
     if whole:
         master.add_pairs(*_all_pairs(program, pairing))
     known: set[tuple[int, int, int]] = set()
-    for number in range(1, MAX_ROUNDS + 1):
+    rounds = 0
+    while True:
         answer, u, y, price = master.solve()
-        fresh = [] if whole else _paying(program, pairing, u, y, price) - known
-        if not fresh:
+        rounds += 1
+        fresh = set() if whole else _paying(program, pairing, u, y, price) - known
+        if not fresh or rounds >= MAX_ROUNDS:
             break
         known |= fresh
         master.add_pairs(*(np.array(side) for side in zip(*sorted(fresh), strict=True)))
-    return _read(master, answer, u, y, price, number)
+    return _read(master, answer, u, y, price, rounds)
 
 
 def _all_pairs(program: Program, pairing: Pairing) -> tuple[Ints, Ints, Ints]:
@@ -156,7 +160,8 @@ def _all_pairs(program: Program, pairing: Pairing) -> tuple[Ints, Ints, Ints]:
     useful &= np.triu(np.ones(both.shape[:2], bool))[:, :, None]
     alone = np.flatnonzero(program.count < 2)
     useful[alone, alone] = False
-    return np.nonzero(useful)
+    a, b, c = np.nonzero(useful)
+    return a, b, c
 
 
 class _Envelope:
@@ -288,8 +293,13 @@ def _overuse(program: Program, x: Floats, pairs: PairTimes) -> float:
 
 def pair_time(pairs: PairTimes, rows: int) -> Floats:
     """Total time of each row spent in pairs [rows]."""
-    first = np.bincount(pairs.a, weights=pairs.time, minlength=rows)
-    return first + np.bincount(pairs.b, weights=pairs.time, minlength=rows)
+    both = np.concatenate((pairs.a, pairs.b))
+    return _summed(both, np.concatenate((pairs.time, pairs.time)), rows)
+
+
+def _summed(index: Ints, weights: Floats, rows: int) -> Floats:
+    total: Floats = np.bincount(index, weights=weights, minlength=rows).astype(np.float64)
+    return total
 
 
 def reach(program: Program, pairing: Pairing, x: Floats, pairs: PairTimes) -> tuple[Floats, float]:
@@ -298,8 +308,7 @@ def reach(program: Program, pairing: Pairing, x: Floats, pairs: PairTimes) -> tu
     first = pairing.rate[pairing.kind[a], pairing.kind[b], c] * pairs.time
     second = pairing.rate[pairing.kind[b], pairing.kind[a], c] * pairs.time
     rows = len(x)
-    shared = np.bincount(a, weights=first, minlength=rows)
-    shared = (shared + np.bincount(b, weights=second, minlength=rows)) / program.count
+    shared = (_summed(a, first, rows) + _summed(b, second, rows)) / program.count
     gain = float(program.count @ (program.gain * x).sum(axis=1))
     gain += float(pairing.worth[a, c] @ first + pairing.worth[b, c] @ second)
     gain -= float((pairing.charge[c] * program.usage[a, c]) @ pairs.time)

@@ -27,10 +27,11 @@ Shares = Callable[[Bools], Floats]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
-    """Fill ``unit`` [jobs] * level throughput; ``shares(active)`` [jobs] says how fast each
-    active job's level rises (0: not now). Equal jobs must have equal shares; ``group`` [jobs]
-    numbers what else tells jobs apart (their entity).
-    """  # fmt: skip
+    """Give each job ``unit`` [jobs] * its level of throughput, levels rising together.
+
+    ``shares(active)`` [jobs] says how fast each active job's level rises (0: not now). Equal
+    jobs must have equal shares; ``group`` [jobs] numbers what else tells jobs apart.
+    """
 
     unit: Floats
     shares: Shares

@@ -1,0 +1,1 @@
+"""One policy a file; each names its ``POLICIES``, and ``policy.all_policies`` finds them."""

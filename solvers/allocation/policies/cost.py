@@ -35,7 +35,8 @@ def priced(jobs: Instance) -> Floats:
 
 def slo_rates(jobs: Instance) -> Floats:
     """The throughput that each job's SLO asks for, 0 without one [jobs]."""
-    return jobs.steps / jobs.slo_seconds
+    rates: Floats = jobs.steps / jobs.slo_seconds
+    return rates
 
 
 def _per_dollar(jobs: Instance) -> Floats:

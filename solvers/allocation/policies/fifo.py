@@ -10,7 +10,8 @@ from ..program import Floats
 
 def in_order(jobs: Instance, place: Floats) -> Floats:
     """(M - place) / throughput on the fastest type [jobs, 1]."""
-    return ((jobs.num_jobs - place) / jobs.rate.max(axis=1))[:, None] + 0.0 * jobs.rate
+    worth: Floats = ((jobs.num_jobs - place) / jobs.rate.max(axis=1))[:, None] + 0.0 * jobs.rate
+    return worth
 
 
 POLICIES = (

@@ -1,0 +1,138 @@
+"""Judge an allocation from the definitions (thesis 5.3.1): slow, obvious, no solver.
+
+Constraints 5.1 to 5.3 hold to the last bit (sums are exact, by fsum); effective throughputs and
+the objective are computed anew; the bound is proved anew from the certificate's prices.
+"""
+
+from collections import defaultdict
+from math import fsum, inf, isclose
+
+from ..schema.jobs import Allocation, AllocationProblem, Job
+from .allocation_policies import Pool, bound_of, objective_of
+
+TOLERANCE = 1e-6
+
+
+def check(allocation: Allocation, problem: AllocationProblem) -> list[str]:
+    """Find every fault of an allocation; none means that it is valid for the problem."""
+    pool = Pool(problem)
+    faults = _names(allocation, pool)
+    if faults:
+        return faults
+    faults += _times(allocation, pool)
+    faults += _devices(allocation, pool)
+    faults += _throughputs(allocation, pool)
+    faults += _floors(allocation, pool)
+    faults += _objective(allocation, pool)
+    return faults
+
+
+def _names(allocation: Allocation, pool: Pool) -> list[str]:
+    faults = [f"job {name!r} is not in the problem" for name in allocation.x.keys() - pool.jobs]
+    faults += [f"job {name!r} has no row" for name in pool.jobs.keys() - allocation.x]
+    columns = set(pool.columns)
+    for name, shares in allocation.x.items():
+        faults += [f"job {name!r}: no column {c!r}" for c in shares.keys() - columns]
+    for pair in allocation.pairs:
+        first, second = pair.jobs
+        if first == second or not {first, second} <= pool.jobs.keys():
+            faults.append(f"pair {pair.jobs}: must be two different jobs of the problem")
+        faults += [f"pair {pair.jobs}: no column {c!r}" for c in pair.shares.keys() - columns]
+    if allocation.pairs and not pool.problem.space_sharing:
+        faults.append("jobs share devices, but space sharing is off")
+    return sorted(faults)
+
+
+def _times(allocation: Allocation, pool: Pool) -> list[str]:
+    """5.1 (also held by the schema), 5.2, and no time where a job does not run."""
+    spent: dict[str, list[float]] = defaultdict(list)
+    faults = []
+    for name, shares in allocation.x.items():
+        for column, time in shares.items():
+            spent[name].append(time)
+            if time > 0 and pool.rate(name, column) <= 0:
+                faults.append(f"job {name!r} spends {time} on {column!r}, where it does not run")
+    for pair in allocation.pairs:
+        for column, time in pair.shares.items():
+            if time > 0 and max(pool.pair_rates(pair.jobs, column)) <= 0:
+                faults.append(f"pair {pair.jobs} spends {time} on {column!r}, where it cannot")
+            for name in pair.jobs:
+                spent[name].append(time)
+    for name, times in spent.items():
+        if fsum(times) > 1.0:
+            faults.append(f"job {name!r}: time fractions sum to {fsum(times)}, above 1 (5.2)")
+    return faults
+
+
+def _devices(allocation: Allocation, pool: Pool) -> list[str]:
+    """5.3 for every resource."""
+    used: dict[str, list[float]] = defaultdict(list)
+    for name, shares in allocation.x.items():
+        for column, time in shares.items():
+            for resource, number in pool.holds(name, column).items():
+                used[resource].append(number * time)
+    for pair in allocation.pairs:
+        for column, time in pair.shares.items():
+            for resource, number in pool.holds(pair.jobs[0], column).items():
+                used[resource].append(number * time)
+    return [
+        f"{resource}: {fsum(terms)} devices used, above {pool.capacity[resource]} (5.3)"
+        for resource, terms in used.items()
+        if fsum(terms) > pool.capacity[resource]
+    ]
+
+
+def effective_throughputs(allocation: Allocation, pool: Pool) -> dict[str, float]:
+    """throughput(m, X) of every job by definition (5.3.1), in steps per second."""
+    terms: dict[str, list[float]] = {name: [] for name in pool.jobs}
+    for name, shares in allocation.x.items():
+        terms[name] += [pool.rate(name, column) * time for column, time in shares.items()]
+    for pair in allocation.pairs:
+        for column, time in pair.shares.items():
+            for name, rate in zip(pair.jobs, pool.pair_rates(pair.jobs, column), strict=True):
+                terms[name].append(rate * time)
+    return {name: fsum(each) for name, each in terms.items()}
+
+
+def _throughputs(allocation: Allocation, pool: Pool) -> list[str]:
+    reached = effective_throughputs(allocation, pool)
+    return [
+        f"job {name!r}: throughput {allocation.throughputs.get(name)} stated, {value} computed"
+        for name, value in reached.items()
+        if not isclose(allocation.throughputs.get(name, -1.0), value, rel_tol=1e-9, abs_tol=1e-12)
+    ]
+
+
+def _floors(allocation: Allocation, pool: Pool) -> list[str]:
+    """SLOs (6.4.3), where the policy promises them and sees true throughputs."""
+    if not allocation.policy.endswith("_slo") or allocation.heterogeneity == "agnostic":
+        return []
+    reached = effective_throughputs(allocation, pool)
+
+    def broken(job: Job) -> bool:
+        slo = inf if job.slo_seconds is None else job.slo_seconds
+        return reached[job.id] < job.steps / slo * (1 - 1e-9)
+
+    return [
+        f"job {job.id!r}: {reached[job.id]} steps/s miss its SLO of {job.slo_seconds} s"
+        for job in pool.jobs.values()
+        if broken(job)
+    ]
+
+
+def _objective(allocation: Allocation, pool: Pool) -> list[str]:
+    seen = pool.flat() if allocation.heterogeneity == "agnostic" else pool
+    certificate, faults = allocation.certificate, []
+    value = objective_of(allocation, seen, effective_throughputs(allocation, seen))
+    if value is not None and not isclose(value, certificate.objective, rel_tol=TOLERANCE):
+        faults.append(f"objective {certificate.objective} stated, {value} computed")
+    bound = bound_of(allocation, seen)
+    if certificate.bound is not None and bound is not None:
+        better = certificate.sense == "max"
+        weak = bound > certificate.bound if better else bound < certificate.bound
+        if weak and not isclose(bound, certificate.bound, rel_tol=TOLERANCE):
+            faults.append(f"the prices prove {bound}, not the bound {certificate.bound}")
+    if certificate.bound is not None and certificate.termination == "optimal":
+        if not isclose(certificate.objective, certificate.bound, rel_tol=2 * TOLERANCE):
+            faults.append(f"called optimal, but {certificate.objective} is not near its bound")
+    return faults

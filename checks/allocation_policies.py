@@ -1,0 +1,338 @@
+"""The policies' objectives and bounds by definition, for the checker of allocations.
+
+Every figure is written from the thesis's formula over one job at a time; nothing is shared
+with the solvers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import fsum, inf
+
+from ..schema.jobs import Allocation, AllocationProblem, Job
+
+_APART, _TOGETHER = "/unconsolidated", "/consolidated"
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A problem seen one job and one column at a time; ``is_flat`` as an agnostic eye does."""
+
+    problem: AllocationProblem
+    is_flat: bool = False
+
+    def flat(self) -> "Pool":
+        """The same pool to a heterogeneity-agnostic eye."""
+        return replace(self, is_flat=True)
+
+    @cached_property
+    def jobs(self) -> dict[str, Job]:
+        """Jobs by id, in order of arrival."""
+        return {job.id: job for job in self.problem.jobs.jobs}
+
+    @cached_property
+    def _mixes(self) -> dict[str, dict[str, int]]:
+        mixes = (mix.devices for mix in self.problem.throughputs.mixes)
+        return {
+            "+".join(f"{number}x{name}" for name, number in devices.items()): devices
+            for devices in mixes
+            if devices.keys() <= self.problem.num_devices.keys()
+        }
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:
+        """Where a job may spend time."""
+        types = tuple(self.problem.num_devices)
+        apart = tuple(name + _APART for name in types) if self._offers_both else ()
+        return (*types, *apart, *self._mixes)
+
+    @property
+    def _offers_both(self) -> bool:
+        return self.problem.placement == "mixed"
+
+    @cached_property
+    def capacity(self) -> dict[str, int]:
+        """How many of each resource there are."""
+        limits = self.problem.consolidated_devices if self._offers_both else {}
+        together = {name + _TOGETHER: number for name, number in limits.items()}
+        return {**self.problem.num_devices, **together}
+
+    @cached_property
+    def _entries(self) -> dict[tuple[str, int], tuple[dict[str, float], dict[str, float]]]:
+        return {
+            (e.model, e.scale_factor): (
+                e.steps_per_second, e.unconsolidated_steps_per_second or {},
+            )
+            for e in self.problem.throughputs.models
+        }  # fmt: skip
+
+    @cached_property
+    def _mix_rates(self) -> dict[tuple[str, int, str], float]:
+        return {
+            (m.model, m.scale_factor, "+".join(f"{n}x{d}" for d, n in m.devices.items())): (
+                m.steps_per_second
+            )
+            for m in self.problem.throughputs.mixes
+        }
+
+    def holds(self, name: str, column: str) -> dict[str, float]:
+        """What a job holds of each resource while it runs on a column."""
+        if column in self._mixes:
+            return {device: float(number) for device, number in self._mixes[column].items()}
+        scale = float(self.jobs[name].scale_factor)
+        if column.endswith(_APART):
+            return {column.removesuffix(_APART): scale}
+        together = {column + _TOGETHER} & self.capacity.keys()
+        return dict.fromkeys([column, *together], scale)
+
+    def true_rate(self, name: str, column: str) -> float:
+        """T_mj in steps per second; 0 where the job does not run or does not fit."""
+        job = self.jobs[name]
+        if any(number > self.capacity[r] for r, number in self.holds(name, column).items()):
+            return 0.0
+        if column in self._mixes:
+            return self._mix_rates.get((job.model, job.scale_factor, column), 0.0)
+        alone, apart = self._entries.get((job.model, job.scale_factor), ({}, {}))
+        if column.endswith(_APART):
+            device = column.removesuffix(_APART)
+            return apart.get(device, 0.0) if job.scale_factor > 1 else 0.0
+        only_apart = self.problem.placement == "unconsolidated" and job.scale_factor > 1
+        return (apart if only_apart else alone).get(column, 0.0)
+
+    def rate(self, name: str, column: str) -> float:
+        """T_mj as this pool's eye sees it."""
+        true = self.true_rate(name, column)
+        return self.equal(name) if self.is_flat and true > 0 else true
+
+    def pair_rates(self, jobs: tuple[str, str], column: str) -> tuple[float, float]:
+        """Steps per second of two jobs on the same devices; (0, 0) where they cannot share."""
+        first, second = (self.jobs[name] for name in jobs)
+        key = (first.model, second.model, first.scale_factor)
+        if first.scale_factor != second.scale_factor or key not in self._pairs:
+            return 0.0, 0.0
+        if not self.is_flat:
+            return self._pairs[key].get(column, (0.0, 0.0))
+        return self._flat_half(jobs, column), self._flat_half(jobs[::-1], column)
+
+    def _flat_half(self, jobs: tuple[str, str], column: str) -> float:
+        first, second = (self.jobs[name] for name in jobs)
+        rates = self._pairs[first.model, second.model, first.scale_factor]
+        kept = {
+            c: pair[0] / self.true_rate(jobs[0], c)
+            for c, pair in rates.items()
+            if c in self.columns and pair[0] > 0 and self.true_rate(jobs[0], c) > 0
+        }
+        return fsum(kept.values()) / len(kept) * self.equal(jobs[0]) if column in kept else 0.0
+
+    @cached_property
+    def _pairs(self) -> dict[tuple[str, str, int], dict[str, tuple[float, float]]]:
+        found: dict[tuple[str, str, int], dict[str, tuple[float, float]]] = {}
+        for pair in self.problem.throughputs.pairs:
+            a, b = pair.models
+            found[a, b, pair.scale_factor] = dict(pair.steps_per_second)
+            turned = {c: (second, first) for c, (first, second) in pair.steps_per_second.items()}
+            found[b, a, pair.scale_factor] = turned
+        return found
+
+    def equal(self, name: str) -> float:
+        """throughput(m, X^equal): the same share of time on every device."""
+        types = self.problem.num_devices
+        total = sum(types.values())
+        value = fsum(self.true_rate(name, c) * number / total for c, number in types.items())
+        return value if value > 0 else max(self.true_rate(name, c) for c in self.columns)
+
+    def isolated(self, name: str) -> float:
+        """throughput(m, X^isolated): 1/n of every type, scaled to a time of at most 1."""
+        types, job = self.problem.num_devices, self.jobs[name]
+        shares = {c: n / len(self.jobs) / job.scale_factor for c, n in types.items()}
+        room = max(fsum(shares.values()), 1.0)
+        if self.is_flat:
+            return self.equal(name) * min(1.0, fsum(shares.values()))
+        value = fsum(self.true_rate(name, c) * share / room for c, share in shares.items())
+        return value if value > 0 else self.best(name) / len(self.jobs)
+
+    def best(self, name: str) -> float:
+        """The job's throughput on its fastest column."""
+        return max(self.rate(name, column) for column in self.columns)
+
+    def dollars(self, name: str, column: str) -> float:
+        """Dollars per hour while a job holds a column."""
+        types = self.problem.num_devices
+        held = {c: n for c, n in self.holds(name, column).items() if c in types}
+        return fsum(number * self.problem.dollars_per_hour[c] for c, number in held.items())
+
+    def unit_dollars(self, name: str, column: str) -> float:
+        """c_j: dollars per hour of one device of a column (of the whole mix)."""
+        scale = 1 if column in self._mixes else self.jobs[name].scale_factor
+        return self.dollars(name, column) / scale
+
+
+def levels(policy: str, pool: Pool) -> dict[str, float] | None:
+    """For max-min policies: the throughput that one unit of the objective asks of each job."""
+    definitions: dict[str, Callable[[Job], float]] = {
+        "las": lambda job: pool.equal(job.id) / job.scale_factor,
+        "las_weighted": lambda j: j.priority_weight * pool.equal(j.id) / j.scale_factor,
+        "las_water_filling": lambda j: j.priority_weight * pool.equal(j.id) / j.scale_factor,
+        "makespan": lambda job: job.steps,
+        "makespan_budget": lambda job: job.steps,
+    }
+    if policy not in definitions:
+        return None
+    return {name: definitions[policy](job) for name, job in pool.jobs.items()}
+
+
+def worths(policy: str, pool: Pool) -> dict[tuple[str, str], float] | None:
+    """For policies that add up: what a step of each job on each column is worth."""
+    names = list(pool.jobs)
+    best = {name: pool.best(name) for name in names}
+    place = {name: len(names) - i for i, name in enumerate(names)}
+    definitions: dict[str, Callable[[str, str], float]] = {
+        "fifo": lambda m, c: place[m] / best[m],
+        "max_throughput": lambda m, c: 1.0,
+        "max_normalised_throughput": lambda m, c: 1.0 / best[m],
+        "min_cost": lambda m, c: 1.0 / pool.unit_dollars(m, c),
+        "min_cost_slo": lambda m, c: 1.0 / pool.unit_dollars(m, c),
+    }
+    if policy not in definitions:
+        return None
+    return {(m, c): definitions[policy](m, c) for m in names for c in pool.columns}
+
+
+def objective_of(allocation: Allocation, pool: Pool, reached: dict[str, float]) -> float | None:
+    """The policy's objective at an allocation, by its formula.
+
+    None where it has none over the allocation alone (hierarchical: shares depend on who
+    saturates).
+    """
+    policy = allocation.policy
+    level, worth = levels(policy, pool), worths(policy, pool)
+    if level is not None:
+        least = min(reached[name] / level[name] for name in pool.jobs)
+        return least if allocation.certificate.sense == "max" else _inverse(least)
+    if worth is not None:
+        return _total(allocation, pool, worth)
+    if policy == "finish_time_fairness":
+        return max(finish_time_ratio(pool, name, reached[name]) for name in pool.jobs)
+    if policy == "sjf":
+        return min(job.steps / max(reached[name], 1e-300) for name, job in pool.jobs.items())
+    if policy in ("min_dollars_slo", "min_cost_ratio", "min_cost_ratio_slo"):
+        spent = _spent(allocation, pool)
+        earned = fsum(reached[name] / pool.best(name) for name in pool.jobs)
+        return spent if policy == "min_dollars_slo" else earned / spent
+    if policy == "min_cost_per_job":
+        return fsum(_per_dollar(allocation, pool, name, reached[name]) for name in pool.jobs)
+    return None
+
+
+def _inverse(value: float) -> float:
+    return 1.0 / value if value > 0 else inf
+
+
+def finish_time_ratio(pool: Pool, name: str, throughput: float) -> float:
+    """The finish-time ratio rho of thesis 5.4.2."""
+    job = pool.jobs[name]
+    alone = job.isolated_seconds + job.steps / pool.isolated(name)
+    return (job.elapsed_seconds + job.steps / max(throughput, 1e-300)) / alone
+
+
+def _total(allocation: Allocation, pool: Pool, worth: dict[tuple[str, str], float]) -> float:
+    terms = [
+        worth[name, column] * pool.rate(name, column) * time
+        for name, shares in allocation.x.items()
+        for column, time in shares.items()
+    ]
+    for pair in allocation.pairs:
+        for column, time in pair.shares.items():
+            rates = pool.pair_rates(pair.jobs, column)
+            terms += [
+                worth[m, column] * rate * time for m, rate in zip(pair.jobs, rates, strict=True)
+            ]
+    return fsum(terms)
+
+
+def _spent(allocation: Allocation, pool: Pool) -> float:
+    alone = [
+        pool.dollars(name, column) * time
+        for name, shares in allocation.x.items()
+        for column, time in shares.items()
+    ]
+    shared = [
+        pool.dollars(pair.jobs[0], column) * time
+        for pair in allocation.pairs
+        for column, time in pair.shares.items()
+    ]
+    return fsum(alone + shared)
+
+
+def _per_dollar(allocation: Allocation, pool: Pool, name: str, reached: float) -> float:
+    spent = fsum(pool.dollars(name, c) * time for c, time in allocation.x[name].items())
+    return reached / spent if spent > 0 else 0.0
+
+
+def bound_of(allocation: Allocation, pool: Pool) -> float | None:
+    """The bound that the certificate's prices prove, by weak duality.
+
+    None where the policy's proof is not of that form. For any prices y of throughput, lambda of devices and u of time that leave no column a
+    profit, no allocation is worth more than sum capacity * lambda + sum u.
+    """
+    policy, certificate = allocation.policy, allocation.certificate
+    level, worth = levels(policy, pool), worths(policy, pool)
+    if policy == "makespan_budget" or (level is None and worth is None):
+        return None
+    y = {name: certificate.job_prices.get(name, 0.0) for name in pool.jobs}
+    earned = worth or {}
+    value = _priced_capacity(allocation, pool, y, earned)
+    if level is not None:
+        asked = fsum(y[name] * level[name] for name in pool.jobs)
+        value = value / asked if asked > 0 else inf
+        return value if certificate.sense == "max" else _inverse(value)
+    floors = {m: job.steps / (job.slo_seconds or inf) for m, job in pool.jobs.items()}
+    owed = fsum(y[m] * floors[m] for m in pool.jobs) if policy.endswith("_slo") else 0.0
+    return value - owed
+
+
+def _priced_capacity(
+    allocation: Allocation,
+    pool: Pool,
+    y: dict[str, float],
+    worth: dict[tuple[str, str], float],
+) -> float:
+    prices = allocation.certificate.resource_prices
+    rent = {
+        (m, c): fsum(n * prices.get(r, 0.0) for r, n in pool.holds(m, c).items())
+        for m in pool.jobs
+        for c in pool.columns
+    }
+    given = allocation.certificate.time_prices
+    time: dict[str, float] = {}
+    for m in pool.jobs:
+        profits = [
+            (worth.get((m, c), 0.0) + y[m]) * pool.rate(m, c) - rent[m, c]
+            for c in pool.columns
+            if pool.rate(m, c) > 0
+        ]
+        time[m] = max(0.0, given.get(m, 0.0), *profits)
+    loss = 0.0
+    if pool.problem.space_sharing:
+        loss = max(0.0, _largest_pair_profit(pool, y, worth, rent, time)) / 2 * len(time)
+    paid = fsum(number * prices.get(r, 0.0) for r, number in pool.capacity.items())
+    return paid + fsum(time.values()) + loss
+
+
+def _largest_pair_profit(
+    pool: Pool,
+    y: dict[str, float],
+    worth: dict[tuple[str, str], float],
+    rent: dict[tuple[str, str], float],
+    time: dict[str, float],
+) -> float:
+    largest, names = 0.0, list(pool.jobs)
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            for c in pool.columns:
+                first, second = pool.pair_rates((a, b), c)
+                if max(first, second) > 0 and pool.rate(a, c) > 0 and pool.rate(b, c) > 0:
+                    value = (worth.get((a, c), 0.0) + y[a]) * first
+                    value += (worth.get((b, c), 0.0) + y[b]) * second
+                    largest = max(largest, value - rent[a, c] - time[a] - time[b])
+    return largest

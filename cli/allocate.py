@@ -1,0 +1,119 @@
+"""``hetflow allocate``: who runs where, for what part of the time, with a proof."""
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ..schema.errors import BackendError
+from .common import ForceFlag, JsonFlag, emit_file, note
+
+if TYPE_CHECKING:
+    from ..schema.jobs import Allocation, Jobs, Throughputs
+
+
+def allocate(
+    jobs: Annotated[Path, typer.Argument(help="Jobs (hetflow.jobs/1), or a Gavel .trace.")],
+    throughputs: Annotated[
+        Path, typer.Option(help="Throughputs (hetflow.throughputs/1), or Gavel's JSON table.")
+    ],
+    policy: Annotated[str, typer.Option(help="las, makespan, fifo, hierarchical, ...")] = "las",
+    gpus: Annotated[str | None, typer.Option(help="The pool, e.g. 36xv100,36xp100.")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="A cluster file instead of --gpus; holds prices.")
+    ] = None,
+    space_sharing: Annotated[
+        bool, typer.Option("--space-sharing", help="Let pairs of jobs share devices.")
+    ] = False,
+    agnostic: Annotated[
+        bool, typer.Option("--agnostic", help="Ignore what device types differ in.")
+    ] = False,
+    placement: Annotated[
+        Literal["consolidated", "unconsolidated", "mixed"],
+        typer.Option(help="Which throughputs of jobs with several devices count."),
+    ] = "consolidated",
+    budget: Annotated[
+        float | None, typer.Option(min=0.0, help="Dollars, for makespan_budget.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write here, else to stdout.")
+    ] = None,
+    force: ForceFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """Share a pool among jobs as a policy asks; the allocation carries its proof.
+
+    It goes to stdout as JSON, or to -o FILE.
+
+    \b
+    hetflow allocate jobs.json --throughputs t.json --gpus 8xV100,8xP100 --policy makespan
+    """
+    from ..checks.allocation import check
+    from ..schema.files import check_writable
+    from ..schema.jobs import AllocationProblem
+    from ..solvers.allocation import allocate as solve
+    from .problems import read_pool
+
+    if output is not None:
+        check_writable(output, force=force)
+    pool = read_pool(gpus, cluster)
+    prices = {n: t.dollars_per_hour for n, t in pool.device_types.items() if t.dollars_per_hour}
+    problem = AllocationProblem(
+        jobs=_read_jobs(jobs),
+        throughputs=_read_throughputs(throughputs, pairs=space_sharing),
+        num_devices=pool.num_devices,
+        dollars_per_hour=prices,
+        heterogeneity="agnostic" if agnostic else "aware",
+        space_sharing=space_sharing,
+        placement=placement,
+        budget_dollars=budget,
+    )
+    allocation = solve(problem, policy)
+    faults = check(allocation, problem)
+    if faults:
+        raise BackendError(f"the solver's own allocation fails its check: {'; '.join(faults[:3])}")
+    if output is not None:
+        emit_file(allocation, output, force=force)
+    if output is None or json:
+        emit_file(allocation, None, force=False)
+    _tell(allocation, output)
+    if allocation.certificate.termination != "optimal":
+        raise typer.Exit(4)
+
+
+def _read_jobs(path: Path) -> "Jobs":
+    from ..profilers.importers_gavel import read_gavel_trace
+    from ..schema import files
+    from ..schema.jobs import Jobs
+
+    if path.suffix == ".trace":
+        return Jobs(jobs=tuple(read_gavel_trace(path)))
+    return files.read(path, Jobs)
+
+
+def _read_throughputs(path: Path, *, pairs: bool) -> "Throughputs":
+    from ..profilers.importers_gavel import read_gavel_throughputs
+    from ..schema import files
+    from ..schema.jobs import Throughputs
+
+    try:
+        document = json_module.loads(files.read_text(path))
+    except ValueError:
+        document = {"schema": None}  # the strict reader says what is wrong with it
+    if isinstance(document, dict) and "schema" not in document:
+        return read_gavel_throughputs(path, pairs=pairs)
+    return files.read(path, Throughputs)
+
+
+def _tell(allocation: "Allocation", output: Path | None) -> None:
+    from ..solvers.allocation import policy_named
+
+    certificate, policy = allocation.certificate, policy_named(allocation.policy)
+    gap = "unknown" if certificate.gap is None else f"{certificate.gap:.1e}"
+    note(
+        f"{policy.title}: {certificate.objective:.6g} {policy.unit} "
+        f"({certificate.termination}, gap {gap}; {certificate.method})"
+    )
+    if output is not None:
+        note(f"allocation written to {output}")

@@ -1,0 +1,185 @@
+"""Read Gavel's files: throughput tables and traces. Nothing in them is evaluated.
+
+A table maps device types to job types to rates; its keys are the text of a Python tuple, such
+as ``('ResNet-18 (batch size 16)', 1)``, read here by a strict pattern. A rate of 0 is a value:
+the job does not fit. A trace has one tab-separated job a line.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..schema.errors import FileError, HetflowError
+from ..schema.files import read_text
+from ..schema.jobs import Job, ModelThroughput, PairThroughput, Throughputs
+
+_KEY = re.compile(r"\('([^'\\]+)', ([0-9]{1,6})\)")
+_APART = "_unconsolidated"
+_FIELDS = 10
+
+Key = tuple[str, int]
+
+
+def read_gavel_throughputs(path: Path, *, pairs: bool = True) -> Throughputs:
+    """Read a Gavel throughput table.
+
+    Args:
+        path: The JSON file.
+        pairs: Whether to read pairs too; most of a table is pairs.
+
+    Raises:
+        FileError: Not JSON, or not such a table; says where.
+    """
+    try:
+        table = json.loads(read_text(path))
+    except json.JSONDecodeError as error:
+        raise FileError(f"{path}: not valid JSON at line {error.lineno}: {error.msg}") from None
+    except RecursionError:
+        raise FileError(f"{path}: nested too deeply to be a throughput table") from None
+    try:
+        return _throughputs(_rows(table), pairs)
+    except HetflowError as error:
+        raise FileError(f"{path}: {error.message}") from None
+
+
+def _rows(table: Any) -> list[tuple[str, Key, dict[str, Any]]]:
+    rows = []
+    for device, entries in _object(table, "the table").items():
+        for text, rates in _object(entries, device).items():
+            rows.append((device, _key(text, device), _object(rates, f"{device}, {text}")))
+    return rows
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise FileError(f"{where}: must be an object, got {type(value).__name__}")
+    return value
+
+
+def _key(text: str, where: str) -> Key:
+    match = _KEY.fullmatch(text)
+    if not match or int(match[2]) < 1:
+        raise FileError(f"{where}: key {text[:60]!r} is not ('job type', scale factor)")
+    return match[1], int(match[2])
+
+
+def _throughputs(rows: list[tuple[str, Key, dict[str, Any]]], pairs: bool) -> Throughputs:
+    alone: dict[Key, dict[str, float]] = {}
+    apart: dict[Key, dict[str, float]] = {}
+    shared: dict[tuple[str, str, int], dict[str, tuple[float, float]]] = {}
+    for device, key, rates in rows:
+        where = f"{device}, {key}"
+        single = _rate(rates.get("null"), where)
+        if device.endswith(_APART):
+            apart.setdefault(key, {})[device.removesuffix(_APART)] = single
+            continue
+        alone.setdefault(key, {})[device] = single
+        if pairs:
+            _add_pairs(shared, device, key, rates)
+    models = tuple(
+        ModelThroughput(
+            model=key[0],
+            scale_factor=key[1],
+            steps_per_second=rates,
+            unconsolidated_steps_per_second=apart.get(key) if key[1] > 1 else None,
+        )
+        for key, rates in alone.items()
+    )
+    together = tuple(
+        PairThroughput(models=(a, b), scale_factor=scale, steps_per_second=rates)
+        for (a, b, scale), rates in shared.items()
+    )
+    return Throughputs(models=models, pairs=together)
+
+
+def _add_pairs(
+    shared: dict[tuple[str, str, int], dict[str, tuple[float, float]]],
+    device: str,
+    key: Key,
+    rates: dict[str, Any],
+) -> None:
+    for text, both in rates.items():
+        if text == "null":
+            continue
+        other = _key(text, f"{device}, {key}")
+        if other[1] != key[1] or (other[0], key[0], key[1]) in shared and other != key:
+            continue  # only equal scale factors share, and each pair stands twice
+        where = f"{device}, {key} with {other}"
+        if not isinstance(both, list) or len(both) != 2:
+            raise FileError(f"{where}: must be two rates, got {str(both)[:60]}")
+        first, second = _rate(both[0], where), _rate(both[1], where)
+        if first > 0 and second > 0:
+            shared.setdefault((key[0], other[0], key[1]), {})[device] = (first, second)
+
+
+def _rate(value: Any, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise FileError(f"{where}: a rate must be a number, got {str(value)[:60]}")
+    if not math.isfinite(value) or value < 0:
+        raise FileError(f"{where}: a rate must be finite and >= 0, got {value}")
+    return float(value)
+
+
+def read_gavel_trace(path: Path) -> Iterator[Job]:
+    """Read a Gavel trace, one job at a time: a trace may be larger than memory.
+
+    Job ids are line numbers from 0.
+
+    Raises:
+        FileError: The file cannot be read, or a line is cut short, out of order or nonsense.
+    """
+    try:
+        with path.open(encoding="utf-8") as lines:
+            yield from parse_gavel_trace(lines, str(path))
+    except FileNotFoundError:
+        raise FileError(f"{path}: no such file") from None
+    except UnicodeDecodeError:
+        raise FileError(f"{path}: not a text file") from None
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def parse_gavel_trace(lines: Iterable[str], name: str = "trace") -> Iterator[Job]:
+    """Read the lines of a Gavel trace.
+
+    Raises:
+        FileError: As ``read_gavel_trace``.
+    """
+    last = -math.inf
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        job = _job(line.rstrip("\n").split("\t"), number - 1, f"{name}: line {number}")
+        if job.arrival_seconds < last:
+            raise FileError(
+                f"{name}: line {number}: arrives at {job.arrival_seconds} s, before the line "
+                f"above at {last} s; sort the trace by arrival"
+            )
+        last = job.arrival_seconds
+        yield job
+
+
+def _job(fields: list[str], index: int, where: str) -> Job:
+    if len(fields) != _FIELDS:
+        raise FileError(
+            f"{where}: has {len(fields)} of {_FIELDS} fields; the trace may be truncated"
+        )
+    steps, scale, weight, slo, arrival = fields[5:]
+    try:
+        slo_seconds = float(slo)
+        return Job(
+            id=str(index),
+            model=fields[0],
+            steps=float(steps),
+            scale_factor=int(scale),
+            priority_weight=float(weight),
+            slo_seconds=slo_seconds if slo_seconds > 0 else None,
+            arrival_seconds=float(arrival),
+        )
+    except HetflowError as error:
+        raise FileError(f"{where}: {error.message}") from None
+    except ValueError as error:
+        raise FileError(f"{where}: {error}") from None
