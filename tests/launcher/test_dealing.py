@@ -1,0 +1,83 @@
+"""Slots to hosts and to devices, and which failure is the cause."""
+
+import pytest
+
+from hetflow.launcher import devices
+from hetflow.launcher.failures import Failure, first_cause
+from hetflow.launcher.hosts import deal_slots
+from hetflow.schema.errors import LaunchError, TargetError
+from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
+from hetflow.schema.plan import EmulatedDevice, PassTime
+
+
+def config_of(*types: str, emulated: tuple[EmulatedDevice, ...] = ()) -> LaunchConfig:
+    return LaunchConfig(
+        model="m",
+        global_batch_size=len(types),
+        workers=tuple(
+            WorkerSlot(
+                rank=rank,
+                device_type=name,
+                virtual_nodes=(VirtualNode(index=rank, batch_size=1),),
+            )
+            for rank, name in enumerate(types)
+        ),
+        emulated=emulated,
+    )
+
+
+def emulated(name: str, speed: float) -> EmulatedDevice:
+    return EmulatedDevice(
+        device_type=name,
+        base_device_type="cpu",
+        speed=speed,
+        passes=(PassTime(batch_size=1, step_seconds=0.1),),
+    )
+
+
+def test_slots_go_to_the_hosts_that_have_the_type() -> None:
+    config = config_of("V100", "P100", "P100", "V100")
+    assert deal_slots(config, [{"P100": 2}, {"V100": 2}]) == [[1, 2], [0, 3]]
+    assert deal_slots(config, [{"P100": 1, "V100": 1}, {"V100": 4, "P100": 1}]) == [[0, 1], [2, 3]]
+
+
+def test_emulated_types_may_be_offered_by_their_base() -> None:
+    config = config_of("cpu:x", "cpu:x", emulated=(emulated("cpu:x", 0.5),))
+    assert deal_slots(config, [{"cpu": 1}, {"cpu:x": 1}]) == [[0], [1]]
+
+
+def test_a_shortage_or_an_idle_host_is_named() -> None:
+    with pytest.raises(LaunchError, match="needs 2 x P100, the 2 hosts have 1"):
+        deal_slots(config_of("P100", "P100"), [{"P100": 1}, {"V100": 1}])
+    with pytest.raises(LaunchError, match="no work for node 1"):
+        deal_slots(config_of("P100"), [{"P100": 1}, {"V100": 1}])
+
+
+def test_each_cuda_worker_gets_a_device_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "hetflow.runtime.devices.local_device_types", lambda: ["P100", "V100", "P100"]
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,GPU-7")
+    config = config_of("P100", "V100", "P100", "cpu")
+    seats = devices.seat_workers(config.workers, config)
+    assert [seat.cuda for seat in seats] == ["4", "6", "GPU-7", None]
+    short = config_of("V100", "V100")
+    with pytest.raises(TargetError, match="needs 2 x V100, this machine has 1"):
+        devices.seat_workers(short.workers, short)
+
+
+def test_crowded_emulation_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    roomy = config_of("cpu:x", "cpu:x", emulated=(emulated("cpu:x", 1.0),))
+    assert devices.crowding(roomy.workers, roomy) is None
+    crowded = config_of("cpu:x", "cpu:x", "cpu:x", emulated=(emulated("cpu:x", 1.0),))
+    assert "3 cores' worth" in (devices.crowding(crowded.workers, crowded) or "")
+
+
+def test_the_cause_is_no_echo_and_comes_first() -> None:
+    echo = Failure(exit_code=1, error="reset", rank=0, at_seconds=1.0, lost_peer=True)
+    late = Failure(exit_code=1, error="late", rank=1, at_seconds=3.0)
+    first = Failure(exit_code=1, error="first", rank=2, at_seconds=2.0)
+    assert first_cause([echo, late, first]) is first
+    assert first_cause([echo]) is echo
+    assert Failure.from_text(first.to_text()) == first

@@ -1,0 +1,72 @@
+"""The reducer by itself, as profilers use it, on a group of one."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from hetflow.runtime.gradients import GradientReducer
+from hetflow.schema.errors import TargetError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_buckets_cover_the_buffer_and_sums_are_kept() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    reducer = GradientReducer(dict(model.named_parameters()), bucket_bytes=64)
+    x = torch.randn(4, 8)
+    reducer.begin()
+    model(x[:2]).sum().backward()
+    reducer.arm(defer_last=True)
+    model(x[2:]).sum().backward()
+    reducer.finish()
+    assert reducer.num_bytes == sum(p.numel() * 4 for p in model.parameters())
+    assert reducer.unused() == []
+    found = [p.grad.clone() for p in model.parameters()]
+    reducer.close()
+    model.zero_grad()
+    model(x).sum().backward()
+    for mine, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad)
+
+
+def test_memory_formats_types_and_complex_numbers_are_kept() -> None:
+    image = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    wave = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+    half = nn.Linear(3, 3).half()
+    parameters = [*image.parameters(), wave, *half.parameters()]
+    reducer = GradientReducer(parameters)
+    reducer.begin()
+    reducer.arm()
+    loss = image(torch.randn(1, 3, 5, 5)).sum() + (wave.abs() ** 2).sum()
+    (loss + half(torch.ones(1, 3, dtype=torch.float16)).sum().float()).backward()
+    reducer.finish()
+    assert len(reducer.flats) == 3
+    assert image.weight.grad.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(wave.grad, 2 * wave.detach())
+    assert half.weight.grad.dtype == torch.float16
+    reducer.close()
+
+
+def test_a_gradient_that_comes_twice_is_refused() -> None:
+    """Reentrant checkpoints that share a weight fire its hook once each."""
+    layer = nn.Linear(4, 4)
+    reducer = GradientReducer({"layer.weight": layer.weight, "layer.bias": layer.bias})
+    reducer.begin()
+    reducer.arm()
+    x = torch.randn(2, 4, requires_grad=True)
+    out = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+    with pytest.raises(TargetError, match="got its gradient twice in one backward"):
+        out.sum().backward()
+    reducer.launch_rest()
+    reducer.wait()
+    reducer.close()

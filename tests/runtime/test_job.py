@@ -1,0 +1,207 @@
+"""The script's API in one process: what plain ``python`` runs, and what is refused."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
+
+from hetflow import runtime as hf
+from hetflow.runtime.streams import generator_of
+from hetflow.schema.errors import TargetError
+
+NUM_SAMPLES, BATCH = 22, 8
+
+
+@pytest.fixture(autouse=True)
+def no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HETFLOW_PLAN", "RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(NUM_SAMPLES, 5, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, x.sum(1, keepdim=True))
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+
+
+def square(model: nn.Module):
+    return lambda x, y: (model(x) - y).pow(2).mean()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def test_a_plain_run_has_the_bits_of_plain_pytorch() -> None:
+    ours, theirs, dataset = model_of(), model_of(), data()
+    optimizer, reference = adam(ours), adam(theirs)
+    job = hf.prepare(ours, optimizer)
+    for epoch in range(2):
+        order = torch.randperm(NUM_SAMPLES, generator=generator_of(0, "order", epoch))
+        parts = order.split(BATCH)
+        batches = job.batches(DataLoader(dataset, batch_size=BATCH, shuffle=True), epoch=epoch)
+        assert len(batches) == len(parts) == 3
+        for batch, index in zip(batches, parts, strict=True):
+            loss = job.backward(square(ours), batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            expected = square(theirs)(*dataset[index])
+            expected.backward()
+            reference.step()
+            reference.zero_grad()
+            assert loss.item() == expected.item()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, other)
+    assert (job.is_main, job.rank, job.world_size, job.num_steps) == (True, 0, 1, 6)
+    job.finish()
+
+
+def test_all_gradients_are_views_of_one_buffer() -> None:
+    model = model_of()
+    job = hf.prepare(model, adam(model))
+    batch = next(iter(job.batches(DataLoader(data(), batch_size=BATCH))))
+    job.backward(square(model), batch)
+    storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    assert len(storages) == 1
+    job.finish()
+
+
+def test_gradients_that_were_not_cleared_add_up_as_in_plain_pytorch() -> None:
+    ours, theirs, dataset = model_of(), model_of(), data()
+    job = hf.prepare(ours)
+    for number, batch in enumerate(job.batches(DataLoader(dataset, batch_size=BATCH))):
+        job.backward(square(ours), batch)
+        square(theirs)(*dataset[number * BATCH : (number + 1) * BATCH]).backward()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=0)
+    job.finish()
+
+
+def test_freezing_in_the_middle_is_followed() -> None:
+    model = model_of()
+    job = hf.prepare(model)
+    batches = iter(job.batches(DataLoader(data(), batch_size=BATCH)))
+    job.backward(square(model), next(batches))
+    model.zero_grad()
+    model[0].requires_grad_(False)
+    job.backward(square(model), next(batches))
+    assert model[0].weight.grad is None
+    assert model[2].weight.grad is not None
+    job.finish()
+
+
+def test_a_batch_left_out_is_not_anothers() -> None:
+    model, seen = model_of(), []
+    job = hf.prepare(model)
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return (model(x) - y).pow(2).mean()
+
+    for number, batch in enumerate(job.batches(DataLoader(data(), batch_size=BATCH))):
+        if number != 1:
+            job.backward(loss_of, batch)
+    assert torch.equal(torch.cat(seen), data().tensors[0][[*range(8), *range(16, 22)]])
+    with pytest.raises(TargetError, match="this batch was used already"):
+        job.backward(loss_of, batch)
+    job.finish()
+    with pytest.raises(TargetError, match="the job is finished"):
+        job.backward(loss_of, batch)
+
+
+def test_parameters_of_the_loss_are_trained_too() -> None:
+    model, temperature = model_of(), nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    job = hf.prepare(model, optimizer)
+    batch = next(iter(job.batches(DataLoader(data(), batch_size=BATCH))))
+    job.backward(lambda x, y: (model(x) * temperature - y).pow(2).mean(), batch)
+    assert temperature.grad is not None
+    job.finish()
+
+
+def test_evaluation_leaves_the_mode_as_it_was() -> None:
+    model = model_of()
+    job = hf.prepare(model)
+    with job.evaluation() as same:
+        assert same is model
+        assert not model.training
+        assert not torch.is_grad_enabled()
+    assert model.training
+    job.finish()
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ([1, 2], "needs a torch DataLoader, got list"),
+        (DataLoader(Stream(), batch_size=2), "IterableDataset cannot be shared out"),
+        (
+            DataLoader(data(), batch_sampler=BatchSampler(SequentialSampler(data()), 4, False)),
+            None,
+        ),
+        (DataLoader(data(), batch_size=None), "custom batch_sampler"),
+        (
+            DataLoader(
+                data(), batch_size=4, sampler=DistributedSampler(data(), num_replicas=2, rank=0)
+            ),
+            "DistributedSampler shards the data",
+        ),
+    ],
+)
+def test_loaders_that_cannot_be_cut(loader: object, message: str | None) -> None:
+    job = hf.prepare(model_of())
+    with pytest.raises(TargetError, match=message or "custom batch_sampler"):
+        job.batches(loader)
+    job.finish()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.DataParallel(nn.Linear(1, 1)), "wrapped in DataParallel"),
+        (nn.Sequential(nn.SyncBatchNorm(3)), "0 is a SyncBatchNorm"),
+        (nn.LazyLinear(3), "lazy parameters"),
+        ("model", "needs a torch.nn.Module, got str"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_models_that_would_train_wrongly(model: object, message: str) -> None:
+    with pytest.raises(TargetError, match=message):
+        hf.prepare(model)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda loss: loss.expand(3), r"scalar mean loss, got Tensor of shape \(3,\)"),
+        (lambda loss: None, "scalar mean loss, got NoneType"),
+        (lambda loss: (loss, -1), "weight of a loss must be finite and >= 0, got -1"),
+        (lambda loss: (loss, float("nan")), "weight of a loss must be finite"),
+    ],
+)
+def test_losses_that_make_no_sense(answer, message: str) -> None:
+    model = model_of()
+    job = hf.prepare(model)
+    batch = next(iter(job.batches(DataLoader(data(), batch_size=BATCH))))
+    with pytest.raises(TargetError, match=message):
+        job.backward(lambda x, y: answer(square(model)(x, y)), batch)
+    job.finish()
