@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three instances, short limits")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     asked = parser.parse_args()
-    seeds, repeats, limit = (3, 3, 3.0) if asked.quick else (5, 5, 20.0)
+    seeds, repeats, limit = (3, 3, 3.0) if asked.quick else (5, 5, 10.0)
     cases = [case for case in CASES if not (asked.quick and case.milp and case.batch > 2048)]
     print("CPU milliseconds: median over instances (least-greatest), and ratio to the fast search")
     print(f"{'':58} {'fast':>24} {'PuLP+CBC':>24} {'':>8} {'PuLP+HiGHS':>24}", flush=True)

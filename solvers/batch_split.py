@@ -97,8 +97,14 @@ def least_seconds(
     """
     ceiling = min(cutoff, float((pool.limits * pool.seconds).max()))
 
+    known: dict[bytes, tuple[int, ...] | None] = {}
+    mine = np.repeat(np.array(level.counts) > 0, pool.ends - pool.starts)
+
     def fits(seconds: float) -> tuple[int, ...] | None:
-        return counts_within(pool, level.counts, level.num_devices, seconds)
+        key = pool.passes(seconds)[mine].tobytes()  # the time matters only through the passes
+        if key not in known:
+            known[key] = counts_within(pool, level.counts, level.num_devices, seconds)
+        return known[key]
 
     start = _least_candidate(
         pool, max(floor, first_bound(pool, level)), ceiling, lambda t: _holds(pool, level, t)

@@ -20,10 +20,14 @@ Terms = list[tuple[float, Any]]
 
 @dataclass(slots=True)
 class _Device:
-    """One device's variables: ``passes[s]`` = v when it runs size s, and ``runs[s]`` in {0, 1}."""
+    """One device's variables: ``passes[s]`` = v when it runs size s, and ``runs[s]`` in {0, 1}.
+
+    ``most[s]`` bounds v.
+    """
 
     option: DeviceOption
     points: list[BatchPoint]
+    most: list[int] = field(default_factory=list)
     passes: list[Any] = field(default_factory=list)
     runs: list[Any] = field(default_factory=list)
 
@@ -73,8 +77,35 @@ def _unit_seconds(problem: SplitProblem) -> float:
     return _batch(problem) / rate
 
 
+def _known_seconds(problem: SplitProblem) -> float:
+    """The best step time with equal work on equal devices: no better plan computes longer."""
+    only = problem.virtual_nodes and _batch(problem) // problem.virtual_nodes
+    return min(
+        (
+            _batch(problem) // (number * point.batch_size) * point.step_seconds
+            + sync_seconds(option, number)
+            + option.update_seconds
+            for option in problem.devices
+            for number in range(1, option.num_devices + 1)
+            for point in option.batch_curve
+            if only in (None, point.batch_size)
+            and _batch(problem) % (number * point.batch_size) == 0
+        ),
+        default=float("inf"),
+    )
+
+
+def _most_passes(problem: SplitProblem, point: BatchPoint, known: float) -> int:
+    """M of the big-M constraints: as small as is safe, since it decides the search's speed."""
+    most = _batch(problem) // point.batch_size
+    return (
+        most if known == float("inf") else min(most, int(known / point.step_seconds * (1 + 1e-9)))
+    )
+
+
 def _devices(program: Program, problem: SplitProblem) -> list[_Device]:
     only = problem.virtual_nodes and _batch(problem) // problem.virtual_nodes
+    known = _known_seconds(problem)
     found = []
     for kind, option in enumerate(problem.devices):
         points = [
@@ -85,7 +116,8 @@ def _devices(program: Program, problem: SplitProblem) -> list[_Device]:
         for number in range(option.num_devices if points else 0):
             device = _Device(option=option, points=points)
             for point in points:
-                most = _batch(problem) // point.batch_size
+                most = _most_passes(problem, point, known)
+                device.most.append(most)
                 name = f"{kind}_{number}_{point.batch_size}"
                 device.passes.append(program.variable(f"v_{name}", high=most, integer=True))
                 device.runs.append(program.variable(f"y_{name}", high=1, integer=True))
@@ -104,8 +136,8 @@ def _build(program: Program, problem: SplitProblem, devices: list[_Device], unit
     for device in devices:
         used = total([(1, run) for run in device.runs])
         program.require(used <= 1)  # one size a device
-        for point, passes, run in zip(device.points, device.passes, device.runs, strict=True):
-            program.require(passes <= _batch(problem) // point.batch_size * run)
+        for most, passes, run in zip(device.most, device.passes, device.runs, strict=True):
+            program.require(passes <= most * run)
             program.require(passes >= run)
         times = [p.step_seconds / unit for p in device.points]
         program.require(compute >= total(list(zip(times, device.passes, strict=True))))
@@ -127,21 +159,22 @@ def _break_symmetry(program: Program, devices: list[_Device]) -> None:
 
 
 def _require_sync(program: Program, devices: list[_Device], sync: Any, unit: float) -> None:
-    """Select the number of devices in use; each used type then asks for its time at it."""
+    """Each used type asks for its time at the number of devices in use."""
     total, numbers = program.total, range(1, len(devices) + 1)
-    select = [program.variable(f"n_{number}", high=1, integer=True) for number in numbers]
-    used = [(1.0, run) for device in devices for run in device.runs]
+    options = {id(device.option): device.option for device in devices}
+    times = {key: [sync_seconds(o, n) / unit for n in numbers] for key, o in options.items()}
+    last = len(devices) - 1
+    constant = all(t[min(1, last)] == t[last] for t in times.values())
+    columns = sorted({0, last}) if constant else list(range(len(devices)))  # "at most so many"
+    select = [program.variable(f"n_{c + 1}", high=1, integer=True) for c in columns]
+    used = total([(1.0, run) for device in devices for run in device.runs])
     program.require(total([(1, one) for one in select]) == 1)
-    program.require(total(list(zip(numbers, select, strict=True))) == total(used))
-    for option in {id(device.option): device.option for device in devices}.values():
-        times = [sync_seconds(option, number) / unit for number in numbers]
-        if max(times) == 0:
-            continue
-        for device in (d for d in devices if d.option is option):
-            runs = total([(max(times), run) for run in device.runs])
-            program.require(
-                sync >= total(list(zip(times, select, strict=True))) + runs - max(times)
-            )
+    program.require(used <= total([(c + 1, one) for c, one in zip(columns, select, strict=True)]))
+    for device in devices:
+        own = [times[id(device.option)][c] for c in columns]
+        if max(own) > 0:
+            runs = total([(max(own), run) for run in device.runs])
+            program.require(sync >= total(list(zip(own, select, strict=True))) + runs - max(own))
 
 
 def _plan(

@@ -201,25 +201,28 @@ def counts_within(
 def _counts_by_pairs(
     pool: Pool, passes: Ints, tops: list[int], counts: tuple[int, ...], limit: int
 ) -> tuple[int, ...] | None:
+    kinds = [kind for kind, n in enumerate(counts) if n and tops[kind]]
+    if len(kinds) == 1:
+        return None  # the first choice was the only one
     chosen = greedy_counts(pool, tops, counts, limit)
     pivot = min(tops[kind] for kind, n in enumerate(chosen) if n)
     ideal = sum(n * max(0, top - pivot) for n, top in zip(counts, tops, strict=True))
     short = pivot * limit + ideal - pool.batch  # at `limit` devices; `pivot` less for each fewer
-    row = 2 * (short + 1)
-    mask = repeated((2 << short) - 1, row, limit)
-    kinds = [kind for kind, n in enumerate(counts) if n and tops[kind]]
-    folds = [
-        Folds(_pairs(pool.entries(passes, kind), tops[kind], pivot, short, row), mask)
-        for kind in kinds
-    ]
-    sums = [1]
-    for kind, fold in zip(reversed(kinds), reversed(folds), strict=True):
-        sums.append(sumset(sums[-1], fold[counts[kind]], mask))
-    for used in range(limit, 0, -1):
-        loss = short - pivot * (limit - used)
-        if loss >= 0 and sums[-1] >> (used * row + loss) & 1:
-            return _unpick(kinds, folds, sums[::-1], counts, (used, loss), row)
-    return None
+    goals = [(limit - i, short - pivot * i) for i in range(min(limit, short // pivot + 1))]
+    # Rows of length 0 forget the number of devices: cheap, and most often enough to refuse.
+    for row in (0, 2 * (short + 1)):
+        mask = repeated((2 << short) - 1, row, limit if row else 0)
+        folds = [
+            Folds(_pairs(pool.entries(passes, kind), tops[kind], pivot, short, row), mask)
+            for kind in kinds
+        ]
+        sums = [1]
+        for kind, fold in zip(reversed(kinds), reversed(folds), strict=True):
+            sums.append(sumset(sums[-1], fold[counts[kind]], mask))
+        goals = [(used, loss) for used, loss in goals if sums[-1] >> (used * row + loss) & 1]
+        if not goals:
+            return None
+    return _unpick(kinds, folds, sums[::-1], counts, goals[0], row)
 
 
 def _pairs(entries: list[tuple[int, int]], top: int, pivot: int, short: int, row: int) -> int:

@@ -132,7 +132,7 @@ def test_the_fast_search_equals_brute_force(problem: SplitProblem) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cbc", "highs"])
-@settings(max_examples=100, **REPEATABLE)
+@settings(max_examples=60, **REPEATABLE)
 @given(problem=problems())
 def test_the_milp_equals_the_fast_search(backend: batch_split_milp.Backend, problem) -> None:
     expected = step_or_none(problem)
