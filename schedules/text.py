@@ -51,13 +51,16 @@ def is_overlapped(operations: Sequence[Operation], at: int) -> bool:
     It does where its gradient is received before the other starts, or the other's result is sent
     only after it.
     """
+    if at == 0:
+        return False
     before, operation = operations[at - 1], operations[at]
-    if at == 0 or before.kind is not Kind.FORWARD or operation.kind is not Kind.BACKWARD:
+    if before.kind is not Kind.FORWARD or operation.kind is not Kind.BACKWARD:
         return False
     needs = (Kind.RECEIVE_GRADIENT, operation.stage, operation.microbatch)
     makes = (Kind.SEND_ACTIVATION, before.stage, before.microbatch)
-    around = [(op.kind, op.stage, op.microbatch) for op in operations[max(0, at - 3) : at + 3]]
-    return needs in around[: at - max(0, at - 3)] or makes in around[at - max(0, at - 3) :]
+    ahead = [(op.kind, op.stage, op.microbatch) for op in operations[max(0, at - 3) : at]]
+    behind = [(op.kind, op.stage, op.microbatch) for op in operations[at + 1 : at + 3]]
+    return needs in ahead or makes in behind
 
 
 def from_text(

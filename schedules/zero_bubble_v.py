@@ -38,7 +38,7 @@ def generate(shape: PipelineShape) -> Schedule:
         shape,
         positions=[min(stage, 2 * p - 1 - stage) for stage in range(2 * p)],
         one_pipeline=lambda m: _Search(p, m).run(),
-        max_in_flight=[4 * p] * p,
+        max_in_flight=[2 * p] * p,
     )
 
 

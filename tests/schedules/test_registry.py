@@ -90,6 +90,25 @@ def test_unreadable_words(word: str, words: str) -> None:
         from_text("mine", [word], placement=((0,), (0,)), num_microbatches=1)
 
 
+@pytest.mark.parametrize(
+    ("name", "m", "bounds"),
+    [
+        ("gpipe", 5, (5, 5, 5, 5)),
+        ("1f1b", 5, (4, 3, 2, 1)),
+        ("1f1b", 2, (2, 2, 2, 1)),
+        ("pipedream", 2, (2, 2, 2, 1)),
+        ("zb-h1", 5, (4, 4, 4, 4)),
+        ("zb-h2", 8, (8, 8, 8, 8)),
+        ("zb-v", 8, (8, 8, 8, 8)),
+        ("dualpipe", 8, (5, 5, 5, 5)),
+        ("dualpipe-v", 8, (9, 9, 9, 9)),
+    ],
+)
+def test_promised_activations(name: str, m: int, bounds: tuple[int, ...]) -> None:
+    schedule = generate(name, pipeline_parallel_size=4, num_microbatches=m)
+    assert schedule.max_in_flight == bounds
+
+
 def test_channels_and_chunks() -> None:
     schedule = generate(
         "interleaved", pipeline_parallel_size=2, num_microbatches=2, num_model_chunks=2

@@ -286,6 +286,17 @@ def test_nonsense_is_named(field: str, value: int | None, words: str) -> None:
     assert words in faults[0]
 
 
+@pytest.mark.parametrize("peer", [0, 2, -1])
+def test_a_peer_that_cannot_be_is_named(peer: int) -> None:
+    schedule = generate("gpipe", pipeline_parallel_size=2, num_microbatches=1)
+    operations = list(schedule.ranks[0])
+    assert operations[1].kind is Kind.SEND_ACTIVATION
+    operations[1] = replace(operations[1], peer=peer)
+    assert validate(changed(schedule, 0, operations)) == [
+        f"rank 0: send activation of stage 0, microbatch 0: no other rank {peer}"
+    ]
+
+
 def test_a_placement_without_ranks_is_named() -> None:
     schedule = generate("gpipe", pipeline_parallel_size=2, num_microbatches=2)
     assert validate(replace(schedule, placement=((0,), ())))[0].startswith("stage 1 stands on")
