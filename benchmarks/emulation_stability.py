@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hetflow.profilers.child import die_with_parent
+
 SPEEDS = {"cpu:fast": 0.5, "cpu:slow": 0.125}
 COPIES = 2
 BATCH_SIZE = 128
@@ -90,6 +92,7 @@ def work(
     method: str, device_type: str, base: float, seconds: float, gate: Any, answers: Any
 ) -> None:
     """One emulated device: train until the time is over, tell the time of each pass."""
+    die_with_parent()
     once = METHODS[method](demo_pass(), SPEEDS[device_type], base)
     for _ in range(3):
         once()
@@ -104,6 +107,7 @@ def work(
 
 def burn(stop: Any) -> None:
     """Somebody else's program."""
+    die_with_parent()
     while not stop.is_set():
         sum(range(10_000))
 

@@ -151,20 +151,27 @@ def _table(measured: Profile) -> str:
         for point in measured.batch_curve
     ]
     headers = ("batch size", "step ms", "samples/s", "peak MiB")
-    emulated = measured.emulation
-    kind = f" (emulated: {emulated.speed:g} of cpu)" if emulated else ""
-    ending = f"{measured.provenance['curve_stopped']}" if measured.provenance else ""
-    facts = [f"update {measured.update_seconds * 1e3:.2f} ms"]
-    if measured.sync:
-        sync = measured.sync
-        facts.append(f"sync {sync.sync_seconds * 1e3:.2f} ms over {sync.num_devices} devices")
-        if sync.latency_seconds is not None and sync.bytes_per_second is not None:
-            rate = sync.bytes_per_second / 1e9
-            facts.append(f"links {sync.latency_seconds * 1e6:.0f} us + {rate:.2f} GB/s")
+    right = ("right",) * len(headers)
+    table = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=right)
+    ending = f"ended: {(measured.provenance or {}).get('curve_stopped', '')}"
     if measured.out_of_memory_batch_size:
         ending += f" at batch size {measured.out_of_memory_batch_size}"
-    head = f"{measured.model} on {measured.device_type}{kind}; {', '.join(facts)}"
-    table = tabulate(
-        rows, headers, tablefmt="plain", disable_numparse=True, colalign=("right",) * 4
-    )
-    return f"{head}\n{table}\nended: {ending}"
+    return f"{_head(measured)}\n{table}\n{ending}"
+
+
+def _head(measured: Profile) -> str:
+    """One line: what was measured where, and what is not in the table."""
+    how, sync, emulated = measured.provenance or {}, measured.sync, measured.emulation
+    facts = [f"update {measured.update_seconds * 1e3:.2f} ms"]
+    if sync is None:
+        facts.append(f"sync not measured ({how.get('sync', {}).get('skipped', 'unknown')})")
+    else:
+        facts.append(f"sync {sync.sync_seconds * 1e3:.2f} ms over {sync.num_devices} devices")
+    if sync and sync.latency_seconds is not None and sync.bytes_per_second is not None:
+        rate = sync.bytes_per_second / 1e9
+        facts.append(f"links {sync.latency_seconds * 1e6:.0f} us + {rate:.2f} GB/s")
+    kind = ""
+    if emulated:
+        kind = f" (emulated: {emulated.speed:g} of {emulated.base_device_type})"
+        facts.append(f"held passes off by at most {how['emulation']['worst_error']:.1%}")
+    return f"{measured.model} on {measured.device_type}{kind}; {', '.join(facts)}"

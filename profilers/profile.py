@@ -158,7 +158,7 @@ def _profile(
     if request.speed is not None:
         progress(f"{target.model} on {request.device_type} (emulated): held passes")
         points = emulated.stretched(points, request.speed)
-        budget = 10 * options.limits.repeats.budget_seconds**0.5
+        budget = 4 * options.limits.repeats.budget_seconds**0.5
         held = emulated.verify(measurer, points, budget)
         provenance["emulation"] = emulated.as_provenance(held, request.speed)
         emulation = Emulation(speed=request.speed, base_device_type=request.local.device_type)

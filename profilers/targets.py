@@ -63,7 +63,7 @@ def parse(text: str) -> Target:
     if colon and rest and source in ("zoo", "hf", "torchvision"):
         if source == "zoo":
             zoo.check_name(rest)
-        model = _file_safe(Path(rest).stem if source == "hf" else rest)
+        model = _file_safe(_config_name(Path(rest)) if source == "hf" else rest)
         return Target(text=text, source=source, location=rest, factory="", model=model)
     path, colon, factory = text.rpartition(":")
     if not colon or not factory.isidentifier() or not path.endswith(".py"):
@@ -131,6 +131,12 @@ def one_line(error: BaseException, file: str | None = None, doing: str = "") -> 
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if file and Path(frame.filename) == Path(file).resolve()]
     return f"{file}:{own[-1].lineno}: {said}" if own else said
+
+
+def _config_name(path: Path) -> str:
+    """A folder of a configuration names the model; ``config.json`` itself says nothing."""
+    resolved = path.resolve() if path.exists() else path
+    return resolved.parent.name if resolved.name == "config.json" else resolved.stem
 
 
 def _call_from_file(target: Target) -> object:

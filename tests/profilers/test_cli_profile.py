@@ -30,6 +30,7 @@ def target(tmp_path: Path) -> str:
     return f"{tmp_path}/mine.py:tiny"
 
 
+@pytest.mark.slow
 def test_a_real_profile_of_unlike_devices(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -145,7 +145,11 @@ def test_a_missing_extra_says_how_to_get_it(
     assert caught.value.hint == f"pip install 'hetflow[{text.partition(':')[0]}]'"
 
 
-def test_names_of_profiles_are_safe_in_files() -> None:
+def test_names_of_profiles_are_safe_in_files(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text("{}", encoding="utf-8")
+    assert targets.parse(f"hf:{tmp_path}/tiny/config.json").model == "tiny"
+    assert targets.parse(f"hf:{tmp_path}/tiny").model == "tiny"
     assert targets.parse("hf:../some/dir with spaces").model == "dir-with-spaces"
 
 
