@@ -27,7 +27,7 @@ def accuracy_of(model: nn.Module, dataset: TensorDataset, device: torch.device) 
     """The share of digits that the model classifies right."""
     x, y = (tensor.to(device) for tensor in dataset.tensors)
     with torch.no_grad():
-        return (model(x).argmax(1) == y).double().mean().item()
+        return float((model(x).argmax(1) == y).double().mean())
 
 
 def parse() -> argparse.Namespace:

@@ -1,58 +1,29 @@
-"""The store, and what the controllers of several hosts tell each other through it.
-
-The first host's controller holds the store on a socket it bound itself: on loopback for a launch
-on one host, on the rendezvous address otherwise. (A TCPStore that binds by itself listens on
-every interface, without authentication.)
-"""
+"""What the controllers of one or several hosts tell each other through the store."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
-import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
-from ..runtime.record import WorkerReport, parse_report
-from ..schema.errors import LaunchError, ProblemError
+from ..runtime.record import WorkerReport
+from ..schema.errors import LaunchError
 from ..schema.files import to_json
 from ..schema.launch import LaunchConfig, WorkerSlot
 from .devices import base_type, inventory
 from .failures import Failure
 from .request import Rendezvous
 from .spawn import Meeting
+from .store import hold_store, interface_towards, join_store, listen, prefixed, read_reports
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 15.0
 FAREWELL_SECONDS = 4.0
-_SIOCGIFADDR = 0x8915
 
 Watch = Callable[[], None]
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Bind the store's socket.
-
-    Raises:
-        LaunchError: The address is not this host's, or the port is taken.
-    """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen(512)
-    except OSError as error:
-        raise LaunchError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}",
-            hint="node 0 needs an address of its own host and a free port",
-        ) from None
-    return listening
 
 
 class Alone:
@@ -76,7 +47,7 @@ class Alone:
         self._thread.start()
 
     def _make_store(self) -> None:
-        self._store = _hold_store(self._socket)
+        self._store = hold_store(self._socket)
 
     def failure_elsewhere(self) -> Failure | None:
         """There is no elsewhere."""
@@ -96,7 +67,7 @@ class Alone:
     def reports(self) -> list[WorkerReport]:
         """What the workers measured."""
         self._thread.join()
-        return _read_reports(self._store, self._config.world_size)
+        return read_reports(self._store, self._config.world_size)
 
 
 class Together:
@@ -129,12 +100,12 @@ class Together:
         if "error" in dealt:
             raise LaunchError(dealt["error"])
         mine = dealt["slots"][place.node_rank]
-        interface = _interface_towards(place.host, place.port)
+        interface = interface_towards(place.host, place.port)
         meeting = Meeting(address=place.host, port=place.port, interface=interface)
         return [self._config.workers[rank] for rank in mine], meeting
 
     def _hold(self) -> Any:
-        return _prefixed(_hold_store(listen(self._place.host, self._place.port)))
+        return prefixed(hold_store(listen(self._place.host, self._place.port)))
 
     def _connect(self, watch: Watch) -> Any:
         """Wait for node 0 by plain connections, which Ctrl-C can end; then join its store."""
@@ -151,7 +122,7 @@ class Together:
                     hint="start it first, with the same --rdzv-endpoint",
                 )
             time.sleep(0.2)
-        return _prefixed(_join_store(place.host, place.port, place.timeout_seconds))
+        return prefixed(join_store(place.host, place.port, place.timeout_seconds))
 
     def _deal(self, watch: Watch) -> dict[str, Any]:
         agents = []
@@ -262,7 +233,7 @@ class Together:
 
     def reports(self) -> list[WorkerReport]:
         """What all workers measured; for node 0."""
-        return _read_reports(self._store.underlying_store, self._config.world_size)
+        return read_reports(self._store.underlying_store, self._config.world_size)
 
 
 def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[list[int]]:
@@ -302,68 +273,5 @@ def _shortage(config: LaunchConfig, devices: Sequence[dict[str, int]], name: str
     return f"the plan needs {needed} x {name}, the {len(devices)} hosts have {present}"
 
 
-def _hold_store(listening: socket.socket) -> Any:
-    store_class = _tcp_store_class()
-    host, port = listening.getsockname()[:2]
-    return store_class(
-        host,
-        port,
-        world_size=None,
-        is_master=True,
-        timeout=timedelta(seconds=300),
-        wait_for_workers=False,
-        # The store takes the socket over, and closes it.
-        master_listen_fd=listening.detach(),
-    )
-
-
-def _tcp_store_class() -> Any:
-    """Import torch with its C++ warnings off: a lost connection is ours to report."""
-    before = os.environ.get("TORCH_CPP_LOG_LEVEL")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    try:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    finally:
-        if before is None:
-            del os.environ["TORCH_CPP_LOG_LEVEL"]
-    return TCPStore
-
-
-def _join_store(host: str, port: int, timeout_seconds: float) -> Any:
-    store_class = _tcp_store_class()
-    limit = timedelta(seconds=timeout_seconds)
-    return store_class(host, port, None, False, timeout=limit, wait_for_workers=False)
-
-
-def _prefixed(store: Any) -> Any:
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    return PrefixStore("launcher", store)
-
-
-def _read_reports(store: Any, world_size: int) -> list[WorkerReport]:
-    reports = []
-    for rank in range(world_size):
-        key = f"hetflow/0/report/{rank}"
-        if store.check([key]):
-            with contextlib.suppress(ProblemError, ValueError):
-                reports.append(parse_report(store.get(key)))
-    return reports
-
-
 def _digest(config: LaunchConfig) -> str:
     return hashlib.sha256(to_json(config).encode()).hexdigest()
-
-
-def _interface_towards(host: str, port: int) -> str | None:
-    """The network interface that leads to node 0, for gloo and NCCL; None where unknown."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        own = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == own:
-                    return name
-    return None

@@ -29,7 +29,7 @@ from ..schema.errors import TargetError
 from .shares import slices
 from .streams import generator_of, seed_host_streams
 
-Broadcast = Callable[[list[int] | None], list[int]]
+Broadcast = Callable[[list[int]], list[int]]
 Key = tuple[int, int, int]  # epoch, sample index, how often it was drawn before in the epoch
 
 

@@ -138,12 +138,17 @@ class Job:
             self._loaders[id(loader)] = known
         return known[1], known[2]
 
-    def _broadcast(self, order: list[int] | None) -> list[int]:
+    def _broadcast(self, order: list[int]) -> list[int]:
+        """The first worker's order, as plain numbers: nothing is unpickled."""
         if not self._place.distributed:
-            return order or []
-        box: list[Any] = [order]
-        dist.broadcast_object_list(box, src=0, device=self.device)
-        found: list[int] = box[0]
+            return order
+        length = torch.tensor(len(order), device=self.device)
+        dist.broadcast(length, src=0)
+        drawn = torch.zeros(int(length), dtype=torch.int64, device=self.device)
+        if self.is_main:
+            drawn.copy_(torch.tensor(order))
+        dist.broadcast(drawn, src=0)
+        found: list[int] = drawn.tolist()
         return found
 
     def backward(

@@ -1,0 +1,105 @@
+"""The store of a launch, and the sockets under it.
+
+The first host's controller holds the store on a socket it bound itself: on loopback for a launch
+on one host, on the rendezvous address otherwise. (A TCPStore that binds by itself listens on
+every interface, without authentication.)
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import struct
+from datetime import timedelta
+from typing import Any
+
+from ..runtime.record import WorkerReport, parse_report
+from ..schema.errors import LaunchError, ProblemError
+
+_SIOCGIFADDR = 0x8915
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind the store's socket.
+
+    Raises:
+        LaunchError: The address is not this host's, or the port is taken.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(512)
+    except OSError as error:
+        raise LaunchError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}",
+            hint="node 0 needs an address of its own host and a free port",
+        ) from None
+    return listening
+
+
+def hold_store(listening: socket.socket) -> Any:
+    """Make the store on a socket bound before; it takes the socket over."""
+    store_class = _tcp_store_class()
+    host, port = listening.getsockname()[:2]
+    return store_class(
+        host,
+        port,
+        world_size=None,
+        is_master=True,
+        timeout=timedelta(seconds=300),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _tcp_store_class() -> Any:
+    """Import torch with its C++ warnings off: a lost connection is ours to report."""
+    before = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    finally:
+        if before is None:
+            del os.environ["TORCH_CPP_LOG_LEVEL"]
+    return TCPStore
+
+
+def join_store(host: str, port: int, timeout_seconds: float) -> Any:
+    """Join a store held elsewhere."""
+    store_class = _tcp_store_class()
+    limit = timedelta(seconds=timeout_seconds)
+    return store_class(host, port, None, False, timeout=limit, wait_for_workers=False)
+
+
+def prefixed(store: Any) -> Any:
+    """The controllers' own part of the store."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    return PrefixStore("launcher", store)
+
+
+def read_reports(store: Any, world_size: int) -> list[WorkerReport]:
+    """What the workers measured, of those that said so."""
+    reports = []
+    for rank in range(world_size):
+        key = f"hetflow/0/report/{rank}"
+        if store.check([key]):
+            with contextlib.suppress(ProblemError, ValueError):
+                reports.append(parse_report(store.get(key)))
+    return reports
+
+
+def interface_towards(host: str, port: int) -> str | None:
+    """The network interface that leads to node 0, for gloo and NCCL; None where unknown."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == own:
+                    return name
+    return None
