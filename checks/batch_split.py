@@ -46,6 +46,7 @@ def _own_faults(plan: SplitPlan) -> Iterator[str]:
             f"predicted: {predicted.samples_per_second} samples/s in {predicted.step_seconds} s "
             f"is not the global batch of {plan.global_batch_size}"
         )
+    yield from _uniform_faults(plan)
     if plan.num_devices == 1 and predicted.sync_seconds:
         yield f"predicted: one device has nothing to synchronise, got {predicted.sync_seconds} s"
     times = [g.virtual_nodes * g.pass_seconds for g in plan.groups if g.pass_seconds is not None]
@@ -55,6 +56,16 @@ def _own_faults(plan: SplitPlan) -> Iterator[str]:
                 f"predicted: compute_seconds is {predicted.compute_seconds}, "
                 f"but the slowest group takes {max(times)} s"
             )
+
+
+def _uniform_faults(plan: SplitPlan) -> Iterator[str]:
+    nodes = plan.uniform_virtual_nodes
+    if nodes is None:
+        return
+    if plan.num_virtual_nodes != nodes:
+        yield f"groups: {plan.num_virtual_nodes} virtual nodes, not uniform_virtual_nodes {nodes}"
+    if {group.virtual_node_batch_size for group in plan.groups} != {plan.global_batch_size / nodes}:
+        yield f"groups: virtual nodes differ from {plan.global_batch_size}/{nodes} samples each"
 
 
 def _proof_faults(plan: SplitPlan) -> Iterator[str]:

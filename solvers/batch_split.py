@@ -176,6 +176,7 @@ def _plan(problem: SplitProblem, pool: Pool, best: _Best) -> SplitPlan:
         model=problem.model,
         global_batch_size=problem.global_batch_size,
         groups=groups,
+        uniform_virtual_nodes=problem.virtual_nodes,
         predicted=predicted,
         proof=Proof(
             termination="optimal",

@@ -195,6 +195,7 @@ def _plan(
         model=problem.model,
         global_batch_size=_batch(problem),
         groups=groups,
+        uniform_virtual_nodes=problem.virtual_nodes,
         predicted=predicted,
         proof=Proof(
             termination="optimal" if optimal else "feasible",

@@ -236,6 +236,7 @@ def _plan(problem: SplitProblem, ranked: list[Alternative]) -> SplitPlan:
         model=problem.model,
         global_batch_size=problem.global_batch_size,
         groups=best.groups,
+        uniform_virtual_nodes=problem.virtual_nodes,
         predicted=predict(problem, best.groups),
         proof=Proof(
             termination="optimal",

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "profilers": {"schema", "runtime"},
     "launcher": {"schema", "runtime"},
     "reports": {"schema", "schedules"},
-    "examples": {"runtime", "profilers"},
+    "examples": {"schema", "costs", "checks", "solvers", "runtime", "profilers"},
     "cli": {
         "schema", "costs", "schedules", "checks", "solvers", "runtime", "profilers", "launcher",
         "reports", "examples",

@@ -213,3 +213,14 @@ def test_alternatives_must_be_ranked_and_hold_the_batch() -> None:
     short = replace(second, groups=second.groups[:1])
     faults = check(replace(plan, alternatives=(short,)), problem)
     assert any("samples, not 20" in fault for fault in faults)
+
+
+def test_a_plan_that_says_it_is_uniform_is_held_to_it_without_profiles() -> None:
+    assert any("differ from 20/5" in fault for fault in check(_uniform(PLAN, 5), None))
+    alike = replace(PLAN, groups=(group("A", 2, 2, 4, 1.0), group("B", 1, 1, 4, 2.0)))
+    assert check(_uniform(alike, 5), None) == []
+    assert any("not uniform_virtual_nodes 4" in fault for fault in check(_uniform(alike, 4), None))
+
+
+def _uniform(plan: SplitPlan, nodes: int) -> SplitPlan:
+    return replace(plan, uniform_virtual_nodes=nodes)

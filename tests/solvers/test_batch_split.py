@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from hetflow.checks.batch_split import check
@@ -16,7 +16,12 @@ from hetflow.schema.profile import BatchPoint, Sync
 from hetflow.solvers import batch_split_milp
 from hetflow.solvers.batch_split import nearest_batches, solve
 
-REPEATABLE = {"deadline": None, "derandomize": True}
+# Random pools are often infeasible; the properties hold where a plan exists.
+REPEATABLE = {
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": [HealthCheck.filter_too_much],
+}
 
 
 @st.composite
@@ -162,8 +167,8 @@ def test_more_devices_are_never_worse(problem: SplitProblem, more: int) -> None:
 @given(problems(), st.integers(1, 3))
 def test_more_memory_is_never_worse(problem: SplitProblem, drop: int) -> None:
     curve = problem.devices[0].batch_curve
-    assume(len(curve) > drop)
-    before = step_or_none(with_device(problem, batch_curve=curve[:-drop]))
+    kept = curve[: max(1, len(curve) - drop)]
+    before = step_or_none(with_device(problem, batch_curve=kept))
     assume(before is not None)
     assert step_or_none(problem) <= before * (1 + 1e-12)
 
