@@ -13,12 +13,14 @@ from .cluster import Cluster
 from .errors import FileError
 from .jobs import Allocation, Jobs, Throughputs
 from .launch import LaunchConfig
+from .pipeline import PipelinePlan
 from .plan import SplitPlan
 from .profile import Profile
 from .records import faults_of, nearest
 from .run import RunRecord
 
-Record = Profile | Cluster | SplitPlan | LaunchConfig | RunRecord | Jobs | Throughputs | Allocation
+Plan = SplitPlan | PipelinePlan
+Record = Profile | Cluster | Plan | LaunchConfig | RunRecord | Jobs | Throughputs | Allocation
 R = TypeVar("R")
 
 _FORMATS: dict[str, type] = {
@@ -31,6 +33,7 @@ _FORMATS: dict[str, type] = {
     "hetflow.throughputs/1": Throughputs,
     "hetflow.allocation/1": Allocation,
 }
+_PLAN_KINDS: dict[str, type] = {"split": SplitPlan, "pipeline": PipelinePlan}
 MAX_FILE_BYTES = 256 << 20
 
 
@@ -103,15 +106,29 @@ def _parse(text: str, name: str) -> dict[str, Any]:
 
 
 def _check_schema(data: dict[str, Any], expected: type, name: str) -> None:
-    wanted = next(key for key, cls in _FORMATS.items() if cls is expected)
+    fields: dict[str, Any] = expected.__dataclass_fields__  # type: ignore[attr-defined]
+    wanted = str(fields["schema"].default)
     found = data.get("schema")
-    if found == wanted:
-        return
     if found is None:
         raise FileError(f'{name}: $.schema: missing; add "schema": "{wanted}"')
-    guess = nearest(str(found), list(_FORMATS))
-    mend = f"; did you mean {guess!r}?" if guess and found not in _FORMATS else ""
-    raise FileError(f"{name}: $.schema: must be {wanted!r}, got {str(found)[:60]!r}{mend}")
+    if found != wanted:
+        guess = nearest(str(found), list(_FORMATS))
+        mend = f"; did you mean {guess!r}?" if guess and found not in _FORMATS else ""
+        raise FileError(f"{name}: $.schema: must be {wanted!r}, got {str(found)[:60]!r}{mend}")
+    kind = str(data.get("kind"))
+    if "kind" in fields and kind in _PLAN_KINDS and kind != fields["kind"].default:
+        raise FileError(
+            f"{name}: $.kind: a {fields['kind'].default} plan is needed here, this is a {kind} plan"
+        )
+
+
+def _plan_class(data: dict[str, Any], name: str) -> type:
+    kind = str(data.get("kind", "split"))
+    if kind not in _PLAN_KINDS:
+        raise FileError(
+            f"{name}: $.kind: must be one of {', '.join(_PLAN_KINDS)}, got {kind[:60]!r}"
+        )
+    return _PLAN_KINDS[kind]
 
 
 def read(path: Path, expected: type[R]) -> R:
@@ -132,7 +149,9 @@ def read_any(path: Path) -> Record:
         raise FileError(
             f"{path}: $.schema: must be one of {', '.join(_FORMATS)}, got {str(found)[:60]!r}"
         )
-    record: Record = from_json(text, _FORMATS[found], name=str(path))
+    is_plan = _FORMATS[found] in _PLAN_KINDS.values()
+    expected = _plan_class(data, str(path)) if is_plan else _FORMATS[found]
+    record: Record = from_json(text, expected, name=str(path))
     return record
 
 

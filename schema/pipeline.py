@@ -1,0 +1,308 @@
+"""Pipeline partitions: what the solver is asked (thesis 2.4.1) and what it answers."""
+
+from typing import Any, Literal
+
+from .errors import ProblemError
+from .plan import Prediction, Proof
+from .records import Bytes, Count, Index, Name, PositiveRate, Seconds, record, register_keys
+
+PlannedSchedule = Literal["gpipe", "1f1b", "pipedream", "2bw"]
+StageCost = Literal["ring", "thesis", "published"]
+Solved = Literal["flat", "nested"]
+CutRule = Literal["edges", "released"]
+WorkerCount = Literal["at_most", "exactly"]
+
+
+@record
+class PipelineLayer:
+    """One layer: a_l and w_l of thesis 2.4.1, for one microbatch. Its times are the pool's."""
+
+    id: Name
+    activation_bytes: Bytes
+    weight_bytes: Bytes
+
+
+@record
+class TopologyLevel:
+    """Level k: ``num_components`` (m_k) parts of the level below, on links of B_k."""
+
+    num_components: Count
+    bytes_per_second: PositiveRate
+
+
+@record
+class DevicePool:
+    """The devices of one type, with this type's layer times.
+
+    ``levels`` go from the lowest up: servers of 4 devices, 4 of them, are 4 at the bandwidth
+    inside a server, then 4 at the network's. ``update_seconds`` is one optimizer update of the
+    whole model. ``memory_bytes`` None sets no limit.
+    """
+
+    device_type: Name
+    levels: tuple[TopologyLevel, ...]
+    forward_seconds: tuple[Seconds, ...]
+    backward_seconds: tuple[Seconds, ...]
+    update_seconds: Seconds = 0.0
+    memory_bytes: Count | None = None
+
+    def __post_init__(self) -> None:
+        if not self.levels:
+            raise ProblemError(f"{self.device_type}: a pool needs at least one level of devices")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices over all levels."""
+        total = 1
+        for level in self.levels:
+            total *= level.num_components
+        return total
+
+
+@record
+class PipelineProblem:
+    """Cut a graph of layers into replicated stages, each on devices of one type.
+
+    Args:
+        layers: In an order in which no edge goes backwards.
+        edges: Which layer feeds which, as positions in ``layers``. None is a chain.
+        num_microbatches: Inputs per optimizer step over the whole pipeline; for ``pipedream``,
+            which updates after every input, only the unit in which a step is reported.
+        inter_bytes_per_second: Link between two pools; needed where there are several.
+        stage_cost: Named in costs/pipeline.py, each with its source.
+        solved: ``nested`` solves level by level as the text does; ``flat`` gives each stage a
+            run of devices in the order of the topology, so that 15-1 on 4x4 can be found.
+        workers: Whether every device must be used, as the recurrence reads.
+        recompute: None chooses: without, unless it does not fit or is slower.
+        state_bytes_per_weight_byte: Gradients and optimizer state: 1 for plain SGD, 2 with
+            momentum, 3 for Adam. Weight versions are counted apart, by schedule.
+        count_boundaries: Off only to compare with runs of the released optimizer in which
+            transfers between stages were ignored.
+        cut_rule: ``edges`` counts what crosses a cut from the graph's edges; ``released`` does it
+            as the released optimizer, which counts some tensors that do not cross (nested only;
+            the published prices always do).
+        num_stages: Ask for exactly so many stages.
+    """
+
+    model: Name
+    layers: tuple[PipelineLayer, ...]
+    pools: tuple[DevicePool, ...]
+    microbatch_size: Count
+    num_microbatches: Count
+    edges: tuple[tuple[Index, Index], ...] | None = None
+    inter_bytes_per_second: PositiveRate | None = None
+    schedule: PlannedSchedule = "1f1b"
+    stage_cost: StageCost = "ring"
+    solved: Solved = "flat"
+    workers: WorkerCount = "at_most"
+    replication: bool = True
+    recompute: bool | None = False
+    state_bytes_per_weight_byte: Seconds = 1.0
+    count_boundaries: bool = True
+    cut_rule: CutRule = "edges"
+    num_stages: Count | None = None
+
+    def __post_init__(self) -> None:
+        _check_pools(self)
+        _check_graph(self)
+        _check_choices(self)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step, B."""
+        return self.microbatch_size * self.num_microbatches
+
+    @property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """The edges, written out for a chain."""
+        if self.edges is not None:
+            return self.edges
+        return tuple((layer, layer + 1) for layer in range(len(self.layers) - 1))
+
+    @property
+    def num_devices(self) -> int:
+        """Devices over all pools."""
+        return sum(pool.num_devices for pool in self.pools)
+
+
+def _check_pools(problem: PipelineProblem) -> None:
+    if not problem.layers:
+        raise ProblemError("a pipeline needs at least one layer")
+    if len({layer.id for layer in problem.layers}) != len(problem.layers):
+        raise ProblemError("layer ids must be unique")
+    if not problem.pools:
+        raise ProblemError("a pipeline needs at least one pool of devices")
+    if len({pool.device_type for pool in problem.pools}) != len(problem.pools):
+        raise ProblemError("each device type may have one pool")
+    for pool in problem.pools:
+        for times in (pool.forward_seconds, pool.backward_seconds):
+            if len(times) != len(problem.layers):
+                raise ProblemError(
+                    f"{pool.device_type}: {len(times)} layer times for {len(problem.layers)} "
+                    "layers; give one a layer"
+                )
+    if len(problem.pools) > 1 and problem.inter_bytes_per_second is None:
+        raise ProblemError(
+            "the bandwidth between device types is missing", hint="give inter_bytes_per_second"
+        )
+
+
+def _check_graph(problem: PipelineProblem) -> None:
+    size = len(problem.layers)
+    group = list(range(size))
+    for source, target in problem.links:
+        if source >= size or target >= size:
+            raise ProblemError(f"edge {source} -> {target} names a layer that does not exist")
+        if source >= target:
+            raise ProblemError(
+                f"edge {problem.layers[source].id} -> {problem.layers[target].id} goes backwards; "
+                "order the layers topologically"
+            )
+        _join(group, source, target)
+    roots = {_root(group, layer) for layer in range(size)}
+    if len(roots) > 1:
+        odd = next(i for i in range(size) if _root(group, i) != _root(group, 0))
+        raise ProblemError(
+            f"the layer graph falls into {len(roots)} parts: nothing joins "
+            f"{problem.layers[odd].id} to {problem.layers[0].id}",
+            hint="add the missing edges, or plan the parts one by one",
+        )
+
+
+def _root(group: list[int], layer: int) -> int:
+    while group[layer] != layer:
+        group[layer] = group[group[layer]]
+        layer = group[layer]
+    return layer
+
+
+def _join(group: list[int], one: int, other: int) -> None:
+    group[_root(group, one)] = _root(group, other)
+
+
+def _check_choices(problem: PipelineProblem) -> None:
+    size = len(problem.layers)
+    if problem.num_stages is not None and problem.num_stages > size:
+        raise ProblemError(
+            f"{size} layers cannot fill {problem.num_stages} stages; ask for at most {size}"
+        )
+    if problem.num_stages is not None and problem.num_stages > problem.num_devices:
+        raise ProblemError(
+            f"{problem.num_devices} devices cannot hold {problem.num_stages} stages; "
+            f"ask for at most {problem.num_devices}"
+        )
+    if problem.stage_cost == "published" and problem.solved != "nested":
+        raise ProblemError("the published optimizer solves level by level", hint="solved: nested")
+    if problem.cut_rule == "released" and problem.solved != "nested":
+        raise ProblemError("the released optimizer's cuts go with nested levels", hint="solved: nested")
+    if problem.solved == "nested":
+        _check_nested(problem)
+
+
+def _check_nested(problem: PipelineProblem) -> None:
+    if len(problem.pools) > 1:
+        raise ProblemError("nested levels hold one device type", hint="solved: flat")
+    if problem.schedule != "pipedream":
+        raise ProblemError(
+            f"nested levels are the text's, for schedule pipedream, not {problem.schedule}",
+            hint="solved: flat",
+        )
+    if problem.num_stages is not None or problem.recompute is not False:
+        raise ProblemError(
+            "a number of stages and recomputation need flat solving", hint="solved: flat"
+        )
+    if problem.pools[0].memory_bytes is not None and problem.stage_cost != "published":
+        raise ProblemError(
+            "the text's nested recurrence knows no later stages, so it cannot bound memory",
+            hint="solved: flat",
+        )
+
+
+@record
+class NestedBlock:
+    """A stage's place at one level of a nested plan: which block, on how many components."""
+
+    index: Index
+    num_replicas: Count
+
+
+@record
+class StagePlan:
+    """One stage: its layers, who runs it, and what that costs.
+
+    ``first_device`` counts the pool's devices in the order of the topology. ``num_in_flight``
+    and ``weight_versions`` are per replica. ``seconds_per_input`` is the stage's share of the
+    objective, ``compute_seconds`` one forward + backward pass of a microbatch (with
+    recomputation where planned), ``output_seconds`` sending one microbatch's output and getting
+    its gradient back. ``memory_bytes`` is per device. ``nesting`` goes from the highest level
+    down and is empty in flat plans.
+    """
+
+    layers: tuple[Name, ...]
+    num_replicas: Count
+    device_type: Name
+    first_device: Index
+    num_in_flight: Count
+    weight_versions: Count
+    seconds_per_input: Seconds
+    compute_seconds: Seconds
+    output_seconds: Seconds
+    memory_bytes: Bytes
+    nesting: tuple[NestedBlock, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ProblemError("a stage must hold at least one layer")
+
+
+@record
+class PipelinePlan:
+    """A model cut into stages. The proof's objective is seconds per input (microbatch).
+
+    ``noam`` is NUM_OPT_ACTIVE_MINIBATCHES per input-stage replica (thesis 2.4.2).
+    """
+
+    schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
+    kind: Literal["pipeline"] = "pipeline"
+    model: Name
+    global_batch_size: Count
+    microbatch_size: Count
+    microbatches: Count
+    schedule: Name
+    recompute: bool
+    stages: tuple[StagePlan, ...]
+    predicted: Prediction
+    proof: Proof
+    noam: Count
+    stage_cost: StageCost
+    solved: Solved
+    workers: WorkerCount = "at_most"
+    provenance: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ProblemError("a pipeline plan must hold at least one stage")
+        if self.microbatch_size * self.microbatches != self.global_batch_size:
+            raise ProblemError(
+                f"{self.microbatches} microbatches of {self.microbatch_size} are not the global "
+                f"batch of {self.global_batch_size}"
+            )
+        names = [name for stage in self.stages for name in stage.layers]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ProblemError(f"layer {twice!r} is in two stages")
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in use over all stages: the world size of a launch."""
+        return sum(stage.num_replicas for stage in self.stages)
+
+    @property
+    def config(self) -> str:
+        """Replicas by stage as the thesis writes them: ``2-1-1``."""
+        return "-".join(str(stage.num_replicas) for stage in self.stages)
+
+
+register_keys(
+    PipelineLayer, TopologyLevel, DevicePool, PipelineProblem, NestedBlock, StagePlan, PipelinePlan
+)

@@ -1,0 +1,134 @@
+"""From placed stages to a plan that says what each costs."""
+
+from collections.abc import Sequence
+
+from ..costs.pipeline import boundary_seconds, noam, step_seconds
+from ..schema.pipeline import NestedBlock, PipelinePlan, PipelineProblem, StagePlan
+from ..schema.plan import Prediction, Proof
+from .pipeline_cuts import layers_of
+from .pipeline_graph import PlacedStage
+from .pipeline_prices import Prices
+
+
+def assemble(
+    problem: PipelineProblem,
+    prices: Prices,
+    placed: list[PlacedStage],
+    objective: float,
+    bound: float | None,
+    method: str,
+) -> PipelinePlan:
+    """Build the plan of a placement.
+
+    Args:
+        problem: What was asked.
+        prices: The tables it was found under, with or without recomputation.
+        placed: Stages, first one first.
+        objective: Seconds per input.
+        bound: A lower bound where the search was cut short; None where it was exhaustive.
+        method: How the plan was found.
+    """
+    return finish(
+        problem,
+        [_stage(problem, prices, placed, index) for index in range(len(placed))],
+        recompute=prices.recompute,
+        objective=objective,
+        bound=bound,
+        fill=fill_seconds(prices, placed),
+        method=method,
+    )
+
+
+def finish(
+    problem: PipelineProblem,
+    stages: Sequence[StagePlan],
+    *,
+    recompute: bool,
+    objective: float,
+    bound: float | None,
+    fill: float,
+    method: str,
+) -> PipelinePlan:
+    """Add prediction and proof to the stages of a plan."""
+    step = step_seconds(problem.schedule, objective, fill, problem.num_microbatches)
+    lower = objective if bound is None else min(bound, objective)
+    gap = (objective - lower) / objective if objective > 0 else 0.0
+    return PipelinePlan(
+        model=problem.model,
+        global_batch_size=problem.global_batch_size,
+        microbatch_size=problem.microbatch_size,
+        microbatches=problem.num_microbatches,
+        schedule=problem.schedule,
+        recompute=recompute,
+        stages=tuple(stages),
+        predicted=Prediction(
+            step_seconds=step,
+            samples_per_second=problem.global_batch_size / step if step > 0 else 0.0,
+        ),
+        proof=Proof(
+            termination="optimal" if gap <= 1e-9 else "feasible",
+            objective=objective,
+            lower_bound=lower,
+            gap=gap,
+            method=method,
+        ),
+        noam=noam([stage.num_replicas for stage in stages]),
+        stage_cost=problem.stage_cost,
+        solved=problem.solved,
+        workers=problem.workers,
+    )
+
+
+def fill_seconds(prices: Prices, placed: list[PlacedStage]) -> float:
+    """One microbatch through all stages and back, transfers included."""
+    total = 0.0
+    for index, (first, last, move) in enumerate(placed):
+        compute = prices.compute_seconds[move.pool]
+        total += float(compute[last] - compute[first]) + _output(prices, placed, index)
+    return total
+
+
+def _output(prices: Prices, placed: list[PlacedStage], index: int) -> float:
+    """Seconds of a stage's output over the slowest link between it and the next stage."""
+    _, last, move = placed[index]
+    if index + 1 == len(placed):
+        return 0.0
+    slowest = max(move.span, move.gap, placed[index + 1][2].span)
+    crossing = float(prices.cuts.crossing_bytes[last])
+    return boundary_seconds(crossing, prices.bandwidths[slowest])
+
+
+def _stage(
+    problem: PipelineProblem, prices: Prices, placed: list[PlacedStage], index: int
+) -> StagePlan:
+    first, last, move = placed[index]
+    pool = problem.pools[move.pool]
+    is_only = len(placed) == 1
+    workers = sum(entry[2].num_replicas for entry in placed[index:])
+    in_flight, versions = prices.stashed(move.num_replicas, workers, is_only=is_only)
+    compute = prices.compute_seconds[move.pool]
+    return StagePlan(
+        layers=names_between(problem, prices, first, last),
+        num_replicas=move.num_replicas,
+        device_type=pool.device_type,
+        first_device=pool.num_devices - move.first - move.num_replicas,
+        num_in_flight=in_flight,
+        weight_versions=versions,
+        seconds_per_input=prices.stage_seconds(
+            first, last, move.pool, move.num_replicas, move.span
+        ),
+        compute_seconds=float(compute[last] - compute[first]),
+        output_seconds=_output(prices, placed, index),
+        memory_bytes=round(prices.stage_memory(first, last, in_flight, versions)),
+    )
+
+
+def names_between(
+    problem: PipelineProblem, prices: Prices, first: int, last: int
+) -> tuple[str, ...]:
+    """Ids of the layers between two cuts, in the problem's order."""
+    sets = prices.cuts.layer_sets
+    return tuple(problem.layers[layer].id for layer in layers_of(sets[last] & ~sets[first]))
+
+
+__all__ = ["NestedBlock", "assemble", "fill_seconds", "finish", "names_between"]

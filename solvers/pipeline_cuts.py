@@ -1,0 +1,204 @@
+"""Where a graph of layers can be cut, and what each side of a cut sums up to.
+
+A cut is a set of layers that holds every predecessor of its members: the antichain of thesis
+2.4.1's branching graphs, named by all that lies before it. A stage is the difference of two
+cuts. What crosses a cut is counted from the edges: a tensor made three stages earlier that is
+still needed crosses every cut in between, and counts in each.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..schema.pipeline import PipelineProblem
+
+MAX_CUTS = 2000
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cuts:
+    """Cuts from the empty set to all layers, smaller ones first; sums over what lies before.
+
+    Args:
+        layer_sets: [cuts] layers before the cut, as bits.
+        forward_seconds, backward_seconds: [pools, cuts].
+        weight_bytes, activation_bytes: [cuts].
+        crossing_bytes: [cuts] what crosses the cut, once for each layer that sends.
+        before: [cuts, cuts] whether the first lies within the second; None where they are in
+            one line.
+        complete: Whether these are all the cuts of the graph.
+    """
+
+    layer_sets: tuple[int, ...]
+    forward_seconds: Floats
+    backward_seconds: Floats
+    weight_bytes: Floats
+    activation_bytes: Floats
+    crossing_bytes: Floats
+    before: Mask | None
+    complete: bool
+
+    @property
+    def size(self) -> int:
+        """Number of cuts."""
+        return len(self.layer_sets)
+
+
+def cuts_of(problem: PipelineProblem, *, lazy_sources: bool = False) -> Cuts:
+    """List the cuts of a problem's graph.
+
+    Args:
+        problem: Layers and edges.
+        lazy_sources: A second source enters with its first consumer, as in the released
+            optimizer; fewer cuts.
+
+    Returns:
+        All cuts; or, where there are more than 2,000, those of the layers' own order.
+    """
+    size = len(problem.layers)
+    parents = _parents(problem)
+    if all(layer in (0, size) or parents[layer] >> (layer - 1) & 1 for layer in range(size)):
+        return _sums(problem, [(1 << k) - 1 for k in range(size + 1)], is_line=True, complete=True)
+    sets = _lazy_sets(problem, parents) if lazy_sources else _sets(parents, (1 << size) - 1)
+    if sets is None:
+        line = [(1 << k) - 1 for k in range(size + 1)]
+        return _sums(problem, line, is_line=True, complete=False)
+    return _sums(problem, sets, is_line=len(sets) == size + 1, complete=True)
+
+
+def _parents(problem: PipelineProblem) -> list[int]:
+    parents = [0] * len(problem.layers)
+    for source, target in problem.links:
+        parents[target] |= 1 << source
+    return parents
+
+
+def _sets(parents: list[int], among: int) -> list[int] | None:
+    """Every set of layers among some that holds its members' parents; None if too many."""
+    found, newest = {0}, [0]
+    while newest:
+        following = set()
+        for inside in newest:
+            for layer, needs in enumerate(parents):
+                bit = 1 << layer
+                if among & bit and not inside & bit and not needs & among & ~inside:
+                    following.add(inside | bit)
+        found |= following
+        newest = list(following)
+        if len(found) > MAX_CUTS:
+            return None
+    return sorted(found, key=lambda inside: (inside.bit_count(), inside))
+
+
+def _lazy_sets(problem: PipelineProblem, parents: list[int]) -> list[int] | None:
+    """The empty cut, and what taking in one child after another reaches from the first layer."""
+    ancestors: list[int] = []
+    for needs in parents:
+        ancestors.append(needs)
+        for layer in layers_of(needs):
+            ancestors[-1] |= ancestors[layer]
+    children = _children(problem)
+    found, newest = {1}, [1]
+    while newest and len(found) <= MAX_CUTS:
+        following = set()
+        for inside in newest:
+            open_ = 0
+            for layer in layers_of(inside):
+                open_ |= children[layer] & ~inside
+            following |= {inside | 1 << child | ancestors[child] for child in layers_of(open_)}
+        newest = list(following - found)
+        found |= following
+    if len(found) > MAX_CUTS:
+        return None
+    everything = {0, (1 << len(parents)) - 1}
+    return sorted(found | everything, key=lambda inside: (inside.bit_count(), inside))
+
+
+def layers_of(inside: int) -> list[int]:
+    """The layers of a set, ascending."""
+    found = []
+    while inside:
+        low = inside & -inside
+        found.append(low.bit_length() - 1)
+        inside ^= low
+    return found
+
+
+def _sums(problem: PipelineProblem, sets: list[int], *, is_line: bool, complete: bool) -> Cuts:
+    per_layer = np.array(
+        [pool.forward_seconds for pool in problem.pools]
+        + [pool.backward_seconds for pool in problem.pools]
+        + [[layer.weight_bytes for layer in problem.layers]]
+        + [[layer.activation_bytes for layer in problem.layers]],
+        dtype=np.float64,
+    )
+    if is_line:
+        order = [
+            layers_of(after & ~before)[0] for before, after in zip(sets, sets[1:], strict=False)
+        ]
+        sums = np.concatenate(
+            [np.zeros((len(per_layer), 1)), np.cumsum(per_layer[:, order], axis=1)], axis=1
+        )
+    else:
+        inside = _membership(sets, len(problem.layers)).astype(np.float64)
+        sums = per_layer @ inside.T
+    pools = len(problem.pools)
+    return Cuts(
+        layer_sets=tuple(sets),
+        forward_seconds=sums[:pools],
+        backward_seconds=sums[pools : 2 * pools],
+        weight_bytes=sums[2 * pools],
+        activation_bytes=sums[2 * pools + 1],
+        crossing_bytes=_crossing(problem, sets, is_line),
+        before=None if is_line else _inclusion(sets, len(problem.layers)),
+        complete=complete,
+    )
+
+
+def _membership(sets: list[int], num_layers: int) -> Mask:
+    return np.array([[inside >> layer & 1 for layer in range(num_layers)] for inside in sets], bool)
+
+
+def _children(problem: PipelineProblem) -> list[int]:
+    children = [0] * len(problem.layers)
+    for source, target in problem.links:
+        children[source] |= 1 << target
+    return children
+
+
+def _crossing(problem: PipelineProblem, sets: list[int], is_line: bool) -> Floats:
+    children = _children(problem)
+    if is_line:
+        return _crossing_line(problem, sets, children)
+    sent = np.zeros(len(sets))
+    for index, inside in enumerate(sets):
+        sent[index] = sum(
+            problem.layers[layer].activation_bytes
+            for layer in layers_of(inside)
+            if children[layer] & ~inside
+        )
+    return sent
+
+
+def _crossing_line(problem: PipelineProblem, sets: list[int], children: list[int]) -> Floats:
+    position = {
+        (after & ~before).bit_length() - 1: index
+        for index, (before, after) in enumerate(zip(sets, sets[1:], strict=False))
+    }
+    change = np.zeros(len(sets) + 1)
+    for layer, index in position.items():
+        last = max((position[child] for child in layers_of(children[layer])), default=index)
+        change[index + 1] += problem.layers[layer].activation_bytes
+        change[last + 1] -= problem.layers[layer].activation_bytes
+    return np.cumsum(change)[:-1]
+
+
+def _inclusion(sets: list[int], num_layers: int) -> Mask:
+    inside = _membership(sets, num_layers).astype(np.float64)
+    common = inside @ inside.T
+    sizes = inside.sum(axis=1)
+    return (common == sizes[:, None]) & (sizes[:, None] < sizes[None, :])

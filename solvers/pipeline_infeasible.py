@@ -1,0 +1,70 @@
+"""Why no partition exists: which stage lacks how many bytes."""
+
+from math import ceil
+
+from ..schema.errors import InfeasibleError
+from ..schema.pipeline import PipelineProblem
+from .pipeline_assemble import names_between
+from .pipeline_graph import PlacedStage, Search
+from .pipeline_prices import Prices
+from .pipeline_space import Space
+
+
+def explain(
+    problem: PipelineProblem, prices: Prices, space: Space, search: Search
+) -> InfeasibleError:
+    """Find how many bytes more a device would need, and the stage that needs them.
+
+    Args:
+        problem: What was asked.
+        prices: The tables of the thriftiest option.
+        space: The pools' states.
+        search: The method to ask whether a larger memory would do.
+    """
+    if search(problem, prices, space, float("inf")) is None:
+        return InfeasibleError(_counts(problem), hint="use fewer workers or stages, or at_most")
+    low, high = 0.0, 1.0
+    while search(problem, prices, space, high) is None:
+        low, high = high, high * 4
+    while high - low > max(1.0, 1e-6 * high):
+        middle = (low + high) / 2
+        if search(problem, prices, space, middle) is None:
+            low = middle
+        else:
+            high = middle
+    placed = search(problem, prices, space, high)
+    return _shortfall(problem, prices, placed or [], high)
+
+
+def _counts(problem: PipelineProblem) -> str:
+    return (
+        f"no partition of {len(problem.layers)} layers uses "
+        f"{'exactly ' if problem.workers == 'exactly' else ''}{problem.num_devices} devices"
+        + (f" in {problem.num_stages} stages" if problem.num_stages else "")
+        + ("" if problem.replication else " without replicated stages")
+    )
+
+
+def _shortfall(
+    problem: PipelineProblem, prices: Prices, placed: list[PlacedStage], extra: float
+) -> InfeasibleError:
+    def lack(index: int) -> float:
+        first, last, move = placed[index]
+        workers = sum(entry[2].num_replicas for entry in placed[index:])
+        stash = prices.stashed(move.num_replicas, workers, is_only=False)
+        limit = problem.pools[move.pool].memory_bytes
+        used = prices.stage_memory(first, last, *stash)
+        return float("-inf") if limit is None else used - limit
+
+    worst = max(range(len(placed)), key=lack)
+    first, last, move = placed[worst]
+    names = names_between(problem, prices, first, last)
+    pool = problem.pools[move.pool]
+    what = f"layer {names[0]}" if len(names) == 1 else f"the stage {names[0]} .. {names[-1]}"
+    need = round(lack(worst) + (pool.memory_bytes or 0))
+    return InfeasibleError(
+        f"no partition fits the memory: even the thriftiest leaves {what} with {need} bytes on a "
+        f"{pool.device_type} of {pool.memory_bytes}, {round(lack(worst))} bytes too many",
+        hint=f"it would fit with {ceil(extra)} bytes more on every device; or use a smaller "
+        f"microbatch{'' if prices.recompute else ' or recomputation'}",
+    )

@@ -1,0 +1,126 @@
+"""The prices of stages between cuts, as arrays (costs/pipeline.py holds the formulas)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..costs.pipeline import FLUSHING, num_in_flight, rounds, stage_bytes, updates, weight_versions
+from ..schema.pipeline import PipelineProblem
+from .pipeline_cuts import Cuts, Floats, Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """A stage's seconds per input: max(per_compute C + per_weight w, sync_per_weight w)."""
+
+    per_compute: float
+    per_weight: float
+    sync_per_weight: float
+
+
+class Prices:
+    """Prices of one problem with or without recomputation.
+
+    ``compute_seconds``: [pools, cuts]; ``boundary_seconds``: [bandwidths, cuts], as they weigh
+    in the objective.
+    """
+
+    def __init__(
+        self,
+        problem: PipelineProblem,
+        cuts: Cuts,
+        bandwidths: tuple[float, ...],
+        *,
+        recompute: bool,
+    ) -> None:
+        self.problem, self.cuts, self.recompute = problem, cuts, recompute
+        self.bandwidths = bandwidths
+        passes = 2 if recompute else 1
+        self.compute_seconds = passes * cuts.forward_seconds + cuts.backward_seconds
+        weight = boundary_weight(problem)
+        self.boundary_seconds = np.array(
+            [weight * 2 * cuts.crossing_bytes / bandwidth for bandwidth in bandwidths]
+        )
+        self.total_weight = float(cuts.weight_bytes[-1])
+
+    def slopes(self, pool: int, num_replicas: int, span: int) -> Slopes:
+        """What a second of compute and a byte of weights cost a stage."""
+        bandwidth, count = self.bandwidths[span], self.problem.num_microbatches
+        if self.problem.stage_cost == "thesis":
+            return Slopes(
+                1 / num_replicas, 0.0, 2 * (num_replicas - 1) / (bandwidth * num_replicas)
+            )
+        schedule = self.problem.schedule
+        often = updates(schedule, num_replicas, count) / count
+        update = self.problem.pools[pool].update_seconds / max(self.total_weight, 1.0)
+        return Slopes(
+            rounds(schedule, num_replicas, count) / count,
+            often * update,
+            often * 2 * (num_replicas - 1) / (num_replicas * bandwidth),
+        )
+
+    def stage_seconds(
+        self, first: int, last: int, pool: int, num_replicas: int, span: int
+    ) -> float:
+        """One stage's seconds per input, its boundaries within its own span included."""
+        slopes = self.slopes(pool, num_replicas, span)
+        compute = float(self.compute_seconds[pool, last] - self.compute_seconds[pool, first])
+        weight = float(self.cuts.weight_bytes[last] - self.cuts.weight_bytes[first])
+        return max(
+            slopes.per_compute * compute + slopes.per_weight * weight,
+            slopes.sync_per_weight * weight,
+            float(self.boundary_seconds[span, first]),
+            float(self.boundary_seconds[span, last]),
+        )
+
+    def matrix(self, pool: int, num_replicas: int, span: int) -> Floats:
+        """[cuts, cuts] of ``stage_seconds``; infinite where no stage lies between two cuts."""
+        slopes, cuts = self.slopes(pool, num_replicas, span), self.cuts
+        compute = self.compute_seconds[pool]
+        busy = slopes.per_compute * compute + slopes.per_weight * cuts.weight_bytes
+        sync = slopes.sync_per_weight * cuts.weight_bytes
+        found = np.maximum(busy[None, :] - busy[:, None], sync[None, :] - sync[:, None])
+        edge = self.boundary_seconds[span]
+        np.maximum(found, edge[:, None], out=found)
+        np.maximum(found, edge[None, :], out=found)
+        found[~self.between()] = np.inf
+        return found
+
+    def between(self) -> Mask:
+        """[cuts, cuts]: whether the first cut lies before the second."""
+        if self.cuts.before is not None:
+            return self.cuts.before
+        return np.triu(np.ones((self.cuts.size, self.cuts.size), bool), 1)
+
+    def stashed(self, num_replicas: int, workers: int, *, is_only: bool) -> tuple[int, int]:
+        """In-flight microbatches and weight versions of a stage's replica."""
+        problem = self.problem
+        in_flight = num_in_flight(problem.schedule, workers, num_replicas, problem.num_microbatches)
+        return in_flight, weight_versions(problem.schedule, in_flight, is_only_stage=is_only)
+
+    def stage_memory(self, first: int, last: int, in_flight: int, versions: int) -> float:
+        """Bytes of one replica of the stage between two cuts."""
+        cuts = self.cuts
+        return stage_bytes(
+            float(cuts.weight_bytes[last] - cuts.weight_bytes[first]),
+            float(cuts.activation_bytes[last] - cuts.activation_bytes[first]),
+            float(cuts.crossing_bytes[first]),
+            in_flight,
+            versions,
+            self.problem.state_bytes_per_weight_byte,
+            recompute=self.recompute,
+        )
+
+    def memory_terms(self, in_flight: Floats, versions: Floats) -> tuple[Floats, Floats]:
+        """Bytes per byte of weights and of activations, for the arrays' sake."""
+        state = versions + self.problem.state_bytes_per_weight_byte
+        return state, np.ones_like(in_flight) if self.recompute else in_flight
+
+
+def boundary_weight(problem: PipelineProblem) -> float:
+    """How a boundary counts: a flushing schedule's first microbatch is part of the filling."""
+    if not problem.count_boundaries:
+        return 0.0
+    if problem.stage_cost == "ring" and problem.schedule in FLUSHING:
+        return (problem.num_microbatches - 1) / problem.num_microbatches
+    return 1.0
