@@ -1,6 +1,7 @@
 """Which solver answers which flags."""
 
 import dataclasses
+from typing import Literal
 
 from ..schema.errors import ProblemError
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
@@ -29,7 +30,7 @@ def solve_split(
         return batch_split.solve(problem)
     from ..solvers import batch_split_milp
 
-    backend = "cbc" if method == "cbc" else "highs"
+    backend: Literal["cbc", "highs"] = "cbc" if method == "cbc" else "highs"
     return batch_split_milp.solve(problem, backend=backend, time_limit_seconds=time_limit)
 
 

@@ -1,10 +1,11 @@
 """The ``--gpus`` grammar."""
 
 import pytest
-from hetflow.schema.cluster import Cluster, DeviceType, ServerGroup
-from hetflow.schema.errors import ProblemError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from hetflow.schema.cluster import Cluster, DeviceType, ServerGroup
+from hetflow.schema.errors import ProblemError
 
 
 @pytest.mark.parametrize(

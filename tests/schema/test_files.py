@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import FileError, ProblemError
 from hetflow.schema.profile import BatchPoint, Profile, Sync
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def profile_document(**changes: Any) -> dict[str, Any]:
