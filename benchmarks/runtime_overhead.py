@@ -39,8 +39,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one small model")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here")
+    parser.add_argument("--models", default=",".join(MODELS), help="which of the models")
     arguments = parser.parse_args()
-    models = ["mlp"] if arguments.quick else list(MODELS)
+    models = ["mlp"] if arguments.quick else arguments.models.split(",")
     with tempfile.TemporaryDirectory() as folder:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
