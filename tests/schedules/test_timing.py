@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from hetflow.schedules.counting import peak_activation_bytes
-from hetflow.schedules.operations import PASSES, SENDS, Kind, repeat
+from hetflow.schedules.counting import peak_activation_bytes, peak_weight_versions
+from hetflow.schedules.operations import PASSES, SENDS, Kind, Operation, Schedule, repeat
 from hetflow.schedules.registry import generate
 from hetflow.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.errors import ProblemError
@@ -116,6 +116,32 @@ def test_activation_bytes() -> None:
     assert peak_activation_bytes(schedule, [1, 1, 1, 1]) == by_count
     # Rank 0: F0 F1 of stage 0, F0 F1 of stage 2, F2 of stage 0, B0 of stage 2, F3 of stage 0.
     assert peak_activation_bytes(schedule, [100, 0, 1, 0])[0] == 4 * 100 + 1
+
+
+def test_weight_versions_are_those_of_the_neediest_stage() -> None:
+    """One rank holds a stage that updates under way and one that does not."""
+
+    def op(kind: Kind, stage: int, microbatch: int, version: int) -> Operation:
+        return Operation(kind=kind, stage=stage, microbatch=microbatch, weight_version=version)
+
+    first = [op(Kind.FORWARD, 0, 0, 0), op(Kind.BACKWARD, 0, 0, 0), op(Kind.UPDATE, 0, 0, 1)]
+    second = [
+        op(Kind.FORWARD, 1, 0, 0),
+        op(Kind.UPDATE, 1, 0, 1),
+        op(Kind.FORWARD, 1, 1, 1),
+        op(Kind.UPDATE, 1, 1, 2),
+        op(Kind.BACKWARD, 1, 0, 0),
+        op(Kind.BACKWARD, 1, 1, 1),
+        op(Kind.UPDATE, 1, 2, 3),
+    ]
+    schedule = Schedule(
+        name="mine",
+        placement=((0,), (0,)),
+        num_microbatches=2,
+        weight_semantics="stashing",
+        ranks=((*first, *second),),
+    )
+    assert peak_weight_versions(schedule) == (3,)
 
 
 def test_split_backward_passes_default_to_halves() -> None:

@@ -200,6 +200,22 @@ def test_messages_out_of_order_are_found(schedule: Schedule, data: st.DataObject
     assert validate(changed(schedule, rank, operations)) != []
 
 
+def test_channel_faults_say_what_is_wrong() -> None:
+    schedule = generate("gpipe", pipeline_parallel_size=2, num_microbatches=2)
+    operations = list(schedule.ranks[1])
+    first, second = (i for i, op in enumerate(operations) if op.kind is Kind.RECEIVE_ACTIVATION)
+    swapped = operations.copy()
+    swapped[first], swapped[second] = swapped[second], swapped[first]
+    wrong_order = (
+        "rank 0 sends activations to rank 1 in another order than they are received "
+        "(2 sent, 2 received)"
+    )
+    assert wrong_order in validate(changed(schedule, 1, swapped))
+    del operations[second]
+    missing = "rank 0 sends activations to rank 1 that are not all received (2 sent, 1 received)"
+    assert missing in validate(changed(schedule, 1, operations))
+
+
 def test_waiting_in_a_circle_is_a_deadlock() -> None:
     """Rank 0 waits for a gradient before it sends the activation that it comes from."""
     schedule = generate("1f1b", pipeline_parallel_size=2, num_microbatches=4)
@@ -301,6 +317,22 @@ def test_a_placement_without_ranks_is_named() -> None:
     schedule = generate("gpipe", pipeline_parallel_size=2, num_microbatches=2)
     assert validate(replace(schedule, placement=((0,), ())))[0].startswith("stage 1 stands on")
     assert validate(replace(schedule, placement=((0,), (1, 1))))[0].startswith("stage 1 stands on")
+
+
+def test_a_schedule_of_nothing_is_named() -> None:
+    words = "a schedule needs at least one stage and one microbatch"
+    schedule = generate("gpipe", pipeline_parallel_size=1, num_microbatches=1)
+    assert words in validate(replace(schedule, num_microbatches=0))
+    assert validate(replace(schedule, placement=(), ranks=())) == [words]
+
+
+def test_replicas_that_update_over_unlike_rounds_are_found() -> None:
+    """The second replica joins two rounds in one; both cover every microbatch."""
+    schedule = generate("pipedream", pipeline_parallel_size=1, num_microbatches=4, replicas=[2])
+    rounds = [op for op in schedule.ranks[1] if op.kind in (Kind.REDUCE, Kind.UPDATE)]
+    passes = [replace(op, weight_version=0) for op in schedule.ranks[1] if op not in rounds]
+    joined = [replace(op, num_microbatches=4) for op in rounds[:2]]
+    assert any("deadlock" in f for f in validate(changed(schedule, 1, passes + joined)))
 
 
 def test_sends_name_the_rank_that_needs_them() -> None:
