@@ -1,0 +1,1 @@
+"""Example training scripts and reproductions of the papers."""

@@ -1,11 +1,12 @@
 """An ordinary training script on scikit-learn's digits; five lines make it run under hetflow.
 
 Plain: ``python examples/train_digits.py``. Under a plan: ``hetflow launch plan.json
-examples/train_digits.py``. The model is ``zoo:digits-cnn``, so its profile fits this script.
+examples/train_digits.py``. Profiled: ``hetflow profile examples/train_digits.py:workload``.
 """
 
 import argparse
 import json
+from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
@@ -23,6 +24,19 @@ def digits(dtype: torch.dtype) -> TensorDataset:
     return TensorDataset(x, torch.tensor(classes, dtype=torch.int64))
 
 
+def workload() -> tuple[nn.Module, Any, Any, Any]:
+    """The same training as a target of ``hetflow profile``: model, batches, loss, optimizer."""
+    dataset = digits(torch.float64)
+
+    def make_batch(batch_size: int) -> tuple[torch.Tensor, ...]:
+        return dataset[torch.arange(batch_size) % len(dataset)]
+
+    def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    return DigitsCNN().double(), make_batch, loss, torch.optim.Adam
+
+
 def accuracy_of(model: nn.Module, dataset: TensorDataset, device: torch.device) -> float:
     """The share of digits that the model classifies right."""
     x, y = (tensor.to(device) for tensor in dataset.tensors)
@@ -35,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small network on digits.")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=256, help="samples per global step")
-    parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    parser.add_argument("--dtype", choices=["float32", "float64"], default="float64")
     parser.add_argument("--learning-rate", type=float, default=0.001)
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     return parser.parse_args()
