@@ -272,8 +272,9 @@ def _per_dollar(allocation: Allocation, pool: Pool, name: str, reached: float) -
 def bound_of(allocation: Allocation, pool: Pool) -> float | None:
     """The bound that the certificate's prices prove, by weak duality.
 
-    None where the policy's proof is not of that form. For any prices y of throughput, lambda of devices and u of time that leave no column a
-    profit, no allocation is worth more than sum capacity * lambda + sum u.
+    None where the policy's proof is not of that form. For any prices y of throughput, lambda
+    of devices and u of time that leave no column a profit, no allocation is worth more than
+    sum capacity * lambda + sum u.
     """
     policy, certificate = allocation.policy, allocation.certificate
     level, worth = levels(policy, pool), worths(policy, pool)

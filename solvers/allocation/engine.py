@@ -1,13 +1,26 @@
 """From an instance and a program to time fractions of every job, feasible to the last bit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...schema.errors import BackendError
 from . import interior, shared
 from .instance import Instance
-from .program import Floats, Ints, Program, merge, resource_use
+from .program import (
+    Floats,
+    Ints,
+    Program,
+    Solution,
+    gap_between,
+    level_of,
+    merge,
+    resource_use,
+    shortfall,
+)
 from .shared import Pairing, PairTimes
+
+DUST = 1e-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +55,9 @@ def optimise(
     """
     if instance.pair_rate is None:
         small, row_of = merge(program)
-        found = interior.solve(small)
+        found = solve_alone(small)
         x = tighten(program, found.x[row_of])
+        found = rescored(program, found, x)
         pairs, throughput = None, (instance.rate * x).sum(axis=1)
     else:
         worth = np.zeros_like(instance.rate) if worth is None else worth
@@ -72,13 +86,33 @@ def optimise(
     )
 
 
+def solve_alone(program: Program, accepted_gap: float = interior.ACCEPTED_GAP) -> Solution:
+    """Solve without pairs: interior point, or simplex where that breaks down.
+
+    An interior point method may stop short on programs without an interior, such as those of
+    jobs that must keep exactly what is the most they can have.
+    """
+    try:
+        return interior.solve(program, accepted_gap)
+    except BackendError:
+        return shared.solve_alone(program)
+
+
+def rescored(program: Program, found: Solution, x: Floats) -> Solution:
+    """A solution with the objective and gap that it has after rounding to ``x`` [jobs]."""
+    z = level_of(program, x) if program.level_weight else 0.0
+    objective = program.objective(x, z)
+    gap = max(gap_between(program, objective, found.bound), shortfall(program, x, z))
+    return replace(found, z=z, objective=objective, gap=gap)
+
+
 def tighten(program: Program, x: Floats) -> Floats:
     """Round so that 5.1 to 5.3 hold to the last bit, summed in any order.
 
-    Entries below 1e-13 become 0; then everything gives way by a few units of the last place,
-    by the most that a sum of that many terms can err.
+    Entries that are dust beside their row's largest become 0; then everything gives way by a
+    few units of the last place, by the most that a sum of that many terms can err.
     """
-    x = np.where(x < 1e-13, 0.0, x)
+    x = np.where(x < DUST * x.max(axis=1)[:, None], 0.0, x)
     spare = 1.0 - 4 * np.finfo(float).eps * (x.shape[1] + 1)
     total = x.sum(axis=1)
     x = x * np.where(total > spare, spare / np.where(total > 0, total, 1.0), 1.0)[:, None]

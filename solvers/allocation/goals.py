@@ -152,7 +152,7 @@ def least_curve(instance: Instance, goal: LeastCurve) -> Outcome:
         guess = lower * (1 + PRECISION / 4)
     assert best is not None
     return replace(
-        best, bound=lower, gap=(best.objective - lower) / best.objective,
+        best, bound=lower, gap=max(0.0, 1 - lower / best.objective),
         method=f"{best.method}; {cuts} cuts",
     )  # fmt: skip
 
@@ -207,7 +207,7 @@ def ratio(instance: Instance, goal: Ratio) -> Outcome:
     upper = max(value + max(found.bound, 0.0) / least, value)
     objective = max(value, earned / spent)
     return replace(
-        found, objective=earned / spent, bound=upper, gap=(upper - objective) / upper,
+        found, objective=earned / spent, bound=upper, gap=max(0.0, (upper - objective) / upper),
         method=f"{found.method}; {steps} steps of Dinkelbach",
     )  # fmt: skip
 

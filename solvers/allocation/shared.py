@@ -151,6 +151,19 @@ def solve(program: Program, pairing: Pairing) -> tuple[Solution, PairTimes]:
     return _read(master, answer, u, y, price, rounds)
 
 
+def solve_alone(program: Program) -> Solution:
+    """Maximise without pairs, by the simplex method: for programs without an interior."""
+    columns = program.rate.shape[1]
+    nobody = Pairing(
+        kind=np.zeros(len(program.count), dtype=np.int64),
+        rate=np.zeros((1, 1, columns)),
+        worth=np.zeros_like(program.rate),
+        charge=np.zeros(columns),
+    )
+    found, _ = solve(program, nobody)
+    return replace(found, time_prices=None, method="HiGHS simplex")
+
+
 def _all_pairs(program: Program, pairing: Pairing) -> tuple[Ints, Ints, Ints]:
     kind = pairing.kind
     both = pairing.rate[kind[:, None], kind[None, :]]

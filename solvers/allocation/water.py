@@ -13,13 +13,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...schema.jobs import Entity
-from . import interior, shared
-from .engine import Outcome, spread, tighten
+from . import shared
+from .engine import Outcome, solve_alone, spread, tighten
 from .instance import Instance
 from .program import Bools, Floats, Ints, Program, Solution, merge
 from .shared import Pairing
 
-SATURATED_SHARE = 1e-5  # of the program's whole price: below, a price is taken for none
+# A job with a share s of the program's whole price can rise by gap / s at most: one whose
+# share is above gap / LEVEL_ERROR is stuck, to that relative error.
+LEVEL_ERROR = 1e-7
+ACCEPTED_GAP = 1e-9
 KEPT = 1e-9  # saturated jobs keep their level but for this part, so that programs have room
 
 Shares = Callable[[Bools], Floats]
@@ -154,7 +157,7 @@ class _Pool:
 
     def solve(self, program: Program) -> Solution:
         if self.instance.pair_rate is None:
-            return interior.solve(program)
+            return solve_alone(program, ACCEPTED_GAP)
         kind = self.instance.kind[self.first]
         pairing = self.pairing(kind)
         found, self.pairs = shared.solve(program, pairing)
@@ -181,7 +184,8 @@ def _raise(pool: _Pool, level: Floats, share: Floats) -> tuple[Solution, float, 
     program = replace(program, demands=rising | (level > 0))
     found = pool.solve(program)
     price = program.count * found.job_prices * program.level
-    stuck = rising & (price > SATURATED_SHARE * price.max())
+    enough = min(max(1e-6, found.gap / LEVEL_ERROR), 0.5)
+    stuck = rising & (price >= enough * price.max(where=rising, initial=0.0))
     return found, max(found.z - depth, 0.0), stuck
 
 

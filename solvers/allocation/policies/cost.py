@@ -40,11 +40,13 @@ def slo_rates(jobs: Instance) -> Floats:
 
 
 def _per_dollar(jobs: Instance) -> Floats:
-    return np.ones_like(jobs.rate) / priced(jobs)
+    worth: Floats = np.ones_like(jobs.rate) / priced(jobs)
+    return worth
 
 
 def _fractional(jobs: Instance) -> Floats:
-    return np.ones_like(jobs.rate) / jobs.rate.max(axis=1)[:, None]
+    worth: Floats = np.ones_like(jobs.rate) / jobs.rate.max(axis=1)[:, None]
+    return worth
 
 
 def _per_job(jobs: Instance) -> MaxMin:

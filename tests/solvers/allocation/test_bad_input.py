@@ -1,0 +1,132 @@
+"""Bad input: one clear line each."""
+
+import math
+
+import pytest
+
+from hetflow.schema import files
+from hetflow.schema.errors import FileError, InfeasibleError, ProblemError
+from hetflow.schema.jobs import (
+    AllocationProblem,
+    Entity,
+    Job,
+    Jobs,
+    ModelThroughput,
+    PairThroughput,
+    Throughputs,
+)
+from hetflow.solvers.allocation import allocate
+
+RATES = {"V100": 10.0, "K80": 2.0}
+
+
+def problem(*jobs, rates=RATES, devices=None, entities=(), pairs=(), scale=1, **options):
+    jobs = jobs or (Job(id="a", model="m", steps=100.0, scale_factor=scale),)
+    return AllocationProblem(
+        jobs=Jobs(jobs=jobs, entities=entities),
+        throughputs=Throughputs(
+            models=(ModelThroughput(model="m", scale_factor=scale, steps_per_second=rates),),
+            pairs=pairs,
+        ),
+        num_devices=devices or {"V100": 1, "K80": 2},
+        **options,
+    )
+
+
+@pytest.mark.parametrize("rate", [-1.0, math.nan, math.inf])
+def test_a_rate_must_be_finite_and_not_negative(rate):
+    with pytest.raises(ProblemError, match=r"steps_per_second\.V100: must be (>= 0|finite)"):
+        ModelThroughput(model="m", steps_per_second={"V100": rate})
+    with pytest.raises(ProblemError, match="must be"):
+        PairThroughput(models=("m", "n"), steps_per_second={"V100": (rate, 1.0)})
+
+
+def test_nan_in_a_file_is_refused():
+    text = files.to_json(Jobs(jobs=(Job(id="a", model="m", steps=1.0),)))
+    with pytest.raises(FileError):
+        files.from_json(text.replace("1.0", "NaN", 1), Jobs)
+
+
+def test_a_job_that_runs_nowhere_is_named():
+    with pytest.raises(ProblemError, match="job 'a' .* runs on none of V100, K80"):
+        problem(rates={"V100": 0.0})
+
+
+def test_a_scale_factor_larger_than_the_pool():
+    with pytest.raises(ProblemError, match="job 'a' asks for 4 devices .* at most 2"):
+        problem(scale=4)
+
+
+def test_a_type_too_small_for_a_job_is_shut_to_it():
+    found = allocate(problem(scale=2), "las")
+    assert set(found.x["a"]) == {"K80"}
+
+
+def test_an_unknown_model_gets_a_hint():
+    with pytest.raises(ProblemError, match="did you mean 'm'"):
+        problem(Job(id="a", model="M", steps=1.0))
+    with pytest.raises(ProblemError, match="measured with 1"):
+        problem(Job(id="a", model="m", steps=1.0, scale_factor=2))
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0])
+def test_weights_must_be_positive(weight):
+    with pytest.raises(ProblemError, match=r"priority_weight: must be > 0"):
+        Job(id="a", model="m", steps=1.0, priority_weight=weight)
+    with pytest.raises(ProblemError, match=r"weight: must be > 0"):
+        Entity(name="e", weight=weight)
+
+
+def test_cyclic_hierarchies_are_drawn():
+    cycle = (
+        Entity(name="a", parent="b"),
+        Entity(name="b", parent="c"),
+        Entity(name="c", parent="a"),
+    )
+    with pytest.raises(ProblemError, match="cycle: a -> b -> c -> a"):
+        Jobs(jobs=(), entities=cycle)
+
+
+def test_unknown_entities_and_twins():
+    with pytest.raises(ProblemError, match="did you mean 'research'"):
+        Jobs(jobs=(Job(id="a", model="m", steps=1.0, entity="reserch"),),
+             entities=(Entity(name="research"),))  # fmt: skip
+    with pytest.raises(ProblemError, match="'a' appears twice"):
+        Jobs(jobs=(Job(id="a", model="m", steps=1.0), Job(id="a", model="m", steps=1.0)))
+
+
+def test_no_jobs_and_no_devices():
+    with pytest.raises(ProblemError, match="no jobs"):
+        AllocationProblem(jobs=Jobs(jobs=()), throughputs=Throughputs(models=()),
+                          num_devices={"V100": 1})  # fmt: skip
+
+
+def test_slos_that_cannot_be_met_name_the_job_and_the_lack():
+    alone = Job(id="a", model="m", steps=100.0, slo_seconds=5.0)
+    with pytest.raises(InfeasibleError, match="'a' needs 20 steps/s .* give 10") as error:
+        allocate(problem(alone, dollars_per_hour={"V100": 1.0, "K80": 1.0}), "min_cost_slo")
+    assert "2 times as long" in error.value.hint
+    jobs = [Job(id=f"j{i}", model="m", steps=100.0, slo_seconds=12.5) for i in range(2)]
+    with pytest.raises(InfeasibleError, match="at best 75 % .* 2 jobs bind") as error:
+        allocate(problem(*jobs, dollars_per_hour={"V100": 1.0, "K80": 1.0}), "min_cost_slo")
+    assert "1.33333 times as long" in error.value.hint
+    assert error.value.exit_code == 3
+
+
+def test_a_budget_too_small_says_the_least():
+    with pytest.raises(InfeasibleError, match=r"budget of 0\.001 .* cost 0\.00277778"):
+        allocate(problem(dollars_per_hour={"V100": 1.0, "K80": 1.0}, budget_dollars=0.001),
+                 "makespan_budget")  # fmt: skip
+
+
+def test_what_a_policy_lacks_is_said():
+    with pytest.raises(ProblemError, match="'K80' has none"):
+        allocate(problem(dollars_per_hour={"V100": 1.0}), "min_cost")
+    with pytest.raises(ProblemError, match="needs a budget"):
+        allocate(problem(dollars_per_hour=dict.fromkeys(RATES, 1.0)), "makespan_budget")
+    with pytest.raises(ProblemError, match="needs entities"):
+        allocate(problem(), "hierarchical")
+    with pytest.raises(ProblemError, match="did you mean 'makespan'"):
+        allocate(problem(), "makespam")
+    with pytest.raises(ProblemError, match="needs throughputs of pairs"):
+        allocate(problem(space_sharing=True), "las")
