@@ -26,11 +26,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hetflow import runtime as hf
 from hetflow.profilers.zoo import factory_of
+from hetflow.runtime.job import Job
 from hetflow.schema import files
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
 WORKERS = 2
 VIRTUAL_NODES = 8
+JOBS: list[Job] = []
 # Samples of a virtual node; steps of a block; the rounds are fewer for the long one.
 MODELS = {"mlp": (32, 4, 16), "digits-cnn": (32, 4, 16), "resnet18": (2, 2, 6)}
 
@@ -71,6 +73,8 @@ def worker(rank: int, folder: str, port: int, models: list[str]) -> None:
     results = [measure(name, Path(folder), rank) for name in models]
     if rank == 0:
         (Path(folder) / "results.json").write_text(json.dumps(results))
+    for job in JOBS:
+        job.finish()
     dist.destroy_process_group()
 
 
@@ -160,6 +164,7 @@ def job_stepper(name: str, size: int, nodes: int, folder: Path, rank: int) -> Ca
     model, dataset, loss = parts(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     job = hf.prepare(model, optimizer)
+    JOBS.append(job)
     loader = DataLoader(dataset, batch_size=size * nodes * WORKERS, shuffle=True, drop_last=True)
 
     def batches():

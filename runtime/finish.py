@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..schema import files
-from ..schema.errors import FileError
+from ..schema.errors import FileError, TargetError
 from .digest import digest_of
 from .group import Place, leave
 from .measurements import peak_memory_bytes
@@ -53,7 +53,10 @@ def at_exit(job: "Job") -> None:
 
 def _end(job: "Job") -> None:
     if not Outcome.failed:
-        job.finish()
+        try:
+            job.finish()
+        except TargetError as error:
+            sys.stderr.write(f"hetflow: {error.message}\nhint: {error.hint}\n")
     elif job._place.distributed and not Runner.active:
         # Collectives in flight would hold the interpreter until their time limit.
         sys.stdout.flush()
@@ -65,6 +68,11 @@ def finish(job: "Job") -> None:
     """Wait until every worker is here; then report, and leave the process group."""
     job._clock.end_step()
     place = job._place
+    if place.distributed and not dist.is_initialized():
+        raise TargetError(
+            "the script destroyed the process group before the job was finished; nothing is reported",
+            hint="leave destroy_process_group out, or call job.finish() before it",
+        )
     if place.store is not None:
         _meet(place)
     job.sync_buffers()

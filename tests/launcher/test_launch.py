@@ -264,3 +264,18 @@ def listening_addresses(pid: int) -> set[str]:
     rows += Path("/proc/net/tcp6").read_text().splitlines()[1:]
     fields = [row.split() for row in rows]
     return {f[1].split(":")[0] for f in fields if f[3] == "0A" and f[9] in inodes}
+
+
+def test_a_script_that_leaves_the_group_too_early_is_told(here: Path) -> None:
+    write_script(
+        here,
+        "import torch.distributed as dist\n"
+        "from torch import nn\n"
+        "from hetflow import runtime as hf\n"
+        "job = hf.prepare(nn.Linear(2, 1))\n"
+        "dist.destroy_process_group()\n",
+    )
+    done = run("-o", "run", "plan.json", "script.py")
+    assert done.returncode == 0
+    assert "call job.finish() before it" in done.stderr
+    assert "Traceback" not in done.stderr
