@@ -38,7 +38,9 @@ def _header_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
         ("stage_cost", plan.stage_cost, problem.stage_cost),
         ("solved", plan.solved, problem.solved),
     ]
-    faults = [f"{name} is {got}, the problem says {want}" for name, got, want in pairs if got != want]
+    faults = [
+        f"{name} is {got}, the problem says {want}" for name, got, want in pairs if got != want
+    ]
     if problem.recompute is not None and plan.recompute != problem.recompute:
         faults.append(f"recompute is {plan.recompute}, the problem says {problem.recompute}")
     if problem.num_stages not in (None, len(plan.stages)):
@@ -49,7 +51,9 @@ def _header_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
 def _layer_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     stage_of = {name: index for index, stage in enumerate(plan.stages) for name in stage.layers}
     known = {layer.id for layer in problem.layers}
-    faults = [f"layer {layer.id} is in no stage" for layer in problem.layers if layer.id not in stage_of]
+    faults = [
+        f"layer {layer.id} is in no stage" for layer in problem.layers if layer.id not in stage_of
+    ]
     faults += [f"layer {name} is not in the problem" for name in stage_of if name not in known]
     if faults:
         return faults
@@ -154,7 +158,9 @@ def _memory_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     for index, stage in enumerate(plan.stages):
         used, pool = stage_memory(plan, problem, index), _pool(problem, stage)
         if abs(used - stage.memory_bytes) > 1 + _TOLERANCE * used:
-            faults.append(f"stage {index}: memory_bytes is {stage.memory_bytes}, it needs {used:.0f}")
+            faults.append(
+                f"stage {index}: memory_bytes is {stage.memory_bytes}, it needs {used:.0f}"
+            )
         limit = pool.memory_bytes if pool is not None else None
         # The released optimizer's own test is laxer; its plans are for comparison.
         if limit is not None and used > limit + 1 and problem.stage_cost != "published":
@@ -174,9 +180,7 @@ def _claim_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     bound = plan.proof.lower_bound
     if bound is not None and bound > claimed * (1 + _TOLERANCE):
         faults.append(f"proof.lower_bound {bound} is above the objective {claimed}")
-    step = costs.step_seconds(
-        problem.schedule, claimed, _fill(plan), problem.num_microbatches
-    )
+    step = costs.step_seconds(problem.schedule, claimed, _fill(plan), problem.num_microbatches)
     if not isclose(step, plan.predicted.step_seconds, rel_tol=_TOLERANCE, abs_tol=1e-15):
         faults.append(f"predicted.step_seconds is {plan.predicted.step_seconds}, expected {step}")
     noam = costs.noam([stage.num_replicas for stage in plan.stages])

@@ -194,7 +194,9 @@ def _check_choices(problem: PipelineProblem) -> None:
     if problem.stage_cost == "published" and problem.solved != "nested":
         raise ProblemError("the published optimizer solves level by level", hint="solved: nested")
     if problem.cut_rule == "released" and problem.solved != "nested":
-        raise ProblemError("the released optimizer's cuts go with nested levels", hint="solved: nested")
+        raise ProblemError(
+            "the released optimizer's cuts go with nested levels", hint="solved: nested"
+        )
     if problem.solved == "nested":
         _check_nested(problem)
 

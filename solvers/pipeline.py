@@ -122,9 +122,10 @@ def relaxed_bound(tables: list[Prices], space: Space) -> float:
     bounds = []
     for prices in tables:
         rate = min(m * prices.slopes(pool, m, span).per_compute for pool, m, span in kinds)
-        times = zip(*(_layer_seconds(prices, pool) for pool in range(len(prices.problem.pools))))
+        pools = range(len(prices.problem.pools))
+        times = zip(*(_layer_seconds(prices, pool) for pool in pools), strict=True)
         bounds.append(rate * sum(min(entry) for entry in times) / prices.problem.num_devices)
-    return min(bounds) * (1 - TOLERANCE)
+    return float(min(bounds)) * (1 - TOLERANCE)
 
 
 def _layer_seconds(prices: Prices, pool: int) -> list[float]:

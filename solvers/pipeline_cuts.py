@@ -201,4 +201,5 @@ def _inclusion(sets: list[int], num_layers: int) -> Mask:
     inside = _membership(sets, num_layers).astype(np.float64)
     common = inside @ inside.T
     sizes = inside.sum(axis=1)
-    return (common == sizes[:, None]) & (sizes[:, None] < sizes[None, :])
+    found: Mask = (common == sizes[:, None]) & (sizes[:, None] < sizes[None, :])
+    return found

@@ -22,7 +22,8 @@ class Search(Protocol):
 
     def __call__(
         self, problem: PipelineProblem, prices: Prices, space: Space, extra_bytes: float
-    ) -> list[PlacedStage] | None: ...
+    ) -> list[PlacedStage] | None:
+        """Stages in the model's order."""
 
 
 def search(
@@ -101,7 +102,7 @@ class _Table:
 
     def _bytes(self, in_flight: int, versions: int) -> Floats:
         cuts = self.prices.cuts
-        state, stashes = self.prices.memory_terms(np.float64(in_flight), np.float64(versions))
+        state, stashes = self.prices.memory_terms(in_flight, versions)
         own = state * cuts.weight_bytes + stashes * cuts.activation_bytes
         found: Floats = own[None, :] - own[:, None] + (in_flight * cuts.crossing_bytes)[:, None]
         return found

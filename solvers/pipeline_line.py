@@ -83,9 +83,9 @@ class Line:
         if not self.limited:
             return
         stash = [self.prices.stashed(m.num_replicas, m.workers, is_only=False) for m in moves]
+        terms = np.array([self.prices.memory_terms(*entry) for entry in stash], np.float64)
         self.in_flight = np.array([entry[0] for entry in stash], np.float64)
-        versions = np.array([entry[1] for entry in stash], np.float64)
-        self.per_weight, self.stashes = self.prices.memory_terms(self.in_flight, versions)
+        self.per_weight, self.stashes = terms[:, 0], terms[:, 1]
         self.limit = np.array(
             [np.inf if limits[m.pool] is None else limits[m.pool] + extra_bytes for m in moves]  # type: ignore[operator]
         )

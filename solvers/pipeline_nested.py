@@ -344,11 +344,11 @@ def _lowest_price(
     problem: PipelineProblem, ranges: Ranges, block: Block, num_replicas: int
 ) -> float:
     """The lowest level's price, shared by the components of the levels above."""
-    compute = np.float64(ranges.total(ranges.compute, block))
-    weights = np.float64(ranges.total(ranges.weights, block))
+    compute = np.array([ranges.total(ranges.compute, block)])
+    weights = np.array([ranges.total(ranges.weights, block)])
     bandwidth = problem.pools[0].levels[0].bytes_per_second
     alone = price(problem, compute, weights, block.num_replicas, bandwidth, 1)
-    return float(alone) * block.num_replicas / num_replicas
+    return float(alone[0]) * block.num_replicas / num_replicas
 
 
 def _memory(

@@ -79,7 +79,7 @@ class Prices:
         compute = self.compute_seconds[pool]
         busy = slopes.per_compute * compute + slopes.per_weight * cuts.weight_bytes
         sync = slopes.sync_per_weight * cuts.weight_bytes
-        found = np.maximum(busy[None, :] - busy[:, None], sync[None, :] - sync[:, None])
+        found: Floats = np.maximum(busy[None, :] - busy[:, None], sync[None, :] - sync[:, None])
         edge = self.boundary_seconds[span]
         np.maximum(found, edge[:, None], out=found)
         np.maximum(found, edge[None, :], out=found)
@@ -90,7 +90,8 @@ class Prices:
         """[cuts, cuts]: whether the first cut lies before the second."""
         if self.cuts.before is not None:
             return self.cuts.before
-        return np.triu(np.ones((self.cuts.size, self.cuts.size), bool), 1)
+        later: Mask = np.triu(np.ones((self.cuts.size, self.cuts.size), bool), 1)
+        return later
 
     def stashed(self, num_replicas: int, workers: int, *, is_only: bool) -> tuple[int, int]:
         """In-flight microbatches and weight versions of a stage's replica."""
@@ -111,10 +112,10 @@ class Prices:
             recompute=self.recompute,
         )
 
-    def memory_terms(self, in_flight: Floats, versions: Floats) -> tuple[Floats, Floats]:
-        """Bytes per byte of weights and of activations, for the arrays' sake."""
+    def memory_terms(self, in_flight: int, versions: int) -> tuple[float, int]:
+        """Bytes that a byte of weights, and one of activations, costs a replica."""
         state = versions + self.problem.state_bytes_per_weight_byte
-        return state, np.ones_like(in_flight) if self.recompute else in_flight
+        return state, 1 if self.recompute else in_flight
 
 
 def boundary_weight(problem: PipelineProblem) -> float:

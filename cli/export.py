@@ -1,0 +1,36 @@
+"""``hetflow export``: a profile's layers in a foreign format."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..schema.errors import HetflowError
+from .common import ForceFlag, emit, note
+
+
+def export(
+    file: Annotated[Path, typer.Argument(help="A hetflow profile with layers.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write it here, else to stdout.")
+    ] = None,
+    force: ForceFlag = False,
+) -> None:
+    """Write a profile's layers as PipeDream's graph.txt.
+
+    \b
+    hetflow export v100.json -o graph.txt
+    """
+    from ..profilers.importers import write_graph
+    from ..schema import files
+    from ..schema.profile import Profile
+
+    profile = files.read(file, Profile)
+    if profile.layers is None:
+        raise HetflowError(f"{file}: holds no layers", hint="run `hetflow profile --layers`")
+    text = write_graph(profile.layers)
+    if output is None:
+        emit(text)
+        return
+    files.write_text(output, text, force=force)
+    note(f"{len(profile.layers.nodes)} layers written to {output}")

@@ -1,0 +1,57 @@
+"""``hetflow import``: foreign layer profiles become hetflow profiles."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import ForceFlag, emit_file, note
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(help="A graph.txt of PipeDream's profiler.")],
+    device_type: Annotated[str, typer.Option(help="The device it was profiled on, such as V100.")],
+    device_memory: Annotated[str, typer.Option(help="That device's memory, such as 16GB.")],
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model; by default the file's.")
+    ] = None,
+    microbatch_size: Annotated[
+        int, typer.Option(min=1, help="Samples of the profiled input; the format does not say.")
+    ] = 1,
+    keep_placeholders: Annotated[
+        bool,
+        typer.Option(
+            "--keep-placeholders",
+            help="Keep Input sources and unused __getitem__ sinks, which PipeDream drops.",
+        ),
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the profile here, else to stdout.")
+    ] = None,
+    force: ForceFlag = False,
+) -> None:
+    """Turn PipeDream's graph.txt into a profile with layers.
+
+    \b
+    hetflow import graph.txt --device-type V100 --device-memory 16GB -o v100.json
+    """
+    from ..profilers.importers import profile_of, read_graph, without_placeholders
+    from ..schema.cluster import Cluster
+    from ..schema.files import check_writable, read_text
+
+    if output is not None:
+        check_writable(output, force=force)
+    pool = Cluster.parse(f"{device_type}:1:{device_memory}")
+    graph = read_graph(read_text(file), microbatch_size=microbatch_size, name=str(file))
+    if not keep_placeholders:
+        graph = without_placeholders(graph)
+    profile = profile_of(
+        graph,
+        model=model or file.name.split(".")[0],
+        device_type=device_type,
+        device_memory_bytes=pool.device_types[device_type].memory_bytes or 1,
+        source=file.name,
+    )
+    emit_file(profile, output, force=force)
+    if output is not None:
+        note(f"{len(graph.nodes)} layers written to {output}; next: hetflow solve --profiles")

@@ -1,0 +1,73 @@
+"""The pipeline side of ``hetflow solve``: files and flags in, one checked plan out."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from ..schema.cluster import Cluster
+from ..schema.errors import BackendError
+from ..schema.pipeline import PipelinePlan, PlannedSchedule, Solved, StageCost, WorkerCount
+from ..schema.profile import Profile
+
+
+def solve_pipeline(
+    profiles: Sequence[Profile],
+    pool: Cluster,
+    batch_size: int,
+    *,
+    pool_name: str,
+    link_bytes_per_second: float | None = None,
+    schedule: PlannedSchedule = "1f1b",
+    stage_cost: StageCost = "ring",
+    solved: Solved | None = None,
+    workers: WorkerCount = "at_most",
+    replication: bool = True,
+    recompute: bool | None = None,
+    num_stages: int | None = None,
+    state_bytes_per_weight_byte: float = 1.0,
+) -> PipelinePlan:
+    """Cut a profiled model into stages and check the plan.
+
+    Args:
+        profiles: One model's profiles, each with layers.
+        pool: The devices.
+        batch_size: Global batch B.
+        pool_name: How the user named the pool, for the provenance.
+        link_bytes_per_second: Bandwidth of links that the pool does not state.
+        schedule: As in ``PipelineProblem``; so are the next ones but ``solved``.
+        stage_cost: Named prices.
+        workers: At most or exactly all devices.
+        replication: Whether stages may have replicas.
+        num_stages: Exactly so many stages.
+        state_bytes_per_weight_byte: Gradients and optimizer state.
+        solved: None takes ``flat``, or ``nested`` for the published prices.
+        recompute: None lets the solver choose.
+
+    Raises:
+        ProblemError: Profiles, pool and flags that do not go together.
+        InfeasibleError: No partition fits.
+        BackendError: The plan fails its own check.
+    """
+    from ..checks.pipeline import check
+    from ..solvers.pipeline import solve
+    from ..solvers.pipeline_problems import pipeline_problem
+
+    nested = stage_cost == "published" if solved is None else solved == "nested"
+    problem = pipeline_problem(
+        profiles,
+        pool,
+        batch_size,
+        link_bytes_per_second=link_bytes_per_second,
+        schedule=schedule,
+        stage_cost=stage_cost,
+        solved="nested" if nested else "flat",
+        workers=workers,
+        replication=replication,
+        recompute=False if nested and recompute is None else recompute,
+        num_stages=num_stages,
+        state_bytes_per_weight_byte=state_bytes_per_weight_byte,
+    )
+    plan = solve(problem)
+    faults = check(plan, problem)
+    if faults:
+        raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
+    return dataclasses.replace(plan, provenance={**(plan.provenance or {}), "pool": pool_name})

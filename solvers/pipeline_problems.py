@@ -1,0 +1,228 @@
+"""Build the pipeline partition's problem from profiles of layers and a cluster."""
+
+from collections.abc import Sequence
+
+from ..schema.cluster import Cluster
+from ..schema.errors import ProblemError
+from ..schema.pipeline import (
+    DevicePool,
+    PipelineLayer,
+    PipelineProblem,
+    PlannedSchedule,
+    Solved,
+    StageCost,
+    TopologyLevel,
+    WorkerCount,
+)
+from ..schema.profile import LayerGraph, LayerNode, Profile
+
+Edges = tuple[tuple[int, int], ...]
+
+
+def pipeline_problem(
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    global_batch_size: int,
+    *,
+    link_bytes_per_second: float | None = None,
+    schedule: PlannedSchedule = "1f1b",
+    stage_cost: StageCost = "ring",
+    solved: Solved = "flat",
+    workers: WorkerCount = "at_most",
+    replication: bool = True,
+    recompute: bool | None = False,
+    num_stages: int | None = None,
+    state_bytes_per_weight_byte: float = 1.0,
+) -> PipelineProblem:
+    """Match profiles with layers to a cluster's devices.
+
+    All profiles must hold the same layers at the same microbatch size, which the pipeline uses.
+    Devices of a type form one pool: alike servers give two levels; servers that differ in how
+    many devices of the type they hold are taken as one flat level at the slower link.
+
+    Args:
+        profiles: Profiles of one model; those of types that the cluster lacks are ignored.
+        cluster: The pool.
+        global_batch_size: Samples per step; a multiple of the profiled microbatch size.
+        link_bytes_per_second: Bandwidth of links that the cluster does not state.
+        schedule: As in ``PipelineProblem``, like all that follow.
+        stage_cost: Named prices.
+        solved: Flat or nested.
+        workers: At most or exactly all devices.
+        replication: Whether stages may have replicas.
+        recompute: None lets the solver choose.
+        num_stages: Exactly so many stages.
+        state_bytes_per_weight_byte: Gradients and optimizer state.
+
+    Raises:
+        ProblemError: A type without a profile or without layers, unlike layers, a bandwidth
+            that is nowhere stated, or a batch that the microbatch does not divide.
+    """
+    chosen = [_profile_of(name, profiles) for name in cluster.num_devices]
+    graphs = [_graph_of(profile) for profile in chosen]
+    _check_alike(chosen, graphs)
+    size = graphs[0].microbatch_size
+    if global_batch_size % size:
+        raise ProblemError(
+            f"microbatches of {size} samples do not divide a global batch of {global_batch_size}",
+            hint=f"take {max(1, round(global_batch_size / size)) * size}, or profile the layers "
+            "at another microbatch size",
+        )
+    layers, edges, order = layers_of_graph(graphs[0])
+    return PipelineProblem(
+        model=chosen[0].model,
+        layers=layers,
+        edges=edges,
+        pools=tuple(
+            _pool(profile, graph, order, cluster, link_bytes_per_second)
+            for profile, graph in zip(chosen, graphs, strict=True)
+        ),
+        inter_bytes_per_second=_between_types(chosen, cluster, link_bytes_per_second),
+        microbatch_size=size,
+        num_microbatches=global_batch_size // size,
+        schedule=schedule,
+        stage_cost=stage_cost,
+        solved=solved,
+        workers=workers,
+        replication=replication,
+        recompute=recompute,
+        num_stages=num_stages,
+        state_bytes_per_weight_byte=state_bytes_per_weight_byte,
+    )
+
+
+def layers_of_graph(
+    graph: LayerGraph,
+) -> tuple[tuple[PipelineLayer, ...], Edges, tuple[LayerNode, ...]]:
+    """Order a graph's layers so that no edge goes backwards, the given order where it can be.
+
+    Returns:
+        The layers, the edges as positions, and the profile's nodes in the same order.
+
+    Raises:
+        ProblemError: The graph has a cycle; names a layer on it.
+    """
+    parents: dict[str, set[str]] = {node.id: set() for node in graph.nodes}
+    for source, target in graph.edges:
+        parents[target].add(source)
+    left, order = list(graph.nodes), []
+    done: set[str] = set()
+    while left:
+        ready = next((node for node in left if parents[node.id] <= done), None)
+        if ready is None:
+            raise ProblemError(
+                f"the layer graph has a cycle: {left[0].id} waits for "
+                f"{sorted(parents[left[0].id] - done)[0]}",
+                hint="profile the model again; a layer cannot feed itself",
+            )
+        order.append(ready)
+        done.add(ready.id)
+        left.remove(ready)
+    position = {node.id: index for index, node in enumerate(order)}
+    layers = tuple(
+        PipelineLayer(
+            id=node.id, activation_bytes=node.activation_bytes, weight_bytes=node.weight_bytes
+        )
+        for node in order
+    )
+    edges = tuple((position[source], position[target]) for source, target in graph.edges)
+    return layers, edges, tuple(order)
+
+
+def _profile_of(name: str, profiles: Sequence[Profile]) -> Profile:
+    found = [profile for profile in profiles if profile.device_type == name]
+    if not found:
+        raise ProblemError(
+            f"no profile of {name}", hint=f"run `hetflow profile --layers --device {name}`"
+        )
+    return found[0]
+
+
+def _graph_of(profile: Profile) -> LayerGraph:
+    if profile.layers is None:
+        raise ProblemError(
+            f"the profile of {profile.model} on {profile.device_type} has no layers",
+            hint="profile it with --layers",
+        )
+    return profile.layers
+
+
+def _check_alike(profiles: Sequence[Profile], graphs: Sequence[LayerGraph]) -> None:
+    first = graphs[0]
+    for profile, graph in zip(profiles, graphs, strict=True):
+        if profile.model != profiles[0].model:
+            raise ProblemError(f"profiles of two models: {profiles[0].model}, {profile.model}")
+        if graph.microbatch_size != first.microbatch_size:
+            raise ProblemError(
+                f"layers are profiled at microbatches of {first.microbatch_size} on "
+                f"{profiles[0].device_type} and {graph.microbatch_size} on {profile.device_type}",
+                hint="profile both at one size",
+            )
+        same = {node.id for node in graph.nodes} == {node.id for node in first.nodes}
+        if not same or set(graph.edges) != set(first.edges):
+            raise ProblemError(
+                f"the layers on {profile.device_type} are not those on {profiles[0].device_type}",
+                hint="profile the same model on both",
+            )
+
+
+def _pool(
+    profile: Profile,
+    graph: LayerGraph,
+    order: Sequence[LayerNode],
+    cluster: Cluster,
+    link: float | None,
+) -> DevicePool:
+    node = {entry.id: entry for entry in graph.nodes}
+    name = profile.device_type
+    return DevicePool(
+        device_type=name,
+        levels=_levels(name, cluster, link),
+        forward_seconds=tuple(node[entry.id].forward_seconds for entry in order),
+        backward_seconds=tuple(node[entry.id].backward_seconds for entry in order),
+        update_seconds=profile.update_seconds,
+        memory_bytes=cluster.device_types[name].memory_bytes or profile.device_memory_bytes,
+    )
+
+
+def _levels(name: str, cluster: Cluster, link: float | None) -> tuple[TopologyLevel, ...]:
+    groups = [group for group in cluster.servers if name in group.devices]
+    servers = sum(group.count for group in groups)
+    widths = {group.devices[name] for group in groups}
+    if servers > 1:
+        between = _rate(cluster.inter_bytes_per_second, link, "between servers")
+        if widths == {1} or len(widths) > 1:
+            total = cluster.num_devices[name]
+            return (TopologyLevel(num_components=total, bytes_per_second=between),)
+    width = widths.pop()
+    if servers == 1 and width == 1:
+        rate = groups[0].intra_bytes_per_second or link or 1.0
+        return (TopologyLevel(num_components=1, bytes_per_second=rate),)
+    stated = [group.intra_bytes_per_second for group in groups]
+    slowest = None if None in stated else min(rate for rate in stated if rate is not None)
+    inside = TopologyLevel(
+        num_components=width, bytes_per_second=_rate(slowest, link, f"inside {name} servers")
+    )
+    if servers == 1:
+        return (inside,)
+    return (inside, TopologyLevel(num_components=servers, bytes_per_second=between))
+
+
+def _between_types(
+    profiles: Sequence[Profile], cluster: Cluster, link: float | None
+) -> float | None:
+    if len(profiles) == 1:
+        return None
+    if cluster.num_servers > 1:
+        return _rate(cluster.inter_bytes_per_second, link, "between servers")
+    return _rate(cluster.servers[0].intra_bytes_per_second, link, "inside the server")
+
+
+def _rate(stated: float | None, link: float | None, where: str) -> float:
+    rate = stated or link
+    if rate is None:
+        raise ProblemError(
+            f"the bandwidth {where} is missing",
+            hint="state it in a cluster file, or give one for all links (--link-bandwidth)",
+        )
+    return rate

@@ -1,0 +1,255 @@
+"""Small pipeline problems and every plan there is for them."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import strategies as st
+
+from hetflow.checks.pipeline import seconds_per_input, stage_memory
+from hetflow.profilers.importers import read_graph, without_placeholders
+from hetflow.schema.pipeline import (
+    DevicePool,
+    NestedBlock,
+    PipelineLayer,
+    PipelinePlan,
+    PipelineProblem,
+    StagePlan,
+    TopologyLevel,
+)
+from hetflow.schema.plan import Prediction, Proof
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "pipedream"
+
+
+def levels(*pairs: tuple[int, float]) -> tuple[TopologyLevel, ...]:
+    return tuple(TopologyLevel(num_components=m, bytes_per_second=b) for m, b in pairs)
+
+
+def chain(
+    times: list[tuple[float, float]],
+    sizes: list[tuple[int, int]],
+    topology: tuple[TopologyLevel, ...],
+    *,
+    memory_bytes: int | None = None,
+    **options,
+) -> PipelineProblem:
+    """A chain on one pool; ``sizes`` are (activation, weight) bytes."""
+    layers = tuple(
+        PipelineLayer(id=f"l{i}", activation_bytes=a, weight_bytes=w)
+        for i, (a, w) in enumerate(sizes)
+    )
+    pool = DevicePool(
+        device_type="V100",
+        levels=topology,
+        forward_seconds=tuple(f for f, _ in times),
+        backward_seconds=tuple(b for _, b in times),
+        memory_bytes=memory_bytes,
+    )
+    filled = {"model": "m", "microbatch_size": 1, "num_microbatches": 8, **options}
+    return PipelineProblem(layers=layers, pools=(pool,), **filled)
+
+
+TIMES = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0])
+BYTES = st.sampled_from([0, 1, 2, 3, 5, 8, 13])
+RATES = st.sampled_from([0.5, 1.0, 2.0, 8.0, 64.0])
+
+
+@st.composite
+def flat_problems(draw, *, graphs: bool = True) -> PipelineProblem:
+    size = draw(st.integers(1, 5))
+    edges = None
+    if graphs and size > 2 and draw(st.booleans()):
+        edges = [(draw(st.integers(0, layer - 1)), layer) for layer in range(1, size)]
+        extra = draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, size - 1))))
+        edges = tuple(sorted({*edges, *((a, b) for a, b in extra if a < b)}))
+    pools = []
+    for name in draw(st.sampled_from([("V100",), ("V100", "P100")])):
+        shapes = [(1,), (2,), (3,), (2, 2), (4,)] if len(pools) == 0 else [(1,), (2,)]
+        shape = draw(st.sampled_from(shapes))
+        pools.append(
+            DevicePool(
+                device_type=name,
+                levels=levels(*((m, draw(RATES)) for m in shape)),
+                forward_seconds=tuple(draw(TIMES) for _ in range(size)),
+                backward_seconds=tuple(draw(TIMES) for _ in range(size)),
+                update_seconds=draw(st.sampled_from([0.0, 0.5])),
+                memory_bytes=draw(st.sampled_from([None, 20, 40, 80])),
+            )
+        )
+    return PipelineProblem(
+        model="m",
+        layers=tuple(
+            PipelineLayer(id=f"l{i}", activation_bytes=draw(BYTES), weight_bytes=draw(BYTES))
+            for i in range(size)
+        ),
+        edges=edges,
+        pools=tuple(pools),
+        inter_bytes_per_second=draw(RATES),
+        microbatch_size=2,
+        num_microbatches=draw(st.sampled_from([1, 2, 3, 8])),
+        schedule=draw(st.sampled_from(["gpipe", "1f1b", "pipedream", "2bw"])),
+        stage_cost=draw(st.sampled_from(["ring", "thesis"])),
+        workers=draw(st.sampled_from(["at_most", "at_most", "exactly"])),
+        replication=draw(st.sampled_from([True, True, False])),
+        recompute=draw(st.sampled_from([False, True, None])),
+    )
+
+
+def partitions(problem: PipelineProblem) -> Iterator[list[tuple[str, ...]]]:
+    """Every way to deal the layers into numbered stages with no edge going back."""
+    size = len(problem.layers)
+    for count in range(1, size + 1):
+        for stage_of in itertools.product(range(count), repeat=size):
+            if len(set(stage_of)) < count:
+                continue
+            if any(stage_of[s] > stage_of[t] for s, t in problem.links):
+                continue
+            yield [
+                tuple(problem.layers[i].id for i in range(size) if stage_of[i] == stage)
+                for stage in range(count)
+            ]
+
+
+def placements(problem: PipelineProblem, count: int) -> Iterator[list[tuple[str, int, int]]]:
+    """Every (type, first device, replicas) for each stage; runs may leave any devices idle."""
+
+    def extend(done: list[tuple[str, int, int]]) -> Iterator[list[tuple[str, int, int]]]:
+        if len(done) == count:
+            yield done
+            return
+        for pool in problem.pools:
+            mine = [(first, m) for name, first, m in done if name == pool.device_type]
+            free = max((first + m for first, m in mine), default=0)
+            for first in range(free, pool.num_devices):
+                most = pool.num_devices - first if problem.replication else 1
+                for m in range(1, most + 1):
+                    yield from extend([*done, (pool.device_type, first, m)])
+
+    yield from extend([])
+
+
+def plan_of(
+    problem: PipelineProblem,
+    stages: list[tuple[str, ...]],
+    placed: list[tuple[str, int, int]],
+    recompute: bool,
+    nesting: list[tuple[NestedBlock, ...]] | None = None,
+) -> PipelinePlan:
+    """A plan with nothing but its stages; the numbers are for the checker to find."""
+    return PipelinePlan(
+        model=problem.model,
+        global_batch_size=problem.global_batch_size,
+        microbatch_size=problem.microbatch_size,
+        microbatches=problem.num_microbatches,
+        schedule=problem.schedule,
+        recompute=recompute,
+        stages=tuple(
+            StagePlan(
+                layers=names, num_replicas=m, device_type=kind, first_device=first,
+                num_in_flight=1, weight_versions=1, seconds_per_input=0.0, compute_seconds=0.0,
+                output_seconds=0.0, memory_bytes=0, nesting=nesting[i] if nesting else (),
+            )
+            for i, (names, (kind, first, m)) in enumerate(zip(stages, placed, strict=True))
+        ),
+        predicted=Prediction(step_seconds=0.0, samples_per_second=0.0),
+        proof=Proof(termination="feasible", objective=0.0, lower_bound=None, gap=None, method=""),
+        noam=1,
+        stage_cost=problem.stage_cost,
+        solved=problem.solved,
+    )  # fmt: skip
+
+
+def fits(plan: PipelinePlan, problem: PipelineProblem) -> bool:
+    limits = {pool.device_type: pool.memory_bytes for pool in problem.pools}
+    return all(
+        limits[stage.device_type] is None
+        or stage_memory(plan, problem, index) <= limits[stage.device_type]
+        for index, stage in enumerate(plan.stages)
+    )
+
+
+def best_flat(problem: PipelineProblem) -> float | None:
+    """The least objective over every plan, or None where none fits."""
+    best = None
+    options = (False, True) if problem.recompute is None else (problem.recompute,)
+    for stages in partitions(problem):
+        for placed in placements(problem, len(stages)):
+            if problem.workers == "exactly" and sum(m for *_, m in placed) < problem.num_devices:
+                continue
+            if problem.num_stages not in (None, len(stages)):
+                continue
+            for recompute in options:
+                plan = plan_of(problem, stages, placed, recompute)
+                seconds = seconds_per_input(plan, problem)
+                if (best is None or seconds < best) and fits(plan, problem):
+                    best = seconds
+    return best
+
+
+def best_nested(problem: PipelineProblem) -> float | None:
+    """The least objective over every nested plan of one or two levels."""
+    shape = [level.num_components for level in problem.pools[0].levels]
+    exactly = problem.workers == "exactly"
+    best = None
+    for stages in partitions(problem):
+        for nesting in _nestings(len(stages), shape[::-1], exactly, problem.replication):
+            totals = [1] * len(stages)
+            for index, path in enumerate(nesting):
+                for block in path:
+                    totals[index] *= block.num_replicas
+            placed = [("V100", 0, m) for m in totals]
+            seconds = seconds_per_input(plan_of(problem, stages, placed, False, nesting), problem)
+            best = seconds if best is None else min(best, seconds)
+    return best
+
+
+def _nestings(
+    count: int, shape: list[int], exactly: bool, replication: bool
+) -> Iterator[list[tuple[NestedBlock, ...]]]:
+    """Group ``count`` stages into blocks of the highest level, and each block below likewise."""
+    if not shape:
+        if count == 1:
+            yield [()]
+        return
+    components, *below = shape
+    for sizes in _compositions(count):
+        for replicas in itertools.product(range(1, components + 1), repeat=len(sizes)):
+            used = sum(replicas)
+            if used > components or (exactly and used < components):
+                continue
+            if not replication and max(replicas) > 1:
+                continue
+            inner = [list(_nestings(size, below, exactly, replication)) for size in sizes]
+            for chosen in itertools.product(*inner):
+                yield [
+                    (NestedBlock(index=index, num_replicas=replicas[index]), *path)
+                    for index, paths in enumerate(chosen)
+                    for path in paths
+                ]
+
+
+def _compositions(total: int) -> Iterator[tuple[int, ...]]:
+    if total == 0:
+        yield ()
+    for first in range(1, total + 1):
+        for rest in _compositions(total - first):
+            yield (first, *rest)
+
+
+def published_cases(model: str) -> list[dict]:
+    """The stored answers of the released optimizer for a model; skips where they are absent."""
+    path = SHARED / f"pipedream_{model}.json"
+    if not path.exists():
+        pytest.skip(f"no reference data at {path}")
+    return [case for case in json.loads(path.read_text())["cases"] if case["expected"]]
+
+
+def published_graph(model: str):
+    """A published profile without what the released optimizer drops."""
+    path = SHARED / f"{model}.graph.txt"
+    if not path.exists():
+        pytest.skip(f"no reference data at {path}")
+    return without_placeholders(read_graph(path.read_text()))
