@@ -70,7 +70,7 @@ def finish(job: "Job") -> None:
     place = job._place
     if place.distributed and not dist.is_initialized():
         raise TargetError(
-            "the script destroyed the process group before the job was finished; nothing is reported",
+            "the script destroyed the process group before the job was finished",
             hint="leave destroy_process_group out, or call job.finish() before it",
         )
     if place.store is not None:
