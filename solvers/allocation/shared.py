@@ -101,6 +101,14 @@ class _Master:
         self.b = np.concatenate((self.b, b))
         self.c = np.concatenate((self.c, c))
 
+    def add_distinct(self, pairs: PairTimes) -> None:
+        triples = {*zip(pairs.a.tolist(), pairs.b.tolist(), pairs.column.tolist(), strict=True)}
+        if triples:
+            self.add_pairs(*(np.array(side) for side in zip(*sorted(triples), strict=True)))
+
+    def is_feasible(self) -> bool:
+        return self.session.solve() is not None
+
     def solve(self) -> tuple[LinearAnswer, Floats, Floats, Floats]:
         """The answer, and the prices of time u, demand y and resources."""
         answer = self.session.solve()
@@ -128,8 +136,15 @@ def _compressed(entries: list[tuple[Ints, Floats]], number: int) -> tuple[Ints, 
     return starts, key % height, total
 
 
-def solve(program: Program, pairing: Pairing) -> tuple[Solution, PairTimes]:
+def solve(
+    program: Program, pairing: Pairing, seed: PairTimes | None = None
+) -> tuple[Solution, PairTimes]:
     """Maximise over singles and pairs; exact, a vertex of the optimal face.
+
+    Args:
+        program: The program over rows alone.
+        pairing: Who may share.
+        seed: Pairs to start from, such as those of a similar program's answer.
 
     Raises:
         BackendError: HiGHS finds no optimum.
@@ -138,7 +153,11 @@ def solve(program: Program, pairing: Pairing) -> tuple[Solution, PairTimes]:
     whole = len(program.count) <= FULL_ROWS
     if whole:
         master.add_pairs(*_all_pairs(program, pairing))
-    known: set[tuple[int, int, int]] = set()
+    elif seed is not None:
+        master.add_distinct(seed)
+    elif program.floor.any() and not master.is_feasible():
+        master.add_distinct(_pairs_for_floors(program, pairing))
+    known = set(zip(master.a.tolist(), master.b.tolist(), master.c.tolist(), strict=True))
     rounds = 0
     while True:
         answer, u, y, price = master.solve()
@@ -149,6 +168,23 @@ def solve(program: Program, pairing: Pairing) -> tuple[Solution, PairTimes]:
         known |= fresh
         master.add_pairs(*(np.array(side) for side in zip(*sorted(fresh), strict=True)))
     return _read(master, answer, u, y, price, rounds)
+
+
+def _pairs_for_floors(program: Program, pairing: Pairing) -> PairTimes:
+    """Pairs with which all floors can be met, where they can: those of a max-min program."""
+    lift = replace(
+        program,
+        gain=np.zeros_like(program.gain),
+        level=program.floor,
+        floor=np.zeros_like(program.floor),
+        demands=program.floor > 0,
+        level_weight=1.0,
+        level_capacity=np.zeros_like(program.level_capacity),
+    )
+    free = replace(
+        pairing, worth=np.zeros_like(pairing.worth), charge=np.zeros_like(pairing.charge)
+    )
+    return solve(lift, free)[1]
 
 
 def solve_alone(program: Program) -> Solution:

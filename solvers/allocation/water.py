@@ -160,7 +160,7 @@ class _Pool:
             return solve_alone(program, ACCEPTED_GAP)
         kind = self.instance.kind[self.first]
         pairing = self.pairing(kind)
-        found, self.pairs = shared.solve(program, pairing)
+        found, self.pairs = shared.solve(program, pairing, self.pairs)
         return found
 
     def pairing(self, kind: Ints) -> Pairing:

@@ -148,7 +148,7 @@ def _drawn_job(
         steps=steps,
         scale_factor=scale,
         priority_weight=float(rng.choice([1.0, 1.0, 5.0])),
-        slo_seconds=float(steps / best * rng.uniform(3, 12)) if slos and rng.random() < 0.5 else None,
+        slo_seconds=steps / best * float(rng.uniform(3, 12)) if slos and i % 2 else None,
         entity=entities[int(rng.integers(len(entities)))].name if entities else None,
         elapsed_seconds=float(rng.uniform(0, 1e4)),
         isolated_seconds=float(rng.uniform(0, 1e4)),

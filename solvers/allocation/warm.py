@@ -1,0 +1,80 @@
+"""LAS again and again as jobs come and go: one program over classes of equal jobs, kept warm.
+
+A simulator allocates thousands of times, each time with a job more or less. The program has a
+row of time and a row of demand for each class that ever appeared; a job that arrives or leaves
+changes two numbers of its class, and the simplex method goes on from its last basis.
+"""
+
+import numpy as np
+
+from ...schema.errors import BackendError, ProblemError
+from ..lp import LinearSession
+from .program import Floats
+
+
+class WarmMaxMin:
+    """Maximise the least throughput over ``level`` among the classes present.
+
+    The allocation is the vertex of the optimal face that the simplex method reaches from the
+    previous one: deterministic for a sequence of calls, but another than ``solve`` returns.
+    """
+
+    def __init__(self, capacity: Floats) -> None:
+        """Start with no classes.
+
+        Args:
+            capacity: Devices of each type [types].
+        """
+        self.session = LinearSession()
+        types = len(capacity)
+        self.capacity = capacity
+        self.session.add_rows(np.full(types, -np.inf), capacity.astype(float))
+        self.session.add_columns(np.ones(1), np.zeros(1), np.zeros(0), np.zeros(0))
+        self.level: list[float] = []
+        self.row_of = np.zeros(0, dtype=np.int64)
+        self.type_of = np.zeros(0, dtype=np.int64)
+
+    def add_class(self, rate: Floats, scale: float, level: float) -> int:
+        """Add a class, empty at first; returns its number.
+
+        Args:
+            rate: Steps per second of one job [types]; 0 where it does not run.
+            scale: Devices a job asks for.
+            level: Throughput of one job that one unit of the objective asks for.
+
+        Raises:
+            ProblemError: The class runs nowhere.
+        """
+        runs = np.flatnonzero((rate > 0) & (scale <= self.capacity))
+        if not len(runs):
+            raise ProblemError("a class of jobs runs on no device type of the pool")
+        row = len(self.capacity) + 2 * len(self.level)
+        best = float(rate.max())
+        self.session.add_rows(np.array([-np.inf, 0.0]), np.array([0.0, np.inf]))
+        rows = np.column_stack((runs, np.full(len(runs), row), np.full(len(runs), row + 1)))
+        values = np.column_stack((np.full(len(runs), scale), np.ones(len(runs)), rate[runs] / best))
+        starts = 3 * np.arange(len(runs))
+        self.session.add_columns(np.zeros(len(runs)), starts, rows.ravel(), values.ravel())
+        self.row_of = np.append(self.row_of, np.full(len(runs), len(self.level)))
+        self.type_of = np.append(self.type_of, runs)
+        self.level.append(level / best)
+        return len(self.level) - 1
+
+    def set_count(self, number: int, count: int) -> None:
+        """Say how many jobs a class holds now."""
+        row = len(self.capacity) + 2 * number
+        self.session.set_row(row, -np.inf, float(count))
+        self.session.set_coefficient(row + 1, 0, -count * self.level[number])
+
+    def solve(self) -> tuple[float, Floats]:
+        """The objective, and each class's total time on each type [classes, types].
+
+        Raises:
+            BackendError: HiGHS finds no optimum; with no job present there is none.
+        """
+        answer = self.session.solve()
+        if answer is None:
+            raise BackendError("HiGHS found no optimum of the warm program")
+        times = np.zeros((len(self.level), len(self.capacity)))
+        times[self.row_of, self.type_of] = np.maximum(answer.values[1:], 0.0)
+        return answer.objective, times
