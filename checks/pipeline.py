@@ -43,9 +43,22 @@ def _header_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     ]
     if problem.recompute is not None and plan.recompute != problem.recompute:
         faults.append(f"recompute is {plan.recompute}, the problem says {problem.recompute}")
+    if plan.solved == "nested":
+        faults += _nesting_faults(plan, problem)
     if problem.num_stages not in (None, len(plan.stages)):
         faults.append(f"{len(plan.stages)} stages, the problem asks for {problem.num_stages}")
     return faults
+
+
+def _nesting_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
+    depth = len(problem.pools[0].levels)
+    return [
+        f"stage {index}: nesting must name {depth} blocks whose replicas multiply to "
+        f"{stage.num_replicas}"
+        for index, stage in enumerate(plan.stages)
+        if len(stage.nesting) != depth
+        or prod(block.num_replicas for block in stage.nesting) != stage.num_replicas
+    ]
 
 
 def _layer_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:

@@ -8,13 +8,14 @@ never gains from starting anywhere else: shifted left to such a place it spans n
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 from ..costs.pipeline import shared_level, slowest_links
 from ..schema.pipeline import DevicePool, PipelineProblem
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """Devices consumed so far, by pool; and what else the future depends on.
 
     ``workers`` counts devices in use, ``last_pool`` names the pool of the stage placed last,
@@ -27,8 +28,7 @@ class State:
     stages: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One stage placed: ``num_replicas`` devices of ``pool`` from ``first`` (from the end) on.
 
     ``span`` and ``gap`` index ``Space.bandwidths``: the slowest link among the replicas, and
@@ -58,6 +58,10 @@ class Space:
     bandwidths: tuple[float, ...]
 
 
+Run = tuple[int, int, int]
+"""First device, replicas, and the class of the slowest link among them."""
+
+
 class _Pool:
     """One pool's geometry."""
 
@@ -69,7 +73,17 @@ class _Pool:
     def link(self, one: int, other: int) -> int:
         return self.classes[shared_level(self.levels, one, other)]
 
-    def starts(self, position: int) -> list[int]:
+    def runs(self, position: int, may_skip: bool, replication: bool) -> tuple[Run, ...]:
+        """Runs that may follow the devices before ``position``, by start, then length."""
+        starts = self._starts(position) if may_skip else [position]
+        found = []
+        for first in starts:
+            longest = self.size - first if replication else min(1, self.size - first)
+            for replicas in range(1, longest + 1):
+                found.append((first, replicas, self.link(first, first + replicas - 1)))
+        return tuple(found)
+
+    def _starts(self, position: int) -> list[int]:
         """Where a run may begin: right here, or at the next component of each level."""
         found, width = {position}, 1
         for level in self.levels[:-1]:
@@ -100,6 +114,10 @@ class _Builder:
         has_gaps = any(len(pool.levels) > 1 for pool in problem.pools) and self.may_skip
         self.by_worker = limited and problem.schedule != "gpipe" and has_gaps
         self.by_pool = len(self.pools) > 1
+        self._runs = cache(self._runs_of)
+
+    def _runs_of(self, number: int, position: int) -> tuple[Run, ...]:
+        return self.pools[number].runs(position, self.may_skip, self.problem.replication)
 
     def space(self) -> Space:
         start = State(
@@ -127,26 +145,19 @@ class _Builder:
         if self.by_stage and state.stages == self.problem.num_stages:
             return
         workers = state.workers if self.by_worker else sum(state.used)
-        for number, pool in enumerate(self.pools):
-            position = state.used[number]
-            starts = pool.starts(position) if self.may_skip else [position]
-            for first in starts:
-                gap = self._gap(state, number, first)
-                for replicas in range(1, self._most(pool, first) + 1):
-                    span = pool.link(first, first + replicas - 1)
-                    used = (*state.used[:number], first + replicas, *state.used[number + 1 :])
-                    target = State(
-                        used=used,
-                        workers=workers + replicas if self.by_worker else -1,
-                        last_pool=number if self.by_pool else -1,
-                        stages=state.stages + 1 if self.by_stage else -1,
-                    )
-                    yield target, (number, replicas, first, span, gap, workers + replicas)
-
-    def _most(self, pool: _Pool, first: int) -> int:
-        if first >= pool.size:
-            return 0
-        return pool.size - first if self.problem.replication else 1
+        used = state.used
+        for number in range(len(self.pools)):
+            gaps: dict[int, int] = {}
+            for first, replicas, span in self._runs(number, used[number]):
+                if first not in gaps:
+                    gaps[first] = self._gap(state, number, first)
+                target = State(
+                    (*used[:number], first + replicas, *used[number + 1 :]),
+                    workers + replicas if self.by_worker else -1,
+                    number if self.by_pool else -1,
+                    state.stages + 1 if self.by_stage else -1,
+                )
+                yield target, (number, replicas, first, span, gaps[first], workers + replicas)
 
     def _gap(self, state: State, number: int, first: int) -> int:
         if not any(state.used):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hetflow.checks.pipeline import check, crossing_bytes
-from hetflow.schema.errors import ProblemError
+from hetflow.schema.errors import FileError, ProblemError
 from hetflow.schema.files import from_json, read_any, to_json
 from hetflow.schema.pipeline import (
     DevicePool,
@@ -118,6 +118,14 @@ def test_a_plan_for_another_problem(plan, change):
     assert check(plan, dataclasses.replace(problem(), **change)) != []
 
 
+def test_a_nested_plan_must_say_where_its_stages_are():
+    pool = dataclasses.replace(problem().pools[0], memory_bytes=None)
+    asked = dataclasses.replace(problem(num_stages=None), solved="nested", pools=(pool,))
+    plan = solve(asked)
+    assert check(plan, asked) == []
+    assert any("nesting must name" in f for f in check(with_stage(plan, 0, nesting=()), asked))
+
+
 def test_json_round_trip_and_dispatch(plan, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(to_json(plan))
@@ -130,8 +138,8 @@ def test_a_plan_of_one_layer_twice_is_refused(plan):
         with_stage(plan, 1, layers=plan.stages[0].layers)
 
 
-def test_an_interleaved_kind_is_refused(plan, tmp_path):
+def test_a_mistyped_kind_is_refused(plan, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(to_json(plan).replace('"kind": "pipeline"', '"kind": "piepline"'))
-    with pytest.raises(Exception, match="must be one of split, pipeline"):
+    with pytest.raises(FileError, match="must be one of split, pipeline"):
         read_any(path)

@@ -1,0 +1,69 @@
+"""``hetflow import`` and ``hetflow export`` on PipeDream's graph.txt."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hetflow.cli.common import register
+from hetflow.cli.export import export
+from hetflow.cli.import_ import import_
+from hetflow.schema import files
+from hetflow.schema.errors import FileError
+from hetflow.schema.profile import Profile
+
+TEXT = """\
+n1 -- Input0 -- forward_compute_time=9.0, backward_compute_time=0.0, activation_size=0.0, parameter_size=0.0
+n2 -- Linear -- forward_compute_time=1.5, backward_compute_time=2.5, activation_size=[8; 4], parameter_size=16.0
+n3 -- ReLU -- forward_compute_time=0.5, backward_compute_time=0.5, activation_size=8.0, parameter_size=0.0
+\tn1 -- n2
+\tn2 -- n3
+"""  # noqa: E501
+
+
+@pytest.fixture
+def run():
+    app = typer.Typer()
+    register(app, import_, name="import")
+    register(app, export, name="export")
+
+    def invoke(*arguments: str) -> str:
+        result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    return invoke
+
+
+def test_there_and_back(run, tmp_path):
+    source, target = tmp_path / "tiny.graph.txt", tmp_path / "v100.json"
+    source.write_text(TEXT)
+    flags = ["--device-type", "V100", "--device-memory", "16GB", "--microbatch-size", "8"]
+    assert run("import", str(source), *flags, "-o", str(target)) == ""
+    profile = files.read(target, Profile)
+    assert (profile.model, profile.device_type) == ("tiny", "V100")
+    assert profile.device_memory_bytes == 16 << 30
+    assert [node.id for node in profile.layers.nodes] == ["n2", "n3"]
+    assert json.loads(run("import", str(source), *flags, "--model", "x"))["model"] == "x"
+    written = run("export", str(target))
+    assert written.splitlines()[0].startswith("n2 -- Linear -- forward_compute_time=1.5")
+    assert written.splitlines()[-1] == "\tn2 -- n3"
+
+
+def test_an_existing_output_is_kept(run, tmp_path):
+    source, target = tmp_path / "tiny.graph.txt", tmp_path / "v100.json"
+    source.write_text(TEXT)
+    target.write_text("mine")
+    with pytest.raises(FileError, match="exists already"):
+        run(
+            "import",
+            str(source),
+            "--device-type",
+            "V100",
+            "--device-memory",
+            "1GB",
+            "-o",
+            str(target),
+        )
+    assert target.read_text() == "mine"
