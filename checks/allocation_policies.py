@@ -186,8 +186,11 @@ def worths(policy: str, pool: Pool) -> dict[tuple[str, str], float] | None:
     names = list(pool.jobs)
     best = {name: pool.best(name) for name in names}
     place = {name: len(names) - i for i, name in enumerate(names)}
+    heaviest = sorted(names, key=lambda name: -pool.jobs[name].priority_weight)
+    priority = {name: len(names) - i for i, name in enumerate(heaviest)}
     definitions: dict[str, Callable[[str, str], float]] = {
         "fifo": lambda m, c: place[m] / best[m],
+        "static_priority": lambda m, c: priority[m] / best[m],
         "max_throughput": lambda m, c: 1.0,
         "max_normalised_throughput": lambda m, c: 1.0 / best[m],
         "min_cost": lambda m, c: 1.0 / pool.unit_dollars(m, c),

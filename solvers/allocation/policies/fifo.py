@@ -14,6 +14,12 @@ def in_order(jobs: Instance, place: Floats) -> Floats:
     return worth
 
 
+def _by_weight(jobs: Instance) -> Floats:
+    place = np.empty(jobs.num_jobs)
+    place[np.argsort(-jobs.weight, kind="stable")] = np.arange(jobs.num_jobs)
+    return place
+
+
 POLICIES = (
     Policy(
         name="fifo",
@@ -21,5 +27,12 @@ POLICIES = (
         sense="max",
         unit="weighted normalised throughput",
         goal=lambda jobs: Total(worth=in_order(jobs, np.arange(jobs.num_jobs, dtype=float))),
+    ),
+    Policy(
+        name="static_priority",
+        title="heaviest priority weight first, of equals the first in",
+        sense="max",
+        unit="weighted normalised throughput",
+        goal=lambda jobs: Total(worth=in_order(jobs, _by_weight(jobs))),
     ),
 )

@@ -53,11 +53,14 @@ def test_total_policies(seed, space_sharing, draw, oracle):
     rows, one = other.throughput_rows(), np.ones_like(instance.rate)
     best = instance.rate.max(axis=1)[:, None]
     order = (len(one) - np.arange(len(one)))[:, None]
+    heaviest = np.empty(len(one))
+    heaviest[np.argsort(-instance.weight, kind="stable")] = order[:, 0]
     worths = {
         "max_throughput": one,
         "max_normalised_throughput": one / best,
         "fifo": order / best * one,
         "min_cost": one / instance.dollars,
+        "static_priority": heaviest[:, None] / best * one,
     }
     for policy, worth in worths.items():
         found = allocate(problem, policy)

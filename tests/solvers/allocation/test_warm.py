@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from hetflow.schema.errors import ProblemError
 from hetflow.solvers.allocation import make_instance, policy_named, solve
 from hetflow.solvers.allocation.warm import WarmMaxMin

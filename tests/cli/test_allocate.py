@@ -1,0 +1,78 @@
+"""``hetflow allocate``: files in, a checked allocation out."""
+
+import json
+
+import pytest
+import typer
+
+from hetflow.checks.allocation import check
+from hetflow.cli.allocate import allocate
+from hetflow.cli.common import register
+from hetflow.schema import files
+from hetflow.schema.errors import FileError, HetflowError, ProblemError
+from hetflow.schema.jobs import (
+    Allocation,
+    AllocationProblem,
+    Job,
+    Jobs,
+    ModelThroughput,
+    Throughputs,
+)
+
+JOBS = Jobs(jobs=tuple(Job(id=f"j{i}", model="m", steps=10.0 + i) for i in range(3)))
+RATES = Throughputs(
+    models=(ModelThroughput(model="m", steps_per_second={"V100": 4.0, "K80": 1.0}),)
+)
+
+
+@pytest.fixture
+def run(tmp_path, capsys):
+    files.write(tmp_path / "jobs.json", JOBS)
+    files.write(tmp_path / "rates.json", RATES)
+    app = typer.Typer()
+    register(app, allocate)
+
+    def call(*arguments):
+        flags = [str(tmp_path / "jobs.json"), "--throughputs", str(tmp_path / "rates.json")]
+        command = typer.main.get_command(app)
+        command.main([*flags, *arguments], standalone_mode=False)
+        return capsys.readouterr().out
+
+    return call
+
+
+def test_an_allocation_is_printed_and_valid(run):
+    found = files.from_json(run("--gpus", "1xV100,1xK80", "--policy", "makespan"), Allocation)
+    problem = AllocationProblem(jobs=JOBS, throughputs=RATES, num_devices={"V100": 1, "K80": 1})
+    assert check(found, problem) == []
+    assert found.certificate.objective == pytest.approx(33 / 5, rel=1e-9)
+
+
+def test_it_is_written_and_never_overwritten(run, tmp_path):
+    target = tmp_path / "allocation.json"
+    assert run("--gpus", "1xV100", "-o", str(target)) == ""
+    assert json.loads(target.read_text())["policy"] == "las"
+    with pytest.raises(FileError, match="exists already"):
+        run("--gpus", "1xV100", "-o", str(target))
+
+
+def test_gavel_files_are_taken_as_they_are(run, tmp_path):
+    line = "A\tcmd\tdir\t-n\t1\t100\t1\t1\t-1\t0\n"
+    (tmp_path / "x.trace").write_text(line * 2)
+    (tmp_path / "t.json").write_text(json.dumps({"v100": {"('A', 1)": {"null": 2.0}}}))
+    app = typer.Typer()
+    register(app, allocate)
+    typer.main.get_command(app).main(
+        [str(tmp_path / "x.trace"), "--throughputs", str(tmp_path / "t.json"), "--gpus", "1xv100",
+         "-o", str(tmp_path / "a.json")],
+        standalone_mode=False,
+    )  # fmt: skip
+    found = files.read(tmp_path / "a.json", Allocation)
+    assert found.throughputs == pytest.approx({"0": 1.0, "1": 1.0}, rel=1e-9)
+
+
+def test_bad_usage_is_one_clear_error(run):
+    with pytest.raises(ProblemError, match="no policy 'foo'"):
+        run("--gpus", "1xV100", "--policy", "foo")
+    with pytest.raises(HetflowError, match="runs on none of T4"):
+        run("--gpus", "1xT4")
