@@ -19,6 +19,9 @@ def check(
     model: Annotated[
         str | None, typer.Option(help="The model, where profiles hold several.")
     ] = None,
+    link_bytes_per_second: Annotated[
+        float | None, typer.Option(min=1.0, help="Pipeline: links that the pool does not state.")
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Verify a plan, with code that shares nothing with the solvers.
@@ -28,14 +31,12 @@ def check(
     \b
     hetflow check plan.json --profiles profiles --gpus 2xV100,8xP100
     """
-    from ..checks.batch_split import check as faults_of
     from ..schema import files
-    from ..schema.plan import SplitPlan
-    from .problems import problem_for_plan
+    from .problems import faults_of_plan, read_pool
 
-    found = files.read(plan, SplitPlan)
-    problem = problem_for_plan(found, profiles, gpus, cluster, model)
-    faults = faults_of(found, problem)
+    found = files.read_plan(plan)
+    pool = None if gpus is None and cluster is None else read_pool(gpus, cluster)
+    faults = faults_of_plan(found, profiles, pool, model, link_bytes_per_second)
     if json:
         emit_json({"plan": str(plan), "valid": not faults, "faults": faults})
     elif not faults:

@@ -12,7 +12,7 @@ import typer
 
 from .. import __version__
 from ..schema.errors import HetflowError
-from . import check, demo, devices, doctor, launch, profile, show, solve
+from . import allocate, check, demo, devices, doctor, export, import_, launch, profile, show, solve
 from .common import ENVIRONMENT_PREFIX, Settings, config_values, register
 
 app = typer.Typer(
@@ -60,7 +60,10 @@ register(
     launch.launch,
     context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
 )
+register(app, allocate.allocate)
 register(app, show.show)
+register(app, import_.import_, name="import")
+register(app, export.export)
 
 
 def main() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
+from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
-from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
 from ..schema.records import nearest
 
@@ -47,24 +47,65 @@ def read_model_profiles(folder: Path, model: str | None) -> tuple[Profile, ...]:
     return tuple(profile for profile in profiles if profile.model == model)
 
 
-def problem_for_plan(
-    plan: SplitPlan,
+def faults_of_plan(
+    plan: SplitPlan | PipelinePlan,
     profiles: Path | None,
-    gpus: str | None,
-    cluster: Path | None,
+    pool: Cluster | None,
     model: str | None,
-) -> SplitProblem | None:
-    """The problem a plan claims to solve, or None where no profiles are given."""
-    from ..solvers.problems import split_problem
+    link_bytes_per_second: float | None,
+) -> list[str]:
+    """Judge a plan, against profiles and a pool where they are given.
+
+    Args:
+        plan: A plan of any kind.
+        profiles: Folder of profiles; None judges the plan's inner consistency alone.
+        pool: The devices; by default just those that the plan uses.
+        model: The profiles' model, where it is not the plan's.
+        link_bytes_per_second: Links of a pipeline that the pool does not state.
+
+    Raises:
+        ProblemError: The profiles do not fit the plan, or a pipeline is to be judged without.
+    """
+    if isinstance(plan, PipelinePlan):
+        if profiles is None:
+            raise ProblemError(
+                "a pipeline plan is judged against its layers", hint="add --profiles DIR"
+            )
+        found = read_model_profiles(profiles, model or plan.model)
+        return _pipeline_faults(plan, found, pool, link_bytes_per_second)
+    from ..checks.batch_split import check
 
     if profiles is None:
-        return None
-    if gpus is None and cluster is None:
-        gpus = ",".join(f"{g.num_devices}x{g.device_type}" for g in plan.groups)
-    return split_problem(
+        return check(plan, None)
+    from ..solvers.problems import split_problem
+
+    used = ",".join(f"{group.num_devices}x{group.device_type}" for group in plan.groups)
+    problem = split_problem(
         read_model_profiles(profiles, model or plan.model),
-        read_pool(gpus, cluster),
+        pool or Cluster.parse(used),
         plan.global_batch_size,
         virtual_nodes=plan.uniform_virtual_nodes,
         interpolate=any(group.interpolated for group in plan.groups),
     )
+    return check(plan, problem)
+
+
+def _pipeline_faults(
+    plan: PipelinePlan, profiles: tuple[Profile, ...], pool: Cluster | None, link: float | None
+) -> list[str]:
+    from ..checks.pipeline import check
+    from ..solvers.pipeline_problems import pipeline_problem
+
+    used = ",".join(f"{stage.num_replicas}x{stage.device_type}" for stage in plan.stages)
+    problem = pipeline_problem(
+        profiles,
+        pool or Cluster.parse(used),
+        plan.global_batch_size,
+        link_bytes_per_second=link,
+        schedule=plan.schedule,  # type: ignore[arg-type]
+        stage_cost=plan.stage_cost,
+        solved=plan.solved,
+        workers=plan.workers,
+        recompute=plan.recompute,
+    )
+    return check(plan, problem)

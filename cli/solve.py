@@ -1,16 +1,11 @@
 """``hetflow solve``: from profiles and a pool to a proved plan."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from ..schema.errors import BackendError
-from .common import ForceFlag, JsonFlag, emit_file, note, warn
-
-if TYPE_CHECKING:
-    from ..schema.plan import SplitPlan
-    from ..schema.problem import SplitProblem
+from .common import ForceFlag, JsonFlag, emit_file, note
 
 Method = Literal["exact", "cbc", "highs"]
 
@@ -26,7 +21,8 @@ def solve(
         str | None, typer.Option(help="The model, where profiles hold several.")
     ] = None,
     strategy: Annotated[
-        Literal["auto", "split"], typer.Option(help="Kind of plan; auto takes the best known.")
+        Literal["auto", "split", "pipeline"],
+        typer.Option(help="Kind of plan; auto takes the faster where profiles hold layers."),
     ] = "auto",
     objective: Annotated[
         Literal["step_seconds", "waste"],
@@ -49,61 +45,59 @@ def solve(
     time_limit: Annotated[
         float | None, typer.Option(min=0.001, help="Seconds for the MILP; exit 4 if it runs out.")
     ] = None,
+    schedule: Annotated[
+        Literal["gpipe", "1f1b", "pipedream", "2bw"], typer.Option(help="Pipeline: the schedule.")
+    ] = "1f1b",
+    stage_cost: Annotated[
+        Literal["ring", "thesis", "published"],
+        typer.Option(help="Pipeline: how a stage is priced (docs/pipeline.md)."),
+    ] = "ring",
+    num_stages: Annotated[
+        int | None, typer.Option(min=1, help="Pipeline: exactly so many stages.")
+    ] = None,
+    replication: Annotated[
+        bool, typer.Option(help="Pipeline: whether stages may have replicas.")
+    ] = True,
+    link_bytes_per_second: Annotated[
+        float | None, typer.Option(min=1.0, help="Pipeline: links that the pool does not state.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan here, else to stdout.")
     ] = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
-    """Split a global batch over unlike devices; the plan carries its proof.
+    """Split a global batch, or cut a model into stages, over unlike devices, with proof.
 
     The plan goes to stdout as JSON, or to -o FILE; a person at a terminal sees a table too.
 
     \b
     hetflow solve --profiles profiles --gpus 2xV100,8xP100 --batch-size 8192 -o plan.json
     """
-    from ..checks.batch_split import check
+    from ..reports.tables import table_of
     from ..schema.files import check_writable
-    from ..solvers.problems import split_problem
     from .problems import read_model_profiles, read_pool
-    from .solving import solve_split, with_origin
+    from .solving import PipelineFlags, Question, SplitFlags, answer
 
     if output is not None:
         check_writable(output, force=force)
-    found = read_model_profiles(profiles, model)
-    pool = read_pool(gpus, cluster)
-    problem = split_problem(found, pool, batch_size, virtual_nodes, interpolate)
-    for warning in _warnings(problem):
-        warn(warning)
-    plan = with_origin(
-        solve_split(problem, objective, method, top, time_limit), found, gpus or str(cluster)
+    question = Question(
+        profiles=read_model_profiles(profiles, model),
+        pool=read_pool(gpus, cluster),
+        pool_name=gpus or str(cluster),
+        batch_size=batch_size,
+        split=SplitFlags(objective, method, virtual_nodes, top, interpolate, time_limit),
+        pipeline=PipelineFlags(
+            schedule, stage_cost, num_stages, replication, link_bytes_per_second
+        ),
     )
-    faults = check(plan, problem)
-    if faults:
-        raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
+    plan = answer(question, strategy)
     if output is not None:
         emit_file(plan, output, force=force)
     if output is None or json:
         emit_file(plan, None, force=False)
-    _tell(plan, output)
-    if plan.proof.termination != "optimal":
-        raise typer.Exit(4)
-
-
-def _warnings(problem: "SplitProblem") -> list[str]:
-    unsynced = [option.device_type for option in problem.devices if option.sync is None]
-    many = sum(option.num_devices for option in problem.devices) > 1
-    if unsynced and many:
-        return [
-            f"no measured sync_seconds for {', '.join(unsynced)}: communication counts as free; "
-            "profile with two devices to measure it"
-        ]
-    return []
-
-
-def _tell(plan: "SplitPlan", output: Path | None) -> None:
-    from ..reports.tables import plan_table
-
-    note(plan_table(plan))
+    note(table_of(plan))
     if output is not None:
         note(f"plan written to {output}; next: hetflow launch {output} SCRIPT")
+    if plan.proof.termination != "optimal":
+        raise typer.Exit(4)

@@ -1,50 +1,168 @@
-"""Which solver answers which flags."""
+"""Which solver answers which flags, and the comparison of kinds of plans."""
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Literal
 
-from ..schema.errors import ProblemError
+from ..schema.cluster import Cluster
+from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
+from ..schema.pipeline import PipelinePlan, PlannedSchedule, StageCost
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
+from .common import note, warn
+from .solve_pipeline import solve_pipeline
 
 
-def solve_split(
-    problem: SplitProblem, objective: str, method: str, top: int, time_limit: float | None
-) -> SplitPlan:
-    """Answer a split problem with the solver that the flags name.
+@dataclass(frozen=True)
+class SplitFlags:
+    """The flags of a batch split, as ``hetflow solve`` names them."""
+
+    objective: str = "step_seconds"
+    method: str = "exact"
+    virtual_nodes: int | None = None
+    top: int = 1
+    interpolate: bool = False
+    time_limit_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class PipelineFlags:
+    """The flags of a pipeline, as ``hetflow solve`` names them."""
+
+    schedule: PlannedSchedule = "1f1b"
+    stage_cost: StageCost = "ring"
+    num_stages: int | None = None
+    replication: bool = True
+    link_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """Everything a plan depends on."""
+
+    profiles: tuple[Profile, ...]
+    pool: Cluster
+    pool_name: str
+    batch_size: int
+    split: SplitFlags
+    pipeline: PipelineFlags
+
+
+def answer(question: Question, strategy: str) -> SplitPlan | PipelinePlan:
+    """Solve with the strategy asked for; ``auto`` takes the faster of the two, and says so.
 
     Raises:
         ProblemError: Flags that do not go together.
-        InfeasibleError: No plan exists.
+        InfeasibleError: No plan of the kind asked for exists; with ``auto``, of no kind.
+        BackendError: A solver's plan fails its check.
     """
-    if objective == "waste":
-        return _solve_waste(problem, method, top)
-    if top != 1:
+    if strategy == "pipeline":
+        return _pipeline(question)
+    if strategy == "split" or not _could_be_pipeline(question):
+        return _split(question)
+    return _faster(question)
+
+
+def _could_be_pipeline(question: Question) -> bool:
+    """Whether all types are profiled by layer and nothing asked for belongs to a split."""
+    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
+    layered = bool(in_pool) and all(profile.layers is not None for profile in in_pool)
+    return layered and question.split == SplitFlags()
+
+
+def _faster(question: Question) -> SplitPlan | PipelinePlan:
+    plans: list[SplitPlan | PipelinePlan] = []
+    refusals: list[HetflowError] = []
+    for solve in (_split, _pipeline):
+        try:
+            plans.append(solve(question))
+        except (InfeasibleError, ProblemError) as error:
+            refusals.append(error)
+    if not plans:
+        raise refusals[0]
+    if refusals:
+        note(f"compared with nothing: {refusals[0].message}")
+        return plans[0]
+    best, other = sorted(plans, key=lambda plan: plan.predicted.step_seconds)
+    gain = other.predicted.step_seconds / best.predicted.step_seconds - 1
+    note(f"{best.kind} is {gain:.1%} faster than {other.kind}")
+    comparison = {"kind": other.kind, "step_seconds": other.predicted.step_seconds}
+    origin = {**(best.provenance or {}), "compared_with": comparison}
+    return dataclasses.replace(best, provenance=origin)
+
+
+def _pipeline(question: Question) -> PipelinePlan:
+    flags = question.pipeline
+    return solve_pipeline(
+        question.profiles,
+        question.pool,
+        question.batch_size,
+        pool_name=question.pool_name,
+        link_bytes_per_second=flags.link_bytes_per_second,
+        schedule=flags.schedule,
+        stage_cost=flags.stage_cost,
+        num_stages=flags.num_stages,
+        replication=flags.replication,
+    )
+
+
+def _split(question: Question) -> SplitPlan:
+    from ..checks.batch_split import check
+    from ..solvers.problems import split_problem
+
+    flags = question.split
+    problem = split_problem(
+        question.profiles, question.pool, question.batch_size, flags.virtual_nodes,
+        flags.interpolate,
+    )  # fmt: skip
+    _warn_about_free_communication(problem)
+    plan = _with_origin(_solve_split(problem, flags), question)
+    faults = check(plan, problem)
+    if faults:
+        raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
+    return plan
+
+
+def _warn_about_free_communication(problem: SplitProblem) -> None:
+    unsynced = [option.device_type for option in problem.devices if option.sync is None]
+    if unsynced and sum(option.num_devices for option in problem.devices) > 1:
+        warn(
+            f"no measured sync_seconds for {', '.join(unsynced)}: communication counts as free; "
+            "profile with two devices to measure it"
+        )
+
+
+def _solve_split(problem: SplitProblem, flags: SplitFlags) -> SplitPlan:
+    if flags.objective == "waste":
+        return _solve_waste(problem, flags)
+    if flags.top != 1:
         raise ProblemError("--top lists EasyScale's configurations", hint="add --objective waste")
-    if method == "exact":
-        if time_limit is not None:
+    if flags.method == "exact":
+        if flags.time_limit_seconds is not None:
             raise ProblemError("--time-limit concerns the MILP", hint="add --method cbc or highs")
         from ..solvers import batch_split
 
         return batch_split.solve(problem)
     from ..solvers import batch_split_milp
 
-    backend: Literal["cbc", "highs"] = "cbc" if method == "cbc" else "highs"
-    return batch_split_milp.solve(problem, backend=backend, time_limit_seconds=time_limit)
+    backend: Literal["cbc", "highs"] = "cbc" if flags.method == "cbc" else "highs"
+    return batch_split_milp.solve(
+        problem, backend=backend, time_limit_seconds=flags.time_limit_seconds
+    )
 
 
-def _solve_waste(problem: SplitProblem, method: str, top: int) -> SplitPlan:
+def _solve_waste(problem: SplitProblem, flags: SplitFlags) -> SplitPlan:
     if problem.virtual_nodes is None:
         raise ProblemError("--objective waste needs maxP", hint="add --virtual-nodes maxP")
-    if method != "exact":
+    if flags.method != "exact":
         raise ProblemError("--objective waste has one method", hint="leave --method out")
     from ..solvers import est_mapping
 
-    return est_mapping.solve(problem, top=top)
+    return est_mapping.solve(problem, top=flags.top)
 
 
-def with_origin(plan: SplitPlan, profiles: tuple[Profile, ...], pool: str) -> SplitPlan:
+def _with_origin(plan: SplitPlan, question: Question) -> SplitPlan:
     """Add what a launch needs of emulated devices, and where the plan came from."""
     used = {group.device_type for group in plan.groups}
     emulated = tuple(
@@ -57,8 +175,8 @@ def with_origin(plan: SplitPlan, profiles: tuple[Profile, ...], pool: str) -> Sp
                 for point in profile.batch_curve
             ),
         )
-        for profile in profiles
+        for profile in question.profiles
         if profile.emulation is not None and profile.device_type in used
     )
-    origin = {**(plan.provenance or {}), "pool": pool}
+    origin = {**(plan.provenance or {}), "pool": question.pool_name}
     return dataclasses.replace(plan, emulated=emulated, provenance=origin)

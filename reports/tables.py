@@ -1,14 +1,26 @@
 """Records as plain tables for people."""
 
-from collections.abc import Sequence
-
 from ..schema.cluster import Cluster
+from ..schema.jobs import Allocation, Jobs, Throughputs
 from ..schema.launch import LaunchConfig
-from ..schema.plan import SplitPlan
+from ..schema.pipeline import PipelinePlan
+from ..schema.plan import Prediction, Proof, SplitPlan
 from ..schema.profile import Profile
 from ..schema.run import RunRecord
+from . import cluster_tables
+from .grid import grid, mebibytes, milliseconds
 
-Anything = Profile | Cluster | SplitPlan | LaunchConfig | RunRecord
+Anything = (
+    Profile
+    | Cluster
+    | SplitPlan
+    | PipelinePlan
+    | LaunchConfig
+    | RunRecord
+    | Jobs
+    | Throughputs
+    | Allocation
+)
 
 
 def table_of(record: Anything) -> str:
@@ -19,9 +31,13 @@ def table_of(record: Anything) -> str:
         return cluster_table(record)
     if isinstance(record, SplitPlan):
         return plan_table(record)
+    if isinstance(record, PipelinePlan):
+        return pipeline_table(record)
     if isinstance(record, LaunchConfig):
         return launch_table(record)
-    return run_table(record)
+    if isinstance(record, RunRecord):
+        return run_table(record)
+    return cluster_tables.table_of(record)
 
 
 def profile_table(profile: Profile) -> str:
@@ -39,7 +55,7 @@ def profile_table(profile: Profile) -> str:
         f"{profile.model} on {device_name(profile.device_type, profile.emulation is not None)}: "
         f"weights {mebibytes(profile.weight_bytes)}, update "
         f"{milliseconds(profile.update_seconds)}, {_sync_text(profile)}",
-        _grid(("batch", "pass", "samples/s", "peak memory"), rows),
+        grid(("batch", "pass", "samples/s", "peak memory"), rows),
     ]
     if profile.out_of_memory_batch_size:
         lines.append(f"out of memory at batch {profile.out_of_memory_batch_size}")
@@ -64,21 +80,62 @@ def plan_table(plan: SplitPlan) -> str:
         )
         for group in plan.groups
     ]
-    predicted, proof = plan.predicted, plan.proof
-    head = f"{plan.model}, global batch {plan.global_batch_size}"
-    parts = (
-        f"step {milliseconds(predicted.step_seconds)} = compute "
-        f"{milliseconds(predicted.compute_seconds)} + sync {milliseconds(predicted.sync_seconds)}"
-        f" + update {milliseconds(predicted.update_seconds)}; "
-        f"{predicted.samples_per_second:.1f} samples/s"
-    )
     lines = [
-        head,
-        _grid(("devices", "batch per device", "virtual nodes", "compute"), rows),
-        parts,
-        f"{proof.termination}, gap {_percent(proof.gap)}: {proof.method}",
+        f"{plan.model}, global batch {plan.global_batch_size}",
+        grid(("devices", "batch per device", "virtual nodes", "compute"), rows),
+        _parts_text(plan.predicted),
+        _proof_text(plan.proof),
     ]
     return "\n".join(lines + _est_lines(plan))
+
+
+def pipeline_table(plan: PipelinePlan) -> str:
+    """Which layers run where, how long a microbatch takes there, and how good that is."""
+    rows = [
+        (
+            number,
+            f"{stage.num_replicas} x {stage.device_type}",
+            f"{stage.layers[0]} .. {stage.layers[-1]} ({len(stage.layers)})",
+            milliseconds(stage.compute_seconds),
+            milliseconds(stage.output_seconds),
+            stage.num_in_flight,
+            stage.weight_versions,
+            mebibytes(stage.memory_bytes),
+        )
+        for number, stage in enumerate(plan.stages)
+    ]
+    headers = (
+        "stage", "devices", "layers", "pass", "transfer", "in flight", "versions", "memory",
+    )  # fmt: skip
+    lines = [
+        f"{plan.model}, global batch {plan.global_batch_size} = {plan.microbatches} microbatches "
+        f"of {plan.microbatch_size}; {plan.config}, {plan.schedule}"
+        f"{', recomputation' if plan.recompute else ''}",
+        grid(headers, rows),
+        _parts_text(plan.predicted),
+        _proof_text(plan.proof),
+    ]
+    return "\n".join(lines)
+
+
+def _parts_text(predicted: Prediction) -> str:
+    parts = [
+        f"{name} {milliseconds(seconds)}"
+        for name, seconds in (
+            ("compute", predicted.compute_seconds),
+            ("sync", predicted.sync_seconds),
+            ("update", predicted.update_seconds),
+        )
+        if seconds is not None
+    ]
+    total = f"step {milliseconds(predicted.step_seconds)}"
+    if parts:
+        total += f" = {' + '.join(parts)}"
+    return f"{total}; {predicted.samples_per_second:.1f} samples/s"
+
+
+def _proof_text(proof: Proof) -> str:
+    return f"{proof.termination}, gap {_percent(proof.gap)}: {proof.method}"
 
 
 def _est_lines(plan: SplitPlan) -> list[str]:
@@ -99,7 +156,7 @@ def _est_lines(plan: SplitPlan) -> list[str]:
         f"EasyScale: throughput {plan.est.throughput:.3f} mini-batches/s, waste "
         f"{plan.est.waste:.3f}, maxP {plan.est.max_p}"
     )
-    table = _grid(("alternative", "throughput", "waste", "overload"), rows)
+    table = grid(("alternative", "throughput", "waste", "overload"), rows)
     return [first, table] if rows else [first]
 
 
@@ -114,7 +171,7 @@ def cluster_table(cluster: Cluster) -> str:
         )
         for name, number in cluster.num_devices.items()
     ]
-    return _grid(("device type", "devices", "memory", "$/hour"), rows)
+    return grid(("device type", "devices", "memory", "$/hour"), rows)
 
 
 def launch_table(config: LaunchConfig) -> str:
@@ -127,7 +184,7 @@ def launch_table(config: LaunchConfig) -> str:
         )
         for slot in config.workers
     ]
-    return _grid(("rank", "device type", "virtual node:samples"), rows)
+    return grid(("rank", "device type", "virtual node:samples"), rows)
 
 
 def run_table(run: RunRecord) -> str:
@@ -148,7 +205,7 @@ def run_table(run: RunRecord) -> str:
     return "\n".join(
         [
             f"{run.plan.model}: {run.status}, {run.num_steps} steps in {run.wall_seconds:.1f} s",
-            _grid(
+            grid(
                 ("rank", "device", "compute predicted", "measured", "sync", "step", "peak memory"),
                 rows,
             ),
@@ -165,16 +222,6 @@ def device_name(device_type: str, emulated: bool) -> str:
     return f"{device_type} (emulated)" if emulated else device_type
 
 
-def milliseconds(seconds: float | None) -> str:
-    """Seconds as milliseconds with a unit; unknown is a dash."""
-    return "-" if seconds is None else f"{seconds * 1e3:.4g} ms"
-
-
-def mebibytes(size: int | None) -> str:
-    """Bytes as MiB with a unit; unknown is a dash."""
-    return "-" if size is None else f"{size / (1 << 20):,.1f} MiB"
-
-
 def _percent(fraction: float | None) -> str:
     return "unknown" if fraction is None else f"{100 * fraction:.3g} %"
 
@@ -183,9 +230,3 @@ def _sync_text(profile: Profile) -> str:
     if profile.sync is None:
         return "sync not measured"
     return f"sync {milliseconds(profile.sync.sync_seconds)} on {profile.sync.num_devices} devices"
-
-
-def _grid(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    from tabulate import tabulate
-
-    return str(tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True))

@@ -123,7 +123,9 @@ def _check_schema(data: dict[str, Any], expected: type, name: str) -> None:
 
 
 def _plan_class(data: dict[str, Any], name: str) -> type:
-    kind = str(data.get("kind", "split"))
+    if "kind" not in data:
+        raise FileError(f"{name}: $.kind: missing; add one of {', '.join(_PLAN_KINDS)}")
+    kind = str(data["kind"])
     if kind not in _PLAN_KINDS:
         raise FileError(
             f"{name}: $.kind: must be one of {', '.join(_PLAN_KINDS)}, got {kind[:60]!r}"
@@ -138,6 +140,18 @@ def read(path: Path, expected: type[R]) -> R:
         FileError: The file is missing, unreadable, too large, or has faults.
     """
     return from_json(read_text(path), expected, name=str(path))
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan of whatever kind it is.
+
+    Raises:
+        FileError: As ``read``; also another schema than a plan's.
+    """
+    record = read_any(path)
+    if not isinstance(record, Plan):
+        raise FileError(f"{path}: $.schema: must be 'hetflow.plan/1', got {record.schema!r}")
+    return record
 
 
 def read_any(path: Path) -> Record:

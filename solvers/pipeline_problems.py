@@ -223,6 +223,6 @@ def _rate(stated: float | None, link: float | None, where: str) -> float:
     if rate is None:
         raise ProblemError(
             f"the bandwidth {where} is missing",
-            hint="state it in a cluster file, or give one for all links (--link-bandwidth)",
+            hint="state it in a cluster file, or give one for all links (--link-bytes-per-second)",
         )
     return rate

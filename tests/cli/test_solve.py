@@ -11,6 +11,10 @@ from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import Profile
 
+COMMANDS = (
+    "demo", "devices", "doctor", "profile", "solve", "check", "launch", "allocate", "show",
+    "import", "export",
+)  # fmt: skip
 Hetflow = Callable[..., Any]
 Profiles = Callable[..., Profile]
 
@@ -175,7 +179,7 @@ def test_pictures_are_drawn(hetflow: Hetflow, profiles: Path, tmp_path: Path) ->
 
 
 def test_every_command_has_help_with_an_example(hetflow: Hetflow) -> None:
-    for command in ("demo", "devices", "doctor", "profile", "solve", "check", "launch", "show"):
+    for command in COMMANDS:
         answer = hetflow(command, "--help")
         assert answer.code == 0
         assert f"hetflow {command}" in answer.stdout.split("Options", 1)[0].split("\n", 2)[2]

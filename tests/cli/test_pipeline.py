@@ -1,0 +1,110 @@
+"""Pipelines on the command line: import, solve, check, show, and auto's choice."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetflow.schema import files
+from hetflow.schema.profile import LayerGraph, LayerNode, Profile
+
+Hetflow = Callable[..., Any]
+LINK = ("--link-bytes-per-second", "1e9")
+GRAPH = """node1 -- Input -- forward_compute_time=0.0, backward_compute_time=0.0, activation_size=0.0, parameter_size=0.0
+node2 -- Conv2d(3, 8) -- forward_compute_time=4.0, backward_compute_time=8.0, activation_size=1000.0, parameter_size=400.0
+node3 -- Linear(8, 8) -- forward_compute_time=4.0, backward_compute_time=8.0, activation_size=1000.0, parameter_size=4000000.0
+\tnode1 -- node2
+\tnode2 -- node3
+"""  # noqa: E501
+
+
+def layered(profile: Profile) -> Profile:
+    nodes = tuple(
+        LayerNode(
+            id=f"layer{i}",
+            op="Linear",
+            forward_seconds=0.01,
+            backward_seconds=0.02,
+            activation_bytes=1000,
+            weight_bytes=25 << 20,
+        )
+        for i in range(4)
+    )
+    edges = tuple((f"layer{i}", f"layer{i + 1}") for i in range(3))
+    return replace(profile, layers=LayerGraph(microbatch_size=8, nodes=nodes, edges=edges))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, make_profile: Callable[..., Profile]) -> Path:
+    target = tmp_path / "layered"
+    target.mkdir()
+    files.write(target / "v100.json", layered(make_profile("V100", 1.0)))
+    return target
+
+
+def solve(hetflow: Hetflow, folder: Path, *more: object) -> Any:
+    pool = ("--gpus", "2xV100", "--batch-size", 64)
+    return hetflow("solve", "--profiles", folder, *pool, *more)
+
+
+def test_import_solve_check_show(hetflow: Hetflow, tmp_path: Path) -> None:
+    (tmp_path / "g.graph.txt").write_text(GRAPH)
+    profile, plan = tmp_path / "v100.json", tmp_path / "plan.json"
+    memory = ("--device-type", "V100", "--device-memory", "16GB")
+    assert hetflow("import", tmp_path / "g.graph.txt", *memory, "-o", profile).code == 0
+    pool = ("--profiles", profile, "--gpus", "2xV100")
+    asked = ("--batch-size", 8, "--strategy", "pipeline", "--no-replication", *LINK)
+    assert hetflow("solve", *pool, *asked, "-o", plan).code == 0
+    assert [s["layers"] for s in json.loads(plan.read_text())["stages"]] == [["node2"], ["node3"]]
+    assert "valid" in hetflow("check", plan, *pool, *LINK).stdout
+    assert "1-1, 1f1b" in hetflow("show", plan).stdout
+    assert "Linear(8, 8)" in hetflow("export", profile).stdout
+
+
+def test_a_tampered_pipeline_plan_fails_its_check(hetflow: Hetflow, folder: Path) -> None:
+    plan = folder.parent / "plan.json"
+    document = json.loads(solve(hetflow, folder, "--strategy", "pipeline", *LINK).stdout)
+    document["stages"][0]["memory_bytes"] = 1
+    plan.write_text(json.dumps(document))
+    answer = hetflow("check", plan, "--profiles", folder, "--gpus", "2xV100", *LINK)
+    assert answer.code == 2
+    assert "memory" in answer.stderr
+
+
+def test_auto_takes_the_faster_kind_and_says_what_it_beat(hetflow: Hetflow, folder: Path) -> None:
+    steps = {
+        kind: json.loads(solve(hetflow, folder, "--strategy", kind, *LINK).stdout)["predicted"][
+            "step_seconds"
+        ]
+        for kind in ("split", "pipeline")
+    }
+    chosen = json.loads(solve(hetflow, folder, *LINK).stdout)
+    best = min(steps, key=lambda kind: steps[kind])
+    assert chosen["kind"] == best
+    other = chosen["provenance"]["compared_with"]
+    assert other["step_seconds"] == max(steps.values())
+    assert other["kind"] != best
+
+
+def test_auto_without_a_bandwidth_still_splits(hetflow: Hetflow, folder: Path) -> None:
+    assert json.loads(solve(hetflow, folder).stdout)["kind"] == "split"
+
+
+def test_more_stages_than_layers_is_one_line(hetflow: Hetflow, folder: Path) -> None:
+    answer = solve(hetflow, folder, "--strategy", "pipeline", "--num-stages", 9, *LINK)
+    assert answer.code == 2
+    assert "4 layers cannot fill 9 stages" in answer.stderr
+    assert answer.stdout == ""
+
+
+def test_a_plan_without_a_kind_is_refused(hetflow: Hetflow, folder: Path) -> None:
+    document = json.loads(solve(hetflow, folder, "--strategy", "split").stdout)
+    del document["kind"]
+    path = folder.parent / "plan.json"
+    path.write_text(json.dumps(document))
+    answer = hetflow("show", path)
+    assert answer.code == 2
+    assert "$.kind: missing" in answer.stderr
