@@ -32,7 +32,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[
+    print_version: Annotated[  # not "version": a HETFLOW_VERSION in somebody's CI must not set it
         bool,
         typer.Option(
             "--version", callback=_print_version, is_eager=True, help="Print the version."
@@ -49,21 +49,19 @@ def root(
     """
 
 
-register(app, demo.demo)
-register(app, devices.devices)
-register(app, doctor.doctor)
-register(app, profile.profile)
-register(app, solve.solve)
-register(app, check.check)
-register(
-    app,
-    launch.launch,
-    context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-)
-register(app, allocate.allocate)
-register(app, show.show)
-register(app, import_.import_, name="import")
-register(app, export.export)
+_PASSED_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+
+register(app, demo.demo, short_help="The main job end to end, on this machine.")
+register(app, devices.devices, short_help="The local device types.")
+register(app, doctor.doctor, short_help="What this installation lacks.")
+register(app, profile.profile, short_help="Measure a model on each device type.")
+register(app, solve.solve, short_help="Find the best plan, with proof.")
+register(app, check.check, short_help="Verify a plan independently.")
+register(app, launch.launch, short_help="Train under a plan.", context_settings=_PASSED_ON)
+register(app, allocate.allocate, short_help="Share a pool among jobs.")
+register(app, show.show, short_help="Any hetflow file as a table or a picture.")
+register(app, import_.import_, name="import", short_help="Read foreign layer profiles.")
+register(app, export.export, short_help="Write layers in a foreign format.")
 
 
 def main() -> None:

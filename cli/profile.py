@@ -75,7 +75,7 @@ def profile(
     )
     requests = devices.parse_requests(device or [], devices.local_devices())
     paths = _paths(output, parsed.model, requests, force=force)
-    with _progress() as progress:
+    with _no_empty_folder(output), _progress() as progress:
         profiles = profile_target(parsed, requests, options, progress)
     for path, measured in zip(paths, profiles, strict=True):
         files.write(path, measured, force=force)
@@ -117,6 +117,17 @@ def _paths(
     for path in paths:
         files.check_writable(path, force=force)
     return paths
+
+
+@contextmanager
+def _no_empty_folder(folder: Path) -> Iterator[None]:
+    """Nothing measured, nothing left: the folder was made early only to see that it can be."""
+    try:
+        yield
+    except BaseException:
+        if not any(folder.iterdir()):
+            folder.rmdir()
+        raise
 
 
 def _file_name(name: str) -> str:
