@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ...schema.errors import BackendError
 from ...schema.jobs import Entity
 from . import shared
 from .engine import Outcome, solve_alone, spread, tighten
@@ -23,7 +24,9 @@ from .shared import Pairing
 # share is above gap / LEVEL_ERROR is stuck, to that relative error.
 LEVEL_ERROR = 1e-7
 ACCEPTED_GAP = 1e-9
-KEPT = 1e-9  # saturated jobs keep their level but for this part, so that programs have room
+# Saturated jobs keep their level but for this part, so that programs have room; the later
+# parts are tried only where the numbers span so many decades that errors add up to as much.
+KEPT = (1e-9, 1e-8, 1e-7, 1e-6)
 
 Shares = Callable[[Bools], Floats]
 
@@ -179,14 +182,24 @@ def _raise(pool: _Pool, level: Floats, share: Floats) -> tuple[Solution, float, 
     # Levels are measured from the deepest point at which all rising jobs would start together,
     # so that z has the size of the levels and small rises lose no digits.
     depth = float((level[rising] / share[rising]).min())
-    start = np.where(rising, np.maximum(level - depth * share, 0.0), level * (1.0 - KEPT))
-    program = replace(base, level=base.level * share, floor=base.level * start)
-    program = replace(program, demands=rising | (level > 0))
-    found = pool.solve(program)
+    start = np.where(rising, np.maximum(level - depth * share, 0.0), level)
+    program = replace(base, level=base.level * share, demands=rising | (level > 0))
+    found = _with_room(pool, program, base.level * start, rising)
     price = program.count * found.job_prices * program.level
     enough = min(max(1e-6, found.gap / LEVEL_ERROR), 0.5)
     stuck = rising & (price >= enough * price.max(where=rising, initial=0.0))
     return found, max(found.z - depth, 0.0), stuck
+
+
+def _with_room(pool: _Pool, program: Program, floor: Floats, rising: Bools) -> Solution:
+    """Solve with the floors of saturated jobs loosened as little as the numbers allow."""
+    for kept in KEPT[:-1]:
+        try:
+            loosened = np.where(rising, floor, floor * (1.0 - kept))
+            return pool.solve(replace(program, floor=loosened))
+        except BackendError:
+            continue
+    return pool.solve(replace(program, floor=floor * (1.0 - KEPT[-1])))
 
 
 def _outcome(
