@@ -21,10 +21,11 @@ MAY_IMPORT = {
     "profilers": {"schema", "runtime"},
     "launcher": {"schema", "runtime"},
     "reports": {"schema", "schedules"},
+    "simulator": {"schema", "costs", "schedules", "solvers"},
     "examples": {"schema", "costs", "checks", "solvers", "runtime", "profilers"},
     "cli": {
         "schema", "costs", "schedules", "checks", "solvers", "runtime", "profilers", "launcher",
-        "reports", "examples",
+        "reports", "simulator", "examples",
     },
 }  # fmt: skip
 TORCH_AT_IMPORT = {"runtime", "examples"}

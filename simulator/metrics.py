@@ -1,0 +1,83 @@
+"""What the papers report of a run: completion times, makespan, utilisation, fairness, cost."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..schema.errors import ProblemError
+from .outcomes import JobOutcome, Simulation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """Figures of one run; times in seconds. Cost is None where prices are unknown."""
+
+    num_jobs: int
+    average_jct_seconds: float
+    median_jct_seconds: float
+    p99_jct_seconds: float
+    max_jct_seconds: float
+    makespan_seconds: float
+    utilisation: float
+    average_queueing_seconds: float
+    median_queueing_seconds: float
+    average_finish_time_fairness: float
+    max_finish_time_fairness: float
+    dollars: float | None
+    num_slos: int
+    num_slo_violations: int
+    num_restarts: int
+
+
+def summarise(run: Simulation, jobs: Sequence[JobOutcome] | None = None) -> Metrics:
+    """Summarise a run.
+
+    Args:
+        run: The run; makespan and utilisation are its own.
+        jobs: The jobs to average over (a steady-state window), all by default.
+
+    Raises:
+        ProblemError: There is no job to average over.
+    """
+    jobs = run.jobs if jobs is None else jobs
+    if not jobs:
+        raise ProblemError("no job finished within the window; widen it")
+    times = sorted(job.completion_seconds for job in jobs)
+    waits = sorted(job.queueing_seconds for job in jobs)
+    unfair = [job.finish_time_fairness for job in jobs]
+    costs = [job.dollars for job in jobs if job.dollars is not None]
+    return Metrics(
+        num_jobs=len(jobs),
+        average_jct_seconds=_mean(times),
+        median_jct_seconds=percentile(times, 50),
+        p99_jct_seconds=percentile(times, 99),
+        max_jct_seconds=times[-1],
+        makespan_seconds=run.end_seconds,
+        utilisation=utilisation(run),
+        average_queueing_seconds=_mean(waits),
+        median_queueing_seconds=percentile(waits, 50),
+        average_finish_time_fairness=_mean(unfair),
+        max_finish_time_fairness=max(unfair),
+        dollars=math.fsum(costs) if len(costs) == len(jobs) else None,
+        num_slos=sum(job.slo_seconds is not None for job in jobs),
+        num_slo_violations=sum(job.violates_slo for job in jobs),
+        num_restarts=sum(job.num_restarts for job in jobs),
+    )
+
+
+def utilisation(run: Simulation) -> float:
+    """Busy device-seconds over all device-seconds until the last job finished."""
+    total = sum(run.num_devices.values()) * run.end_seconds
+    return math.fsum(run.busy_seconds.values()) / total if total > 0 else 0.0
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """A percentile of sorted values, interpolated linearly between neighbours."""
+    place = (len(ordered) - 1) * percent / 100.0
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,113 @@
+"""Who runs in the next round, on which device type (thesis 5.5, algorithm 2).
+
+Arrays stand types first: [types, jobs].
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+NEVER_RAN = 1e9  # times its allocation: the priority of a job that has had no time yet
+NOWHERE = -1
+
+
+def priorities(allocation: Floats, received_seconds: Floats, worker_seconds: Floats) -> Floats:
+    """X / f with f_mj = t_mj / sum over m' of t_m'j: the distance from the intended allocation.
+
+    Args:
+        allocation: X, fractions of time [types, jobs].
+        received_seconds: t, time had since the allocation was computed [types, jobs].
+        worker_seconds: Sum of t over all jobs, those that left included [types].
+
+    Returns:
+        Priorities [types, jobs]; ``NEVER_RAN`` times X where t is 0.
+    """
+    had = received_seconds > 0
+    ratio = allocation * worker_seconds[:, None] / np.where(had, received_seconds, 1.0)
+    answer: Floats = np.where(had, ratio, NEVER_RAN * allocation)
+    return answer
+
+
+def fill_idle(priority: Floats, rate: Floats) -> Floats:
+    """Rank pairs without a share behind all others, by speed relative to the job's best.
+
+    Devices that would stay idle are then given away all the same; pairs that cannot run get
+    minus infinity.
+    """
+    relative = rate / rate.max(axis=0)
+    ranked = np.where(priority > 0, priority, relative - 2.0)
+    answer: Floats = np.where(rate > 0, ranked, -np.inf)
+    return answer
+
+
+def choose(priority: Floats, scale: Ints, free: Ints) -> Ints:
+    """Algorithm 2: the highest priority of all types first; a job that does not fit is passed.
+
+    Ties go to the type, then the job, that stands first.
+
+    Args:
+        priority: [types, jobs]; minus infinity where a job must not run.
+        scale: Devices that each job asks for [jobs].
+        free: Devices of each type [types].
+
+    Returns:
+        The type each job runs on, ``NOWHERE`` for the others [jobs].
+    """
+    types, jobs = priority.shape
+    flat = priority.ravel()
+    order = np.argsort(-flat, kind="stable")
+    order = order[: np.count_nonzero(flat > -np.inf)]
+    left, idle = free.tolist(), int(free.sum())
+    chosen = [NOWHERE] * jobs
+    scales = scale.tolist()
+    least = min(scales, default=1)
+    for pair in order.tolist():
+        kind, job = divmod(pair, jobs)
+        need = scales[job]
+        if need <= left[kind] and chosen[job] == NOWHERE:
+            chosen[job] = kind
+            left[kind] -= need
+            idle -= need
+            if idle < least:
+                break
+    return np.array(chosen, dtype=np.int64)
+
+
+def choose_by_type(
+    priority: Floats, ties: Floats, scale: Ints, free: Ints, order: list[int]
+) -> Ints:
+    """The published simulator's version: one type after another, in the order given.
+
+    Args:
+        priority: As for ``choose``.
+        ties: Of equal priorities the larger of these goes first [types, jobs].
+        scale: As for ``choose``.
+        free: As for ``choose``.
+        order: The order in which types are served.
+    """
+    chosen = np.full(len(scale), NOWHERE, dtype=np.int64)
+    for kind in order:
+        open_ = np.flatnonzero((chosen == NOWHERE) & (priority[kind] > -np.inf))
+        ranked = open_[np.lexsort((-ties[kind][open_], -priority[kind][open_]))]
+        chosen[take(ranked, scale, int(free[kind]))] = kind
+    return chosen
+
+
+def take(ranked: Ints, scale: Ints, free: int) -> Ints:
+    """Of ranked jobs, each in turn that still fits on ``free`` devices."""
+    needs = scale[ranked]
+    fits = int(np.searchsorted(np.cumsum(needs), free, side="right"))
+    taken = [ranked[:fits]]
+    free -= int(needs[:fits].sum())
+    start = fits + 1
+    while free > 0 and start < len(ranked):
+        offset = int(np.argmax(needs[start:] <= free))
+        place = start + offset
+        if needs[place] > free:
+            break
+        taken.append(ranked[place : place + 1])
+        free -= int(needs[place])
+        start = place + 1
+    return np.concatenate(taken)

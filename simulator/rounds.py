@@ -1,0 +1,222 @@
+"""Gavel's mechanism: time in rounds, each given to the jobs furthest behind (thesis 5.5).
+
+Two conventions. ``text`` is the thesis: rounds of equal length, algorithm 2 over all device
+types at once, devices that nobody has a share of given away rather than left idle.
+``published`` is what Gavel's simulator does: device types served one after another, whole
+steps, a round that ends with its last job, job time that starts at half a round.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..schema.errors import ProblemError
+from ..schema.jobs import Job
+from .active import Active
+from .allocators import Allocator
+from .arrivals import Queue
+from .outcomes import JobOutcome, Simulation, Span
+from .pool import Pool
+from .priorities import NOWHERE, Floats, Ints, choose, choose_by_type, fill_idle, priorities
+
+_STEPS_LEFT = 1e-9  # of a step: rounding of its own additions, not work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundOptions:
+    """How rounds run.
+
+    ``reset_seconds`` is the least time between allocations; ``restart_seconds`` is lost by a
+    job that starts or changes its device type (a lease that is renewed loses nothing).
+    ``fills_idle`` gives devices away that no job has a share of. ``records_spans`` keeps who
+    held what, for Gantt plots.
+    """
+
+    round_seconds: float = 360.0
+    reset_seconds: float = 1920.0
+    restart_seconds: float = 0.0
+    convention: Literal["text", "published"] = "text"
+    fills_idle: bool = True
+    records_spans: bool = False
+    seed: int = 0
+    max_rounds: int = 10_000_000
+
+    def __post_init__(self) -> None:
+        if self.round_seconds <= 0 or self.reset_seconds < 0 or self.restart_seconds < 0:
+            raise ProblemError("rounds must last > 0 s, resets and restarts >= 0 s")
+        if self.restart_seconds >= self.round_seconds:
+            raise ProblemError(
+                f"a restart of {self.restart_seconds} s leaves nothing of a round of "
+                f"{self.round_seconds} s; make rounds longer"
+            )
+
+
+def simulate_rounds(
+    jobs: Iterable[Job],
+    pool: Pool,
+    allocator: Allocator,
+    options: RoundOptions | None = None,
+    on_progress: Callable[[int, float], None] | None = None,
+) -> Simulation:
+    """Run jobs to their end.
+
+    Args:
+        jobs: In order of arrival; may be a stream.
+        pool: Devices and throughputs.
+        allocator: The policy.
+        options: The mechanism's.
+        on_progress: Called after every round with jobs done and the time in seconds.
+
+    Raises:
+        ProblemError: The trace makes no sense, or a job runs nowhere.
+    """
+    cluster = _Rounds(Queue(jobs), pool, allocator, options or RoundOptions())
+    while cluster.step():
+        if on_progress is not None:
+            on_progress(len(cluster.outcomes), cluster.now)
+    return cluster.result()
+
+
+class _Rounds:
+    """The state between two rounds."""
+
+    def __init__(
+        self, queue: Queue, pool: Pool, allocator: Allocator, options: RoundOptions
+    ) -> None:
+        self.queue, self.pool, self.allocator, self.options = queue, pool, allocator, options
+        self.active = Active(pool)
+        self.now = 0.0
+        self.last_reset: float | None = None
+        self.changed = False
+        self.worker_seconds = np.zeros(len(pool.types))
+        self.busy = np.zeros(len(pool.types))
+        self.hourly = pool.hourly()
+        self.outcomes: list[JobOutcome] = []
+        self.spans: list[Span] = []
+        self.num_rounds = self.num_allocations = 0
+        self.random = np.random.default_rng(options.seed)
+        published = options.convention == "published"
+        self.head_start = options.round_seconds / 2.0 if published else 0.0
+
+    def step(self) -> bool:
+        """One round; False when all jobs are done."""
+        if not len(self.active):
+            if self.queue.next is None:
+                return False
+            self.now = max(self.now, self.queue.next_seconds)
+        arrived = self.queue.until(self.now)
+        if arrived:
+            self.active.add(arrived, self.head_start)
+            self.worker_seconds += self.head_start * len(arrived)
+            self.changed = True
+        self._allocate()
+        chosen = self._choose()
+        if self.num_rounds >= self.options.max_rounds:
+            raise ProblemError(f"not done after {self.options.max_rounds} rounds; check the load")
+        self.num_rounds += 1
+        self._run(chosen)
+        return True
+
+    def _allocate(self) -> None:
+        due = self.last_reset is None or self.now - self.last_reset >= self.options.reset_seconds
+        if not (self.changed and due):
+            return
+        active = self.active
+        passed = 0.0 if self.last_reset is None else self.now - self.last_reset
+        active.deficit = active.deficit + active.share * passed - active.received + self.head_start
+        active.share = self.allocator.allocate(active, self.now)
+        active.received = np.full_like(active.share, self.head_start)
+        self.worker_seconds = active.received.sum(axis=1)
+        self.last_reset, self.changed = self.now, False
+        self.num_allocations += 1
+
+    def _choose(self) -> Ints:
+        active, free = self.active, self.pool.capacity
+        ranked = priorities(active.share, active.received, self.worker_seconds)
+        if self.options.convention == "text":
+            ranked = fill_idle(ranked, active.rate) if self.options.fills_idle else ranked
+            ranked = np.where((ranked != 0) & (active.rate > 0), ranked, -np.inf)
+            return choose(ranked, active.scale, free)
+        floor = 0.0 if self.options.fills_idle else np.nextafter(0.0, 1.0)
+        ranked = np.where((active.rate > 0) & (ranked >= floor), ranked, -np.inf)
+        order = list(range(len(self.pool.types)))
+        if self.allocator.agnostic:
+            self.random.shuffle(order)
+        return choose_by_type(ranked, active.deficit, active.scale, free, order)
+
+    def _run(self, chosen: Ints) -> None:
+        active, options = self.active, self.options
+        runs = np.flatnonzero(chosen != NOWHERE)
+        kind = chosen[runs]
+        rate = active.rate[kind, runs]
+        moved = active.last_type[runs] != kind
+        lost = options.restart_seconds * moved
+        seconds, steps = self._work(rate, active.left[runs], lost)
+        left = active.left[runs] - steps
+        done = left <= _STEPS_LEFT
+        active.left[runs] = left
+        active.received[kind, runs] += seconds
+        active.held[kind, runs] += seconds
+        self.worker_seconds += np.bincount(kind, weights=seconds, minlength=len(self.busy))
+        spent = seconds * active.scale[runs]
+        self.busy += np.bincount(kind, weights=spent, minlength=len(self.busy))
+        self._note(runs, kind, moved, seconds)
+        active.last_type = chosen
+        start = self.now
+        self.now = start + self._length(seconds)
+        if done.any():
+            gone = active.remove(runs[done], start + seconds[done], self.hourly)
+            self.outcomes.extend(gone)
+            self.changed = True
+
+    def _work(self, rate: Floats, left: Floats, lost: Floats) -> tuple[Floats, Floats]:
+        """Seconds each job works in a round, restart included, and the steps it makes."""
+        possible = rate * (self.options.round_seconds - lost)
+        if self.options.convention == "published":
+            possible = np.maximum(np.floor(possible), 1.0)
+        steps = np.minimum(possible, left)
+        return steps / rate + lost, steps
+
+    def _length(self, seconds: Floats) -> float:
+        """How long the round lasts: until its last job ends, or its full length."""
+        if self.options.convention == "published" and len(seconds):
+            return float(seconds.max())
+        return self.options.round_seconds
+
+    def _note(self, runs: Ints, kind: Ints, moved: Ints, seconds: Floats) -> None:
+        active = self.active
+        for place in np.flatnonzero(moved).tolist():
+            job = int(runs[place])
+            if active.started[job] < 0:
+                active.started[job] = self.now
+            else:
+                active.restarts[job] += 1
+        if self.options.records_spans:
+            for job, where, time in zip(
+                runs.tolist(), kind.tolist(), seconds.tolist(), strict=True
+            ):
+                self.spans.append(self._span(job, where, time))
+
+    def _span(self, job: int, where: int, seconds: float) -> Span:
+        return Span(
+            job=self.active.jobs[job].id,
+            device_type=self.pool.types[where],
+            num_devices=int(self.active.scale[job]),
+            start_seconds=self.now,
+            end_seconds=self.now + seconds,
+        )
+
+    def result(self) -> Simulation:
+        """What the run leaves behind; it ends when its last job does."""
+        end = max((job.finish_seconds for job in self.outcomes), default=0.0)
+        return Simulation(
+            jobs=tuple(self.outcomes),
+            num_devices=dict(self.pool.num_devices),
+            busy_seconds=dict(zip(self.pool.types, self.busy.tolist(), strict=True)),
+            end_seconds=end,
+            num_rounds=self.num_rounds,
+            num_allocations=self.num_allocations,
+            spans=tuple(self.spans),
+        )
