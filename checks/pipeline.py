@@ -185,7 +185,7 @@ def _memory_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
 
 
 def _claim_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
-    faults = []
+    faults = _forward_faults(plan, problem)
     found = seconds_per_input(plan, problem)
     claimed = plan.proof.objective
     if not isclose(found, claimed, rel_tol=_TOLERANCE, abs_tol=1e-15):
@@ -199,6 +199,21 @@ def _claim_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     noam = costs.noam([stage.num_replicas for stage in plan.stages])
     if noam != plan.noam:
         faults.append(f"noam is {plan.noam}, expected {noam}")
+    return faults
+
+
+def _forward_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
+    position = {layer.id: index for index, layer in enumerate(problem.layers)}
+    faults = []
+    for index, stage in enumerate(plan.stages):
+        pool = _pool(problem, stage)
+        if stage.forward_seconds is None or pool is None:
+            continue
+        forward = sum(pool.forward_seconds[position[name]] for name in stage.layers)
+        if not isclose(stage.forward_seconds, forward, rel_tol=_TOLERANCE, abs_tol=1e-12):
+            faults.append(
+                f"stage {index}: forward_seconds is {stage.forward_seconds}, expected {forward}"
+            )
     return faults
 
 

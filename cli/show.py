@@ -1,27 +1,41 @@
-"""``hetflow show``: any hetflow file as a table or a picture."""
+"""``hetflow show``: any hetflow file as a table, a picture or a timeline."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..schema.errors import HetflowError
 from .common import ForceFlag, JsonFlag, emit, emit_json, note
 
+if TYPE_CHECKING:
+    from ..schedules.timing import Timing
+    from ..schema.pipeline import PipelinePlan
+
 
 def show(
     file: Annotated[Path, typer.Argument(help="Any hetflow file, or a folder of profiles.")],
     plot: Annotated[
-        Path | None, typer.Option(help="Draw it into this .png or .svg file as well.")
+        Path | None, typer.Option(help="Draw profiles or a plan into this .png or .svg file.")
+    ] = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Draw a pipeline plan's schedule here.")
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a pipeline plan's timeline as one HTML file.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write it as a trace that Perfetto opens.")
     ] = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
-    """Show a profile, a pool, a plan or a run as a table; profiles and plans also as plots.
+    """Show a profile, pool, plan, allocation or run as a table; some also as pictures.
 
     \b
     hetflow show plan.json
     hetflow show profiles --plot curves.svg
+    hetflow show pipeline.json --timeline --html timeline.html --trace trace.json
     """
     from ..reports.tables import table_of
     from ..schema import files
@@ -29,17 +43,26 @@ def show(
 
     records = files.read_profiles(file) if file.is_dir() else (files.read_any(file),)
     if plot is not None:
-        files.write_bytes(plot, _picture(records, plot), force=force)
-        note(f"picture written to {plot}")
+        _write(plot, _picture(records, plot), force=force)
+    text = _timelines(records[0], html, trace, force=force) if timeline or html or trace else ""
     if json:
         documents = [to_plain(record) for record in records]
         emit_json(documents if file.is_dir() else documents[0])
-    else:
-        emit("\n\n".join(table_of(record) for record in records))
+        return
+    emit("\n\n".join(table_of(record) for record in records))
+    if timeline:
+        emit(f"\n{text}")
+
+
+def _write(path: Path, content: bytes, *, force: bool) -> None:
+    from ..schema import files
+
+    files.write_bytes(path, content, force=force)
+    note(f"{path} written")
 
 
 def _picture(records: tuple[object, ...], target: Path) -> bytes:
-    from ..reports.plots import curves_image, split_image
+    from ..schema.pipeline import PipelinePlan
     from ..schema.plan import SplitPlan
     from ..schema.profile import Profile
 
@@ -47,9 +70,40 @@ def _picture(records: tuple[object, ...], target: Path) -> bytes:
     if file_format not in ("png", "svg"):
         raise HetflowError(f"--plot {target}: must end in .png or .svg", hint="rename the output")
     first = records[0]
+    if isinstance(first, PipelinePlan):
+        from ..reports.timeline import svg_timeline
+
+        if file_format != "svg":
+            raise HetflowError(f"--plot {target}: a timeline is drawn as .svg", hint="rename it")
+        return svg_timeline(_timing(first)).encode()
+    from ..reports.plots import curves_image, split_image
+
     if isinstance(first, SplitPlan):
         return split_image(first, file_format)
     profiles = [record for record in records if isinstance(record, Profile)]
     if not profiles:
         raise HetflowError("only profiles and plans can be plotted", hint="leave --plot out")
     return curves_image(profiles, file_format)
+
+
+def _timelines(record: object, html: Path | None, trace: Path | None, *, force: bool) -> str:
+    from ..reports.timeline import html_timeline, terminal_timeline
+    from ..reports.trace import trace_json
+    from ..schema.pipeline import PipelinePlan
+
+    if not isinstance(record, PipelinePlan):
+        raise HetflowError("only pipeline plans have a timeline", hint="leave --timeline out")
+    timing = _timing(record)
+    if html is not None:
+        title = f"{record.model}, {record.schedule}, {record.config}"
+        _write(html, html_timeline(timing, title=title).encode(), force=force)
+    if trace is not None:
+        _write(trace, trace_json(timing).encode(), force=force)
+    return terminal_timeline(timing)
+
+
+def _timing(plan: "PipelinePlan") -> "Timing":
+    from ..schedules.of_plan import schedule_of, times_of
+    from ..schedules.timing import time_schedule
+
+    return time_schedule(schedule_of(plan), times_of(plan))

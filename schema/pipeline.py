@@ -234,9 +234,10 @@ class StagePlan:
 
     ``first_device`` counts the pool's devices in the order of the topology. ``num_in_flight``
     and ``weight_versions`` are per replica. ``seconds_per_input`` is the stage's share of the
-    objective, ``compute_seconds`` one forward + backward pass of a microbatch (with
-    recomputation where planned), ``output_seconds`` sending one microbatch's output and getting
-    its gradient back. ``memory_bytes`` is per device. ``nesting`` goes from the highest level
+    objective; ``compute_seconds`` one forward + backward pass of a microbatch (with
+    recomputation where planned), ``forward_seconds`` the forward part of it; ``output_seconds``
+    sending one microbatch's output and getting its gradient back. ``memory_bytes`` is per
+    device. ``nesting`` goes from the highest level
     down and is empty in flat plans.
     """
 
@@ -250,6 +251,7 @@ class StagePlan:
     compute_seconds: Seconds
     output_seconds: Seconds
     memory_bytes: Bytes
+    forward_seconds: Seconds | None = None
     nesting: tuple[NestedBlock, ...] = ()
 
     def __post_init__(self) -> None:

@@ -103,6 +103,7 @@ def _stage(
 ) -> StagePlan:
     first, last, move = placed[index]
     pool = problem.pools[move.pool]
+    forward = prices.cuts.forward_seconds[move.pool]
     is_only = len(placed) == 1
     workers = sum(entry[2].num_replicas for entry in placed[index:])
     in_flight, versions = prices.stashed(move.num_replicas, workers, is_only=is_only)
@@ -118,6 +119,7 @@ def _stage(
             first, last, move.pool, move.num_replicas, move.span
         ),
         compute_seconds=float(compute[last] - compute[first]),
+        forward_seconds=float(forward[last] - forward[first]),
         output_seconds=_output(prices, placed, index),
         memory_bytes=round(prices.stage_memory(first, last, in_flight, versions)),
     )

@@ -325,8 +325,9 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
     )
     versions = weight_versions(problem.schedule, in_flight, is_only_stage=len(leaves) == 1)
     compute = ranges.total(ranges.compute, block)
+    layers = layers_of(ranges.between(block))
     return StagePlan(
-        layers=tuple(problem.layers[layer].id for layer in layers_of(ranges.between(block))),
+        layers=tuple(problem.layers[layer].id for layer in layers),
         num_replicas=replicas[index],
         device_type=pool.device_type,
         first_device=device,
@@ -334,6 +335,7 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
         weight_versions=versions,
         seconds_per_input=_lowest_price(problem, ranges, block, replicas[index]),
         compute_seconds=compute,
+        forward_seconds=sum(pool.forward_seconds[layer] for layer in layers),
         output_seconds=_output(problem, ranges, leaves, index),
         memory_bytes=_memory(problem, ranges, block, in_flight, versions),
         nesting=path,

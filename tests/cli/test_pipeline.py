@@ -108,3 +108,22 @@ def test_a_plan_without_a_kind_is_refused(hetflow: Hetflow, folder: Path) -> Non
     answer = hetflow("show", path)
     assert answer.code == 2
     assert "$.kind: missing" in answer.stderr
+
+
+def test_a_pipeline_plan_has_timelines(hetflow: Hetflow, folder: Path) -> None:
+    plan = folder.parent / "plan.json"
+    asked = ("--strategy", "pipeline", "--no-replication", *LINK, "-o", plan)
+    assert solve(hetflow, folder, *asked).code == 0
+    html, trace = folder.parent / "t.html", folder.parent / "t.json"
+    svg = folder.parent / "t.svg"
+    shown = hetflow("show", plan, "--timeline", "--html", html, "--trace", trace, "--plot", svg)
+    assert shown.code == 0, shown.stderr
+    assert "bubble" in shown.stdout
+    assert html.read_text().startswith("<!")
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert "<svg" in svg.read_text()
+    split = folder.parent / "split.json"
+    solve(hetflow, folder, "--strategy", "split", "-o", split)
+    refused = hetflow("show", split, "--timeline")
+    assert refused.code == 2
+    assert "only pipeline plans" in refused.stderr

@@ -1,0 +1,50 @@
+"""A plan's schedule, timed with the plan's own numbers, takes the step the plan predicts."""
+
+import pytest
+
+from hetflow.schedules.of_plan import schedule_of, times_of
+from hetflow.schedules.timing import time_schedule
+from hetflow.schedules.validate import validate
+from hetflow.schema.pipeline import (
+    DevicePool,
+    PipelineLayer,
+    PipelinePlan,
+    PipelineProblem,
+    PlannedSchedule,
+    TopologyLevel,
+)
+from hetflow.solvers.pipeline import solve
+
+
+def planned(schedule: PlannedSchedule) -> PipelinePlan:
+    layers = tuple(PipelineLayer(id=f"l{i}", activation_bytes=0, weight_bytes=1) for i in range(4))
+    pool = DevicePool(
+        device_type="V100",
+        levels=(TopologyLevel(num_components=4, bytes_per_second=1e12),),
+        forward_seconds=(1.0,) * 4,
+        backward_seconds=(2.0,) * 4,
+    )
+    problem = PipelineProblem(
+        model="m",
+        layers=layers,
+        pools=(pool,),
+        microbatch_size=1,
+        num_microbatches=8,
+        schedule=schedule,
+        replication=False,
+        num_stages=4,
+    )
+    return solve(problem)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_equal_stages_take_the_predicted_step(schedule: PlannedSchedule) -> None:
+    plan = planned(schedule)
+    timing = time_schedule(schedule_of(plan), times_of(plan))
+    assert plan.predicted.step_seconds == pytest.approx((4 + 8 - 1) * 3.0)
+    assert timing.makespan_seconds == pytest.approx(plan.predicted.step_seconds)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "2bw"])
+def test_the_schedule_of_a_plan_is_valid(schedule: PlannedSchedule) -> None:
+    assert validate(schedule_of(planned(schedule))) == []
