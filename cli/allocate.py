@@ -2,7 +2,7 @@
 
 import json as json_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -10,7 +10,8 @@ from ..schema.errors import BackendError
 from .common import ForceFlag, JsonFlag, emit_file, note
 
 if TYPE_CHECKING:
-    from ..schema.jobs import Allocation, Jobs, Throughputs
+    from ..schema.cluster import Cluster
+    from ..schema.jobs import Allocation, AllocationProblem, Jobs, Throughputs
 
 
 def allocate(
@@ -51,19 +52,15 @@ def allocate(
     """
     from ..checks.allocation import check
     from ..schema.files import check_writable
-    from ..schema.jobs import AllocationProblem
     from ..solvers.allocation import allocate as solve
     from .problems import read_pool
 
     if output is not None:
         check_writable(output, force=force)
-    pool = read_pool(gpus, cluster)
-    prices = {n: t.dollars_per_hour for n, t in pool.device_types.items() if t.dollars_per_hour}
-    problem = AllocationProblem(
-        jobs=_read_jobs(jobs),
-        throughputs=_read_throughputs(throughputs, pairs=space_sharing),
-        num_devices=pool.num_devices,
-        dollars_per_hour=prices,
+    problem = read_problem(
+        jobs,
+        throughputs,
+        read_pool(gpus, cluster),
         heterogeneity="agnostic" if agnostic else "aware",
         space_sharing=space_sharing,
         placement=placement,
@@ -80,6 +77,34 @@ def allocate(
     _tell(allocation, output)
     if allocation.certificate.termination != "optimal":
         raise typer.Exit(4)
+
+
+def read_problem(
+    jobs: Path, throughputs: Path, pool: "Cluster", *, space_sharing: bool, **choices: Any
+) -> "AllocationProblem":
+    """The allocation problem of two files and a pool.
+
+    Args:
+        jobs: Jobs, or a Gavel trace.
+        throughputs: Throughputs, or Gavel's table.
+        pool: The devices, with prices where policies need them.
+        space_sharing: Whether pairs of jobs may share devices.
+        choices: Other fields of ``AllocationProblem``.
+
+    Raises:
+        HetflowError: A file that cannot be read, or jobs that do not fit the pool.
+    """
+    from ..schema.jobs import AllocationProblem
+
+    prices = {n: t.dollars_per_hour for n, t in pool.device_types.items() if t.dollars_per_hour}
+    return AllocationProblem(
+        jobs=_read_jobs(jobs),
+        throughputs=_read_throughputs(throughputs, pairs=space_sharing),
+        num_devices=pool.num_devices,
+        dollars_per_hour=prices,
+        space_sharing=space_sharing,
+        **choices,
+    )
 
 
 def _read_jobs(path: Path) -> "Jobs":

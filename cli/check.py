@@ -1,16 +1,20 @@
-"""``hetflow check``: judge a plan from the definitions."""
+"""``hetflow check``: judge a plan or an allocation from the definitions."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..schema.errors import HetflowError
+from ..schema.errors import HetflowError, ProblemError
 from .common import JsonFlag, emit, emit_json
+
+if TYPE_CHECKING:
+    from ..schema.cluster import Cluster
+    from ..schema.jobs import Allocation as AllocationRecord
 
 
 def check(
-    plan: Annotated[Path, typer.Argument(help="A plan file (hetflow.plan/1).")],
+    plan: Annotated[Path, typer.Argument(help="A plan or an allocation file.")],
     profiles: Annotated[
         Path | None, typer.Option(help="Folder of profiles to judge the plan against.")
     ] = None,
@@ -22,24 +26,77 @@ def check(
     link_bytes_per_second: Annotated[
         float | None, typer.Option(min=1.0, help="Pipeline: links that the pool does not state.")
     ] = None,
+    jobs: Annotated[Path | None, typer.Option(help="Allocation: the jobs it is for.")] = None,
+    throughputs: Annotated[
+        Path | None, typer.Option(help="Allocation: the throughputs it is for.")
+    ] = None,
+    space_sharing: Annotated[
+        bool, typer.Option("--space-sharing", help="Allocation: made with space sharing.")
+    ] = False,
+    placement: Annotated[
+        Literal["consolidated", "unconsolidated", "mixed"],
+        typer.Option(help="Allocation: made with this placement."),
+    ] = "consolidated",
+    budget: Annotated[
+        float | None, typer.Option(min=0.0, help="Allocation: made under this budget.")
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """Verify a plan, with code that shares nothing with the solvers.
+    """Verify a plan or an allocation, with code that shares nothing with the solvers.
 
-    Without profiles only the plan's inner consistency is judged.
+    Without profiles only a split plan's inner consistency is judged.
 
     \b
     hetflow check plan.json --profiles profiles --gpus 2xV100,8xP100
+    hetflow check allocation.json --jobs jobs.json --throughputs t.json --gpus 8xV100
     """
     from ..schema import files
+    from ..schema.jobs import Allocation
+    from ..schema.pipeline import PipelinePlan
+    from ..schema.plan import SplitPlan
     from .problems import faults_of_plan, read_pool
 
-    found = files.read_plan(plan)
+    found = files.read_any(plan)
     pool = None if gpus is None and cluster is None else read_pool(gpus, cluster)
-    faults = faults_of_plan(found, profiles, pool, model, link_bytes_per_second)
+    if isinstance(found, Allocation):
+        choices: dict[str, Any] = {"placement": placement, "budget_dollars": budget}
+        faults = _allocation_faults(found, jobs, throughputs, pool, space_sharing, choices)
+        termination: str = found.certificate.termination
+    elif isinstance(found, SplitPlan | PipelinePlan):
+        faults = faults_of_plan(found, profiles, pool, model, link_bytes_per_second)
+        termination = found.proof.termination
+    else:
+        raise HetflowError(f"{plan}: a {found.schema} file claims nothing that can be judged")
     if json:
         emit_json({"plan": str(plan), "valid": not faults, "faults": faults})
     elif not faults:
-        emit(f"{plan}: valid ({found.proof.termination})")
+        emit(f"{plan}: valid ({termination})")
     if faults:
         raise HetflowError(f"{plan}: {'; '.join(faults)}")
+
+
+def _allocation_faults(
+    allocation: "AllocationRecord",
+    jobs: Path | None,
+    throughputs: Path | None,
+    pool: "Cluster | None",
+    space_sharing: bool,
+    choices: dict[str, Any],
+) -> list[str]:
+    from ..checks.allocation import check as faults_of
+    from .allocate import read_problem
+
+    if jobs is None or throughputs is None or pool is None:
+        raise ProblemError(
+            "an allocation is judged against its jobs, throughputs and pool",
+            hint="add --jobs FILE --throughputs FILE --gpus SPEC",
+        )
+    problem = read_problem(
+        jobs,
+        throughputs,
+        pool,
+        space_sharing=space_sharing,
+        heterogeneity=allocation.heterogeneity,
+        **choices,
+    )
+    return faults_of(allocation, problem)

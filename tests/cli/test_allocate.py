@@ -6,6 +6,7 @@ import pytest
 import typer
 
 from hetflow.checks.allocation import check
+from hetflow.cli import main
 from hetflow.cli.allocate import allocate
 from hetflow.cli.common import register
 from hetflow.schema import files
@@ -54,6 +55,24 @@ def test_it_is_written_and_never_overwritten(run, tmp_path):
     assert json.loads(target.read_text())["policy"] == "las"
     with pytest.raises(FileError, match="exists already"):
         run("--gpus", "1xV100", "-o", str(target))
+
+
+def test_the_command_judges_what_was_written(run, tmp_path, capsys):
+    target = tmp_path / "allocation.json"
+    run("--gpus", "1xV100,1xK80", "-o", str(target))
+    inputs = ["--jobs", str(tmp_path / "jobs.json"), "--throughputs", str(tmp_path / "rates.json")]
+    judge = ["check", str(target), *inputs, "--gpus", "1xV100,1xK80"]
+    assert main.run(judge) == 0
+    assert "valid (optimal)" in capsys.readouterr().out
+    assert main.run(["show", str(target)]) == 0
+    assert "j2" in capsys.readouterr().out
+    document = json.loads(target.read_text())
+    document["x"]["j0"]["V100"] = 1.0
+    target.write_text(json.dumps(document))
+    assert main.run(judge) == 2
+    assert capsys.readouterr().err.startswith("hetflow: ")
+    assert main.run(["check", str(target)]) == 2
+    assert "--jobs FILE" in capsys.readouterr().err
 
 
 def test_gavel_files_are_taken_as_they_are(run, tmp_path):
