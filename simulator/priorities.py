@@ -55,34 +55,35 @@ def choose(priority: Floats, scale: Ints, free: Ints) -> Ints:
     Returns:
         The type each job runs on, ``NOWHERE`` for the others [jobs].
     """
-    types, jobs = priority.shape
+    jobs = priority.shape[1]
     flat = priority.ravel()
     order = np.argsort(-flat, kind="stable")
     order = order[: np.count_nonzero(flat > -np.inf)]
     left, idle = free.tolist(), int(free.sum())
     chosen = [NOWHERE] * jobs
     scales = scale.tolist()
-    least = min(scales, default=1)
-    for pair in order.tolist():
-        kind, job = divmod(pair, jobs)
+    least, waiting = min(scales, default=1), jobs
+    for kind, job in zip((order // jobs).tolist(), (order % jobs).tolist(), strict=True):
         need = scales[job]
-        if need <= left[kind] and chosen[job] == NOWHERE:
+        if chosen[job] == NOWHERE and need <= left[kind]:
             chosen[job] = kind
             left[kind] -= need
             idle -= need
-            if idle < least:
+            waiting -= 1
+            if idle < least or not waiting:
                 break
     return np.array(chosen, dtype=np.int64)
 
 
 def choose_by_type(
-    priority: Floats, ties: Floats, scale: Ints, free: Ints, order: list[int]
+    priority: Floats, ties: Floats | None, scale: Ints, free: Ints, order: list[int]
 ) -> Ints:
-    """The published simulator's version: one type after another, in the order given.
+    """One type after another, in the order given: each to the jobs of highest priority there.
 
     Args:
         priority: As for ``choose``.
-        ties: Of equal priorities the larger of these goes first [types, jobs].
+        ties: Of equal priorities the larger of these goes first [types, jobs]; then, and
+            where this is None at once, the job that stands first.
         scale: As for ``choose``.
         free: As for ``choose``.
         order: The order in which types are served.
@@ -90,7 +91,11 @@ def choose_by_type(
     chosen = np.full(len(scale), NOWHERE, dtype=np.int64)
     for kind in order:
         open_ = np.flatnonzero((chosen == NOWHERE) & (priority[kind] > -np.inf))
-        ranked = open_[np.lexsort((-ties[kind][open_], -priority[kind][open_]))]
+        urgency = -priority[kind][open_]
+        if ties is None:
+            ranked = open_[np.argsort(urgency, kind="stable")]
+        else:
+            ranked = open_[np.lexsort((-ties[kind][open_], urgency))]
         chosen[take(ranked, scale, int(free[kind]))] = kind
     return chosen
 
@@ -100,6 +105,8 @@ def take(ranked: Ints, scale: Ints, free: int) -> Ints:
     needs = scale[ranked]
     fits = int(np.searchsorted(np.cumsum(needs), free, side="right"))
     taken = [ranked[:fits]]
+    if fits == len(ranked):
+        return ranked
     free -= int(needs[:fits].sum())
     start = fits + 1
     while free > 0 and start < len(ranked):

@@ -1,9 +1,11 @@
 """Gavel's mechanism: time in rounds, each given to the jobs furthest behind (thesis 5.5).
 
-Two conventions. ``text`` is the thesis: rounds of equal length, algorithm 2 over all device
-types at once, devices that nobody has a share of given away rather than left idle.
-``published`` is what Gavel's simulator does: device types served one after another, whole
-steps, a round that ends with its last job, job time that starts at half a round.
+Two conventions. ``text`` is the thesis: rounds of equal length, devices that nobody has a share
+of given to the jobs that are relatively fastest there. ``published`` is what Gavel's simulator
+does: whole steps, a round that ends with its last job, ties by accumulated deficit, received
+time counted in device-seconds. Both start a job's time at half a round after each allocation and
+serve device types one after another, fastest first (at random under agnostic policies);
+``selection="joint"`` ranks all pairs of job and type together, the other reading of algorithm 2.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,6 +23,7 @@ from .outcomes import JobOutcome, Simulation, Span
 from .pool import Pool
 from .priorities import NOWHERE, Floats, Ints, choose, choose_by_type, fill_idle, priorities
 
+_ANY_SHARE = 1e-300
 _STEPS_LEFT = 1e-9  # of a step: rounding of its own additions, not work
 
 
@@ -38,6 +41,7 @@ class RoundOptions:
     reset_seconds: float = 1920.0
     restart_seconds: float = 0.0
     convention: Literal["text", "published"] = "text"
+    selection: Literal["by_type", "joint"] = "by_type"
     fills_idle: bool = True
     records_spans: bool = False
     seed: int = 0
@@ -97,8 +101,9 @@ class _Rounds:
         self.spans: list[Span] = []
         self.num_rounds = self.num_allocations = 0
         self.random = np.random.default_rng(options.seed)
-        published = options.convention == "published"
-        self.head_start = options.round_seconds / 2.0 if published else 0.0
+        # Half a round to begin with: else f = 0, and a job with next to no share goes before
+        # one with a large share that has had its first round.
+        self.head_start = options.round_seconds / 2.0
 
     def step(self) -> bool:
         """One round; False when all jobs are done."""
@@ -135,16 +140,23 @@ class _Rounds:
     def _choose(self) -> Ints:
         active, free = self.active, self.pool.capacity
         ranked = priorities(active.share, active.received, self.worker_seconds)
-        if self.options.convention == "text":
-            ranked = fill_idle(ranked, active.rate) if self.options.fills_idle else ranked
-            ranked = np.where((ranked != 0) & (active.rate > 0), ranked, -np.inf)
+        if self.options.fills_idle and self.options.convention == "text":
+            ranked = fill_idle(ranked, active.rate)
+        else:
+            least = 0.0 if self.options.fills_idle else _ANY_SHARE
+            ranked = np.where((active.rate > 0) & (ranked >= least), ranked, -np.inf)
+        if self.options.selection == "joint":
             return choose(ranked, active.scale, free)
-        floor = 0.0 if self.options.fills_idle else np.nextafter(0.0, 1.0)
-        ranked = np.where((active.rate > 0) & (ranked >= floor), ranked, -np.inf)
-        order = list(range(len(self.pool.types)))
+        ties = active.deficit if self.options.convention == "published" else None
+        return choose_by_type(ranked, ties, active.scale, free, self._type_order())
+
+    def _type_order(self) -> list[int]:
+        """Fastest first, by the mean rate of the jobs present relative to each one's best."""
         if self.allocator.agnostic:
-            self.random.shuffle(order)
-        return choose_by_type(ranked, active.deficit, active.scale, free, order)
+            return self.random.permutation(len(self.pool.types)).tolist()
+        rate = self.active.rate
+        relative = (rate / rate.max(axis=0)).sum(axis=1)
+        return np.argsort(-relative, kind="stable").tolist()
 
     def _run(self, chosen: Ints) -> None:
         active, options = self.active, self.options
@@ -157,10 +169,11 @@ class _Rounds:
         left = active.left[runs] - steps
         done = left <= _STEPS_LEFT
         active.left[runs] = left
-        active.received[kind, runs] += seconds
         active.held[kind, runs] += seconds
-        self.worker_seconds += np.bincount(kind, weights=seconds, minlength=len(self.busy))
         spent = seconds * active.scale[runs]
+        received = spent if options.convention == "published" else seconds
+        active.received[kind, runs] += received
+        self.worker_seconds += np.bincount(kind, weights=received, minlength=len(self.busy))
         self.busy += np.bincount(kind, weights=spent, minlength=len(self.busy))
         self._note(runs, kind, moved, seconds)
         active.last_type = chosen
