@@ -112,8 +112,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         hetflow_command(
-            folder, "profile", "zoo:digits-cnn", "--device", "cpu:fast", "--device", "cpu:slow",
-            "--batch-sizes", "16,32,64,128", "--quick", "-o", "profiles",
+            folder, "profile", f"{SCRIPT}:workload", "--name", "digits-cnn",
+            "--device", "cpu:fast=0.25", "--device", "cpu:slow=0.0625",
+            "--batch-sizes", "16,32,64,128", "-o", "profiles",
         )  # fmt: skip
         for index in range(3 if arguments.quick else len(SPLITS)):
             run = launched(folder, index, arguments.epochs)
