@@ -18,9 +18,20 @@ from .plan import SplitPlan
 from .profile import Profile
 from .records import faults_of, nearest
 from .run import RunRecord
+from .simulation import SimulationRun
 
 Plan = SplitPlan | PipelinePlan
-Record = Profile | Cluster | Plan | LaunchConfig | RunRecord | Jobs | Throughputs | Allocation
+Record = (
+    Profile
+    | Cluster
+    | Plan
+    | LaunchConfig
+    | RunRecord
+    | Jobs
+    | Throughputs
+    | Allocation
+    | SimulationRun
+)
 R = TypeVar("R")
 
 _FORMATS: dict[str, type] = {
@@ -32,6 +43,7 @@ _FORMATS: dict[str, type] = {
     "hetflow.jobs/1": Jobs,
     "hetflow.throughputs/1": Throughputs,
     "hetflow.allocation/1": Allocation,
+    "hetflow.simulation/1": SimulationRun,
 }
 _PLAN_KINDS: dict[str, type] = {"split": SplitPlan, "pipeline": PipelinePlan}
 MAX_FILE_BYTES = 256 << 20
