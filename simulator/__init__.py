@@ -4,15 +4,33 @@ Pure and deterministic: the same jobs, seed and options give the same result to 
 Mechanisms (``rounds``, ``fair_share``, ``proposals``) are separate from policies.
 """
 
-from .metrics import Metrics, summarise
-from .outcomes import JobOutcome, Simulation
+from .allocators import Allocator, allocator_named
+from .cases import SCHEDULERS, Case, report, run_case, sweep
+from .draws import TraceOptions, draw_jobs
+from .fair_share import FairShareOptions, simulate_fair_share
+from .metrics import summarise
+from .outcomes import Simulation
+from .pool import Pool
+from .proposals import ProposalOptions, simulate_proposals
 from .rounds import RoundOptions, simulate_rounds
 
 __all__ = [
-    "JobOutcome",
-    "Metrics",
+    "SCHEDULERS",
+    "Allocator",
+    "Case",
+    "FairShareOptions",
+    "Pool",
+    "ProposalOptions",
     "RoundOptions",
     "Simulation",
+    "TraceOptions",
+    "allocator_named",
+    "draw_jobs",
+    "report",
+    "run_case",
+    "simulate_fair_share",
+    "simulate_proposals",
     "simulate_rounds",
     "summarise",
+    "sweep",
 ]

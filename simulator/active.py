@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..schema.jobs import Job
-from .outcomes import JobOutcome
+from ..schema.simulation import JobOutcome
 from .pool import Pool
 from .priorities import NOWHERE, Floats, Ints
 

@@ -84,8 +84,9 @@ def draw_jobs(options: TraceOptions, throughputs: Throughputs) -> Iterator[Job]:
 
 
 def _duration_seconds(random: np.random.Generator) -> float:
-    long = random.random() >= 0.8
-    return 60.0 * 10.0 ** float(random.uniform(3.0, 4.0) if long else random.uniform(1.5, 3.0))
+    bounds = (3.0, 4.0) if random.random() >= 0.8 else (1.5, 3.0)
+    exponent = float(random.uniform(*bounds))
+    return float(60.0 * 10.0**exponent)
 
 
 def _scale(random: np.random.Generator) -> int:

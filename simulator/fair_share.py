@@ -18,25 +18,9 @@ from typing import Literal
 
 from ..schema.errors import ProblemError
 from ..schema.jobs import Job
-from .arrivals import Queue
-from .outcomes import JobOutcome, Simulation, Span
+from .events import Counts, Entry, EventCluster
+from .outcomes import Simulation
 from .pool import Pool
-
-_DONE = 1e-9
-
-
-@dataclass(slots=True)
-class _Running:
-    job: Job
-    full_rate: float
-    left: float
-    devices: int = 0
-    started: float | None = None
-    held: float = 0.0
-    since: float = 0.0
-    paused_until: float = 0.0
-    resizes: int = 0
-    alone: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +48,7 @@ def simulate_fair_share(
         raise ProblemError(
             f"fair sharing runs on one device type, the pool has {', '.join(pool.types)}"
         )
-    cluster = _FairShare(Queue(jobs), pool, options or FairShareOptions())
-    while cluster.step():
-        pass
-    return cluster.result()
+    return _FairShare(jobs, pool, options or FairShareOptions()).run()
 
 
 def fair_shares(weights: list[float], demands: list[int], free: int) -> list[int]:
@@ -108,64 +89,21 @@ def _whole(exact: list[float], weights: list[float], free: int) -> list[int]:
     return shares
 
 
-class _FairShare:
-    def __init__(self, queue: Queue, pool: Pool, options: FairShareOptions) -> None:
-        self.queue, self.pool, self.options = queue, pool, options
-        self.capacity = int(pool.capacity[0])
-        self.hourly = pool.hourly()
-        self.running: list[_Running] = []
-        self.waiting: list[_Running] = []
-        self.now = self.busy = 0.0
-        self.outcomes: list[JobOutcome] = []
-        self.spans: list[Span] = []
-        self.events = 0
+class _FairShare(EventCluster):
+    def __init__(self, jobs: Iterable[Job], pool: Pool, options: FairShareOptions) -> None:
+        super().__init__(jobs, pool, options.resize_seconds)
+        self.options = options
 
-    def step(self) -> bool:
-        """Go on to the next arrival or finish, and schedule; False when all is done."""
-        finish = min((self._finish(entry) for entry in self.running), default=float("inf"))
-        until = min(finish, self.queue.next_seconds)
-        if until == float("inf"):
-            return False
-        self._advance(until)
-        self.events += 1
-        for job in self.queue.until(self.now):
-            self.waiting.append(self._enter(job))
+    def rate_of(self, entry: Entry, counts: Counts) -> float:
+        full = float(self.pool.rate(entry.job)[0])
+        return full * self.options.efficiency(counts[0], entry.job.scale_factor)
+
+    def schedule(self) -> None:
         self.waiting.sort(key=lambda e: (-e.job.priority_weight, e.job.arrival_seconds))
         if self.options.scheduler == "elastic":
             self._share()
         else:
             self._admit()
-        return True
-
-    def _enter(self, job: Job) -> _Running:
-        rate = float(self.pool.rate(job)[0])
-        number = len(self.running) + len(self.waiting) + 1
-        part = min(1.0, self.capacity / number / job.scale_factor)
-        return _Running(job, rate, job.steps, alone=job.steps / rate / part)
-
-    def _rate(self, entry: _Running) -> float:
-        if entry.devices == 0:
-            return 0.0
-        return entry.full_rate * self.options.efficiency(entry.devices, entry.job.scale_factor)
-
-    def _finish(self, entry: _Running) -> float:
-        rate = self._rate(entry)
-        if rate == 0:
-            return float("inf")
-        return max(self.now, entry.paused_until) + entry.left / rate
-
-    def _advance(self, until: float) -> None:
-        for entry in self.running:
-            worked = max(0.0, until - max(self.now, entry.paused_until))
-            finishes = self._finish(entry) <= until
-            entry.left = 0.0 if finishes else entry.left - worked * self._rate(entry)
-            entry.held += (until - self.now) * entry.devices
-            self.busy += (until - self.now) * entry.devices
-        self.now = until
-        for entry in [e for e in self.running if e.left <= _DONE]:
-            self.running.remove(entry)
-            self._resize(entry, 0)
-            self.outcomes.append(self._outcome(entry))
 
     def _share(self) -> None:
         """Algorithm 1."""
@@ -183,64 +121,18 @@ class _FairShare:
             wanted = fair
             self.running.append(self.waiting.pop(0))
         for entry, share in zip(self.running, wanted, strict=True):
-            self._resize(entry, share)
+            self.resize(entry, (share,))
 
-    def _shares(self, entries: list[_Running]) -> list[int]:
+    def _shares(self, entries: list[Entry]) -> list[int]:
         weights = [entry.job.priority_weight for entry in entries]
-        return fair_shares(weights, [e.job.scale_factor for e in entries], self.capacity)
+        demands = [entry.job.scale_factor for entry in entries]
+        return fair_shares(weights, demands, self.capacity()[0])
 
     def _admit(self) -> None:
         """Static priority: the highest priority first, whole; it waits where it does not fit."""
-        free = self.capacity - sum(entry.devices for entry in self.running)
+        free = self.free()[0]
         while self.waiting and self.waiting[0].job.scale_factor <= free:
             entry = self.waiting.pop(0)
             self.running.append(entry)
-            self._resize(entry, entry.job.scale_factor)
+            self.resize(entry, (entry.job.scale_factor,))
             free -= entry.devices
-
-    def _resize(self, entry: _Running, devices: int) -> None:
-        if devices == entry.devices:
-            return
-        if entry.devices and self.now > entry.since:
-            self.spans.append(
-                Span(
-                    job=entry.job.id, device_type=self.pool.types[0], num_devices=entry.devices,
-                    start_seconds=entry.since, end_seconds=self.now,
-                )
-            )  # fmt: skip
-        if devices and entry.started is None:
-            entry.started = self.now
-        elif devices:
-            entry.resizes += 1
-            entry.paused_until = self.now + self.options.resize_seconds
-        entry.devices, entry.since = devices, self.now
-
-    def _outcome(self, entry: _Running) -> JobOutcome:
-        job = entry.job
-        hourly = None if self.hourly is None else float(self.hourly[0])
-        return JobOutcome(
-            id=job.id,
-            model=job.model,
-            scale_factor=job.scale_factor,
-            priority_weight=job.priority_weight,
-            arrival_seconds=job.arrival_seconds,
-            start_seconds=self.now if entry.started is None else entry.started,
-            finish_seconds=self.now,
-            device_seconds=entry.held,
-            isolated_seconds=entry.alone,
-            slo_seconds=job.slo_seconds,
-            dollars=None if hourly is None else entry.held * hourly / 3600.0,
-            num_restarts=entry.resizes,
-        )
-
-    def result(self) -> Simulation:
-        """What the run leaves behind."""
-        return Simulation(
-            jobs=tuple(self.outcomes),
-            num_devices=dict(self.pool.num_devices),
-            busy_seconds={self.pool.types[0]: self.busy},
-            end_seconds=max((job.finish_seconds for job in self.outcomes), default=0.0),
-            num_rounds=self.events,
-            num_allocations=self.events,
-            spans=tuple(self.spans),
-        )

@@ -2,34 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..schema.errors import ProblemError
-from .outcomes import JobOutcome, Simulation
+from ..schema.simulation import JobOutcome, SimulationMetrics
+from .outcomes import Simulation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metrics:
-    """Figures of one run; times in seconds. Cost is None where prices are unknown."""
-
-    num_jobs: int
-    average_jct_seconds: float
-    median_jct_seconds: float
-    p99_jct_seconds: float
-    max_jct_seconds: float
-    makespan_seconds: float
-    utilisation: float
-    average_queueing_seconds: float
-    median_queueing_seconds: float
-    average_finish_time_fairness: float
-    max_finish_time_fairness: float
-    dollars: float | None
-    num_slos: int
-    num_slo_violations: int
-    num_restarts: int
-
-
-def summarise(run: Simulation, jobs: Sequence[JobOutcome] | None = None) -> Metrics:
+def summarise(run: Simulation, jobs: Sequence[JobOutcome] | None = None) -> SimulationMetrics:
     """Summarise a run.
 
     Args:
@@ -46,7 +25,7 @@ def summarise(run: Simulation, jobs: Sequence[JobOutcome] | None = None) -> Metr
     waits = sorted(job.queueing_seconds for job in jobs)
     unfair = [job.finish_time_fairness for job in jobs]
     costs = [job.dollars for job in jobs if job.dollars is not None]
-    return Metrics(
+    return SimulationMetrics(
         num_jobs=len(jobs),
         average_jct_seconds=_mean(times),
         median_jct_seconds=percentile(times, 50),

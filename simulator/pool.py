@@ -62,6 +62,15 @@ class Pool:
             )
         return rate
 
+    def rate_per_device(self, job: Job) -> tuple[float, ...]:
+        """C_i: mini-batches per second of one of the job's workers on each type.
+
+        An elastic job needs no ``scale_factor`` devices of one type, so a small type counts too.
+        """
+        self.rate(job)
+        known = self._entries[job.model, job.scale_factor].steps_per_second
+        return tuple(known.get(name, 0.0) for name in self.types)
+
     def hourly(self) -> Floats | None:
         """Dollars per hour by type, None where one is unknown [types]."""
         if any(name not in self.dollars_per_hour for name in self.types):

@@ -16,10 +16,11 @@ import numpy as np
 
 from ..schema.errors import ProblemError
 from ..schema.jobs import Job
+from ..schema.simulation import JobOutcome, Span
 from .active import Active
 from .allocators import Allocator
 from .arrivals import Queue
-from .outcomes import JobOutcome, Simulation, Span
+from .outcomes import Simulation
 from .pool import Pool
 from .priorities import NOWHERE, Floats, Ints, choose, choose_by_type, fill_idle, priorities
 
@@ -153,10 +154,10 @@ class _Rounds:
     def _type_order(self) -> list[int]:
         """Fastest first, by the mean rate of the jobs present relative to each one's best."""
         if self.allocator.agnostic:
-            return self.random.permutation(len(self.pool.types)).tolist()
+            return [int(kind) for kind in self.random.permutation(len(self.pool.types))]
         rate = self.active.rate
         relative = (rate / rate.max(axis=0)).sum(axis=1)
-        return np.argsort(-relative, kind="stable").tolist()
+        return [int(kind) for kind in np.argsort(-relative, kind="stable")]
 
     def _run(self, chosen: Ints) -> None:
         active, options = self.active, self.options

@@ -1,0 +1,220 @@
+"""``hetflow simulate``: what a policy and a mechanism would do with a cluster over weeks."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
+
+import typer
+
+from ..schema.errors import HetflowError, ProblemError
+from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json, shows_progress
+
+if TYPE_CHECKING:
+    from ..schema.jobs import Job
+    from ..schema.simulation import SimulationRun
+    from ..simulator import Case
+
+
+def simulate(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            help="Jobs (hetflow.jobs/1), a Gavel .trace, or a kind to draw: continuous-single, "
+            "continuous-multiple, static-single, static-multiple."
+        ),
+    ],
+    throughputs: Annotated[
+        Path, typer.Option(help="Throughputs (hetflow.throughputs/1), or Gavel's JSON table.")
+    ],
+    gpus: Annotated[str | None, typer.Option(help="The pool, e.g. 36xv100,36xp100.")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="A cluster file instead of --gpus; holds prices.")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="las, makespan, fifo_greedy, ...; counts in rounds.")
+    ] = "las",
+    scheduler: Annotated[
+        str,
+        typer.Option(
+            help="rounds, published-rounds, elastic, static-priority, easyscale, "
+            "easyscale-homogeneous or yarn."
+        ),
+    ] = "rounds",
+    agnostic: Annotated[
+        bool, typer.Option("--agnostic", help="Ignore what device types differ in.")
+    ] = False,
+    optimum: Annotated[
+        Literal["vertex", "centre"],
+        typer.Option(help="Which of LAS's optima: a simplex vertex (fast) or the centre."),
+    ] = "vertex",
+    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Draw so many traces, seeds from --seed on.")
+    ] = 1,
+    loads: Annotated[
+        str | None, typer.Option(help="Jobs per hour of drawn traces, e.g. 2,4,5.6.")
+    ] = None,
+    num_jobs: Annotated[int, typer.Option(min=1, help="Of drawn traces.")] = 1000,
+    window: Annotated[
+        str | None, typer.Option(help="Average over jobs FROM:TO of the trace, e.g. 4000:5000.")
+    ] = None,
+    round_seconds: Annotated[float, typer.Option(help="Length of a round.")] = 360.0,
+    restart_seconds: Annotated[
+        float, typer.Option(help="Lost by a job that restarts or is resized.")
+    ] = 0.0,
+    processes: Annotated[int, typer.Option(min=1, help="Sweeps run in so many.")] = 1,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw who held what, and the CDF of JCT (.png, .svg).")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the run with every job here.")
+    ] = None,
+    force: ForceFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """Simulate a cluster in virtual time; the same seed gives the same digits.
+
+    \b
+    hetflow simulate continuous-single --throughputs t.json --gpus 36xv100,36xp100 --loads 4,5.6
+    """
+    from ..schema.files import check_writable
+    from ..simulator import Case
+    from .allocate import _read_throughputs
+    from .problems import read_pool
+
+    for path in (output, plot):
+        if path is not None:
+            check_writable(path, force=force)
+    pool = read_pool(gpus, cluster)
+    prices = {n: t.dollars_per_hour for n, t in pool.device_types.items() if t.dollars_per_hour}
+    base = Case(
+        throughputs=_read_throughputs(throughputs, pairs=False),
+        num_devices=pool.num_devices,
+        dollars_per_hour=prices,
+        scheduler=scheduler,
+        policy=policy,
+        agnostic=agnostic,
+        optimum=optimum,
+        round_seconds=round_seconds,
+        restart_seconds=restart_seconds,
+        seed=seed,
+        window=_window(window),
+        records_spans=plot is not None,
+    )
+    cases = _cases(base, trace, seeds, _numbers(loads), num_jobs)
+    if (plot is not None or output is not None) and len(cases) > 1:
+        raise ProblemError(f"--plot and -o take one run, this sweep has {len(cases)}")
+    runs = _run(cases, trace, processes, with_jobs=output is not None or plot is not None)
+    if plot is not None:
+        _draw(runs[0], plot, force)
+    if output is not None:
+        emit_file(runs[0], output, force=force)
+    _tell(runs, json)
+
+
+def _window(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, colon, last = text.partition(":")
+    if not colon or not first.isdigit() or not last.isdigit() or int(first) >= int(last):
+        raise ProblemError(f"--window {text}: must be FROM:TO such as 4000:5000")
+    return int(first), int(last)
+
+
+def _numbers(text: str | None) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")] if text else []
+    except ValueError:
+        raise ProblemError(f"--loads {text}: must be numbers such as 2,4,5.6") from None
+
+
+def _cases(base: "Case", trace: str, seeds: int, loads: list[float], num_jobs: int) -> "list[Case]":
+    from ..simulator import TraceOptions
+    from ..simulator.draws import TraceKind
+
+    if trace not in get_args(TraceKind):
+        if seeds > 1 or loads:
+            raise ProblemError(
+                "--seeds and --loads are for drawn traces", hint="give a kind, not a file"
+            )
+        return [base]
+    if trace.startswith("continuous") and not loads:
+        raise ProblemError("a continuous trace needs --loads, in jobs per hour")
+    reference = next(iter(base.num_devices))
+    return [
+        replace(
+            base,
+            seed=number,
+            trace=TraceOptions(
+                kind=trace,  # type: ignore[arg-type]
+                num_jobs=num_jobs,
+                jobs_per_hour=load,
+                seed=number,
+                reference_device=reference,
+            ),
+        )
+        for load in loads or [1.0]
+        for number in range(base.seed, base.seed + seeds)
+    ]
+
+
+def _run(
+    cases: "list[Case]", trace: str, processes: int, *, with_jobs: bool
+) -> "list[SimulationRun]":
+    from ..simulator import report, run_case, sweep
+
+    if len(cases) > 1:
+        return list(_watched(sweep(cases, processes), len(cases)))
+    case = cases[0]
+    jobs = None if case.trace is not None else _read_jobs(Path(trace))
+    total = case.trace.num_jobs if case.trace is not None else None
+    if not shows_progress():
+        return [report(case, run_case(case, jobs), trace, with_jobs=with_jobs)]
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("jobs done", total=total)
+        run = run_case(case, jobs, lambda done, _: bar.update(task, completed=done))
+    return [report(case, run, trace, with_jobs=with_jobs)]
+
+
+def _watched(runs: "Iterable[SimulationRun]", total: int) -> "Iterable[SimulationRun]":
+    if not shows_progress():
+        return runs
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(runs, "runs", total=total, console=Console(stderr=True), transient=True)
+
+
+def _read_jobs(path: Path) -> "Iterable[Job]":
+    from ..profilers.importers_gavel import read_gavel_trace
+    from ..schema import files
+    from ..schema.jobs import Jobs
+
+    if path.suffix == ".trace":
+        return read_gavel_trace(path)
+    return files.read(path, Jobs).jobs
+
+
+def _draw(run: "SimulationRun", plot: Path, force: bool) -> None:
+    from ..reports.gantt import simulation_image
+    from ..schema.files import write_bytes
+
+    file_format = plot.suffix.lower().lstrip(".")
+    if file_format not in ("png", "svg"):
+        raise HetflowError(f"--plot {plot}: must end in .png or .svg", hint="rename the output")
+    write_bytes(plot, simulation_image(run, file_format), force=force)
+
+
+def _tell(runs: "list[SimulationRun]", json: bool) -> None:
+    from ..reports.gantt import simulation_table
+    from ..schema.files import to_plain
+
+    if json:
+        plain = [to_plain(run) for run in runs]
+        emit_json(plain[0] if len(plain) == 1 else plain)
+    else:
+        emit(simulation_table(runs))

@@ -1,0 +1,90 @@
+"""Simulated runs as a table, and as a Gantt chart with the CDF of completion times."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..schema.errors import HetflowError
+from ..schema.simulation import SimulationRun, Span
+from .plots import _figure, _rendered
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_HOUR = 3600.0
+
+
+def simulation_table(runs: Sequence[SimulationRun]) -> str:
+    """One line a run: load, seed, completion times, makespan, utilisation, fairness, cost."""
+    heads = ("policy", "load/h", "seed", "jobs", "avg JCT h", "p99 h", "wait h", "makespan h",
+             "util %", "FTF", "cost $", "late")  # fmt: skip
+    rows = [heads, *(_row(run) for run in runs)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
+    lines = ("  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _row(run: SimulationRun) -> tuple[str, ...]:
+    m = run.metrics
+    name = run.policy or run.scheduler
+    return (
+        f"{name}{' (agnostic)' if run.heterogeneity == 'agnostic' else ''}",
+        "-" if run.jobs_per_hour is None else f"{run.jobs_per_hour:g}",
+        str(run.seed),
+        str(m.num_jobs),
+        f"{m.average_jct_seconds / _HOUR:.3f}",
+        f"{m.p99_jct_seconds / _HOUR:.2f}",
+        f"{m.average_queueing_seconds / _HOUR:.3f}",
+        f"{m.makespan_seconds / _HOUR:.2f}",
+        f"{100 * m.utilisation:.1f}",
+        f"{m.average_finish_time_fairness:.3f}",
+        "-" if m.dollars is None else f"{m.dollars:.2f}",
+        f"{m.num_slo_violations}/{m.num_slos}",
+    )
+
+
+def simulation_image(run: SimulationRun, file_format: str) -> bytes:
+    """Who held what over time, and the share of jobs done within a time.
+
+    Args:
+        run: With its spans and jobs.
+        file_format: ``png`` or ``svg``.
+
+    Raises:
+        HetflowError: matplotlib is not installed, or the run keeps no jobs.
+    """
+    if not run.jobs:
+        raise HetflowError("this run keeps no jobs to draw", hint="simulate it with --plot")
+    figure = _figure()
+    upper, lower = figure.subplots(2, 1)
+    _draw_spans(upper, run.spans)
+    upper.set_xlabel("time (h)")
+    upper.set_ylabel("device-type lanes of jobs")
+    times = sorted(job.completion_seconds / _HOUR for job in run.jobs)
+    lower.step(times, [(i + 1) / len(times) for i in range(len(times))], where="post")
+    lower.set_xscale("log")
+    lower.set_xlabel("completion time (h)")
+    lower.set_ylabel("share of jobs")
+    lower.grid(visible=True, which="major", alpha=0.3)
+    return _rendered(figure, file_format)
+
+
+def _draw_spans(axes: "Axes", spans: Sequence[Span]) -> None:
+    lanes = _lanes(spans)
+    colours = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(t for t, _ in lanes))}
+    bars: Any = axes.broken_barh
+    for lane, ((name, _), stretches) in enumerate(lanes.items()):
+        hours = [(start / _HOUR, (end - start) / _HOUR) for start, end in stretches]
+        bars(hours, (lane, 0.9), facecolors=colours[name])
+    axes.set_title(", ".join(f"{colour}: {name}" for name, colour in colours.items()))
+
+
+def _lanes(spans: Sequence[Span]) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """Stretches by device type and job; rounds that follow each other become one."""
+    lanes: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for span in spans:
+        stretches = lanes.setdefault((span.device_type, span.job), [])
+        if stretches and span.start_seconds - stretches[-1][1] <= 1.0:
+            stretches[-1] = (stretches[-1][0], span.end_seconds)
+        else:
+            stretches.append((span.start_seconds, span.end_seconds))
+    return lanes

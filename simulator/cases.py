@@ -1,0 +1,168 @@
+"""One run from its description, and many of them in parallel processes."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..schema.errors import ProblemError
+from ..schema.jobs import Job, Throughputs
+from ..schema.records import nearest
+from ..schema.simulation import SimulationRun
+from .allocators import allocator_named
+from .draws import TraceOptions, draw_jobs
+from .fair_share import FairShareOptions, simulate_fair_share
+from .metrics import summarise
+from .outcomes import Simulation
+from .pool import Pool
+from .proposals import ProposalOptions, simulate_proposals
+from .rounds import RoundOptions, simulate_rounds
+
+SCHEDULERS = (
+    "rounds", "published-rounds", "elastic", "static-priority", "easyscale",
+    "easyscale-homogeneous", "yarn",
+)  # fmt: skip
+_PROPOSALS: dict[str, Literal["heterogeneous", "homogeneous", "yarn"]] = {
+    "easyscale": "heterogeneous", "easyscale-homogeneous": "homogeneous", "yarn": "yarn",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What to simulate. ``trace`` is a recipe, or None where jobs are given to ``run_case``.
+
+    ``policy`` counts for rounds only. ``window`` keeps the metrics to the jobs from one place
+    in the trace up to another (the thesis: 4,000 to 5,000). ``optimum`` says which of several
+    optima LAS takes: ``centre``, the analytic centre, or ``vertex``, from a warm simplex (fast).
+    """
+
+    throughputs: Throughputs
+    num_devices: dict[str, int]
+    dollars_per_hour: dict[str, float] = field(default_factory=dict)
+    trace: TraceOptions | None = None
+    scheduler: str = "rounds"
+    policy: str = "las"
+    agnostic: bool = False
+    optimum: Literal["centre", "vertex"] = "vertex"
+    round_seconds: float = 360.0
+    reset_seconds: float = 1920.0
+    restart_seconds: float = 0.0
+    seed: int = 0
+    window: tuple[int, int] | None = None
+    records_spans: bool = False
+
+    def __post_init__(self) -> None:
+        if self.scheduler not in SCHEDULERS:
+            guess = nearest(self.scheduler, SCHEDULERS)
+            mend = f"did you mean {guess!r}?" if guess else f"known: {', '.join(SCHEDULERS)}"
+            raise ProblemError(f"no scheduler {self.scheduler!r}; {mend}")
+
+
+def run_case(
+    case: Case,
+    jobs: Iterable[Job] | None = None,
+    on_progress: Callable[[int, float], None] | None = None,
+) -> Simulation:
+    """Run a case; the same case gives the same result to the last digit.
+
+    Args:
+        case: What to simulate.
+        jobs: The trace, where the case draws none; may be a stream.
+        on_progress: Called with jobs done and virtual seconds, in rounds.
+
+    Raises:
+        ProblemError: The trace or the case makes no sense.
+    """
+    if jobs is None:
+        if case.trace is None:
+            raise ProblemError("a case needs a trace: jobs, or a recipe to draw them")
+        jobs = draw_jobs(case.trace, case.throughputs)
+    pool = Pool(
+        throughputs=case.throughputs,
+        num_devices=case.num_devices,
+        dollars_per_hour=case.dollars_per_hour,
+    )
+    if case.scheduler in _PROPOSALS:
+        proposals = ProposalOptions(
+            scheduler=_PROPOSALS[case.scheduler], resize_seconds=case.restart_seconds
+        )
+        return simulate_proposals(jobs, pool, proposals)
+    if case.scheduler in ("elastic", "static-priority"):
+        elastic = case.scheduler == "elastic"
+        shares = FairShareOptions(
+            scheduler="elastic" if elastic else "static_priority",
+            resize_seconds=case.restart_seconds,
+        )
+        return simulate_fair_share(jobs, pool, shares)
+    return _in_rounds(case, jobs, pool, on_progress)
+
+
+def _in_rounds(
+    case: Case,
+    jobs: Iterable[Job],
+    pool: Pool,
+    on_progress: Callable[[int, float], None] | None,
+) -> Simulation:
+    published = case.scheduler == "published-rounds"
+    allocator = allocator_named(
+        case.policy,
+        agnostic=case.agnostic,
+        warm=case.optimum == "vertex" and not published,
+        blind=published and case.agnostic,
+        seed=case.seed,
+    )
+    options = RoundOptions(
+        round_seconds=case.round_seconds,
+        reset_seconds=case.reset_seconds,
+        restart_seconds=case.restart_seconds,
+        convention="published" if published else "text",
+        fills_idle=not case.policy.startswith("fifo_"),
+        records_spans=case.records_spans,
+        seed=case.seed,
+    )
+    return simulate_rounds(jobs, pool, allocator, options, on_progress)
+
+
+def report(case: Case, run: Simulation, trace: str, *, with_jobs: bool = False) -> SimulationRun:
+    """A run as a record, its metrics over the case's window.
+
+    Args:
+        case: What was simulated.
+        run: What happened.
+        trace: Name of the trace.
+        with_jobs: Whether to keep every job's outcome.
+    """
+    kept = run.jobs
+    if case.window is not None:
+        arrived = sorted(run.jobs, key=lambda job: job.arrival_seconds)
+        kept = tuple(arrived[case.window[0] : case.window[1]])
+    in_rounds = case.scheduler.endswith("rounds")
+    return SimulationRun(
+        trace=trace,
+        scheduler=case.scheduler,
+        policy=case.policy if in_rounds else None,
+        heterogeneity="agnostic" if case.agnostic else "aware",
+        num_devices=dict(case.num_devices),
+        seed=case.seed,
+        jobs_per_hour=None if case.trace is None else case.trace.jobs_per_hour,
+        num_rounds=run.num_rounds,
+        num_allocations=run.num_allocations,
+        num_failures=run.num_failures,
+        metrics=summarise(run, kept),
+        jobs=run.jobs if with_jobs else (),
+        spans=run.spans if case.records_spans else (),
+    )
+
+
+def sweep(cases: Sequence[Case], processes: int = 1) -> Iterator[SimulationRun]:
+    """Run cases that draw their own traces, in order, in parallel processes where asked."""
+    if processes <= 1 or len(cases) == 1:
+        yield from map(_reported, cases)
+        return
+    with ProcessPoolExecutor(max_workers=min(processes, len(cases))) as executor:
+        yield from executor.map(_reported, cases)
+
+
+def _reported(case: Case) -> SimulationRun:
+    recipe: Any = case.trace
+    return report(case, run_case(case), recipe.kind)

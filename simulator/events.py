@@ -1,0 +1,177 @@
+"""A cluster that changes its mind when a job arrives or finishes, not in rounds."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..schema.jobs import Job
+from ..schema.simulation import JobOutcome, Span
+from .arrivals import Queue
+from .outcomes import Simulation
+from .pool import Pool
+
+Counts = tuple[int, ...]
+_DONE = 1e-9
+
+
+@dataclass(slots=True)
+class Entry:
+    """A job that waits or runs: its devices by type, its rate on them, its steps left."""
+
+    job: Job
+    left: float
+    alone: float
+    counts: Counts
+    rate: float = 0.0
+    started: float | None = None
+    held: list[float] = field(default_factory=list)
+    since: float = 0.0
+    paused_until: float = 0.0
+    resizes: int = 0
+
+    @property
+    def devices(self) -> int:
+        """Devices it holds, of all types."""
+        return sum(self.counts)
+
+
+class EventCluster:
+    """Virtual time, and the books; subclasses say who gets what in ``schedule``."""
+
+    def __init__(self, jobs: Iterable[Job], pool: Pool, resize_seconds: float) -> None:
+        self.queue, self.pool, self.resize_seconds = Queue(jobs), pool, resize_seconds
+        self.none: Counts = (0,) * len(pool.types)
+        self.running: list[Entry] = []
+        self.waiting: list[Entry] = []
+        self.now = 0.0
+        self.busy = [0.0] * len(pool.types)
+        self.outcomes: list[JobOutcome] = []
+        self.spans: list[Span] = []
+        self.events = 0
+        self.hourly = pool.hourly()
+
+    def schedule(self) -> None:
+        """Move jobs between ``waiting`` and ``running`` and ``resize`` them."""
+        raise AssertionError("a mechanism overrides this")
+
+    def rate_of(self, entry: Entry, counts: Counts) -> float:
+        """Steps per second of a job on devices by type."""
+        raise AssertionError("a mechanism overrides this")
+
+    def capacity(self) -> list[int]:
+        """Devices by type that may be used now."""
+        return [int(number) for number in self.pool.capacity]
+
+    def next_change_seconds(self) -> float:
+        """When the capacity changes next; infinite where it never does."""
+        return float("inf")
+
+    def free(self) -> list[int]:
+        """Devices by type that nobody holds."""
+        free = self.capacity()
+        for entry in self.running:
+            free = [left - held for left, held in zip(free, entry.counts, strict=True)]
+        return free
+
+    def run(self) -> Simulation:
+        """Run all jobs to their end."""
+        while self._step():
+            pass
+        return Simulation(
+            jobs=tuple(self.outcomes),
+            num_devices=dict(self.pool.num_devices),
+            busy_seconds=dict(zip(self.pool.types, self.busy, strict=True)),
+            end_seconds=max((job.finish_seconds for job in self.outcomes), default=0.0),
+            num_rounds=self.events,
+            num_allocations=self.events,
+            spans=tuple(self.spans),
+        )
+
+    def _step(self) -> bool:
+        finish = min((self._finish(entry) for entry in self.running), default=float("inf"))
+        until = min(finish, self.queue.next_seconds)
+        if self.running or self.waiting:
+            until = min(until, self.next_change_seconds())
+        if until == float("inf"):
+            return False
+        self._advance(until)
+        self.events += 1
+        self.waiting.extend(self._enter(job) for job in self.queue.until(self.now))
+        self.schedule()
+        return True
+
+    def _enter(self, job: Job) -> Entry:
+        entry = Entry(
+            job, job.steps, 1.0, self.none, held=[0.0] * len(self.none), since=self.now
+        )  # fmt: skip
+        number = len(self.running) + len(self.waiting) + 1
+        rate = self.pool.rate(job)
+        share = self.pool.capacity / number / job.scale_factor
+        share = share / max(1.0, float(share.sum()))
+        entry.alone = job.steps / float(np.dot(rate, share))
+        return entry
+
+    def _finish(self, entry: Entry) -> float:
+        if entry.rate == 0:
+            return float("inf")
+        return max(self.now, entry.paused_until) + entry.left / entry.rate
+
+    def _advance(self, until: float) -> None:
+        for entry in self.running:
+            worked = max(0.0, until - max(self.now, entry.paused_until))
+            ends = self._finish(entry) <= until
+            entry.left = 0.0 if ends else entry.left - worked * entry.rate
+            for kind, number in enumerate(entry.counts):
+                entry.held[kind] += (until - self.now) * number
+                self.busy[kind] += (until - self.now) * number
+        self.now = until
+        done = [entry for entry in self.running if entry.left <= _DONE]
+        self.running = [entry for entry in self.running if entry.left > _DONE]
+        for entry in done:
+            self._close_span(entry)
+            self.outcomes.append(self._outcome(entry))
+
+    def resize(self, entry: Entry, counts: Counts) -> None:
+        """Give a job other devices; it stops for ``resize_seconds`` unless it just starts."""
+        if counts == entry.counts:
+            return
+        self._close_span(entry)
+        if any(counts) and entry.started is None:
+            entry.started = self.now
+        elif any(counts):
+            entry.resizes += 1
+            entry.paused_until = self.now + self.resize_seconds
+        entry.counts, entry.since = counts, self.now
+        entry.rate = self.rate_of(entry, counts) if any(counts) else 0.0
+
+    def _close_span(self, entry: Entry) -> None:
+        if self.now > entry.since:
+            for name, number in zip(self.pool.types, entry.counts, strict=True):
+                if number:
+                    self.spans.append(
+                        Span(
+                            job=entry.job.id,
+                            device_type=name,
+                            num_devices=number,
+                            start_seconds=entry.since,
+                            end_seconds=self.now,
+                        )
+                    )
+
+    def _outcome(self, entry: Entry) -> JobOutcome:
+        job, hourly = entry.job, self.hourly
+        return JobOutcome(
+            id=job.id,
+            model=job.model,
+            scale_factor=job.scale_factor,
+            priority_weight=job.priority_weight,
+            arrival_seconds=job.arrival_seconds,
+            start_seconds=self.now if entry.started is None else entry.started,
+            finish_seconds=self.now,
+            device_seconds=sum(entry.held),
+            isolated_seconds=entry.alone,
+            slo_seconds=job.slo_seconds,
+            dollars=None if hourly is None else float(np.dot(entry.held, hourly)) / 3600.0,
+            num_restarts=entry.resizes,
+        )
