@@ -10,14 +10,15 @@ from .pool import Pool
 from .priorities import NOWHERE, Floats, Ints
 
 _PER_JOB = ("scale", "left", "weight", "isolated", "last_type", "kind")
-_PER_PAIR = ("rate", "received", "share", "deficit", "held")
+_PER_PAIR = ("rate", "relative", "received", "share", "deficit", "held")
 
 
 @dataclass(slots=True)
 class Active:
     """Jobs present in order of arrival.
 
-    ``rate`` steps per second, ``received`` seconds since the last allocation, ``share`` the
+    ``rate`` steps per second, ``relative`` to the job's best, ``received`` seconds since the last
+    allocation, ``share`` the
     allocation X, ``deficit`` seconds lacking, ``held`` seconds in all [types, jobs]; ``left``
     steps to run, ``isolated`` seconds of t^isolated so far, ``last_type`` of the last round,
     ``kind`` the number of the (model, scale factor) [jobs].
@@ -30,6 +31,7 @@ class Active:
     alone: list[float] = field(default_factory=list)
     kinds: dict[tuple[str, int], int] = field(default_factory=dict)
     rate: Floats = field(init=False)
+    relative: Floats = field(init=False)
     received: Floats = field(init=False)
     share: Floats = field(init=False)
     deficit: Floats = field(init=False)
@@ -56,8 +58,10 @@ class Active:
         """Let jobs in; nothing is allocated to them yet."""
         types, number = len(self.pool.types), len(jobs)
         zeros = np.zeros((types, number))
+        rate = np.array([self.pool.rate(job) for job in jobs]).T
         pairs = {
-            "rate": np.array([self.pool.rate(job) for job in jobs]).T,
+            "rate": rate,
+            "relative": rate / rate.max(axis=0),
             "received": np.full((types, number), received_seconds),
             "share": zeros, "deficit": zeros, "held": zeros,
         }  # fmt: skip

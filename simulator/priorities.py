@@ -30,15 +30,18 @@ def priorities(allocation: Floats, received_seconds: Floats, worker_seconds: Flo
     return answer
 
 
-def fill_idle(priority: Floats, rate: Floats) -> Floats:
+def fill_idle(priority: Floats, relative: Floats) -> Floats:
     """Rank pairs without a share behind all others, by speed relative to the job's best.
 
     Devices that would stay idle are then given away all the same; pairs that cannot run get
     minus infinity.
+
+    Args:
+        priority: Priorities [types, jobs].
+        relative: Rates relative to each job's best, 0 where it cannot run [types, jobs].
     """
-    relative = rate / rate.max(axis=0)
-    ranked = np.where(priority > 0, priority, relative - 2.0)
-    answer: Floats = np.where(rate > 0, ranked, -np.inf)
+    answer: Floats = np.where(priority > 0, priority, relative - 2.0)
+    answer[relative <= 0] = -np.inf
     return answer
 
 
@@ -90,10 +93,13 @@ def choose_by_type(
     """
     chosen = np.full(len(scale), NOWHERE, dtype=np.int64)
     for kind in order:
-        open_ = np.flatnonzero((chosen == NOWHERE) & (priority[kind] > -np.inf))
+        open_ = ((chosen == NOWHERE) & (priority[kind] > -np.inf)).nonzero()[0]
+        if int(scale[open_].sum()) <= free[kind]:
+            chosen[open_] = kind
+            continue
         urgency = -priority[kind][open_]
         if ties is None:
-            ranked = open_[np.argsort(urgency, kind="stable")]
+            ranked = open_[urgency.argsort(kind="stable")]
         else:
             ranked = open_[np.lexsort((-ties[kind][open_], urgency))]
         chosen[take(ranked, scale, int(free[kind]))] = kind
@@ -103,18 +109,18 @@ def choose_by_type(
 def take(ranked: Ints, scale: Ints, free: int) -> Ints:
     """Of ranked jobs, each in turn that still fits on ``free`` devices."""
     needs = scale[ranked]
-    fits = int(np.searchsorted(np.cumsum(needs), free, side="right"))
+    total = needs.cumsum()
+    fits = int(total.searchsorted(free, side="right"))
     taken = [ranked[:fits]]
-    if fits == len(ranked):
-        return ranked
-    free -= int(needs[:fits].sum())
+    if fits:
+        free -= int(total[fits - 1])
     start = fits + 1
     while free > 0 and start < len(ranked):
-        offset = int(np.argmax(needs[start:] <= free))
+        offset = int((needs[start:] <= free).argmax())
         place = start + offset
         if needs[place] > free:
             break
         taken.append(ranked[place : place + 1])
         free -= int(needs[place])
         start = place + 1
-    return np.concatenate(taken)
+    return taken[0] if len(taken) == 1 else np.concatenate(taken)

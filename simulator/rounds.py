@@ -142,7 +142,7 @@ class _Rounds:
         active, free = self.active, self.pool.capacity
         ranked = priorities(active.share, active.received, self.worker_seconds)
         if self.options.fills_idle and self.options.convention == "text":
-            ranked = fill_idle(ranked, active.rate)
+            ranked = fill_idle(ranked, active.relative)
         else:
             least = 0.0 if self.options.fills_idle else _ANY_SHARE
             ranked = np.where((active.rate > 0) & (ranked >= least), ranked, -np.inf)
@@ -155,13 +155,13 @@ class _Rounds:
         """Fastest first, by the mean rate of the jobs present relative to each one's best."""
         if self.allocator.agnostic:
             return [int(kind) for kind in self.random.permutation(len(self.pool.types))]
-        rate = self.active.rate
-        relative = (rate / rate.max(axis=0)).sum(axis=1)
-        return [int(kind) for kind in np.argsort(-relative, kind="stable")]
+        speed = self.active.relative.sum(axis=1)
+        order: list[int] = np.argsort(-speed, kind="stable").tolist()
+        return order
 
     def _run(self, chosen: Ints) -> None:
         active, options = self.active, self.options
-        runs = np.flatnonzero(chosen != NOWHERE)
+        runs = (chosen != NOWHERE).nonzero()[0]
         kind = chosen[runs]
         rate = active.rate[kind, runs]
         moved = active.last_type[runs] != kind
@@ -201,7 +201,7 @@ class _Rounds:
 
     def _note(self, runs: Ints, kind: Ints, moved: Ints, seconds: Floats) -> None:
         active = self.active
-        for place in np.flatnonzero(moved).tolist():
+        for place in moved.nonzero()[0].tolist():
             job = int(runs[place])
             if active.started[job] < 0:
                 active.started[job] = self.now
