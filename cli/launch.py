@@ -35,6 +35,13 @@ def launch(
         str | None,
         typer.Option(help="What this host contributes, e.g. 2xV100 [default: its CUDA devices]."),
     ] = None,
+    determinism: Annotated[
+        str,
+        typer.Option(
+            help="What must end in the same bits: none, static (same devices), elastic (any "
+            "mapping), heterogeneous (also unlike types)."
+        ),
+    ] = "none",
     timeout: Annotated[
         int, typer.Option(min=1, help="Seconds that any wait for other workers may take.")
     ] = 600,
@@ -56,7 +63,7 @@ def launch(
     """
     from ..launcher.controller import launch as run
     from ..launcher.controller import plan_commands
-    from ..launcher.lower import lower
+    from ..launcher.lower import check_level, lower
     from ..launcher.request import LaunchRequest, Rendezvous, default_folder
     from ..schema import files
     from ..schema.plan import SplitPlan
@@ -65,7 +72,7 @@ def launch(
     several = nnodes > 1 or node_rank is not None or rdzv_endpoint is not None
     request = LaunchRequest(
         plan=found,
-        config=lower(found, seed),
+        config=lower(found, seed, check_level(determinism)),
         script=(script, *(arguments or [])),
         folder=output or default_folder(found.model),
         force=force,

@@ -138,6 +138,8 @@ def _commands(
         world_size=request.config.world_size,
         timeout_seconds=request.timeout_seconds,
         inherited=os.environ,
+        determinism=request.config.determinism,
+        seed=request.config.seed,
     )
 
 

@@ -4,6 +4,6 @@ The function lives with the runtime, which lowers plans by itself where another 
 (torchrun, srun, Kubernetes) starts the workers.
 """
 
-from ..runtime.lower import lower
+from ..runtime.lower import check_level, lower
 
-__all__ = ["lower"]
+__all__ = ["check_level", "lower"]

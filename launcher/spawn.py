@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import IO
 
 from ..runtime import environment as names
+from ..runtime.pins import pins
+from ..schema.launch import Determinism
 from .devices import Seat
 
 _PR_SET_PDEATHSIG = 1
@@ -50,6 +52,8 @@ def worker_commands(
     world_size: int,
     timeout_seconds: float,
     inherited: Mapping[str, str],
+    determinism: Determinism = "none",
+    seed: int = 0,
 ) -> list[WorkerCommand]:
     """The command of each worker of this host. Pure.
 
@@ -61,6 +65,8 @@ def worker_commands(
         world_size: Workers over all hosts.
         timeout_seconds: Limit of any collective.
         inherited: The environment workers inherit; what it sets for threads and interfaces stays.
+        determinism: The level, which fixes threads and kernels before torch is imported.
+        seed: Seed of the script's own streams, where a level fixes them.
     """
     commands = []
     for local_rank, seat in enumerate(seats):
@@ -81,7 +87,9 @@ def worker_commands(
             names.TIMEOUT: str(int(timeout_seconds)),
             "PYTHONUNBUFFERED": "1",
         }
-        settings |= _device_settings(seat, meeting, inherited)
+        settings |= _device_settings(seat, meeting, inherited) | pins(determinism)
+        if determinism != "none":
+            settings |= {names.DETERMINISM: determinism, names.SEED: str(seed)}
         commands.append(
             WorkerCommand(
                 rank=rank,

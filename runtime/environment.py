@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ..schema import files
 from ..schema.errors import FileError, TargetError
-from ..schema.launch import LaunchConfig
+from ..schema.launch import Determinism, LaunchConfig
 from ..schema.plan import SplitPlan
-from .lower import lower
+from .lower import check_level, lower
 
 PLAN = "HETFLOW_PLAN"
 SLOT = "HETFLOW_SLOT"
@@ -25,6 +25,7 @@ RUN = "HETFLOW_RUN"
 DEVICE_TYPE = "HETFLOW_DEVICE_TYPE"
 FAILURE = "HETFLOW_FAILURE"
 TIMEOUT = "HETFLOW_TIMEOUT"
+DETERMINISM = "HETFLOW_DETERMINISM"
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
@@ -47,6 +48,7 @@ class Start:
     port: int | None = None
     seed: int = 0
     run_folder: Path | None = None
+    determinism: Determinism = "none"
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 
 
@@ -62,8 +64,8 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
     seed = _integer(env, SEED, 0)
     if not env.get(PLAN):
         _refuse_many_without_plan(env)
-        return Start(seed=seed)
-    config, plan = read_plan(Path(env[PLAN]), seed)
+        return Start(seed=seed, determinism=check_level(env.get(DETERMINISM) or "none"))
+    config, plan = read_plan(Path(env[PLAN]), seed, check_level(env.get(DETERMINISM) or "none"))
     rank, world_size, local_rank = _ranks(env)
     if world_size != config.world_size:
         raise TargetError(
@@ -82,16 +84,19 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
         address=address,
         port=port,
         seed=config.seed,
+        determinism=config.determinism,
         run_folder=Path(env[RUN]) if env.get(RUN) else None,
         timeout_seconds=float(_integer(env, TIMEOUT, int(DEFAULT_TIMEOUT_SECONDS))),
     )
 
 
-def read_plan(path: Path, seed: int) -> tuple[LaunchConfig, SplitPlan | None]:
+def read_plan(
+    path: Path, seed: int, determinism: Determinism = "none"
+) -> tuple[LaunchConfig, SplitPlan | None]:
     """Read a plan, lowered, or a launch config as it stands."""
     found = files.read_any(path)
     if isinstance(found, SplitPlan):
-        return lower(found, seed), found
+        return lower(found, seed, determinism), found
     if isinstance(found, LaunchConfig):
         return found, None
     raise FileError(f"{path}: must be hetflow.plan/1 or hetflow.launch/1, got {found.schema}")

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..schema.errors import TargetError
+from .invariant import InvariantSum
 
 BUCKET_BYTES = 25 << 20
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
@@ -24,6 +25,7 @@ class _Bucket:
     """A slice of a flat buffer that is reduced at once."""
 
     flat: Tensor
+    place: tuple[int, int, int]  # which flat buffer, from where, to where
     parameters: list[int] = field(default_factory=list)
     num_ready: int = 0
 
@@ -42,6 +44,8 @@ class GradientReducer:
         group: The process group; None for a single worker, which reduces nothing.
         distributed: Whether to reduce at all; by default whether a group is initialised.
         bucket_bytes: Least size of a bucket, in bytes.
+        invariant: Sums virtual nodes in an order that no mapping changes; then ``enter`` and
+            ``leave`` stand around each pass. By default an ordinary all-reduce.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class GradientReducer:
         *,
         distributed: bool | None = None,
         bucket_bytes: int = BUCKET_BYTES,
+        invariant: InvariantSum | None = None,
     ) -> None:
         named = (
             dict(parameters)
@@ -62,7 +67,9 @@ class GradientReducer:
         self._group = group
         initialised = dist.is_available() and dist.is_initialized()
         self._distributed = initialised if distributed is None else distributed
-        self._keeps_carried = not self._distributed or dist.get_rank(group) == 0
+        self._invariant = invariant
+        first = dist.get_rank(group) == 0 if self._distributed and invariant is None else True
+        self._keeps_carried = invariant.holds_first if invariant is not None else first
         self._bucket_bytes = bucket_bytes
         self._layout: tuple[object, ...] = ()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -99,6 +106,8 @@ class GradientReducer:
         self._works.clear()
         self._carried.clear()
         self._num_launched = 0
+        if self._invariant is not None:
+            self._invariant.begin()
         with torch.no_grad():
             for index, view in self._views.items():
                 self._attach(index, view)
@@ -115,6 +124,16 @@ class GradientReducer:
                 view.copy_(parameter.grad)
         parameter.grad = view
 
+    def enter(self, node: int) -> None:
+        """A virtual node's pass begins."""
+        if self._invariant is not None:
+            self._invariant.enter(node)
+
+    def leave(self) -> None:
+        """The pass has ended."""
+        if self._invariant is not None:
+            self._invariant.leave()
+
     def arm(self, *, defer_last: bool = False) -> None:
         """Let the next backward reduce buckets as they fill.
 
@@ -123,6 +142,8 @@ class GradientReducer:
                 gradient is ready at the end of its stretched pass, not of the real one.
         """
         self._armed = self._distributed
+        if self._invariant is not None:
+            self._armed = self._armed and self._invariant.in_last_turn
         self._defer_last = defer_last
         self._fired.clear()
         for bucket in self._buckets:
@@ -131,7 +152,9 @@ class GradientReducer:
     def launch_rest(self) -> None:
         """Reduce the buckets that the last backward did not."""
         self._armed = False
-        if self._distributed:
+        if self._invariant is not None:
+            self._invariant.settle()
+        if self._distributed or self._invariant is not None:
             while self._num_launched < len(self._buckets):
                 self._launch_next()
 
@@ -140,6 +163,8 @@ class GradientReducer:
         for work in self._works:
             work.wait()
         self._works.clear()
+        if self._invariant is not None:
+            self._invariant.wait()
 
     def finish(self) -> None:
         """Reduce what is left and wait: afterwards gradients are the sums over all workers."""
@@ -196,13 +221,17 @@ class GradientReducer:
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
         for (dtype, device), members in kinds.items():
             self._lay_out(members, dtype, device)
+        if self._invariant is not None:
+            self._invariant.allocate(self.flats)
         for index in self._views:
             hook = self._parameters[index].register_post_accumulate_grad_hook(self._hook(index))
             self._handles.append(hook)
 
     def _lay_out(self, members: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         total = sum(self._parameters[index].numel() for index in members)
-        flat = torch.zeros(total, dtype=dtype, device=device)
+        # Buckets end at multiples of this; what is cut off goes with the next one.
+        unit = self._invariant.alignment if self._invariant is not None else 1
+        flat = torch.zeros(-(-total // unit) * unit, dtype=dtype, device=device)
         self.flats.append(flat)
         start, offset = 0, 0
         bucket: list[int] = []
@@ -212,16 +241,18 @@ class GradientReducer:
             bucket.append(index)
             offset += parameter.numel()
             if (offset - start) * flat.element_size() >= self._bucket_bytes or offset == total:
-                self._add_bucket(flat[start:offset], bucket)
-                start, bucket = offset, []
+                end = len(flat) if offset == total else offset // unit * unit
+                self._add_bucket(flat, start, end, bucket)
+                start, bucket = end, []
 
-    def _add_bucket(self, flat: Tensor, members: list[int]) -> None:
-        if not flat.numel():
+    def _add_bucket(self, whole: Tensor, start: int, end: int, members: list[int]) -> None:
+        if start == end:
             return
+        flat = whole[start:end]
         for index in members:
             self._bucket_of[index] = len(self._buckets)
         real = torch.view_as_real(flat) if flat.is_complex() else flat
-        self._buckets.append(_Bucket(flat=real, parameters=members))
+        self._buckets.append(_Bucket(real, (len(self.flats) - 1, start, end), members))
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         def fired(_: Tensor) -> None:
@@ -254,6 +285,9 @@ class GradientReducer:
     def _launch_next(self) -> None:
         bucket = self._buckets[self._num_launched]
         self._num_launched += 1
+        if self._invariant is not None:
+            self._invariant.launch(*bucket.place)
+            return
         work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         if work is not None:
             self._works.append(work)

@@ -134,7 +134,7 @@ def _own_type(start: Start) -> str | None:
 def _device_of(slot: WorkerSlot, start: Start, asked: torch.device | None) -> torch.device:
     if asked is not None:
         return asked
-    if _base_type(slot.device_type, start.config) == "cpu":
+    if base_type(slot.device_type, start.config) == "cpu":
         return torch.device("cpu")
     index = _cuda_index(start)
     if index is None:
@@ -145,7 +145,7 @@ def _device_of(slot: WorkerSlot, start: Start, asked: torch.device | None) -> to
     return torch.device("cuda", index)
 
 
-def _base_type(device_type: str, config: LaunchConfig | None) -> str:
+def base_type(device_type: str, config: LaunchConfig | None) -> str:
     """The real type behind an emulated one."""
     for device in config.emulated if config else ():
         if device.device_type == device_type:

@@ -12,10 +12,12 @@ from torch.utils.data import DataLoader
 from ..schema.errors import TargetError
 from .buffers import VirtualNodeBuffers
 from .data import Batch, Pass, PassSampler, check_loader, epoch_order, feed, pass_loader
+from .determinism import apply_level, check_level, is_invariant
 from .emulation import PassHolder
 from .environment import read_environment
 from .gradients import GradientReducer
 from .group import Place, join
+from .invariant import InvariantSum
 from .measurements import StepClock
 from .setup import broadcast_state, check_model, named_parameters, place_model
 from .streams import seed_streams
@@ -54,6 +56,8 @@ def prepare(
     check_model(model)
     start = read_environment()
     place = join(start, place_model(model, start.config, device))
+    check_level(model, start.determinism, place)
+    apply_level(start.determinism)
     return Job(model, optimizer, place, seed=start.seed if seed is None else seed, overlap=overlap)
 
 
@@ -82,13 +86,15 @@ class Job:
         self._last_loss: Tensor | None = None
         self._parameters = named_parameters(model, optimizer)
         broadcast_state(model, optimizer, self._parameters, place)
-        self._reducer = GradientReducer(self._parameters, distributed=place.distributed)
-        self._totals = StepTotals(self._reducer, place)
         self._clock = StepClock(place.device)
         self._holder = _holder_of(place)
         config, slot = place.start.config, place.slot
         self._batch_sizes = _batch_sizes(place)
         self._local = [node.index for node in slot.virtual_nodes] if slot else [0]
+        self._reducer = GradientReducer(
+            self._parameters, distributed=place.distributed, invariant=_invariant_of(place)
+        )
+        self._totals = StepTotals(self._reducer, place, len(self._batch_sizes) or 1)
         self._global_batch_size = config.global_batch_size if config else None
         self._buffers = VirtualNodeBuffers(model, self._local, self._batch_sizes or (1,))
         self._loaders: dict[int, tuple[DataLoader[Any], PassSampler, DataLoader[Any]]] = {}
@@ -207,14 +213,16 @@ class Job:
         began = self._clock.begin_pass()
         with self._holder.hold(item.num_samples) if self._holder else nullcontext():
             self._buffers.load(item.virtual_node)
+            self._reducer.enter(item.virtual_node)
             seed_streams(self._seed, "pass", self.num_steps, item.virtual_node)
             answer = function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
-            scaled = self._totals.add(answer, item.num_samples)
+            scaled = self._totals.add(answer, item.num_samples, item.virtual_node)
             if last and self._overlap:
                 self._reducer.arm(defer_last=self._holder is not None)
             if scaled is not None:
                 (scaler.scale(scaled) if scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
             self._buffers.save(item.virtual_node)
+            self._reducer.leave()
         self._clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
 
     def sync_buffers(self) -> None:
@@ -290,6 +298,16 @@ def _holder_of(place: Place) -> PassHolder | None:
         if device.device_type == slot.device_type:
             return PassHolder.of(device)
     return None
+
+
+def _invariant_of(place: Place) -> InvariantSum | None:
+    config = place.start.config
+    if config is None or not is_invariant(config.determinism):
+        return None
+    holdings = [[node.index for node in slot.virtual_nodes] for slot in config.workers]
+    if any(nodes != sorted(nodes) for nodes in holdings):
+        raise TargetError("a worker must run its virtual nodes in order of their index")
+    return InvariantSum(holdings, place.rank)
 
 
 def _batch_sizes(place: Place) -> tuple[int, ...]:

@@ -1,12 +1,26 @@
 """Lower a plan: its groups in order become ranks, its virtual nodes are numbered in order."""
 
 from itertools import count
+from typing import cast, get_args
 
-from ..schema.launch import LaunchConfig, VirtualNode, WorkerSlot
+from ..schema.errors import ProblemError
+from ..schema.launch import Determinism, LaunchConfig, VirtualNode, WorkerSlot
 from ..schema.plan import SplitPlan
 
 
-def lower(plan: SplitPlan, seed: int = 0) -> LaunchConfig:
+def check_level(name: str) -> Determinism:
+    """A level of determinism by its name.
+
+    Raises:
+        ProblemError: There is no such level.
+    """
+    levels = get_args(Determinism)
+    if name not in levels:
+        raise ProblemError(f"determinism must be one of {', '.join(levels)}, got {name!r}")
+    return cast(Determinism, name)
+
+
+def lower(plan: SplitPlan, seed: int = 0, determinism: Determinism = "none") -> LaunchConfig:
     """Turn a split plan into who runs what.
 
     Pure: the same plan and seed give the same config. Virtual node 0 is the first of rank 0,
@@ -15,6 +29,7 @@ def lower(plan: SplitPlan, seed: int = 0) -> LaunchConfig:
     Args:
         plan: The split of the global batch.
         seed: Seed of every random stream of the run.
+        determinism: What must end in the same bits (runtime/determinism.py).
     """
     rank, index = count(), count()
     workers = tuple(
@@ -35,4 +50,5 @@ def lower(plan: SplitPlan, seed: int = 0) -> LaunchConfig:
         workers=workers,
         seed=seed,
         emulated=plan.emulated,
+        determinism=determinism,
     )

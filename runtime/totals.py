@@ -4,9 +4,13 @@ Each pass's mean loss is scaled by its share before backward, so the summed grad
 over the global batch (VirtualFlow 5.2). Where the script gives weights (tokens), their total is
 not known until all workers are done: shares are then of a power of two near the last step's
 total, and the gradients are scaled once at the end.
+
+Losses and weights travel per virtual node (zeros from all but its holder) and are added up in
+order of virtual nodes, so the mapping does not change their bits.
 """
 
 import math
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,32 +21,35 @@ from ..schema.errors import TargetError
 from .gradients import GradientReducer
 from .group import Place
 
-_LOSS, _WEIGHT, _WEIGHTED, _NUM_SUMS = 0, 1, 2, 3
+# Places in the vector that is summed; the losses and weights of all virtual nodes follow.
+_WEIGHTED, _STOP, _NODES = 0, 1, 2
 
 
 class StepTotals:
     """Weigh the passes of a step and combine them over the workers."""
 
-    def __init__(self, reducer: GradientReducer, place: Place) -> None:
+    def __init__(self, reducer: GradientReducer, place: Place, num_nodes: int = 1) -> None:
         self._reducer, self._place = reducer, place
+        self._num_nodes = num_nodes
+        self.wants_stop = False
+        self._stops: Tensor | None = None
         self._num_samples = 0
         self._share_of = 1.0
         self._weighted: bool | None = None
         self._last_weight: Tensor | None = None
-        self._loss = torch.zeros((), dtype=torch.float64)
-        self._weight = 0.0
+        self._losses: dict[int, Tensor] = {}
+        self._weights: dict[int, float] = {}
 
     def begin(self, num_samples: int) -> None:
         """Start a step over ``num_samples`` samples in all."""
         self._num_samples = num_samples
         self._weighted = None
-        self._loss = torch.zeros((), dtype=torch.float64, device=self._place.device)
-        self._weight = 0.0
+        self._losses, self._weights = {}, {}
         # The sum that shares are taken of: equal on all workers before any weight is known.
         guess = float(self._last_weight) if self._last_weight is not None else float(num_samples)
         self._share_of = 2.0 ** round(math.log2(guess)) if guess > 0 else 1.0
 
-    def add(self, answer: Any, num_samples: int) -> Tensor | None:
+    def add(self, answer: Any, num_samples: int, node: int = 0) -> Tensor | None:
         """Take a pass's loss; return what to call backward on, or None for a pass of weight 0."""
         loss, weight = _loss_and_weight(answer)
         weighted = weight is not None
@@ -52,8 +59,8 @@ class StepTotals:
         own = float(num_samples) if weight is None else weight
         if own == 0:
             return None
-        self._weight += own
-        self._loss = self._loss + loss.detach().double() * own
+        self._weights[node] = own
+        self._losses[node] = loss.detach().double() * own
         if weighted and self._reducer.carried:
             raise TargetError(
                 "gradients of an earlier step are still there, and this loss has weights",
@@ -77,29 +84,51 @@ class StepTotals:
         return self._mean(sums)
 
     def _own_sums(self, unused: "list[int] | tuple[()]") -> Tensor:
-        """(loss * weight, weight, weighted?, then per parameter whether a pass used it)."""
+        """(weighted?, stop?, losses * weights, weights, per parameter whether a pass used it)."""
         number = self._reducer.num_parameters if self._place.distributed else 0
-        flags = torch.ones(_NUM_SUMS + number, dtype=torch.float64)
-        flags[_WEIGHT], flags[_WEIGHTED] = self._weight, float(bool(self._weighted))
+        nodes = self._num_nodes
+        flags = [0.0] * (_NODES + 2 * nodes) + [1.0] * number
+        flags[_WEIGHTED], flags[_STOP] = float(bool(self._weighted)), float(self.wants_stop)
+        for node, weight in self._weights.items():
+            flags[_NODES + nodes + node] = weight
         for index in unused:
-            flags[_NUM_SUMS + index] = 0.0
-        sums = flags.to(self._place.device, non_blocking=True)
-        sums[_LOSS] = self._loss
+            flags[_NODES + 2 * nodes + index] = 0.0
+        host = torch.tensor(flags, dtype=torch.float64)
+        sums = host.to(self._place.device, non_blocking=True)
+        for node, loss in self._losses.items():
+            sums[_NODES + node] = loss
         return sums
 
     def _drop_unused_anywhere(self, unused: list[int], sums: Tensor) -> None:
         """Plain PyTorch leaves gradients of unused parameters at None, so optimizers skip them."""
         if unused:
-            used = sums[_NUM_SUMS:].tolist()
+            used = sums[_NODES + 2 * self._num_nodes :].tolist()
             self._reducer.drop(index for index in unused if not used[index])
 
     def _mean(self, sums: Tensor) -> Tensor:
         # A worker without samples does not know whether the others gave weights; it asks.
         weighted = bool(sums[_WEIGHTED] > 0) if self._weighted is None else self._weighted
+        losses, weights = sums[_NODES : _NODES + 2 * self._num_nodes].view(2, -1).unbind()
+        weight = reduce(torch.add, weights.unbind())
+        self._stops = sums[_STOP]
         if weighted:
-            self._last_weight = sums[_WEIGHT].clone()
-            self._reducer.scale(self._share_of / sums[_WEIGHT])
-        return sums[_LOSS] / sums[_WEIGHT]
+            self._last_weight = weight.clone()
+            self._reducer.scale(self._share_of / weight)
+        return reduce(torch.add, losses.unbind()) / weight
+
+    @property
+    def all_stop(self) -> bool:
+        """Whether some worker wanted to stop when the last step ended; waits for the device."""
+        return self._stops is not None and bool(self._stops > 0)
+
+    @property
+    def last_weight(self) -> float | None:
+        """The total weight of the last step, where the script gives weights."""
+        return None if self._last_weight is None else float(self._last_weight)
+
+    @last_weight.setter
+    def last_weight(self, weight: float | None) -> None:
+        self._last_weight = None if weight is None else torch.tensor(weight, dtype=torch.float64)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor in place over the workers."""

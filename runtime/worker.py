@@ -17,7 +17,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from .environment import FAILURE
+from .environment import DETERMINISM, FAILURE, SEED
 
 _OF_THE_GROUP = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _PEER_LOST = ("connection reset", "connection closed", "broken pipe", "gloo", "nccl")
@@ -35,6 +35,7 @@ def main(arguments: list[str]) -> None:
     code = [0]
     # Registered first, so it runs last: after everything the script registered.
     atexit.register(_leave_at_once_if_failed, code)
+    _seed_script()
     try:
         if arguments[0] == "-m":
             _run_module(arguments[1:])
@@ -50,6 +51,14 @@ def main(arguments: list[str]) -> None:
         _print(error)
     if code[0]:
         sys.exit(code[0])
+
+
+def _seed_script() -> None:
+    """Where a determinism level is asked for, the script's own draws are fixed as well."""
+    if os.environ.get(DETERMINISM):
+        from .streams import seed_streams
+
+        seed_streams(int(os.environ.get(SEED) or 0), "script")
 
 
 def _run_file(arguments: list[str]) -> None:

@@ -6,6 +6,8 @@ from .errors import ProblemError
 from .plan import EmulatedDevice
 from .records import Count, Index, Name, record, register_keys
 
+Determinism = Literal["none", "static", "elastic", "heterogeneous"]
+
 
 @record
 class VirtualNode:
@@ -38,6 +40,7 @@ class LaunchConfig:
     workers: tuple[WorkerSlot, ...]
     seed: Index = 0
     emulated: tuple[EmulatedDevice, ...] = ()
+    determinism: Determinism = "none"
 
     def __post_init__(self) -> None:
         if [slot.rank for slot in self.workers] != list(range(len(self.workers))):

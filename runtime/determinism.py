@@ -1,0 +1,175 @@
+"""The levels of determinism (EasyScale 3.3): what each fixes, and what cannot be promised.
+
+- static: the same devices give the same bits (their D0).
+- elastic: so does every mapping of the same virtual nodes onto devices of one type (D0 + D1).
+- heterogeneous: also onto unlike types, where no operator chooses its kernel by the device (D2).
+
+What no setting can hold is named before training starts, and refused.
+"""
+
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..schema.errors import TargetError
+from ..schema.launch import Determinism, LaunchConfig
+from .group import Place, base_type
+from .pins import missing_pins
+
+# From the list in torch.use_deterministic_algorithms: no deterministic backward on CUDA.
+_NO_DETERMINISTIC_CUDA = (
+    nn.AvgPool3d,
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
+    nn.AdaptiveMaxPool2d,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+    nn.MaxUnpool1d,
+    nn.MaxUnpool2d,
+    nn.MaxUnpool3d,
+    nn.ReflectionPad1d,
+    nn.ReflectionPad2d,
+    nn.ReflectionPad3d,
+    nn.CTCLoss,
+    nn.NLLLoss,
+)
+_INTERPOLATES = ("linear", "bilinear", "bicubic", "trilinear")
+# Elementwise or copying: one rounding per element, whatever the device.
+_SAME_ANYWHERE = (
+    nn.Identity,
+    nn.Flatten,
+    nn.Unflatten,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.LeakyReLU,
+    nn.Hardtanh,
+    nn.Embedding,
+    nn.ZeroPad2d,
+    nn.ConstantPad1d,
+    nn.ConstantPad2d,
+    nn.PixelShuffle,
+)
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """An operator that prevents a level. ``reason`` says how."""
+
+    name: str
+    kind: str
+    reason: str
+
+
+def is_invariant(level: Determinism) -> bool:
+    """Whether sums must not depend on the mapping."""
+    return level in ("elastic", "heterogeneous")
+
+
+def device_types_of(config: LaunchConfig | None, device: torch.device) -> set[str]:
+    """The real device types of a launch; emulated ones count as what they run on."""
+    if config is None:
+        return {device.type}
+    return {base_type(slot.device_type, config) for slot in config.workers}
+
+
+def scan(model: nn.Module, level: Determinism, types: Collection[str]) -> list[Obstacle]:
+    """The model's operators that prevent a level on these device types.
+
+    A scan of modules, as EasyScale's: operators that a ``forward`` calls by itself are not seen.
+    On CUDA torch refuses those without a deterministic form when they run.
+
+    Args:
+        model: The model to train.
+        level: The level asked for.
+        types: Real device types, such as ``cpu`` or ``V100``.
+    """
+    if level == "none":
+        return []
+    found: list[Obstacle] = []
+    if any(kind != "cpu" for kind in types):
+        found += _without_deterministic_form(model)
+    if level == "heterogeneous" and len(set(types)) > 1:
+        found += _choosing_by_device(model)
+    return found
+
+
+def _without_deterministic_form(model: nn.Module) -> Iterator[Obstacle]:
+    for name, module in model.named_modules():
+        interpolates = isinstance(module, nn.Upsample) and module.mode in _INTERPOLATES
+        picks_max = isinstance(module, nn.EmbeddingBag) and module.mode == "max"
+        if isinstance(module, _NO_DETERMINISTIC_CUDA) or interpolates or picks_max:
+            yield Obstacle(name, type(module).__name__, "has no deterministic backward on CUDA")
+
+
+def _choosing_by_device(model: nn.Module) -> Iterator[Obstacle]:
+    for name, module in model.named_modules():
+        is_leaf = next(module.children(), None) is None
+        if is_leaf and not isinstance(module, _SAME_ANYWHERE):
+            reason = "runs kernels that torch chooses by device type"
+            yield Obstacle(name, type(module).__name__, reason)
+
+
+def check_level(model: nn.Module, level: Determinism, place: Place) -> None:
+    """Refuse a level that this model cannot hold on these devices, or that was not set up.
+
+    Raises:
+        TargetError: Names the first operators and what to change.
+    """
+    if level == "none":
+        return
+    types = device_types_of(place.start.config, place.device)
+    obstacles = scan(model, level, types)
+    if obstacles:
+        raise _refusal(level, types, obstacles)
+    absent = missing_pins(level, os.environ)
+    if absent:
+        settings = " ".join(f"{name}={value}" for name, value in absent.items())
+        raise TargetError(
+            f"determinism {level} needs settings that were not there when this process started",
+            hint=f"start with `hetflow launch --determinism {level}`, or export {settings}",
+        )
+    if level == "heterogeneous" and "cpu" in types:
+        _check_capability()
+
+
+def _refusal(level: Determinism, types: Collection[str], obstacles: list[Obstacle]) -> TargetError:
+    first = obstacles[0]
+    alike = [o for o in obstacles if o.reason == first.reason]
+    names = ", ".join(f"{o.name or 'the model'} ({o.kind})" for o in alike[:_SHOWN])
+    more = f" and {len(alike) - _SHOWN} more" if len(alike) > _SHOWN else ""
+    on = " and ".join(sorted(types))
+    across = len(set(types)) > 1 and level == "heterogeneous"
+    mend = "use devices of one type with --determinism elastic"
+    return TargetError(
+        f"determinism {level} cannot hold on {on}: {names}{more}: {first.reason}",
+        hint=mend if across else "replace the operator, or use --determinism none",
+    )
+
+
+def _check_capability() -> None:
+    found = torch.backends.cpu.get_cpu_capability()
+    if found != "AVX2":
+        raise TargetError(
+            f"determinism heterogeneous needs AVX2 kernels on every CPU, here torch has {found}",
+            hint="use x86 CPUs from 2013 on, or --determinism elastic on one CPU type",
+        )
+
+
+def apply_level(level: Determinism) -> None:
+    """Choose torch's deterministic algorithms for this process. ``none`` changes nothing."""
+    if level == "none":
+        return
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.deterministic = True
+    if level != "heterogeneous":
+        return
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    # oneDNN cuts its sums by the sizes of caches; the native kernels do not.
+    torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]

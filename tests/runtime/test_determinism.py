@@ -1,0 +1,168 @@
+"""Levels of determinism: the tree of sums, refusals, and one digest over mappings."""
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from hetflow.runtime.determinism import check_level, scan
+from hetflow.runtime.environment import Start
+from hetflow.runtime.group import Place
+from hetflow.runtime.invariant import InvariantSum, Subtree, turns_of
+from hetflow.runtime.lower import check_level as check_name
+from hetflow.runtime.pins import pins
+from hetflow.schema.errors import ProblemError, TargetError
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "digest_table.py"
+spec = importlib.util.spec_from_file_location("digest_table", BENCHMARK)
+digest_table = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(digest_table)
+
+# How a sum was made, as nested pairs: floats cannot tell, and need not here.
+Term = object
+
+
+def tree_of(start: int, level: int, num_leaves: int) -> Term:
+    """The aligned tree over the leaves from ``start``, from its definition."""
+    if level == 0:
+        return start if start < num_leaves else None
+    left = tree_of(start, level - 1, num_leaves)
+    right = tree_of(start + (1 << (level - 1)), level - 1, num_leaves)
+    return left if right is None else (left, right)
+
+
+def run_turns(nodes: Sequence[int], num_leaves: int) -> list[tuple[Subtree, Term]]:
+    """A worker's step on symbols instead of tensors."""
+    turns, trees = turns_of(nodes, num_leaves)
+    running: Term = None
+    spares: list[Term] = []
+    for turn in turns:
+        if turn.spills:
+            spares.append(running)
+            running = None
+        running = turn.node if running is None else (running, turn.node)
+        for _ in range(turn.num_merges):
+            running = (spares.pop(), running)
+    return list(zip(trees, [*spares, running], strict=True))
+
+
+@given(st.integers(1, 40), st.data())
+@settings(deadline=None, derandomize=True)
+def test_every_mapping_makes_the_branches_of_one_tree(num_leaves: int, data: st.DataObject) -> None:
+    holders = data.draw(st.lists(st.integers(0, 4), min_size=num_leaves, max_size=num_leaves))
+    for holder in set(holders):
+        nodes = [node for node in range(num_leaves) if holders[node] == holder]
+        for tree, term in run_turns(nodes, num_leaves):
+            assert term == tree_of(tree.start, tree.level, num_leaves)
+
+
+def test_one_device_keeps_at_most_log2_of_its_nodes_spares() -> None:
+    for nodes in (1, 2, 3, 4, 8, 16, 64):
+        assert InvariantSum([range(nodes)], 0).num_spares <= max(nodes - 1, 0).bit_length() - (
+            nodes > 1
+        )
+
+
+@pytest.mark.parametrize("num_leaves", [1, 2, 5, 8])
+def test_the_buffer_ends_with_the_tree_sum(num_leaves: int) -> None:
+    torch.manual_seed(0)
+    gradients = torch.randn(num_leaves, 4) * 10 ** torch.randint(-6, 6, (num_leaves, 4))
+    flat, sums = torch.zeros(4), InvariantSum([range(num_leaves)], 0)
+    sums.allocate([flat])
+    for _ in range(2):
+        sums.begin()
+        flat.zero_()
+        for node, gradient in enumerate(gradients):
+            sums.enter(node)
+            flat += gradient
+            sums.leave()
+        sums.settle()
+        sums.launch(0, 0, 4)
+        sums.wait()
+
+    def add(term: Term) -> torch.Tensor:
+        return add(term[0]) + add(term[1]) if isinstance(term, tuple) else gradients[term]
+
+    assert torch.equal(flat, add(tree_of(0, 3, num_leaves)))
+
+
+def test_virtual_nodes_without_samples_count_as_zero() -> None:
+    flat, sums = torch.zeros(2), InvariantSum([range(6)], 0)
+    sums.allocate([flat])
+    sums.begin()
+    for node in (1, 2):
+        sums.enter(node)
+        flat += node
+        sums.leave()
+    assert not sums.in_last_turn
+    sums.settle()
+    sums.launch(0, 0, 2)
+    assert flat.tolist() == [3.0, 3.0]
+
+
+def test_scan_names_what_prevents_a_level() -> None:
+    model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    assert scan(model, "heterogeneous", ["cpu"]) == []
+    assert [o.name for o in scan(model, "elastic", ["V100"])] == ["3"]
+    unlike = {o.name for o in scan(model, "heterogeneous", ["V100", "P100"])}
+    assert unlike == {"1", "3"}
+    assert scan(model, "none", ["V100", "P100"]) == []
+
+
+def test_a_level_without_its_settings_says_what_to_export(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(start=Start(), slot=None, device=torch.device("cpu"))
+    for name, value in pins("elastic").items():
+        monkeypatch.setenv(name, value)
+    check_level(nn.Linear(2, 2), "elastic", place)
+    monkeypatch.delenv("PYTHONHASHSEED")
+    with pytest.raises(TargetError) as caught:
+        check_level(nn.Linear(2, 2), "elastic", place)
+    assert "export PYTHONHASHSEED=0" in caught.value.hint
+
+
+def test_an_obstacle_is_one_line_with_a_way_out() -> None:
+    place = Place(start=Start(), slot=None, device=torch.device("cuda", 0))
+    model = nn.Sequential(*(nn.ReflectionPad2d(1) for _ in range(5)))
+    with pytest.raises(TargetError, match=r"0 \(ReflectionPad2d\), 1 .* and 2 more: has no") as e:
+        check_level(model, "static", place)
+    assert "\n" not in e.value.message
+    assert "replace the operator" in e.value.hint
+
+
+def test_an_unknown_level_is_refused() -> None:
+    with pytest.raises(ProblemError, match="must be one of none, static, elastic, hetero"):
+        check_name("exact")
+
+
+def digests(names: Sequence[str], level: str, folder: Path) -> list[dict[str, str]]:
+    return [
+        digest_table.launch(digest_table.MAPPINGS[name], level, folder / name.replace(" ", ""))
+        for name in names
+    ]
+
+
+def test_elastic_gives_one_digest_on_one_worker_and_on_unlike_ones(tmp_path: Path) -> None:
+    first, second = digests(["1 worker", "2 types"], "elastic", tmp_path)
+    assert set(first) == {"CNN", "transformer", "embeddings"}
+    assert first == second
+
+
+@pytest.mark.slow
+def test_elastic_gives_one_digest_on_every_mapping(tmp_path: Path) -> None:
+    found = digests(list(digest_table.MAPPINGS), "elastic", tmp_path)
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.slow
+def test_static_repeats_itself_and_heterogeneous_holds_on_every_mapping(tmp_path: Path) -> None:
+    again = [digests(["3 uneven"], "static", tmp_path / str(n))[0] for n in range(2)]
+    assert again[0] == again[1]
+    alone = digests(["1 worker"], "static", tmp_path / "alone")[0]
+    assert alone["transformer"] != again[0]["transformer"]
+    found = digests(["1 worker", "3 uneven", "2 types"], "heterogeneous", tmp_path / "hetero")
+    assert all(each == found[0] for each in found)
