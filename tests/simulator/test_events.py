@@ -1,0 +1,137 @@
+"""Elastic fair sharing (VirtualFlow algorithm 1) and EasyScale's proposals."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetflow.schema.errors import HetflowError
+from hetflow.schema.jobs import Job, Throughputs
+from hetflow.simulator import (
+    FairShareOptions,
+    Pool,
+    ProposalOptions,
+    simulate_fair_share,
+    simulate_proposals,
+)
+from hetflow.simulator.fair_share import fair_shares
+from hetflow.simulator.proposals import est_rate
+
+MakeJob = Callable[..., Job]
+
+
+@pytest.fixture
+def single(table: Throughputs) -> Pool:
+    return Pool(throughputs=table, num_devices={"fast": 4})
+
+
+def test_shares_follow_weights_and_demands() -> None:
+    assert fair_shares([1, 1], [4, 4], 4) == [2, 2]
+    assert fair_shares([1, 3], [4, 4], 4) == [1, 3]
+    assert fair_shares([1, 10], [4, 2], 4) == [2, 2]  # what one cannot use goes to the other
+    assert fair_shares([10, 1], [4, 4], 4) == [3, 1]  # everybody gets at least one
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(
+    st.lists(st.tuples(st.floats(0.1, 10), st.integers(1, 8)), min_size=1, max_size=10),
+    st.integers(1, 16),
+)
+def test_shares_fit_and_waste_nothing(jobs: list[tuple[float, int]], free: int) -> None:
+    demands = [demand for _, demand in jobs]
+    shares = fair_shares([weight for weight, _ in jobs], demands, free)
+    assert all(0 <= share <= demand for share, demand in zip(shares, demands, strict=True))
+    assert sum(shares) == min(free, sum(demands))
+
+
+def test_running_jobs_shrink_for_a_newcomer_and_grow_back(single: Pool, job: MakeJob) -> None:
+    jobs = [
+        job(0, steps=16000.0, scale_factor=4),
+        job(1, steps=4000.0, scale_factor=4, arrival_seconds=500.0),
+    ]
+    run = simulate_fair_share(jobs, single)
+    # 500 s on 4, then both on 2 at 8 steps/s: job 1 ends 500 s later, job 0 grows back.
+    assert [done.id for done in run.jobs] == ["1", "0"]
+    assert run.jobs[0].finish_seconds == pytest.approx(1000.0)
+    assert run.jobs[1].finish_seconds == pytest.approx(1250.0)
+    assert run.jobs[0].queueing_seconds == 0.0
+    assert run.jobs[1].num_restarts == 2
+
+
+def test_static_priority_waits_for_the_whole_demand(single: Pool, job: MakeJob) -> None:
+    jobs = [
+        job(0, steps=8000.0, scale_factor=2),
+        job(1, steps=16000.0, scale_factor=4, arrival_seconds=1.0, priority_weight=10.0),
+        job(2, steps=800.0, scale_factor=2, arrival_seconds=2.0),
+    ]
+    run = simulate_fair_share(jobs, single, FairShareOptions(scheduler="static_priority"))
+    ends = {done.id: done.finish_seconds for done in run.jobs}
+    assert ends == pytest.approx({"0": 1000.0, "1": 2000.0, "2": 2100.0})
+
+
+def test_resizing_costs_its_seconds(single: Pool, job: MakeJob) -> None:
+    jobs = [
+        job(0, steps=16000.0, scale_factor=4),
+        job(1, steps=4000.0, scale_factor=4, arrival_seconds=500.0),
+    ]
+    run = simulate_fair_share(jobs, single, FairShareOptions(resize_seconds=10.0))
+    assert run.end_seconds > 1250.0
+
+
+def test_fair_sharing_is_for_one_type(pool: Pool, job: MakeJob) -> None:
+    with pytest.raises(HetflowError, match="one device type"):
+        simulate_fair_share([job(0)], pool)
+
+
+def test_rate_of_ests_is_one_over_the_overload() -> None:
+    assert est_rate((4.0, 1.0), (2, 0), 4) == pytest.approx(2.0)  # 2 ESTs each
+    assert est_rate((4.0, 2.0), (1, 1), 3) == pytest.approx(2.0)  # 2 + 1
+    assert est_rate((4.0, 0.0), (0, 3), 1) == 0.0
+
+
+def test_an_elastic_job_mixes_types_where_that_is_faster(pool: Pool, job: MakeJob) -> None:
+    jobs = [job(0, model="rnn", steps=8000.0, scale_factor=4), job(1, model="rnn", scale_factor=4)]
+    mixed = simulate_proposals(jobs, pool)
+    gang = simulate_proposals(jobs, pool, ProposalOptions(scheduler="yarn"))
+    assert mixed.end_seconds <= gang.end_seconds
+    assert {span.device_type for span in mixed.spans} == {"fast", "slow"}
+
+
+def test_jobs_yield_to_serving_and_come_back(table: Throughputs, job: MakeJob) -> None:
+    pool = Pool(throughputs=table, num_devices={"fast": 4})
+    serving = ((100.0, (4,)), (300.0, (0,)))
+    jobs = [job(0, steps=16000.0, scale_factor=4)]  # 4 ESTs at 16 mini-batches a second
+    alone = simulate_proposals(jobs, pool)
+    yielding = simulate_proposals(jobs, pool, ProposalOptions(serving=serving))
+    assert alone.end_seconds == pytest.approx(1000.0)
+    assert yielding.end_seconds == pytest.approx(1200.0)
+
+
+def test_a_job_falls_back_where_more_devices_are_slower(table: Throughputs, job: MakeJob) -> None:
+    pool = Pool(throughputs=table, num_devices={"fast": 4})
+
+    def measured(_: Job, counts: tuple[int, ...]) -> float:
+        return 1.0 if sum(counts) <= 2 else 0.1
+
+    jobs = [
+        job(0, steps=800.0, scale_factor=2),
+        job(1, steps=8000.0, scale_factor=4, arrival_seconds=1.0),
+    ]
+    run = simulate_proposals(jobs, pool, ProposalOptions(measured=measured))
+    assert {span.num_devices for span in run.spans if span.job == "1"} == {2}
+    assert run.end_seconds == pytest.approx(1001.0)
+
+
+def test_proposals_never_oversubscribe(pool: Pool, job: MakeJob) -> None:
+    models = ("conv", "rnn")
+    jobs = [
+        job(n, model=models[n % 2], scale_factor=(1, 2, 4)[n % 3], arrival_seconds=200.0 * n)
+        for n in range(20)
+    ]
+    run = simulate_proposals(jobs, pool)
+    assert len(run.jobs) == 20
+    for time in {span.start_seconds for span in run.spans}:
+        now = [s for s in run.spans if s.start_seconds <= time < s.end_seconds]
+        for name, number in pool.num_devices.items():
+            assert sum(s.num_devices for s in now if s.device_type == name) <= number
