@@ -10,11 +10,13 @@ from .common import ForceFlag, JsonFlag, Settings, emit, emit_json, warn
 if TYPE_CHECKING:
     from ..launcher.request import LaunchRequest
     from ..launcher.spawn import WorkerCommand
+    from ..schema.pipeline import PipelinePlan
+    from ..schema.plan import SplitPlan
     from ..schema.run import RunRecord
 
 
 def launch(
-    plan: Annotated[Path, typer.Argument(help="A split plan (hetflow.plan/1).")],
+    plan: Annotated[Path, typer.Argument(help="A split or pipeline plan (hetflow.plan/1).")],
     script: Annotated[str, typer.Argument(help="The training script: file.py, or -m MODULE.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(help="The script's own arguments, passed on untouched.")
@@ -65,10 +67,7 @@ def launch(
     from ..launcher.controller import plan_commands
     from ..launcher.lower import check_level, lower
     from ..launcher.request import LaunchRequest, Rendezvous, default_folder
-    from ..schema import files
-    from ..schema.plan import SplitPlan
-
-    found = files.read(plan, SplitPlan)
+    found = _read_plan(plan)
     several = nnodes > 1 or node_rank is not None or rdzv_endpoint is not None
     request = LaunchRequest(
         plan=found,
@@ -85,6 +84,18 @@ def launch(
         return
     record = run(request, warn=warn)
     _report(request, record, json)
+
+
+def _read_plan(path: Path) -> "SplitPlan | PipelinePlan":
+    from ..schema import files
+    from ..schema.errors import FileError
+    from ..schema.pipeline import PipelinePlan
+    from ..schema.plan import SplitPlan
+
+    found = files.read_any(path)
+    if not isinstance(found, SplitPlan | PipelinePlan):
+        raise FileError(f"{path}: must be hetflow.plan/1, got {found.schema}")
+    return found
 
 
 def _show_commands(request: "LaunchRequest", commands: "list[WorkerCommand]", json: bool) -> None:
@@ -114,5 +125,5 @@ def _report(request: "LaunchRequest", record: "RunRecord | None", json: bool) ->
         parts.append(f"predicted {predicted * 1e3:.1f} ms")
     if record.step_seconds_error is not None:
         parts.append(f"error {record.step_seconds_error:+.1%}")
-    emulated = " (emulated)" if record.plan.emulated else ""
+    emulated = " (emulated)" if any(device.emulated for device in record.devices) else ""
     typer.echo(f"{', '.join(parts)}{emulated}; record: {request.folder / 'run.json'}", err=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, TargetError
 from ..schema.launch import LaunchConfig
+from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
 
 RUNS_FOLDER = "hetflow-runs"
@@ -68,7 +69,7 @@ class LaunchRequest:
     ``("-m", module, args...)``.
     """
 
-    plan: SplitPlan
+    plan: SplitPlan | PipelinePlan
     config: LaunchConfig
     script: tuple[str, ...]
     folder: Path

@@ -15,6 +15,7 @@ from pathlib import Path
 from ..schema import files
 from ..schema.errors import FileError, TargetError
 from ..schema.launch import Determinism, LaunchConfig
+from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
 from .lower import check_level, lower
 
@@ -38,7 +39,7 @@ class Start:
     """
 
     config: LaunchConfig | None = None
-    plan: SplitPlan | None = None
+    plan: SplitPlan | PipelinePlan | None = None
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
@@ -92,10 +93,10 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
 
 def read_plan(
     path: Path, seed: int, determinism: Determinism = "none"
-) -> tuple[LaunchConfig, SplitPlan | None]:
+) -> tuple[LaunchConfig, SplitPlan | PipelinePlan | None]:
     """Read a plan, lowered, or a launch config as it stands."""
     found = files.read_any(path)
-    if isinstance(found, SplitPlan):
+    if isinstance(found, SplitPlan | PipelinePlan):
         return lower(found, seed, determinism), found
     if isinstance(found, LaunchConfig):
         return found, None

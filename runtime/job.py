@@ -58,7 +58,12 @@ def prepare(
     place = join(start, place_model(model, start.config, device))
     check_level(model, start.determinism, place)
     apply_level(start.determinism)
-    return Job(model, optimizer, place, seed=start.seed if seed is None else seed, overlap=overlap)
+    seed = start.seed if seed is None else seed
+    if start.config is not None and start.config.pipeline is not None:
+        from .pipeline.job import PipelineJob
+
+        return PipelineJob(model, optimizer, place, start.config.pipeline, seed=seed)
+    return Job(model, optimizer, place, seed=seed, overlap=overlap)
 
 
 class Job:
@@ -315,5 +320,6 @@ def _batch_sizes(place: Place) -> tuple[int, ...]:
     config = place.start.config
     if config is None:
         return ()
-    nodes = [node for slot in config.workers for node in slot.virtual_nodes]
-    return tuple(node.batch_size for node in sorted(nodes, key=lambda node: node.index))
+    # The stages of a pipeline run the same microbatches, so an index may stand more than once.
+    sizes = {node.index: node.batch_size for slot in config.workers for node in slot.virtual_nodes}
+    return tuple(sizes[index] for index in sorted(sizes))

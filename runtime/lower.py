@@ -5,7 +5,9 @@ from typing import cast, get_args
 
 from ..schema.errors import ProblemError
 from ..schema.launch import Determinism, LaunchConfig, VirtualNode, WorkerSlot
+from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
+from .lower_pipeline import lower_pipeline
 
 
 def check_level(name: str) -> Determinism:
@@ -20,17 +22,26 @@ def check_level(name: str) -> Determinism:
     return cast(Determinism, name)
 
 
-def lower(plan: SplitPlan, seed: int = 0, determinism: Determinism = "none") -> LaunchConfig:
-    """Turn a split plan into who runs what.
+def lower(
+    plan: SplitPlan | PipelinePlan, seed: int = 0, determinism: Determinism = "none"
+) -> LaunchConfig:
+    """Turn a plan into who runs what.
 
     Pure: the same plan and seed give the same config. Virtual node 0 is the first of rank 0,
     and numbering goes on through the devices of each group and through the groups.
 
     Args:
-        plan: The split of the global batch.
+        plan: The split of the global batch, or a pipeline's stages.
         seed: Seed of every random stream of the run.
         determinism: What must end in the same bits (runtime/determinism.py).
+
+    Raises:
+        ProblemError: A pipeline whose schedule cannot run as planned.
     """
+    if isinstance(plan, PipelinePlan):
+        if determinism != "none":
+            raise ProblemError("levels of determinism are for split plans, not for pipelines")
+        return lower_pipeline(plan, seed)
     rank, index = count(), count()
     workers = tuple(
         WorkerSlot(

@@ -6,9 +6,11 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from ..schema.files import to_json
+from ..schema.pipeline import PipelinePlan
 from ..schema.plan import DeviceGroup, SplitPlan
 from ..schema.records import Bytes, Index, Name, Seconds, record
 from ..schema.run import DeviceRun, RunEvent, RunRecord
+from .lower import lower
 
 Status = Literal["done", "failed", "interrupted"]
 
@@ -48,7 +50,7 @@ def parse_report(text: bytes | str) -> WorkerReport:
 
 
 def assemble(
-    plan: SplitPlan,
+    plan: SplitPlan | PipelinePlan,
     reports: Sequence[WorkerReport],
     *,
     status: Status,
@@ -70,7 +72,7 @@ def assemble(
         plan=plan,
         status=status,
         exit_code=exit_code,
-        world_size=plan.num_devices,
+        world_size=_world_size(plan),
         wall_seconds=wall_seconds,
         num_steps=max((r.num_steps for r in ordered), default=0),
         predicted_step_seconds=predicted,
@@ -84,14 +86,13 @@ def assemble(
     )
 
 
-def _device_run(plan: SplitPlan, report: WorkerReport) -> DeviceRun:
-    group = group_of(plan, report.rank)
-    predicted = group.pass_seconds * group.virtual_nodes if group.pass_seconds else None
+def _device_run(plan: SplitPlan | PipelinePlan, report: WorkerReport) -> DeviceRun:
+    predicted, emulated = _prediction(plan, report)
     return DeviceRun(
         rank=report.rank,
         device_type=report.device_type,
         host=report.host,
-        emulated=any(d.device_type == report.device_type for d in plan.emulated),
+        emulated=emulated,
         num_samples=report.num_samples,
         num_steps=report.num_steps,
         predicted_compute_seconds=predicted,
@@ -103,6 +104,27 @@ def _device_run(plan: SplitPlan, report: WorkerReport) -> DeviceRun:
         step_seconds_spread=report.step_seconds_spread,
         peak_memory_bytes=report.peak_memory_bytes,
     )
+
+
+def _world_size(plan: SplitPlan | PipelinePlan) -> int:
+    return plan.num_devices if isinstance(plan, SplitPlan) else lower(plan).world_size
+
+
+def _prediction(
+    plan: SplitPlan | PipelinePlan, report: WorkerReport
+) -> tuple[float | None, bool]:
+    """What a worker's passes of a step should take, and whether its device is emulated."""
+    if isinstance(plan, SplitPlan):
+        group = group_of(plan, report.rank)
+        predicted = group.pass_seconds * group.virtual_nodes if group.pass_seconds else None
+        emulated = any(d.device_type == report.device_type for d in plan.emulated)
+        return predicted, emulated
+    config = lower(plan)
+    assert config.pipeline is not None
+    passes = len(config.workers[report.rank].virtual_nodes)
+    stages = config.pipeline.stages_of_rank[report.rank]
+    seconds = sum(plan.stages[stage].compute_seconds for stage in stages)
+    return seconds * passes or None, ":" in report.device_type
 
 
 def group_of(plan: SplitPlan, rank: int) -> DeviceGroup:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from .errors import ProblemError
 from .plan import EmulatedDevice
-from .records import Count, Index, Name, record, register_keys
+from .records import Count, Index, Name, Seconds, record, register_keys
 
 Determinism = Literal["none", "static", "elastic", "heterogeneous"]
 
@@ -31,6 +31,43 @@ class WorkerSlot:
 
 
 @record
+class PipelineStage:
+    """One stage: its layers and the ranks that hold it.
+
+    ``forward_seconds`` and ``backward_seconds`` are what an emulated device holds a pass to.
+    """
+
+    layers: tuple[Name, ...]
+    ranks: tuple[Index, ...]
+    forward_seconds: Seconds | None = None
+    backward_seconds: Seconds | None = None
+
+
+@record
+class PipelineWork:
+    """A pipeline plan lowered: each worker's virtual nodes are its microbatches."""
+
+    schedule: Name
+    num_microbatches: Count
+    recompute: bool
+    stages: tuple[PipelineStage, ...]
+
+    def __post_init__(self) -> None:
+        for number, stage in enumerate(self.stages):
+            if not stage.layers or not stage.ranks:
+                raise ProblemError(f"stage {number} needs layers and ranks")
+
+    @property
+    def stages_of_rank(self) -> dict[int, list[int]]:
+        """The stages of each rank, in the order of the model."""
+        held: dict[int, list[int]] = {}
+        for number, stage in enumerate(self.stages):
+            for rank in stage.ranks:
+                held.setdefault(rank, []).append(number)
+        return held
+
+
+@record
 class LaunchConfig:
     """Who runs what. Ranks follow the plan's order of groups, never the order of hosts."""
 
@@ -41,14 +78,24 @@ class LaunchConfig:
     seed: Index = 0
     emulated: tuple[EmulatedDevice, ...] = ()
     determinism: Determinism = "none"
+    pipeline: PipelineWork | None = None
 
     def __post_init__(self) -> None:
         if [slot.rank for slot in self.workers] != list(range(len(self.workers))):
             raise ProblemError("worker ranks must be 0, 1, 2, ... in order")
-        indices = sorted(node.index for slot in self.workers for node in slot.virtual_nodes)
+        if self.pipeline is None:
+            self._check_nodes(self.workers)
+            return
+        for stage in self.pipeline.stages:
+            if max(stage.ranks) >= len(self.workers):
+                raise ProblemError(f"a stage names rank {max(stage.ranks)}, which does not exist")
+            self._check_nodes(tuple(self.workers[rank] for rank in stage.ranks))
+
+    def _check_nodes(self, workers: tuple[WorkerSlot, ...]) -> None:
+        indices = sorted(node.index for slot in workers for node in slot.virtual_nodes)
         if indices != list(range(len(indices))):
             raise ProblemError("virtual node indices must be 0, 1, 2, ... without gaps")
-        total = sum(node.batch_size for slot in self.workers for node in slot.virtual_nodes)
+        total = sum(node.batch_size for slot in workers for node in slot.virtual_nodes)
         if total != self.global_batch_size:
             raise ProblemError(f"virtual nodes hold {total} samples, not {self.global_batch_size}")
 
@@ -58,4 +105,4 @@ class LaunchConfig:
         return len(self.workers)
 
 
-register_keys(VirtualNode, WorkerSlot, LaunchConfig)
+register_keys(VirtualNode, WorkerSlot, PipelineStage, PipelineWork, LaunchConfig)

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+from .pipeline import PipelinePlan
 from .plan import SplitPlan
 from .records import Bytes, Count, Index, Name, Seconds, record, register_keys
 
@@ -49,7 +50,7 @@ class RunRecord:
     """
 
     schema: Literal["hetflow.run/1"] = "hetflow.run/1"
-    plan: SplitPlan
+    plan: SplitPlan | PipelinePlan
     status: Literal["done", "failed", "interrupted"]
     exit_code: int
     world_size: Count

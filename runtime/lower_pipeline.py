@@ -1,0 +1,125 @@
+"""Lower a pipeline plan: stages become ranks, microbatches their virtual nodes."""
+
+from itertools import count
+
+from ..schedules.operations import Kind, Schedule
+from ..schedules.registry import generate
+from ..schema.errors import ProblemError
+from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
+from ..schema.pipeline import PipelinePlan, StagePlan
+
+_CHUNKED = ("interleaved", "zb-v")
+
+
+def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
+    """Turn a pipeline plan into who runs what.
+
+    Ranks follow the stages; stages on the same device (interleaved) share a rank.
+
+    Raises:
+        ProblemError: The schedule cannot run as planned; says which rule.
+    """
+    ranks_of_stage = _ranks_of_stages(plan)
+    work = PipelineWork(
+        schedule=plan.schedule,
+        num_microbatches=plan.microbatches,
+        recompute=plan.recompute,
+        stages=tuple(
+            _stage_of(stage, ranks, plan.recompute)
+            for stage, ranks in zip(plan.stages, ranks_of_stage, strict=True)
+        ),
+    )
+    schedule = schedule_of(work, plan.microbatches)
+    if schedule.weight_semantics != "flush":
+        _check_rounds(plan)
+    types = {
+        rank: stage.device_type
+        for stage, ranks in zip(plan.stages, ranks_of_stage, strict=True)
+        for rank in ranks
+    }
+    return LaunchConfig(
+        model=plan.model,
+        global_batch_size=plan.global_batch_size,
+        seed=seed,
+        pipeline=work,
+        workers=tuple(
+            WorkerSlot(
+                rank=rank,
+                device_type=types[rank],
+                virtual_nodes=tuple(
+                    VirtualNode(index=index, batch_size=plan.microbatch_size)
+                    for index in _microbatches_of(schedule, rank)
+                ),
+            )
+            for rank in range(len(types))
+        ),
+    )
+
+
+def schedule_of(work: PipelineWork, num_microbatches: int) -> Schedule:
+    """The schedule that a lowered plan runs, for one batch or a run without flushes.
+
+    Raises:
+        ProblemError: A shape that the schedule cannot have, or one with another placement.
+    """
+    stages = work.stages
+    first = stages[0].ranks[0]
+    chunks = sum(first in stage.ranks for stage in stages)
+    size = len(stages) // chunks
+    schedule = generate(
+        work.schedule,
+        pipeline_parallel_size=size,
+        num_microbatches=num_microbatches,
+        num_model_chunks=chunks,
+        replicas=[len(stage.ranks) for stage in stages[:size]],
+        microbatches_per_update=work.num_microbatches if work.schedule == "2bw" else None,
+    )
+    planned = tuple(stage.ranks for stage in stages)
+    if schedule.placement != planned:
+        raise ProblemError(
+            f"{work.schedule} places its stages on ranks {schedule.placement}, the plan on "
+            f"{planned}"
+        )
+    return schedule
+
+
+def _ranks_of_stages(plan: PipelinePlan) -> list[tuple[int, ...]]:
+    if plan.schedule not in _CHUNKED:
+        rank = count()
+        return [tuple(next(rank) for _ in range(stage.num_replicas)) for stage in plan.stages]
+    known: dict[tuple[str, int], int] = {}
+    return [
+        tuple(
+            known.setdefault((stage.device_type, stage.first_device + replica), len(known))
+            for replica in range(stage.num_replicas)
+        )
+        for stage in plan.stages
+    ]
+
+
+def _stage_of(stage: StagePlan, ranks: tuple[int, ...], recompute: bool) -> PipelineStage:
+    """An emulated device holds forward to a third of a pass (a quarter with recomputation)."""
+    seconds = stage.compute_seconds if ":" in stage.device_type else None
+    share = 0.25 if recompute else 1 / 3
+    return PipelineStage(
+        layers=stage.layers,
+        ranks=ranks,
+        forward_seconds=None if seconds is None else seconds * share,
+        backward_seconds=None if seconds is None else seconds * (1 - share),
+    )
+
+
+def _microbatches_of(schedule: Schedule, rank: int) -> list[int]:
+    operations = schedule.ranks[rank]
+    return sorted({op.microbatch for op in operations if op.kind is Kind.FORWARD})
+
+
+def _check_rounds(plan: PipelinePlan) -> None:
+    """Without flushes microbatch k goes to replica k mod R over the whole run."""
+    for number, stage in enumerate(plan.stages):
+        if plan.microbatches % stage.num_replicas:
+            raise ProblemError(
+                f"{plan.schedule}: {plan.microbatches} microbatches a batch do not divide among "
+                f"the {stage.num_replicas} replicas of stage {number}",
+                hint="make the number of microbatches a multiple",
+            )

@@ -1,0 +1,123 @@
+"""Cut a layered model into the modules of its stages, by the layers that a plan names."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from ...schema.errors import TargetError
+from .trace import LayeredModel
+
+
+@dataclass(frozen=True, slots=True)
+class StageModule:
+    """One stage's part of the model.
+
+    ``module(*arguments, *inputs)`` takes the model's own arguments by name in ``arguments`` and
+    what earlier stages made (``inputs``); it returns the values in ``outputs``: all that later
+    stages need, also what only passes through. The last stage returns the model's answer.
+    """
+
+    module: fx.GraphModule
+    arguments: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def cut(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> list[StageModule]:
+    """One module a stage, sharing the model's own submodules and parameters.
+
+    Raises:
+        TargetError: The plan names other layers than the model has, or a tensor would have to
+            flow backwards; says which.
+    """
+    stage_of = _assign(layered, stages)
+    last = len(stages) - 1
+    needed_until: dict[fx.Node, int] = {}
+    for node, stage in stage_of.items():
+        for source in node.all_input_nodes:
+            if source in stage_of:
+                _check_forward(source, stage_of[source], stage)
+                needed_until[source] = max(needed_until.get(source, 0), stage)
+    for source in _nodes_in(layered.result):
+        needed_until[source] = last
+    crossing = [
+        [n for n in stage_of if stage_of[n] <= stage < needed_until.get(n, -1)]
+        for stage in range(last)
+    ]
+    inputs = [[], *crossing]
+    outputs = [*crossing, []]
+    return [
+        _build(
+            layered,
+            [node for node in stage_of if stage_of[node] == stage],
+            inputs[stage],
+            layered.result if stage == last else tuple(outputs[stage]),
+            tuple(node.name for node in outputs[stage]),
+        )
+        for stage in range(last + 1)
+    ]
+
+
+def _assign(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> dict[fx.Node, int]:
+    planned = {name: number for number, names in enumerate(stages) for name in names}
+    known = {layer.id for layer in layered.layers}
+    missing, strange = sorted(known - set(planned)), sorted(set(planned) - known)
+    if missing or strange:
+        said = f"has no layer {strange[0]!r}" if strange else f"has a layer {missing[0]!r} more"
+        raise TargetError(
+            f"the plan is for another model: this one {said}",
+            hint="profile this model with --layers and solve again",
+        )
+    return {node: planned[layer.id] for layer in layered.layers for node in layer.nodes}
+
+
+def _check_forward(source: fx.Node, made: int, used: int) -> None:
+    if made > used:
+        raise TargetError(
+            f"the model cannot be cut like this: tensor {source.name!r} of stage {made} is needed "
+            f"by stage {used} before it",
+            hint="give the plan stages in the order of the model",
+        )
+
+
+def _nodes_in(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, found.append)
+    return found
+
+
+def _build(
+    layered: LayeredModel,
+    nodes: list[fx.Node],
+    inputs: list[fx.Node],
+    result: Any,
+    output_names: tuple[str, ...],
+) -> StageModule:
+    used = {source for node in nodes for source in node.all_input_nodes}
+    if result is layered.result:
+        used.update(_nodes_in(result))
+    arguments = [node for node in layered.arguments if node in used]
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in (*arguments, *inputs):
+        made[node] = graph.placeholder(node.name)
+
+    def of(node: fx.Node) -> fx.Node:
+        if node not in made and node.op == "get_attr":
+            made[node] = graph.node_copy(node)
+        return made[node]
+
+    for node in nodes:
+        for source in node.all_input_nodes:
+            of(source)
+        made[node] = graph.node_copy(node, of)
+    graph.output(fx.node.map_arg(result, of))
+    root: nn.Module = layered.model
+    return StageModule(
+        module=fx.GraphModule(root, graph),
+        arguments=tuple(str(node.target) for node in arguments),
+        inputs=tuple(node.name for node in inputs),
+        outputs=output_names,
+    )

@@ -1,0 +1,150 @@
+"""One stage's passes over microbatches: what is kept between forward and backward."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from .cut import StageModule
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A microbatch in flight: its inputs as leaves, and what is differentiated."""
+
+    inputs: list[Tensor]
+    results: list[Tensor]
+    gradients: list[Tensor] | None = None
+
+
+class Stage:
+    """Runs one stage. Holds the activations of the microbatches in flight."""
+
+    def __init__(self, part: StageModule, *, recompute: bool, device: torch.device) -> None:
+        self.part = part
+        self.parameters = dict(part.module.named_parameters())
+        self._recompute, self._device = recompute, device
+        self._in_flight: dict[int, _Kept] = {}
+        self._leaves: dict[int, list[Tensor]] = {}
+        self.most_in_flight = 0
+        modules = list(part.module.modules())
+        self._in_place = any(getattr(module, "inplace", False) for module in modules) or any(
+            node.op == "call_method" and str(node.target).endswith("_")
+            for node in part.module.graph.nodes
+        )
+        self._buffered = [m for m in modules if any(b is not None for b in m._buffers.values())]
+
+    def forward(
+        self,
+        microbatch: int,
+        arguments: dict[str, Any],
+        received: tuple[tuple[Any, ...], tuple[bool, ...]],
+        weights: Weights | None,
+    ) -> Any:
+        """Run the stage on one microbatch; ``keep`` afterwards says what to differentiate."""
+        leaves, values = self._leaves_of(*received)
+        own = [arguments[name] for name in self.part.arguments]
+        self._leaves[microbatch] = leaves
+        inputs = (*own, *values)
+        if self._recompute:
+            return checkpoint(
+                self._call(weights), *inputs, use_reentrant=False, context_fn=self._contexts
+            )
+        return self._call(weights)(*inputs)
+
+    def _leaves_of(
+        self, values: tuple[Any, ...], wants: tuple[bool, ...]
+    ) -> tuple[list[Tensor], list[Any]]:
+        leaves, passed = [], []
+        for value, wanted in zip(values, wants, strict=True):
+            if isinstance(value, Tensor):
+                value = value.to(self._device)
+                if wanted:
+                    leaf = value.detach().requires_grad_()
+                    leaves.append(leaf)
+                    # In-place layers must not write on a leaf.
+                    value = leaf.clone() if self._in_place else leaf
+            passed.append(value)
+        return leaves, passed
+
+    def _call(self, weights: Weights | None) -> Callable[..., Any]:
+        module = self.part.module
+        if weights is None:
+            return module
+        return lambda *inputs: torch.func.functional_call(module, weights, inputs)
+
+    def _contexts(self) -> tuple[Any, Any]:
+        return nullcontext(), self._keeping_buffers()
+
+    @contextmanager
+    def _keeping_buffers(self) -> Iterator[None]:
+        """A second forward pass must not count twice in batch-norm's statistics."""
+        before = [dict(module._buffers) for module in self._buffered]
+        for module in self._buffered:
+            for name, value in module._buffers.items():
+                module._buffers[name] = None if value is None else value.clone()
+        try:
+            yield
+        finally:
+            for module, buffers in zip(self._buffered, before, strict=True):
+                module._buffers.update(buffers)
+
+    def keep(self, microbatch: int, results: tuple[Any, ...]) -> None:
+        """Note what the backward pass of a microbatch starts from."""
+        tensors = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
+        self._in_flight[microbatch] = _Kept(self._leaves.pop(microbatch), tensors)
+        self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
+
+    def backward(self, microbatch: int, gradients: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        """The whole backward pass; parameters' gradients add up where their leaves are.
+
+        Args:
+            microbatch: Which.
+            gradients: Of the results, in order; None for a loss.
+
+        Returns:
+            Gradients of the stage's inputs, in order, None where there is none.
+        """
+        kept = self._in_flight.pop(microbatch)
+        torch.autograd.backward(*self._start(kept, gradients))
+        return tuple(leaf.grad for leaf in kept.inputs)
+
+    def backward_input(self, microbatch: int, gradients: tuple[Any, ...] | None) -> tuple[Any, ...]:
+        """Only the gradients of the inputs (zero-bubble schedules); the rest comes later."""
+        kept = self._in_flight[microbatch]
+        kept.results, kept.gradients = self._start(kept, gradients)
+        if not kept.inputs or not kept.results:
+            return tuple(None for _ in kept.inputs)
+        return torch.autograd.grad(
+            kept.results, kept.inputs, kept.gradients, retain_graph=True, allow_unused=True
+        )
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The gradients of the weights, for a microbatch whose input gradients are done."""
+        kept = self._in_flight.pop(microbatch)
+        leaves = [p for p in self.parameters.values() if p.requires_grad]
+        if kept.results and leaves:
+            torch.autograd.backward(kept.results, kept.gradients, inputs=leaves)
+
+    def _start(
+        self, kept: _Kept, gradients: tuple[Any, ...] | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        if gradients is None:
+            return kept.results, [torch.ones_like(result) for result in kept.results]
+        pairs = [
+            (result, gradient.to(self._device))
+            for result, gradient in zip(kept.results, gradients, strict=True)
+            if gradient is not None
+        ]
+        return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def parameters_of(stages: "list[StageModule]") -> list[set[nn.Parameter]]:
+    """[stages] the parameters each one uses; one in several stages is tied across them."""
+    return [set(stage.module.parameters()) for stage in stages]

@@ -1,0 +1,66 @@
+"""Weight versions of one stage: immutable while a pass may still read them (thesis 2.4.3).
+
+The newest version shares its memory with the parameters. An update first gives the parameters
+memory of their own if that version is still to be read, and then changes them in place, so there
+are as many copies as versions in use.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from ...schedules.operations import PASSES, Operation
+
+
+class WeightVersions:
+    """The versions of one stage's parameters that some pass still needs, and the newest."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._reads: Counter[int] = Counter()
+        self._leaves: dict[int, dict[str, Tensor]] = {}
+        self._newest = 0
+        self.most_held = 0
+
+    def begin(self, operations: Iterable[Operation]) -> None:
+        """Start a schedule at version 0, with the operations of this stage."""
+        self._reads = Counter(
+            op.weight_version
+            for op in operations
+            if op.kind in PASSES and op.weight_version is not None
+        )
+        self._newest = 0
+        self._leaves = {0: self._fresh()}
+        self.most_held = max(self.most_held, 1)
+
+    def _fresh(self) -> dict[str, Tensor]:
+        # `.data` has a version counter of its own: later updates are no change of this leaf.
+        return {
+            name: parameter.data.requires_grad_(parameter.requires_grad)
+            for name, parameter in self._parameters.items()
+        }
+
+    def read(self, version: int) -> dict[str, Tensor]:
+        """The leaves of a version, by name; gradients collect in them."""
+        return self._leaves[version]
+
+    def passed(self, version: int) -> None:
+        """A pass that read a version is done."""
+        self._reads[version] -= 1
+        if not self._reads[version] and version != self._newest:
+            del self._leaves[version]
+
+    def before_update(self) -> None:
+        """Make the parameters safe to change in place."""
+        if self._reads[self._newest]:
+            for parameter in self._parameters.values():
+                parameter.data = parameter.data.clone()
+        else:
+            del self._leaves[self._newest]
+
+    def after_update(self) -> None:
+        """The parameters hold the next version now."""
+        self._newest += 1
+        self._leaves[self._newest] = self._fresh()
+        self.most_held = max(self.most_held, len(self._leaves))
