@@ -67,6 +67,7 @@ def launch(
     from ..launcher.controller import plan_commands
     from ..launcher.lower import check_level, lower
     from ..launcher.request import LaunchRequest, Rendezvous, default_folder
+
     found = _read_plan(plan)
     several = nnodes > 1 or node_rank is not None or rdzv_endpoint is not None
     request = LaunchRequest(

@@ -110,9 +110,7 @@ def _world_size(plan: SplitPlan | PipelinePlan) -> int:
     return plan.num_devices if isinstance(plan, SplitPlan) else lower(plan).world_size
 
 
-def _prediction(
-    plan: SplitPlan | PipelinePlan, report: WorkerReport
-) -> tuple[float | None, bool]:
+def _prediction(plan: SplitPlan | PipelinePlan, report: WorkerReport) -> tuple[float | None, bool]:
     """What a worker's passes of a step should take, and whether its device is emulated."""
     if isinstance(plan, SplitPlan):
         group = group_of(plan, report.rank)

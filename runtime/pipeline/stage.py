@@ -68,16 +68,21 @@ class Stage:
                 if wanted:
                     leaf = value.detach().requires_grad_()
                     leaves.append(leaf)
-                    # In-place layers must not write on a leaf.
-                    value = leaf.clone() if self._in_place else leaf
+                    value = leaf
             passed.append(value)
         return leaves, passed
 
     def _call(self, weights: Weights | None) -> Callable[..., Any]:
         module = self.part.module
-        if weights is None:
-            return module
-        return lambda *inputs: torch.func.functional_call(module, weights, inputs)
+
+        def call(*inputs: Any) -> Any:
+            # In-place layers must not write on a leaf, nor on what is computed from again.
+            own = tuple(_copied(value) for value in inputs) if self._in_place else inputs
+            if weights is None:
+                return module(*own)
+            return torch.func.functional_call(module, weights, own)
+
+        return call
 
     def _contexts(self) -> tuple[Any, Any]:
         return nullcontext(), self._keeping_buffers()
@@ -148,3 +153,7 @@ class Stage:
 def parameters_of(stages: "list[StageModule]") -> list[set[nn.Parameter]]:
     """[stages] the parameters each one uses; one in several stages is tied across them."""
     return [set(stage.module.parameters()) for stage in stages]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -110,7 +110,7 @@ class Synchroniser:
                 parameter.grad = part.clone()
 
     def _all_sums(self) -> Tensor:
-        """Loss and weights; then of each parameter the gradient's norm, and whether there is one."""
+        """Loss and weights; then each parameter's gradient norm, and whether it has one."""
         number = len(self._names)
         sums = torch.zeros(_NUM_SUMS + 2 * number, dtype=torch.float64)
         sums[:_NUM_SUMS] = self._sums

@@ -1,0 +1,116 @@
+"""Trainings under pipeline plans. A script for the launcher, not a test.
+
+Usage: pipeline_cases.py FOLDER NUMBER=CASE...: each case trains under FOLDER/NUMBER.json, one after
+another in the same processes; every worker writes what came out.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hetflow import runtime as hf
+from hetflow.schema.errors import HetflowError
+
+GLOBAL_BATCH_SIZE, NUM_SAMPLES, EPOCHS = 24, 58, 2
+
+
+class Branches(nn.Module):
+    """A skip connection over several layers, an input used late, and a tied weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.third = nn.Linear(6, 6)
+        self.third.weight = self.first.weight
+        self.last = nn.Linear(6, 3)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x, scale=0.5):
+        a = torch.tanh(self.first(x))
+        b = torch.relu(self.second(a))
+        c = self.third(b) + a * scale + x
+        return self.last(c)
+
+
+def chain():
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8),
+        nn.ReLU(inplace=True), nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+def normed():
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8),
+        nn.Linear(8, 3),
+    )  # fmt: skip
+
+
+MODELS = {"chain": chain, "branches": Branches, "normed": normed}
+OPTIMIZERS = {
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.02),
+}
+
+
+def data(num_samples=NUM_SAMPLES):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(num_samples, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(3, (num_samples,), generator=generator))
+
+
+def build(name):
+    torch.manual_seed(0)
+    return MODELS[name]().double()
+
+
+def loss_of(model, weighted):
+    def function(x, y):
+        loss = nn.functional.cross_entropy(model(x), y)
+        return (loss, float(y.sum())) if weighted else loss
+
+    return function
+
+
+def train(case):
+    """``model:optimizer:options``, options out of clip, weighted, whole."""
+    name, kind, options = case.split(":")
+    model = build(name)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    job = hf.prepare(model, optimizer)
+    rows, norms, losses = (48 if "whole" in options else NUM_SAMPLES), [], []
+    loader = DataLoader(data(rows), batch_size=GLOBAL_BATCH_SIZE, shuffle="whole" not in options)
+    for _ in range(EPOCHS):
+        for batch in job.batches(loader):
+            losses.append(float(job.backward(loss_of(model, "weighted" in options), batch)))
+            if "clip" in options:
+                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            if "whole" not in options:
+                scheduler.step()
+            optimizer.zero_grad()
+        with job.evaluation() as whole, torch.no_grad():
+            losses.append(float(whole(data().tensors[0]).sum()))
+    held = (getattr(job, "weight_versions", 0), getattr(job, "activations_held", 0))
+    owned = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    job.finish()
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {"state": state, "losses": losses, "norms": norms, "held": held, "owned": owned}
+
+
+if __name__ == "__main__":
+    folder, results = Path(sys.argv[1]), {}
+    for case in sys.argv[2:]:
+        number, text = case.split("=", 1)
+        os.environ["HETFLOW_PLAN"] = str(folder / f"{number}.json")
+        try:
+            results[number] = train(text)
+        except HetflowError as error:
+            results[number] = {"error": str(error)}
+    torch.save(results, folder / f"rank{os.environ['RANK']}.pt")

@@ -1,0 +1,254 @@
+"""Pipelines train as one process does: real workers on gloo against the one-process run."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hetflow.schema import files
+from hetflow.schema.pipeline import PipelinePlan, StagePlan
+from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+
+SCRIPT = Path(__file__).parent / "pipeline_cases.py"
+spec = importlib.util.spec_from_file_location("pipeline_cases", SCRIPT)
+cases = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(cases)
+
+PREDICTED = Prediction(step_seconds=0.1, samples_per_second=240.0)
+PROOF = Proof(termination="feasible", objective=0.1, lower_bound=None, gap=None, method="by hand")
+CHAIN2 = (("0", "1", "2"), ("3", "4", "5", "6"))
+CHAIN3 = (("0",), ("1", "2", "3"), ("4", "5", "6"))
+CHAIN4 = (("0", "1"), ("2", "3"), ("4", "5"), ("6",))
+BRANCH2 = (("first", "second"), ("third", "last"))
+BRANCH3 = (("first",), ("second",), ("third", "last"))
+NORM2 = (("0", "1", "2"), ("3", "4", "5"))
+
+# number: (case, schedule, stages, replicas, microbatches, recompute)
+WORLDS = {
+    2: {
+        "gpipe": ("chain:momentum:clip", "gpipe", CHAIN2, (1, 1), 6, False),
+        "flush": ("chain:adam:clip", "1f1b", CHAIN2, (1, 1), 8, True),
+        "weighted": ("chain:momentum:weighted", "1f1b", CHAIN2, (1, 1), 6, False),
+        "interleaved": ("chain:momentum:whole", "interleaved", CHAIN4, (1, 1), 6, False),
+        "zb": ("chain:adam:clip", "zb-h1", CHAIN2, (1, 1), 6, False),
+        "branches": ("branches:momentum:clip", "1f1b", BRANCH2, (1, 1), 4, False),
+        "tied-chunks": ("branches:adam:clip", "interleaved", (("first",), ("second",), ("third",),
+            ("last",)), (1, 1), 6, False),
+        "normed": ("normed:momentum:", "1f1b", NORM2, (1, 1), 4, True),
+    },
+    3: {
+        "three": ("chain:momentum:clip", "1f1b", CHAIN3, (1, 1, 1), 6, False),
+        "2-1": ("chain:momentum:clip", "1f1b", CHAIN2, (2, 1), 6, False),
+        "1-2": ("branches:adam:clip", "gpipe", BRANCH2, (1, 2), 6, True),
+        "skip": ("branches:momentum:clip", "1f1b", BRANCH3, (1, 1, 1), 6, False),
+        "normed-2-1": ("normed:momentum:", "1f1b", NORM2, (2, 1), 4, False),
+        "stash": ("chain:momentum:whole", "pipedream", CHAIN3, (1, 1, 1), 6, False),
+        "stash-adam": ("chain:adam:whole", "pipedream", CHAIN3, (1, 1, 1), 6, True),
+        "vertical": ("chain:adam:whole", "pipedream-vertical-sync", CHAIN3, (1,) * 3, 6, False),
+        "2bw": ("chain:momentum:whole", "2bw", CHAIN3, (1, 1, 1), 6, False),
+        "2bw-adam": ("chain:adam:whole", "2bw", CHAIN3, (1, 1, 1), 6, True),
+        "tied-stash": ("branches:adam:whole", "pipedream", BRANCH3, (1, 1, 1), 6, False),
+        "other-model": ("branches:adam:whole", "1f1b", CHAIN3, (1, 1, 1), 6, False),
+        "backwards": ("chain:adam:whole", "1f1b", CHAIN3[::-1], (1, 1, 1), 6, False),
+    },
+}  # fmt: skip
+FLUSHING = [
+    (size, name)
+    for size, world in WORLDS.items()
+    for name, case in world.items()
+    if case[1] not in ("pipedream", "pipedream-vertical-sync", "2bw")
+    and name not in ("other-model", "backwards")
+]
+
+
+def make_plan(schedule, stages, replicas, microbatches, recompute=False) -> PipelinePlan:
+    size = len(stages)
+    on = [i % 2 for i in range(size)] if schedule == "interleaved" else list(range(size))
+    return PipelinePlan(
+        model="m",
+        global_batch_size=24,
+        microbatch_size=24 // microbatches,
+        microbatches=microbatches,
+        schedule=schedule,
+        recompute=recompute,
+        stages=tuple(
+            StagePlan(
+                layers=layers,
+                num_replicas=(replicas * size)[number],
+                device_type="cpu:x",
+                first_device=on[number],
+                num_in_flight=1,
+                weight_versions=1,
+                seconds_per_input=0.0,
+                compute_seconds=0.0,
+                output_seconds=0.0,
+                memory_bytes=1,
+            )
+            for number, layers in enumerate(stages)
+        ),
+        predicted=PREDICTED,
+        proof=PROOF,
+        noam=1,
+        stage_cost="ring",
+        solved="flat",
+    )
+
+
+def run_world(folder: Path, size: int) -> list[dict]:
+    """All cases of one number of workers, in one set of processes."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, (_, *plan) in WORLDS[size].items():
+        files.write(folder / f"{name}.json", make_plan(*plan))
+    asked = [f"{name}={case[0]}" for name, case in WORLDS[size].items()]
+    shared = {
+        **os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "HETFLOW_TIMEOUT": "60", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(folder), *asked],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "HETFLOW_SLOT": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [worker.communicate(timeout=120)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+            worker.stderr.close()
+    assert [worker.returncode for worker in workers] == [0] * size, said
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(size)]
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict]]:
+    return {size: run_world(tmp_path_factory.mktemp(f"world{size}"), size) for size in WORLDS}
+
+
+@pytest.fixture
+def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    def train(case: str, microbatches: int) -> dict:
+        group = DeviceGroup(
+            device_type="cpu",
+            num_devices=1,
+            device_batch_size=24,
+            virtual_nodes=microbatches,
+            virtual_node_batch_size=24 // microbatches,
+        )
+        plan = SplitPlan(
+            model="m", global_batch_size=24, groups=(group,), predicted=PREDICTED, proof=PROOF
+        )
+        files.write(tmp_path / "plan.json", plan)
+        monkeypatch.setenv("HETFLOW_PLAN", str(tmp_path / "plan.json"))
+        return cases.train(case)
+
+    return train
+
+
+@pytest.mark.parametrize(("size", "name"), FLUSHING)
+def test_flushing_schedules_equal_one_process(size, name, worlds, one_process) -> None:
+    case, _, _, _, microbatches, _ = WORLDS[size][name]
+    expected = one_process(case, microbatches)
+    for answer in worlds[size]:
+        found = answer[name]
+        assert "error" not in found, found
+        torch.testing.assert_close(found["state"], expected["state"], rtol=1e-10, atol=1e-12)
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-10)
+
+
+def test_workers_own_their_stages_only(worlds) -> None:
+    owned = [answer["three"]["owned"] for answer in worlds[3]]
+    whole = sum(p.numel() for p in cases.build("chain").parameters())
+    assert sum(owned) == whole
+    assert max(owned) < whole
+
+
+def reference(case: str, stages, microbatches: int, version) -> dict[str, torch.Tensor]:
+    """The update equations of 2.4.3 and 3.2.1, microbatch by microbatch, in one process."""
+    name, kind, _ = case.split(":")
+    model, per_update = cases.build(name), 1 if version != "2bw" else microbatches
+    x, y = cases.data(48).tensors
+    size = 24 // microbatches
+    named = [
+        {n: p for n, p in model.named_parameters() if n.split(".")[0] in layers}
+        for layers in stages
+    ]
+    optimizers = [cases.OPTIMIZERS[kind](list(part.values())) for part in named]
+    p = len(stages)
+    for _ in range(cases.EPOCHS):
+        history = [[snapshot(part)] for part in named]
+        gradients = []
+        for k in range(48 // size):
+            reads = {
+                "stash": lambda s, k=k: max(0, k - (p - s) + 1),
+                "vertical": lambda s, k=k: max(0, k - p + 1),
+                "2bw": lambda s, k=k: max(0, k // microbatches - 1),
+            }[version]
+            weights = {n: w for s in range(p) for n, w in history[s][reads(s)].items()}
+            answer = torch.func.functional_call(model, weights, (x[k * size : (k + 1) * size],))
+            loss = nn.functional.cross_entropy(answer, y[k * size : (k + 1) * size])
+            gradients.append(
+                dict(zip(weights, torch.autograd.grad(loss, weights.values()), strict=True))
+            )
+            if (k + 1) % per_update:
+                continue
+            for s, part in enumerate(named):
+                for n, parameter in part.items():
+                    parameter.grad = sum(g[n] for g in gradients) / per_update
+                optimizers[s].step()
+                history[s].append(snapshot(part))
+            gradients = []
+    return dict(model.state_dict())
+
+
+def snapshot(part):
+    return {n: p.detach().clone().requires_grad_() for n, p in part.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    [("stash", "stash"), ("stash-adam", "stash"), ("vertical", "vertical"), ("2bw", "2bw"),
+     ("2bw-adam", "2bw")],
+)  # fmt: skip
+def test_stale_weights_follow_the_equations(name, version, worlds) -> None:
+    case, _, stages, _, microbatches, _ = WORLDS[3][name]
+    expected = reference(case, stages, microbatches, version)
+    for answer in worlds[3]:
+        torch.testing.assert_close(answer[name]["state"], expected, rtol=0, atol=0)
+
+
+def test_no_more_versions_and_activations_than_the_schedule_says(worlds) -> None:
+    def held(name: str) -> list[tuple[int, int]]:
+        return [answer[name]["held"] for answer in worlds[3]]
+
+    assert [versions for versions, _ in held("stash")] == [3, 2, 1]
+    assert all(versions <= 3 for versions, _ in held("vertical"))
+    assert all(versions <= 2 for versions, _ in held("2bw"))
+    assert [activations for _, activations in held("stash")] == [3, 2, 1]
+    assert [activations for _, activations in held("three")] == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("tied-stash", "first.weight is shared by several stages"),
+        ("other-model", "no layer '0'"),
+        ("backwards", "cannot be cut like this: tensor"),
+    ],
+)
+def test_what_cannot_run_says_why(name, said, worlds) -> None:
+    assert said in worlds[3][0][name]["error"]
