@@ -63,6 +63,10 @@ def simulate(
     restart_seconds: Annotated[
         float, typer.Option(help="Lost by a job that restarts or is resized.")
     ] = 0.0,
+    failure_hours: Annotated[
+        float | None, typer.Option(help="Mean time between failures of a device; in rounds.")
+    ] = None,
+    repair_hours: Annotated[float, typer.Option(help="How long a failed device is gone.")] = 1.0,
     processes: Annotated[int, typer.Option(min=1, help="Sweeps run in so many.")] = 1,
     plot: Annotated[
         Path | None, typer.Option(help="Draw who held what, and the CDF of JCT (.png, .svg).")
@@ -98,6 +102,8 @@ def simulate(
         optimum=optimum,
         round_seconds=round_seconds,
         restart_seconds=restart_seconds,
+        failure_seconds=None if failure_hours is None else 3600.0 * failure_hours,
+        repair_seconds=3600.0 * repair_hours,
         seed=seed,
         window=_window(window),
         records_spans=plot is not None,

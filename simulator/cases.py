@@ -47,6 +47,8 @@ class Case:
     round_seconds: float = 360.0
     reset_seconds: float = 1920.0
     restart_seconds: float = 0.0
+    failure_seconds: float | None = None
+    repair_seconds: float = 3600.0
     seed: int = 0
     window: tuple[int, int] | None = None
     records_spans: bool = False
@@ -115,6 +117,8 @@ def _in_rounds(
         round_seconds=case.round_seconds,
         reset_seconds=case.reset_seconds,
         restart_seconds=case.restart_seconds,
+        failure_seconds=case.failure_seconds,
+        repair_seconds=case.repair_seconds,
         convention="published" if published else "text",
         fills_idle=not case.policy.startswith("fifo_"),
         records_spans=case.records_spans,

@@ -20,11 +20,13 @@ from ..schema.simulation import JobOutcome, Span
 from .active import Active
 from .allocators import Allocator
 from .arrivals import Queue
+from .failures import Failures
 from .outcomes import Simulation
 from .pool import Pool
 from .priorities import NOWHERE, Floats, Ints, choose, choose_by_type, fill_idle, priorities
 
 _ANY_SHARE = 1e-300
+_NOBODY: Ints = np.zeros(0, dtype=np.int64)
 _STEPS_LEFT = 1e-9  # of a step: rounding of its own additions, not work
 
 
@@ -35,7 +37,9 @@ class RoundOptions:
     ``reset_seconds`` is the least time between allocations; ``restart_seconds`` is lost by a
     job that starts or changes its device type (a lease that is renewed loses nothing).
     ``fills_idle`` gives devices away that no job has a share of. ``records_spans`` keeps who
-    held what, for Gantt plots.
+    held what, for Gantt plots. ``failure_seconds`` is the mean time between failures of a device
+    (None: never); it is gone for ``repair_seconds``, and the job on it loses the round: it goes
+    back to the checkpoint at the round's start, and restarts.
     """
 
     round_seconds: float = 360.0
@@ -45,12 +49,16 @@ class RoundOptions:
     selection: Literal["by_type", "joint"] = "by_type"
     fills_idle: bool = True
     records_spans: bool = False
+    failure_seconds: float | None = None
+    repair_seconds: float = 3600.0
     seed: int = 0
     max_rounds: int = 10_000_000
 
     def __post_init__(self) -> None:
         if self.round_seconds <= 0 or self.reset_seconds < 0 or self.restart_seconds < 0:
             raise ProblemError("rounds must last > 0 s, resets and restarts >= 0 s")
+        if self.failure_seconds is not None and self.failure_seconds <= 0:
+            raise ProblemError(f"failure_seconds must be > 0, got {self.failure_seconds}")
         if self.restart_seconds >= self.round_seconds:
             raise ProblemError(
                 f"a restart of {self.restart_seconds} s leaves nothing of a round of "
@@ -101,6 +109,11 @@ class _Rounds:
         self.outcomes: list[JobOutcome] = []
         self.spans: list[Span] = []
         self.num_rounds = self.num_allocations = 0
+        self.up = pool.capacity
+        self.failures = None
+        if options.failure_seconds is not None:
+            mean, repair = options.failure_seconds, options.repair_seconds
+            self.failures = Failures(mean, repair, options.seed)
         self.random = np.random.default_rng(options.seed)
         # Half a round to begin with: else f = 0, and a job with next to no share goes before
         # one with a large share that has had its first round.
@@ -118,6 +131,8 @@ class _Rounds:
             self.worker_seconds += self.head_start * len(arrived)
             self.changed = True
         self._allocate()
+        if self.failures is not None:
+            self.up = self.failures.up(self.pool.capacity, self.now)
         chosen = self._choose()
         if self.num_rounds >= self.options.max_rounds:
             raise ProblemError(f"not done after {self.options.max_rounds} rounds; check the load")
@@ -139,7 +154,7 @@ class _Rounds:
         self.num_allocations += 1
 
     def _choose(self) -> Ints:
-        active, free = self.active, self.pool.capacity
+        active, free = self.active, self.up
         ranked = priorities(active.share, active.received, self.worker_seconds)
         if self.options.fills_idle and self.options.convention == "text":
             ranked = fill_idle(ranked, active.relative)
@@ -167,6 +182,8 @@ class _Rounds:
         moved = active.last_type[runs] != kind
         lost = options.restart_seconds * moved
         seconds, steps = self._work(rate, active.left[runs], lost)
+        struck = self._strike(kind, active.scale[runs])
+        steps[struck] = 0.0
         left = active.left[runs] - steps
         done = left <= _STEPS_LEFT
         active.left[runs] = left
@@ -177,6 +194,7 @@ class _Rounds:
         self.worker_seconds += np.bincount(kind, weights=received, minlength=len(self.busy))
         self.busy += np.bincount(kind, weights=spent, minlength=len(self.busy))
         self._note(runs, kind, moved, seconds)
+        chosen[runs[struck]] = NOWHERE  # it restarts
         active.last_type = chosen
         start = self.now
         self.now = start + self._length(seconds)
@@ -184,6 +202,12 @@ class _Rounds:
             gone = active.remove(runs[done], start + seconds[done], self.hourly)
             self.outcomes.extend(gone)
             self.changed = True
+
+    def _strike(self, kind: Ints, scale: Ints) -> Ints:
+        if self.failures is None:
+            return _NOBODY
+        length = self.options.round_seconds
+        return self.failures.strike(self.up, kind, scale, self.now, length)
 
     def _work(self, rate: Floats, left: Floats, lost: Floats) -> tuple[Floats, Floats]:
         """Seconds each job works in a round, restart included, and the steps it makes."""
@@ -232,5 +256,6 @@ class _Rounds:
             end_seconds=end,
             num_rounds=self.num_rounds,
             num_allocations=self.num_allocations,
+            num_failures=0 if self.failures is None else self.failures.number,
             spans=tuple(self.spans),
         )

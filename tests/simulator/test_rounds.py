@@ -39,6 +39,19 @@ def test_a_restart_costs_its_seconds_once(pool: Pool, job: MakeJob) -> None:
     assert run.jobs[0].num_restarts == 0
 
 
+def test_failures_lose_the_round_and_nothing_else(table: Throughputs, job: MakeJob) -> None:
+    pool = Pool(throughputs=table, num_devices={"fast": 4})
+    jobs = [job(n, steps=40000.0, scale_factor=2) for n in range(4)]
+    quiet = simulate_rounds(jobs, pool, allocator_named("las"))
+    options = RoundOptions(failure_seconds=20000.0, repair_seconds=1000.0, seed=5)
+    failing = simulate_rounds(jobs, pool, allocator_named("las"), options)
+    assert failing == simulate_rounds(jobs, pool, allocator_named("las"), options)
+    assert failing.num_failures > 0
+    assert len(failing.jobs) == 4
+    assert failing.end_seconds > quiet.end_seconds
+    assert sum(done.num_restarts for done in failing.jobs) > 0
+
+
 def test_metrics_of_two_jobs(table: Throughputs, job: MakeJob) -> None:
     pool = Pool(throughputs=table, num_devices={"fast": 1})
     jobs = [job(0, steps=1440.0, slo_seconds=400.0), job(1, steps=1440.0, slo_seconds=400.0)]
