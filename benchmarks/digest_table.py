@@ -9,9 +9,12 @@ optimizer state and losses. Printed as the table of docs/determinism.md.
 import argparse
 import hashlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -50,7 +53,7 @@ def main() -> None:
     parser.add_argument("--stop-after", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
-        train_all(arguments.train)
+        train_all(arguments.train, arguments.stop_after)
         return
     names = ["1 worker", "3 uneven"] if arguments.quick else list(MAPPINGS)
     with tempfile.TemporaryDirectory() as folder:
@@ -97,27 +100,34 @@ def plan_of(workers: Sequence[tuple[str, int]]) -> SplitPlan:
     )
 
 
-def launch(
-    workers: Sequence[tuple[str, int]], level: str, folder: Path, *options: str
-) -> dict[str, str]:
+def launch(workers: Sequence[tuple[str, int]], level: str, folder: Path) -> dict[str, str]:
     """Train the models under one mapping; return their digests."""
-    folder.mkdir(parents=True)
-    files.write(folder / "plan.json", plan_of(workers))
-    command = [sys.executable, "-m", "hetflow.cli.main", "launch", "--determinism", level]
-    command += [*options, "-o", str(folder / "run"), str(folder / "plan.json")]
-    command += [__file__, "--train", str(folder / "digests.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = run(workers, level, folder)
     if done.returncode:
         raise SystemExit(done.stderr)
     found: dict[str, str] = json.loads((folder / "digests.json").read_text())
     return found
 
 
-def train_all(result: Path) -> None:
-    """What each worker runs: the models one after another, each a job of its own."""
-    digests = {name: train(*make()) for name, make in models().items()}
-    import os
+def run(
+    workers: Sequence[tuple[str, int]],
+    level: str,
+    folder: Path,
+    options: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+) -> "subprocess.CompletedProcess[str]":
+    """One launch of this file's training, as it ended."""
+    folder.mkdir(parents=True)
+    files.write(folder / "plan.json", plan_of(workers))
+    command = [sys.executable, "-m", "hetflow.cli.main", "launch", "--determinism", level]
+    command += [*options, "-o", str(folder / "run"), str(folder / "plan.json")]
+    command += [__file__, "--train", str(folder / "digests.json"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
+
+def train_all(result: Path, stop_after: int | None) -> None:
+    """What each worker runs: the models one after another, each a job of its own."""
+    digests = {name: train(*make(), stop_after) for name, make in models().items()}
     if os.environ.get("HETFLOW_SLOT", "0") == "0":
         result.write_text(json.dumps(digests))
 
@@ -178,7 +188,20 @@ def models() -> dict[str, Callable[[], tuple]]:
     }
 
 
-def train(model, dataset) -> str:  # type: ignore[no-untyped-def]
+class Losses:
+    """Every step's loss; saved with checkpoints, so a run that goes on has them all."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self.values = list(state["values"])
+
+
+def train(model, dataset, stop_after) -> str:  # type: ignore[no-untyped-def]
     """Train one model; digest of all that training leaves."""
     import torch
     from torch import nn
@@ -191,7 +214,8 @@ def train(model, dataset) -> str:  # type: ignore[no-untyped-def]
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     job = hf.prepare(model, optimizer)
     loader = DataLoader(dataset, batch_size=BATCH, shuffle=True)
-    losses = []
+    losses = Losses()
+    job.register(scheduler, losses)
     for _ in range(EPOCHS):
         for batch in job.batches(loader):
             loss = job.backward(lambda x, y: nn.functional.cross_entropy(model(x), y), batch)
@@ -199,12 +223,16 @@ def train(model, dataset) -> str:  # type: ignore[no-untyped-def]
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.values.append(loss.item())
+            if job.num_steps == stop_after:
+                if job.is_main:
+                    os.kill(os.getppid(), signal.SIGTERM)
+                time.sleep(1)  # until the launcher has passed it on
     job.finish()
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
-    told = json.dumps([digest_of(tensors), losses, scheduler.state_dict()["_last_lr"]])
+    told = json.dumps([digest_of(tensors), losses.values, scheduler.state_dict()["_last_lr"]])
     return hashlib.sha256(told.encode()).hexdigest()
 
 
