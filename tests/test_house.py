@@ -22,7 +22,9 @@ MAY_IMPORT = {
     "launcher": {"schema", "runtime"},
     "reports": {"schema", "schedules"},
     "simulator": {"schema", "costs", "schedules", "solvers"},
-    "examples": {"schema", "costs", "checks", "solvers", "runtime", "profilers"},
+    "examples": {
+        "schema", "costs", "checks", "solvers", "runtime", "profilers", "simulator",
+    },
     "cli": {
         "schema", "costs", "schedules", "checks", "solvers", "runtime", "profilers", "launcher",
         "reports", "simulator", "examples",
