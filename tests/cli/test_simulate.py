@@ -1,0 +1,103 @@
+"""``hetflow simulate`` from a file and from a recipe."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hetflow.cli.common import register
+from hetflow.cli.simulate import simulate
+from hetflow.schema import files
+from hetflow.schema.errors import HetflowError
+from hetflow.schema.jobs import ModelThroughput, Throughputs
+from hetflow.schema.simulation import SimulationRun
+
+LINE = "conv\tpython train.py\tdata\t-n\t1\t4000\t1\t1\t-1.000000\t{}\n"
+
+
+@pytest.fixture
+def app() -> typer.Typer:
+    made = typer.Typer()
+    register(made, simulate)
+    return made
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    models = (
+        ModelThroughput(model="conv", steps_per_second={"fast": 4.0, "slow": 1.0}),
+        ModelThroughput(model="rnn", steps_per_second={"fast": 2.0, "slow": 1.5}),
+    )
+    path = tmp_path / "throughputs.json"
+    files.write(path, Throughputs(models=models))
+    return path
+
+
+def _arguments(trace: object, table: Path, *more: str) -> list[str]:
+    return [str(trace), "--throughputs", str(table), "--gpus", "2xfast,2xslow", *more]
+
+
+def test_a_gavel_trace_with_plot_and_file(app: typer.Typer, table: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "jobs.trace"
+    trace.write_text("".join(LINE.format(500.0 * n) for n in range(4)))
+    plot, output = tmp_path / "run.svg", tmp_path / "run.json"
+    arguments = _arguments(trace, table, "--plot", str(plot), "-o", str(output), "--json")
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert b"<svg" in plot.read_bytes()
+    run = files.read(output, SimulationRun)
+    assert len(run.jobs) == 4
+    assert json.loads(result.stdout)["metrics"]["num_jobs"] == 4
+
+
+def test_a_sweep_is_a_line_each_and_the_same_in_processes(app: typer.Typer, table: Path) -> None:
+    more = ("--loads", "1,4", "--seeds", "2", "--num-jobs", "5")
+    arguments = _arguments("continuous-single", table, *more)
+    alone = CliRunner().invoke(app, arguments)
+    assert alone.exit_code == 0, alone.output
+    assert len(alone.stdout.splitlines()) == 5
+    spread = CliRunner().invoke(app, [*arguments, "--processes", "2"])
+    assert spread.stdout == alone.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (LINE.format(0.0) + LINE.format(0.0)[:40], "may be truncated"),
+        (LINE.format(100.0) + LINE.format(50.0), "sort the trace by arrival"),
+        (LINE.format(-3.0), "arrival_seconds"),
+        (LINE.format(0.0).replace("4000", "-4000"), "steps"),
+        ("", "holds no jobs"),
+    ],
+)
+def test_bad_traces_write_nothing(
+    app: typer.Typer, table: Path, tmp_path: Path, text: str, words: str
+) -> None:
+    trace, output = tmp_path / "bad.trace", tmp_path / "run.json"
+    trace.write_text(text)
+    result = CliRunner().invoke(app, _arguments(trace, table, "-o", str(output)))
+    assert isinstance(result.exception, HetflowError)
+    assert words in result.exception.message
+    assert "\n" not in result.exception.message
+    assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    ("trace", "more", "words"),
+    [
+        ("continuous-single", (), "needs --loads"),
+        ("continuous-single", ("--loads", "a"), "--loads a"),
+        ("static-single", ("--window", "9:3"), "--window 9:3"),
+        ("static-single", ("--policy", "lass"), "did you mean 'las'"),
+        ("static-single", ("--scheduler", "elastic", "--num-jobs", "3"), "one device type"),
+        ("nowhere.trace", (), "no such file"),
+    ],
+)
+def test_bad_options(
+    app: typer.Typer, table: Path, trace: str, more: tuple[str, ...], words: str
+) -> None:
+    result = CliRunner().invoke(app, _arguments(trace, table, *more))
+    assert isinstance(result.exception, HetflowError)
+    assert words in result.exception.message
