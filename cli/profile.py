@@ -42,6 +42,12 @@ def profile(
     links: Annotated[
         bool, typer.Option("--links", help="Fit latency and bandwidth of the links too.")
     ] = False,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Profile each layer too, for pipeline plans.")
+    ] = False,
+    microbatch_size: Annotated[
+        int, typer.Option(min=1, help="Samples of a microbatch, for --layers.")
+    ] = 8,
     sync_devices: Annotated[
         int, typer.Option(min=0, max=64, help="Devices to synchronise over; 0: do not measure.")
     ] = 2,
@@ -71,6 +77,7 @@ def profile(
         optimizer=optimizer,
         sync_devices=sync_devices,
         links=links,
+        layers_at=microbatch_size if layers else None,
         command=shlex.join(["hetflow", *sys.argv[1:]]),
     )
     requests = devices.parse_requests(device or [], devices.local_devices())

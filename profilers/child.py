@@ -19,6 +19,7 @@ from ..schema.plan import PassTime
 from . import memory, targets
 from .bench import Bench
 from .exchange import exchange
+from .layers import measure_layers
 from .timing import RepeatPolicy
 
 _PR_SET_PDEATHSIG = 1
@@ -114,10 +115,15 @@ def _hold(
     return {"seconds": bench.held(batch_size, holder, repeats), "num_overruns": holder.num_overruns}
 
 
+def _layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str, Any]:
+    return measure_layers(bench, microbatch_size, repeats)
+
+
 _OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "measure": _measure,
     "update": _update,
     "hold": _hold,
+    "layers": _layers,
     "exchange": exchange,
 }
 

@@ -94,6 +94,19 @@ class Measurer:
         table = [[entry.batch_size, entry.step_seconds] for entry in passes]
         return self._ask("hold", batch_size=batch_size, passes=table, repeats=repeats)
 
+    def measure_layers(self, microbatch_size: int, repeats: int) -> dict[str, Any]:
+        """Profile the model's layers; see ``layers.measure_layers``.
+
+        Raises:
+            TargetError: The model cannot be cut into layers, or the microbatch does not fit.
+        """
+        try:
+            return self._ask("layers", microbatch_size=microbatch_size, repeats=repeats)
+        except MemoryError:
+            raise TargetError(
+                f"a microbatch of {microbatch_size} does not fit", hint="take a smaller one"
+            ) from None
+
     def _ask(self, operation: str, **values: Any) -> dict[str, Any]:
         try:
             if self._child is None:

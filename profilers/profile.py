@@ -14,22 +14,28 @@ from ..schema.profile import Emulation, Profile, Sync
 from . import emulated, links
 from .batch_curve import Curve, CurveLimits, measure_curve
 from .devices import DeviceRequest
+from .layers import graph_of
 from .measurer import Measurer
 from .targets import Target
 from .timing import Timing
 
+LAYER_REPEATS = 7
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """How to profile. ``sync_devices`` below 2 leaves synchronisation unmeasured."""
+    """How to profile. ``sync_devices`` below 2 leaves synchronisation unmeasured.
+
+    ``layers_at`` is the microbatch size to profile layers at; None leaves them out.
+    """
 
     limits: CurveLimits = CurveLimits()
     optimizer: str = "sgd"
     sync_devices: int = 2
     links: bool = False
     command: str = ""
+    layers_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +48,7 @@ class _Base:
     death: str | None
     sync: Sync | None
     sync_provenance: dict[str, Any]
+    layers: dict[str, Any] | None
     seconds: float
 
 
@@ -110,6 +117,11 @@ def _measure(
         )
         progress(f"{target.model} on {name}: optimizer update")
         update = measurer.measure_update(curve.results[0].batch_size, limits.repeats)
+        layers = None
+        if options.layers_at is not None:
+            progress(f"{target.model} on {name}: layers at {options.layers_at}")
+            repeats = min(limits.repeats.max_repeats, LAYER_REPEATS)
+            layers = measurer.measure_layers(options.layers_at, repeats)
     except HetflowError as error:
         error.args = (f"{target.text} on {name}: {error.message}",)
         error.message = error.args[0]
@@ -125,6 +137,7 @@ def _measure(
         death=measurer.death,
         sync=sync,
         sync_provenance=sync_provenance,
+        layers=layers,
         seconds=time.monotonic() - start,
     )
 
@@ -169,6 +182,7 @@ def _profile(
         weight_bytes=base.facts["weight_bytes"],
         update_seconds=base.update.median_seconds,
         batch_curve=points,
+        layers=graph_of(base.layers, request.speed or 1.0) if base.layers else None,
         sync=base.sync,
         emulation=emulation,
         out_of_memory_batch_size=base.curve.out_of_memory_batch_size,
@@ -212,4 +226,5 @@ def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) ->
             for result in results
         ],
         "sync": base.sync_provenance,
+        **({"layers": base.layers["provenance"]} if base.layers else {}),
     }

@@ -362,8 +362,11 @@ class _Whole:
 def _by_placeholder(bound: inspect.BoundArguments) -> dict[str, Any]:
     """Arguments under the names that torch.fx gives them."""
     named: dict[str, Any] = {}
+    prefix: dict[Any, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+    }
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
-        prefix = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
         named[prefix.get(kind, "") + name] = value
     return named
