@@ -195,9 +195,11 @@ class Losses:
         self.values: list[float] = []
 
     def state_dict(self) -> dict[str, list[float]]:
+        """What a checkpoint keeps."""
         return {"values": self.values}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Take it back."""
         self.values = list(state["values"])
 
 

@@ -44,6 +44,16 @@ def launch(
             "mapping), heterogeneous (also unlike types)."
         ),
     ] = "none",
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Folder of checkpoints; goes on from the newest one there."),
+    ] = None,
+    checkpoint_every: Annotated[
+        int, typer.Option(min=0, help="Steps between checkpoints [0: at SIGTERM and the end].")
+    ] = 0,
+    grace: Annotated[
+        int, typer.Option(min=0, help="Seconds after SIGTERM to write a checkpoint in.")
+    ] = 30,
     timeout: Annotated[
         int, typer.Option(min=1, help="Seconds that any wait for other workers may take.")
     ] = 600,
@@ -78,6 +88,9 @@ def launch(
         force=force,
         stdout_to_stderr=json,
         timeout_seconds=float(timeout),
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        grace_seconds=float(grace),
         rendezvous=Rendezvous.parse(nnodes, node_rank, rdzv_endpoint, devices) if several else None,
     )
     if dry_run:

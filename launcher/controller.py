@@ -1,6 +1,7 @@
 """One controller a host: starts the workers, watches them, and writes what happened."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -114,7 +115,7 @@ def _train(
         _fill_folder(request)
         workers.start(_commands(request, seats, meeting))
         hosts.started()
-        failure = _supervise(hosts, workers, signals) or hosts.wait_for_others(watch)
+        failure = _supervise(request, hosts, workers, signals) or hosts.wait_for_others(watch)
     except _Interrupted:
         failure = interruption(signals.received or 2)
     except BaseException:
@@ -140,12 +141,18 @@ def _commands(
         inherited=os.environ,
         determinism=request.config.determinism,
         seed=request.config.seed,
+        checkpoint=request.checkpoint.resolve() if request.checkpoint else None,
+        checkpoint_every=request.checkpoint_every,
     )
 
 
-def _supervise(hosts: Alone | Together, workers: Workers, signals: Signals) -> Failure | None:
+def _supervise(
+    request: LaunchRequest, hosts: Alone | Together, workers: Workers, signals: Signals
+) -> Failure | None:
     while not workers.all_done():
         if signals.received is not None:
+            if request.checkpoint is not None and signals.received == signal.SIGTERM:
+                workers.let_save(signals, request.grace_seconds)
             return interruption(signals.received)
         if workers.failures():
             return _cause(workers)

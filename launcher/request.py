@@ -77,6 +77,9 @@ class LaunchRequest:
     stdout_to_stderr: bool = False
     rendezvous: Rendezvous | None = None
     timeout_seconds: float = 600.0
+    checkpoint: Path | None = None
+    checkpoint_every: int = 0
+    grace_seconds: float = 30.0
 
 
 def check_script(script: tuple[str, ...]) -> None:

@@ -54,6 +54,8 @@ def worker_commands(
     inherited: Mapping[str, str],
     determinism: Determinism = "none",
     seed: int = 0,
+    checkpoint: Path | None = None,
+    checkpoint_every: int = 0,
 ) -> list[WorkerCommand]:
     """The command of each worker of this host. Pure.
 
@@ -67,6 +69,8 @@ def worker_commands(
         inherited: The environment workers inherit; what it sets for threads and interfaces stays.
         determinism: The level, which fixes threads and kernels before torch is imported.
         seed: Seed of the script's own streams, where a level fixes them.
+        checkpoint: Folder of checkpoints, if any.
+        checkpoint_every: Steps between checkpoints; 0 for those that are asked for only.
     """
     commands = []
     for local_rank, seat in enumerate(seats):
@@ -90,6 +94,9 @@ def worker_commands(
         settings |= _device_settings(seat, meeting, inherited) | pins(determinism)
         if determinism != "none":
             settings |= {names.DETERMINISM: determinism, names.SEED: str(seed)}
+        if checkpoint is not None:
+            settings[names.CHECKPOINT] = str(checkpoint)
+            settings[names.CHECKPOINT_EVERY] = str(checkpoint_every)
         commands.append(
             WorkerCommand(
                 rank=rank,

@@ -92,6 +92,20 @@ class Workers:
             if process.poll() not in (None, 0)
         ]
 
+    def let_save(self, signals: Signals, grace_seconds: float) -> None:
+        """Ask the workers to write a checkpoint after the step they are in, and leave.
+
+        Waits until they are gone, the grace is over, or another signal comes.
+        """
+        asked, deadline = signals.count, time.monotonic() + grace_seconds
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        while any(process.poll() is None for process in self._processes.values()):
+            if time.monotonic() > deadline or signals.count > asked:
+                return
+            time.sleep(0.02)
+
     def stop(self, signals: Signals | None = None) -> None:
         """End every worker and what it started: SIGTERM, a grace, SIGKILL. No orphan stays."""
         asked = signals.count if signals else 0

@@ -11,8 +11,10 @@ writes between steps holds for every virtual node from then on.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -69,6 +71,7 @@ class VirtualNodeBuffers:
 
     def __init__(self, model: nn.Module, local: Sequence[int], batch_sizes: Sequence[int]) -> None:
         """Take the model, this device's virtual nodes, and the batch sizes of all of them."""
+        self._model = model
         self._local = tuple(local)
         self._batch_sizes = tuple(batch_sizes)
         self._slots = _find_slots(model) if len(batch_sizes) > 1 else []
@@ -117,6 +120,53 @@ class VirtualNodeBuffers:
         for slot in changed:
             slot.install(self._merged(slot, all_reduce))
 
+    def capture(self, holders: Sequence[int], distributed: bool) -> dict[str, Any]:
+        """Every virtual node's buffers, on every worker: what a checkpoint keeps.
+
+        Args:
+            holders: The rank that holds each virtual node.
+            distributed: Whether there are other workers.
+        """
+        self.begin_step()
+        if not self._slots:
+            return {"base": dict(self._model.named_buffers()), "nodes": []}
+        nodes = []
+        for node, holder in enumerate(holders):
+            packed = torch.cat([_as_bytes(slot.value_of(node)) for slot in self._slots])
+            if distributed:
+                dist.broadcast(packed, src=holder)
+            nodes.append(self._unpacked(packed))
+        return {"base": {slot.name: slot.base for slot in self._slots}, "nodes": nodes}
+
+    def _unpacked(self, packed: Tensor) -> dict[str, Tensor]:
+        """Those of a virtual node's buffers that are its own."""
+        found, at = {}, 0
+        for slot in self._slots:
+            size = slot.base.numel() * slot.base.element_size()
+            # A clone starts at an aligned address, which a part of the bytes need not.
+            flat = packed[at : at + size].clone().view(slot.base.dtype)
+            value, at = flat.reshape(slot.base.shape), at + size
+            if not torch.equal(value, slot.base):
+                found[slot.name] = value
+        return found
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take buffers back from ``capture``, on whatever mapping."""
+        if not self._slots:
+            with torch.no_grad():
+                for name, value in self._model.named_buffers():
+                    value.copy_(state["base"][name])
+        for slot in self._slots:
+            device = slot.base.device
+            slot.base = state["base"][slot.name].to(device, copy=True)
+            slot.shared = slot.base.clone()
+            slot.own = {
+                node: state["nodes"][node][slot.name].to(device, copy=True)
+                for node in self._local
+                if slot.name in state["nodes"][node]
+            }
+            slot.install(slot.shared)
+
     def _changed_anywhere(self, all_reduce: AllReduce | None) -> list[_Slot]:
         if not self._slots:
             return []
@@ -155,6 +205,10 @@ class VirtualNodeBuffers:
             all_reduce(value)
         narrow = value.to(real.dtype)
         return torch.view_as_complex(narrow) if slot.base.is_complex() else narrow
+
+
+def _as_bytes(value: Tensor) -> Tensor:
+    return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _find_slots(model: nn.Module) -> list[_Slot]:

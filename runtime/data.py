@@ -175,24 +175,25 @@ class PassSampler(Sampler[list[Key]]):
         self._local = tuple(local)
         self._drop_last = drop_last
         self.global_batch_size = sum(batch_sizes)
-        self._order: list[int] = []
+        self.order: list[int] = []
+        self.first_step = 0
         self._repeats: list[int] | None = None
         self.epoch = 0
 
     def set_epoch(self, epoch: int, order: list[int]) -> None:
         """Take the order of the next epoch."""
-        self.epoch, self._order = epoch, order
+        self.epoch, self.order = epoch, order
         self._repeats = _repeats(order)
 
     @property
     def num_steps(self) -> int:
         """Global batches in the epoch."""
-        full, rest = divmod(len(self._order), self.global_batch_size)
+        full, rest = divmod(len(self.order), self.global_batch_size)
         return full + int(rest > 0 and not self._drop_last)
 
     def passes(self, step: int) -> tuple[int, tuple[Pass, ...]]:
         """Samples of a global batch, and this worker's passes over its share."""
-        num_samples = min(self.global_batch_size, len(self._order) - step * self.global_batch_size)
+        num_samples = min(self.global_batch_size, len(self.order) - step * self.global_batch_size)
         cuts = slices(num_samples, self._batch_sizes)
         return num_samples, tuple(
             Pass(node, cuts[node][1] - cuts[node][0], num_samples == self.global_batch_size)
@@ -201,9 +202,9 @@ class PassSampler(Sampler[list[Key]]):
         )
 
     def __iter__(self) -> Iterator[list[Key]]:
-        for step in range(self.num_steps):
+        for step in range(self.first_step, self.num_steps):
             begin = step * self.global_batch_size
-            num_samples = min(self.global_batch_size, len(self._order) - begin)
+            num_samples = min(self.global_batch_size, len(self.order) - begin)
             cuts = slices(num_samples, self._batch_sizes)
             for node in self._local:
                 start, end = cuts[node]
@@ -212,7 +213,7 @@ class PassSampler(Sampler[list[Key]]):
 
     def _key(self, position: int) -> Key:
         repeat = self._repeats[position] if self._repeats else 0
-        return self.epoch, self._order[position], repeat
+        return self.epoch, self.order[position], repeat
 
 
 def _repeats(order: list[int]) -> list[int] | None:

@@ -27,6 +27,8 @@ DEVICE_TYPE = "HETFLOW_DEVICE_TYPE"
 FAILURE = "HETFLOW_FAILURE"
 TIMEOUT = "HETFLOW_TIMEOUT"
 DETERMINISM = "HETFLOW_DETERMINISM"
+CHECKPOINT = "HETFLOW_CHECKPOINT"
+CHECKPOINT_EVERY = "HETFLOW_CHECKPOINT_EVERY"
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
@@ -50,6 +52,8 @@ class Start:
     seed: int = 0
     run_folder: Path | None = None
     determinism: Determinism = "none"
+    checkpoint_folder: Path | None = None
+    checkpoint_every: int = 0
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 
 
@@ -65,7 +69,12 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
     seed = _integer(env, SEED, 0)
     if not env.get(PLAN):
         _refuse_many_without_plan(env)
-        return Start(seed=seed, determinism=check_level(env.get(DETERMINISM) or "none"))
+        return Start(
+            seed=seed,
+            determinism=check_level(env.get(DETERMINISM) or "none"),
+            checkpoint_folder=Path(env[CHECKPOINT]) if env.get(CHECKPOINT) else None,
+            checkpoint_every=_integer(env, CHECKPOINT_EVERY, 0),
+        )
     config, plan = read_plan(Path(env[PLAN]), seed, check_level(env.get(DETERMINISM) or "none"))
     rank, world_size, local_rank = _ranks(env)
     if world_size != config.world_size:
@@ -86,6 +95,8 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
         port=port,
         seed=config.seed,
         determinism=config.determinism,
+        checkpoint_folder=Path(env[CHECKPOINT]) if env.get(CHECKPOINT) else None,
+        checkpoint_every=_integer(env, CHECKPOINT_EVERY, 0),
         run_folder=Path(env[RUN]) if env.get(RUN) else None,
         timeout_seconds=float(_integer(env, TIMEOUT, int(DEFAULT_TIMEOUT_SECONDS))),
     )

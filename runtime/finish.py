@@ -75,6 +75,8 @@ def finish(job: "Job") -> None:
         )
     if place.store is not None:
         _meet(place)
+    if job._checkpoints is not None:
+        job._checkpoints.finish()
     job.sync_buffers()
     if place.start.config is not None:
         _publish(job, _report(job))

@@ -19,6 +19,7 @@ from .gradients import GradientReducer
 from .group import Place, join
 from .invariant import InvariantSum
 from .measurements import StepClock
+from .saving import Checkpoints
 from .setup import broadcast_state, check_model, named_parameters, place_model
 from .streams import seed_streams
 from .totals import StepTotals
@@ -62,6 +63,8 @@ def prepare(
     if start.config is not None and start.config.pipeline is not None:
         from .pipeline.job import PipelineJob
 
+        if start.checkpoint_folder is not None:
+            raise TargetError("checkpoints are for split plans", hint="leave --checkpoint out")
         return PipelineJob(model, optimizer, place, start.config.pipeline, seed=seed)
     return Job(model, optimizer, place, seed=seed, overlap=overlap)
 
@@ -72,6 +75,8 @@ class Job:
     ``rank``, ``world_size``, ``is_main`` and ``device`` say which one; ``num_steps`` counts global
     steps.
     """
+
+    _checkpoints: Checkpoints | None = None
 
     def __init__(
         self,
@@ -85,9 +90,10 @@ class Job:
         from .finish import at_exit
 
         self._model, self._place, self._seed, self._overlap = model, place, seed, overlap
+        self._optimizer = optimizer
         self.device, self.rank, self.world_size = place.device, place.rank, place.world_size
         self.num_steps = 0
-        self._epoch = 0
+        self._epoch, self._calls = 0, 0
         self._last_loss: Tensor | None = None
         self._parameters = named_parameters(model, optimizer)
         broadcast_state(model, optimizer, self._parameters, place)
@@ -95,6 +101,7 @@ class Job:
         self._holder = _holder_of(place)
         config, slot = place.start.config, place.slot
         self._batch_sizes = _batch_sizes(place)
+        self._place_of_nodes = _holders(place)
         self._local = [node.index for node in slot.virtual_nodes] if slot else [0]
         self._reducer = GradientReducer(
             self._parameters, distributed=place.distributed, invariant=_invariant_of(place)
@@ -104,6 +111,11 @@ class Job:
         self._buffers = VirtualNodeBuffers(model, self._local, self._batch_sizes or (1,))
         self._loaders: dict[int, tuple[DataLoader[Any], PassSampler, DataLoader[Any]]] = {}
         self._finished = False
+        if place.start.checkpoint_folder is not None:
+            start = place.start
+            self._checkpoints = Checkpoints(
+                self, place.start.checkpoint_folder, start.checkpoint_every
+            )
         at_exit(self)
 
     @property
@@ -136,8 +148,8 @@ class Job:
         order = epoch_order(loader, self._seed, self._epoch, self._broadcast)
         self._totals.check_same_length(len(order))
         sampler.set_epoch(self._epoch, order)
-        self._epoch += 1
-        return Epoch(self, sampler, passes)
+        self._epoch, self._calls = self._epoch + 1, self._calls + 1
+        return Epoch(self, sampler, passes, call=self._calls - 1)
 
     def _pass_loader(self, loader: "DataLoader[Any]") -> tuple[PassSampler, "DataLoader[Any]"]:
         known = self._loaders.get(id(loader))
@@ -230,6 +242,39 @@ class Job:
             self._reducer.leave()
         self._clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
 
+    def register(self, *things: Any) -> None:
+        """Save and restore these with every checkpoint: schedulers, a GradScaler, counters.
+
+        Anything with ``state_dict`` and ``load_state_dict`` made of plain data and tensors.
+        Where the job goes on from a checkpoint, their state is loaded here. The optimizer of
+        ``prepare`` is saved without being registered.
+
+        Raises:
+            TargetError: An object without these methods, or other ones than the checkpoint's.
+        """
+        for thing in things:
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise TargetError(
+                    f"cannot save a {type(thing).__name__}: it has no state_dict and "
+                    f"load_state_dict"
+                )
+            if self._checkpoints is not None:
+                self._checkpoints.register(thing)
+
+    def checkpoint(self) -> None:
+        """Write a checkpoint now, and wait until it is on disk. Call it on all workers.
+
+        Raises:
+            TargetError: The launch gave no folder for checkpoints.
+            FileError: It could not be written; earlier ones are untouched.
+        """
+        if self._checkpoints is None:
+            raise TargetError(
+                "there is no folder for checkpoints",
+                hint="hetflow launch --checkpoint DIR, or HETFLOW_CHECKPOINT=DIR under python",
+            )
+        self._checkpoints.save(wait=True)
+
     def sync_buffers(self) -> None:
         """Put the merged buffers (see runtime/buffers.py) into the model, on every worker.
 
@@ -268,8 +313,10 @@ class Job:
 class Epoch:
     """The global batches of one epoch, in order. Made by ``job.batches``."""
 
-    def __init__(self, job: Job, sampler: PassSampler, passes: "DataLoader[Any]") -> None:
-        self._job, self._sampler, self._passes = job, sampler, passes
+    def __init__(
+        self, job: Job, sampler: PassSampler, passes: "DataLoader[Any]", *, call: int = 0
+    ) -> None:
+        self._job, self._sampler, self._passes, self._call = job, sampler, passes, call
         self.epoch = sampler.epoch
 
     def __len__(self) -> int:
@@ -279,8 +326,15 @@ class Epoch:
         job, sampler = self._job, self._sampler
         if sampler.epoch != self.epoch:
             raise TargetError("job.batches was called again for this loader; iterate the new one")
+        saver, sampler.first_step = job._checkpoints, 0
+        if saver is not None:
+            sampler.first_step = saver.first_step(self._call, sampler.num_steps, len(sampler.order))
+            if sampler.first_step == sampler.num_steps:
+                return
         source = feed(iter(self._passes), job.device)
-        for step in range(sampler.num_steps):
+        for step in range(sampler.first_step, sampler.num_steps):
+            if saver is not None:
+                saver.entered(self._call, step)
             num_samples, passes = sampler.passes(step)
             batch = Batch(
                 epoch=self.epoch,
@@ -293,6 +347,18 @@ class Epoch:
             yield batch
             batch.discard()
             job._clock.end_step()
+            if saver is not None:
+                saver.boundary(self._call, step + 1)
+        if saver is not None:
+            saver.epoch_done(self._call)
+
+
+def _holders(place: Place) -> list[int]:
+    """The rank that holds each virtual node."""
+    config = place.start.config
+    slots = config.workers if config is not None else ()
+    ranks = {node.index: slot.rank for slot in slots for node in slot.virtual_nodes}
+    return [ranks[node] for node in sorted(ranks)] or [0]
 
 
 def _holder_of(place: Place) -> PassHolder | None:

@@ -1,0 +1,258 @@
+"""Checkpoints: whole or not there, and a run that goes on ends as if it had never stopped."""
+
+import importlib.util
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from hetflow import runtime as hf
+from hetflow.runtime import checkpoint
+from hetflow.runtime.job import Job
+from hetflow.schema.errors import FileError, TargetError
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "digest_table.py"
+spec = importlib.util.spec_from_file_location("digest_table", BENCHMARK)
+digest_table = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(digest_table)
+
+NUM_SAMPLES, BATCH = 22, 8
+
+
+def write(folder: Path, step: int, state: object = None) -> Path:
+    tensors: list[torch.Tensor] = []
+    encoded = checkpoint.encode({"step": step, "state": state}, tensors)
+    return checkpoint.write(folder, {"step": step}, encoded, tensors)
+
+
+def test_plain_data_and_tensors_come_back_as_they_were(tmp_path: Path) -> None:
+    state = {
+        "numbers": [1, 2.5, float("inf"), True, None, "text"],
+        3: ("a", torch.tensor([1.5, -2.0], dtype=torch.bfloat16)),
+        "milestones": Counter({4: 1}),
+        "ordered": OrderedDict(x=torch.zeros(0, 3), y=torch.tensor(7)),
+        "wave": torch.tensor([1 + 2j]),
+        "turned": torch.arange(6).reshape(2, 3).t(),
+    }
+    found = checkpoint.read(write(tmp_path, 1, state)).state["state"]
+    assert found.keys() == state.keys()
+    assert found["numbers"] == state["numbers"]
+    assert isinstance(found[3], tuple)
+    assert torch.equal(found[3][1], state[3][1])
+    assert isinstance(found["milestones"], Counter)
+    assert found["ordered"]["x"].shape == (0, 3)
+    for name in ("wave", "turned"):
+        assert torch.equal(found[name], state[name])
+
+
+def test_what_is_not_plain_data_is_refused_with_its_place() -> None:
+    with pytest.raises(TargetError, match=r"state\.a\[1\] is a function"):
+        checkpoint.encode({"a": [1, write]}, [])
+
+
+def damaged(path: Path, how: str) -> None:
+    data = path / "tensors.bin"
+    content = bytearray(data.read_bytes())
+    if how == "flipped":
+        content[5] ^= 1
+        data.write_bytes(content)
+    elif how == "torn":
+        data.write_bytes(content[:-3])
+    elif how == "manifest":
+        manifest = path / "manifest.json"
+        manifest.write_text(manifest.read_text().replace("float32", "float16"))
+    elif how == "half":
+        manifest = path / "manifest.json"
+        manifest.write_text(manifest.read_text()[:40])
+    else:
+        data.unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("flipped", "does not match its checksum"),
+        ("torn", "bytes"),
+        ("manifest", "manifest.json does not match"),
+        ("half", "manifest.json is not complete"),
+        ("absent", "tensors.bin: No such file"),
+    ],
+)
+def test_a_broken_one_is_found_and_the_one_before_is_used(
+    tmp_path: Path, how: str, said: str
+) -> None:
+    write(tmp_path, 1, torch.ones(9))
+    damaged(write(tmp_path, 2, torch.ones(9)), how)
+    found, broken = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found.state["step"] == 1
+    assert len(broken) == 1
+    assert said in broken[0]
+    assert "step-000000002" in broken[0]
+
+
+def test_old_ones_go_and_a_crash_in_mid_write_leaves_the_last(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    (tmp_path / ".making-step-000000004").mkdir()
+    assert checkpoint.newest(tmp_path)[0].state["step"] == 3
+    write(tmp_path, 4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000003", "step-000000004"]
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match="the checkpoint was not written") as caught:
+        write(tmp_path / "file", 1)
+    assert "earlier checkpoints are untouched" in caught.value.hint
+
+
+class Points(Dataset):
+    """Points that say which they are."""
+
+    def __init__(self, length: int = NUM_SAMPLES) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.rand(5, dtype=torch.float64), index
+
+
+def model_of(width: int = 6) -> nn.Module:
+    torch.manual_seed(1)
+    layers = nn.Linear(5, width), nn.BatchNorm1d(width), nn.Dropout(0.2), nn.Linear(width, 1)
+    return nn.Sequential(*layers).double()
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    import signal
+
+    for name in ("HETFLOW_PLAN", "RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+class Stop(Exception):
+    """The script fails here."""
+
+
+def train(
+    stop_at: int | None = None, length: int = NUM_SAMPLES, save: bool = False, epochs: int = 3
+) -> tuple[list[list[int]], dict, Job]:
+    """A script with a schedule per epoch: steps end at 3, 6 and 9."""
+    model = model_of()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    job = hf.prepare(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2], gamma=0.5)
+    job.register(scheduler)
+    seen: list[list[int]] = []
+    loader = DataLoader(Points(length), batch_size=BATCH, shuffle=True)
+    try:
+        for _ in range(epochs):
+            for batch in job.batches(loader):
+
+                def loss_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+                    seen.append(index.tolist())
+                    return (model(x) - index[:, None] / 10).pow(2).mean()
+
+                job.backward(loss_of, batch)
+                optimizer.step()
+                optimizer.zero_grad()
+                if job.num_steps == stop_at:
+                    if save:
+                        job.checkpoint()
+                    raise Stop
+            scheduler.step()
+        job.finish()
+    except Stop:
+        job._finished = True
+        job._reducer.close()
+        if job._checkpoints is not None:
+            job._checkpoints._settle()
+    state = {**model.state_dict(), "lr": torch.tensor(optimizer.param_groups[0]["lr"])}
+    return seen, state, job
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3, 4, 7, 8])
+def test_a_run_goes_on_inside_an_epoch_with_every_sample_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    whole, expected, _ = train()
+    monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
+    before, _, _ = train(stop_at=stop_at, save=True)
+    monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    after, found, job = train()
+    assert before + after == whole
+    assert job.num_steps == 9
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_periodic_ones_lose_only_the_steps_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, expected, _ = train()
+    monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
+    monkeypatch.setenv("HETFLOW_CHECKPOINT_EVERY", "3")
+    train(stop_at=5)
+    monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    after, found, _ = train()
+    assert after == whole[3:]
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    again, kept, _ = train()
+    assert again == []
+    assert torch.equal(kept["0.weight"], expected["0.weight"])
+
+
+def test_other_models_seeds_and_data_are_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
+    train(stop_at=2, save=True)
+
+    def refused(said: str, **options: object) -> None:
+        monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+        with pytest.raises(TargetError, match=said) as caught:
+            train(**options) if options else hf.prepare(model_of(7))
+        assert "\n" not in caught.value.message
+
+    refused(r"0\.weight is float64 \[6, 5\] there and float64 \[7, 5\] here")
+    refused("the dataset has 30 samples, and had 22", length=30)
+    monkeypatch.setenv("HETFLOW_SEED", "4")
+    refused("was made with seed 0, this run has 4", epochs=1)
+
+
+def test_checkpoints_need_a_folder_and_things_with_state() -> None:
+    job = hf.prepare(model_of())
+    with pytest.raises(TargetError, match="no folder for checkpoints"):
+        job.checkpoint()
+    with pytest.raises(TargetError, match="cannot save a int"):
+        job.register(3)
+    job.finish()
+
+
+def test_sigterm_saves_and_another_mapping_ends_with_the_same_digest(tmp_path: Path) -> None:
+    mappings = digest_table.MAPPINGS
+    whole = digest_table.launch(mappings["1 worker"], "elastic", tmp_path / "whole")
+    saving = ["--checkpoint", str(tmp_path / "saved")]
+    stopped = digest_table.run(
+        mappings["2 workers"], "elastic", tmp_path / "a", saving, ["--stop-after", "4"]
+    )
+    assert stopped.returncode == 143, stopped.stderr
+    assert "asked to stop; saved" in stopped.stderr
+    assert not list((tmp_path / "saved").glob(".making*"))
+    resumed = digest_table.run(mappings["2 types"], "elastic", tmp_path / "b", saving)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "going on from" in resumed.stderr
+    assert digest_table.json.loads((tmp_path / "b" / "digests.json").read_text()) == whole
