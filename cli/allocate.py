@@ -98,8 +98,8 @@ def read_problem(
 
     prices = {n: t.dollars_per_hour for n, t in pool.device_types.items() if t.dollars_per_hour}
     return AllocationProblem(
-        jobs=_read_jobs(jobs),
-        throughputs=_read_throughputs(throughputs, pairs=space_sharing),
+        jobs=read_jobs(jobs),
+        throughputs=read_throughputs(throughputs, pairs=space_sharing),
         num_devices=pool.num_devices,
         dollars_per_hour=prices,
         space_sharing=space_sharing,
@@ -107,7 +107,8 @@ def read_problem(
     )
 
 
-def _read_jobs(path: Path) -> "Jobs":
+def read_jobs(path: Path) -> "Jobs":
+    """Jobs from a hetflow file, or from a Gavel ``.trace``."""
     from ..profilers.importers_gavel import read_gavel_trace
     from ..schema import files
     from ..schema.jobs import Jobs
@@ -117,7 +118,8 @@ def _read_jobs(path: Path) -> "Jobs":
     return files.read(path, Jobs)
 
 
-def _read_throughputs(path: Path, *, pairs: bool) -> "Throughputs":
+def read_throughputs(path: Path, *, pairs: bool) -> "Throughputs":
+    """Throughputs from a hetflow file, or from Gavel's table."""
     from ..profilers.importers_gavel import read_gavel_throughputs
     from ..schema import files
     from ..schema.jobs import Throughputs

@@ -12,7 +12,20 @@ import typer
 
 from .. import __version__
 from ..schema.errors import HetflowError
-from . import allocate, check, demo, devices, doctor, export, import_, launch, profile, show, solve
+from . import (
+    allocate,
+    check,
+    demo,
+    devices,
+    doctor,
+    export,
+    import_,
+    launch,
+    profile,
+    show,
+    simulate,
+    solve,
+)
 from .common import ENVIRONMENT_PREFIX, Settings, config_values, register
 
 app = typer.Typer(
@@ -59,6 +72,7 @@ register(app, solve.solve, short_help="Find the best plan, with proof.")
 register(app, check.check, short_help="Verify a plan independently.")
 register(app, launch.launch, short_help="Train under a plan.", context_settings=_PASSED_ON)
 register(app, allocate.allocate, short_help="Share a pool among jobs.")
+register(app, simulate.simulate, short_help="What would happen over weeks.")
 register(app, show.show, short_help="Any hetflow file as a table or a picture.")
 register(app, import_.import_, name="import", short_help="Read foreign layer profiles.")
 register(app, export.export, short_help="Write layers in a foreign format.")

@@ -84,7 +84,7 @@ def simulate(
     """
     from ..schema.files import check_writable
     from ..simulator import Case
-    from .allocate import _read_throughputs
+    from .allocate import read_throughputs
     from .problems import read_pool
 
     for path in (output, plot):
@@ -93,7 +93,7 @@ def simulate(
     pool = read_pool(gpus, cluster)
     prices = {n: t.dollars_per_hour for n, t in pool.device_types.items() if t.dollars_per_hour}
     base = Case(
-        throughputs=_read_throughputs(throughputs, pairs=False),
+        throughputs=read_throughputs(throughputs, pairs=False),
         num_devices=pool.num_devices,
         dollars_per_hour=prices,
         scheduler=scheduler,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..schema.errors import HetflowError
 from ..schema.simulation import SimulationRun, Span
-from .plots import _figure, _rendered
+from .plots import new_figure, rendered
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +54,7 @@ def simulation_image(run: SimulationRun, file_format: str) -> bytes:
     """
     if not run.jobs:
         raise HetflowError("this run keeps no jobs to draw", hint="simulate it with --plot")
-    figure = _figure()
+    figure = new_figure()
     upper, lower = figure.subplots(2, 1)
     _draw_spans(upper, run.spans)
     upper.set_xlabel("time (h)")
@@ -65,7 +65,7 @@ def simulation_image(run: SimulationRun, file_format: str) -> bytes:
     lower.set_xlabel("completion time (h)")
     lower.set_ylabel("share of jobs")
     lower.grid(visible=True, which="major", alpha=0.3)
-    return _rendered(figure, file_format)
+    return rendered(figure, file_format)
 
 
 def _draw_spans(axes: "Axes", spans: Sequence[Span]) -> None:

@@ -23,7 +23,7 @@ def curves_image(profiles: Sequence[Profile], file_format: str) -> bytes:
     Raises:
         HetflowError: matplotlib is not installed.
     """
-    figure = _figure()
+    figure = new_figure()
     axes = figure.subplots()
     for profile in profiles:
         sizes = [point.batch_size for point in profile.batch_curve]
@@ -36,7 +36,7 @@ def curves_image(profiles: Sequence[Profile], file_format: str) -> bytes:
     axes.set_title(" / ".join(sorted({profile.model for profile in profiles})))
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend()
-    return _rendered(figure, file_format)
+    return rendered(figure, file_format)
 
 
 def split_image(plan: SplitPlan, file_format: str) -> bytes:
@@ -45,7 +45,7 @@ def split_image(plan: SplitPlan, file_format: str) -> bytes:
     Raises:
         HetflowError: matplotlib is not installed.
     """
-    figure = _figure()
+    figure = new_figure()
     axes = figure.subplots()
     emulated = {device.device_type for device in plan.emulated}
     labels = []
@@ -62,7 +62,7 @@ def split_image(plan: SplitPlan, file_format: str) -> bytes:
     axes.invert_yaxis()
     axes.set_xlabel("seconds since the start of a step (predicted)")
     axes.set_title(f"{plan.model}, global batch {plan.global_batch_size}")
-    return _rendered(figure, file_format)
+    return rendered(figure, file_format)
 
 
 def _draw_passes(axes: Any, row: int, passes: int, seconds: float) -> None:
@@ -95,7 +95,8 @@ def _label(profile: Profile) -> str:
     return device_name(profile.device_type, profile.emulation is not None)
 
 
-def _figure() -> "Figure":
+def new_figure() -> "Figure":
+    """An empty figure; matplotlib is optional."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -105,7 +106,8 @@ def _figure() -> "Figure":
     return Figure(figsize=(7, 4), layout="constrained")
 
 
-def _rendered(figure: "Figure", file_format: str) -> bytes:
+def rendered(figure: "Figure", file_format: str) -> bytes:
+    """A figure as the bytes of a ``png`` or ``svg`` file."""
     target = io.BytesIO()
     # A fixed salt and no date: the same input gives the same bytes.
     import matplotlib

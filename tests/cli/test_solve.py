@@ -12,7 +12,7 @@ from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import Profile
 
 COMMANDS = (
-    "demo", "devices", "doctor", "profile", "solve", "check", "launch", "allocate", "show",
+    "demo", "devices", "doctor", "profile", "solve", "check", "launch", "allocate", "simulate", "show",
     "import", "export",
 )  # fmt: skip
 Hetflow = Callable[..., Any]
