@@ -1,14 +1,13 @@
-"""Framed messages between workers: first a header of fixed size, then one packed payload.
+"""Framed messages between workers: one frame a message, of a size that both ends know.
 
-The header states every tensor's type and shape, so a message of another size than expected is
-read as what it is (gloo aborts the process, or accepts it in silence). Each incoming channel has
-a thread that takes messages as they come, ahead of need; sending never blocks. All waits end at
-the group's time limit.
+A frame is a header, which states every tensor's type and shape, and room for as many payload
+bytes as the channel's last message had. Where the payload is of another size, the header says so
+and the payload follows by itself. So no receive is ever posted with a wrong size (gloo aborts the
+process, or accepts it in silence), and in the steady state a message is a single transfer into a
+buffer that was posted ahead. Sending never blocks; all waits end at the group's time limit.
 """
 
 import json
-import queue
-import threading
 from collections import deque
 from typing import Any
 
@@ -102,16 +101,26 @@ class Outbox:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._leaving: deque[tuple[dist.Work, Tensor]] = deque()
+        self._room: dict[tuple[int, bool], int] = {}
 
     def send(self, values: tuple[Value, ...], peer: int, *, activation: bool) -> None:
         """Start a message to a rank; does not wait."""
-        for part in pack(values):
-            if part.numel():
-                work = dist.isend(part, peer, group=self._group, tag=_tag(activation))
-                assert work is not None
-                self._leaving.append((work, part))
+        header, payload = pack(values)
+        room = self._room.get((peer, activation), 0)
+        if payload.numel() == room:
+            self._start(torch.cat([header, payload]), peer, activation)
+        else:
+            self._start(torch.cat([header, header.new_zeros(room)]), peer, activation)
+            if payload.numel():
+                self._start(payload, peer, activation)
+        self._room[peer, activation] = payload.numel()
         while self._leaving and self._leaving[0][0].is_completed():
             self._leaving.popleft()[0].wait()
+
+    def _start(self, part: Tensor, peer: int, activation: bool) -> None:
+        work = dist.isend(part, peer, group=self._group, tag=_tag(activation))
+        assert work is not None
+        self._leaving.append((work, part))
 
     def flush(self) -> None:
         """Wait until all have left."""
@@ -120,46 +129,41 @@ class Outbox:
 
 
 class Inbox:
-    """One incoming channel: a thread receives as many messages as it was told to expect."""
+    """One incoming channel: while messages are expected, the next one's receive is posted."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, *, activation: bool) -> None:
         self._group, self._peer, self._tag = group, peer, _tag(activation)
-        self._expected: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._arrived: queue.SimpleQueue[tuple[Tensor, Tensor] | BaseException] = (
-            queue.SimpleQueue()
-        )
-        threading.Thread(target=self._run, daemon=True).start()
+        self._num_expected = 0
+        self._room = 0
+        self._posted: tuple[dist.Work, Tensor] | None = None
 
     def expect(self, number: int) -> None:
         """So many more messages will come."""
-        self._expected.put(number)
+        self._num_expected += number
+        self._post()
 
     def take(self) -> tuple[tuple[Value, ...], tuple[bool, ...]]:
         """The next message; waits for it."""
-        message = self._arrived.get()
-        if isinstance(message, BaseException):
-            raise message
-        return unpack(*message)
+        assert self._posted is not None
+        work, frame = self._posted
+        work.wait()
+        header, payload = frame[:HEADER_BYTES], frame[HEADER_BYTES:]
+        size = payload_bytes(header)
+        if size != self._room:
+            payload = torch.empty(size, dtype=torch.uint8)
+            if size:
+                dist.recv(payload, self._peer, group=self._group, tag=self._tag)
+        self._room, self._posted = size, None
+        self._num_expected -= 1
+        self._post()
+        return unpack(header, payload)
 
-    def close(self) -> None:
-        """End the thread."""
-        self._expected.put(-1)
-
-    def _run(self) -> None:
-        try:
-            while (number := self._expected.get()) >= 0:
-                for _ in range(number):
-                    self._arrived.put(self._receive())
-        except BaseException as error:  # handed to the thread that waits for the message
-            self._arrived.put(error)
-
-    def _receive(self) -> tuple[Tensor, Tensor]:
-        header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
-        dist.recv(header, self._peer, group=self._group, tag=self._tag)
-        payload = torch.empty(payload_bytes(header), dtype=torch.uint8)
-        if payload.numel():
-            dist.recv(payload, self._peer, group=self._group, tag=self._tag)
-        return header, payload
+    def _post(self) -> None:
+        if self._posted is None and self._num_expected:
+            frame = torch.empty(HEADER_BYTES + self._room, dtype=torch.uint8)
+            work = dist.irecv(frame, self._peer, group=self._group, tag=self._tag)
+            assert work is not None
+            self._posted = (work, frame)
 
 
 def _tag(activation: bool) -> int:

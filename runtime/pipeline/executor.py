@@ -128,11 +128,6 @@ class Executor:
                 return False
         return False
 
-    def close(self) -> None:
-        """End the receiving threads."""
-        for inbox in self._inboxes.values():
-            inbox.close()
-
 
 @contextmanager
 def held(seconds: float | None) -> Iterator[None]:

@@ -337,7 +337,6 @@ class PipelineJob(Job):
     def finish(self) -> None:
         """End the job; every worker's model is whole afterwards."""
         if not self._finished:
-            self._executor.close()
             self._model.forward = self._forward
         super().finish()
 
