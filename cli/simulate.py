@@ -216,7 +216,7 @@ def _draw(run: "SimulationRun", plot: Path, force: bool) -> None:
 
 
 def _tell(runs: "list[SimulationRun]", json: bool) -> None:
-    from ..reports.gantt import simulation_table
+    from ..reports.cluster_tables import simulation_table
     from ..schema.files import to_plain
 
     if json:

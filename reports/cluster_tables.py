@@ -1,15 +1,22 @@
 """Jobs, throughputs and allocations as plain tables."""
 
+from collections.abc import Sequence
+
 from ..schema.jobs import Allocation, Jobs, Throughputs
+from ..schema.simulation import SimulationRun
 from .grid import grid
 
+_HOUR = 3600.0
 
-def table_of(record: Jobs | Throughputs | Allocation) -> str:
+
+def table_of(record: Jobs | Throughputs | Allocation | SimulationRun) -> str:
     """The table of whatever a file of the cluster's side held."""
     if isinstance(record, Jobs):
         return jobs_table(record)
     if isinstance(record, Throughputs):
         return throughputs_table(record)
+    if isinstance(record, SimulationRun):
+        return simulation_table([record])
     return allocation_table(record)
 
 
@@ -61,4 +68,30 @@ def allocation_table(allocation: Allocation) -> str:
             grid(("job", *types, "steps/s"), rows),
             f"objective {proof.objective:.6g}, {proof.termination}, gap {gap}: {proof.method}",
         ]
+    )
+
+
+def simulation_table(runs: Sequence[SimulationRun]) -> str:
+    """One line a run: load, seed, completion times, makespan, utilisation, fairness, cost."""
+    heads = ("policy", "load/h", "seed", "jobs", "avg JCT h", "p99 h", "wait h", "makespan h",
+             "util %", "FTF", "cost $", "late")  # fmt: skip
+    return grid(heads, [_simulation_row(run) for run in runs])
+
+
+def _simulation_row(run: SimulationRun) -> tuple[str, ...]:
+    m = run.metrics
+    name = run.policy or run.scheduler
+    return (
+        f"{name}{' (agnostic)' if run.heterogeneity == 'agnostic' else ''}",
+        "-" if run.jobs_per_hour is None else f"{run.jobs_per_hour:g}",
+        str(run.seed),
+        str(m.num_jobs),
+        f"{m.average_jct_seconds / _HOUR:.3f}",
+        f"{m.p99_jct_seconds / _HOUR:.2f}",
+        f"{m.average_queueing_seconds / _HOUR:.3f}",
+        f"{m.makespan_seconds / _HOUR:.2f}",
+        f"{100 * m.utilisation:.1f}",
+        f"{m.average_finish_time_fairness:.3f}",
+        "-" if m.dollars is None else f"{m.dollars:.2f}",
+        f"{m.num_slo_violations}/{m.num_slos}",
     )

@@ -1,4 +1,4 @@
-"""Simulated runs as a table, and as a Gantt chart with the CDF of completion times."""
+"""Simulated runs as a Gantt chart with the CDF of completion times."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,35 +11,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _HOUR = 3600.0
-
-
-def simulation_table(runs: Sequence[SimulationRun]) -> str:
-    """One line a run: load, seed, completion times, makespan, utilisation, fairness, cost."""
-    heads = ("policy", "load/h", "seed", "jobs", "avg JCT h", "p99 h", "wait h", "makespan h",
-             "util %", "FTF", "cost $", "late")  # fmt: skip
-    rows = [heads, *(_row(run) for run in runs)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    lines = ("  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _row(run: SimulationRun) -> tuple[str, ...]:
-    m = run.metrics
-    name = run.policy or run.scheduler
-    return (
-        f"{name}{' (agnostic)' if run.heterogeneity == 'agnostic' else ''}",
-        "-" if run.jobs_per_hour is None else f"{run.jobs_per_hour:g}",
-        str(run.seed),
-        str(m.num_jobs),
-        f"{m.average_jct_seconds / _HOUR:.3f}",
-        f"{m.p99_jct_seconds / _HOUR:.2f}",
-        f"{m.average_queueing_seconds / _HOUR:.3f}",
-        f"{m.makespan_seconds / _HOUR:.2f}",
-        f"{100 * m.utilisation:.1f}",
-        f"{m.average_finish_time_fairness:.3f}",
-        "-" if m.dollars is None else f"{m.dollars:.2f}",
-        f"{m.num_slo_violations}/{m.num_slos}",
-    )
 
 
 def simulation_image(run: SimulationRun, file_format: str) -> bytes:

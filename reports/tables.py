@@ -7,6 +7,7 @@ from ..schema.pipeline import PipelinePlan
 from ..schema.plan import Prediction, Proof, SplitPlan
 from ..schema.profile import Profile
 from ..schema.run import RunRecord
+from ..schema.simulation import SimulationRun
 from . import cluster_tables
 from .grid import grid, mebibytes, milliseconds
 
@@ -20,6 +21,7 @@ Anything = (
     | Jobs
     | Throughputs
     | Allocation
+    | SimulationRun
 )
 
 
