@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Newer torch has another name for it, and warns of this one.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 @dataclass(frozen=True, slots=True)
 class Subtree:
@@ -229,7 +232,7 @@ class InvariantSum:
             whole = exchange.bucket
             if own.device != whole.device:
                 whole = torch.empty_like(whole, device=own.device)
-            work = dist.all_gather_into_tensor(whole, own, group=self._group, async_op=True)
+            work = _all_gather(whole, own, group=self._group, async_op=True)
             gathers.append((exchange.bucket, whole, own, work))
         for bucket, whole, _, work in gathers:
             if work is not None:

@@ -1,6 +1,9 @@
 """Levels of determinism: the tree of sums, refusals, and one digest over mappings."""
 
 import importlib.util
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +19,9 @@ from hetflow.runtime.group import Place
 from hetflow.runtime.invariant import InvariantSum, Subtree, turns_of
 from hetflow.runtime.lower import check_level as check_name
 from hetflow.runtime.pins import pins
+from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError
+from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "digest_table.py"
 spec = importlib.util.spec_from_file_location("digest_table", BENCHMARK)
@@ -166,3 +171,46 @@ def test_static_repeats_itself_and_heterogeneous_holds_on_every_mapping(tmp_path
     assert alone["transformer"] != again[0]["transformer"]
     found = digests(["1 worker", "3 uneven", "2 types"], "heterogeneous", tmp_path / "hetero")
     assert all(each == found[0] for each in found)
+
+
+def against_ddp(which: str, workers: list[tuple[int, int]], folder: Path) -> str:
+    """Digest of the parameters after one training; (virtual nodes, samples of each) a worker."""
+    plan = scenario_plan(workers)
+    folder.mkdir()
+    files.write(folder / "plan.json", plan)
+    command = [sys.executable, "-m", "hetflow.cli.main", "launch", "--determinism", "elastic"]
+    command += ["-o", str(folder / "run"), str(folder / "plan.json")]
+    script = Path(__file__).parent / "against_ddp.py"
+    command += [str(script), which, str(folder / "digest.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "digest.json").read_text())
+
+
+def scenario_plan(workers: list[tuple[int, int]]) -> SplitPlan:
+    groups = tuple(
+        DeviceGroup(
+            device_type="cpu:fast",
+            num_devices=1,
+            device_batch_size=nodes * size,
+            virtual_nodes=nodes,
+            virtual_node_batch_size=size,
+        )
+        for nodes, size in workers
+    )
+    return SplitPlan(
+        model="against-ddp",
+        global_batch_size=sum(group.device_batch_size for group in groups),
+        groups=groups,
+        predicted=Prediction(step_seconds=0.01, samples_per_second=100.0),
+        proof=Proof(
+            termination="feasible", objective=0.01, lower_bound=None, gap=None, method="by hand"
+        ),
+    )
+
+
+@pytest.mark.slow
+def test_two_virtual_nodes_have_the_bits_of_plain_ddp_on_two_workers(tmp_path: Path) -> None:
+    theirs = against_ddp("ddp", [(1, 8), (1, 8)], tmp_path / "ddp")
+    assert against_ddp("hetflow", [(2, 8)], tmp_path / "one") == theirs
+    assert against_ddp("hetflow", [(1, 8), (1, 8)], tmp_path / "two") == theirs
