@@ -164,7 +164,7 @@ def read(path: Path) -> Checkpoint:
 
 def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest whole checkpoint, and a sentence for each broken one that is newer."""
-    broken = []
+    broken: list[str] = []
     for path in _found(folder):
         try:
             return read(path), broken
