@@ -263,7 +263,7 @@ def elastic_stepper(
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     job = hf.prepare(model, optimizer)
     JOBS.append(job)
-    # Deterministic algorithms would slow the others as well; they cost nothing on these models.
+    # A switch of the whole process: off, so that only the sums differ between the variants.
     torch.use_deterministic_algorithms(False)
     loader = DataLoader(dataset, batch_size=job._global_batch_size, shuffle=True, drop_last=True)
     source = (batch for _ in iter(int, 1) for batch in job.batches(loader))

@@ -65,6 +65,12 @@ def prepare(
 
         if start.checkpoint_folder is not None:
             raise TargetError("checkpoints are for split plans", hint="leave --checkpoint out")
+        if is_invariant(start.determinism):
+            raise TargetError(
+                f"determinism {start.determinism} is for split plans: a pipeline's replicas add "
+                f"their gradients by mapping",
+                hint="use --determinism static",
+            )
         return PipelineJob(model, optimizer, place, start.config.pipeline, seed=seed)
     return Job(model, optimizer, place, seed=seed, overlap=overlap)
 
