@@ -12,8 +12,8 @@ from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import Profile
 
 COMMANDS = (
-    "demo", "devices", "doctor", "profile", "solve", "check", "launch", "allocate", "simulate", "show",
-    "import", "export",
+    "demo", "devices", "doctor", "profile", "solve", "check", "launch",
+    "allocate", "simulate", "show", "import", "export",
 )  # fmt: skip
 Hetflow = Callable[..., Any]
 Profiles = Callable[..., Profile]
