@@ -207,22 +207,29 @@ class Job:
             self._run_pass(function, item, inputs, scaler, last=number == len(batch.passes))
         self._reducer.launch_rest()
         self._clock.computed()
-        loss = self._totals.finish()
+        return self._close_step(self._totals.finish())
+
+    def _begin(self, batch: Batch) -> None:
+        self._open_step(batch)
+        if self._holder:
+            self._holder.begin_step()
+        self._reducer.begin()
+        self._totals.begin(batch.num_samples)
+
+    def _open_step(self, batch: Batch) -> None:
+        """What every step begins with, also a pipeline's."""
+        if self._finished:
+            raise TargetError("the job is finished", hint="call job.finish after the last step")
+        self._clock.begin_step(is_full=batch.is_full)
+        self._buffers.begin_step()
+
+    def _close_step(self, loss: Tensor) -> Tensor:
+        """What every step ends with: the streams between steps are the same on every worker."""
         self._clock.synchronised()
         seed_streams(self._seed, "between", self.num_steps)
         self.num_steps += 1
         self._last_loss = loss
         return loss
-
-    def _begin(self, batch: Batch) -> None:
-        if self._finished:
-            raise TargetError("the job is finished", hint="call job.finish after the last step")
-        self._clock.begin_step(is_full=batch.is_full)
-        if self._holder:
-            self._holder.begin_step()
-        self._reducer.begin()
-        self._totals.begin(batch.num_samples)
-        self._buffers.begin_step()
 
     def _run_pass(
         self,

@@ -152,25 +152,11 @@ class PipelineJob(Job):
         """
         if scaler is not None:
             raise TargetError("GradScaler is not supported under a pipeline", hint="use bfloat16")
-        self._begin(batch)
+        self._open_step(batch)
         self._function, self._batch = function, batch
         self._inputs: dict[int, tuple[Pass, Any]] = {}
         self._feeding = batch.inputs()
-        if self._flushes:
-            loss = self._run_flush(batch)
-        else:
-            loss = self._run_on(batch)
-        self._clock.synchronised()
-        seed_streams(self._seed, "between", self.num_steps)
-        self.num_steps += 1
-        self._last_loss = loss
-        return loss
-
-    def _begin(self, batch: Batch) -> None:
-        if self._finished:
-            raise TargetError("the job is finished", hint="call job.finish after the last step")
-        self._clock.begin_step(is_full=batch.is_full)
-        self._buffers.begin_step()
+        return self._close_step(self._run_flush(batch) if self._flushes else self._run_on(batch))
 
     def _run_flush(self, batch: Batch) -> Tensor:
         number = min(self._work.num_microbatches, batch.num_samples)
