@@ -4,7 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from hetflow.runtime.lower import check_level as check_name
 from hetflow.runtime.pins import pins
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import SplitPlan
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "digest_table.py"
 spec = importlib.util.spec_from_file_location("digest_table", BENCHMARK)
@@ -173,9 +173,8 @@ def test_static_repeats_itself_and_heterogeneous_holds_on_every_mapping(tmp_path
     assert all(each == found[0] for each in found)
 
 
-def against_ddp(which: str, workers: list[tuple[int, int]], folder: Path) -> str:
-    """Digest of the parameters after one training; (virtual nodes, samples of each) a worker."""
-    plan = scenario_plan(workers)
+def against_ddp(which: str, plan: SplitPlan, folder: Path) -> str:
+    """Digest of the parameters after one training."""
     folder.mkdir()
     files.write(folder / "plan.json", plan)
     command = [sys.executable, "-m", "hetflow.cli.main", "launch", "--determinism", "elastic"]
@@ -187,30 +186,11 @@ def against_ddp(which: str, workers: list[tuple[int, int]], folder: Path) -> str
     return json.loads((folder / "digest.json").read_text())
 
 
-def scenario_plan(workers: list[tuple[int, int]]) -> SplitPlan:
-    groups = tuple(
-        DeviceGroup(
-            device_type="cpu:fast",
-            num_devices=1,
-            device_batch_size=nodes * size,
-            virtual_nodes=nodes,
-            virtual_node_batch_size=size,
-        )
-        for nodes, size in workers
-    )
-    return SplitPlan(
-        model="against-ddp",
-        global_batch_size=sum(group.device_batch_size for group in groups),
-        groups=groups,
-        predicted=Prediction(step_seconds=0.01, samples_per_second=100.0),
-        proof=Proof(
-            termination="feasible", objective=0.01, lower_bound=None, gap=None, method="by hand"
-        ),
-    )
-
-
 @pytest.mark.slow
-def test_two_virtual_nodes_have_the_bits_of_plain_ddp_on_two_workers(tmp_path: Path) -> None:
-    theirs = against_ddp("ddp", [(1, 8), (1, 8)], tmp_path / "ddp")
-    assert against_ddp("hetflow", [(2, 8)], tmp_path / "one") == theirs
-    assert against_ddp("hetflow", [(1, 8), (1, 8)], tmp_path / "two") == theirs
+def test_two_virtual_nodes_have_the_bits_of_plain_ddp_on_two_workers(
+    tmp_path: Path, plan_of: Callable[..., SplitPlan]
+) -> None:
+    one, two = plan_of([(2, 8)]), plan_of([(1, 8), (1, 8)])
+    theirs = against_ddp("ddp", two, tmp_path / "ddp")
+    assert against_ddp("hetflow", one, tmp_path / "one") == theirs
+    assert against_ddp("hetflow", two, tmp_path / "two") == theirs

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from hetflow.runtime.streams import generator_of
 from hetflow.schema import files
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import SplitPlan
 from hetflow.schema.run import RunRecord
 
 SCRIPT = Path(__file__).parent / "scenarios.py"
@@ -38,28 +39,6 @@ SCENARIOS = {
 }
 
 
-def make_plan(devices: list[tuple[int, int]]) -> SplitPlan:
-    groups = tuple(
-        DeviceGroup(
-            device_type="cpu:fast",
-            num_devices=1,
-            device_batch_size=nodes * size,
-            virtual_nodes=nodes,
-            virtual_node_batch_size=size,
-        )
-        for nodes, size in devices
-    )
-    return SplitPlan(
-        model="scenarios",
-        global_batch_size=sum(group.device_batch_size for group in groups),
-        groups=groups,
-        predicted=Prediction(step_seconds=0.01, samples_per_second=2400.0),
-        proof=Proof(
-            termination="feasible", objective=0.01, lower_bound=None, gap=None, method="by hand"
-        ),
-    )
-
-
 @dataclass
 class World:
     """What one launch left behind."""
@@ -70,11 +49,13 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, World]:
+def worlds(
+    tmp_path_factory: pytest.TempPathFactory, plan_of: Callable[..., SplitPlan]
+) -> dict[str, World]:
     made = {}
     for name, devices in {**UNIFORM, **UNEVEN}.items():
         folder = tmp_path_factory.mktemp(f"world{name}")
-        files.write(folder / "plan.json", make_plan(devices))
+        files.write(folder / "plan.json", plan_of(devices))
         done = subprocess.run(
             [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", str(folder / "run")]
             + [str(folder / "plan.json"), str(SCRIPT), str(folder)]

@@ -1,0 +1,35 @@
+"""What tests of the runtime share."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+
+
+@pytest.fixture(scope="session")
+def plan_of() -> Callable[[Sequence[tuple[int, int]]], SplitPlan]:
+    """Makes a plan of one device each for (virtual nodes, samples of each)."""
+    return _plan_of
+
+
+def _plan_of(devices: Sequence[tuple[int, int]]) -> SplitPlan:
+    groups = tuple(
+        DeviceGroup(
+            device_type="cpu:fast",
+            num_devices=1,
+            device_batch_size=nodes * size,
+            virtual_nodes=nodes,
+            virtual_node_batch_size=size,
+        )
+        for nodes, size in devices
+    )
+    return SplitPlan(
+        model="scenarios",
+        global_batch_size=sum(group.device_batch_size for group in groups),
+        groups=groups,
+        predicted=Prediction(step_seconds=0.01, samples_per_second=2400.0),
+        proof=Proof(
+            termination="feasible", objective=0.01, lower_bound=None, gap=None, method="by hand"
+        ),
+    )
