@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hetflow import runtime as hf
-from hetflow.runtime.invariant import InvariantSum
+from hetflow.runtime.invariant import InvariantSum, all_gather
 from hetflow.runtime.pins import pins
 from hetflow.schema import files
 
@@ -85,7 +85,7 @@ class Bench:
         rows = received.view(-1, part)
         for row in rows[1:]:
             rows[0].add_(row)
-        dist.all_gather_into_tensor(self.flat, rows[0].contiguous())
+        all_gather(self.flat, rows[0].contiguous())
 
     def fixed_point(self) -> None:
         """Exact in any order: int64 multiples of one step, an ordinary all-reduce twice as wide."""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Newer torch has another name for it, and warns of this one.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class InvariantSum:
             whole = exchange.bucket
             if own.device != whole.device:
                 whole = torch.empty_like(whole, device=own.device)
-            work = _all_gather(whole, own, group=self._group, async_op=True)
+            work = all_gather(whole, own, group=self._group, async_op=True)
             gathers.append((exchange.bucket, whole, own, work))
         for bucket, whole, _, work in gathers:
             if work is not None:
