@@ -74,8 +74,9 @@ def main() -> None:
             optimizer.zero_grad()
         job.print(f"epoch {epoch + 1}: loss {loss.item():.6f}")
 
+    with job.evaluation() as trained:  # the whole model, also where a pipeline has spread it
+        accuracy = accuracy_of(trained, dataset, job.device)
     if job.is_main:
-        accuracy = accuracy_of(model, dataset, job.device)
         print(f"final loss {loss.item():.10f} accuracy {accuracy:.4f}")
         if arguments.json:
             print(json.dumps({"loss": loss.item(), "accuracy": accuracy}))

@@ -98,14 +98,21 @@ def _ranks_of_stages(plan: PipelinePlan) -> list[tuple[int, ...]]:
 
 
 def _stage_of(stage: StagePlan, ranks: tuple[int, ...], recompute: bool) -> PipelineStage:
-    """An emulated device holds forward to a third of a pass (a quarter with recomputation)."""
-    seconds = stage.compute_seconds if ":" in stage.device_type else None
-    share = 0.25 if recompute else 1 / 3
+    """An emulated device holds its passes to the plan's times.
+
+    Where a plan does not tell forward from backward, forward is a third of both (a quarter with
+    recomputation).
+    """
+    if ":" not in stage.device_type:
+        return PipelineStage(layers=stage.layers, ranks=ranks)
+    forward = stage.forward_seconds
+    if forward is None:
+        forward = stage.compute_seconds * (0.25 if recompute else 1 / 3)
     return PipelineStage(
         layers=stage.layers,
         ranks=ranks,
-        forward_seconds=None if seconds is None else seconds * share,
-        backward_seconds=None if seconds is None else seconds * (1 - share),
+        forward_seconds=forward,
+        backward_seconds=stage.compute_seconds - forward,
     )
 
 
