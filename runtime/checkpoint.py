@@ -27,7 +27,7 @@ FORMAT = "hetflow.checkpoint/1"
 KEPT = 2
 _ALIGNMENT = 64
 _NAME = re.compile(r"^step-(\d{9,})$")
-_DTYPES = {
+DTYPES = {
     str(getattr(torch, name)).removeprefix("torch."): getattr(torch, name)
     for name in (
         *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool"),
@@ -70,8 +70,8 @@ def encode(value: Any, tensors: list[Tensor], at: str = "state") -> Any:
         pairs = [[encode(k, tensors), encode(v, tensors, f"{at}.{k}")] for k, v in value.items()]
         return {kind: pairs}
     raise TargetError(
-        f"{at} is a {type(value).__name__}, which a checkpoint cannot hold",
-        hint="its state_dict() must be made of numbers, strings, lists, dicts and tensors",
+        f"{at} is a {type(value).__name__}, which is no plain data",
+        hint="use numbers, strings, lists, tuples, dicts and tensors",
     )
 
 
@@ -206,7 +206,7 @@ def _bytes_of(tensor: Tensor) -> Any:
 
 
 def _tensor_of(data: bytearray, entry: dict[str, Any]) -> Tensor:
-    dtype = _DTYPES[entry["dtype"]]
+    dtype = DTYPES[entry["dtype"]]
     if not entry["bytes"]:
         return torch.empty(entry["shape"], dtype=dtype)
     count = entry["bytes"] // dtype.itemsize

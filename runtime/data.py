@@ -22,7 +22,9 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 
 from ..schema.errors import TargetError
@@ -101,6 +103,19 @@ def check_loader(loader: object, global_batch_size: int | None) -> None:
         )
 
 
+def check_in_order(loader: "DataLoader[Any]") -> None:
+    """Refuse a loader whose order is drawn: outputs come in order of the samples.
+
+    Raises:
+        TargetError: It shuffles.
+    """
+    if isinstance(loader.sampler, RandomSampler | WeightedRandomSampler | SubsetRandomSampler):
+        raise TargetError(
+            "job.predict gives outputs in order, and this loader shuffles",
+            hint="give DataLoader shuffle=False",
+        )
+
+
 def epoch_order(
     loader: "DataLoader[Any]", seed: int, epoch: int, broadcast: Broadcast
 ) -> list[int]:
@@ -171,7 +186,7 @@ class PassSampler(Sampler[list[Key]]):
     """The passes of this worker in one epoch, as lists of keys."""
 
     def __init__(self, batch_sizes: Sequence[int], local: Sequence[int], drop_last: bool) -> None:
-        self._batch_sizes = tuple(batch_sizes)
+        self.batch_sizes = tuple(batch_sizes)
         self._local = tuple(local)
         self._drop_last = drop_last
         self.global_batch_size = sum(batch_sizes)
@@ -194,7 +209,7 @@ class PassSampler(Sampler[list[Key]]):
     def passes(self, step: int) -> tuple[int, tuple[Pass, ...]]:
         """Samples of a global batch, and this worker's passes over its share."""
         num_samples = min(self.global_batch_size, len(self.order) - step * self.global_batch_size)
-        cuts = slices(num_samples, self._batch_sizes)
+        cuts = slices(num_samples, self.batch_sizes)
         return num_samples, tuple(
             Pass(node, cuts[node][1] - cuts[node][0], num_samples == self.global_batch_size)
             for node in self._local
@@ -205,7 +220,7 @@ class PassSampler(Sampler[list[Key]]):
         for step in range(self.first_step, self.num_steps):
             begin = step * self.global_batch_size
             num_samples = min(self.global_batch_size, len(self.order) - begin)
-            cuts = slices(num_samples, self._batch_sizes)
+            cuts = slices(num_samples, self.batch_sizes)
             for node in self._local:
                 start, end = cuts[node]
                 if end > start:

@@ -11,12 +11,22 @@ from torch.utils.data import DataLoader
 
 from ..schema.errors import TargetError
 from .buffers import VirtualNodeBuffers
-from .data import Batch, Pass, PassSampler, check_loader, epoch_order, feed, pass_loader
+from .data import (
+    Batch,
+    Pass,
+    PassSampler,
+    check_in_order,
+    check_loader,
+    epoch_order,
+    feed,
+    pass_loader,
+)
 from .determinism import apply_level, check_level, is_invariant
 from .emulation import PassHolder
 from .environment import read_environment
 from .gradients import GradientReducer
 from .group import Place, join
+from .inference import PREDICTION_EPOCH, Prediction
 from .invariant import InvariantSum
 from .measurements import StepClock
 from .saving import Checkpoints
@@ -115,7 +125,9 @@ class Job:
         self._totals = StepTotals(self._reducer, place, len(self._batch_sizes) or 1)
         self._global_batch_size = config.global_batch_size if config else None
         self._buffers = VirtualNodeBuffers(model, self._local, self._batch_sizes or (1,))
-        self._loaders: dict[int, tuple[DataLoader[Any], PassSampler, DataLoader[Any]]] = {}
+        self._loaders: dict[
+            tuple[int, bool], tuple[DataLoader[Any], PassSampler, DataLoader[Any]]
+        ] = {}
         self._finished = False
         if place.start.checkpoint_folder is not None:
             start = place.start
@@ -157,14 +169,16 @@ class Job:
         self._epoch, self._calls = self._epoch + 1, self._calls + 1
         return Epoch(self, sampler, passes, call=self._calls - 1)
 
-    def _pass_loader(self, loader: "DataLoader[Any]") -> tuple[PassSampler, "DataLoader[Any]"]:
-        known = self._loaders.get(id(loader))
+    def _pass_loader(
+        self, loader: "DataLoader[Any]", *, predicts: bool = False
+    ) -> tuple[PassSampler, "DataLoader[Any]"]:
+        known = self._loaders.get((id(loader), predicts))
         if known is None or known[0] is not loader:
             assert loader.batch_size is not None
             sizes = self._batch_sizes or (loader.batch_size,)
-            sampler = PassSampler(sizes, self._local, loader.drop_last)
+            sampler = PassSampler(sizes, self._local, loader.drop_last and not predicts)
             known = (loader, sampler, pass_loader(loader, sampler, self._seed, self.device))
-            self._loaders[id(loader)] = known
+            self._loaders[id(loader), predicts] = known
         return known[1], known[2]
 
     def _broadcast(self, order: list[int]) -> list[int]:
@@ -310,6 +324,38 @@ class Job:
                 yield self._model
         finally:
             self._model.train(training)
+
+    def predict(
+        self,
+        loader: "DataLoader[Any]",
+        function: Callable[..., Any],
+        *,
+        on_all: bool = False,
+    ) -> "Prediction":
+        """Evaluate a large batch on the virtual nodes; the outputs, in order of the samples.
+
+        Call and iterate it on all workers, each global batch being shared out as in training, in
+        evaluation mode, with merged buffers and without gradients. Each item is what ``function``
+        returned for one virtual node's share, its tensors on the host.
+
+        Args:
+            loader: As for ``batches``, in a fixed order; under a plan its ``batch_size`` does not
+                matter. Every sample gets its output, also with ``drop_last``.
+            function: Called as in ``backward``; returns tensors and plain values, alone or in
+                tuples, lists and dicts.
+            on_all: Give the outputs on every worker; else the others have an empty loop.
+
+        Raises:
+            TargetError: A loader that shuffles, or that cannot be cut into virtual nodes.
+        """
+        check_loader(loader, None)
+        check_in_order(loader)
+        sampler, passes = self._pass_loader(loader, predicts=True)
+        order = epoch_order(loader, self._seed, PREDICTION_EPOCH, self._broadcast)
+        self._totals.check_same_length(len(order))
+        sampler.set_epoch(PREDICTION_EPOCH, order)
+        self.sync_buffers()
+        return Prediction(self, sampler, passes, function, on_all=on_all)
 
     def finish(self) -> None:
         """End the job: report measurements and the digest, and leave the process group.

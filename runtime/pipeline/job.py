@@ -316,6 +316,13 @@ class PipelineJob(Job):
         super().sync_buffers()
         self._ownership.gather()
 
+    def predict(self, *_: Any, **__: Any) -> Any:
+        """Refused: virtual nodes of a pipeline are spread over its stages."""
+        raise TargetError(
+            "job.predict is for split plans",
+            hint="use job.evaluation(): the whole model is on every worker inside it",
+        )
+
     def evaluation(self) -> Any:
         """The whole model on every worker, in evaluation mode; stages again afterwards."""
         return _Whole(self, super().evaluation())
