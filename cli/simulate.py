@@ -44,6 +44,9 @@ def simulate(
     agnostic: Annotated[
         bool, typer.Option("--agnostic", help="Ignore what device types differ in.")
     ] = False,
+    space_sharing: Annotated[
+        bool, typer.Option("--space-sharing", help="Let pairs of jobs share devices, in rounds.")
+    ] = False,
     optimum: Annotated[
         Literal["vertex", "centre"],
         typer.Option(help="Which of LAS's optima: a simplex vertex (fast) or the centre."),
@@ -93,12 +96,13 @@ def simulate(
     pool = read_pool(gpus, cluster)
     prices = {n: t.dollars_per_hour for n, t in pool.device_types.items() if t.dollars_per_hour}
     base = Case(
-        throughputs=read_throughputs(throughputs, pairs=False),
+        throughputs=read_throughputs(throughputs, pairs=space_sharing),
         num_devices=pool.num_devices,
         dollars_per_hour=prices,
         scheduler=scheduler,
         policy=policy,
         agnostic=agnostic,
+        space_sharing=space_sharing,
         optimum=optimum,
         round_seconds=round_seconds,
         restart_seconds=restart_seconds,

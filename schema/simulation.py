@@ -50,13 +50,17 @@ class JobOutcome:
 
 @record
 class Span:
-    """A stretch of time for which a job held ``num_devices`` devices of a type."""
+    """A stretch of time for which a job held ``num_devices`` devices of a type.
+
+    ``shared_with`` is the job on the same devices at its start, None where it is alone.
+    """
 
     job: Name
     device_type: Name
     num_devices: Count
     start_seconds: Seconds
     end_seconds: Seconds
+    shared_with: Name | None = None
 
 
 @record
@@ -89,6 +93,7 @@ class SimulationRun:
     scheduler: Name
     policy: Name | None
     heterogeneity: Literal["aware", "agnostic"] = "aware"
+    space_sharing: bool = False
     num_devices: dict[str, Count]
     seed: int
     jobs_per_hour: Seconds | None = None

@@ -4,7 +4,7 @@ Pure and deterministic: the same jobs, seed and options give the same result to 
 Mechanisms (``rounds``, ``fair_share``, ``proposals``) are separate from policies.
 """
 
-from .allocators import Allocator, allocator_named
+from .allocators import allocator_named
 from .cases import SCHEDULERS, Case, report, run_case, sweep
 from .draws import TraceOptions, draw_jobs
 from .fair_share import FairShareOptions, simulate_fair_share
@@ -13,6 +13,7 @@ from .outcomes import Simulation
 from .pool import Pool
 from .proposals import ProposalOptions, simulate_proposals
 from .rounds import RoundOptions, simulate_rounds
+from .shares import Allocator, Shares
 
 __all__ = [
     "SCHEDULERS",
@@ -22,6 +23,7 @@ __all__ = [
     "Pool",
     "ProposalOptions",
     "RoundOptions",
+    "Shares",
     "Simulation",
     "TraceOptions",
     "allocator_named",

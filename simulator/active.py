@@ -19,7 +19,7 @@ class Active:
 
     ``rate`` steps per second, ``relative`` to the job's best, ``received`` seconds since the last
     allocation, ``share`` the
-    allocation X, ``deficit`` seconds lacking, ``held`` seconds in all [types, jobs]; ``left``
+    allocation X, ``deficit`` seconds lacking, ``held`` seconds in all [columns, jobs]; ``left``
     steps to run, ``isolated`` seconds of t^isolated so far, ``last_type`` of the last round,
     ``kind`` the number of the (model, scale factor) [jobs].
     """
@@ -44,9 +44,9 @@ class Active:
     kind: Ints = field(init=False)
 
     def __post_init__(self) -> None:
-        types = len(self.pool.types)
+        columns = len(self.pool.columns)
         for name in _PER_PAIR:
-            setattr(self, name, np.zeros((types, 0)))
+            setattr(self, name, np.zeros((columns, 0)))
         for name in _PER_JOB:
             whole = name in ("scale", "last_type", "kind")
             setattr(self, name, np.zeros(0, dtype=np.int64 if whole else np.float64))
@@ -56,13 +56,13 @@ class Active:
 
     def add(self, jobs: list[Job], received_seconds: float) -> None:
         """Let jobs in; nothing is allocated to them yet."""
-        types, number = len(self.pool.types), len(jobs)
-        zeros = np.zeros((types, number))
+        columns, number = len(self.pool.columns), len(jobs)
+        zeros = np.zeros((columns, number))
         rate = np.array([self.pool.rate(job) for job in jobs]).T
         pairs = {
             "rate": rate,
             "relative": rate / rate.max(axis=0),
-            "received": np.full((types, number), received_seconds),
+            "received": np.full((columns, number), received_seconds),
             "share": zeros, "deficit": zeros, "held": zeros,
         }  # fmt: skip
         keys = [(job.model, job.scale_factor) for job in jobs]
@@ -90,7 +90,13 @@ class Active:
         capacity = self.pool.capacity.astype(float)
         share = capacity[:, None] / len(self) / self.scale
         share /= np.maximum(share.sum(axis=0), 1.0)
-        answer: Floats = (self.rate * share).sum(axis=0)
+        alone: Floats = (self.rate[: len(capacity)] * share).sum(axis=0)
+        answer: Floats = np.where(alone > 0, alone, self.rate.max(axis=0) / len(self))
+        return answer
+
+    def usage(self, i: int) -> Ints:
+        """How often a job holds a column's devices: its scale factor, a mix once [columns]."""
+        answer: Ints = np.where(self.pool.is_mix == 1, 1, self.scale[i])
         return answer
 
     def remove(self, done: Ints, finish: Floats, hourly: Floats | None) -> list[JobOutcome]:
@@ -110,7 +116,8 @@ class Active:
         return outcomes
 
     def _outcome(self, i: int, finish: float, hourly: Floats | None) -> JobOutcome:
-        job, held = self.jobs[i], self.held[:, i] * float(self.scale[i])
+        job, held = self.jobs[i], self.held[:, i] * self.usage(i)
+        devices = self.pool.resources.sum(axis=0)
         return JobOutcome(
             id=job.id,
             model=job.model,
@@ -119,7 +126,7 @@ class Active:
             arrival_seconds=job.arrival_seconds,
             start_seconds=self.started[i],
             finish_seconds=finish,
-            device_seconds=float(held.sum()),
+            device_seconds=float(held @ devices),
             isolated_seconds=self.alone[i],
             slo_seconds=job.slo_seconds,
             dollars=None if hourly is None else float(held @ hourly) / 3600.0,

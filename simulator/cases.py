@@ -34,6 +34,7 @@ class Case:
     ``policy`` counts for rounds only. ``window`` keeps the metrics to the jobs from one place
     in the trace up to another (the thesis: 4,000 to 5,000). ``optimum`` says which of several
     optima LAS takes: ``centre``, the analytic centre, or ``vertex``, from a warm simplex (fast).
+    ``space_sharing`` lets pairs of jobs share devices, in rounds.
     """
 
     throughputs: Throughputs
@@ -43,6 +44,7 @@ class Case:
     scheduler: str = "rounds"
     policy: str = "las"
     agnostic: bool = False
+    space_sharing: bool = False
     optimum: Literal["centre", "vertex"] = "vertex"
     round_seconds: float = 360.0
     reset_seconds: float = 1920.0
@@ -106,11 +108,14 @@ def _in_rounds(
     on_progress: Callable[[int, float], None] | None,
 ) -> Simulation:
     published = case.scheduler == "published-rounds"
+    if case.space_sharing and not pool.has_pairs():
+        raise ProblemError("space sharing needs throughputs of pairs, and the file has none")
     allocator = allocator_named(
         case.policy,
         agnostic=case.agnostic,
         warm=case.optimum == "vertex" and not published,
-        blind=published and case.agnostic,
+        blind=published and case.agnostic and not case.space_sharing,
+        shares_space=case.space_sharing,
         seed=case.seed,
     )
     options = RoundOptions(
@@ -146,6 +151,7 @@ def report(case: Case, run: Simulation, trace: str, *, with_jobs: bool = False) 
         scheduler=case.scheduler,
         policy=case.policy if in_rounds else None,
         heterogeneity="agnostic" if case.agnostic else "aware",
+        space_sharing=case.space_sharing,
         num_devices=dict(case.num_devices),
         seed=case.seed,
         jobs_per_hour=None if case.trace is None else case.trace.jobs_per_hour,

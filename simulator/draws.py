@@ -4,7 +4,8 @@ Models are uniform over those of a throughput table; arrivals are Poisson; durat
 reference device are 10^x minutes, x uniform in [1.5, 3] for 80 % of jobs and in [3, 4] for the
 others; steps are duration times throughput there. ``continuous-multiple`` asks for 1 device in
 70 % of jobs, 2 or 4 in 25 % (2 in 10 %, 4 in 15 %: the thesis gives only the sum, the split is
-that of its code) and 8 in 5 %.
+that of its code) and 8 in 5 %; a model that does not run on so many is drawn anew, so that the
+shares hold. Where no model of the table does, the job asks for one device.
 """
 
 from collections.abc import Iterator
@@ -62,6 +63,7 @@ def draw_jobs(options: TraceOptions, throughputs: Throughputs) -> Iterator[Job]:
         guess = nearest(device, types)
         mend = f"did you mean {guess!r}?" if guess else f"known: {', '.join(types)}"
         raise ProblemError(f"no model has a throughput on device type {device!r}; {mend}")
+    scales = {scale for (model, scale), rate in rates.items() if rate > 0 and model in models}
     random = np.random.default_rng(options.seed)
     now = 0.0
     for index in range(options.num_jobs):
@@ -69,9 +71,9 @@ def draw_jobs(options: TraceOptions, throughputs: Throughputs) -> Iterator[Job]:
             now += float(random.exponential(3600.0 / options.jobs_per_hour))
         model = models[int(random.integers(len(models)))]
         scale = _scale(random) if options.kind.endswith("multiple") else 1
-        rate = rates.get((model, scale), 0.0)
-        if rate == 0:
-            scale, rate = 1, rates[model, 1]
+        while not rates.get((model, scale)) and scale in scales:
+            model = models[int(random.integers(len(models)))]
+        scale, rate = (scale, rates[model, scale]) if scale in scales else (1, rates[model, 1])
         preferred = float(random.random()) < options.priority_share
         yield Job(
             id=str(index),

@@ -22,15 +22,12 @@ class Failures:
             up[kind] -= 1
         return up
 
-    def strike(
-        self, up: Ints, kind: Ints, scale: Ints, now_seconds: float, round_seconds: float
-    ) -> Ints:
-        """Let devices fail during a round; returns the running jobs they hit.
+    def strike(self, up: Ints, usage: Ints, now_seconds: float, round_seconds: float) -> Ints:
+        """Let devices fail during a round; returns the holders they hit.
 
         Args:
             up: Devices that work [types].
-            kind: Type that each running job holds.
-            scale: Devices that each holds.
+            usage: Devices that each holder has of each type [types, holders].
             now_seconds: Start of the round.
             round_seconds: Its length.
         """
@@ -42,8 +39,8 @@ class Failures:
                 continue
             self.number += failed
             self.down.extend([(now_seconds + self.repair_seconds, one)] * failed)
-            holders = (kind == one).nonzero()[0]
-            ends = scale[holders].cumsum()
+            holders = usage[one].nonzero()[0]
+            ends = usage[one][holders].cumsum()
             for device in self.random.choice(devices, size=failed, replace=False).tolist():
                 place = int(np.searchsorted(ends, device, side="right"))
                 if place < len(holders):

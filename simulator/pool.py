@@ -1,26 +1,43 @@
-"""The pool and the throughputs as lookups: how fast a job runs on each device type."""
+"""The pool and the throughputs as lookups: how fast a job runs on each column.
+
+A column is a place where a job may spend a round: a device type, or, where mixes count, several
+types held at once (VirtualFlow 6.5.2).
+"""
 
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..schema.errors import ProblemError
-from ..schema.jobs import Job, ModelThroughput, Throughputs
+from ..schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from ..schema.records import nearest
+from ..solvers.allocation.instance import mix_name
 from .priorities import Floats, Ints
+
+Key = tuple[str, int]
 
 
 @dataclass(slots=True, kw_only=True)
 class Pool:
-    """Devices by type, and the rate [types] of every (model, scale factor) asked for so far."""
+    """Devices by type, and the rates of every (model, scale factor) asked for so far.
+
+    ``columns`` are the device types, then, with ``uses_mixes``, the mixes that fit the pool;
+    ``resources`` [types, columns] are the devices that a column holds: 1 of its type, times the
+    job's scale factor, or those of the mix.
+    """
 
     throughputs: Throughputs
     num_devices: dict[str, int]
     dollars_per_hour: dict[str, float] = field(default_factory=dict)
+    uses_mixes: bool = False
     types: tuple[str, ...] = field(init=False)
     capacity: Ints = field(init=False)
-    _entries: dict[tuple[str, int], ModelThroughput] = field(init=False)
-    _rates: dict[tuple[str, int], Floats] = field(init=False, default_factory=dict)
+    columns: tuple[str, ...] = field(init=False)
+    resources: Ints = field(init=False)
+    _entries: dict[Key, ModelThroughput] = field(init=False)
+    _mixes: dict[Key, list[MixThroughput]] = field(init=False, default_factory=dict)
+    _rates: dict[Key, Floats] = field(init=False, default_factory=dict)
+    _pairs: dict[tuple[str, str, int], dict[str, tuple[float, float]]] = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.num_devices:
@@ -29,9 +46,38 @@ class Pool:
         self.capacity = np.array(list(self.num_devices.values()), dtype=np.int64)
         models = self.throughputs.models
         self._entries = {(entry.model, entry.scale_factor): entry for entry in models}
+        self._pairs = {}
+        for pair in self.throughputs.pairs:
+            (a, b), scale = pair.models, pair.scale_factor
+            self._pairs[a, b, scale] = pair.steps_per_second
+            if a != b:
+                both = pair.steps_per_second.items()
+                self._pairs[b, a, scale] = {name: (two, one) for name, (one, two) in both}
+        self._add_columns()
+
+    def _add_columns(self) -> None:
+        mixes: dict[str, dict[str, int]] = {}
+        for mix in self.throughputs.mixes if self.uses_mixes else ():
+            counts = mix.devices.items()
+            if all(number <= self.num_devices.get(name, 0) for name, number in counts):
+                mixes[mix_name(mix.devices)] = mix.devices
+                self._mixes.setdefault((mix.model, mix.scale_factor), []).append(mix)
+        self.columns = (*self.types, *mixes)
+        held = [[mix.get(name, 0) for mix in mixes.values()] for name in self.types]
+        eye = np.eye(len(self.types), dtype=np.int64)
+        self.resources = np.hstack((eye, np.array(held, dtype=np.int64).reshape(len(eye), -1)))
+
+    @property
+    def is_mix(self) -> Ints:
+        """1 for columns that hold several types, 0 for device types [columns]."""
+        return (np.arange(len(self.columns)) >= len(self.types)).astype(np.int64)
+
+    def has_pairs(self) -> bool:
+        """Whether throughputs of pairs are known."""
+        return bool(self._pairs)
 
     def rate(self, job: Job) -> Floats:
-        """Steps per second of a job by type; 0 where it does not run or does not fit.
+        """Steps per second of a job by column; 0 where it does not run or does not fit.
 
         Raises:
             ProblemError: It runs nowhere in this pool.
@@ -54,6 +100,11 @@ class Pool:
         known = entry.steps_per_second
         rate = np.array([known.get(name, 0.0) for name in self.types])
         rate = np.where(job.scale_factor <= self.capacity, rate, 0.0)
+        mixed = np.zeros(len(self.columns) - len(self.types))
+        for mix in self._mixes.get((job.model, job.scale_factor), ()):
+            place = self.columns.index(mix_name(mix.devices)) - len(self.types)
+            mixed[place] = mix.steps_per_second
+        rate = np.concatenate((rate, mixed))
         if not rate.any():
             raise ProblemError(
                 f"job {job.id!r} ({job.model} x{job.scale_factor}) runs nowhere in the pool "
@@ -61,6 +112,30 @@ class Pool:
                 "device type that fits it, or drop the job"
             )
         return rate
+
+    def pair_rates(self, first: Key, second: Key) -> Floats:
+        """Steps per second of both jobs where they share devices [2, columns]; 0 where not.
+
+        Only jobs of equal scale factor share, and only on one device type.
+        """
+        rates = np.zeros((2, len(self.columns)))
+        known = self._pairs.get((first[0], second[0], first[1]))
+        if known is None or first[1] != second[1]:
+            return rates
+        for c, name in enumerate(self.types):
+            if name in known and first[1] <= self.capacity[c]:
+                rates[:, c] = known[name]
+        return rates
+
+    def apart_rate(self, job: Job) -> Floats:
+        """Steps per second with the devices on separate servers, by type (thesis 5.3.1).
+
+        Where they are not known, those of consolidated devices.
+        """
+        rate = self.rate(job)[: len(self.types)]
+        apart = self._entries[job.model, job.scale_factor].unconsolidated_steps_per_second or {}
+        known = np.array([apart.get(name, np.nan) for name in self.types])
+        return np.where(np.isnan(known) | (rate == 0), rate, known)
 
     def rate_per_device(self, job: Job) -> tuple[float, ...]:
         """C_i: mini-batches per second of one of the job's workers on each type.
@@ -72,7 +147,9 @@ class Pool:
         return tuple(known.get(name, 0.0) for name in self.types)
 
     def hourly(self) -> Floats | None:
-        """Dollars per hour by type, None where one is unknown [types]."""
+        """Dollars per hour by column, None where a type's price is unknown [columns]."""
         if any(name not in self.dollars_per_hour for name in self.types):
             return None
-        return np.array([self.dollars_per_hour[name] for name in self.types])
+        prices = np.array([self.dollars_per_hour[name] for name in self.types])
+        answer: Floats = prices @ self.resources
+        return answer

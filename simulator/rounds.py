@@ -18,16 +18,16 @@ from ..schema.errors import ProblemError
 from ..schema.jobs import Job
 from ..schema.simulation import JobOutcome, Span
 from .active import Active
-from .allocators import Allocator
 from .arrivals import Queue
 from .failures import Failures
 from .outcomes import Simulation
 from .pool import Pool
 from .priorities import NOWHERE, Floats, Ints, choose, choose_by_type, fill_idle, priorities
+from .shares import Allocator
 
-_ANY_SHARE = 1e-300
+ANY_SHARE = 1e-300
 _NOBODY: Ints = np.zeros(0, dtype=np.int64)
-_STEPS_LEFT = 1e-9  # of a step: rounding of its own additions, not work
+STEPS_LEFT = 1e-9  # of a step: rounding of its own additions, not work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +85,18 @@ def simulate_rounds(
     Raises:
         ProblemError: The trace makes no sense, or a job runs nowhere.
     """
-    cluster = _Rounds(Queue(jobs), pool, allocator, options or RoundOptions())
+    from .combined import CombinedRounds
+
+    combined = allocator.shares_space or len(pool.columns) > len(pool.types)
+    rounds = CombinedRounds if combined else Rounds
+    cluster = rounds(Queue(jobs), pool, allocator, options or RoundOptions())
     while cluster.step():
         if on_progress is not None:
             on_progress(len(cluster.outcomes), cluster.now)
     return cluster.result()
 
 
-class _Rounds:
+class Rounds:
     """The state between two rounds."""
 
     def __init__(
@@ -103,7 +107,7 @@ class _Rounds:
         self.now = 0.0
         self.last_reset: float | None = None
         self.changed = False
-        self.worker_seconds = np.zeros(len(pool.types))
+        self.worker_seconds = np.zeros(len(pool.columns))
         self.busy = np.zeros(len(pool.types))
         self.hourly = pool.hourly()
         self.outcomes: list[JobOutcome] = []
@@ -118,6 +122,10 @@ class _Rounds:
         # Half a round to begin with: else f = 0, and a job with next to no share goes before
         # one with a large share that has had its first round.
         self.head_start = options.round_seconds / 2.0
+        self.begin()
+
+    def begin(self) -> None:
+        """What a kind of rounds keeps besides."""
 
     def step(self) -> bool:
         """One round; False when all jobs are done."""
@@ -133,11 +141,10 @@ class _Rounds:
         self._allocate()
         if self.failures is not None:
             self.up = self.failures.up(self.pool.capacity, self.now)
-        chosen = self._choose()
         if self.num_rounds >= self.options.max_rounds:
             raise ProblemError(f"not done after {self.options.max_rounds} rounds; check the load")
         self.num_rounds += 1
-        self._run(chosen)
+        self.run_round()
         return True
 
     def _allocate(self) -> None:
@@ -147,11 +154,15 @@ class _Rounds:
         active = self.active
         passed = 0.0 if self.last_reset is None else self.now - self.last_reset
         active.deficit = active.deficit + active.share * passed - active.received + self.head_start
-        active.share = self.allocator.allocate(active, self.now)
+        self.take_shares()
         active.received = np.full_like(active.share, self.head_start)
         self.worker_seconds = active.received.sum(axis=1)
         self.last_reset, self.changed = self.now, False
         self.num_allocations += 1
+
+    def take_shares(self) -> None:
+        """Let the policy share the pool."""
+        self.active.share = self.allocator.allocate(self.active, self.now).x
 
     def _choose(self) -> Ints:
         active, free = self.active, self.up
@@ -159,7 +170,7 @@ class _Rounds:
         if self.options.fills_idle and self.options.convention == "text":
             ranked = fill_idle(ranked, active.relative)
         else:
-            least = 0.0 if self.options.fills_idle else _ANY_SHARE
+            least = 0.0 if self.options.fills_idle else ANY_SHARE
             ranked = np.where((active.rate > 0) & (ranked >= least), ranked, -np.inf)
         if self.options.selection == "joint":
             return choose(ranked, active.scale, free)
@@ -170,11 +181,13 @@ class _Rounds:
         """Fastest first, by the mean rate of the jobs present relative to each one's best."""
         if self.allocator.agnostic:
             return [int(kind) for kind in self.random.permutation(len(self.pool.types))]
-        speed = self.active.relative.sum(axis=1)
+        speed = self.active.relative[: len(self.pool.types)].sum(axis=1)
         order: list[int] = np.argsort(-speed, kind="stable").tolist()
         return order
 
-    def _run(self, chosen: Ints) -> None:
+    def run_round(self) -> None:
+        """Choose who runs, and let them work for a round."""
+        chosen = self._choose()
         active, options = self.active, self.options
         runs = (chosen != NOWHERE).nonzero()[0]
         kind = chosen[runs]
@@ -185,7 +198,7 @@ class _Rounds:
         struck = self._strike(kind, active.scale[runs])
         steps[struck] = 0.0
         left = active.left[runs] - steps
-        done = left <= _STEPS_LEFT
+        done = left <= STEPS_LEFT
         active.left[runs] = left
         active.held[kind, runs] += seconds
         spent = seconds * active.scale[runs]
@@ -193,7 +206,7 @@ class _Rounds:
         active.received[kind, runs] += received
         self.worker_seconds += np.bincount(kind, weights=received, minlength=len(self.busy))
         self.busy += np.bincount(kind, weights=spent, minlength=len(self.busy))
-        self._note(runs, kind, moved, seconds)
+        self.note(runs, kind, moved, seconds)
         chosen[runs[struck]] = NOWHERE  # it restarts
         active.last_type = chosen
         start = self.now
@@ -206,8 +219,8 @@ class _Rounds:
     def _strike(self, kind: Ints, scale: Ints) -> Ints:
         if self.failures is None:
             return _NOBODY
-        length = self.options.round_seconds
-        return self.failures.strike(self.up, kind, scale, self.now, length)
+        usage = np.where(np.arange(len(self.up))[:, None] == kind, scale, 0)
+        return self.failures.strike(self.up, usage, self.now, self.options.round_seconds)
 
     def _work(self, rate: Floats, left: Floats, lost: Floats) -> tuple[Floats, Floats]:
         """Seconds each job works in a round, restart included, and the steps it makes."""
@@ -223,7 +236,8 @@ class _Rounds:
             return float(seconds.max())
         return self.options.round_seconds
 
-    def _note(self, runs: Ints, kind: Ints, moved: Ints, seconds: Floats) -> None:
+    def note(self, runs: Ints, kind: Ints, moved: Ints, seconds: Floats) -> None:
+        """Keep the books of starts, restarts and spans."""
         active = self.active
         for place in moved.nonzero()[0].tolist():
             job = int(runs[place])
@@ -235,16 +249,19 @@ class _Rounds:
             for job, where, time in zip(
                 runs.tolist(), kind.tolist(), seconds.tolist(), strict=True
             ):
-                self.spans.append(self._span(job, where, time))
+                self.spans.extend(self.spans_of(job, where, time))
 
-    def _span(self, job: int, where: int, seconds: float) -> Span:
-        return Span(
-            job=self.active.jobs[job].id,
-            device_type=self.pool.types[where],
-            num_devices=int(self.active.scale[job]),
-            start_seconds=self.now,
-            end_seconds=self.now + seconds,
-        )
+    def spans_of(self, job: int, column: int, seconds: float) -> list[Span]:
+        """Who held what in this round."""
+        return [
+            Span(
+                job=self.active.jobs[job].id,
+                device_type=self.pool.types[column],
+                num_devices=int(self.active.scale[job]),
+                start_seconds=self.now,
+                end_seconds=self.now + seconds,
+            )
+        ]
 
     def result(self) -> Simulation:
         """What the run leaves behind; it ends when its last job does."""

@@ -187,6 +187,10 @@ class LinearSession:
         """Change the bounds of one row."""
         self._highs.changeRowBounds(row, low, high)
 
+    def set_column(self, column: int, high: float) -> None:
+        """Change the upper bound of one column."""
+        self._highs.changeColBounds(column, 0.0, high)
+
     def solve(self) -> LinearAnswer | None:
         """Maximise; None where HiGHS finds no optimum (infeasible, unbounded, numbers)."""
         self._highs.run()

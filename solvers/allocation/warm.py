@@ -9,7 +9,7 @@ import numpy as np
 
 from ...schema.errors import BackendError, ProblemError
 from ..lp import LinearSession
-from .program import Floats
+from .program import Floats, Ints
 
 
 class WarmMaxMin:
@@ -31,6 +31,13 @@ class WarmMaxMin:
         self.session.add_rows(np.full(types, -np.inf), capacity.astype(float))
         self.session.add_columns(np.ones(1), np.zeros(1), np.zeros(0), np.zeros(0))
         self.level: list[float] = []
+        self.best: list[float] = []
+        self.twins: dict[int, list[int]] = {}
+        self.place = np.zeros(0, dtype=np.int64)  # columns of singles, then of pairs
+        self.pair_place: list[int] = []
+        self.pair_of: list[tuple[int, int, int]] = []
+        self._columns = 1
+        self._values = np.zeros(1)
         self.row_of = np.zeros(0, dtype=np.int64)
         self.type_of = np.zeros(0, dtype=np.int64)
 
@@ -57,14 +64,45 @@ class WarmMaxMin:
         self.session.add_columns(np.zeros(len(runs)), starts, rows.ravel(), values.ravel())
         self.row_of = np.append(self.row_of, np.full(len(runs), len(self.level)))
         self.type_of = np.append(self.type_of, runs)
+        self.place = np.append(self.place, self._columns + np.arange(len(runs)))
+        self._columns += len(runs)
         self.level.append(level / best)
+        self.best.append(best)
         return len(self.level) - 1
+
+    def add_pair(self, a: int, b: int, rates: Floats, scale: float) -> None:
+        """Let jobs of two classes share devices; a class may share with itself.
+
+        Args:
+            a: A class.
+            b: A class of the same scale factor.
+            rates: Steps per second of either beside the other [2, types]; 0 where they cannot.
+            scale: Devices that they share.
+        """
+        types = len(self.capacity)
+        first, second = types + 2 * a, types + 2 * b
+        for kind in np.flatnonzero((rates > 0).all(axis=0) & (scale <= self.capacity)).tolist():
+            one, two = rates[0, kind] / self.best[a], rates[1, kind] / self.best[b]
+            if a == b:
+                rows, values = [kind, first, first + 1], [scale, 2.0, one + two]
+                self.twins.setdefault(a, []).append(self._columns)
+            else:
+                rows = [kind, first, first + 1, second, second + 1]
+                values = [scale, 1.0, one, 1.0, two]
+            self.session.add_columns(
+                np.zeros(1), np.zeros(1), np.array(rows), np.array(values, dtype=float)
+            )
+            self.pair_place.append(self._columns)
+            self.pair_of.append((a, b, kind))
+            self._columns += 1
 
     def set_count(self, number: int, count: int) -> None:
         """Say how many jobs a class holds now."""
         row = len(self.capacity) + 2 * number
         self.session.set_row(row, -np.inf, float(count))
         self.session.set_coefficient(row + 1, 0, -count * self.level[number])
+        for column in self.twins.get(number, ()):  # nobody shares with itself
+            self.session.set_column(column, np.inf if count > 1 else 0.0)
 
     def solve(self) -> tuple[float, Floats]:
         """The objective, and each class's total time on each type [classes, types].
@@ -76,5 +114,14 @@ class WarmMaxMin:
         if answer is None:
             raise BackendError("HiGHS found no optimum of the warm program")
         times = np.zeros((len(self.level), len(self.capacity)))
-        times[self.row_of, self.type_of] = np.maximum(answer.values[1:], 0.0)
+        self._values = answer.values
+        times[self.row_of, self.type_of] = np.maximum(answer.values[self.place], 0.0)
         return answer.objective, times
+
+    def pair_times(self) -> tuple[Ints, Ints, Ints, Floats]:
+        """Of the last solution, pairs that have time: classes, type, total time [pairs]."""
+        places = np.array(self.pair_place, dtype=np.int64)
+        time = self._values[places]
+        used = np.flatnonzero(time > 0)
+        of = np.array(self.pair_of, dtype=np.int64).reshape(-1, 3)[used]
+        return of[:, 0], of[:, 1], of[:, 2], time[used]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.schema.errors import HetflowError
-from hetflow.schema.jobs import Job, Throughputs
+from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.schema.simulation import Span
 from hetflow.simulator import (
     Case,
@@ -196,3 +196,14 @@ def test_drawn_traces_follow_the_rules(table: Throughputs) -> None:
     assert min(minutes) >= 31.0
     assert max(minutes) <= 10_000.0
     assert sum(m > 1000 for m in minutes) / 4000 == pytest.approx(0.2, abs=0.03)
+
+
+def test_a_model_that_does_not_spread_leaves_the_share_of_large_jobs(table: Throughputs) -> None:
+    lonely = ModelThroughput(model="lonely", steps_per_second={"fast": 1.0})
+    wider = Throughputs(models=(*table.models, lonely))
+    options = TraceOptions(kind="static-multiple", num_jobs=4000, seed=1, reference_device="fast")
+    jobs = list(draw_jobs(options, wider))
+    assert all(job.scale_factor == 1 for job in jobs if job.model == "lonely")
+    for scale, share in ((1, 0.75), (2, 0.10), (4, 0.15)):
+        found = sum(job.scale_factor == scale for job in jobs) / 4000
+        assert found == pytest.approx(share, abs=0.02)

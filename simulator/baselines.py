@@ -1,0 +1,70 @@
+"""Schedulers that Gavel is compared with: they serve a queue instead of solving a program."""
+
+import numpy as np
+
+from .active import Active
+from .shares import Shares
+
+
+class GreedyFifo:
+    """FIFO as Gavel's code has it: in order of arrival, each job on its fastest free type.
+
+    The first job that fits nowhere stops the queue. Unlike the policy ``fifo`` this is no
+    linear program: nobody gets part of the time.
+    """
+
+    name, agnostic, shares_space = "fifo_greedy", False, False
+
+    def allocate(self, active: Active, now_seconds: float) -> Shares:
+        """Give each job all of the time on one type, or none."""
+        share = np.zeros_like(active.rate)
+        free = active.pool.capacity.copy()
+        for job, need in enumerate(active.scale.tolist()):
+            open_ = free >= need
+            if not open_.any():
+                break
+            kind = int(np.argmax(np.where(open_, active.rate[:, job], -1.0)))
+            if active.rate[kind, job] > 0:
+                share[kind, job] = 1.0
+                free[kind] -= need
+        return Shares(share)
+
+
+class FifoAnyType:
+    """FIFO blind to device types: a waiting job takes a random type with room and keeps it.
+
+    YARN's capacity scheduler in one queue, and the published agnostic FIFO with its mends.
+    """
+
+    name, agnostic, shares_space = "fifo_any_type", True, False
+
+    def __init__(self, seed: int = 0) -> None:
+        """Start empty.
+
+        Args:
+            seed: Of the random draws.
+        """
+        self._random = np.random.default_rng(seed)
+        self._type: dict[str, int] = {}
+
+    def allocate(self, active: Active, now_seconds: float) -> Shares:
+        """Keep what runs, and admit from the head of the queue while it fits."""
+        here = [job.id for job in active.jobs]
+        self._type = {id_: self._type[id_] for id_ in here if id_ in self._type}
+        free = active.pool.capacity.copy()
+        for job, id_ in enumerate(here):
+            if id_ in self._type:
+                free[self._type[id_]] -= active.scale[job]
+        for job, id_ in enumerate(here):
+            if id_ in self._type:
+                continue
+            runs = np.flatnonzero((free >= active.scale[job]) & (active.rate[:, job] > 0))
+            if not len(runs):
+                break
+            self._type[id_] = int(self._random.choice(runs))
+            free[self._type[id_]] -= active.scale[job]
+        share = np.zeros_like(active.rate)
+        for job, id_ in enumerate(here):
+            if id_ in self._type:
+                share[self._type[id_], job] = 1.0
+        return Shares(share)

@@ -1,0 +1,27 @@
+"""What an allocator says to the mechanism: who should have what part of the time."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..solvers.allocation.shared import PairTimes
+from .active import Active
+from .priorities import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Time fractions ``x`` [columns, jobs] of jobs alone, and those of pairs where they share."""
+
+    x: Floats
+    pairs: PairTimes | None = None
+
+
+class Allocator(Protocol):
+    """What shares the pool among the jobs present."""
+
+    name: str
+    agnostic: bool
+    shares_space: bool
+
+    def allocate(self, active: Active, now_seconds: float) -> Shares:
+        """Share the pool."""
