@@ -125,7 +125,7 @@ def stage_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> fl
     mine = [layer for layer in problem.layers if layer.id in inside]
     return costs.stage_bytes(
         sum(layer.weight_bytes for layer in mine),
-        sum(layer.activation_bytes for layer in mine),
+        sum(layer.kept_bytes for layer in mine),
         crossing_bytes(plan, problem, index),
         in_flight,
         versions,

@@ -169,7 +169,8 @@ def stage_bytes(
 
     Args:
         weight_bytes: w of the stage.
-        activation_bytes: Outputs of all its layers, for one microbatch.
+        activation_bytes: What its layers keep for the backward pass, for one microbatch: measured,
+            or all their outputs.
         input_bytes: What crosses into the stage, for one microbatch.
         in_flight: From ``num_in_flight``.
         versions: From ``weight_versions``.

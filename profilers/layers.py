@@ -1,21 +1,20 @@
-"""Time each layer of a model alone, at one microbatch size, in the measuring process.
+"""Profile the layers of a model alone, at one microbatch size, in the measuring process.
 
 The layers are those that the runtime cuts by (runtime/pipeline/trace.py), so a plan made from a
-profile can be launched. Each is run on its own, from the tensors that really reach it, forward
-and backward (hooks on the whole model time the first layer's backward as nothing). Alone, caches
-are warm and the optimizer's accumulation is missing, so the sums differ from the whole pass, the
+profile can be launched. Alone, caches are warm, so the sums differ from the whole pass, the
 backward's most; layer times are scaled to the whole, and the raw ratios are reported.
 """
 
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
 from ..schema.errors import TargetError
 from ..schema.profile import LayerGraph, LayerNode
 from .bench import Bench
-
-Row = dict[str, Any]
+from .layer_memory import Ledger, footprint
+from .layer_passes import Piece, Row, detached, measure_piece, tensors_in
 
 
 def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str, Any]:
@@ -32,24 +31,27 @@ def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str
     Raises:
         TargetError: The model cannot be traced, or the workload's loss does not call it.
     """
-    from ..runtime.pipeline.cut import cut
-    from ..runtime.pipeline.trace import layers_of
-
-    layered = layers_of(bench.model)
-    parts = cut(layered, [[layer.id] for layer in layered.layers])
     batch = bench.make_batch(microbatch_size)
     whole = _whole(bench, batch, repeats)
-    values: dict[str, Any] = _arguments(bench, batch)
-    rows = []
-    for layer, part in zip(layered.layers, parts, strict=True):
-        row, made = _time_layer(bench, part, values, repeats)
-        values.update(made)
-        rows.append({"id": layer.id, "op": _operation(bench.model, layer), **row})
+    arguments = _arguments(bench, batch)
+    standing = [*bench.model.parameters(), *bench.model.buffers()]
+    ledger = Ledger(standing, tensors_in(arguments))
+    rows, edges = _traced_rows(bench, ledger, arguments, repeats)
+    stashed = ledger.stashed_bytes
+    for row in rows:
+        row["stashed_bytes"] = stashed.get(row["id"], 0)
     ratios = _calibrate(rows, whole)
+    kept = _kept_bytes(bench, batch)
     return {
         "nodes": rows,
-        "edges": [list(edge) for edge in layered.edges],
-        "provenance": {"microbatch_size": microbatch_size, "repeats": repeats, **ratios},
+        "edges": edges,
+        "provenance": {
+            "microbatch_size": microbatch_size,
+            "repeats": repeats,
+            **ratios,
+            "stashed_bytes": sum(stashed.values()),
+            "whole_kept_bytes": kept,
+        },
     }
 
 
@@ -63,6 +65,7 @@ def graph_of(measured: dict[str, Any], speed: float = 1.0) -> LayerGraph:
                     **row,
                     "forward_seconds": row["forward_seconds"] / speed,
                     "backward_seconds": row["backward_seconds"] / speed,
+                    "shared_with": tuple(row.get("shared_with", ())),
                 }
             )
             for row in measured["nodes"]
@@ -109,76 +112,65 @@ def _whole(bench: Bench, batch: Any, repeats: int) -> tuple[float, float]:
     return forward, max(total - forward, 0.0)
 
 
+def _kept_bytes(bench: Bench, batch: Any) -> int | None:
+    """What the allocator says is left after the whole forward pass, for the stashes to be near."""
+    kept: list[Any] = []
+    found = footprint(lambda: kept.append(bench.workload.loss(bench.model, batch)), bench.device)
+    return None if found is None else found.end_bytes
+
+
 def _median(bench: Bench, work: Callable[[], Any], repeats: int) -> float:
     work()
     return median(bench._timed(work)[0] for _ in range(repeats))
 
 
-def _time_layer(
-    bench: Bench, part: Any, values: dict[str, Any], repeats: int
-) -> tuple[Row, dict[str, Any]]:
-    import torch
+def _traced_rows(
+    bench: Bench, ledger: Ledger, values: dict[str, Any], repeats: int
+) -> tuple[list[Row], list[list[str]]]:
+    """Measure the layers of a traced model in order, each from what those before it made."""
+    from ..runtime.pipeline.cut import cut
+    from ..runtime.pipeline.trace import layers_of
 
-    own = [values[name] for name in part.arguments]
-    received = [_leaf(values[name]) for name in part.inputs]
-    forwards: list[float] = []
-    backwards: list[float] = []
-    for _ in range(repeats + 1):
-        inputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in received]
-        answer, seconds = _timed_call(bench, part.module, [*own, *inputs])
-        forwards.append(seconds)
-        results = _tensors(answer)
-        made = tuple(t for t in results if not any(t is value for value in inputs))
-        backwards.append(_backward_seconds(bench, [t for t in made if t.requires_grad]))
-        bench.optimizer.zero_grad(set_to_none=False)
-    named = dict(zip(part.outputs, answer if isinstance(answer, tuple) else (), strict=False))
-    weights = {id(p): p for p in part.module.parameters() if p.requires_grad}
-    row = {
-        "forward_seconds": median(forwards[1:]),
-        "backward_seconds": median(backwards[1:]),
-        "activation_bytes": sum(t.numel() * t.element_size() for t in made),
-        "weight_bytes": sum(p.numel() * p.element_size() for p in weights.values()),
-    }
-    return row, {name: _detached(value) for name, value in named.items()}
-
-
-def _timed_call(bench: Bench, module: Any, inputs: list[Any]) -> tuple[Any, float]:
-    outputs: list[Any] = []
-    seconds, _ = bench._timed(lambda: outputs.append(module(*inputs)))
-    return outputs[0], seconds
+    layered = layers_of(bench.model)
+    parts = cut(layered, [[layer.id] for layer in layered.layers])
+    held: dict[int, str] = {}
+    rows = []
+    for layer, part in zip(layered.layers, parts, strict=True):
+        own = [name not in part.inputs for name in part.outputs]
+        made = partial(_chosen, own) if own else tensors_in
+        names = [*part.arguments, *part.inputs]
+        piece = Piece(layer.id, part.module, [values[name] for name in names], made)
+        row, answer = measure_piece(bench, ledger, piece, repeats)
+        values.update(
+            (name, detached(value))
+            for name, value, is_own in zip(part.outputs, answer if own else (), own, strict=True)
+            if is_own
+        )
+        weights = weight_rows(layer.id, part.module.parameters(), held)
+        rows.append({"id": layer.id, "op": _operation(bench.model, layer), **row, **weights})
+    return rows, [list(edge) for edge in layered.edges]
 
 
-def _backward_seconds(bench: Bench, results: list[Any]) -> float:
-    import torch
-
-    if not results:
-        return 0.0
-    gradients = [torch.ones_like(result) for result in results]
-    return bench._timed(lambda: torch.autograd.backward(results, gradients))[0]
+def _chosen(own: list[bool], answer: Any) -> list[Any]:
+    return tensors_in([value for value, is_own in zip(answer, own, strict=True) if is_own])
 
 
-def _leaf(value: Any) -> Any:
-    import torch
+def weight_rows(layer: str, parameters: Any, held: dict[int, str]) -> Row:
+    """A layer's weight bytes; what an earlier layer holds (``held``, by identity) is shared."""
+    used = {id(p): p for p in parameters if p.requires_grad}
+    shared = {key: held[key] for key in used if key in held}
+    held.update((key, layer) for key in used if key not in held)
 
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.detach().requires_grad_()
-    return value
+    def size(keys: Any) -> int:
+        return sum(used[key].numel() * used[key].element_size() for key in keys)
 
-
-def _detached(value: Any) -> Any:
-    return value.detach() if hasattr(value, "detach") else value
-
-
-def _tensors(value: Any) -> list[Any]:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return (
-        [t for entry in value for t in _tensors(entry)] if isinstance(value, tuple | list) else []
-    )
+    row: Row = {"weight_bytes": size(used.keys() - shared.keys())}
+    if shared:
+        row |= {
+            "shared_with": list(dict.fromkeys(shared.values())),
+            "shared_weight_bytes": size(shared),
+        }
+    return row
 
 
 def _operation(model: Any, layer: Any) -> str:

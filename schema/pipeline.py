@@ -15,11 +15,21 @@ WorkerCount = Literal["at_most", "exactly"]
 
 @record
 class PipelineLayer:
-    """One layer: a_l and w_l of thesis 2.4.1, for one microbatch. Its times are the pool's."""
+    """One layer: a_l and w_l of thesis 2.4.1, for one microbatch. Its times are the pool's.
+
+    ``stashed_bytes`` is what its backward pass needs kept; None, where it was not measured, takes
+    the output for it.
+    """
 
     id: Name
     activation_bytes: Bytes
     weight_bytes: Bytes
+    stashed_bytes: Bytes | None = None
+
+    @property
+    def kept_bytes(self) -> int:
+        """What a microbatch in flight keeps of this layer."""
+        return self.activation_bytes if self.stashed_bytes is None else self.stashed_bytes
 
 
 @record

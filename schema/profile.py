@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from .errors import ProblemError
+from .layer_trace import LayerTrace
 from .records import (
     Bytes,
     Count,
@@ -30,7 +31,17 @@ class BatchPoint:
 
 @record
 class LayerNode:
-    """One layer: T_l, a_l and w_l of thesis 2.4.1, per microbatch of the stated size."""
+    """One layer: T_l, a_l and w_l of thesis 2.4.1, per microbatch of the stated size.
+
+    Args:
+        activation_bytes: What the layer makes and later layers need.
+        weight_bytes: Parameters that no earlier layer holds, so that layers sum to the model.
+        stashed_bytes: What autograd keeps from forward to backward, parameters and the layer's
+            inputs apart; a layer's output counts here where any layer saves it.
+        workspace_bytes: Most temporary memory of a pass beyond inputs, outputs and what is kept.
+        shared_with: Earlier layers whose parameters this one uses too.
+        shared_weight_bytes: The bytes of those parameters.
+    """
 
     id: Name
     op: str
@@ -38,15 +49,23 @@ class LayerNode:
     backward_seconds: Seconds
     activation_bytes: Bytes
     weight_bytes: Bytes
+    stashed_bytes: Bytes | None = None
+    workspace_bytes: Bytes | None = None
+    shared_with: tuple[Name, ...] = ()
+    shared_weight_bytes: Bytes | None = None
 
 
 @record
 class LayerGraph:
-    """Layers and the tensors that flow between them."""
+    """Layers and the tensors that flow between them, at one microbatch size.
+
+    ``trace`` says how the layers were found; None, as in older files, is torch.fx.
+    """
 
     microbatch_size: Count
     nodes: tuple[LayerNode, ...]
     edges: tuple[tuple[str, str], ...]
+    trace: LayerTrace | None = None
 
     def __post_init__(self) -> None:
         ids = [node.id for node in self.nodes]
@@ -100,7 +119,8 @@ class Profile:
     """One model on one device type. Times are medians; their spread is in provenance.
 
     ``out_of_memory_batch_size`` is the smallest profiled size that did not fit, where one was
-    found. ``weight_bytes`` is also the number of gradient bytes to synchronise.
+    found. ``weight_bytes`` is also the number of gradient bytes to synchronise. ``more_layers``
+    are the layers of ``layers`` at further microbatch sizes.
     """
 
     schema: Literal["hetflow.profile/1"] = "hetflow.profile/1"
@@ -111,6 +131,7 @@ class Profile:
     update_seconds: Seconds
     batch_curve: tuple[BatchPoint, ...]
     layers: LayerGraph | None = None
+    more_layers: tuple[LayerGraph, ...] = ()
     sync: Sync | None = None
     emulation: Emulation | None = None
     out_of_memory_batch_size: Count | None = None
@@ -127,6 +148,24 @@ class Profile:
                 raise ProblemError(
                     f"batch_curve must be sorted by batch_size; {after} follows {before}"
                 )
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        tables = self.layer_tables
+        if self.more_layers and self.layers is None:
+            raise ProblemError("more_layers adds to layers, which is missing")
+        for table in self.more_layers:
+            if [node.id for node in table.nodes] != [node.id for node in tables[0].nodes]:
+                raise ProblemError(
+                    f"more_layers at {table.microbatch_size} lists other layers than layers does"
+                )
+        if len({table.microbatch_size for table in tables}) != len(tables):
+            raise ProblemError("layers and more_layers hold a microbatch size twice")
+
+    @property
+    def layer_tables(self) -> tuple[LayerGraph, ...]:
+        """The layers at every profiled microbatch size, the first one asked for in front."""
+        return () if self.layers is None else (self.layers, *self.more_layers)
 
 
 register_keys(BatchPoint, LayerNode, LayerGraph, Sync, Emulation, Profile)

@@ -133,7 +133,7 @@ def _sums(problem: PipelineProblem, sets: list[int], *, is_line: bool, complete:
         [pool.forward_seconds for pool in problem.pools]
         + [pool.backward_seconds for pool in problem.pools]
         + [[layer.weight_bytes for layer in problem.layers]]
-        + [[layer.activation_bytes for layer in problem.layers]],
+        + [[layer.kept_bytes for layer in problem.layers]],
         dtype=np.float64,
     )
     if is_line:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..schema.cluster import Cluster
-from ..schema.errors import ProblemError
+from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.pipeline import (
     DevicePool,
     PipelineLayer,
@@ -121,7 +121,11 @@ def layers_of_graph(
     position = {node.id: index for index, node in enumerate(order)}
     layers = tuple(
         PipelineLayer(
-            id=node.id, activation_bytes=node.activation_bytes, weight_bytes=node.weight_bytes
+            id=node.id,
+            activation_bytes=node.activation_bytes,
+            # A stage that shares a layer's weights with another holds a copy.
+            weight_bytes=node.weight_bytes + (node.shared_weight_bytes or 0),
+            stashed_bytes=node.stashed_bytes,
         )
         for node in order
     )
@@ -181,8 +185,36 @@ def _pool(
         forward_seconds=tuple(node[entry.id].forward_seconds for entry in order),
         backward_seconds=tuple(node[entry.id].backward_seconds for entry in order),
         update_seconds=profile.update_seconds,
-        memory_bytes=cluster.device_types[name].memory_bytes or profile.device_memory_bytes,
+        memory_bytes=_memory(graph, cluster.device_types[name].memory_bytes, profile),
     )
+
+
+def _memory(graph: LayerGraph, stated: int | None, profile: Profile) -> int:
+    """What a device has for weights and stashes.
+
+    Where workspaces were measured, the dearest layer's is set aside, with the gradients of its
+    output and inputs, which live beside it during its backward pass. One for all stages: a bound.
+    """
+    total = stated or profile.device_memory_bytes
+    made = {node.id: node.activation_bytes for node in graph.nodes}
+    inputs = dict.fromkeys(made, 0)
+    for source, target in graph.edges:
+        inputs[target] += made[source]
+    aside = max(
+        (
+            node.workspace_bytes + made[node.id] + inputs[node.id]
+            for node in graph.nodes
+            if node.workspace_bytes is not None
+        ),
+        default=0,
+    )
+    if aside >= total:
+        raise InfeasibleError(
+            f"one layer alone needs {aside} bytes of workspace and gradients, a "
+            f"{profile.device_type} has {total}",
+            hint=f"profile a smaller microbatch than {graph.microbatch_size}",
+        )
+    return total - aside
 
 
 def _levels(name: str, cluster: Cluster, link: float | None) -> tuple[TopologyLevel, ...]:

@@ -115,7 +115,7 @@ def published_states(problem: PipelineProblem) -> States:
         layer_sets=found.layer_sets,
         compute=inside @ (np.array(pool.forward_seconds) + np.array(pool.backward_seconds)),
         weights=inside @ np.array([float(layer.weight_bytes) for layer in problem.layers]),
-        activations=inside @ np.array([float(layer.activation_bytes) for layer in problem.layers]),
+        activations=inside @ np.array([float(layer.kept_bytes) for layer in problem.layers]),
         crossing=found.crossing_bytes,
     )
     return _states(ranges, found.before, np.triu(np.ones((size, size), bool)), allowed)

@@ -47,7 +47,7 @@ def test_layers_are_a_graph_with_skips_and_shared_weights() -> None:
     assert [node.id for node in graph.nodes] == ["0", "1.first", "1.second"]
     assert [node.op for node in graph.nodes] == ["Linear", "Linear", "Linear"]
     assert graph.edges == (("0", "1.first"), ("1.first", "1.second"))
-    assert [node.weight_bytes for node in graph.nodes] == [(64 + 8) * 4] * 3
+    assert [node.weight_bytes for node in graph.nodes] == [(64 + 8) * 4] * 2 + [8 * 4]
     assert graph.nodes[0].activation_bytes == 4 * 8 * 4
 
 
@@ -69,3 +69,37 @@ def test_a_module_with_control_flow_stays_whole() -> None:
 def test_a_model_that_cannot_be_traced_is_refused() -> None:
     with pytest.raises(TargetError, match="Closed cannot be traced"):
         measure_layers(bench_of(Closed()), 4, 2)
+
+
+def test_stashes_are_counted_once_and_by_whom_the_output_was_made() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8, 8))
+    graph = graph_of(measure_layers(bench_of(model), 4, 2))
+    # The first output is overwritten and then kept by the ReLU; Flatten only views it.
+    assert [node.stashed_bytes for node in graph.nodes] == [4 * 8 * 4, 0, 0, 0]
+    assert [node.activation_bytes for node in graph.nodes] == [4 * 8 * 4] * 4
+
+
+def test_stashes_sum_to_what_the_allocator_holds_after_the_forward_pass() -> None:
+    inner = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Dropout(0.5), nn.Linear(64, 8))
+    facts = measure_layers(bench_of(nn.Sequential(inner, nn.Sigmoid())), 512, 2)["provenance"]
+    # The loss adds its own: the square keeps the last output, which Sigmoid keeps already.
+    assert facts["stashed_bytes"] == pytest.approx(facts["whole_kept_bytes"], rel=0.01)
+
+
+def test_workspace_is_what_a_pass_needs_for_a_moment() -> None:
+    class Wasteful(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.detach().repeat(100, 1).sum() * 0 + 1) * x
+
+    graph = graph_of(measure_layers(bench_of(nn.Sequential(nn.Linear(8, 8), Wasteful())), 64, 2))
+    waste = 100 * 64 * 8 * 4
+    assert graph.nodes[0].workspace_bytes is not None
+    assert graph.nodes[0].workspace_bytes + graph.nodes[-1].workspace_bytes >= waste
+
+
+def test_a_shared_weight_counts_once_and_is_marked() -> None:
+    bench = bench_of(nn.Sequential(nn.Linear(8, 8), Skip()))
+    graph = graph_of(measure_layers(bench, 4, 2))
+    assert sum(node.weight_bytes for node in graph.nodes) == bench.weight_bytes
+    assert graph.nodes[2].shared_with == ("1.first",)
+    assert graph.nodes[2].shared_weight_bytes == 64 * 4

@@ -6,7 +6,7 @@ import pytest
 
 from hetflow.cli.solve_pipeline import solve_pipeline
 from hetflow.schema.cluster import Cluster
-from hetflow.schema.errors import ProblemError
+from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
 from hetflow.solvers.pipeline_problems import layers_of_graph, pipeline_problem
 
@@ -81,3 +81,36 @@ def test_unlike_layers_are_refused():
         pipeline_problem(
             [profile(), other], Cluster.parse("1xV100,1xP100"), 8, link_bytes_per_second=1e9
         )
+
+
+def test_measured_stashes_and_workspace_bound_the_memory():
+    made = graph(("a", "b"), ("b", "c"))
+    measured = tuple(
+        dataclasses.replace(node, stashed_bytes=300, workspace_bytes=space)
+        for node, space in zip(made.nodes, (10, 50, 0), strict=True)
+    )
+    told = profile(layers=dataclasses.replace(made, nodes=measured))
+    problem = pipeline_problem([told], Cluster.parse("1xV100:5TB"), 8)
+    # Set aside: the dearest workspace, with the gradients of that layer's output and input.
+    assert problem.pools[0].memory_bytes == 5 * 2**40 - (50 + 1000 + 1000)
+    plan = solve_pipeline([told], Cluster.parse("1xV100"), 8, pool_name="1xV100")
+    # Weights and gradients of three layers, and one microbatch in flight.
+    assert plan.stages[0].memory_bytes == 2 * 3 * 2000 + 3 * 300
+
+
+def test_shared_weights_count_on_every_stage_that_may_hold_them():
+    made = graph(("a", "b"), ("b", "c"))
+    tied = dataclasses.replace(
+        made.nodes[2], weight_bytes=0, shared_with=("a",), shared_weight_bytes=2000
+    )
+    told = profile(layers=dataclasses.replace(made, nodes=(*made.nodes[:2], tied)))
+    problem = pipeline_problem([told], Cluster.parse("1xV100"), 8)
+    assert [layer.weight_bytes for layer in problem.layers] == [2000] * 3
+
+
+def test_a_device_smaller_than_one_layers_workspace_is_refused():
+    made = graph(("a", "b"))
+    wide = tuple(dataclasses.replace(node, workspace_bytes=10**9) for node in made.nodes)
+    told = profile(layers=dataclasses.replace(made, nodes=wide))
+    with pytest.raises(InfeasibleError, match="1000002000 bytes of workspace"):
+        pipeline_problem([told], Cluster.parse("1xV100"), 8)

@@ -1,0 +1,143 @@
+"""Run one layer alone, forward and backward, from the tensors that really reach it.
+
+Alone, because hooks on the whole model time the first layer's backward as nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from .bench import Bench
+from .layer_memory import Footprint, Ledger, footprint
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A layer to run: ``call(*values)`` on detached values; ``made(answer)`` are its tensors.
+
+    ``before`` names the layer that a tensor of unknown origin counts for.
+    """
+
+    id: str
+    call: Callable[..., Any]
+    values: Sequence[Any]
+    made: Callable[[Any], list[Any]]
+    before: str | None = None
+
+
+def measure_piece(bench: Bench, ledger: Ledger, piece: Piece, repeats: int) -> tuple[Row, Any]:
+    """Time a layer and account for its memory.
+
+    Returns:
+        Medians and bytes as LayerNode names them (stashes stay in the ledger), and its answer.
+    """
+    inputs = _Inputs(piece.values)
+    # The first pass, for the ledger, is the warm-up too.
+    answer = ledger.record(
+        piece.id, lambda: piece.call(*inputs.copies), piece.made, inputs.pairs, piece.before
+    )
+    _backward(_results(piece.made(answer)))
+    timed = [_timed_passes(bench, piece) for _ in range(repeats)]
+    return {
+        "forward_seconds": median(forward for forward, _ in timed),
+        "backward_seconds": median(backward for _, backward in timed),
+        "activation_bytes": sum(t.numel() * t.element_size() for t in piece.made(answer)),
+        "workspace_bytes": _workspace_bytes(bench, piece),
+    }, answer
+
+
+def _timed_passes(bench: Bench, piece: Piece) -> tuple[float, float]:
+    inputs = _Inputs(piece.values)
+    kept: list[Any] = []
+    forward, _ = bench._timed(lambda: kept.append(piece.call(*inputs.copies)))
+    results = _results(piece.made(kept[0]))
+    gradients = _ones(results)
+    backward = bench._timed(lambda: _backward(results, gradients))[0] if results else 0.0
+    bench.optimizer.zero_grad(set_to_none=False)
+    return forward, backward
+
+
+class _Inputs:
+    """One pass's inputs: leaves that get gradients, and copies that in-place layers may write."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        import torch
+
+        self.leaves = [_leaf(value) for value in values]
+        self.copies = [v.clone() if isinstance(v, torch.Tensor) else v for v in self.leaves]
+        self.pairs = [
+            (copy, value)
+            for copy, value in zip(self.copies, values, strict=True)
+            if isinstance(copy, torch.Tensor)
+        ]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all inputs that got a gradient."""
+        grads = [getattr(leaf, "grad", None) for leaf in self.leaves]
+        return sum(g.numel() * g.element_size() for g in grads if g is not None)
+
+
+def _workspace_bytes(bench: Bench, piece: Piece) -> int | None:
+    """The most over inputs, outputs and stashes (forward), and over new gradients (backward)."""
+    inputs = _Inputs(piece.values)
+    kept: list[Any] = []
+    forward = footprint(lambda: kept.append(piece.call(*inputs.copies)), bench.device)
+    results = _results(piece.made(kept[0]))
+    gradients = _ones(results)
+    kept.clear()
+    backward: Footprint | None = Footprint(0, 0)
+    if results:
+        backward = footprint(lambda: _backward(results, gradients), bench.device)
+    bench.optimizer.zero_grad(set_to_none=False)
+    if forward is None or backward is None:
+        return None
+    return max(
+        0, forward.peak_bytes - forward.end_bytes, backward.peak_bytes - inputs.gradient_bytes
+    )
+
+
+def _backward(results: list[Any], gradients: list[Any] | None = None) -> None:
+    import torch
+
+    if results:
+        torch.autograd.backward(results, _ones(results) if gradients is None else gradients)
+
+
+def _results(tensors: list[Any]) -> list[Any]:
+    return [tensor for tensor in tensors if tensor.requires_grad]
+
+
+def _ones(results: list[Any]) -> list[Any]:
+    import torch
+
+    return [torch.ones_like(result) for result in results]
+
+
+def _leaf(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value.detach().requires_grad_(value.is_floating_point())
+    return value
+
+
+def detached(value: Any) -> Any:
+    """A value cut from its graph, on the same memory."""
+    return value.detach() if hasattr(value, "detach") else value
+
+
+def tensors_in(value: Any) -> list[Any]:
+    """The tensors of a nested answer, in order."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return (
+        [t for entry in value for t in tensors_in(entry)] if isinstance(value, tuple | list) else []
+    )

@@ -1,0 +1,41 @@
+"""How a model's layers were found: what the runtime must repeat to cut it alike."""
+
+from typing import Literal
+
+from .errors import ProblemError
+from .records import Index, Name, record, register_keys
+
+TraceWay = Literal["fx", "export", "hooks"]
+
+
+@record
+class TracedInput:
+    """A tensor that the model was called with: shape and type, batch first."""
+
+    name: Name
+    shape: tuple[Index, ...]
+    dtype: Name
+
+
+@record
+class LayerTrace:
+    """The way a model was taken apart, and why not by one before it.
+
+    Args:
+        way: ``fx`` (torch.fx), ``export`` (torch.export), else ``hooks`` on modules.
+        inputs: With ``export``, the tensors that the model is called with.
+        constants: With ``export``, the arguments that are no tensors.
+        reason: Why the ways before did not do.
+    """
+
+    way: TraceWay
+    inputs: tuple[TracedInput, ...] = ()
+    constants: dict[str, bool | int | float | str | None] | None = None
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.way == "export" and not self.inputs:
+            raise ProblemError("a trace by export names the model's inputs")
+
+
+register_keys(TracedInput, LayerTrace)
