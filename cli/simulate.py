@@ -11,6 +11,7 @@ from ..schema.errors import HetflowError, ProblemError
 from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json, shows_progress
 
 if TYPE_CHECKING:
+    from ..schema.cluster import Cluster
     from ..schema.jobs import Job
     from ..schema.simulation import SimulationRun
     from ..simulator import Case
@@ -98,6 +99,7 @@ def simulate(
     base = Case(
         throughputs=read_throughputs(throughputs, pairs=space_sharing),
         num_devices=pool.num_devices,
+        servers=_servers(pool),
         dollars_per_hour=prices,
         scheduler=scheduler,
         policy=policy,
@@ -121,6 +123,20 @@ def simulate(
     if output is not None:
         emit_file(runs[0], output, force=force)
     _tell(runs, json)
+
+
+def _servers(pool: "Cluster") -> tuple[tuple[int, ...], ...] | None:
+    """Devices of each type on each server that has it; a flat pool has no servers to speak of."""
+    if pool.num_servers == 1:
+        return None
+    return tuple(
+        tuple(
+            group.devices[name]
+            for group in pool.servers
+            for _ in range(group.count if name in group.devices else 0)
+        )
+        for name in pool.num_devices
+    )
 
 
 def _window(text: str | None) -> tuple[int, int] | None:

@@ -11,7 +11,8 @@ class JobOutcome:
 
     ``isolated_seconds`` is its duration on 1/n of the cluster, n the jobs present when it
     arrived (thesis 5.4.2). ``dollars`` is None where prices are unknown, ``slo_seconds`` None
-    where the job has none.
+    where the job has none. ``slo_given_up`` says that the policy dropped the SLO while the job
+    was there, because not all could be met.
     """
 
     id: Name
@@ -26,6 +27,7 @@ class JobOutcome:
     slo_seconds: PositiveSeconds | None = None
     dollars: Seconds | None = None
     num_restarts: Index = 0
+    slo_given_up: bool = False
 
     @property
     def completion_seconds(self) -> float:
@@ -82,6 +84,7 @@ class SimulationMetrics:
     num_slos: Index
     num_slo_violations: Index
     num_restarts: Index
+    num_slos_given_up: Index = 0
 
 
 @record

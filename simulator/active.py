@@ -21,7 +21,8 @@ class Active:
     allocation, ``share`` the
     allocation X, ``deficit`` seconds lacking, ``held`` seconds in all [columns, jobs]; ``left``
     steps to run, ``isolated`` seconds of t^isolated so far, ``last_type`` of the last round,
-    ``kind`` the number of the (model, scale factor) [jobs].
+    ``kind`` the number of the (model, scale factor) [jobs]. ``given_up`` are ids of jobs whose
+    SLO the policy could not keep.
     """
 
     pool: Pool
@@ -30,6 +31,7 @@ class Active:
     restarts: list[int] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
     kinds: dict[tuple[str, int], int] = field(default_factory=dict)
+    given_up: set[str] = field(default_factory=set)
     rate: Floats = field(init=False)
     relative: Floats = field(init=False)
     received: Floats = field(init=False)
@@ -131,4 +133,5 @@ class Active:
             slo_seconds=job.slo_seconds,
             dollars=None if hourly is None else float(held @ hourly) / 3600.0,
             num_restarts=self.restarts[i],
+            slo_given_up=job.id in self.given_up,
         )

@@ -7,11 +7,12 @@ import numpy as np
 
 from ..schema.errors import ProblemError
 from ..schema.records import nearest
-from ..solvers.allocation import Instance, Policy, all_policies, make_instance, policy_named, solve
+from ..solvers.allocation import Instance, Policy, all_policies, make_instance, policy_named
 from .active import Active
 from .baselines import FifoAnyType, GreedyFifo
 from .priorities import Floats, Ints
 from .shares import Allocator, Shares
+from .slos import solve_what_can_be_met
 from .warm_las import WarmLas
 
 
@@ -45,7 +46,9 @@ class PolicyAllocator:
 
     def allocate(self, active: Active, now_seconds: float) -> Shares:
         """Solve for the jobs present."""
-        found = solve(self._instance(active, now_seconds), self.policy)
+        instance = self._instance(active, now_seconds)
+        found, lost = solve_what_can_be_met(instance, self.policy)
+        active.given_up.update(active.jobs[job].id for job in lost)
         return Shares(found.x.T, found.pairs)
 
     def _instance(self, active: Active, now_seconds: float) -> Instance:
@@ -56,7 +59,9 @@ class PolicyAllocator:
         if self.blind:
             rate = np.where(active.scale[:, None] <= pool.capacity, 1.0, 0.0)
         deadlines = [
-            np.inf if job.slo_seconds is None else job.arrival_seconds + job.slo_seconds
+            np.inf
+            if job.slo_seconds is None or job.id in active.given_up
+            else job.arrival_seconds + job.slo_seconds
             for job in active.jobs
         ]
         arrivals = np.array([job.arrival_seconds for job in active.jobs])

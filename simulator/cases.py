@@ -34,7 +34,8 @@ class Case:
     ``policy`` counts for rounds only. ``window`` keeps the metrics to the jobs from one place
     in the trace up to another (the thesis: 4,000 to 5,000). ``optimum`` says which of several
     optima LAS takes: ``centre``, the analytic centre, or ``vertex``, from a warm simplex (fast).
-    ``space_sharing`` lets pairs of jobs share devices, in rounds.
+    ``space_sharing`` lets pairs of jobs share devices, in rounds. ``servers`` are the devices of
+    each type on each server [types][servers]; None is one server that holds them all.
     """
 
     throughputs: Throughputs
@@ -45,6 +46,7 @@ class Case:
     policy: str = "las"
     agnostic: bool = False
     space_sharing: bool = False
+    servers: tuple[tuple[int, ...], ...] | None = None
     optimum: Literal["centre", "vertex"] = "vertex"
     round_seconds: float = 360.0
     reset_seconds: float = 1920.0
@@ -127,6 +129,7 @@ def _in_rounds(
         convention="published" if published else "text",
         fills_idle=not case.policy.startswith("fifo_"),
         records_spans=case.records_spans,
+        servers=None if published else case.servers,
         seed=case.seed,
     )
     return simulate_rounds(jobs, pool, allocator, options, on_progress)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..schema.simulation import Span
 from .pairs import Chosen, PairShares, choose_combinations
-from .priorities import NOWHERE, Floats, Ints, fill_idle, priorities
+from .priorities import NOWHERE, Bools, Floats, Ints, fill_idle, priorities
 from .rounds import ANY_SHARE, STEPS_LEFT, Rounds
 
 
@@ -37,6 +37,7 @@ class CombinedRounds(Rounds):
         """No pair has a share yet."""
         self.pairs = PairShares()
         self.partners: dict[int, str] = {}
+        self.moved: Bools = np.zeros(0, dtype=bool)
 
     def take_shares(self) -> None:
         """Let the policy share the pool, pairs included."""
@@ -83,14 +84,22 @@ class CombinedRounds(Rounds):
     def _work_together(self, chosen: Chosen, kind: Ints) -> _Work:
         active, options = self.active, self.options
         moved = active.last_type != kind
-        lost = options.restart_seconds * moved
         a, c = chosen.first, chosen.column
         two = chosen.second >= 0
         b = np.where(two, chosen.second, a)
-        alone_a, alone_b = active.rate[c, a], active.rate[c, b]
+        slow_a = slow_b = np.ones(len(a))
+        if self.servers is not None:
+            ids = self._ids(chosen)
+            close, relocated = self.seat(ids, c, active.scale[a])
+            slow_a, slow_b = self.spread_rate(a, c, close), self.spread_rate(b, c, close)
+            moved[a] |= relocated
+            moved[b[two]] |= relocated[two]
+        self.moved = moved
+        lost = options.restart_seconds * moved
+        alone_a, alone_b = active.rate[c, a] * slow_a, active.rate[c, b] * slow_b
         rate_a, rate_b = alone_a.copy(), np.zeros(len(a))
-        rate_a[two] = self.pairs.rate[chosen.pair[two]]
-        rate_b[two] = self.pairs.beside[chosen.pair[two]]
+        rate_a[two] = self.pairs.rate[chosen.pair[two]] * slow_a[two]
+        rate_b[two] = self.pairs.beside[chosen.pair[two]] * slow_b[two]
         first = _phase(active.left[a], rate_a, lost[a])
         second = np.where(two, _phase(active.left[b], rate_b, lost[b]), np.inf)
         length = np.full(len(a), options.round_seconds)
@@ -132,9 +141,8 @@ class CombinedRounds(Rounds):
         active.held[work.column, work.job] += work.charged
         self.busy += resources[:, work.column] @ (work.charged * usage)
         self._receive(chosen, work)
-        moved = active.last_type[work.job] != work.column
         self.partners = self._partners(chosen)
-        self.note(work.job, work.column, moved, work.seconds)
+        self.note(work.job, work.column, self.moved[work.job], work.seconds)
         kind[struck] = NOWHERE  # it restarts
         active.last_type = kind
         start, number = self.now, len(active)
@@ -144,6 +152,13 @@ class CombinedRounds(Rounds):
             self.outcomes.extend(active.remove(gone, start + work.seconds[done], self.hourly))
             self.pairs.drop(gone, number)
             self.changed = True
+
+    def _ids(self, chosen: Chosen) -> list[tuple[str, ...]]:
+        jobs = self.active.jobs
+        return [
+            (jobs[a].id,) if b < 0 else (jobs[a].id, jobs[b].id)
+            for a, b in zip(chosen.first.tolist(), chosen.second.tolist(), strict=True)
+        ]
 
     def _partners(self, chosen: Chosen) -> dict[int, str]:
         if not self.options.records_spans:

@@ -41,6 +41,7 @@ def summarise(run: Simulation, jobs: Sequence[JobOutcome] | None = None) -> Simu
         num_slos=sum(job.slo_seconds is not None for job in jobs),
         num_slo_violations=sum(job.violates_slo for job in jobs),
         num_restarts=sum(job.num_restarts for job in jobs),
+        num_slos_given_up=sum(job.slo_given_up for job in jobs),
     )
 
 

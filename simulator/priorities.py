@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 NEVER_RAN = 1e9  # times its allocation: the priority of a job that has had no time yet
 NOWHERE = -1

@@ -8,7 +8,7 @@ serve device types one after another, fastest first (at random under agnostic po
 ``selection="joint"`` ranks all pairs of job and type together, the other reading of algorithm 2.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,7 +22,8 @@ from .arrivals import Queue
 from .failures import Failures
 from .outcomes import Simulation
 from .pool import Pool
-from .priorities import NOWHERE, Floats, Ints, choose, choose_by_type, fill_idle, priorities
+from .priorities import NOWHERE, Bools, Floats, Ints, choose, choose_by_type, fill_idle, priorities
+from .servers import Servers
 from .shares import Allocator
 
 ANY_SHARE = 1e-300
@@ -39,7 +40,9 @@ class RoundOptions:
     ``fills_idle`` gives devices away that no job has a share of. ``records_spans`` keeps who
     held what, for Gantt plots. ``failure_seconds`` is the mean time between failures of a device
     (None: never); it is gone for ``repair_seconds``, and the job on it loses the round: it goes
-    back to the checkpoint at the round's start, and restarts.
+    back to the checkpoint at the round's start, and restarts. ``servers`` holds the devices of
+    each type on each server [types][servers]: jobs are then placed on servers, run at their
+    unconsolidated rate where they are spread, and restart when they move; None ignores placement.
     """
 
     round_seconds: float = 360.0
@@ -52,6 +55,7 @@ class RoundOptions:
     failure_seconds: float | None = None
     repair_seconds: float = 3600.0
     seed: int = 0
+    servers: tuple[tuple[int, ...], ...] | None = None
     max_rounds: int = 10_000_000
 
     def __post_init__(self) -> None:
@@ -87,9 +91,12 @@ def simulate_rounds(
     """
     from .combined import CombinedRounds
 
+    options = options or RoundOptions()
+    if options.servers is not None and pool.uses_mixes:
+        raise ProblemError("mixes of device types are not placed on servers; give a flat pool")
     combined = allocator.shares_space or len(pool.columns) > len(pool.types)
     rounds = CombinedRounds if combined else Rounds
-    cluster = rounds(Queue(jobs), pool, allocator, options or RoundOptions())
+    cluster = rounds(Queue(jobs), pool, allocator, options)
     while cluster.step():
         if on_progress is not None:
             on_progress(len(cluster.outcomes), cluster.now)
@@ -119,6 +126,9 @@ class Rounds:
             mean, repair = options.failure_seconds, options.repair_seconds
             self.failures = Failures(mean, repair, options.seed)
         self.random = np.random.default_rng(options.seed)
+        self.servers: Servers | None = None
+        if options.servers is not None:
+            self.servers = Servers([list(sizes) for sizes in options.servers])
         # Half a round to begin with: else f = 0, and a job with next to no share goes before
         # one with a large share that has had its first round.
         self.head_start = options.round_seconds / 2.0
@@ -193,6 +203,10 @@ class Rounds:
         kind = chosen[runs]
         rate = active.rate[kind, runs]
         moved = active.last_type[runs] != kind
+        if self.servers is not None:
+            ids = [(active.jobs[i].id,) for i in runs.tolist()]
+            close, relocated = self.seat(ids, kind, active.scale[runs])
+            rate, moved = rate * self.spread_rate(runs, kind, close), moved | relocated
         lost = options.restart_seconds * moved
         seconds, steps = self._work(rate, active.left[runs], lost)
         struck = self._strike(kind, active.scale[runs])
@@ -216,6 +230,21 @@ class Rounds:
             self.outcomes.extend(gone)
             self.changed = True
 
+    def seat(self, ids: Sequence[tuple[str, ...]], kind: Ints, scale: Ints) -> tuple[Bools, Bools]:
+        """Place jobs on servers: who is consolidated, and who moved."""
+        assert self.servers is not None
+        close, kept = self.servers.place(ids, kind.tolist(), scale.tolist(), self.up)
+        return np.array(close, dtype=bool), ~np.array(kept, dtype=bool)
+
+    def spread_rate(self, runs: Ints, kind: Ints, close: Bools) -> Floats:
+        """The part of their rate that jobs keep, 1 where they are consolidated [jobs]."""
+        kept = np.ones(len(runs))
+        for place in (~close).nonzero()[0].tolist():
+            job, type_ = int(runs[place]), int(kind[place])
+            apart = self.pool.apart_rate(self.active.jobs[job])[type_]
+            kept[place] = apart / self.active.rate[type_, job]
+        return kept
+
     def _strike(self, kind: Ints, scale: Ints) -> Ints:
         if self.failures is None:
             return _NOBODY
@@ -236,7 +265,7 @@ class Rounds:
             return float(seconds.max())
         return self.options.round_seconds
 
-    def note(self, runs: Ints, kind: Ints, moved: Ints, seconds: Floats) -> None:
+    def note(self, runs: Ints, kind: Ints, moved: Bools, seconds: Floats) -> None:
         """Keep the books of starts, restarts and spans."""
         active = self.active
         for place in moved.nonzero()[0].tolist():
