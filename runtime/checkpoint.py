@@ -4,6 +4,7 @@ A checkpoint is a folder ``step-000000120`` with two files. ``tensors.bin`` hold
 all tensors one after another; ``manifest.json`` says what they are, holds everything else as
 tagged JSON, and the SHA-256 of both. The folder is written under another name, flushed to the
 disk and renamed, so a crash leaves the earlier ones alone (Write-then-rename; VirtualFlow 7).
+A pipeline's checkpoint is in parts, each of them such a folder (runtime/parts.py).
 """
 
 import hashlib
@@ -12,7 +13,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,9 +110,21 @@ def write(folder: Path, header: dict[str, Any], encoded: Any, tensors: list[Tens
         FileError: The disk is full, or the folder cannot be written.
     """
     final = folder / name_of(header["step"])
-    making = folder / f".making-{final.name}"
+    write_folder(final, header, encoded, tensors)
+    for old in found(folder)[KEPT:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: list[Tensor]) -> None:
+    """Write a folder with a manifest and tensors: complete on disk afterwards, or never there.
+
+    Raises:
+        FileError: The disk is full, or the folder cannot be written.
+    """
+    making = final.parent / f".making-{final.name}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        final.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(making, ignore_errors=True)
         making.mkdir()
         entries, digest, size = _write_tensors(making / "tensors.bin", tensors)
@@ -119,20 +132,17 @@ def write(folder: Path, header: dict[str, Any], encoded: Any, tensors: list[Tens
         body |= {"tensors_sha256": digest, "tensors_bytes": size}
         text = json.dumps({"sha256": _digest_of(body), "manifest": body}, indent=0)
         _write_flushed(making / "manifest.json", text.encode())
-        _flush(making)
+        flush(making)
         if final.exists():
             shutil.rmtree(final)
         making.rename(final)
-        _flush(folder)
+        flush(final.parent)
     except OSError as error:
         shutil.rmtree(making, ignore_errors=True)
         raise FileError(
             f"{final}: the checkpoint was not written: {error.strerror or error}",
             hint="earlier checkpoints are untouched; free space or give another --checkpoint",
         ) from None
-    for old in _found(folder)[KEPT:]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
 
 
 def read(path: Path) -> Checkpoint:
@@ -142,18 +152,11 @@ def read(path: Path) -> Checkpoint:
         BrokenCheckpoint: Something is missing, cut short or changed.
         FileError: It was written by a later hetflow.
     """
+    body = read_manifest(path)
     try:
-        document = json.loads((path / "manifest.json").read_bytes())
-        body, digest = document["manifest"], document["sha256"]
         data = bytearray((path / "tensors.bin").read_bytes())
     except OSError as error:
         raise BrokenCheckpoint(f"{Path(error.filename).name}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise BrokenCheckpoint("manifest.json is not complete") from None
-    if _digest_of(body) != digest:
-        raise BrokenCheckpoint("manifest.json does not match its checksum")
-    if body["schema"] != FORMAT:
-        raise FileError(f"{path}: must be {FORMAT}, got {body['schema']}")
     if len(data) != body["tensors_bytes"]:
         raise BrokenCheckpoint(f"tensors.bin has {len(data)} of {body['tensors_bytes']} bytes")
     if hashlib.sha256(data).hexdigest() != body["tensors_sha256"]:
@@ -162,18 +165,37 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(path, body["header"], decode(body["state"], tensors))
 
 
-def newest(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The verified manifest of a checkpoint, without its tensors; see ``read``."""
+    try:
+        document = json.loads((path / "manifest.json").read_bytes())
+        body, digest = document["manifest"], document["sha256"]
+    except OSError as error:
+        raise BrokenCheckpoint(f"{Path(error.filename).name}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise BrokenCheckpoint("manifest.json is not complete") from None
+    if _digest_of(body) != digest:
+        raise BrokenCheckpoint("manifest.json does not match its checksum")
+    if body["schema"] != FORMAT:
+        raise FileError(f"{path}: must be {FORMAT}, got {body['schema']}")
+    found: dict[str, Any] = body
+    return found
+
+
+def newest(
+    folder: Path, read_one: Callable[[Path], Checkpoint] = read
+) -> tuple[Checkpoint | None, list[str]]:
     """The newest whole checkpoint, and a sentence for each broken one that is newer."""
     broken: list[str] = []
-    for path in _found(folder):
+    for path in found(folder):
         try:
-            return read(path), broken
+            return read_one(path), broken
         except BrokenCheckpoint as error:
             broken.append(f"{path} is broken ({error}); using the one before")
     return None, broken
 
 
-def _found(folder: Path) -> list[Path]:
+def found(folder: Path) -> list[Path]:
     """Checkpoints by their names, the newest first."""
     if not folder.is_dir():
         return []
@@ -186,7 +208,7 @@ def _write_tensors(path: Path, tensors: list[Tensor]) -> tuple[list[dict[str, An
     with path.open("wb") as stream:
         for tensor in tensors:
             padding = bytes(-at % _ALIGNMENT)
-            data = _bytes_of(tensor)
+            data = bytes_of(tensor)
             at += len(padding)
             kind = str(tensor.dtype).removeprefix("torch.")
             shape = list(tensor.shape)
@@ -200,7 +222,8 @@ def _write_tensors(path: Path, tensors: list[Tensor]) -> tuple[list[dict[str, An
     return entries, digest.hexdigest(), at
 
 
-def _bytes_of(tensor: Tensor) -> Any:
+def bytes_of(tensor: Tensor) -> Any:
+    """The memory of a dense tensor on the host."""
     flat = tensor.reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
@@ -226,7 +249,7 @@ def _write_flushed(path: Path, data: bytes) -> None:
         os.fsync(stream.fileno())
 
 
-def _flush(folder: Path) -> None:
+def flush(folder: Path) -> None:
     """Make names in a folder last: a rename is only on disk when its folder is."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .gradients import GradientReducer
 from .group import Place, join
 from .inference import PREDICTION_EPOCH, Prediction
 from .invariant import InvariantSum
+from .lower import check_pipeline_level
 from .measurements import StepClock
 from .saving import Checkpoints
 from .setup import broadcast_state, check_model, named_parameters, place_model
@@ -73,16 +75,12 @@ def prepare(
     if start.config is not None and start.config.pipeline is not None:
         from .pipeline.job import PipelineJob
 
-        if start.checkpoint_folder is not None:
-            raise TargetError("checkpoints are for split plans", hint="leave --checkpoint out")
-        if is_invariant(start.determinism):
-            raise TargetError(
-                f"determinism {start.determinism} is for split plans: a pipeline's replicas add "
-                f"their gradients by mapping",
-                hint="use --determinism static",
-            )
-        return PipelineJob(model, optimizer, place, start.config.pipeline, seed=seed)
-    return Job(model, optimizer, place, seed=seed, overlap=overlap)
+        check_pipeline_level(start.determinism)
+        job: Job = PipelineJob(model, optimizer, place, start.config.pipeline, seed=seed)
+    else:
+        job = Job(model, optimizer, place, seed=seed, overlap=overlap)
+    job._go_on()
+    return job
 
 
 class Job:
@@ -103,8 +101,6 @@ class Job:
         seed: int,
         overlap: bool,
     ) -> None:
-        from .finish import at_exit
-
         self._model, self._place, self._seed, self._overlap = model, place, seed, overlap
         self._optimizer = optimizer
         self.device, self.rank, self.world_size = place.device, place.rank, place.world_size
@@ -129,12 +125,18 @@ class Job:
             tuple[int, bool], tuple[DataLoader[Any], PassSampler, DataLoader[Any]]
         ] = {}
         self._finished = False
-        if place.start.checkpoint_folder is not None:
-            start = place.start
-            self._checkpoints = Checkpoints(
-                self, place.start.checkpoint_folder, start.checkpoint_every
-            )
+
+    def _go_on(self) -> None:
+        """From the newest checkpoint, where there is one; and finish when the script ends."""
+        from .finish import at_exit
+
+        start = self._place.start
+        if start.checkpoint_folder is not None:
+            self._checkpoints = self._open(start.checkpoint_folder, start.checkpoint_every)
         at_exit(self)
+
+    def _open(self, folder: Path, every: int) -> Checkpoints:
+        return Checkpoints(self, folder, every)
 
     @property
     def is_main(self) -> bool:

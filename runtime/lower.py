@@ -1,5 +1,6 @@
 """Lower a plan: its groups in order become ranks, its virtual nodes are numbered in order."""
 
+from dataclasses import replace
 from itertools import count
 from typing import cast, get_args
 
@@ -22,6 +23,19 @@ def check_level(name: str) -> Determinism:
     return cast(Determinism, name)
 
 
+def check_pipeline_level(level: Determinism) -> None:
+    """Refuse a level that a pipeline cannot hold.
+
+    Raises:
+        ProblemError: Its replicas and stages add gradients by where they are.
+    """
+    if level in ("elastic", "heterogeneous"):
+        raise ProblemError(
+            f"determinism {level} is for split plans: a pipeline adds its gradients by mapping",
+            hint="use --determinism static, which repeats itself under the same plan",
+        )
+
+
 def lower(
     plan: SplitPlan | PipelinePlan, seed: int = 0, determinism: Determinism = "none"
 ) -> LaunchConfig:
@@ -36,12 +50,11 @@ def lower(
         determinism: What must end in the same bits (runtime/determinism.py).
 
     Raises:
-        ProblemError: A pipeline whose schedule cannot run as planned.
+        ProblemError: A pipeline whose schedule cannot run as planned, or cannot hold the level.
     """
     if isinstance(plan, PipelinePlan):
-        if determinism != "none":
-            raise ProblemError("levels of determinism are for split plans, not for pipelines")
-        return lower_pipeline(plan, seed)
+        check_pipeline_level(determinism)
+        return replace(lower_pipeline(plan, seed), determinism=determinism)
     rank, index = count(), count()
     workers = tuple(
         WorkerSlot(

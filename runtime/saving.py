@@ -9,6 +9,7 @@ it was, with the state as it was then (whatever the script's own code did on the
 import signal
 import sys
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..schema.errors import FileError, TargetError
-from . import checkpoint
+from . import checkpoint, parts
 from .checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ class Checkpoints:
         self._failed: str | None = None
         self._found = self._agree()
         if self._found is not None:
-            check_fits(self._found, _header(job))
+            check_fits(self._found, self._describe())
             self._restore()
-            _say(job, f"going on from {self._found.path} (step {job.num_steps})")
+            say(job, f"going on from {self._found.path} (step {job.num_steps})")
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._asked_to_stop)
 
@@ -61,9 +62,9 @@ class Checkpoints:
         """The first worker chooses; the others read the same one."""
         place = self._job._place
         if place.rank == 0:
-            found, broken = checkpoint.newest(self._folder)
+            found, broken = checkpoint.newest(self._folder, self._reader())
             for sentence in broken:
-                _say(self._job, f"warning: {sentence}")
+                say(self._job, f"warning: {sentence}")
             if place.store is not None:
                 place.store.set("checkpoint", found.path.name if found else "none")
             return found
@@ -72,7 +73,7 @@ class Checkpoints:
         if name == "none":
             return None
         try:
-            return checkpoint.read(self._folder / name)
+            return self._reader()(self._folder / name)
         except checkpoint.BrokenCheckpoint as error:
             raise FileError(
                 f"{self._folder / name}: worker {place.rank} cannot read it: {error}",
@@ -123,7 +124,7 @@ class Checkpoints:
         self.entered(call, step)
         if self._job._totals.all_stop:
             self.save(wait=True)
-            _say(self._job, f"asked to stop; saved {self._folder}, step {self._job.num_steps}")
+            say(self._job, f"asked to stop; saved {self._folder}, step {self._job.num_steps}")
             sys.exit(STOPPED_EXIT_CODE)
         if self._every and self._job.num_steps % self._every == 0:
             self.save(wait=False)
@@ -139,15 +140,14 @@ class Checkpoints:
             TargetError: Something registered cannot be saved.
             FileError: It could not be written, where ``wait`` is set.
         """
-        job = self._job
-        buffers = job._buffers.capture(job._place_of_nodes, job._place.distributed)
-        if not job.is_main:
+        job, state = self._job, self._state()
+        if state is None:
             return
         done = int(job.num_steps > self._steps_before)
         position = {"call": self._call, "step": self._step + done, "length": self._length}
-        header = {**_header(job), "step": job.num_steps, "position": position}
+        header = {**self._describe(), "step": job.num_steps, "position": position}
         tensors: list[Tensor] = []
-        encoded = checkpoint.encode(self._state(buffers), tensors)
+        encoded = checkpoint.encode(state, tensors)
         self._settle()
         work = threading.Thread(target=self._write, args=(header, encoded, tensors))
         self._writing = work
@@ -163,8 +163,25 @@ class Checkpoints:
             self.save(wait=False)
         self._settle()
 
-    def _state(self, buffers: dict[str, Any]) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
+        """What must be the same where a run goes on; see ``check_fits``."""
         job = self._job
+        return {
+            "virtual_nodes": list(job._batch_sizes),
+            "seed": job._seed,
+            "parameters": shapes_of(job._parameters),
+        }
+
+    def _reader(self) -> Callable[[Path], Checkpoint]:
+        """Reads one checkpoint."""
+        return parts.reader()
+
+    def _state(self) -> dict[str, Any] | None:
+        """What to write; called on every worker. None on a worker that does not write."""
+        job = self._job
+        buffers = job._buffers.capture(job._place_of_nodes, job._place.distributed)
+        if not job.is_main:
+            return None
         return {
             "parameters": dict(job._parameters),
             "optimizer": job._optimizer.state_dict() if job._optimizer is not None else None,
@@ -173,13 +190,17 @@ class Checkpoints:
             "last_weight": job._totals.last_weight,
         }
 
+    def _put(self, header: dict[str, Any], encoded: Any, tensors: list[Tensor]) -> None:
+        """Write to the disk."""
+        checkpoint.write(self._folder, header, encoded, tensors)
+
     def _write(self, header: dict[str, Any], encoded: Any, tensors: list[Tensor]) -> None:
         try:
-            checkpoint.write(self._folder, header, encoded, tensors)
+            self._put(header, encoded, tensors)
             self._failed = None
         except FileError as error:
             self._failed = error.message
-            _say(self._job, f"warning: {error.message}")
+            say(self._job, f"warning: {error.message}")
 
     def _settle(self) -> None:
         if self._writing is not None:
@@ -194,6 +215,13 @@ class Checkpoints:
                 parameter.copy_(state["parameters"][name])
         if job._optimizer is not None and state["optimizer"] is not None:
             job._optimizer.load_state_dict(state["optimizer"])
+        self._restore_rest(state)
+
+    def _restore_rest(self, state: dict[str, Any]) -> None:
+        """All but parameters and optimizer, of which a worker may hold a part only."""
+        assert self._found is not None
+        job = self._job
+        if job._optimizer is not None:
             # Else torch's schedulers warn that no step was taken, in epochs that are left out.
             job._optimizer._opt_called = True  # type: ignore[attr-defined]
         job._buffers.restore(state["buffers"])
@@ -262,17 +290,15 @@ def name_or_none(found: Checkpoint | None) -> str:
     return found.path.name if found is not None else "the checkpoint"
 
 
-def _header(job: "Job") -> dict[str, Any]:
+def shapes_of(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """What parameters a model has, for people and for comparison."""
     return {
-        "virtual_nodes": list(job._batch_sizes),
-        "seed": job._seed,
-        "parameters": {
-            name: f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)}"
-            for name, p in job._parameters.items()
-        },
+        name: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+        for name, value in parameters.items()
     }
 
 
-def _say(job: "Job", sentence: str) -> None:
+def say(job: "Job", sentence: str) -> None:
+    """Tell the user, once."""
     if job.is_main:
         sys.stderr.write(f"hetflow: {sentence}\n")

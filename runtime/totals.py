@@ -32,7 +32,7 @@ class StepTotals:
         self._reducer, self._place = reducer, place
         self._num_nodes = num_nodes
         self.wants_stop = False
-        self._stops: Tensor | None = None
+        self.stops: Tensor | None = None
         self._num_samples = 0
         self._share_of = 1.0
         self._weighted: bool | None = None
@@ -110,7 +110,7 @@ class StepTotals:
         weighted = bool(sums[_WEIGHTED] > 0) if self._weighted is None else self._weighted
         losses, weights = sums[_NODES : _NODES + 2 * self._num_nodes].view(2, -1).unbind()
         weight = reduce(torch.add, weights.unbind())
-        self._stops = sums[_STOP]
+        self.stops = sums[_STOP]
         if weighted:
             self._last_weight = weight.clone()
             self._reducer.scale(self._share_of / weight)
@@ -119,7 +119,7 @@ class StepTotals:
     @property
     def all_stop(self) -> bool:
         """Whether some worker wanted to stop when the last step ended; waits for the device."""
-        return self._stops is not None and bool(self._stops > 0)
+        return self.stops is not None and bool(self.stops > 0)
 
     @property
     def last_weight(self) -> float | None:

@@ -142,6 +142,10 @@ class Inbox:
         self._num_expected += number
         self._post()
 
+    def expect_none(self) -> None:
+        """No more messages will come for now. A posted receive stays for the next one."""
+        self._num_expected = 0
+
     def take(self) -> tuple[tuple[Value, ...], tuple[bool, ...]]:
         """The next message; waits for it."""
         assert self._posted is not None

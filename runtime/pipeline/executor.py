@@ -2,13 +2,14 @@
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from ...schedules.operations import ACTIVATIONS, RECEIVES, Kind, Operation, Schedule
+from ...schema.errors import ProblemError
 from .channels import Inbox, Outbox
 
 Received = tuple[tuple[Any, ...], tuple[bool, ...]]
@@ -46,10 +47,19 @@ class Executor:
         self._gradients: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._made: dict[tuple[Kind, int, int], tuple[Any, ...]] = {}
 
-    def begin(self, schedule: Schedule) -> None:
-        """Start a schedule; receives are posted from here on, ahead of need."""
+    def begin(self, schedule: Schedule) -> tuple[Operation, ...]:
+        """Start a schedule; receives are posted from here on, ahead of need.
+
+        Returns:
+            This rank's list.
+        """
+        mine = schedule.ranks[self._rank]
+        self._begin(schedule, mine)
+        return mine
+
+    def _begin(self, schedule: Schedule, operations: Sequence[Operation]) -> None:
         self._schedule = schedule
-        self._operations = deque(schedule.ranks[self._rank])
+        self._operations = deque(operations)
         expected = Counter(
             (op.peer, op.kind in ACTIVATIONS)
             for op in self._operations
@@ -60,6 +70,28 @@ class Executor:
                 assert self._group is not None
                 self._inboxes[peer, activation] = Inbox(self._group, peer, activation=activation)
             self._inboxes[peer, activation].expect(number)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the list is done: nothing is in flight."""
+        return not self._operations
+
+    def shorten(self, schedule: Schedule) -> tuple[Operation, ...]:
+        """End earlier: go on with a schedule of fewer microbatches, which began the same way.
+
+        Returns:
+            What is left of this rank's list.
+        """
+        assert self._schedule is not None
+        before, now = (whole.ranks[self._rank] for whole in (self._schedule, schedule))
+        num_done = len(before) - len(self._operations)
+        if before[:num_done] != now[:num_done]:
+            raise ProblemError(f"{schedule.name} of fewer microbatches does not begin alike")
+        for inbox in self._inboxes.values():
+            inbox.expect_none()
+        self._operations.clear()
+        self._begin(schedule, now[num_done:])
+        return now[num_done:]
 
     def run(self, passes: Passes, before: int | None = None) -> None:
         """Run the list, or up to where a microbatch from ``before`` on is asked for."""

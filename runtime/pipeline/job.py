@@ -8,27 +8,31 @@ model (autocast, preparation of inputs) holds on every stage.
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...schedules.operations import PASSES, Kind, Operation, Schedule
-from ...schema.errors import TargetError
+from ...schedules.operations import Kind, Operation
+from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
 from ..data import Batch, Pass
 from ..group import Place
 from ..job import Epoch, Job, LossFunction
 from ..lower_pipeline import schedule_of
+from ..saving import Checkpoints, shapes_of
 from ..streams import seed_streams
 from .cut import cut
 from .executor import Executor, Received, held
+from .optimizer import OwnShare
 from .ownership import Ownership, StageBuffers
+from .saving import StageCheckpoints
 from .stage import Stage, parameters_of
 from .synchronise import Synchroniser
 from .trace import layers_of
-from .versions import WeightVersions
+from .unflushed import Unflushed
 
 
 class _Left(BaseException):
@@ -37,6 +41,8 @@ class _Left(BaseException):
 
 class PipelineJob(Job):
     """One worker of a pipeline. Made by ``prepare``."""
+
+    _buffers: StageBuffers
 
     def __init__(
         self,
@@ -68,21 +74,22 @@ class PipelineJob(Job):
         self._schedule = schedule_of(work, work.num_microbatches)
         self._flushes = self._schedule.weight_semantics == "flush"
         self._check_semantics()
-        self._ownership.take_from(optimizer)
+        own = self._ownership.own
+        self.share = OwnShare(optimizer, self._ownership.parameters, own) if optimizer else None
         self._synchroniser = Synchroniser(self._ownership, place, work)
         transport = dist.new_group(backend="gloo") if place.distributed else None
         self._executor = Executor(place.rank, transport)
-        self._versions = {
-            number: WeightVersions(stage.parameters) for number, stage in self._stages.items()
-        }
-        self._gradients: dict[int, dict[str, Tensor]] = {number: {} for number in self._stages}
         self._signature = inspect.signature(model.forward)
         self._forward = model.forward
         model.forward = self._refuse_outside
         self._run_stage: Callable[..., Any] | None = None
+        self.shapes = shapes_of(self._parameters)
         self._ownership.strip()
+        self._unflushed: Unflushed | None = None
         if not self._flushes and optimizer is not None:
-            self._take_over_steps(optimizer)
+            self._unflushed = Unflushed(
+                work, self._stages, self._executor, self._synchroniser, optimizer
+            )
 
     def _check_semantics(self) -> None:
         if self._flushes:
@@ -98,20 +105,18 @@ class PipelineJob(Job):
                 f"{self._work.schedule} updates by itself: give prepare the optimizer"
             )
 
-    def _take_over_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """The schedule says when to update; the script's own calls do nothing."""
-        self._step = optimizer.step
+    def _open(self, folder: Path, every: int) -> Checkpoints:
+        return StageCheckpoints(self, folder, every)
 
-        def step(closure: object = None) -> None:
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-
-        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = step  # type: ignore[method-assign, assignment]
+    @property
+    def layers_and_ranks(self) -> list[list[list[Any]]]:
+        """[stages] the names of its layers, and its ranks."""
+        return [[list(stage.layers), list(stage.ranks)] for stage in self._work.stages]
 
     @property
     def weight_versions(self) -> int:
         """The most versions of a stage's weights that this worker has held at once."""
-        return max(versions.most_held for versions in self._versions.values())
+        return self._unflushed.most_versions if self._unflushed is not None else 0
 
     @property
     def activations_held(self) -> int:
@@ -153,17 +158,24 @@ class PipelineJob(Job):
         if scaler is not None:
             raise TargetError("GradScaler is not supported under a pipeline", hint="use bfloat16")
         self._open_step(batch)
+        self._synchroniser.wants_stop = self._totals.wants_stop
         self._function, self._batch = function, batch
         self._inputs: dict[int, tuple[Pass, Any]] = {}
         self._feeding = batch.inputs()
-        return self._close_step(self._run_flush(batch) if self._flushes else self._run_on(batch))
+        if self._unflushed is None:
+            loss = self._run_flush(batch)
+        else:
+            self._unflushed.run(batch, self)
+            self._clock.computed()
+            loss = self._synchroniser.share_loss_late()
+        self._totals.stops = self._synchroniser.stops
+        return self._close_step(loss)
 
     def _run_flush(self, batch: Batch) -> Tensor:
         number = min(self._work.num_microbatches, batch.num_samples)
         schedule = self._schedule
         if number != schedule.num_microbatches:
             schedule = schedule_of(self._work, number)
-        self._offset = 0
         self._synchroniser.begin(batch.num_samples)
         self._executor.begin(schedule)
         self._executor.run(self)
@@ -172,45 +184,48 @@ class PipelineJob(Job):
 
     # Without flushes
 
-    def _run_on(self, batch: Batch) -> Tensor:
-        if batch.step == 0 or not self._executor._operations:
-            self._begin_run(batch)
-        self._synchroniser.begin(batch.num_samples)
-        self._offset = batch.step * self._work.num_microbatches
-        is_last = batch.step + 1 == self._num_batches
-        before = None if is_last else self._offset + self._work.num_microbatches
-        self._executor.run(self, before)
-        self._clock.computed()
-        return self._synchroniser.share_loss_late()
+    @property
+    def is_drained(self) -> bool:
+        """Whether no microbatch is in flight: each parameter has its newest value only."""
+        return self._unflushed is None or self._unflushed.is_drained
 
-    def _begin_run(self, batch: Batch) -> None:
-        if batch.step != 0:
-            raise TargetError("the epoch was left in the middle; begin the next with job.batches")
-        rest = min(self._work.num_microbatches, self._last_batch_samples)
-        total = (self._num_batches - 1) * self._work.num_microbatches + rest
-        schedule: Schedule = schedule_of(self._work, total)
-        mine = schedule.ranks[self._place.rank]
-        for number, versions in self._versions.items():
-            versions.begin(op for op in mine if op.stage == number and op.kind in PASSES)
-            self._gradients[number] = {}
-        self._executor.begin(schedule)
+    def drain(self) -> None:
+        """Finish what is in flight, where the schedule has no flushes. Call it on all workers."""
+        if self._unflushed is not None:
+            self._unflushed.drain(self)
 
     def batches(self, loader: Any, *, epoch: int | None = None) -> Epoch:
         """One epoch; without flushes it is one run of the schedule, drained at its end."""
         made = super().batches(loader, epoch=epoch)
-        self._num_batches = len(made)
-        if self._num_batches:
-            self._last_batch_samples = made._sampler.passes(self._num_batches - 1)[0]
+        self.drain()
+        if len(made):
+            samples = made._sampler.passes(len(made) - 1)[0]
+            if self._unflushed is not None:
+                self._unflushed.epoch_of(made.epoch, len(made), samples)
+            elif samples < self._work.num_microbatches:
+                self._check_short_batch(samples)
         return made
+
+    def _check_short_batch(self, samples: int) -> None:
+        """Now, and not at the end of the epoch."""
+        try:
+            schedule_of(self._work, samples)
+        except ProblemError as error:
+            raise TargetError(
+                f"the last batch of an epoch has {samples} samples for "
+                f"{self._work.num_microbatches} microbatches, and {error.message}",
+                hint="give the DataLoader drop_last=True",
+            ) from None
 
     # What the executor asks for
 
     def forward(self, operation: Operation, received: Received) -> tuple[Any, ...]:
         """Run this worker's stage inside the script's function."""
         number, microbatch = operation.stage, operation.microbatch
-        item, inputs = self._input_of(microbatch - self._offset)
+        late = self._unflushed
+        item, inputs = self._input_of(microbatch - (late.offset if late else 0))
         stage, is_last = self._stages[number], operation.stage == self._last_stage
-        weights = None if self._flushes else self._weights(operation)
+        weights = None if late is None else late.weights(operation)
         made: list[Any] = []
 
         def run(arguments: dict[str, Any]) -> Any:
@@ -230,7 +245,8 @@ class PipelineJob(Job):
                 results = () if scaled is None else (scaled,)
             stage.keep(microbatch, results)
             self._buffers.save(item.virtual_node)
-        self._passed(operation)
+        if late is not None:
+            late.passed(operation)
         self._clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
         return tuple(results)
 
@@ -265,54 +281,27 @@ class PipelineJob(Job):
             if operation.kind is Kind.BACKWARD_INPUT:
                 return stage.backward_input(operation.microbatch, gradients)
             made = stage.backward(operation.microbatch, gradients)
-            if not self._flushes:
-                self._collect(operation)
-        self._passed(operation)
+        if self._unflushed is not None:
+            self._unflushed.collect(operation)
+            self._unflushed.passed(operation)
         return made
-
-    def _weights(self, operation: Operation) -> dict[str, Tensor]:
-        assert operation.weight_version is not None
-        return self._versions[operation.stage].read(operation.weight_version)
-
-    def _passed(self, operation: Operation) -> None:
-        if not self._flushes:
-            assert operation.weight_version is not None
-            self._versions[operation.stage].passed(operation.weight_version)
-
-    def _collect(self, operation: Operation) -> None:
-        """Add a microbatch's gradients into those of its round, as a share of the mean."""
-        leaves, sums = self._weights(operation), self._gradients[operation.stage]
-        for name, leaf in leaves.items():
-            if leaf.grad is not None:
-                sums[name] = sums[name] + leaf.grad if name in sums else leaf.grad
-                leaf.grad = None
 
     def reduce(self, operation: Operation) -> None:
         """Sum a round's gradients over the replicas; flushes do all of it at their end."""
-        if not self._flushes:
-            stage = self._stages[operation.stage]
-            sums = self._gradients[operation.stage]
-            self._synchroniser.sum_round(operation.stage, stage.parameters, sums)
+        if self._unflushed is not None:
+            self._unflushed.reduce(operation)
 
     def update(self, operation: Operation) -> None:
         """Make the next weight version; after a flush the script itself does."""
-        if self._flushes:
-            return
-        versions, sums = self._versions[operation.stage], self._gradients[operation.stage]
-        versions.before_update()
-        parameters = self._stages[operation.stage].parameters
-        for name, total in sums.items():
-            parameters[name].grad = total / operation.num_microbatches
-        self._step()
-        for parameter in parameters.values():
-            parameter.grad = None
-        sums.clear()
-        versions.after_update()
+        if self._unflushed is not None:
+            self._unflushed.update(operation)
 
     # The whole model
 
     def sync_buffers(self) -> None:
         """Merged buffers and the parameters of all stages into the model, on every worker."""
+        if self._finished:
+            self.drain()
         super().sync_buffers()
         self._ownership.gather()
 

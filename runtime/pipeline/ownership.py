@@ -3,16 +3,16 @@
 A worker keeps the parameters of its own stages. Every other parameter is a single number, so that
 it takes no memory and its ``grad`` can hold the 2-norm of the real gradient: a script that clips
 by ``clip_grad_norm_(model.parameters(), limit)`` clips by the norm over all stages, everywhere
-alike. Optimizers are left with the worker's own parameters only.
+alike.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...schema.errors import TargetError
 from ..buffers import VirtualNodeBuffers, _find_slots, _Slot
 
 Holders = tuple[int, ...]
@@ -35,7 +35,7 @@ class Ownership:
             held = {holder for stage in of_stages or [0] for holder in ranks[stage]}
             self.holders[name] = tuple(sorted(held))
         self.own = {name for name, holders in self.holders.items() if rank in holders}
-        self._rank = rank
+        self.first = {name for name, holders in self.holders.items() if rank == holders[0]}
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._is_whole = True
         self.tied = [
@@ -67,24 +67,6 @@ class Ownership:
                 parameter.data = whole
         self._is_whole = True
 
-    def take_from(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Leave the optimizer with this worker's parameters.
-
-        Raises:
-            TargetError: It holds parameters that are not the model's.
-        """
-        own = {id(self.parameters[name]) for name in self.own}
-        known = {id(parameter) for parameter in self.parameters.values()}
-        for group in optimizer.param_groups if optimizer else ():
-            if any(id(parameter) not in known for parameter in group["params"]):
-                raise TargetError(
-                    "under a pipeline the optimizer may hold the model's parameters only"
-                )
-            for parameter in group["params"]:
-                if id(parameter) not in own and optimizer is not None:
-                    optimizer.state.pop(parameter, None)
-            group["params"] = [p for p in group["params"] if id(p) in own]
-
 
 class StageBuffers(VirtualNodeBuffers):
     """Buffers of a pipeline: a microbatch's belong to the stage that writes them."""
@@ -105,9 +87,38 @@ class StageBuffers(VirtualNodeBuffers):
             if any(id(module) in modules for module, _ in slot.owners)
         }
 
+    def capture_own(self, *, is_first: bool) -> dict[str, Any]:
+        """This worker's part of ``capture``; the first one's also has what no stage uses."""
+        self.begin_step()
+        # A split plan of one virtual node has no buffers but the model's.
+        alone = len(self._batch_sizes) == 1
+        mine = [slot for slot in self._slots if is_first or self._owns(slot)]
+        return {
+            "base": {
+                slot.name: slot.value_of(0) if alone and self._owns(slot) else slot.base
+                for slot in mine
+            },
+            "nodes": []
+            if alone
+            else [
+                {slot.name: slot.own[node] for slot in mine if node in slot.own}
+                for node in range(len(self._batch_sizes))
+            ],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take buffers back from ``capture``, or from all parts together."""
+        super().restore({**state, "nodes": state["nodes"] or [{} for _ in self._batch_sizes]})
+        for slot in self._slots:
+            if not self._owns(slot):
+                slot.own.clear()
+
+    def _owns(self, slot: _Slot) -> bool:
+        return slot.name in self._own_slots
+
     def _merged(self, slot: _Slot, all_reduce: "object") -> Tensor:
         local = self._local
-        self._local = local if slot.name in self._own_slots else ()
+        self._local = local if self._owns(slot) else ()
         try:
             return super()._merged(slot, all_reduce)  # type: ignore[arg-type]
         finally:

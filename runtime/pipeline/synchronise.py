@@ -16,7 +16,7 @@ from ..group import Place
 from ..totals import _loss_and_weight
 from .ownership import Holders, Ownership
 
-_LOSS, _WEIGHT, _WEIGHTED, _NUM_SUMS = 0, 1, 2, 3
+_LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
 
 
 class Synchroniser:
@@ -33,6 +33,8 @@ class Synchroniser:
                 self._groups[holders] = dist.new_group(list(holders))
         self._carried: dict[str, Tensor] = {}
         self._late: tuple[dist.Work | None, Tensor] | None = None
+        self.wants_stop = False
+        self.stops = torch.zeros(())
         self._num_samples = 0
         self._sums = torch.zeros(_NUM_SUMS, dtype=torch.float64)
 
@@ -66,6 +68,7 @@ class Synchroniser:
             if self._place.rank in holders:
                 self._sum_over(holders, group)
         sums = self._all_sums()
+        self.stops = sums[_STOP]
         scale = self._num_samples / float(sums[_WEIGHT]) if sums[_WEIGHTED] > 0 else 1.0
         number = len(self._names)
         norms, used = sums[_NUM_SUMS : _NUM_SUMS + number], sums[_NUM_SUMS + number :]
@@ -113,6 +116,7 @@ class Synchroniser:
         """Loss and weights; then each parameter's gradient norm, and whether it has one."""
         number = len(self._names)
         sums = torch.zeros(_NUM_SUMS + 2 * number, dtype=torch.float64)
+        self._sums[_STOP] = float(self.wants_stop)
         sums[:_NUM_SUMS] = self._sums
         for index, name in enumerate(self._names):
             gradient = self._ownership.parameters[name].grad
@@ -141,10 +145,30 @@ class Synchroniser:
 
     def share_loss_late(self) -> Tensor:
         """The mean loss of the batch before, so that nobody waits for the last stage."""
+        self._sums[_STOP] = float(self.wants_stop)
         sums = self._sums.to(self._place.device)
         work = dist.all_reduce(sums, async_op=True) if self._place.distributed else None
         before, self._late = self._late or (work, sums), (work, sums)
         if before[0] is not None:
             before[0].wait()
         known = before[1].cpu()
+        self.stops = known[_STOP]
         return known[_LOSS] / known[_WEIGHT]
+
+    @property
+    def late_loss(self) -> list[float] | None:
+        """The last batch's sums, which the next call returns the loss of; a checkpoint has them."""
+        if self._late is None:
+            return None
+        work, sums = self._late
+        if work is not None:
+            work.wait()
+            self._late = (None, sums)
+        return [float(value) for value in sums]
+
+    @late_loss.setter
+    def late_loss(self, sums: list[float] | None) -> None:
+        known = None if sums is None else torch.tensor(sums, dtype=torch.float64)
+        if known is not None:
+            known[_STOP] = 0.0
+        self._late = None if known is None else (None, known)

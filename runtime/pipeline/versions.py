@@ -25,14 +25,16 @@ class WeightVersions:
 
     def begin(self, operations: Iterable[Operation]) -> None:
         """Start a schedule at version 0, with the operations of this stage."""
-        self._reads = Counter(
-            op.weight_version
-            for op in operations
-            if op.kind in PASSES and op.weight_version is not None
-        )
+        self._reads = _reads_of(operations)
         self._newest = 0
         self._leaves = {0: self._fresh()}
         self.most_held = max(self.most_held, 1)
+
+    def shorten(self, operations: Iterable[Operation]) -> None:
+        """Only these operations are still to come."""
+        self._reads = _reads_of(operations)
+        for version in [v for v in self._leaves if not self._reads[v] and v != self._newest]:
+            del self._leaves[version]
 
     def _fresh(self) -> dict[str, Tensor]:
         # `.data` has a version counter of its own: later updates are no change of this leaf.
@@ -64,3 +66,11 @@ class WeightVersions:
         self._newest += 1
         self._leaves[self._newest] = self._fresh()
         self.most_held = max(self.most_held, len(self._leaves))
+
+
+def _reads_of(operations: Iterable[Operation]) -> Counter[int]:
+    return Counter(
+        op.weight_version
+        for op in operations
+        if op.kind in PASSES and op.weight_version is not None
+    )

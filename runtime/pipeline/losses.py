@@ -1,0 +1,53 @@
+"""Losses under a pipeline: what may follow the model's answer.
+
+The last stage's worker has stand-ins for the parameters of other stages, so a loss that reads them
+(a decay term) would be wrong without a sign of it. Autograd's graph shows it.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...schema.errors import TargetError
+
+
+def nodes_of(value: Any) -> Iterator[Any]:
+    """The autograd nodes that made the tensors in a nest of lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        if value.grad_fn is not None:
+            yield value.grad_fn
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from nodes_of(entry)
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from nodes_of(entry)
+
+
+def check_reads_none_of(loss: Any, strangers: Mapping[int, str], answered: set[Any]) -> None:
+    """Refuse a loss that depends on a parameter which is not here.
+
+    Args:
+        loss: What the script's function returned.
+        strangers: Names of the parameters that must not be read, by ``id``.
+        answered: Nodes that made the model's answer; the search ends at them.
+
+    Raises:
+        TargetError: Names the parameter.
+    """
+    seen = set(answered)
+    ahead = list(nodes_of(loss))
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        name = strangers.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            raise TargetError(
+                f"the loss reads parameter {name}, which a pipeline keeps on another worker or "
+                f"in another version",
+                hint="use the optimizer's weight_decay, or compute the term inside the model",
+            )
+        ahead += [source for source, _ in node.next_functions if source is not None]

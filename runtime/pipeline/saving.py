@@ -1,0 +1,104 @@
+"""Checkpoints of a pipeline: each worker writes its own part, at the same step (thesis 2.4.4).
+
+No worker waits for another: the position is the same on all by construction. What a part holds is
+named by parameter, not by stage, so another partition of the same model goes on from it.
+
+A schedule without flushes drains before a checkpoint: then one version of the weights is live,
+no message is on its way, and the state is as small as that of any other schedule. It drains at the
+same steps whether or not the run is ever restarted, so a restarted run ends with the same bits.
+"""
+
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .. import checkpoint, parts
+from ..checkpoint import Checkpoint
+from ..saving import STOPPED_EXIT_CODE, Checkpoints, say
+
+if TYPE_CHECKING:
+    from .job import PipelineJob
+
+
+class StageCheckpoints(Checkpoints):
+    """The checkpoints of one worker of a pipeline; arguments as for ``Checkpoints``."""
+
+    _job: "PipelineJob"
+
+    def __init__(self, job: "PipelineJob", folder: Path, every: int) -> None:
+        self._run, self._registered_sha256 = self._agree_on_run(job), ""
+        super().__init__(job, folder, every)
+
+    @staticmethod
+    def _agree_on_run(job: "PipelineJob") -> str:
+        """By which the parts of one run know each other."""
+        store, token = job._place.store, secrets.token_hex(8)
+        if store is None:
+            return token
+        if job.is_main:
+            store.set("checkpoint run", token)
+        return store.get("checkpoint run").decode()
+
+    def boundary(self, call: int, step: int) -> None:
+        """A step is complete. At ``static``, a stop does not drain where no other run would."""
+        job = self._job
+        if job._totals.all_stop and job._place.start.determinism != "none" and not job.is_drained:
+            self._settle()
+            say(job, f"asked to stop; a restart goes on from the newest in {self._folder}")
+            sys.exit(STOPPED_EXIT_CODE)
+        super().boundary(call, step)
+
+    def save(self, *, wait: bool) -> None:
+        """Write this worker's part; call it on every worker. See ``Checkpoints.save``."""
+        self._job.drain()
+        super().save(wait=wait)
+
+    def _describe(self) -> dict[str, Any]:
+        job = self._job
+        return {
+            "virtual_nodes": list(job._batch_sizes),
+            "seed": job._seed,
+            "parameters": job.shapes,
+            "part": job.rank,
+            "num_parts": job.world_size,
+            "run": self._run,
+            "stages": job.layers_and_ranks,
+            "optimizer_order": job.share.order if job.share else [],
+            "registered_sha256": self._registered_sha256,
+        }
+
+    def _reader(self) -> Callable[[Path], Checkpoint]:
+        job = self._job
+        return parts.reader(parts.Wanted(job._ownership.own, job.layers_and_ranks, job.rank))
+
+    def _state(self) -> dict[str, Any]:
+        job, tensors = self._job, list[Tensor]()
+        registered = [thing.state_dict() for thing in self._registered]
+        self._registered_sha256 = parts.digest_of(checkpoint.encode(registered, tensors), tensors)
+        return {
+            "parameters": {name: job._parameters[name] for name in job._ownership.first},
+            "optimizer": job.share.state_dict() if job.share else None,
+            "buffers": job._buffers.capture_own(is_first=job.is_main),
+            "registered": registered,
+            "last_weight": None,
+            "late_loss": job._synchroniser.late_loss,
+        }
+
+    def _put(self, header: dict[str, Any], encoded: Any, tensors: list[Tensor]) -> None:
+        parts.write(self._folder, header, encoded, tensors)
+
+    def _restore(self) -> None:
+        assert self._found is not None
+        job, state = self._job, self._found.state
+        with torch.no_grad():
+            for name in job._ownership.own:
+                job._parameters[name].copy_(state["parameters"][name])
+        if job.share is not None and state["optimizer"] is not None:
+            job.share.load_state_dict(state["optimizer"])
+        job._synchroniser.late_loss = state.get("late_loss")
+        self._restore_rest(state)

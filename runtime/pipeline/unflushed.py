@@ -1,0 +1,135 @@
+"""Schedules without flushes: runs over many batches, stale weights, updates by the schedule.
+
+A run goes from a batch to the end of its epoch. It can be ended earlier (``drain``): no further
+microbatches start, and those in flight are finished, as at the end of an epoch.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ...schedules.operations import PASSES, Operation
+from ...schema.launch import PipelineWork
+from ..data import Batch
+from ..lower_pipeline import schedule_of
+from .executor import Executor, Passes
+from .optimizer import ScheduledSteps
+from .stage import Stage
+from .synchronise import Synchroniser
+from .versions import WeightVersions
+
+
+class Unflushed:
+    """The runs of one worker.
+
+    Attributes:
+        offset: The number, in the run, of the present batch's first microbatch.
+    """
+
+    def __init__(
+        self,
+        work: PipelineWork,
+        stages: Mapping[int, Stage],
+        executor: Executor,
+        synchroniser: Synchroniser,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        self._work, self._stages = work, stages
+        self._executor, self._synchroniser = executor, synchroniser
+        self._steps = ScheduledSteps(
+            optimizer, most_behind=sum(len(stage.ranks) for stage in work.stages)
+        )
+        self._versions = {n: WeightVersions(stage.parameters) for n, stage in stages.items()}
+        self._gradients: dict[int, dict[str, Tensor]] = {number: {} for number in stages}
+        self._epochs: dict[int, tuple[int, int]] = {}
+        self._first_step, self._next_batch = 0, (0, 0)
+        self.offset = 0
+
+    @property
+    def most_versions(self) -> int:
+        """The most versions of a stage's weights held at once."""
+        return max(versions.most_held for versions in self._versions.values())
+
+    def epoch_of(self, epoch: int, num_batches: int, last_batch_samples: int) -> None:
+        """Say how long an epoch is, before its first batch."""
+        self._epochs[epoch] = (num_batches, last_batch_samples)
+
+    def run(self, batch: Batch, passes: Passes) -> None:
+        """Feed a batch."""
+        if (batch.epoch, batch.step) != self._next_batch:
+            self.drain(passes)
+        if self.is_drained:
+            self._begin(batch)
+        self._next_batch = (batch.epoch, batch.step + 1)
+        number = batch.step - self._first_step
+        self.offset = number * self._work.num_microbatches
+        self._synchroniser.begin(batch.num_samples)
+        self._steps.feed(number)
+        is_last = batch.step + 1 == self._epochs[batch.epoch][0]
+        self._executor.run(passes, None if is_last else self.offset + self._work.num_microbatches)
+
+    def _begin(self, batch: Batch) -> None:
+        num_batches, last_batch_samples = self._epochs[batch.epoch]
+        self._first_step = batch.step
+        rest = min(self._work.num_microbatches, last_batch_samples)
+        total = (num_batches - 1 - batch.step) * self._work.num_microbatches + rest
+        schedule = schedule_of(self._work, total)
+        mine = self._executor.begin(schedule)
+        for number, versions in self._versions.items():
+            versions.begin(op for op in mine if op.stage == number and op.kind in PASSES)
+            self._gradients[number] = {}
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is in flight: each parameter has its newest value only."""
+        return self._executor.is_drained
+
+    def drain(self, passes: Passes) -> None:
+        """Finish what is in flight. Call it on all workers."""
+        if self.is_drained:
+            return
+        schedule = schedule_of(self._work, self.offset + self._work.num_microbatches)
+        left = self._executor.shorten(schedule)
+        for number, versions in self._versions.items():
+            versions.shorten(op for op in left if op.stage == number)
+        self._executor.run(passes)
+
+    # Single operations
+
+    def weights(self, operation: Operation) -> dict[str, Tensor]:
+        """The leaves that a pass reads."""
+        assert operation.weight_version is not None
+        return self._versions[operation.stage].read(operation.weight_version)
+
+    def passed(self, operation: Operation) -> None:
+        """A pass is done."""
+        assert operation.weight_version is not None
+        self._versions[operation.stage].passed(operation.weight_version)
+
+    def collect(self, operation: Operation) -> None:
+        """Add a microbatch's gradients into those of its round."""
+        leaves, sums = self.weights(operation), self._gradients[operation.stage]
+        for name, leaf in leaves.items():
+            if leaf.grad is not None:
+                sums[name] = sums[name] + leaf.grad if name in sums else leaf.grad
+                leaf.grad = None
+
+    def reduce(self, operation: Operation) -> None:
+        """Sum a round's gradients over the replicas."""
+        stage = self._stages[operation.stage]
+        sums = self._gradients[operation.stage]
+        self._synchroniser.sum_round(operation.stage, stage.parameters, sums)
+
+    def update(self, operation: Operation) -> None:
+        """Make the next weight version with the mean of a round's gradients."""
+        versions, sums = self._versions[operation.stage], self._gradients[operation.stage]
+        versions.before_update()
+        parameters = self._stages[operation.stage].parameters
+        for name, total in sums.items():
+            parameters[name].grad = total / operation.num_microbatches
+        self._steps.make(operation.microbatch // self._work.num_microbatches)
+        for parameter in parameters.values():
+            parameter.grad = None
+        sums.clear()
+        versions.after_update()
