@@ -9,6 +9,7 @@ from .cases import SCHEDULERS, Case, report, run_case, sweep
 from .draws import TraceOptions, draw_jobs
 from .fair_share import FairShareOptions, simulate_fair_share
 from .metrics import summarise
+from .mixes import split_throughput
 from .outcomes import Simulation
 from .pool import Pool
 from .proposals import ProposalOptions, simulate_proposals
@@ -33,6 +34,7 @@ __all__ = [
     "simulate_fair_share",
     "simulate_proposals",
     "simulate_rounds",
+    "split_throughput",
     "summarise",
     "sweep",
 ]

@@ -35,7 +35,8 @@ class Case:
     in the trace up to another (the thesis: 4,000 to 5,000). ``optimum`` says which of several
     optima LAS takes: ``centre``, the analytic centre, or ``vertex``, from a warm simplex (fast).
     ``space_sharing`` lets pairs of jobs share devices, in rounds. ``servers`` are the devices of
-    each type on each server [types][servers]; None is one server that holds them all.
+    each type on each server [types][servers]; None is one server that holds them all. Mixes of
+    device types among the throughputs count under ``rounds``.
     """
 
     throughputs: Throughputs
@@ -48,6 +49,7 @@ class Case:
     space_sharing: bool = False
     servers: tuple[tuple[int, ...], ...] | None = None
     optimum: Literal["centre", "vertex"] = "vertex"
+    selection: Literal["by_type", "joint"] = "by_type"
     round_seconds: float = 360.0
     reset_seconds: float = 1920.0
     restart_seconds: float = 0.0
@@ -87,6 +89,7 @@ def run_case(
         throughputs=case.throughputs,
         num_devices=case.num_devices,
         dollars_per_hour=case.dollars_per_hour,
+        uses_mixes=case.scheduler == "rounds" and bool(case.throughputs.mixes),
     )
     if case.scheduler in _PROPOSALS:
         proposals = ProposalOptions(
@@ -115,7 +118,7 @@ def _in_rounds(
     allocator = allocator_named(
         case.policy,
         agnostic=case.agnostic,
-        warm=case.optimum == "vertex" and not published,
+        warm=case.optimum == "vertex" and not published and not pool.uses_mixes,
         blind=published and case.agnostic and not case.space_sharing,
         shares_space=case.space_sharing,
         seed=case.seed,
@@ -130,6 +133,7 @@ def _in_rounds(
         fills_idle=not case.policy.startswith("fifo_"),
         records_spans=case.records_spans,
         servers=None if published else case.servers,
+        selection=case.selection,
         seed=case.seed,
     )
     return simulate_rounds(jobs, pool, allocator, options, on_progress)

@@ -53,9 +53,9 @@ class CombinedRounds(Rounds):
         """Choose combinations and let them work for a round."""
         chosen = self._choose_combinations()
         kind = np.full(len(self.active), NOWHERE, dtype=np.int64)
-        kind[chosen.first] = chosen.column
+        kind[chosen.first] = chosen.placed
         paired = chosen.second >= 0
-        kind[chosen.second[paired]] = chosen.column[paired]
+        kind[chosen.second[paired]] = chosen.placed[paired]
         work = self._work_together(chosen, kind)
         self._record(chosen, work, kind)
 
@@ -70,7 +70,7 @@ class CombinedRounds(Rounds):
         else:
             least = 0.0 if options.fills_idle else ANY_SHARE
             ranked = np.where((active.rate > 0) & (ranked >= least), ranked, -np.inf)
-        joint = options.selection == "joint" or len(self.pool.columns) > len(self.pool.types)
+        joint = options.selection == "joint" or self.pool.uses_mixes
         return choose_combinations(
             active,
             self.pairs,
@@ -84,7 +84,7 @@ class CombinedRounds(Rounds):
     def _work_together(self, chosen: Chosen, kind: Ints) -> _Work:
         active, options = self.active, self.options
         moved = active.last_type != kind
-        a, c = chosen.first, chosen.column
+        a, c = chosen.first, chosen.placed
         two = chosen.second >= 0
         b = np.where(two, chosen.second, a)
         slow_a = slow_b = np.ones(len(a))
@@ -187,9 +187,9 @@ class CombinedRounds(Rounds):
     def _struck(self, chosen: Chosen) -> Ints:
         if self.failures is None:
             return np.zeros(0, dtype=np.int64)
-        mix = self.pool.is_mix[chosen.column] == 1
+        mix = self.pool.is_mix[chosen.placed] == 1
         often = np.where(mix, 1, self.active.scale[chosen.first])
-        usage = self.pool.resources[:, chosen.column] * often
+        usage = self.pool.resources[:, chosen.placed] * often
         hit = self.failures.strike(self.up, usage, self.now, self.options.round_seconds)
         both = np.concatenate((chosen.first[hit], chosen.second[hit]))
         answer: Ints = np.unique(both[both >= 0])

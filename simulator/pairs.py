@@ -67,14 +67,16 @@ class PairShares:
 
 @dataclass(slots=True)
 class Chosen:
-    """What runs in a round: job ``first``, beside it ``second`` (-1: nobody), on ``column``.
+    """What runs in a round: job ``first``, beside it ``second`` (-1: nobody).
 
-    ``pair`` is the place among the pairs, -1 for a job alone.
+    ``column`` is what they were chosen for, ``placed`` what they hold: the same, or a mix that
+    has it and leftover devices besides. ``pair`` is the place among the pairs, -1 for a job alone.
     """
 
     first: Ints
     second: Ints
     column: Ints
+    placed: Ints
     pair: Ints
 
 
@@ -140,7 +142,31 @@ def choose_combinations(
         if idle <= 0:
             break
     kept = np.array(taken, dtype=np.int64)
-    return Chosen(first[kept], second[kept], column[kept], pair[kept])
+    chosen = Chosen(first[kept], second[kept], column[kept], column[kept].copy(), pair[kept])
+    if idle > 0 and pool.uses_mixes:
+        _extend(active, chosen, np.array(left))
+    return chosen
+
+
+def _extend(active: Active, chosen: Chosen, idle: Ints) -> None:
+    """Let jobs, in the order chosen, hold leftover devices of other types too (VirtualFlow 6.5.2).
+
+    Each takes the mix on which it is fastest among those that add only idle devices to what it
+    holds.
+    """
+    pool = active.pool
+    for place, job in enumerate(chosen.first.tolist()):
+        column = int(chosen.column[place])
+        if chosen.second[place] >= 0 or not idle.any():
+            continue
+        held = pool.resources * active.usage(job)
+        more = held - held[:, column][:, None]
+        fits = ((more >= 0) & (more <= idle[:, None])).all(axis=0)
+        rate = np.where(fits & (pool.is_mix == 1), active.rate[:, job], 0.0)
+        best = int(rate.argmax())
+        if rate[best] > active.rate[column, job]:
+            chosen.placed[place] = best
+            idle = idle - more[:, best]
 
 
 def _needs(held: Ints) -> list[tuple[int, int]]:

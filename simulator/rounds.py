@@ -94,7 +94,7 @@ def simulate_rounds(
     options = options or RoundOptions()
     if options.servers is not None and pool.uses_mixes:
         raise ProblemError("mixes of device types are not placed on servers; give a flat pool")
-    combined = allocator.shares_space or len(pool.columns) > len(pool.types)
+    combined = allocator.shares_space or pool.uses_mixes
     rounds = CombinedRounds if combined else Rounds
     cluster = rounds(Queue(jobs), pool, allocator, options)
     while cluster.step():

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..schema.errors import ProblemError
 from ..solvers.allocation.engine import spread
 from ..solvers.allocation.shared import PairTimes
 from ..solvers.allocation.warm import WarmMaxMin
@@ -33,7 +34,13 @@ class WarmLas:
         self._counts: list[int] = []
 
     def allocate(self, active: Active, now_seconds: float) -> Shares:
-        """Move the counts of classes to the jobs present, and go on from the last basis."""
+        """Move the counts of classes to the jobs present, and go on from the last basis.
+
+        Raises:
+            ProblemError: The pool has mixes of device types.
+        """
+        if active.pool.uses_mixes:
+            raise ProblemError("the warm solver knows device types only; mixes need warm=False")
         if self._program is None:
             self._program = WarmMaxMin(active.pool.capacity.astype(float))
         weights = active.weight if self.weighted else np.ones(len(active))
