@@ -97,7 +97,7 @@ def simulate(
     pool = read_pool(gpus, cluster)
     prices = {n: t.dollars_per_hour for n, t in pool.device_types.items() if t.dollars_per_hour}
     base = Case(
-        throughputs=read_throughputs(throughputs, pairs=space_sharing),
+        throughputs=read_throughputs(throughputs, pairs=space_sharing or policy == "gandiva"),
         num_devices=pool.num_devices,
         servers=_servers(pool),
         dollars_per_hour=prices,

@@ -9,7 +9,9 @@ from ..schema.errors import ProblemError
 from ..schema.records import nearest
 from ..solvers.allocation import Instance, Policy, all_policies, make_instance, policy_named
 from .active import Active
+from .allox import AlloX
 from .baselines import FifoAnyType, GreedyFifo
+from .gandiva import Gandiva
 from .priorities import Floats, Ints
 from .shares import Allocator, Shares
 from .slos import solve_what_can_be_met
@@ -131,6 +133,8 @@ def pair_table(active: Active) -> tuple[Ints, Floats]:
 
 
 _OWN: dict[str, Callable[[int], Allocator]] = {
+    "allox": lambda _: AlloX(),
+    "gandiva": Gandiva,
     "fifo_greedy": lambda _: GreedyFifo(),
     "fifo_any_type": FifoAnyType,
 }

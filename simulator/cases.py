@@ -113,7 +113,7 @@ def _in_rounds(
     on_progress: Callable[[int, float], None] | None,
 ) -> Simulation:
     published = case.scheduler == "published-rounds"
-    if case.space_sharing and not pool.has_pairs():
+    if (case.space_sharing or case.policy == "gandiva") and not pool.has_pairs():
         raise ProblemError("space sharing needs throughputs of pairs, and the file has none")
     allocator = allocator_named(
         case.policy,

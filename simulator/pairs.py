@@ -39,7 +39,7 @@ class PairShares:
     def of(
         cls, active: Active, first: Ints, second: Ints, column: Ints, share: Floats, head: float
     ) -> "PairShares":
-        """Pairs as an allocator gives them; ``head`` seconds count as received."""
+        """Pairs as an allocator gives them, where both run; ``head`` seconds count as received."""
         jobs = active.jobs
         keys = [(job.model, job.scale_factor) for job in jobs]
         both = np.zeros((2, len(first)))
@@ -51,8 +51,9 @@ class PairShares:
             if kinds not in known:
                 known[kinds] = active.pool.pair_rates(keys[a], keys[b])
             both[:, i] = known[kinds][:, c]
-        received = np.full(len(first), head)
-        return cls(first, second, column, share, received, both[0], both[1])
+        runs = (both > 0).all(axis=0)
+        received = np.full(int(runs.sum()), head)
+        return cls(first[runs], second[runs], column[runs], share[runs], received, *both[:, runs])
 
     def drop(self, done: Ints, number: int) -> None:
         """Forget the pairs of jobs that leave, of ``number`` jobs, and count places anew."""

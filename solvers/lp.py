@@ -131,6 +131,27 @@ class Program:
         return bound if math.isfinite(bound) else None
 
 
+def assign(cost: Any) -> tuple[Any, Any]:
+    """The assignment of rows to columns of least total cost; every row gets a column.
+
+    Args:
+        cost: Finite [rows, columns], at least as many columns as rows.
+
+    Returns:
+        Rows and their columns.
+
+    Raises:
+        BackendError: A cost is NaN or infinite.
+    """
+    import numpy
+    from scipy.optimize import linear_sum_assignment
+
+    if not numpy.isfinite(cost).all():
+        raise BackendError("a cost of the assignment is not finite")
+    rows, columns = linear_sum_assignment(cost)
+    return rows, columns
+
+
 @dataclass(frozen=True, slots=True)
 class LinearAnswer:
     """An optimum of a linear program: values [columns], prices (duals) [rows]."""
