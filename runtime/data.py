@@ -164,6 +164,8 @@ class KeyedDataset(Dataset[Any]):
         """Fetch the samples of one pass, at once where the dataset itself can."""
         whole = getattr(self.dataset, "__getitems__", None)
         if whole is None or not keys:
+            if not self._draws:
+                return [self.dataset[index] for _, index, _ in keys]
             return [self[key] for key in keys]
         if self._draws:
             seed_host_streams(self._seed, "samples", *keys[0])
@@ -224,11 +226,13 @@ class PassSampler(Sampler[list[Key]]):
             for node in self._local:
                 start, end = cuts[node]
                 if end > start:
-                    yield [self._key(at) for at in range(begin + start, begin + end)]
+                    yield self._keys(begin + start, begin + end)
 
-    def _key(self, position: int) -> Key:
-        repeat = self._repeats[position] if self._repeats else 0
-        return self.epoch, self.order[position], repeat
+    def _keys(self, start: int, end: int) -> list[Key]:
+        epoch, own = self.epoch, self.order[start:end]
+        if self._repeats is None:
+            return [(epoch, index, 0) for index in own]
+        return [(epoch, *pair) for pair in zip(own, self._repeats[start:end], strict=True)]
 
 
 def _repeats(order: list[int]) -> list[int] | None:
