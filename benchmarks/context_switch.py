@@ -6,7 +6,8 @@ own, no batch-norm statistics of their own. Both read a DataLoader. Steps of the
 turns; ratios are of neighbouring steps. Forward and backward are the same work in both, and noise
 on a busy machine: ``beside`` is what hetflow does outside of them, less what plain does, over
 plain's step (CPU time), and the hooks that backward calls are timed apart. ``switch`` is the
-change from one virtual node to the next alone: streams and buffers.
+change from one virtual node to the next alone (streams and buffers), which is what EasyScale
+switches on and off.
 
     python benchmarks/context_switch.py --quick
 """
