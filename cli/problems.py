@@ -5,7 +5,7 @@ from pathlib import Path
 from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
-from ..schema.pipeline import PipelinePlan
+from ..schema.pipeline import FLUSHING, PipelinePlan
 from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
 from ..schema.records import nearest
@@ -107,5 +107,6 @@ def _pipeline_faults(
         solved=plan.solved,
         workers=plan.workers,
         recompute=plan.recompute,
+        objective=plan.objective if plan.schedule in FLUSHING else None,
     )
     return check(plan, problem)

@@ -25,8 +25,12 @@ def solve(
         typer.Option(help="Kind of plan; auto takes the faster where profiles hold layers."),
     ] = "auto",
     objective: Annotated[
-        Literal["step_seconds", "waste"],
-        typer.Option(help="step_seconds (VirtualFlow 5.1) or waste (EasyScale 3.4)."),
+        Literal["step_seconds", "waste", "bottleneck"],
+        typer.Option(
+            help="step_seconds: a split's step (VirtualFlow 5.1), a flushing pipeline's as its "
+            "timer has it; waste: splits (EasyScale 3.4); bottleneck: a pipeline's slowest stage "
+            "(thesis 2.4.1), which schedules without flushes always take."
+        ),
     ] = "step_seconds",
     virtual_nodes: Annotated[
         int | None,
@@ -77,7 +81,7 @@ def solve(
     from ..reports.tables import table_of
     from ..schema.files import check_writable
     from .problems import read_model_profiles, read_pool
-    from .solving import PipelineFlags, Question, SplitFlags, answer
+    from .solving import PipelineFlags, Question, SplitFlags, answer, ended_early
 
     if output is not None:
         check_writable(output, force=force)
@@ -88,7 +92,12 @@ def solve(
         batch_size=batch_size,
         split=SplitFlags(objective, method, virtual_nodes, top, interpolate, time_limit),
         pipeline=PipelineFlags(
-            schedule, stage_cost, num_stages, replication, link_bytes_per_second
+            schedule=schedule,
+            stage_cost=stage_cost,
+            num_stages=num_stages,
+            replication=replication,
+            link_bytes_per_second=link_bytes_per_second,
+            objective="bottleneck" if objective == "bottleneck" else None,
         ),
     )
     plan = answer(question, strategy)
@@ -99,5 +108,5 @@ def solve(
     note(table_of(plan))
     if output is not None:
         note(f"plan written to {output}; next: hetflow launch {output} SCRIPT")
-    if plan.proof.termination != "optimal":
+    if ended_early(plan):
         raise typer.Exit(4)

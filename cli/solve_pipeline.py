@@ -5,7 +5,14 @@ from collections.abc import Sequence
 
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError
-from ..schema.pipeline import PipelinePlan, PlannedSchedule, Solved, StageCost, WorkerCount
+from ..schema.pipeline import (
+    Objective,
+    PipelinePlan,
+    PlannedSchedule,
+    Solved,
+    StageCost,
+    WorkerCount,
+)
 from ..schema.profile import Profile
 
 
@@ -24,6 +31,7 @@ def solve_pipeline(
     recompute: bool | None = None,
     num_stages: int | None = None,
     state_bytes_per_weight_byte: float = 1.0,
+    objective: Objective | None = None,
 ) -> PipelinePlan:
     """Cut a profiled model into stages and check the plan.
 
@@ -39,6 +47,7 @@ def solve_pipeline(
         replication: Whether stages may have replicas.
         num_stages: Exactly so many stages.
         state_bytes_per_weight_byte: Gradients and optimizer state.
+        objective: The whole step or the bottleneck; None takes the step where there is one.
         solved: None takes ``flat``, or ``nested`` for the published prices.
         recompute: None lets the solver choose.
 
@@ -65,6 +74,7 @@ def solve_pipeline(
         recompute=False if nested and recompute is None else recompute,
         num_stages=num_stages,
         state_bytes_per_weight_byte=state_bytes_per_weight_byte,
+        objective=objective,
     )
     plan = solve(problem)
     faults = check(plan, problem)

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
-from ..schema.pipeline import PipelinePlan, PlannedSchedule, StageCost
+from ..schema.pipeline import Objective, PipelinePlan, PlannedSchedule, StageCost
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
@@ -35,6 +35,7 @@ class PipelineFlags:
     num_stages: int | None = None
     replication: bool = True
     link_bytes_per_second: float | None = None
+    objective: Objective | None = None
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,22 @@ def answer(question: Question, strategy: str) -> SplitPlan | PipelinePlan:
     """
     if strategy == "pipeline":
         return _pipeline(question)
+    if question.split.objective == "bottleneck" and strategy != "pipeline":
+        raise ProblemError("--objective bottleneck is a pipeline's", hint="add --strategy pipeline")
     if strategy == "split" or not _could_be_pipeline(question):
         return _split(question)
     return _faster(question)
+
+
+def ended_early(plan: SplitPlan | PipelinePlan) -> bool:
+    """Whether a limit cut the search short.
+
+    The least step of a pipeline is searched to the end of its bound; what the bound leaves open
+    is the plan's gap, not a search that was stopped.
+    """
+    if isinstance(plan, PipelinePlan) and plan.objective == "step":
+        return False
+    return plan.proof.termination != "optimal"
 
 
 def _could_be_pipeline(question: Question) -> bool:
@@ -94,6 +108,8 @@ def _faster(question: Question) -> SplitPlan | PipelinePlan:
 
 def _pipeline(question: Question) -> PipelinePlan:
     flags = question.pipeline
+    if question.split.objective == "waste":
+        raise ProblemError("--objective waste is a split's", hint="add --strategy split")
     return solve_pipeline(
         question.profiles,
         question.pool,
@@ -104,6 +120,7 @@ def _pipeline(question: Question) -> PipelinePlan:
         stage_cost=flags.stage_cost,
         num_stages=flags.num_stages,
         replication=flags.replication,
+        objective=flags.objective,
     )
 
 

@@ -23,9 +23,7 @@ A boundary of a bytes costs 2a / B per input (activation and gradient) in the fi
 from collections.abc import Sequence
 from math import ceil
 
-from ..schema.pipeline import PlannedSchedule, TopologyLevel
-
-FLUSHING = ("gpipe", "1f1b")
+from ..schema.pipeline import FLUSHING, PlannedSchedule, TopologyLevel
 
 
 def thesis_seconds(
@@ -205,20 +203,3 @@ def shared_level(levels: Sequence[TopologyLevel], one: int, other: int) -> int:
         one, other = one // part.num_components, other // part.num_components
         level = index + 1
     return level
-
-
-def step_seconds(
-    schedule: PlannedSchedule,
-    seconds_per_input: float,
-    fill_seconds: float,
-    num_microbatches: int,
-) -> float:
-    """Time of a step of M microbatches.
-
-    In the steady state an input leaves every ``seconds_per_input``. A flushing schedule first
-    carries one microbatch through all stages and back (``fill_seconds``); its seconds per input
-    count only what the others add, so that p equal stages of t give (p + M - 1) t, the bubble
-    of (p-1)/M (4.2.2).
-    """
-    steady = num_microbatches * seconds_per_input
-    return steady + fill_seconds if schedule in FLUSHING else steady

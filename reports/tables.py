@@ -115,9 +115,12 @@ def pipeline_table(plan: PipelinePlan) -> str:
         f"{', recomputation' if plan.recompute else ''}",
         grid(headers, rows),
         _parts_text(plan.predicted),
-        _proof_text(plan.proof),
+        f"minimised: {_MINIMISED[plan.objective]}; {_proof_text(plan.proof)}",
     ]
     return "\n".join(lines)
+
+
+_MINIMISED = {"step": "the whole step", "bottleneck": "the slowest stage or boundary"}
 
 
 def _parts_text(predicted: Prediction) -> str:

@@ -1,5 +1,7 @@
 """The schedule that a pipeline plan names, and the times it predicts for it."""
 
+from collections.abc import Sequence
+
 from ..schema.errors import ProblemError
 from ..schema.pipeline import PipelinePlan
 from .operations import Schedule
@@ -8,6 +10,7 @@ from .timing import StageTimes
 
 # Schedules without a flush are endless; this many updates show their steady state.
 _UPDATES_SHOWN = 3
+ENDLESS = ("pipedream", "pipedream-vertical-sync", "2bw")
 
 
 def schedule_of(plan: PipelinePlan) -> Schedule:
@@ -18,11 +21,10 @@ def schedule_of(plan: PipelinePlan) -> Schedule:
     """
     replicas = [stage.num_replicas for stage in plan.stages]
     microbatches = plan.microbatches
-    endless = plan.schedule in ("pipedream", "pipedream-vertical-sync", "2bw")
     return generate(
         plan.schedule,
         pipeline_parallel_size=len(plan.stages),
-        num_microbatches=microbatches * _UPDATES_SHOWN if endless else microbatches,
+        num_microbatches=microbatches * _UPDATES_SHOWN if not flushes(plan) else microbatches,
         replicas=replicas,
         microbatches_per_update=microbatches if plan.schedule == "2bw" else None,
     )
@@ -47,9 +49,26 @@ def times_of(plan: PipelinePlan) -> StageTimes:
         stage.compute_seconds - seconds for stage, seconds in zip(plan.stages, forward, strict=True)
     ]
     links = tuple(stage.output_seconds / 2 for stage in plan.stages[:-1])
+    reduces = [stage.reduce_seconds for stage in plan.stages]
+    updates = [stage.update_seconds for stage in plan.stages]
     return StageTimes(
         forward_seconds=tuple(forward),
         backward_seconds=tuple(backward),
         activation_seconds=links,
         gradient_seconds=links,
+        reduce_seconds=_all_or_none(reduces) if flushes(plan) else None,
+        update_seconds=_all_or_none(updates) if flushes(plan) else None,
     )
+
+
+def flushes(plan: PipelinePlan) -> bool:
+    """Whether the plan's schedule ends each batch with one update.
+
+    Without a flush all-reduces and updates hide behind other work, as the plan's prices have it.
+    """
+    return plan.schedule not in ENDLESS
+
+
+def _all_or_none(seconds: Sequence[float | None]) -> tuple[float, ...] | None:
+    stated = tuple(value for value in seconds if value is not None)
+    return stated if len(stated) == len(seconds) else None

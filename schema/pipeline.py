@@ -11,6 +11,9 @@ StageCost = Literal["ring", "thesis", "published"]
 Solved = Literal["flat", "nested"]
 CutRule = Literal["edges", "released"]
 WorkerCount = Literal["at_most", "exactly"]
+Objective = Literal["step", "bottleneck"]
+
+FLUSHING = ("gpipe", "1f1b")
 
 
 @record
@@ -92,6 +95,9 @@ class PipelineProblem:
             as the released optimizer, which counts some tensors that do not cross (nested only;
             the published prices always do).
         num_stages: Ask for exactly so many stages.
+        objective: ``step`` is the whole step of a schedule that flushes, as its timer times it;
+            ``bottleneck`` the slowest stage or boundary. None takes ``step`` wherever it exists:
+            flat ``ring`` prices and a schedule that flushes.
     """
 
     model: Name
@@ -111,6 +117,7 @@ class PipelineProblem:
     count_boundaries: bool = True
     cut_rule: CutRule = "edges"
     num_stages: Count | None = None
+    objective: Objective | None = None
 
     def __post_init__(self) -> None:
         _check_pools(self)
@@ -121,6 +128,11 @@ class PipelineProblem:
     def global_batch_size(self) -> int:
         """Samples per optimizer step, B."""
         return self.microbatch_size * self.num_microbatches
+
+    @property
+    def minimises(self) -> Objective:
+        """The objective, with the default resolved."""
+        return self.objective or ("step" if _has_step(self) else "bottleneck")
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
@@ -190,8 +202,19 @@ def _join(group: list[int], one: int, other: int) -> None:
     group[_root(group, one)] = _root(group, other)
 
 
+def _has_step(problem: PipelineProblem) -> bool:
+    flat = problem.solved == "flat" and problem.stage_cost == "ring"
+    return flat and problem.schedule in FLUSHING and problem.count_boundaries
+
+
 def _check_choices(problem: PipelineProblem) -> None:
     size = len(problem.layers)
+    if problem.objective == "step" and not _has_step(problem):
+        raise ProblemError(
+            f"schedule {problem.schedule} with {problem.solved} {problem.stage_cost} prices has "
+            "no step to minimise, only a steady state",
+            hint="use the bottleneck objective, or a schedule that flushes with flat ring prices",
+        )
     if problem.num_stages is not None and problem.num_stages > size:
         raise ProblemError(
             f"{size} layers cannot fill {problem.num_stages} stages; ask for at most {size}"
@@ -246,9 +269,10 @@ class StagePlan:
     and ``weight_versions`` are per replica. ``seconds_per_input`` is the stage's share of the
     objective; ``compute_seconds`` one forward + backward pass of a microbatch (with
     recomputation where planned), ``forward_seconds`` the forward part of it; ``output_seconds``
-    sending one microbatch's output and getting its gradient back. ``memory_bytes`` is per
-    device. ``nesting`` goes from the highest level
-    down and is empty in flat plans.
+    sending one microbatch's output and getting its gradient back; ``reduce_seconds`` one
+    all-reduce of the stage's gradients and ``update_seconds`` one update of its weights.
+    ``memory_bytes`` is per device. ``nesting`` goes from the highest level down and is empty in
+    flat plans.
     """
 
     layers: tuple[Name, ...]
@@ -262,6 +286,8 @@ class StagePlan:
     output_seconds: Seconds
     memory_bytes: Bytes
     forward_seconds: Seconds | None = None
+    reduce_seconds: Seconds | None = None
+    update_seconds: Seconds | None = None
     nesting: tuple[NestedBlock, ...] = ()
 
     def __post_init__(self) -> None:
@@ -271,8 +297,10 @@ class StagePlan:
 
 @record
 class PipelinePlan:
-    """A model cut into stages. The proof's objective is seconds per input (microbatch).
+    """A model cut into stages.
 
+    The proof's objective is seconds per step where ``objective`` is ``step``, else seconds per
+    input (microbatch) of the slowest stage or boundary.
     ``noam`` is NUM_OPT_ACTIVE_MINIBATCHES per input-stage replica (thesis 2.4.2).
     """
 
@@ -291,6 +319,7 @@ class PipelinePlan:
     stage_cost: StageCost
     solved: Solved
     workers: WorkerCount = "at_most"
+    objective: Objective = "bottleneck"
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

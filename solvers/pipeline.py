@@ -20,6 +20,7 @@ from .pipeline_infeasible import explain
 from .pipeline_line import TOLERANCE, objective
 from .pipeline_prices import Prices
 from .pipeline_space import Space, build
+from .pipeline_step import best_step, relaxed_step
 
 Method = Literal["auto", "line", "graph"]
 
@@ -57,9 +58,27 @@ def solve(problem: PipelineProblem, *, method: Method = "auto") -> PipelinePlan:
     ]
     if not found:
         raise explain(problem, tables[-1], space, _search(problem, cuts, method))
+    if problem.minimises == "step":
+        return _least_step(problem, tables, space, found)
     best = _choose(found)
     bound = None if cuts.complete else relaxed_bound(tables, space)
     return assemble(problem, best.prices, best.placed, best.seconds, bound, _name(problem, cuts))
+
+
+def _least_step(
+    problem: PipelineProblem, tables: list[Prices], space: Space, found: list["Candidate"]
+) -> PipelinePlan:
+    search = _search(problem, tables[0].cuts, "auto")
+    known = [(candidate.prices, candidate.placed) for candidate in found]
+    best, bound = best_step(problem, tables, space, known, search)
+    assert best.placed is not None
+    assert best.tables is not None
+    cuts, prices = tables[0].cuts, best.tables.model.prices
+    if not cuts.complete:
+        bound = min(bound, relaxed_step(problem, tables))
+    suffix = "" if cuts.complete else "; cuts in the layers' own order only"
+    name = f"least step over {cuts.size} cuts, flat, ring prices{suffix}"
+    return assemble(problem, prices, best.placed, best.seconds, bound, name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-from ..costs.pipeline import boundary_seconds, noam, step_seconds
-from ..schema.pipeline import NestedBlock, PipelinePlan, PipelineProblem, StagePlan
+from ..costs.pipeline import boundary_seconds, noam
+from ..schema.pipeline import FLUSHING, NestedBlock, PipelinePlan, PipelineProblem, StagePlan
 from ..schema.plan import Prediction, Proof
 from .pipeline_cuts import layers_of
 from .pipeline_graph import PlacedStage
 from .pipeline_prices import Prices
+from .pipeline_step_model import stages_of, step_of
 
 
 def assemble(
@@ -24,7 +25,7 @@ def assemble(
         problem: What was asked.
         prices: The tables it was found under, with or without recomputation.
         placed: Stages, first one first.
-        objective: Seconds per input.
+        objective: Seconds per input, or per step, as the problem says.
         bound: A lower bound where the search was cut short; None where it was exhaustive.
         method: How the plan was found.
     """
@@ -34,7 +35,7 @@ def assemble(
         recompute=prices.recompute,
         objective=objective,
         bound=bound,
-        fill=fill_seconds(prices, placed),
+        step=_step(problem, prices, placed, objective),
         method=method,
     )
 
@@ -46,11 +47,10 @@ def finish(
     recompute: bool,
     objective: float,
     bound: float | None,
-    fill: float,
+    step: float,
     method: str,
 ) -> PipelinePlan:
     """Add prediction and proof to the stages of a plan."""
-    step = step_seconds(problem.schedule, objective, fill, problem.num_microbatches)
     lower = objective if bound is None else min(bound, objective)
     gap = (objective - lower) / objective if objective > 0 else 0.0
     return PipelinePlan(
@@ -76,7 +76,17 @@ def finish(
         stage_cost=problem.stage_cost,
         solved=problem.solved,
         workers=problem.workers,
+        objective=problem.minimises,
     )
+
+
+def _step(
+    problem: PipelineProblem, prices: Prices, placed: list[PlacedStage], objective: float
+) -> float:
+    """The timer's step where the schedule flushes, else M inputs of the steady state."""
+    if problem.schedule in FLUSHING:
+        return step_of(problem, prices, placed)
+    return problem.num_microbatches * objective
 
 
 def fill_seconds(prices: Prices, placed: list[PlacedStage]) -> float:
@@ -108,6 +118,7 @@ def _stage(
     workers = sum(entry[2].num_replicas for entry in placed[index:])
     in_flight, versions = prices.stashed(move.num_replicas, workers, is_only=is_only)
     compute = prices.compute_seconds[move.pool]
+    timed = stages_of(problem, prices, placed)[index]
     return StagePlan(
         layers=names_between(problem, prices, first, last),
         num_replicas=move.num_replicas,
@@ -121,6 +132,8 @@ def _stage(
         compute_seconds=float(compute[last] - compute[first]),
         forward_seconds=float(forward[last] - forward[first]),
         output_seconds=_output(prices, placed, index),
+        reduce_seconds=timed.reduce_seconds,
+        update_seconds=timed.update_seconds,
         memory_bytes=round(prices.stage_memory(first, last, in_flight, versions)),
     )
 

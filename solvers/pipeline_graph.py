@@ -48,14 +48,15 @@ def search(
         best[move.target][better] = value[better]
         move_of[move.target][better] = number
         next_cut[move.target][better] = following[better]
-    final = _final_states(problem, space)
+    final = final_states(problem, space)
     state = final[int(np.argmin(best[final, 0]))]
     if not np.isfinite(best[state, 0]):
         return None
     return _walk(space, state, move_of, next_cut)
 
 
-def _final_states(problem: PipelineProblem, space: Space) -> NDArray[np.int64]:
+def final_states(problem: PipelineProblem, space: Space) -> NDArray[np.int64]:
+    """The states in which a plan may end, by workers and stages asked for."""
     wanted = [
         index
         for index, state in enumerate(space.states)

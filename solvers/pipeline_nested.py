@@ -282,7 +282,7 @@ def _plan(
         recompute=False,
         objective=seconds,
         bound=None,
-        fill=0.0,
+        step=problem.num_microbatches * seconds,
         method=f"{method} over {len(ranges.layer_sets) + 1} cuts, nested levels, "
         f"{problem.stage_cost} prices",
     )

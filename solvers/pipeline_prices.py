@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..costs.pipeline import FLUSHING, num_in_flight, rounds, stage_bytes, updates, weight_versions
-from ..schema.pipeline import PipelineProblem
+from ..costs.pipeline import num_in_flight, rounds, stage_bytes, updates, weight_versions
+from ..schema.pipeline import FLUSHING, PipelineProblem
 from .pipeline_cuts import Cuts, Floats, Mask
 
 

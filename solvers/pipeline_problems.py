@@ -6,6 +6,7 @@ from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.pipeline import (
     DevicePool,
+    Objective,
     PipelineLayer,
     PipelineProblem,
     PlannedSchedule,
@@ -33,6 +34,7 @@ def pipeline_problem(
     recompute: bool | None = False,
     num_stages: int | None = None,
     state_bytes_per_weight_byte: float = 1.0,
+    objective: Objective | None = None,
 ) -> PipelineProblem:
     """Match profiles with layers to a cluster's devices.
 
@@ -53,6 +55,7 @@ def pipeline_problem(
         recompute: None lets the solver choose.
         num_stages: Exactly so many stages.
         state_bytes_per_weight_byte: Gradients and optimizer state.
+        objective: None takes the step where there is one.
 
     Raises:
         ProblemError: A type without a profile or without layers, unlike layers, a bandwidth
@@ -88,6 +91,7 @@ def pipeline_problem(
         recompute=recompute,
         num_stages=num_stages,
         state_bytes_per_weight_byte=state_bytes_per_weight_byte,
+        objective=objective,
     )
 
 

@@ -1,0 +1,126 @@
+"""The whole step of a pipeline that flushes, replayed pass by pass.
+
+The same answer as schedules/timing.py gives for the schedule's own list, without making the list:
+passes in the order of ``gpipe`` or ``1f1b``, transfers beside them one at a time on each directed
+link, then each stage's all-reduce and update.
+"""
+
+from math import ceil
+from typing import NamedTuple
+
+from ..schema.pipeline import PlannedSchedule
+
+
+class StepStage(NamedTuple):
+    """One stage of a step: seconds of one microbatch on one replica, and of its end."""
+
+    num_replicas: int
+    forward_seconds: float
+    backward_seconds: float
+    transfer_seconds: float
+    """One way to the next stage; 0 for the last."""
+    reduce_seconds: float
+    update_seconds: float
+
+
+def flush_step_seconds(
+    schedule: PlannedSchedule, stages: tuple[StepStage, ...], num_microbatches: int
+) -> float:
+    """Seconds from the first pass to the last update; O(stages x microbatches).
+
+    Args:
+        schedule: ``gpipe`` or ``1f1b``.
+        stages: In the model's order.
+        num_microbatches: M of the step, dealt to the replicas of a stage in turn.
+    """
+    replay = _Replay(schedule, stages, num_microbatches)
+    replay.run()
+    return replay.finish()
+
+
+Pass = tuple[bool, int]
+"""Whether it is a backward pass, and the microbatch."""
+
+
+class _Replay:
+    def __init__(
+        self, schedule: PlannedSchedule, stages: tuple[StepStage, ...], num_microbatches: int
+    ) -> None:
+        self.stages, self.last = stages, len(stages) - 1
+        self.first_rank: list[int] = []
+        self.stage_of: list[int] = []
+        self.passes: list[list[Pass]] = []
+        behind = sum(stage.num_replicas for stage in stages)
+        for number, stage in enumerate(stages):
+            self.first_rank.append(len(self.stage_of))
+            ahead = ceil(behind / stage.num_replicas) - 1
+            behind -= stage.num_replicas
+            for replica in range(stage.num_replicas):
+                mine = range(replica, num_microbatches, stage.num_replicas)
+                own = len(mine) if schedule == "gpipe" else min(ahead, len(mine))
+                self.passes.append(_order(mine, own))
+                self.stage_of.append(number)
+        # When a microbatch's activation or gradient is at a stage; None while it is not.
+        unknown: list[float | None] = [None] * num_microbatches
+        known: list[float | None] = [0.0] * num_microbatches
+        self.activations = [
+            list(unknown) if number else list(known) for number in range(len(stages))
+        ]
+        self.gradients = [list(unknown) for _ in stages]
+        self.gradients[-1] = list(known)
+        self.now = [0.0] * len(self.passes)
+        self.done = [0] * len(self.passes)
+        self.link_free: dict[tuple[int, int], float] = {}
+
+    def run(self) -> None:
+        waiting = list(range(len(self.passes)))[::-1]
+        while waiting:
+            waiting += self._advance(waiting.pop())
+
+    def _advance(self, rank: int) -> list[int]:
+        """Run a rank until it has to wait; the ranks that got something meanwhile."""
+        number = self.stage_of[rank]
+        stage, passes = self.stages[number], self.passes[rank]
+        activations, gradients = self.activations[number], self.gradients[number]
+        now, position, told = self.now[rank], self.done[rank], []
+        while position < len(passes):
+            is_backward, microbatch = passes[position]
+            ready = (gradients if is_backward else activations)[microbatch]
+            if ready is None:
+                break
+            seconds = stage.backward_seconds if is_backward else stage.forward_seconds
+            now = (now if now > ready else ready) + seconds
+            position += 1
+            other = number - 1 if is_backward else number + 1
+            if 0 <= other <= self.last:
+                told.append(self._send(rank, other, is_backward, microbatch, now))
+        self.now[rank], self.done[rank] = now, position
+        return told
+
+    def _send(self, rank: int, other: int, is_backward: bool, microbatch: int, now: float) -> int:
+        peer = self.first_rank[other] + microbatch % self.stages[other].num_replicas
+        seconds = self.stages[min(other, self.stage_of[rank])].transfer_seconds
+        begin = max(now, self.link_free.get((rank, peer), 0.0))
+        arrival = self.link_free[rank, peer] = begin + seconds
+        (self.gradients if is_backward else self.activations)[other][microbatch] = arrival
+        return peer
+
+    def finish(self) -> float:
+        """The end of the last stage's update."""
+        ends = []
+        for first, stage in zip(self.first_rank, self.stages, strict=True):
+            end = max(self.now[first : first + stage.num_replicas])
+            if stage.num_replicas > 1:
+                end += stage.reduce_seconds
+            ends.append(end + stage.update_seconds)
+        return max(ends)
+
+
+def _order(mine: range, ahead: int) -> list[Pass]:
+    """``ahead`` forward passes, then one forward and one backward pass in turn."""
+    passes: list[Pass] = [(False, microbatch) for microbatch in mine[:ahead]]
+    for number, microbatch in enumerate(mine):
+        if number + ahead < len(mine):
+            passes.append((False, mine[number + ahead]))
+        passes.append((True, microbatch))
+    return passes

@@ -1,0 +1,157 @@
+"""Minimise the step of a schedule that flushes, as its timer times it.
+
+Three parts. The bound of pipeline_step_model.py, a sum and a maximum, is minimised by the least
+sums under one limit on the maximum after another, as DAPPLE's and Alpa's planners do: the limits
+between which the bound could still beat the best plan are halved until none is left. Every plan
+met on the way is timed. A best-first tree then closes what is left between bound and step, or
+says how much it is.
+"""
+
+import heapq
+from math import ceil
+
+import numpy as np
+
+from ..schema.pipeline import PipelineProblem
+from .pipeline_graph import PlacedStage, Search, final_states
+from .pipeline_line import objective
+from .pipeline_prices import Prices, Slopes
+from .pipeline_space import Space
+from .pipeline_step_model import StepModel
+from .pipeline_step_tables import Sums, Tables
+from .pipeline_step_tree import EXACT, Budget, Incumbent, Tree
+
+LIMITS_WORK = 1e7
+"""Entries (moves x cuts) that the tables of one model may cost over all limits."""
+TREE_WORK = 1.5e7
+"""Entries that a tree may look at."""
+TREE_PASSES = 3e5
+"""Passes of steps that a tree may replay."""
+_MOST_LIMITS, _MOST_PESSIMISTIC = 24, 8
+_PAIRS_AT_ONCE = 10  # pairs of cuts cost a tenth of a window's entries
+
+
+def best_step(
+    problem: PipelineProblem,
+    tables: list[Prices],
+    space: Space,
+    known: list[tuple[Prices, list[PlacedStage]]],
+    search: Search,
+) -> tuple[Incumbent, float]:
+    """The fastest plan found, and a step that no plan of these cuts can beat.
+
+    Args:
+        problem: What is asked.
+        tables: Prices with and without recomputation, as asked for.
+        space: States and moves of the pools.
+        known: Plans to begin with, under some of these prices.
+        search: The method for the least maximum, which bounds the step too.
+    """
+    final, best = final_states(problem, space), Incumbent()
+    models = [
+        Tables(StepModel(problem, prices, pessimistic=False), space, final) for prices in tables
+    ]
+    for prices, placed in known:
+        best.offer(problem, models[tables.index(prices)], placed)
+    affordable = int(LIMITS_WORK / _cost(models[0]))
+    if affordable < 1:
+        return best, min(best.seconds, *(busiest(problem, p, space, search) for p in tables))
+    for own in models:
+        pessimistic = StepModel(problem, own.model.prices, pessimistic=True)
+        few = Tables(pessimistic, space, final)
+        _sweep(problem, few, own, best, min(_MOST_PESSIMISTIC, affordable))
+    bounds = []
+    for own in models:
+        bound, sums = _sweep(problem, own, own, best, min(_MOST_LIMITS, affordable))
+        if sums and bound < best.seconds * (1 - EXACT):
+            tree = Tree(problem, own, sums, best)
+            bound = max(bound, tree.search(Budget(TREE_WORK, TREE_PASSES)))
+        if bound < best.seconds * (1 - EXACT):
+            bound = max(bound, busiest(problem, own.model.prices, space, search))
+        bounds.append(bound)
+    return best, min([best.seconds, *bounds])
+
+
+def _cost(tables: Tables) -> float:
+    size = tables.model.size
+    width = size if tables.model.is_line else size * size / _PAIRS_AT_ONCE
+    return len(tables.space.moves) * width
+
+
+def _sweep(
+    problem: PipelineProblem, tables: Tables, of: Tables, best: Incumbent, most_limits: int
+) -> tuple[float, list[Sums]]:
+    """Halve the limits that may still hold a better plan; a bound, and the sums found.
+
+    Plans whose maximum lies in an interval have at least the sum that its upper end allows, and
+    at least its lower end as their maximum.
+    """
+    sums = [tables.sums(np.inf)]
+    intervals: list[tuple[float, float, float, float]] = []
+    least = np.inf  # sum + maximum of the best plan of the model
+
+    def settle(found: Sums, low: float) -> None:
+        nonlocal least
+        placed = tables.placement(found)
+        if placed is None:
+            return
+        best.offer(problem, of, placed)
+        whole = float(found.whole[tables.final].min())
+        most = _most_left(tables, placed)
+        least = min(least, whole + most)
+        heapq.heappush(intervals, (whole + low, low, min(most, found.limit), whole))
+
+    settle(sums[0], 0.0)
+    while intervals and len(sums) < most_limits:
+        goal = least if tables.model.pessimistic else min(least, best.seconds)
+        bound, low, high, whole = intervals[0]
+        if bound >= goal * (1 - EXACT):
+            break
+        heapq.heappop(intervals)
+        middle = (low + high) / 2
+        if not low < middle < high:
+            least = min(least, bound)
+            continue
+        heapq.heappush(intervals, (whole + middle, middle, high, whole))
+        sums.append(tables.sums(middle))
+        settle(sums[-1], low)
+    return min([least, *(interval[0] for interval in intervals[:1])]), sums
+
+
+def _most_left(tables: Tables, placed: list[PlacedStage]) -> float:
+    model, most, link = tables.model, 0.0, 0
+    for first, last, move in placed:
+        left = model.left_of(model.kind(move), first, max(link, move.span))
+        most, link = max(most, float(left[last])), max(move.span, move.gap)
+    return most
+
+
+class _BusyPrices(Prices):
+    """What a stage's busiest device has to do in a step, in seconds."""
+
+    def slopes(self, pool: int, num_replicas: int, span: int) -> Slopes:
+        """All its passes and the update; transfers and reductions may hide."""
+        update = self.problem.pools[pool].update_seconds / max(self.total_weight, 1.0)
+        return Slopes(float(ceil(self.problem.num_microbatches / num_replicas)), update, 0.0)
+
+
+def busiest(problem: PipelineProblem, prices: Prices, space: Space, search: Search) -> float:
+    """A step that no plan beats: the least work of the busiest device."""
+    busy = _BusyPrices(problem, prices.cuts, prices.bandwidths, recompute=prices.recompute)
+    busy.boundary_seconds = np.zeros_like(busy.boundary_seconds)
+    placed = search(problem, busy, space, 0.0)
+    return np.inf if placed is None else objective(busy, placed) * (1 - EXACT)
+
+
+def relaxed_step(problem: PipelineProblem, tables: list[Prices]) -> float:
+    """A step that nothing beats: all work at its best rate, spread, or one microbatch's way."""
+    passes = 1 if any(not prices.recompute for prices in tables) else 2
+    compute = sum(
+        min(
+            passes * pool.forward_seconds[layer] + pool.backward_seconds[layer]
+            for pool in problem.pools
+        )
+        for layer in range(len(problem.layers))
+    )
+    share = max(1.0, problem.num_microbatches / problem.num_devices)
+    return compute * share * (1 - EXACT)

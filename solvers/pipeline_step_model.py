@@ -1,0 +1,169 @@
+"""A lower bound of a flushing step that adds up over stages: a sum and one maximum.
+
+The first microbatch goes through all stages and back; when its gradient is back at a stage, the
+replica that holds it has g seconds of passes left, behind which the last of its gradients still
+has to go through the stages before. So for every stage the step takes at least
+
+    sum over stages (C + 2c)  +  g of that stage  +  all-reduce and update of the first stage
+
+with C forward + backward of a microbatch and c a transfer. A replica of R microbatches that
+admits k before its first backward pass has g = (R-1) b + (R-k) f left under 1F1B. Equal stages
+without transfers attain the bound: (p + M - 1) C.
+"""
+
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..costs.pipeline import ring_sync_seconds
+from ..costs.pipeline_step import StepStage, flush_step_seconds
+from ..schema.pipeline import PipelineProblem
+from .pipeline_cuts import Floats, Mask
+from .pipeline_graph import PlacedStage
+from .pipeline_prices import Prices
+from .pipeline_space import Move
+
+
+class Kind(NamedTuple):
+    """What makes moves alike but for where they lead."""
+
+    pool: int
+    num_replicas: int
+    span: int
+    in_flight: int
+    versions: int
+    left_forward: int
+    """Forward passes in g."""
+    left_backward: int
+
+
+class StepModel:
+    """Sums and maxima of one problem's stages, with or without recomputation.
+
+    ``pessimistic`` takes g as (R-1)(C + 2c) + all-reduce + update instead: every transfer holds
+    its stage up. That bounds nothing, but its optimum is often a better plan where links are slow.
+    """
+
+    def __init__(self, problem: PipelineProblem, prices: Prices, *, pessimistic: bool) -> None:
+        self.problem, self.prices, self.pessimistic = problem, prices, pessimistic
+        self.size = prices.cuts.size
+        self.is_line = prices.cuts.before is None
+        self.forward = prices.cuts.forward_seconds
+        self.compute = prices.compute_seconds
+        self.backward = self.compute - self.forward
+        rates = np.array(prices.bandwidths)[:, None]
+        self.transfer: Floats = 2 * prices.cuts.crossing_bytes[None, :] / rates
+        self.weights = prices.cuts.weight_bytes
+        self.between: Mask | None = None if self.is_line else prices.between()
+        self._rows: dict[tuple[Kind, int], Mask] = {}
+
+    def kind(self, move: Move) -> Kind:
+        """The kind of a move."""
+        problem, count = self.problem, self.problem.num_microbatches
+        in_flight, versions = self.prices.stashed(move.num_replicas, move.workers, is_only=False)
+        share = ceil(count / move.num_replicas)
+        left = max(share - in_flight, 0)
+        if problem.schedule == "gpipe":
+            behind = move.workers - move.num_replicas
+            left = share - 1 if move.source == 0 else max((count - behind) // move.num_replicas, 0)
+        if self.pessimistic:
+            left = share - 1
+        return Kind(
+            move.pool, move.num_replicas, move.span, in_flight, versions, left, max(share - 1, 0)
+        )
+
+    def end(self, kind: Kind) -> float:
+        """Seconds of all-reduce and update for each byte of a stage's weights."""
+        update = self.problem.pools[kind.pool].update_seconds / max(self.prices.total_weight, 1.0)
+        bandwidth = self.prices.bandwidths[kind.span]
+        return ring_sync_seconds(1.0, kind.num_replicas, bandwidth) + update
+
+    def left(self, kind: Kind) -> Floats:
+        """[cuts] of which the difference between two is g."""
+        found: Floats = (
+            kind.left_forward * self.forward[kind.pool]
+            + kind.left_backward * self.backward[kind.pool]
+        )
+        return found + self.end(kind) * self.weights if self.pessimistic else found
+
+    def stash(self, kind: Kind) -> tuple[Floats, Floats, float]:
+        """[cuts] of which the difference is a stage's own memory, [cuts] of inputs, and the limit.
+
+        The limit is infinite where the pool sets none.
+        """
+        cuts, limit = self.prices.cuts, self.problem.pools[kind.pool].memory_bytes
+        state, stashes = self.prices.memory_terms(kind.in_flight, kind.versions)
+        own: Floats = state * cuts.weight_bytes + stashes * cuts.activation_bytes
+        return own, kind.in_flight * cuts.crossing_bytes, np.inf if limit is None else float(limit)
+
+    def row(self, kind: Kind, first: int) -> Mask:
+        """[cuts] where a stage that begins at a cut may end: behind it, within the memory."""
+        key = (kind, first)
+        if key not in self._rows:
+            own, inputs, limit = self.stash(kind)
+            found: Mask = own - own[first] + inputs[first] <= limit
+            if self.between is None:
+                found[: first + 1] = False
+            else:
+                found &= self.between[first]
+            self._rows[key] = found
+        return self._rows[key]
+
+    def input_seconds(self, first: int, link: int) -> float:
+        """Both transfers of a microbatch over the boundary at a cut."""
+        return float(self.transfer[link, first])
+
+    def left_of(self, kind: Kind, first: int, link: int) -> Floats:
+        """[cuts] g of the stages that begin at a cut."""
+        curve = self.left(kind)
+        found: Floats = curve - curve[first]
+        if self.pessimistic:
+            found = found + kind.left_backward * self.transfer[link, first]
+        return found
+
+
+def step_of(problem: PipelineProblem, prices: Prices, placed: list[PlacedStage]) -> float:
+    """The step of a placement as the schedule's timer times it, in seconds."""
+    return flush_step_seconds(
+        problem.schedule, stages_of(problem, prices, placed), problem.num_microbatches
+    )
+
+
+def stages_of(
+    problem: PipelineProblem, prices: Prices, placed: list[PlacedStage]
+) -> tuple[StepStage, ...]:
+    """The stages of a placement as the timer takes them."""
+    found = []
+    for number, (first, last, move) in enumerate(placed):
+        weight = float(prices.cuts.weight_bytes[last] - prices.cuts.weight_bytes[first])
+        forward = prices.cuts.forward_seconds[move.pool]
+        compute = prices.compute_seconds[move.pool]
+        ahead = float(forward[last] - forward[first])
+        found.append(
+            StepStage(
+                num_replicas=move.num_replicas,
+                forward_seconds=ahead,
+                backward_seconds=float(compute[last] - compute[first]) - ahead,
+                transfer_seconds=output_seconds(prices, placed, number) / 2,
+                reduce_seconds=ring_sync_seconds(
+                    weight, move.num_replicas, prices.bandwidths[move.span]
+                ),
+                update_seconds=problem.pools[move.pool].update_seconds
+                * (weight / max(prices.total_weight, 1.0)),
+            )
+        )
+    return tuple(found)
+
+
+def output_seconds(prices: Prices, placed: list[PlacedStage], number: int) -> float:
+    """Both transfers of a microbatch behind a stage, over the slowest link to the next."""
+    if number + 1 == len(placed):
+        return 0.0
+    _, last, move = placed[number]
+    slowest = max(move.span, move.gap, placed[number + 1][2].span)
+    return 2 * float(prices.cuts.crossing_bytes[last]) / prices.bandwidths[slowest]
+
+
+Ints = NDArray[np.int64]

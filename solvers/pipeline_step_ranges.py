@@ -1,0 +1,210 @@
+"""Where stages may end, and the least value there, for many moves at once.
+
+Moves are taken in batches by how many devices their targets use, so every source is complete
+before its moves are looked at. A row is a source with the pool and the link of what comes next;
+moves that differ in replicas alone share it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .pipeline_cuts import Floats, Mask
+from .pipeline_space import Space
+from .pipeline_step_model import Ints, Kind, StepModel
+
+SLACK = 1e-12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Moves whose targets use equally many devices, by target.
+
+    ``row``, ``kind``, ``pool``, ``span``: [moves]; ``heads``: where each of ``targets`` begins;
+    ``rows`` are those with one of the targets as their source.
+    """
+
+    row: Ints
+    kind: Ints
+    pool: Ints
+    span: Ints
+    heads: Ints
+    targets: Ints
+    rows: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """All moves of a space; ``row_source``, ``row_pool``, ``row_need``: [rows]."""
+
+    batches: tuple[Batch, ...]
+    kinds: tuple[Kind, ...]
+    first_rows: Ints
+    row_source: Ints
+    row_pool: Ints
+    row_need: Ints
+
+    @classmethod
+    def of(cls, space: Space, kinds_of_moves: list[Kind]) -> "Batches":
+        """Number kinds and rows, and cut the moves into batches."""
+        keys = [(move.source, move.pool, max(move.span, move.gap)) for move in space.moves]
+        rows = {key: number for number, key in enumerate(sorted(set(keys)))}
+        kinds = {kind: number for number, kind in enumerate(sorted(set(kinds_of_moves)))}
+        source, pool, need = np.array(sorted(rows), np.int64).reshape(-1, 3).T
+        target = np.array([move.target for move in space.moves], np.int64)
+        row = np.array([rows[key] for key in keys], np.int64)
+        kind = np.array([kinds[entry] for entry in kinds_of_moves], np.int64)
+        pools = np.array([move.pool for move in space.moves], np.int64)
+        span = np.array([move.span for move in space.moves], np.int64)
+        totals = np.array([sum(state.used) for state in space.states], np.int64)
+        batches = []
+        for total in np.unique(totals[target]).tolist():
+            part = np.flatnonzero(totals[target] == total)
+            heads = np.flatnonzero(np.diff(target[part], prepend=-1))
+            batches.append(
+                Batch(
+                    row=row[part],
+                    kind=kind[part],
+                    pool=pools[part],
+                    span=span[part],
+                    heads=heads,
+                    targets=target[part][heads],
+                    rows=np.flatnonzero(totals[source] == total),
+                )
+            )
+        return cls(
+            batches=tuple(batches),
+            kinds=tuple(kinds),
+            first_rows=np.flatnonzero(source == 0),
+            row_source=source,
+            row_pool=pool,
+            row_need=need,
+        )
+
+
+class Windows:
+    """Cuts in one line: the ends of a stage are a window behind its begin."""
+
+    def __init__(self, model: StepModel, batched: Batches, limit: float) -> None:
+        self.model, self.batched = model, batched
+        size = model.size
+        log = np.zeros(size + 2, np.int64)
+        log[1:] = np.floor(np.log2(np.arange(1, size + 2))).astype(np.int64)
+        # [levels, rows, cuts + 1] minima of 2^level values from each cut on.
+        shape = (int(log[size]) + 1, len(batched.row_source), size + 1)
+        self.minima = np.full(shape, np.inf)
+        links = len(model.transfer) if model.pessimistic else 1
+        # [kinds, links, cuts]
+        last = np.array(
+            [[_last(model, kind, link, limit) for link in range(links)] for kind in batched.kinds]
+        )
+        length = last - np.arange(size)
+        self.begin = np.minimum(np.arange(size) + 1, size)
+        self.level = log[np.maximum(length, 1)]
+        self.end = np.where(length <= 0, size, last - (1 << self.level) + 1)
+        self.is_empty: Mask = length <= 0
+        self.first_of_link = last[:, :, 0]
+        self.ends = np.array([model.end(kind) for kind in batched.kinds])
+
+    def fill(self, behind: Floats, rows: Ints) -> None:
+        """Take in rows whose sources are complete."""
+        batched = self.batched
+        values = behind[batched.row_source[rows], batched.row_need[rows]]
+        values = values + self.model.compute[batched.row_pool[rows]]
+        self.minima[0, rows, :-1] = values
+        for level in range(1, len(self.minima)):
+            step = 1 << (level - 1)
+            values = np.full((len(rows), self.model.size + 1), np.inf)
+            before = self.minima[level - 1, rows]
+            values[:, :-step] = np.minimum(before[:, :-step], before[:, step:])
+            self.minima[level, rows] = values
+
+    def least(self, batch: Batch, link: Ints) -> Floats:
+        """[moves, cuts] the least value at the ends that each begin may have."""
+        of_link = link if self.model.pessimistic else np.zeros_like(link)
+        row, level = batch.row[:, None], self.level[batch.kind, of_link]
+        totals: Floats = np.minimum(
+            self.minima[level, row, self.begin[None, :]],
+            self.minima[level, row, self.end[batch.kind, of_link]],
+        )
+        totals[self.is_empty[batch.kind, of_link]] = np.inf
+        return totals
+
+    def whole(self, batch: Batch) -> Floats:
+        """[moves] the least sum of a plan whose first stage is the move's."""
+        model = self.model
+        totals = self.minima[0, batch.row, 1:-1]
+        if not model.pessimistic:
+            totals = totals + self.ends[batch.kind, None] * model.weights[None, 1:]
+        of_link = batch.span if model.pessimistic else np.zeros_like(batch.span)
+        last = self.first_of_link[batch.kind, of_link] - 1
+        totals = np.minimum.accumulate(totals, axis=1)
+        least = totals[np.arange(len(last)), np.maximum(last, 0)]
+        found: Floats = np.where(last >= 0, least, np.inf) - model.compute[batch.pool, 0]
+        return found
+
+
+def _last(model: StepModel, kind: Kind, link: int, limit: float) -> Ints:
+    """[cuts] the last end that memory and limit allow a stage that begins at each cut."""
+    own, inputs, memory = model.stash(kind)
+    last = np.full(model.size, model.size - 1)
+    if np.isfinite(memory):
+        last = np.searchsorted(own, own + memory - inputs, side="right") - 1
+    if np.isfinite(limit):
+        curve = model.left(kind)
+        most = curve + limit + SLACK * (limit + curve[-1])
+        if model.pessimistic:
+            most = most - kind.left_backward * model.transfer[max(link, kind.span)]
+        last = np.minimum(last, np.searchsorted(curve, most, side="right") - 1)
+    return last
+
+
+class Squares:
+    """Cuts of a branching graph: every pair of cuts is looked at."""
+
+    def __init__(self, model: StepModel, batched: Batches, limit: float) -> None:
+        self.model, self.batched, self.limit = model, batched, limit
+        self.values = np.full((len(batched.row_source), model.size), np.inf)
+        self.barred: dict[tuple[int, int], Floats] = {}
+
+    def fill(self, behind: Floats, rows: Ints) -> None:
+        """As ``Windows.fill``."""
+        batched = self.batched
+        self.values[rows] = (
+            behind[batched.row_source[rows], batched.row_need[rows]]
+            + self.model.compute[batched.row_pool[rows]]
+        )
+
+    def least(self, batch: Batch, link: Ints) -> Floats:
+        """As ``Windows.least``."""
+        rows = zip(batch.kind.tolist(), link.tolist(), batch.row.tolist(), strict=True)
+        found = [(self._barred(kind, at) + self.values[row]).min(axis=1) for kind, at, row in rows]
+        return np.array(found)
+
+    def whole(self, batch: Batch) -> Floats:
+        """As ``Windows.whole``."""
+        model, found = self.model, []
+        rows = zip(batch.kind.tolist(), batch.span.tolist(), batch.row.tolist(), strict=True)
+        for kind, link, row in rows:
+            end = 0.0 if model.pessimistic else model.end(self.batched.kinds[kind])
+            totals = self._barred(kind, link)[0] + self.values[row] + end * model.weights
+            found.append(float(totals.min()))
+        whole: Floats = np.array(found) - model.compute[batch.pool, 0]
+        return whole
+
+    def _barred(self, number: int, link: int) -> Floats:
+        """[cuts, cuts] 0 where a stage may lie between two cuts, else infinity."""
+        model, kind = self.model, self.batched.kinds[number]
+        key = (number, link if model.pessimistic else -1)
+        if key not in self.barred:
+            own, inputs, memory = model.stash(kind)
+            assert model.between is not None
+            allowed = model.between & (own[None, :] - own[:, None] + inputs[:, None] <= memory)
+            if np.isfinite(self.limit):
+                curve = model.left(kind)
+                left = curve[None, :] - curve[:, None]
+                if model.pessimistic:
+                    left = left + kind.left_backward * model.transfer[link][:, None]
+                allowed &= left <= self.limit + SLACK * (self.limit + curve[-1])
+            self.barred[key] = np.where(allowed, 0.0, np.inf)
+        return self.barred[key]

@@ -1,0 +1,129 @@
+"""Best-first search over placements for the step as the timer times it.
+
+A node is the first stages of a plan. Below it no plan is faster than its own sum, plus the least
+sum of the rest, plus the larger of its own maximum and the least that the rest can do with: the
+tables of several limits tell, as a plan whose maximum lies between two limits has at least the
+sum of the upper one. Leaves are timed. The search ends when the best node left is no better than
+the best plan, which is then the optimum, or when it has done its share of work.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from ..schema.pipeline import PipelineProblem
+from .pipeline_cuts import Floats
+from .pipeline_graph import PlacedStage
+from .pipeline_step_model import step_of
+from .pipeline_step_tables import Sums, Tables
+
+EXACT = 1e-9
+_CALL = 3000  # entries that looking at a move costs beside its own
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much a tree may look at: entries of tables, and passes of replayed steps."""
+
+    entries: float
+    passes: float
+
+
+class Incumbent:
+    """The fastest plan so far, its prices, and its step."""
+
+    def __init__(self) -> None:
+        self.placed: list[PlacedStage] | None = None
+        self.tables: Tables | None = None
+        self.seconds = np.inf
+        self._seen: set[tuple[int, tuple[PlacedStage, ...]]] = set()
+
+    def offer(self, problem: PipelineProblem, tables: Tables, placed: list[PlacedStage]) -> bool:
+        """Time a plan and keep it if it is faster; whether it was new."""
+        prices = tables.model.prices
+        key = (int(prices.recompute), tuple(placed))
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        seconds = step_of(problem, prices, placed)
+        fewer = self.placed is None or len(placed) < len(self.placed)
+        if seconds < self.seconds * (1 - EXACT) or (
+            fewer and seconds <= self.seconds * (1 + EXACT)
+        ):
+            self.placed, self.tables, self.seconds = placed, tables, seconds
+        return True
+
+
+class Tree:
+    """Plans of one set of tables, by their first stages."""
+
+    def __init__(
+        self, problem: PipelineProblem, tables: Tables, sums: Sequence[Sums], best: Incumbent
+    ) -> None:
+        self.problem, self.tables, self.best = problem, tables, best
+        ordered = sorted(sums, key=lambda entry: -entry.limit)
+        self.behind = np.array([entry.behind for entry in ordered])
+        self.whole = np.array([entry.whole for entry in ordered])
+        # A plan whose maximum is above the next limit down.
+        self.above = np.array([*(entry.limit for entry in ordered[1:]), 0.0])
+        self.order = count()
+
+    def search(self, budget: Budget) -> float:
+        """Look for better plans; a step that no plan of these tables can beat."""
+        heap: list[tuple[float, int, float, float, list[PlacedStage], int, int, int]] = []
+        for state in self.tables.final.tolist():
+            bound = float((self.whole[:, state] + self.above).min())
+            if np.isfinite(bound):
+                heapq.heappush(heap, (bound, next(self.order), 0.0, 0.0, [], state, 0, 0))
+        entries, passes = budget.entries, budget.passes
+        while heap and entries > 0 and passes > 0:
+            bound, _, total, most, placed, state, cut, link = heap[0]
+            if bound >= self.best.seconds * (1 - EXACT):
+                return self.best.seconds
+            heapq.heappop(heap)
+            if state == 0:
+                if self.best.offer(self.problem, self.tables, placed):
+                    passes -= self.problem.num_microbatches * len(placed) * 2
+                continue
+            first, last = self.tables.into[state], self.tables.into[state + 1]
+            entries -= (last - first) * (_CALL + self.behind.shape[0] * self.behind.shape[-1])
+            for number in range(first, last):
+                for child in self._children(number, total, most, placed, cut, link):
+                    heapq.heappush(heap, child)
+        return min(heap[0][0], self.best.seconds) if heap else self.best.seconds
+
+    def _children(
+        self,
+        number: int,
+        total: float,
+        most: float,
+        placed: list[PlacedStage],
+        cut: int,
+        link: int,
+    ) -> list[tuple[float, int, float, float, list[PlacedStage], int, int, int]]:
+        tables, model = self.tables, self.tables.model
+        move, kind = tables.space.moves[number], tables.kinds[number]
+        need = max(move.span, move.gap)
+        own = tables.options(move, kind, cut, link, np.zeros(model.size), np.inf)
+        left = np.maximum(model.left_of(kind, cut, max(link, move.span)), most)
+        # [limits, cuts]
+        rest = self.behind[:, move.source, need, :]
+        bounds: Floats = (rest + np.maximum(self.above[:, None], left[None, :])).min(axis=0)
+        bounds = bounds + own + total
+        found = np.flatnonzero(bounds < self.best.seconds * (1 - EXACT))
+        return [
+            (
+                float(bounds[last]),
+                next(self.order),
+                total + float(own[last]),
+                float(left[last]),
+                [*placed, (cut, last, move)],
+                move.source,
+                last,
+                need,
+            )
+            for last in found.tolist()
+        ]

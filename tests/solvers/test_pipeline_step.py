@@ -1,0 +1,141 @@
+"""The step of schedules that flush: replayed as the timer has it, and minimised exactly."""
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipeline_cases import best_flat, chain, flat_problems, levels
+from test_pipeline import enlarged, same
+
+from hetflow.checks.pipeline import check
+from hetflow.costs.pipeline_step import StepStage, flush_step_seconds
+from hetflow.schedules.of_plan import schedule_of, times_of
+from hetflow.schedules.registry import generate
+from hetflow.schedules.timing import StageTimes, time_schedule
+from hetflow.schema.errors import InfeasibleError, ProblemError
+from hetflow.schema.pipeline import PipelineProblem
+from hetflow.solvers.pipeline import solve
+
+FEW = settings(max_examples=50, deadline=None, derandomize=True)
+SECONDS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 7.0])
+
+
+@st.composite
+def step_problems(draw) -> PipelineProblem:
+    problem = draw(flat_problems())
+    flushing = draw(st.sampled_from(["1f1b", "1f1b", "gpipe"]))
+    return dataclasses.replace(problem, schedule=flushing, stage_cost="ring")
+
+
+def least_step(problem: PipelineProblem) -> float | None:
+    try:
+        plan = solve(problem)
+    except InfeasibleError:
+        return None
+    assert check(plan, problem) == []
+    assert plan.objective == "step"
+    assert plan.predicted.step_seconds == plan.proof.objective
+    timed = time_schedule(schedule_of(plan), times_of(plan)).makespan_seconds
+    assert plan.predicted.step_seconds == pytest.approx(timed, rel=1e-12)
+    # Instances this small are searched to the end.
+    assert plan.proof.termination == "optimal"
+    return plan.proof.objective
+
+
+@FEW
+@given(
+    st.lists(st.tuples(st.integers(1, 4), *[SECONDS] * 5), min_size=1, max_size=5),
+    st.integers(1, 9),
+    st.sampled_from(["1f1b", "gpipe"]),
+)
+def test_the_replay_is_the_timer(stages, num_microbatches, schedule):
+    stages = tuple(StepStage(*entry) for entry in stages)
+    times = StageTimes(
+        forward_seconds=tuple(stage.forward_seconds for stage in stages),
+        backward_seconds=tuple(stage.backward_seconds for stage in stages),
+        activation_seconds=tuple(stage.transfer_seconds for stage in stages[:-1]),
+        gradient_seconds=tuple(stage.transfer_seconds for stage in stages[:-1]),
+        reduce_seconds=tuple(stage.reduce_seconds for stage in stages),
+        update_seconds=tuple(stage.update_seconds for stage in stages),
+    )
+    made = generate(
+        schedule,
+        pipeline_parallel_size=len(stages),
+        num_microbatches=num_microbatches,
+        replicas=[stage.num_replicas for stage in stages],
+    )
+    expected = time_schedule(made, times).makespan_seconds
+    assert flush_step_seconds(schedule, stages, num_microbatches) == pytest.approx(expected)
+
+
+@settings(FEW, max_examples=40)
+@given(step_problems())
+def test_the_least_step_equals_brute_force(problem):
+    assert same(least_step(problem), best_flat(problem))
+
+
+@settings(FEW, max_examples=40)
+@given(step_problems(), st.integers(1, 3))
+def test_the_least_step_of_so_many_stages(problem, count):
+    count = min(count, len(problem.layers), problem.num_devices)
+    problem = dataclasses.replace(problem, num_stages=count)
+    assert same(least_step(problem), best_flat(problem))
+
+
+@FEW
+@given(step_problems(), st.sampled_from(["bandwidth", "memory", "devices", "servers"]))
+def test_more_never_hurts_the_step(problem, what):
+    problem = dataclasses.replace(problem, workers="at_most")
+    before, after = least_step(problem), least_step(enlarged(problem, what))
+    if before is not None:
+        assert after is not None
+        assert after <= before * (1 + 1e-9) + 1e-15
+
+
+def test_filling_and_drain_decide_where_microbatches_are_few():
+    # The slowest of four short stages takes a fourth of one stage's time, but with two
+    # microbatches and slow links the way through all of them costs more than it saves.
+    problem = chain(
+        [(1.0, 1.0)] * 4, [(10, 0)] * 4, levels((4, 8.0)), num_microbatches=2, replication=False
+    )
+    steady = solve(dataclasses.replace(problem, objective="bottleneck"))
+    whole = solve(problem)
+    assert whole.proof.objective == whole.predicted.step_seconds
+    assert whole.predicted.step_seconds < steady.predicted.step_seconds * 0.95
+    assert len(whole.stages) < len(steady.stages)
+
+
+def test_a_gap_is_stated_where_the_search_ends_early():
+    draw = random.Random(0)
+    times = [(draw.uniform(1, 10), draw.uniform(2, 20)) for _ in range(50)]
+    sizes = [(draw.randint(1, 1000), 1) for _ in range(50)]
+    slow = levels((4, 10.0), (2, 1.0))
+    problem = chain(times, sizes, slow, replication=False, num_microbatches=16)
+    plan = solve(problem)
+    assert check(plan, problem) == []
+    assert plan.proof.termination == "feasible"
+    assert 0 < plan.proof.lower_bound < plan.proof.objective
+    assert plan.proof.gap == pytest.approx(1 - plan.proof.lower_bound / plan.proof.objective)
+
+
+@pytest.mark.parametrize("change", [{"schedule": "pipedream"}, {"stage_cost": "thesis"}])
+def test_a_steady_state_has_no_step_to_minimise(change):
+    problem = chain([(1.0, 1.0)] * 3, [(1, 1)] * 3, levels((4, 1.0)))
+    assert dataclasses.replace(problem, **change).minimises == "bottleneck"
+    with pytest.raises(ProblemError, match="no step to minimise"):
+        dataclasses.replace(problem, objective="step", **change)
+
+
+def test_check_recounts_a_plan_s_step():
+    problem = chain([(1.0, 2.0)] * 4, [(4, 9)] * 4, levels((4, 8.0)))
+    plan = solve(problem)
+    short = dataclasses.replace(plan.predicted, step_seconds=plan.predicted.step_seconds * 0.9)
+    faults = check(dataclasses.replace(plan, predicted=short), problem)
+    assert any("predicted.step_seconds" in fault for fault in faults)
+    lied = dataclasses.replace(plan.stages[0], reduce_seconds=9.0)
+    faults = check(dataclasses.replace(plan, stages=(lied, *plan.stages[1:])), problem)
+    assert any("reduce_seconds is 9.0" in fault for fault in faults)
+    faults = check(dataclasses.replace(plan, objective="bottleneck"), problem)
+    assert any("objective" in fault for fault in faults)
