@@ -5,14 +5,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..runtime.record import Status, WorkerReport, assemble
 from ..schema import files
+from ..schema.launch import LaunchConfig
 from ..schema.run import RunEvent, RunRecord
 from .devices import Seat, crowding, seat_workers
-from .failures import Failure, first_cause, interruption, tail_of
+from .failures import Failure, first_cause, interruption, silence, tail_of
 from .hosts import Alone, Together
 from .request import LaunchRequest, check_folder, check_script, make_folder
 from .spawn import Meeting, WorkerCommand, worker_commands
@@ -155,7 +157,7 @@ def _supervise(
                 workers.let_save(signals, request.grace_seconds)
             return interruption(signals.received)
         if workers.failures():
-            return _cause(workers)
+            return _cause(workers, request.config)
         elsewhere = hosts.failure_elsewhere()
         if elsewhere is not None:
             return elsewhere
@@ -163,14 +165,23 @@ def _supervise(
     return None
 
 
-def _cause(workers: Workers) -> Failure:
+def _cause(workers: Workers, config: LaunchConfig) -> Failure:
     """The first cause among this host's failures, given a moment to be seen."""
     deadline = time.monotonic() + CAUSE_SECONDS
     cause = first_cause(workers.failures())
     while cause.lost_peer and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
         cause = first_cause(workers.failures())
-    return cause
+    cause = _staged(cause, config)
+    silent = workers.running() if cause.lost_peer and "timed out" in cause.error.lower() else []
+    return silence(cause, [_staged(worker, config) for worker in silent]) if silent else cause
+
+
+def _staged(failure: Failure, config: LaunchConfig) -> Failure:
+    """With the stages of the worker, under a pipeline."""
+    if config.pipeline is None or failure.rank is None:
+        return failure
+    return replace(failure, stages=tuple(config.pipeline.stages_of_rank.get(failure.rank, ())))
 
 
 def _record(

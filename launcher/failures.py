@@ -5,7 +5,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ TAIL_LINES = 25
 class Failure:
     """How one worker (or a whole launch, where ``rank`` is None) ended badly.
 
-    ``lost_peer`` says that the worker failed only because another was gone.
+    ``lost_peer`` says that the worker failed only because another was gone; ``stages`` are those
+    that a pipeline's worker holds.
     """
 
     exit_code: int
@@ -30,12 +31,13 @@ class Failure:
     at_seconds: float = 0.0
     lost_peer: bool = False
     interrupted: bool = False
+    stages: tuple[int, ...] = ()
 
     def sentence(self) -> str:
         """One line: who, how, and its own error."""
         if self.rank is None:
             return self.error
-        who = f"worker {self.rank} ({self.device_type}"
+        who = f"worker {self.rank} ({_staged(self.stages)}{self.device_type}"
         where = f" on {self.host})" if self.host and self.host != socket.gethostname() else ")"
         said = f": {self.error}" if self.error else ""
         return f"{who}{where} {_manner(self.exit_code)}{said}"
@@ -55,6 +57,25 @@ class Failure:
         if self.exit_code == 128 + signal.SIGKILL and not self.interrupted:
             hint = f"if you did not kill it, the host may be out of memory; {hint}"
         return LaunchError(self.sentence(), hint=hint, exit_code=self.exit_code)
+
+
+def silence(waiting: Failure, silent: Sequence[Failure]) -> Failure:
+    """What is to be said where a worker waited in vain: who it is that gives no sign.
+
+    Args:
+        waiting: The worker whose wait came to its time limit.
+        silent: Those of this host that are still there, as far as they can be named.
+    """
+    names = " or ".join(f"worker {f.rank} ({_staged(f.stages)}{f.device_type})" for f in silent)
+    who = f"worker {waiting.rank} ({_staged(waiting.stages)}{waiting.device_type})"
+    error = f"{names} hangs: {who} waited for it in vain: {waiting.error}"
+    return replace(waiting, rank=None, error=error, log=silent[0].log)
+
+
+def _staged(stages: Sequence[int]) -> str:
+    if not stages:
+        return ""
+    return f"stage{'s' if len(stages) > 1 else ''} {', '.join(map(str, stages))}, "
 
 
 def _manner(code: int) -> str:

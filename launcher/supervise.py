@@ -92,6 +92,21 @@ class Workers:
             if process.poll() not in (None, 0)
         ]
 
+    def running(self) -> list[Failure]:
+        """The workers that are still there, stopped ones only where some are, as failures."""
+        pids = {r: process.pid for r, process in self._processes.items() if process.poll() is None}
+        stopped = [rank for rank, pid in pids.items() if _is_stopped(pid)]
+        return [
+            Failure(
+                exit_code=1,
+                error="",
+                rank=rank,
+                device_type=self._types[rank],
+                log=str(self.logs(rank)[1]),
+            )
+            for rank in stopped or pids
+        ]
+
     def let_save(self, signals: Signals, grace_seconds: float) -> None:
         """Ask the workers to write a checkpoint after the step they are in, and leave.
 
@@ -123,6 +138,15 @@ class Workers:
             process.wait()
         for tee in self._tees:
             tee.join(timeout=2)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process (Linux)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state in "Tt"
 
 
 def _tee(read: int, log: Path, console: IO[str]) -> None:

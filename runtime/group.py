@@ -86,6 +86,20 @@ def join(start: Start, device: torch.device | None = None) -> Place:
     )
 
 
+def subgroup(
+    place: Place, ranks: Sequence[int] | None = None, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A process group of some workers, with the launch's time limit; call it on all of them.
+
+    ``torch.distributed.new_group`` by itself takes half an hour, whatever the default group has.
+    """
+    limit = timedelta(seconds=place.start.timeout_seconds)
+    made: dist.ProcessGroup = dist.new_group(
+        None if ranks is None else list(ranks), timeout=limit, backend=backend
+    )
+    return made
+
+
 def _connect(start: Start) -> Store:
     """The store of the launcher; under srun or Kubernetes the first process holds it."""
     assert start.address is not None

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...schedules.operations import Kind, Operation
 from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
 from ..data import Batch, Pass
-from ..group import Place
+from ..group import Place, subgroup
 from ..job import Epoch, Job, LossFunction
 from ..lower_pipeline import schedule_of
 from ..saving import Checkpoints, shapes_of
@@ -77,7 +76,7 @@ class PipelineJob(Job):
         own = self._ownership.own
         self.share = OwnShare(optimizer, self._ownership.parameters, own) if optimizer else None
         self._synchroniser = Synchroniser(self._ownership, place, work)
-        transport = dist.new_group(backend="gloo") if place.distributed else None
+        transport = subgroup(place, backend="gloo") if place.distributed else None
         self._executor = Executor(place.rank, transport)
         self._signature = inspect.signature(model.forward)
         self._forward = model.forward

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
-from ..group import Place
+from ..group import Place, subgroup
 from ..totals import _loss_and_weight
 from .ownership import Holders, Ownership
 
@@ -30,7 +30,7 @@ class Synchroniser:
         sets = set(ownership.holders.values()) | set(self._stage_ranks)
         for holders in sorted(sets):
             if len(holders) > 1 and place.distributed:
-                self._groups[holders] = dist.new_group(list(holders))
+                self._groups[holders] = subgroup(place, holders)
         self._carried: dict[str, Tensor] = {}
         self._late: tuple[dist.Work | None, Tensor] | None = None
         self.wants_stop = False

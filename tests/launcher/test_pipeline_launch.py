@@ -1,6 +1,7 @@
 """``hetflow launch`` of a pipeline plan: the record, and a worker killed in the middle."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,24 +20,33 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from hetflow import runtime as hf
 
+how, where = (sys.argv[1], int(sys.argv[2])) if len(sys.argv) > 1 else ("", -1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 job = hf.prepare(model, optimizer)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+job.register(scheduler)
 data = TensorDataset(torch.randn(40, 6), torch.randint(3, (40,)))
-for step, batch in enumerate(job.batches(DataLoader(data, batch_size=8))):
-    def loss_of(x, y):
-        if len(sys.argv) > 1 and step == 2 and job.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return nn.functional.cross_entropy(model(x), y)
-    job.backward(loss_of, batch)
-    optimizer.step()
-    optimizer.zero_grad()
+for epoch in range(2):
+    for batch in job.batches(DataLoader(data, batch_size=8, shuffle=True)):
+        calls = []
+        def loss_of(x, y):
+            calls.append(x)
+            # In the middle of a step: one microbatch has passed, others are on their way.
+            if how in ("die", "hang") and (job.num_steps, job.rank, len(calls)) == (where, 1, 2):
+                os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
+            if how == "stop" and (job.num_steps, job.rank, len(calls)) == (where, 0, 2):
+                os.kill(os.getppid(), signal.SIGTERM)
+            return nn.functional.cross_entropy(model(x), y)
+        job.backward(loss_of, batch)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
 """
 
 
-@pytest.fixture
-def plan(tmp_path: Path) -> Path:
+def plan_of(schedule: str = "1f1b") -> PipelinePlan:
     stages = tuple(
         StagePlan(
             layers=layers,
@@ -52,12 +62,12 @@ def plan(tmp_path: Path) -> Path:
         )
         for number, layers in enumerate((("0", "1"), ("2",)))
     )
-    plan = PipelinePlan(
+    return PipelinePlan(
         model="small",
         global_batch_size=8,
         microbatch_size=2,
         microbatches=4,
-        schedule="1f1b",
+        schedule=schedule,
         recompute=False,
         stages=stages,
         predicted=Prediction(step_seconds=0.1, samples_per_second=80.0),
@@ -68,15 +78,19 @@ def plan(tmp_path: Path) -> Path:
         stage_cost="ring",
         solved="flat",
     )
-    files.write(tmp_path / "plan.json", plan)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    files.write(tmp_path / "plan.json", plan_of())
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path / "plan.json"
 
 
-def launch(plan: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def launch(plan: Path, *arguments: str, flags: tuple[str, ...] = (), run: str = "run"):
     folder = plan.parent
     return subprocess.run(
-        [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", str(folder / "run")]
+        [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", str(folder / run), *flags]
         + [str(plan), str(folder / "train.py"), *arguments],
         capture_output=True,
         text=True,
@@ -91,7 +105,7 @@ def test_the_record_holds_prediction_beside_measurement(plan: Path) -> None:
     record = files.read(plan.parent / "run" / "run.json", RunRecord)
     assert isinstance(record.plan, PipelinePlan)
     assert [device.predicted_compute_seconds for device in record.devices] == [0.08, 0.08]
-    assert record.num_steps == 5
+    assert record.num_steps == 10
     # Emulated passes are held: no step can be shorter than (4 + 1) passes of 20 ms.
     assert record.measured_step_seconds is not None
     assert record.measured_step_seconds > 0.095
@@ -99,9 +113,59 @@ def test_the_record_holds_prediction_beside_measurement(plan: Path) -> None:
     assert record.events == ()
 
 
-def test_a_killed_worker_ends_all_and_is_named(plan: Path) -> None:
-    done = launch(plan, "die")
-    assert done.returncode == 137
-    assert "worker 1 (cpu:slow)" in done.stderr
-    record = json.loads((plan.parent / "run" / "run.json").read_text())
+def saving(plan: Path) -> tuple[str, ...]:
+    saved = str(plan.parent / "saved")
+    return ("--checkpoint", saved, "--checkpoint-every", "2", "--determinism", "static")
+
+
+def digest(plan: Path, run: str) -> str | None:
+    return files.read(plan.parent / run / "run.json", RunRecord).parameters_digest
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("pipedream", marks=pytest.mark.slow)])
+def test_a_killed_worker_ends_all_is_named_and_a_restart_ends_as_if_undisturbed(
+    plan: Path, schedule: str
+) -> None:
+    files.write(plan, plan_of(schedule), force=True)
+    died = launch(plan, "die", "5", flags=saving(plan), run="died")
+    assert died.returncode == 137
+    assert "worker 1 (stage 1, cpu:slow) was killed by SIGKILL" in died.stderr
+    record = json.loads((plan.parent / "died" / "run.json").read_text())
     assert record["status"] == "failed"
+    again = launch(plan, flags=saving(plan), run="again")
+    assert again.returncode == 0, again.stderr
+    assert "step-000000004 (step 4)" in again.stderr
+    shutil.rmtree(plan.parent / "saved")
+    whole = launch(plan, flags=saving(plan), run="whole")
+    assert whole.returncode == 0, whole.stderr
+    assert digest(plan, "again") == digest(plan, "whole")
+
+
+def test_a_stop_saves_and_a_restart_ends_as_if_undisturbed(plan: Path) -> None:
+    stopped = launch(plan, "stop", "4", flags=saving(plan), run="stopped")
+    assert stopped.returncode == 143, stopped.stderr
+    assert "asked to stop; saved" in stopped.stderr
+    newest = max((plan.parent / "saved").glob("step-*"))
+    assert {part.name for part in newest.iterdir()} == {"part-0-of-2", "part-1-of-2"}
+    assert f"step {int(newest.name[5:])}" in stopped.stderr
+    again = launch(plan, flags=saving(plan), run="again")
+    assert again.returncode == 0, again.stderr
+    launch(plan, flags=("--determinism", "static"), run="whole")
+    assert digest(plan, "again") == digest(plan, "whole")
+
+
+def test_a_worker_that_hangs_is_named_after_the_time_limit(plan: Path) -> None:
+    hung = launch(plan, "hang", "1", flags=("--timeout", "5"))
+    assert hung.returncode == 1
+    last = [line for line in hung.stderr.splitlines() if line.startswith("hetflow: ")][-1]
+    assert last.startswith("hetflow: worker 1 (stage 1, cpu:slow) hangs: worker 0 (stage 0, cpu:")
+
+
+@pytest.mark.parametrize("level", ["elastic", "heterogeneous"])
+def test_levels_over_mappings_are_refused_before_anything_starts(plan: Path, level: str) -> None:
+    refused = launch(plan, flags=("--determinism", level))
+    assert (refused.returncode, refused.stdout) == (2, "")
+    first, hint = refused.stderr.splitlines()
+    assert first.startswith(f"hetflow: determinism {level} is for split plans")
+    assert hint.startswith("hint: use --determinism static")
+    assert not (plan.parent / "run").exists()
