@@ -101,6 +101,7 @@ def _pipeline_faults(
         profiles,
         pool or Cluster.parse(used),
         plan.global_batch_size,
+        microbatch_size=plan.microbatch_size,
         link_bytes_per_second=link,
         schedule=plan.schedule,  # type: ignore[arg-type]
         stage_cost=plan.stage_cost,

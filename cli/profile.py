@@ -12,7 +12,7 @@ import typer
 
 from ..schema.errors import FileError, ProblemError
 from ..schema.profile import Profile
-from .common import ForceFlag, JsonFlag, emit, emit_json, note, shows_progress
+from .common import ForceFlag, JsonFlag, emit, emit_json, note, shows_progress, warn
 
 if TYPE_CHECKING:
     from ..profilers.batch_curve import CurveLimits
@@ -46,8 +46,8 @@ def profile(
         bool, typer.Option("--layers", help="Profile each layer too, for pipeline plans.")
     ] = False,
     microbatch_size: Annotated[
-        int, typer.Option(min=1, help="Samples of a microbatch, for --layers.")
-    ] = 8,
+        str, typer.Option(help="Samples of a microbatch, for --layers; several: 4,8,16.")
+    ] = "8",
     sync_devices: Annotated[
         int, typer.Option(min=0, max=64, help="Devices to synchronise over; 0: do not measure.")
     ] = 2,
@@ -77,7 +77,7 @@ def profile(
         optimizer=optimizer,
         sync_devices=sync_devices,
         links=links,
-        layers_at=microbatch_size if layers else None,
+        layers_at=_microbatch_sizes(microbatch_size) if layers else (),
         command=shlex.join(["hetflow", *sys.argv[1:]]),
     )
     requests = devices.parse_requests(device or [], devices.local_devices())
@@ -90,7 +90,34 @@ def profile(
         emit_json([files.to_plain(measured) for measured in profiles])
     else:
         emit("\n\n".join(_table(measured) for measured in profiles))
+    for measured in profiles[:1]:
+        _say_how_found(measured)
     note(f"next: hetflow solve --profiles {shlex.quote(str(output))} --gpus ... --batch-size ...")
+
+
+def _microbatch_sizes(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise ProblemError(
+            f"--microbatch-size {text!r}: must be whole numbers of at least 1",
+            hint="such as 8, or 4,8,16",
+        )
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _say_how_found(measured: Profile) -> None:
+    """Which way took the model apart, and what that means for a launch."""
+    if measured.layers is None or measured.layers.trace is None:
+        return
+    trace = measured.layers.trace
+    tool = {"fx": "torch.fx", "export": "torch.export", "hooks": "hooks on modules"}[trace.way]
+    said = f"{len(measured.layers.nodes)} layers found by {tool}"
+    if trace.way == "fx":
+        note(said)
+        return
+    if trace.way == "hooks":
+        said += "; pipelines of it can be planned, but not launched"
+    warn(f"{said}; {trace.reason}")
 
 
 def _limits(
@@ -174,7 +201,25 @@ def _table(measured: Profile) -> str:
     ending = f"ended: {(measured.provenance or {}).get('curve_stopped', '')}"
     if measured.out_of_memory_batch_size:
         ending += f" at batch size {measured.out_of_memory_batch_size}"
-    return f"{_head(measured)}\n{table}\n{ending}"
+    return "\n".join([_head(measured), table, ending, *_layer_lines(measured)])
+
+
+def _layer_lines(measured: Profile) -> list[str]:
+    """One line a microbatch size: the layers' raw sums against the whole, and their memory."""
+    lines = []
+    for graph, how in zip(
+        measured.layer_tables, (measured.provenance or {}).get("layers", ()), strict=True
+    ):
+        stashed = sum(node.stashed_bytes or 0 for node in graph.nodes) / 2**20
+        spaces = [n.workspace_bytes for n in graph.nodes if n.workspace_bytes is not None]
+        space = f"{max(spaces) / 2**20:.1f} MiB" if spaces else "not measured"
+        lines.append(
+            f"{len(graph.nodes)} layers at {graph.microbatch_size}: alone they sum to "
+            f"{how['isolated_over_whole_forward']:.0%} of the forward and "
+            f"{how['isolated_over_whole_backward']:.0%} of the backward pass (scaled to it); "
+            f"stash {stashed:.1f} MiB, largest workspace {space}"
+        )
+    return lines
 
 
 def _head(measured: Profile) -> str:

@@ -5,11 +5,15 @@ Alone, because hooks on the whole model time the first layer's backward as nothi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .bench import Bench
 from .layer_memory import Footprint, Ledger, footprint
+
+if TYPE_CHECKING:
+    from ..runtime.pipeline.layered import LayeredModel
 
 Row = dict[str, Any]
 
@@ -141,3 +145,66 @@ def tensors_in(value: Any) -> list[Any]:
     return (
         [t for entry in value for t in tensors_in(entry)] if isinstance(value, tuple | list) else []
     )
+
+
+def traced_rows(
+    bench: Bench,
+    ledger: Ledger,
+    layered: "LayeredModel",
+    arguments: dict[str, Any],
+    repeats: int,
+) -> tuple[list[Row], list[list[str]]]:
+    """Measure the layers of a traced model in order, each from what those before it made.
+
+    Args:
+        bench: The workload on its device.
+        ledger: Who keeps what.
+        layered: The model's layers.
+        arguments: A call of the model, by input name.
+        repeats: Timed passes of each layer.
+
+    Returns:
+        Rows of the layers, and edges.
+    """
+    from ..runtime.pipeline.cut import cut
+
+    values = dict(arguments)
+    parts = cut(layered, [[layer.id] for layer in layered.layers])
+    held: dict[int, str] = {}
+    rows = []
+    for layer, part in zip(layered.layers, parts, strict=True):
+        own = [name not in part.inputs for name in part.outputs]
+        made = partial(_chosen, own) if own else tensors_in
+        names = [*part.arguments, *part.inputs]
+        piece = Piece(layer.id, part.module, [values[name] for name in names], made)
+        row, answer = measure_piece(bench, ledger, piece, repeats)
+        values.update(
+            (name, detached(value))
+            for name, value, is_own in zip(part.outputs, answer if own else (), own, strict=True)
+            if is_own
+        )
+        weights = weight_row(layer.id, part.module.parameters(), held)
+        rows.append({"id": layer.id, "op": layer.op, **row, **weights})
+    return rows, [list(edge) for edge in layered.edges]
+
+
+def _chosen(own: list[bool], answer: Any) -> list[Any]:
+    return tensors_in([value for value, is_own in zip(answer, own, strict=True) if is_own])
+
+
+def weight_row(layer: str, parameters: Any, held: dict[int, str]) -> Row:
+    """A layer's weight bytes; what an earlier layer holds (``held``, by identity) is shared."""
+    used = {id(p): p for p in parameters if p.requires_grad}
+    shared = {key: held[key] for key in used if key in held}
+    held.update((key, layer) for key in used if key not in held)
+
+    def size(keys: Any) -> int:
+        return sum(used[key].numel() * used[key].element_size() for key in keys)
+
+    row: Row = {"weight_bytes": size(used.keys() - shared.keys())}
+    if shared:
+        row |= {
+            "shared_with": list(dict.fromkeys(shared.values())),
+            "shared_weight_bytes": size(shared),
+        }
+    return row

@@ -27,7 +27,7 @@ Progress = Callable[[str], None]
 class ProfileOptions:
     """How to profile. ``sync_devices`` below 2 leaves synchronisation unmeasured.
 
-    ``layers_at`` is the microbatch size to profile layers at; None leaves them out.
+    ``layers_at`` are the microbatch sizes to profile layers at; none leaves them out.
     """
 
     limits: CurveLimits = CurveLimits()
@@ -35,7 +35,7 @@ class ProfileOptions:
     sync_devices: int = 2
     links: bool = False
     command: str = ""
-    layers_at: int | None = None
+    layers_at: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class _Base:
     death: str | None
     sync: Sync | None
     sync_provenance: dict[str, Any]
-    layers: dict[str, Any] | None
+    layers: tuple[dict[str, Any], ...]
     seconds: float
 
 
@@ -117,11 +117,11 @@ def _measure(
         )
         progress(f"{target.model} on {name}: optimizer update")
         update = measurer.measure_update(curve.results[0].batch_size, limits.repeats)
-        layers = None
-        if options.layers_at is not None:
-            progress(f"{target.model} on {name}: layers at {options.layers_at}")
-            repeats = min(limits.repeats.max_repeats, LAYER_REPEATS)
-            layers = measurer.measure_layers(options.layers_at, repeats)
+        repeats = min(limits.repeats.max_repeats, LAYER_REPEATS)
+        layers = []
+        for size in options.layers_at:
+            progress(f"{target.model} on {name}: layers at {size}")
+            layers.append(measurer.measure_layers(size, repeats))
     except HetflowError as error:
         error.args = (f"{target.text} on {name}: {error.message}",)
         error.message = error.args[0]
@@ -137,7 +137,7 @@ def _measure(
         death=measurer.death,
         sync=sync,
         sync_provenance=sync_provenance,
-        layers=layers,
+        layers=tuple(layers),
         seconds=time.monotonic() - start,
     )
 
@@ -175,6 +175,7 @@ def _profile(
         held = emulated.verify(measurer, points, budget)
         provenance["emulation"] = emulated.as_provenance(held, request.speed)
         emulation = Emulation(speed=request.speed, base_device_type=request.local.device_type)
+    tables = tuple(graph_of(measured, request.speed or 1.0) for measured in base.layers)
     return Profile(
         model=target.model,
         device_type=request.device_type,
@@ -182,7 +183,8 @@ def _profile(
         weight_bytes=base.facts["weight_bytes"],
         update_seconds=base.update.median_seconds,
         batch_curve=points,
-        layers=graph_of(base.layers, request.speed or 1.0) if base.layers else None,
+        layers=tables[0] if tables else None,
+        more_layers=tables[1:],
         sync=base.sync,
         emulation=emulation,
         out_of_memory_batch_size=base.curve.out_of_memory_batch_size,
@@ -226,5 +228,5 @@ def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) ->
             for result in results
         ],
         "sync": base.sync_provenance,
-        **({"layers": base.layers["provenance"]} if base.layers else {}),
+        **({"layers": [measured["provenance"] for measured in base.layers]} if base.layers else {}),
     }

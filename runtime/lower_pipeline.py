@@ -19,6 +19,7 @@ def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
     Raises:
         ProblemError: The schedule cannot run as planned; says which rule.
     """
+    _check_trace(plan)
     ranks_of_stage = _ranks_of_stages(plan)
     work = PipelineWork(
         schedule=plan.schedule,
@@ -28,6 +29,7 @@ def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
             _stage_of(stage, ranks, plan.recompute)
             for stage, ranks in zip(plan.stages, ranks_of_stage, strict=True)
         ),
+        trace=plan.trace,
     )
     schedule = schedule_of(work, plan.microbatches)
     if schedule.weight_semantics != "flush":
@@ -81,6 +83,17 @@ def schedule_of(work: PipelineWork, num_microbatches: int) -> Schedule:
             f"{planned}"
         )
     return schedule
+
+
+def _check_trace(plan: PipelinePlan) -> None:
+    """What hooks on modules have seen of one pass cannot be run piece by piece."""
+    if plan.trace is not None and plan.trace.way == "hooks":
+        raise ProblemError(
+            f"{plan.model} cannot be cut into stages: its layers were found by hooks, since its "
+            f"forward cannot be traced ({plan.trace.reason})",
+            hint="keep control flow on tensor values inside submodules and profile again, or "
+            "solve with --strategy split",
+        )
 
 
 def _ranks_of_stages(plan: PipelinePlan) -> list[tuple[int, ...]]:

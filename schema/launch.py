@@ -3,6 +3,7 @@
 from typing import Literal
 
 from .errors import ProblemError
+from .layer_trace import LayerTrace
 from .plan import EmulatedDevice
 from .records import Count, Index, Name, Seconds, record, register_keys
 
@@ -45,12 +46,16 @@ class PipelineStage:
 
 @record
 class PipelineWork:
-    """A pipeline plan lowered: each worker's virtual nodes are its microbatches."""
+    """A pipeline plan lowered: each worker's virtual nodes are its microbatches.
+
+    ``trace`` says how the layers' names were found; None is torch.fx.
+    """
 
     schedule: Name
     num_microbatches: Count
     recompute: bool
     stages: tuple[PipelineStage, ...]
+    trace: LayerTrace | None = None
 
     def __post_init__(self) -> None:
         for number, stage in enumerate(self.stages):

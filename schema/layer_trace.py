@@ -1,6 +1,9 @@
 """How a model's layers were found: what the runtime must repeat to cut it alike."""
 
-from typing import Literal
+import json
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from .errors import ProblemError
 from .records import Index, Name, record, register_keys
@@ -36,6 +39,11 @@ class LayerTrace:
     def __post_init__(self) -> None:
         if self.way == "export" and not self.inputs:
             raise ProblemError("a trace by export names the model's inputs")
+
+
+def trace_of(plain: dict[str, Any]) -> LayerTrace:
+    """A trace from its plain form, as another process sent it."""
+    return TypeAdapter(LayerTrace).validate_json(json.dumps(plain))
 
 
 register_keys(TracedInput, LayerTrace)

@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from .errors import ProblemError
+from .layer_trace import LayerTrace
 from .plan import Prediction, Proof
 from .records import Bytes, Count, Index, Name, PositiveRate, Seconds, record, register_keys
 
@@ -301,7 +302,8 @@ class PipelinePlan:
 
     The proof's objective is seconds per step where ``objective`` is ``step``, else seconds per
     input (microbatch) of the slowest stage or boundary.
-    ``noam`` is NUM_OPT_ACTIVE_MINIBATCHES per input-stage replica (thesis 2.4.2).
+    ``noam`` is NUM_OPT_ACTIVE_MINIBATCHES per input-stage replica (thesis 2.4.2). ``trace`` says
+    how the profile found the layers; None is torch.fx.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -320,6 +322,7 @@ class PipelinePlan:
     solved: Solved
     workers: WorkerCount = "at_most"
     objective: Objective = "bottleneck"
+    trace: LayerTrace | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

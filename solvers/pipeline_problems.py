@@ -25,6 +25,7 @@ def pipeline_problem(
     cluster: Cluster,
     global_batch_size: int,
     *,
+    microbatch_size: int | None = None,
     link_bytes_per_second: float | None = None,
     schedule: PlannedSchedule = "1f1b",
     stage_cost: StageCost = "ring",
@@ -46,6 +47,7 @@ def pipeline_problem(
         profiles: Profiles of one model; those of types that the cluster lacks are ignored.
         cluster: The pool.
         global_batch_size: Samples per step; a multiple of the profiled microbatch size.
+        microbatch_size: Take the layers profiled nearest to this size; None takes ``layers``.
         link_bytes_per_second: Bandwidth of links that the cluster does not state.
         schedule: As in ``PipelineProblem``, like all that follow.
         stage_cost: Named prices.
@@ -62,7 +64,7 @@ def pipeline_problem(
             that is nowhere stated, or a batch that the microbatch does not divide.
     """
     chosen = [_profile_of(name, profiles) for name in cluster.num_devices]
-    graphs = [_graph_of(profile) for profile in chosen]
+    graphs = [_graph_of(profile, microbatch_size) for profile in chosen]
     _check_alike(chosen, graphs)
     size = graphs[0].microbatch_size
     if global_batch_size % size:
@@ -146,13 +148,19 @@ def _profile_of(name: str, profiles: Sequence[Profile]) -> Profile:
     return found[0]
 
 
-def _graph_of(profile: Profile) -> LayerGraph:
+def _graph_of(profile: Profile, microbatch_size: int | None) -> LayerGraph:
     if profile.layers is None:
         raise ProblemError(
             f"the profile of {profile.model} on {profile.device_type} has no layers",
             hint="profile it with --layers",
         )
-    return profile.layers
+    if microbatch_size is None:
+        return profile.layers
+    wanted = microbatch_size
+    return min(
+        profile.layer_tables,
+        key=lambda table: (abs(table.microbatch_size - wanted), table.microbatch_size),
+    )
 
 
 def _check_alike(profiles: Sequence[Profile], graphs: Sequence[LayerGraph]) -> None:

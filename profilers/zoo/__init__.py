@@ -17,7 +17,9 @@ _FACTORIES = {
     "resnet18": ("resnet", "resnet18"),
     "resnet50": ("resnet", "resnet50"),
     "vgg16": ("vgg", "vgg16"),
+    "vgg16-small": ("vgg", "vgg16_small"),
     "gpt": ("transformer", "gpt"),
+    "gpt-small": ("transformer", "gpt_small"),
     "gpt2": ("transformer", "gpt2"),
     "bert": ("transformer", "bert"),
 }

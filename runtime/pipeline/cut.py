@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx, nn
 
 from ...schema.errors import TargetError
-from .trace import LayeredModel
+from .layered import LayeredModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from ..job import Epoch, Job, LossFunction
 from ..lower_pipeline import schedule_of
 from ..saving import Checkpoints, shapes_of
 from ..streams import seed_streams
+from .arguments import by_placeholder
 from .cut import cut
 from .executor import Executor, Received, held
 from .optimizer import OwnShare
@@ -53,7 +54,7 @@ class PipelineJob(Job):
         seed: int,
     ) -> None:
         super().__init__(model, optimizer, place, seed=seed, overlap=False)
-        parts = cut(layers_of(model), [stage.layers for stage in work.stages])
+        parts = cut(layers_of(model, work.trace), [stage.layers for stage in work.stages])
         held_here = work.stages_of_rank[place.rank]
         self._work, self._optimizer = work, optimizer
         self._last_stage = len(parts) - 1
@@ -131,9 +132,7 @@ class PipelineJob(Job):
                 hint="call it inside job.backward's function, or inside job.evaluation()",
             )
         run, self._run_stage = self._run_stage, self._refuse_second
-        bound = self._signature.bind(*arguments, **named)
-        bound.apply_defaults()
-        return run(_by_placeholder(bound))
+        return run(by_placeholder(self._signature, arguments, named))
 
     def _refuse_second(self, arguments: object) -> Any:
         raise TargetError(
@@ -337,16 +336,3 @@ class _Whole:
         self._job._model.forward = self._job._refuse_outside
         self._job._ownership.strip()
         self._evaluation.__exit__(*failure)
-
-
-def _by_placeholder(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """Arguments under the names that torch.fx gives them."""
-    named: dict[str, Any] = {}
-    prefix: dict[Any, str] = {
-        inspect.Parameter.VAR_POSITIONAL: "*",
-        inspect.Parameter.VAR_KEYWORD: "**",
-    }
-    for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        named[prefix.get(kind, "") + name] = value
-    return named

@@ -3,46 +3,19 @@
 The model is traced by torch.fx. A module whose own forward cannot be traced is taken whole. Each
 call of a module starts a layer, named like the module; functions in between (add, flatten) belong
 to the layer before them. Layers are intervals of one topological order, so any cut is valid.
+Where a profile found its layers by torch.export, the same is done again (exported.py).
 """
 
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from ...schema.errors import TargetError
+from ...schema.layer_trace import LayerTrace
 from ..setup import check_model
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """One layer: its name and its nodes, in order."""
-
-    id: str
-    nodes: tuple[fx.Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LayeredModel:
-    """A traced model. ``arguments`` are its inputs; attribute nodes belong to no layer."""
-
-    model: nn.Module
-    arguments: tuple[fx.Node, ...]
-    layers: tuple[Layer, ...]
-    result: Any
-
-    @property
-    def edges(self) -> tuple[tuple[str, str], ...]:
-        """Which layer feeds which, in order, each pair once."""
-        owner = {node: layer.id for layer in self.layers for node in layer.nodes}
-        found = {
-            (owner[source], layer.id): None
-            for layer in self.layers
-            for node in layer.nodes
-            for source in node.all_input_nodes
-            if source in owner and owner[source] != layer.id
-        }
-        return tuple(found)
+from .exported import exported_layers
+from .layered import Layer, LayeredModel, numbered
 
 
 class _Tracer(fx.Tracer):
@@ -65,14 +38,22 @@ class _Tracer(fx.Tracer):
         return result
 
 
-def layers_of(model: nn.Module) -> LayeredModel:
-    """Trace a model into layers.
+def layers_of(model: nn.Module, trace: LayerTrace | None = None) -> LayeredModel:
+    """Trace a model into layers, the way a profile did.
 
     Raises:
         TargetError: The forward of the model itself cannot be traced; says why.
     """
     check_model(model)
-    graph = _trace(model)
+    if trace is not None and trace.way == "export":
+        first = next(model.parameters(), None)
+        device = None if first is None else first.device
+        inputs = {
+            entry.name: torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
+            for entry in trace.inputs
+        }
+        return exported_layers(model, inputs, trace.constants or {})
+    graph, whole = _trace(model)
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     output = next(node for node in graph.nodes if node.op == "output")
     if not nodes:
@@ -80,12 +61,13 @@ def layers_of(model: nn.Module) -> LayeredModel:
     return LayeredModel(
         model=model,
         arguments=tuple(node for node in graph.nodes if node.op == "placeholder"),
-        layers=_group(nodes),
+        layers=_group(model, nodes),
         result=output.args[0],
+        whole=tuple(sorted(whole)),
     )
 
 
-def _trace(model: nn.Module) -> fx.Graph:
+def _trace(model: nn.Module) -> tuple[fx.Graph, set[str]]:
     whole: set[str] = set()
     while True:
         tracer = _Tracer(whole)
@@ -101,16 +83,24 @@ def _trace(model: nn.Module) -> fx.Graph:
                 ) from error
             whole.add(tracer.inside[-1])
             continue
-        return graph
+        return graph, whole
 
 
-def _group(nodes: list[fx.Node]) -> tuple[Layer, ...]:
-    groups: list[tuple[str, list[fx.Node]]] = []
-    calls: dict[str, int] = {}
+def _group(model: nn.Module, nodes: list[fx.Node]) -> tuple[Layer, ...]:
+    groups: list[list[fx.Node]] = []
     for node in nodes:
         if node.op == "call_module" or not groups:
-            name = str(node.target) if node.op == "call_module" else node.name
-            calls[name] = calls.get(name, 0) + 1
-            groups.append((name if calls[name] == 1 else f"{name}#{calls[name]}", []))
-        groups[-1][1].append(node)
-    return tuple(Layer(name, tuple(members)) for name, members in groups)
+            groups.append([])
+        groups[-1].append(node)
+    names = numbered([str(g[0].target) if g[0].op == "call_module" else g[0].name for g in groups])
+    return tuple(
+        Layer(name, _operation(model, members[0]), tuple(members))
+        for name, members in zip(names, groups, strict=True)
+    )
+
+
+def _operation(model: nn.Module, node: fx.Node) -> str:
+    """The class of a layer's module, or the name of its first function."""
+    if node.op == "call_module":
+        return type(model.get_submodule(str(node.target))).__name__
+    return str(getattr(node.target, "__name__", node.target))

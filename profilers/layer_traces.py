@@ -1,0 +1,169 @@
+"""Find a model's layers: by torch.fx, else torch.export, else by hooks on its modules.
+
+torch.fx comes first: it needs no example and holds for every call. It takes a module whose own
+forward it cannot trace whole, and goes wrong in silence where a forward asks which arguments were
+given; so what it made must give the model's own answer on a real batch. torch.export follows
+real arguments. Hooks see any model, but only calls of modules, and such layers can be planned with
+but not run as stages.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..schema.errors import TargetError
+from ..schema.layer_trace import LayerTrace, TracedInput
+from .bench import Bench
+from .layer_passes import tensors_in
+from .targets import one_line
+
+if TYPE_CHECKING:
+    from ..runtime.pipeline.layered import LayeredModel
+
+_PLAIN = (bool, int, float, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the model: as it was made, and by input name."""
+
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The layers to run apart, or None for hooks; and how they were found."""
+
+    layered: "LayeredModel | None"
+    trace: LayerTrace
+
+
+def find_layers(bench: Bench, microbatch_size: int) -> Found:
+    """Try the ways in turn.
+
+    Args:
+        bench: The workload on its device.
+        microbatch_size: Samples of the batch to trace with.
+
+    Raises:
+        TargetError: The workload's loss does not call the model, or hetflow cannot train it.
+    """
+    # One sample would fix the batch dimension to one in torch.export.
+    call = call_of(bench, bench.make_batch(max(2, microbatch_size)))
+    reasons: list[str] = []
+    coarse: Found | None = None
+    try:
+        coarse = _by_fx(bench, call)
+        if not coarse.layered or not coarse.layered.whole:
+            return coarse
+        reasons.append(f"torch.fx: cannot go into {coarse.layered.whole[0]}")
+    except TargetError as error:
+        reasons.append(f"torch.fx: {error.message}")
+    try:
+        finer = _by_export(bench, call, "; ".join(reasons))
+        if coarse is None or _size(finer) > _size(coarse):
+            return finer
+    except TargetError as error:
+        reasons.append(f"torch.export: {error.message}")
+    return coarse or Found(None, LayerTrace(way="hooks", reason="; ".join(reasons)))
+
+
+def _size(found: Found) -> int:
+    return len(found.layered.layers) if found.layered else 0
+
+
+def call_of(bench: Bench, batch: Any) -> Call:
+    """What the workload's loss calls the model with.
+
+    Raises:
+        TargetError: It does not call it.
+    """
+    import inspect
+
+    from ..runtime.pipeline.arguments import by_placeholder
+
+    original = bench.model.forward
+    signature = inspect.signature(original)
+    seen: list[Call] = []
+
+    def forward(*positional: Any, **named: Any) -> Any:
+        seen.append(Call(positional, named, by_placeholder(signature, positional, named)))
+        return original(*positional, **named)
+
+    bench.model.forward = forward
+    try:
+        bench.workload.loss(bench.model, batch)
+    finally:
+        bench.model.forward = original
+    if not seen:
+        raise TargetError("the workload's loss does not call the model")
+    return seen[0]
+
+
+def _by_fx(bench: Bench, call: Call) -> Found:
+    from ..runtime.pipeline.trace import layers_of
+
+    layered = layers_of(bench.model)
+    _check_answer(bench, layered, call)
+    return Found(layered, LayerTrace(way="fx"))
+
+
+def _by_export(bench: Bench, call: Call, reason: str) -> Found:
+    import torch
+
+    from ..runtime.pipeline.trace import layers_of
+
+    given = {name: value for name, value in call.arguments.items() if not name.startswith("*")}
+    if any(v for n, v in call.arguments.items() if n.startswith("*") and not n.startswith("**")):
+        raise TargetError("the model takes any number of positional arguments")
+    tensors = {n: value for n, value in given.items() if isinstance(value, torch.Tensor)}
+    constants = {n: value for n, value in given.items() if n not in tensors}
+    for name, value in constants.items():
+        if value is not None and not isinstance(value, _PLAIN):
+            raise TargetError(f"argument {name} is a {type(value).__name__}")
+    trace = LayerTrace(
+        way="export",
+        inputs=tuple(
+            TracedInput(name=n, shape=tuple(t.shape), dtype=str(t.dtype).removeprefix("torch."))
+            for n, t in tensors.items()
+        ),
+        constants=constants or None,
+        reason=reason,
+    )
+    layered = layers_of(bench.model, trace)
+    _check_answer(bench, layered, call)
+    return Found(layered, trace)
+
+
+def _check_answer(bench: Bench, layered: "LayeredModel", call: Call) -> None:
+    """What was traced must compute what the model does.
+
+    Raises:
+        TargetError: It does not, or fails.
+    """
+    import torch
+
+    from ..runtime.pipeline.cut import cut
+
+    part = cut(layered, [[layer.id for layer in layered.layers]])[0]
+    given = [call.arguments[name] for name in part.arguments]
+    own = _answer(bench.model, call.positional, call.named)
+    traced = _answer(part.module, given, {})
+    if len(own) != len(traced) or any(
+        a.shape != b.shape or not torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
+        for a, b in zip(own, traced, strict=True)
+    ):
+        raise TargetError("the traced model gives another answer than the model")
+
+
+def _answer(module: Any, positional: Any, named: dict[str, Any]) -> list[Any]:
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        try:
+            return tensors_in(module(*positional, **named))
+        except Exception as error:
+            # Whatever traced code raises where the model's own would not.
+            raise TargetError(one_line(error)) from error

@@ -1,0 +1,28 @@
+"""A call of the model, by argument names: as tracers name its inputs."""
+
+import inspect
+from typing import Any
+
+_PREFIX: dict[Any, str] = {
+    inspect.Parameter.VAR_POSITIONAL: "*",
+    inspect.Parameter.VAR_KEYWORD: "**",
+}
+
+
+def by_placeholder(
+    signature: inspect.Signature, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> dict[str, Any]:
+    """What a call gives each input of a traced model, defaults included.
+
+    torch.fx takes ``**extra`` as one input of that name, torch.export each entry by its own: both
+    are there.
+    """
+    bound = signature.bind(*arguments, **named)
+    bound.apply_defaults()
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        found[_PREFIX.get(kind, "") + name] = value
+        if kind is inspect.Parameter.VAR_KEYWORD:
+            found.update(value)
+    return found
