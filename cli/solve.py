@@ -62,6 +62,12 @@ def solve(
     replication: Annotated[
         bool, typer.Option(help="Pipeline: whether stages may have replicas.")
     ] = True,
+    microbatch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Pipeline: samples of a microbatch [default: the fastest profiled]."
+        ),
+    ] = None,
     link_bytes_per_second: Annotated[
         float | None, typer.Option(min=1.0, help="Pipeline: links that the pool does not state.")
     ] = None,
@@ -98,6 +104,7 @@ def solve(
             replication=replication,
             link_bytes_per_second=link_bytes_per_second,
             objective="bottleneck" if objective == "bottleneck" else None,
+            microbatch_size=microbatch_size,
         ),
     )
     plan = answer(question, strategy)

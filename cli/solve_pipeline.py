@@ -22,6 +22,7 @@ def solve_pipeline(
     batch_size: int,
     *,
     pool_name: str,
+    microbatch_size: int | None = None,
     link_bytes_per_second: float | None = None,
     schedule: PlannedSchedule = "1f1b",
     stage_cost: StageCost = "ring",
@@ -40,6 +41,7 @@ def solve_pipeline(
         pool: The devices.
         batch_size: Global batch B.
         pool_name: How the user named the pool, for the provenance.
+        microbatch_size: Take the layers profiled nearest to this size; None the first.
         link_bytes_per_second: Bandwidth of links that the pool does not state.
         schedule: As in ``PipelineProblem``; so are the next ones but ``solved``.
         stage_cost: Named prices.
@@ -65,6 +67,7 @@ def solve_pipeline(
         profiles,
         pool,
         batch_size,
+        microbatch_size=microbatch_size,
         link_bytes_per_second=link_bytes_per_second,
         schedule=schedule,
         stage_cost=stage_cost,
@@ -80,4 +83,6 @@ def solve_pipeline(
     faults = check(plan, problem)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
-    return dataclasses.replace(plan, provenance={**(plan.provenance or {}), "pool": pool_name})
+    found = [p.layers.trace for p in profiles if p.device_type in pool.num_devices and p.layers]
+    origin = {**(plan.provenance or {}), "pool": pool_name}
+    return dataclasses.replace(plan, trace=found[0], provenance=origin)

@@ -36,6 +36,7 @@ class PipelineFlags:
     replication: bool = True
     link_bytes_per_second: float | None = None
     objective: Objective | None = None
+    microbatch_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,58 @@ def _faster(question: Question) -> SplitPlan | PipelinePlan:
     best, other = sorted(plans, key=lambda plan: plan.predicted.step_seconds)
     gain = other.predicted.step_seconds / best.predicted.step_seconds - 1
     note(f"{best.kind} is {gain:.1%} faster than {other.kind}")
-    comparison = {"kind": other.kind, "step_seconds": other.predicted.step_seconds}
+    comparison = {
+        "kind": other.kind, "step_seconds": other.predicted.step_seconds, "faster_by": gain,
+    }  # fmt: skip
     origin = {**(best.provenance or {}), "compared_with": comparison}
     return dataclasses.replace(best, provenance=origin)
 
 
 def _pipeline(question: Question) -> PipelinePlan:
+    sizes = _microbatch_sizes(question)
+    plans: dict[int, PipelinePlan] = {}
+    refusals: list[HetflowError] = []
+    for size in sizes:
+        try:
+            plans[size] = _pipeline_at(question, size)
+        except (InfeasibleError, ProblemError) as error:
+            refusals.append(error)
+    if not plans:
+        raise refusals[0]
+    best = min(plans, key=lambda size: (plans[size].predicted.step_seconds, -size))
+    if len(sizes) > 1:
+        tried = ", ".join(
+            f"{size}: {plans[size].predicted.step_seconds * 1e3:.1f} ms"
+            if size in plans
+            else f"{size}: no plan"
+            for size in sorted(sizes)
+        )
+        note(f"microbatches of {best} are the fastest of those profiled ({tried})")
+    return plans[best]
+
+
+def _microbatch_sizes(question: Question) -> list[int]:
+    """The one asked for, or the nearest profiled to it; else all that are profiled everywhere.
+
+    Raises:
+        ProblemError: Device types without layers, or none at a common size.
+    """
+    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
+    tables = [{table.microbatch_size for table in p.layer_tables} for p in in_pool]
+    common = sorted(set.intersection(*tables)) if tables else []
+    asked = question.pipeline.microbatch_size
+    if not common:
+        return [asked or 1]  # the solver's own checks say what is missing
+    if asked is None:
+        return common
+    nearest = min(common, key=lambda size: (abs(size - asked), size))
+    if nearest != asked:
+        known = ", ".join(map(str, common))
+        warn(f"layers are profiled at {known}: took microbatches of {nearest}, not {asked}")
+    return [nearest]
+
+
+def _pipeline_at(question: Question, microbatch_size: int) -> PipelinePlan:
     flags = question.pipeline
     if question.split.objective == "waste":
         raise ProblemError("--objective waste is a split's", hint="add --strategy split")
@@ -115,6 +162,7 @@ def _pipeline(question: Question) -> PipelinePlan:
         question.pool,
         question.batch_size,
         pool_name=question.pool_name,
+        microbatch_size=microbatch_size,
         link_bytes_per_second=flags.link_bytes_per_second,
         schedule=flags.schedule,
         stage_cost=flags.stage_cost,

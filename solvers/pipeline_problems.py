@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ..costs.pipeline import ring_sync_seconds
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.pipeline import (
@@ -48,7 +49,8 @@ def pipeline_problem(
         cluster: The pool.
         global_batch_size: Samples per step; a multiple of the profiled microbatch size.
         microbatch_size: Take the layers profiled nearest to this size; None takes ``layers``.
-        link_bytes_per_second: Bandwidth of links that the cluster does not state.
+        link_bytes_per_second: Bandwidth of links that the cluster does not state; None takes
+            what the profiles measured.
         schedule: As in ``PipelineProblem``, like all that follow.
         stage_cost: Named prices.
         solved: Flat or nested.
@@ -74,15 +76,16 @@ def pipeline_problem(
             "at another microbatch size",
         )
     layers, edges, order = layers_of_graph(graphs[0])
+    link = link_bytes_per_second or measured_link(chosen)
     return PipelineProblem(
         model=chosen[0].model,
         layers=layers,
         edges=edges,
         pools=tuple(
-            _pool(profile, graph, order, cluster, link_bytes_per_second)
+            _pool(profile, graph, order, cluster, link)
             for profile, graph in zip(chosen, graphs, strict=True)
         ),
-        inter_bytes_per_second=_between_types(chosen, cluster, link_bytes_per_second),
+        inter_bytes_per_second=_between_types(chosen, cluster, link),
         microbatch_size=size,
         num_microbatches=global_batch_size // size,
         schedule=schedule,
@@ -95,6 +98,23 @@ def pipeline_problem(
         state_bytes_per_weight_byte=state_bytes_per_weight_byte,
         objective=objective,
     )
+
+
+def measured_link(profiles: Sequence[Profile]) -> float | None:
+    """The slowest link that profiles tell of: fitted, or from their gradient synchronisation.
+
+    A ring over n devices moves 2(n-1)/n of the weights over each link; what synchronisation costs
+    besides counts as the link's.
+    """
+    rates = []
+    for profile in profiles:
+        sync = profile.sync
+        if sync is not None and sync.bytes_per_second is not None:
+            rates.append(sync.bytes_per_second)
+        elif sync is not None and sync.sync_seconds and profile.weight_bytes:
+            moved = ring_sync_seconds(profile.weight_bytes, sync.num_devices, 1.0)
+            rates.append(moved / sync.sync_seconds)
+    return min(rates, default=None)
 
 
 def layers_of_graph(
@@ -267,6 +287,7 @@ def _rate(stated: float | None, link: float | None, where: str) -> float:
     if rate is None:
         raise ProblemError(
             f"the bandwidth {where} is missing",
-            hint="state it in a cluster file, or give one for all links (--link-bytes-per-second)",
+            hint="state it in a cluster file, give one for all links (--link-bytes-per-second), or "
+            "profile with --links",
         )
     return rate

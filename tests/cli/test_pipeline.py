@@ -87,10 +87,56 @@ def test_auto_takes_the_faster_kind_and_says_what_it_beat(hetflow: Hetflow, fold
     other = chosen["provenance"]["compared_with"]
     assert other["step_seconds"] == max(steps.values())
     assert other["kind"] != best
+    assert other["faster_by"] == pytest.approx(max(steps.values()) / min(steps.values()) - 1)
+
+
+@pytest.fixture
+def several(folder: Path) -> Path:
+    """The profile with layers at microbatches of 4 too, which are dearer by the sample."""
+    profile = files.read(folder / "v100.json", Profile)
+    assert profile.layers is not None
+    small = tuple(replace(n, forward_seconds=0.008) for n in profile.layers.nodes)
+    tables = (replace(profile.layers, microbatch_size=4, nodes=small),)
+    files.write(folder / "v100.json", replace(profile, more_layers=tables), force=True)
+    return folder
+
+
+def test_the_fastest_profiled_microbatch_is_taken(hetflow: Hetflow, several: Path) -> None:
+    asked = ("--strategy", "pipeline", "--no-replication", *LINK)
+    steps = {}
+    for size in (4, 8):
+        made = json.loads(solve(hetflow, several, *asked, "--microbatch-size", size).stdout)
+        assert made["microbatch_size"] == size
+        steps[size] = made["predicted"]["step_seconds"]
+    best = json.loads(solve(hetflow, several, *asked).stdout)
+    assert best["microbatch_size"] == min(steps, key=lambda size: steps[size])
+    plan = several.parent / "plan.json"
+    plan.write_text(json.dumps(best))
+    judged = hetflow("check", plan, "--profiles", several, "--gpus", "2xV100", *LINK)
+    assert judged.code == 0, judged.stderr
+
+
+def test_the_nearest_profiled_microbatch_is_named(hetflow: Hetflow, several: Path) -> None:
+    asked = ("--strategy", "pipeline", "--microbatch-size", 5, *LINK)
+    answer = solve(hetflow, several, *asked)
+    assert json.loads(answer.stdout)["microbatch_size"] == 4
+    assert "layers are profiled at 4, 8: took microbatches of 4, not 5" in answer.stderr
 
 
 def test_auto_without_a_bandwidth_still_splits(hetflow: Hetflow, folder: Path) -> None:
-    assert json.loads(solve(hetflow, folder).stdout)["kind"] == "split"
+    profile = files.read(folder / "v100.json", Profile)
+    files.write(folder / "v100.json", replace(profile, sync=None), force=True)
+    made = json.loads(solve(hetflow, folder).stdout)
+    assert made["kind"] == "split"
+    assert "compared_with" not in made["provenance"]
+
+
+def test_auto_compares_over_the_links_that_were_measured(hetflow: Hetflow, folder: Path) -> None:
+    # 20 ms for a ring of two over 100 MiB: each link carries the weights once.
+    rate = ("--link-bytes-per-second", str((100 << 20) / 0.02))
+    unsaid, said = solve(hetflow, folder), solve(hetflow, folder, *rate)
+    assert json.loads(unsaid.stdout) == json.loads(said.stdout)
+    assert json.loads(unsaid.stdout)["provenance"]["compared_with"]["faster_by"] > 0
 
 
 def test_more_stages_than_layers_is_one_line(hetflow: Hetflow, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """``hetflow launch`` of a pipeline plan: the record, and a worker killed in the middle."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -9,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.schema import files
-from hetflow.schema.pipeline import PipelinePlan, StagePlan
-from hetflow.schema.plan import Prediction, Proof
+from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.run import RunRecord
 
 SCRIPT = """
@@ -46,43 +46,9 @@ for epoch in range(2):
 """
 
 
-def plan_of(schedule: str = "1f1b") -> PipelinePlan:
-    stages = tuple(
-        StagePlan(
-            layers=layers,
-            num_replicas=1,
-            device_type="cpu:slow",
-            first_device=number,
-            num_in_flight=2 - number,
-            weight_versions=1,
-            seconds_per_input=0.02,
-            compute_seconds=0.02,
-            output_seconds=0.0,
-            memory_bytes=1000,
-        )
-        for number, layers in enumerate((("0", "1"), ("2",)))
-    )
-    return PipelinePlan(
-        model="small",
-        global_batch_size=8,
-        microbatch_size=2,
-        microbatches=4,
-        schedule=schedule,
-        recompute=False,
-        stages=stages,
-        predicted=Prediction(step_seconds=0.1, samples_per_second=80.0),
-        proof=Proof(
-            termination="feasible", objective=0.02, lower_bound=None, gap=None, method="by hand"
-        ),
-        noam=2,
-        stage_cost="ring",
-        solved="flat",
-    )
-
-
 @pytest.fixture
-def plan(tmp_path: Path) -> Path:
-    files.write(tmp_path / "plan.json", plan_of())
+def plan(tmp_path: Path, two_stages: PipelinePlan) -> Path:
+    files.write(tmp_path / "plan.json", two_stages)
     (tmp_path / "train.py").write_text(SCRIPT)
     return tmp_path / "plan.json"
 
@@ -124,9 +90,9 @@ def digest(plan: Path, run: str) -> str | None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("pipedream", marks=pytest.mark.slow)])
 def test_a_killed_worker_ends_all_is_named_and_a_restart_ends_as_if_undisturbed(
-    plan: Path, schedule: str
+    plan: Path, two_stages: PipelinePlan, schedule: str
 ) -> None:
-    files.write(plan, plan_of(schedule), force=True)
+    files.write(plan, dataclasses.replace(two_stages, schedule=schedule), force=True)
     died = launch(plan, "die", "5", flags=saving(plan), run="died")
     assert died.returncode == 137
     assert "worker 1 (stage 1, cpu:slow) was killed by SIGKILL" in died.stderr

@@ -1,0 +1,113 @@
+"""Layers that torch.fx did not find: exported ones are launched, hooked ones refused."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hetflow.schema import files
+from hetflow.schema.layer_trace import LayerTrace
+from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.run import RunRecord
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x, mask=None):
+        update = self.down(torch.relu(self.up(x)))
+        return x + (update if mask is None else update * mask)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, ids=None, mask=None, scale=1.0, **extra):
+        if ids is None or ids.shape[1] > 12:
+            raise ValueError("no ids")
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, mask)
+        return {"logits": nn.functional.linear(x, self.tokens.weight) * scale}
+
+def loss_of(model, batch):
+    ids, targets = batch
+    return nn.functional.cross_entropy(model(ids=ids, scale=2.0)["logits"].mean(1), targets)
+
+def workload():
+    torch.manual_seed(0)
+    batch = lambda n: (torch.randint(20, (n, 6)), torch.randint(20, (n,)))
+    return Model().double(), batch, loss_of
+
+if __name__ == "__main__":
+    model = workload()[0]
+    torch.manual_seed(1)
+    data = TensorDataset(torch.randint(20, (44, 6)), torch.randint(20, (44,)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    job = hf.prepare(model, optimizer)
+    for batch in job.batches(DataLoader(data, batch_size=16)):
+        loss = job.backward(lambda x, y: loss_of(model, (x, y)), batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    job.print(f"loss {loss.item():.12f}")
+    job.finish()
+"""
+
+
+def hetflow(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hetflow.cli.main", *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_model_that_only_export_takes_apart_trains_as_on_one_device(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    measured = hetflow(
+        tmp_path, "profile", "train.py:workload", "--quick", "--layers", "--microbatch-size", "4,2",
+        "--batch-sizes", "4", "--sync-devices", "0", "--device", "cpu", "--name", "m",
+    )  # fmt: skip
+    assert measured.returncode == 0, measured.stderr
+    assert "5 layers found by torch.export" in measured.stderr
+    assert "5 layers at 2" in measured.stdout
+    solved = hetflow(
+        tmp_path, "solve", "--profiles", "profiles", "--gpus", "2xcpu", "--batch-size", "16",
+        "--strategy", "pipeline", "--num-stages", "2", "--microbatch-size", "4",
+        "--link-bytes-per-second", "1e9", "-o", "plan.json",
+    )  # fmt: skip
+    assert solved.returncode == 0, solved.stderr
+    done = hetflow(tmp_path, "launch", "-o", "run", "plan.json", "train.py")
+    assert done.returncode == 0, done.stderr
+    alone = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=True,
+    )  # fmt: skip
+    record = files.read(tmp_path / "run" / "run.json", RunRecord)
+    # The last batch is short: 12 samples, so the graph must not have fixed its batch size.
+    assert record.final_loss == pytest.approx(float(alone.stdout.split()[-1]), rel=1e-10)
+
+
+def test_layers_found_by_hooks_are_refused_before_anything_starts(
+    tmp_path: Path, two_stages: PipelinePlan
+) -> None:
+    trace = LayerTrace(way="hooks", reason="torch.export: data-dependent")
+    files.write(tmp_path / "plan.json", replace(two_stages, trace=trace))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = hetflow(tmp_path, "launch", "-o", "run", "plan.json", "train.py")
+    assert done.returncode == 2
+    assert "small cannot be cut into stages" in done.stderr
+    assert "torch.export: data-dependent" in done.stderr
+    assert "--strategy split" in done.stderr
+    assert not (tmp_path / "run").exists()
