@@ -96,7 +96,8 @@ def _pipeline_faults(
     from ..checks.pipeline import check
     from ..solvers.pipeline_problems import pipeline_problem
 
-    used = ",".join(f"{stage.num_replicas}x{stage.device_type}" for stage in plan.stages)
+    held = {(stage.device_type, stage.first_device): stage for stage in plan.stages}
+    used = ",".join(f"{stage.num_replicas}x{stage.device_type}" for stage in held.values())
     problem = pipeline_problem(
         profiles,
         pool or Cluster.parse(used),
@@ -109,5 +110,6 @@ def _pipeline_faults(
         workers=plan.workers,
         recompute=plan.recompute,
         objective=plan.objective if plan.schedule in FLUSHING else None,
+        num_model_chunks=plan.num_model_chunks if plan.schedule == "interleaved" else None,
     )
     return check(plan, problem)

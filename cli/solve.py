@@ -50,8 +50,24 @@ def solve(
         float | None, typer.Option(min=0.001, help="Seconds for the MILP; exit 4 if it runs out.")
     ] = None,
     schedule: Annotated[
-        Literal["gpipe", "1f1b", "pipedream", "2bw"], typer.Option(help="Pipeline: the schedule.")
+        Literal[
+            "auto",
+            "gpipe",
+            "1f1b",
+            "interleaved",
+            "zb-h1",
+            "zb-h2",
+            "zb-v",
+            "pipedream",
+            "pipedream-vertical-sync",
+            "2bw",
+        ],
+        typer.Option(help="Pipeline: the schedule; auto takes the fastest of those that flush."),
     ] = "1f1b",
+    chunks_per_device: Annotated[
+        int | None,
+        typer.Option(min=2, help="Pipeline: stages a device with interleaved; else 2 to 4."),
+    ] = None,
     stage_cost: Annotated[
         Literal["ring", "thesis", "published"],
         typer.Option(help="Pipeline: how a stage is priced (docs/pipeline.md)."),
@@ -103,6 +119,7 @@ def solve(
             num_stages=num_stages,
             replication=replication,
             link_bytes_per_second=link_bytes_per_second,
+            num_model_chunks=chunks_per_device,
             objective="bottleneck" if objective == "bottleneck" else None,
             microbatch_size=microbatch_size,
         ),

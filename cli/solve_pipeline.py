@@ -33,6 +33,7 @@ def solve_pipeline(
     num_stages: int | None = None,
     state_bytes_per_weight_byte: float = 1.0,
     objective: Objective | None = None,
+    num_model_chunks: int | None = None,
 ) -> PipelinePlan:
     """Cut a profiled model into stages and check the plan.
 
@@ -50,6 +51,7 @@ def solve_pipeline(
         num_stages: Exactly so many stages.
         state_bytes_per_weight_byte: Gradients and optimizer state.
         objective: The whole step or the bottleneck; None takes the step where there is one.
+        num_model_chunks: Stages on a device of ``interleaved``; None tries several.
         solved: None takes ``flat``, or ``nested`` for the published prices.
         recompute: None lets the solver choose.
 
@@ -78,6 +80,7 @@ def solve_pipeline(
         num_stages=num_stages,
         state_bytes_per_weight_byte=state_bytes_per_weight_byte,
         objective=objective,
+        num_model_chunks=num_model_chunks,
     )
     plan = solve(problem)
     faults = check(plan, problem)

@@ -2,11 +2,11 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
-from ..schema.pipeline import Objective, PipelinePlan, PlannedSchedule, StageCost
+from ..schema.pipeline import FLUSHING, Objective, PipelinePlan, PlannedSchedule, StageCost
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
@@ -30,13 +30,14 @@ class SplitFlags:
 class PipelineFlags:
     """The flags of a pipeline, as ``hetflow solve`` names them."""
 
-    schedule: PlannedSchedule = "1f1b"
+    schedule: PlannedSchedule | Literal["auto"] = "1f1b"
     stage_cost: StageCost = "ring"
     num_stages: int | None = None
     replication: bool = True
     link_bytes_per_second: float | None = None
     objective: Objective | None = None
     microbatch_size: int | None = None
+    num_model_chunks: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,12 +111,44 @@ def _faster(question: Question) -> SplitPlan | PipelinePlan:
 
 
 def _pipeline(question: Question) -> PipelinePlan:
+    if question.split.objective == "waste":
+        raise ProblemError("--objective waste is a split's", hint="add --strategy split")
+    asked = question.pipeline.schedule
+    return _best_schedule(question) if asked == "auto" else _scheduled(question, asked)
+
+
+def _best_schedule(question: Question) -> PipelinePlan:
+    """The fastest schedule of one semantics: those that flush train alike."""
+    plans: list[PipelinePlan] = []
+    refusals: list[HetflowError] = []
+    for schedule in FLUSHING:
+        if question.pipeline.num_model_chunks is not None and schedule != "interleaved":
+            continue
+        try:
+            plans.append(_scheduled(question, cast(PlannedSchedule, schedule)))
+        except (InfeasibleError, ProblemError) as error:
+            refusals.append(error)
+            note(f"{schedule}: {error.message}")
+    if not plans:
+        raise refusals[0]
+    best, *others = sorted(plans, key=lambda plan: plan.predicted.step_seconds)
+    compared = []
+    for other in others:
+        gain = other.predicted.step_seconds / best.predicted.step_seconds - 1
+        note(f"{best.schedule} is {gain:.1%} faster than {other.schedule}")
+        compared.append({"schedule": other.schedule, "step_seconds": other.predicted.step_seconds})
+    origin = {**(best.provenance or {}), "compared_schedules": compared}
+    return dataclasses.replace(best, provenance=origin)
+
+
+def _scheduled(question: Question, schedule: PlannedSchedule) -> PipelinePlan:
+    """The best microbatch size of one schedule."""
     sizes = _microbatch_sizes(question)
     plans: dict[int, PipelinePlan] = {}
     refusals: list[HetflowError] = []
     for size in sizes:
         try:
-            plans[size] = _pipeline_at(question, size)
+            plans[size] = _pipeline_at(question, schedule, size)
         except (InfeasibleError, ProblemError) as error:
             refusals.append(error)
     if not plans:
@@ -153,10 +186,10 @@ def _microbatch_sizes(question: Question) -> list[int]:
     return [nearest]
 
 
-def _pipeline_at(question: Question, microbatch_size: int) -> PipelinePlan:
+def _pipeline_at(
+    question: Question, schedule: PlannedSchedule, microbatch_size: int
+) -> PipelinePlan:
     flags = question.pipeline
-    if question.split.objective == "waste":
-        raise ProblemError("--objective waste is a split's", hint="add --strategy split")
     return solve_pipeline(
         question.profiles,
         question.pool,
@@ -164,11 +197,12 @@ def _pipeline_at(question: Question, microbatch_size: int) -> PipelinePlan:
         pool_name=question.pool_name,
         microbatch_size=microbatch_size,
         link_bytes_per_second=flags.link_bytes_per_second,
-        schedule=flags.schedule,
+        schedule=schedule,
         stage_cost=flags.stage_cost,
         num_stages=flags.num_stages,
         replication=flags.replication,
         objective=flags.objective,
+        num_model_chunks=flags.num_model_chunks,
     )
 
 

@@ -23,7 +23,7 @@ A boundary of a bytes costs 2a / B per input (activation and gradient) in the fi
 from collections.abc import Sequence
 from math import ceil
 
-from ..schema.pipeline import FLUSHING, PlannedSchedule, TopologyLevel
+from ..schema.pipeline import FLUSHING, STASHING, PlannedSchedule, TopologyLevel
 
 
 def thesis_seconds(
@@ -82,14 +82,14 @@ def rounds(schedule: PlannedSchedule, num_replicas: int, num_microbatches: int) 
     filling of the pipeline, which all partitions share. PipeDream's stream never ends, so its
     replicas share evenly: M / m.
     """
-    if schedule == "pipedream":
+    if schedule in STASHING:
         return num_microbatches / num_replicas
     return ceil(num_microbatches / num_replicas) - (1 if schedule in FLUSHING else 0)
 
 
 def updates(schedule: PlannedSchedule, num_replicas: int, num_microbatches: int) -> float:
     """Optimizer updates of a stage in a step of M microbatches: PipeDream makes one a round."""
-    return num_microbatches / num_replicas if schedule == "pipedream" else 1.0
+    return num_microbatches / num_replicas if schedule in STASHING else 1.0
 
 
 def ring_seconds(

@@ -6,9 +6,7 @@ from ..schedules.operations import Kind, Schedule
 from ..schedules.registry import generate
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
-from ..schema.pipeline import PipelinePlan, StagePlan
-
-_CHUNKED = ("interleaved", "zb-v")
+from ..schema.pipeline import CHUNKED, PipelinePlan, StagePlan
 
 
 def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
@@ -97,7 +95,7 @@ def _check_trace(plan: PipelinePlan) -> None:
 
 
 def _ranks_of_stages(plan: PipelinePlan) -> list[tuple[int, ...]]:
-    if plan.schedule not in _CHUNKED:
+    if plan.schedule not in CHUNKED:
         rank = count()
         return [tuple(next(rank) for _ in range(stage.num_replicas)) for stage in plan.stages]
     known: dict[tuple[str, int], int] = {}

@@ -67,3 +67,13 @@ def _versions(operations: Sequence[Operation], stage: int) -> int:
         elif last_read[operation.weight_version] == at and operation.weight_version != latest:
             live.discard(operation.weight_version or 0)
     return peak
+
+
+def held_by_stage(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    """[stages] microbatches whose activations, and versions of the weights, a replica holds."""
+    found = []
+    for stage, ranks in enumerate(schedule.placement):
+        mine = [[op for op in schedule.ranks[rank] if op.stage == stage] for rank in ranks]
+        in_flight = max(_peak(operations, FREEING, None) for operations in mine)
+        found.append((in_flight, max(_versions(operations, stage) for operations in mine)))
+    return tuple(found)

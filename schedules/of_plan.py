@@ -19,12 +19,13 @@ def schedule_of(plan: PipelinePlan) -> Schedule:
     Raises:
         ProblemError: The schedule cannot have the plan's shape (replicas, microbatches).
     """
-    replicas = [stage.num_replicas for stage in plan.stages]
+    replicas = plan.position_replicas
     microbatches = plan.microbatches
     return generate(
         plan.schedule,
-        pipeline_parallel_size=len(plan.stages),
+        pipeline_parallel_size=len(replicas),
         num_microbatches=microbatches * _UPDATES_SHOWN if not flushes(plan) else microbatches,
+        num_model_chunks=plan.num_model_chunks,
         replicas=replicas,
         microbatches_per_update=microbatches if plan.schedule == "2bw" else None,
     )

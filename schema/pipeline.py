@@ -7,14 +7,30 @@ from .layer_trace import LayerTrace
 from .plan import Prediction, Proof
 from .records import Bytes, Count, Index, Name, PositiveRate, Seconds, record, register_keys
 
-PlannedSchedule = Literal["gpipe", "1f1b", "pipedream", "2bw"]
+PlannedSchedule = Literal[
+    "gpipe",
+    "1f1b",
+    "interleaved",
+    "zb-h1",
+    "zb-h2",
+    "zb-v",
+    "pipedream",
+    "pipedream-vertical-sync",
+    "2bw",
+]
 StageCost = Literal["ring", "thesis", "published"]
 Solved = Literal["flat", "nested"]
 CutRule = Literal["edges", "released"]
 WorkerCount = Literal["at_most", "exactly"]
 Objective = Literal["step", "bottleneck"]
 
-FLUSHING = ("gpipe", "1f1b")
+FLUSHING = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+STASHING = ("pipedream", "pipedream-vertical-sync")
+ALIKE = ("interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream-vertical-sync")
+"""Schedules whose stages all have equally many replicas: pipelines side by side."""
+SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v")
+CHUNKED = ("interleaved", "zb-v")
+"""Schedules that put several stages on a device."""
 
 
 @record
@@ -99,6 +115,7 @@ class PipelineProblem:
         objective: ``step`` is the whole step of a schedule that flushes, as its timer times it;
             ``bottleneck`` the slowest stage or boundary. None takes ``step`` wherever it exists:
             flat ``ring`` prices and a schedule that flushes.
+        num_model_chunks: v, stages on a device of ``interleaved``; None tries 2 to 4.
     """
 
     model: Name
@@ -119,6 +136,7 @@ class PipelineProblem:
     cut_rule: CutRule = "edges"
     num_stages: Count | None = None
     objective: Objective | None = None
+    num_model_chunks: Count | None = None
 
     def __post_init__(self) -> None:
         _check_pools(self)
@@ -208,7 +226,33 @@ def _has_step(problem: PipelineProblem) -> bool:
     return flat and problem.schedule in FLUSHING and problem.count_boundaries
 
 
+def _check_alike(problem: PipelineProblem) -> None:
+    chunks = problem.num_model_chunks
+    if chunks is not None and problem.schedule != "interleaved":
+        raise ProblemError(
+            f"schedule {problem.schedule} fixes how many stages a device holds",
+            hint="leave the chunks per device out, or use interleaved",
+        )
+    if chunks is not None and chunks < 2:
+        raise ProblemError("interleaved needs at least 2 chunks on a device", hint="or use 1f1b")
+    if problem.schedule not in ALIKE:
+        return
+    if problem.stage_cost != "ring" or problem.solved != "flat" or not problem.count_boundaries:
+        raise ProblemError(f"schedule {problem.schedule} is planned flat, with ring prices")
+    if problem.schedule in SPLIT_BACKWARD and problem.recompute:
+        raise ProblemError(
+            f"schedule {problem.schedule} splits backward passes, which cannot recompute",
+            hint="use 1f1b or interleaved",
+        )
+    if problem.schedule in FLUSHING and problem.objective == "bottleneck":
+        raise ProblemError(
+            f"schedule {problem.schedule} is planned for its step",
+            hint="leave the bottleneck objective out",
+        )
+
+
 def _check_choices(problem: PipelineProblem) -> None:
+    _check_alike(problem)
     size = len(problem.layers)
     if problem.objective == "step" and not _has_step(problem):
         raise ProblemError(
@@ -220,7 +264,8 @@ def _check_choices(problem: PipelineProblem) -> None:
         raise ProblemError(
             f"{size} layers cannot fill {problem.num_stages} stages; ask for at most {size}"
         )
-    if problem.num_stages is not None and problem.num_stages > problem.num_devices:
+    chunked = problem.schedule in CHUNKED
+    if problem.num_stages is not None and problem.num_stages > problem.num_devices and not chunked:
         raise ProblemError(
             f"{problem.num_devices} devices cannot hold {problem.num_stages} stages; "
             f"ask for at most {problem.num_devices}"
@@ -341,7 +386,25 @@ class PipelinePlan:
     @property
     def num_devices(self) -> int:
         """Devices in use over all stages: the world size of a launch."""
-        return sum(stage.num_replicas for stage in self.stages)
+        held = {(stage.device_type, stage.first_device): stage for stage in self.stages}
+        return sum(stage.num_replicas for stage in held.values())
+
+    @property
+    def num_model_chunks(self) -> int:
+        """v, the stages that a device holds."""
+        if self.schedule not in CHUNKED:
+            return 1
+        first = self.stages[0]
+        return sum(
+            (stage.device_type, stage.first_device) == (first.device_type, first.first_device)
+            for stage in self.stages
+        )
+
+    @property
+    def position_replicas(self) -> list[int]:
+        """Replicas of each place in the pipeline; a place holds ``num_model_chunks`` stages."""
+        size = len(self.stages) // self.num_model_chunks
+        return [stage.num_replicas for stage in self.stages[:size]]
 
     @property
     def config(self) -> str:

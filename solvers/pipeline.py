@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..schema.errors import InfeasibleError
-from ..schema.pipeline import PipelinePlan, PipelineProblem
-from . import pipeline_graph, pipeline_line, pipeline_nested
+from ..schema.pipeline import ALIKE, PipelinePlan, PipelineProblem
+from . import pipeline_alike, pipeline_graph, pipeline_line, pipeline_nested
 from .pipeline_assemble import assemble, fill_seconds
 from .pipeline_cuts import Cuts, cuts_of
 from .pipeline_graph import PlacedStage
@@ -46,6 +46,8 @@ def solve(problem: PipelineProblem, *, method: Method = "auto") -> PipelinePlan:
         InfeasibleError: No partition fits the memory, or uses exactly what is asked; says which
             stage lacks how many bytes.
     """
+    if problem.schedule in ALIKE:
+        return pipeline_alike.solve(problem)
     if problem.solved == "nested":
         return pipeline_nested.solve(problem, method=method)
     cuts, space = cuts_of(problem), build(problem)

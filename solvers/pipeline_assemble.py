@@ -49,9 +49,11 @@ def finish(
     bound: float | None,
     step: float,
     method: str,
+    chunks: int = 1,
 ) -> PipelinePlan:
     """Add prediction and proof to the stages of a plan."""
     lower = objective if bound is None else min(bound, objective)
+    places = len(stages) // chunks
     gap = (objective - lower) / objective if objective > 0 else 0.0
     return PipelinePlan(
         model=problem.model,
@@ -72,7 +74,7 @@ def finish(
             gap=gap,
             method=method,
         ),
-        noam=noam([stage.num_replicas for stage in stages]),
+        noam=noam([stage.num_replicas for stage in stages[:places]]),
         stage_cost=problem.stage_cost,
         solved=problem.solved,
         workers=problem.workers,

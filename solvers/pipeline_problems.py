@@ -37,6 +37,7 @@ def pipeline_problem(
     num_stages: int | None = None,
     state_bytes_per_weight_byte: float = 1.0,
     objective: Objective | None = None,
+    num_model_chunks: int | None = None,
 ) -> PipelineProblem:
     """Match profiles with layers to a cluster's devices.
 
@@ -60,6 +61,7 @@ def pipeline_problem(
         num_stages: Exactly so many stages.
         state_bytes_per_weight_byte: Gradients and optimizer state.
         objective: None takes the step where there is one.
+        num_model_chunks: Stages on a device of ``interleaved``.
 
     Raises:
         ProblemError: A type without a profile or without layers, unlike layers, a bandwidth
@@ -97,6 +99,7 @@ def pipeline_problem(
         num_stages=num_stages,
         state_bytes_per_weight_byte=state_bytes_per_weight_byte,
         objective=objective,
+        num_model_chunks=num_model_chunks,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hetflow.runtime.lower_pipeline import lower_pipeline
 from hetflow.schema import files
 from hetflow.schema.profile import LayerGraph, LayerNode, Profile
 
@@ -173,3 +174,47 @@ def test_a_pipeline_plan_has_timelines(hetflow: Hetflow, folder: Path) -> None:
     refused = hetflow("show", split, "--timeline")
     assert refused.code == 2
     assert "only pipeline plans" in refused.stderr
+
+
+def test_schedule_auto_takes_the_fastest_and_says_by_how_much(
+    hetflow: Hetflow, folder: Path
+) -> None:
+    asked = ("--strategy", "pipeline", "--no-replication", *LINK)
+    chosen = json.loads(solve(hetflow, folder, *asked, "--schedule", "auto").stdout)
+    compared = chosen["provenance"]["compared_schedules"]
+    assert {chosen["schedule"], *(entry["schedule"] for entry in compared)} == {
+        "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v",
+    }  # fmt: skip
+    best = chosen["predicted"]["step_seconds"]
+    assert all(entry["step_seconds"] >= best for entry in compared)
+    alone = json.loads(solve(hetflow, folder, *asked, "--schedule", "1f1b").stdout)
+    assert alone["predicted"]["step_seconds"] in [entry["step_seconds"] for entry in compared]
+
+
+def test_an_interleaved_plan_is_checked_shown_and_lowered(hetflow: Hetflow, folder: Path) -> None:
+    plan = folder.parent / "plan.json"
+    asked = ("--strategy", "pipeline", "--schedule", "interleaved", "--chunks-per-device", 2)
+    assert solve(hetflow, folder, *asked, "--no-replication", *LINK, "-o", plan).code == 0
+    stages = json.loads(plan.read_text())["stages"]
+    assert [stage["first_device"] for stage in stages] == [0, 1, 0, 1]
+    assert "valid" in hetflow("check", plan, "--profiles", folder, "--gpus", "2xV100", *LINK).stdout
+    assert "valid" in hetflow("check", plan, "--profiles", folder, *LINK).stdout
+    assert "rank 1" in hetflow("show", plan, "--timeline").stdout
+    lowered = lower_pipeline(files.read_any(plan))
+    assert lowered.world_size == 2
+    assert [list(stage.ranks) for stage in lowered.pipeline.stages] == [[0], [1], [0], [1]]
+
+
+def test_the_objective_is_said_and_can_be_the_bottleneck(hetflow: Hetflow, folder: Path) -> None:
+    asked = ("--strategy", "pipeline", "--no-replication", *LINK)
+    step = json.loads(solve(hetflow, folder, *asked).stdout)
+    assert step["objective"] == "step"
+    assert step["proof"]["objective"] == step["predicted"]["step_seconds"]
+    steady = json.loads(solve(hetflow, folder, *asked, "--objective", "bottleneck").stdout)
+    assert steady["objective"] == "bottleneck"
+    refused = solve(hetflow, folder, "--strategy", "split", "--objective", "bottleneck")
+    assert refused.code == 2
+    assert "is a pipeline's" in refused.stderr
+    refused = solve(hetflow, folder, "--strategy", "pipeline", "--objective", "waste", *LINK)
+    assert refused.code == 2
+    assert "is a split's" in refused.stderr

@@ -37,6 +37,8 @@ WORLDS = {
         "weighted": ("chain:momentum:weighted", "1f1b", CHAIN2, (1, 1), 6, False),
         "interleaved": ("chain:momentum:whole", "interleaved", CHAIN4, (1, 1), 6, False),
         "zb": ("chain:adam:clip", "zb-h1", CHAIN2, (1, 1), 6, False),
+        "zb-h2": ("chain:momentum:clip", "zb-h2", CHAIN2, (1, 1), 6, False),
+        "zb-v": ("chain:adam:clip", "zb-v", CHAIN4, (1, 1), 6, False),
         "branches": ("branches:momentum:clip", "1f1b", BRANCH2, (1, 1), 4, False),
         "tied-chunks": ("branches:adam:clip", "interleaved", (("first",), ("second",), ("third",),
             ("last",)), (1, 1), 6, False),
@@ -69,7 +71,8 @@ FLUSHING = [
 
 def make_plan(schedule, stages, replicas, microbatches, recompute=False) -> PipelinePlan:
     size = len(stages)
-    on = [i % 2 for i in range(size)] if schedule == "interleaved" else list(range(size))
+    chunked = {"interleaved": [0, 1, 0, 1], "zb-v": [0, 1, 1, 0]}
+    on = chunked.get(schedule, list(range(size)))
     return PipelinePlan(
         model="m",
         global_batch_size=24,

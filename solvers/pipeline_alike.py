@@ -1,0 +1,222 @@
+"""Plan schedules with equally many replicas of all stages: interleaved, zero-bubble, vertical sync.
+
+Every layout (replicas, places, order of device types) with every number of chunks is looked at,
+best bound first. In one, the cuts come from a dynamic program over stages for the least maximum.
+For vertical sync that maximum is the objective, so the answer is exact. For schedules that flush
+the objective is the step as the timer has it: several such cuts are timed and the best is moved
+one layer at a time; where there are few enough cuts in all, each one is timed and the answer
+exact. The bound of a layout is the least work of its busiest place, and one microbatch's way.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+
+import numpy as np
+
+from ..costs.pipeline import slowest_links
+from ..schedules.counting import held_by_stage
+from ..schedules.operations import Schedule
+from ..schedules.registry import generate
+from ..schema.errors import InfeasibleError, ProblemError
+from ..schema.pipeline import FLUSHING, SPLIT_BACKWARD, PipelinePlan, PipelineProblem
+from .pipeline_alike_option import Cut, Option, Shape
+from .pipeline_assemble import finish
+from .pipeline_cuts import cuts_of
+from .pipeline_layouts import layouts
+from .pipeline_prices import Prices
+
+FEW_CUTS = 400
+"""So many ways to cut, over all layouts, are all timed."""
+_TIMED_LAYOUTS, _MOVES = 12, 60
+_CHUNKS = {"interleaved": (2, 3, 4), "zb-v": (2,)}
+_EXACT = 1e-9
+
+
+@dataclass
+class _Best:
+    """The best plan so far."""
+
+    seconds: float = np.inf
+    option: Option | None = None
+    cut: Cut = ()
+
+    def offer(self, option: Option, cut: Cut, seconds: float) -> bool:
+        """Keep a plan that is faster; whether it was."""
+        if seconds >= self.seconds * (1 - _EXACT):
+            return False
+        self.seconds, self.option, self.cut = seconds, option, cut
+        return True
+
+
+def solve(problem: PipelineProblem) -> PipelinePlan:
+    """Plan a schedule of pipelines side by side; see the module.
+
+    Raises:
+        InfeasibleError: No layout has the schedule's shape and fits the memory.
+    """
+    cuts = cuts_of(problem)
+    rates = {rate for pool in problem.pools for rate in slowest_links(pool.levels)}
+    bandwidths = (float("inf"), *sorted(rates, reverse=True))
+    recompute = (False, True) if problem.recompute is None else (problem.recompute,)
+    if problem.schedule in SPLIT_BACKWARD:
+        recompute = (False,)
+    tables = [Prices(problem, cuts, bandwidths, recompute=option) for option in recompute]
+    shapes, refusal = _shapes(problem)
+    options = [Option(problem, prices, shape) for shape in shapes for prices in tables]
+    options.sort(key=lambda option: option.bound)
+    best = _Best()
+    flushes = problem.schedule in FLUSHING
+    is_exact = True
+    if flushes and cuts.before is None and _num_cuts(options, cuts.size) <= FEW_CUTS:
+        _time_all(options, cuts.size, best)
+    else:
+        is_exact = (_approach if flushes else _least_maximum)(options, best)
+    if best.option is None:
+        raise _infeasible(problem, bool(shapes), refusal)
+    bound = None
+    if not is_exact or not cuts.complete:
+        bound = min([best.seconds, *(option.bound for option in options)])
+    step = best.seconds if flushes else best.seconds * problem.num_microbatches
+    held = best.option.shape.num_chunks
+    chunks = f", {held} chunks a device" if held > 1 else ""
+    suffix = "" if cuts.complete else "; cuts in the layers' own order only"
+    return finish(
+        problem,
+        best.option.stages(best.cut),
+        recompute=best.option.prices.recompute,
+        objective=best.seconds,
+        bound=bound,
+        step=step,
+        method=f"{len(shapes)} layouts over {cuts.size} cuts{chunks}, flat, ring prices{suffix}",
+        chunks=held,
+    )
+
+
+def _shapes(problem: PipelineProblem) -> tuple[list[Shape], ProblemError | None]:
+    """Every layout that the schedule can have; and why the last refused one cannot."""
+    count = problem.num_microbatches
+    endless = problem.schedule not in FLUSHING
+    chunk_counts = _CHUNKS.get(problem.schedule, (1,))
+    if problem.num_model_chunks is not None:
+        chunk_counts = (problem.num_model_chunks,)
+    made: dict[tuple[int, int, int], tuple[Schedule, tuple[tuple[int, int], ...]]] = {}
+    found, refusal = [], None
+    for layout in layouts(problem):
+        for chunks in chunk_counts:
+            size = len(layout.places)
+            if size * chunks > len(problem.layers):
+                continue
+            if problem.num_stages not in (None, size * chunks):
+                continue
+            if endless and count % layout.num_replicas:
+                continue
+            key = (size, chunks, layout.num_replicas)
+            try:
+                if key not in made:
+                    schedule = generate(
+                        problem.schedule,
+                        pipeline_parallel_size=size,
+                        num_microbatches=3 * count if endless else count,
+                        num_model_chunks=chunks,
+                        replicas=[layout.num_replicas] * size,
+                    )
+                    made[key] = (schedule, held_by_stage(schedule))
+            except ProblemError as error:
+                refusal = error
+                continue
+            schedule, held = made[key]
+            place = tuple(ranks[0] // layout.num_replicas for ranks in schedule.placement)
+            found.append(Shape(layout, chunks, schedule, place, held))
+    return found, refusal
+
+
+def _num_cuts(options: Sequence[Option], size: int) -> int:
+    return sum(comb(size - 2, option.shape.num_stages - 1) for option in options)
+
+
+def _time_all(options: Sequence[Option], size: int, best: _Best) -> None:
+    for option in options:
+        for inner in combinations(range(1, size - 1), option.shape.num_stages - 1):
+            cut = (0, *inner, size - 1)
+            if option.bound < best.seconds * (1 - _EXACT) and option.fits(cut):
+                best.offer(option, cut, option.step(cut))
+
+
+def _least_maximum(options: Sequence[Option], best: _Best) -> bool:
+    """The steady state's bottleneck, exactly."""
+    for option in options:
+        if option.bound >= best.seconds * (1 - _EXACT):
+            break
+        found = option.least_maximum(1.0, 1)
+        if found is not None:
+            best.offer(option, found[1], found[0])
+    return True
+
+
+def _approach(options: Sequence[Option], best: _Best) -> bool:
+    """Time the least maxima of every layout, then move the best cuts one layer at a time."""
+    begun: list[tuple[float, int, Option, Cut]] = []
+    for number, option in enumerate(options):
+        if option.bound >= best.seconds * (1 - _EXACT):
+            break
+        for cut in _starts(option):
+            seconds = option.step(cut)
+            begun.append((seconds, number, option, cut))
+            best.offer(option, cut, seconds)
+    begun.sort(key=lambda entry: entry[:2])
+    for seconds, _, option, cut in begun[:_TIMED_LAYOUTS]:
+        _move(option, cut, seconds, best)
+    return False
+
+
+def _starts(option: Option) -> Iterator[Cut]:
+    """Least maxima with and without transfers, that fit; a chunk's share of the memory first."""
+    seen = set()
+    for transfers in (0.0, 1.0):
+        for share in dict.fromkeys((option.shape.num_chunks, 1)):
+            found = option.least_maximum(transfers, share)
+            if option.shape.num_chunks == 1 and transfers == 0.0:
+                option.raise_bound(None if found is None else found[0])
+            if found is not None and found[1] not in seen and option.fits(found[1]):
+                seen.add(found[1])
+                yield found[1]
+                break
+
+
+def _move(option: Option, cut: Cut, seconds: float, best: _Best) -> None:
+    """Move one boundary by one cut while that is faster; cuts in one line only."""
+    if option.prices.cuts.before is not None:
+        return
+    left, better = _MOVES, True
+    while better and left > 0:
+        better = False
+        for inner in range(1, len(cut) - 1):
+            for shift in (-1, 1):
+                moved = (*cut[:inner], cut[inner] + shift, *cut[inner + 1 :])
+                if not moved[inner - 1] < moved[inner] < moved[inner + 1]:
+                    continue
+                if not option.fits(moved):
+                    continue
+                left -= 1
+                found = option.step(moved)
+                if found < seconds * (1 - _EXACT):
+                    cut, seconds, better = moved, found, True
+                    best.offer(option, cut, seconds)
+
+
+def _infeasible(
+    problem: PipelineProblem, has_shapes: bool, refusal: ProblemError | None
+) -> InfeasibleError:
+    if has_shapes:
+        return InfeasibleError(
+            f"no {problem.schedule} plan fits the memory",
+            hint="use a smaller microbatch, more devices, or 1f1b, which admits unlike replicas",
+        )
+    why = f": {refusal.message}" if refusal else ""
+    return InfeasibleError(
+        f"{problem.num_devices} devices and {problem.num_microbatches} microbatches admit no "
+        f"{problem.schedule} pipeline of {len(problem.layers)} layers{why}",
+        hint="change the batch or the number of devices, or use 1f1b",
+    )
