@@ -68,6 +68,24 @@ def solve(
         int | None,
         typer.Option(min=2, help="Pipeline: stages a device with interleaved; else 2 to 4."),
     ] = None,
+    repetitive: Annotated[
+        bool,
+        typer.Option(
+            "--repetitive",
+            help="Pipeline, --schedule 2bw: equal stages of a model whose layers repeat; chooses "
+            "degrees, microbatch and recomputation (thesis 3.3).",
+        ),
+    ] = False,
+    cost_model: Annotated[
+        Literal["profiled", "closed-form", "measured"],
+        typer.Option(
+            help="With --repetitive: every layer's profile, the closed forms of thesis 3.3.3, or "
+            "measured runs (--runs)."
+        ),
+    ] = "profiled",
+    runs: Annotated[
+        Path | None, typer.Option(help="With --cost-model measured: folder of runs (launch -o).")
+    ] = None,
     stage_cost: Annotated[
         Literal["ring", "thesis", "published"],
         typer.Option(help="Pipeline: how a stage is priced (docs/pipeline.md)."),
@@ -120,6 +138,9 @@ def solve(
             replication=replication,
             link_bytes_per_second=link_bytes_per_second,
             num_model_chunks=chunks_per_device,
+            repetitive=repetitive,
+            cost_model=cost_model,
+            runs=runs,
             objective="bottleneck" if objective == "bottleneck" else None,
             microbatch_size=microbatch_size,
         ),

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, cast
 
 from ..schema.cluster import Cluster
@@ -12,6 +13,7 @@ from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
 from .common import note, warn
 from .solve_pipeline import solve_pipeline
+from .solve_repetitive import CostModelName, solve_repetitive
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class PipelineFlags:
     objective: Objective | None = None
     microbatch_size: int | None = None
     num_model_chunks: int | None = None
+    repetitive: bool = False
+    cost_model: CostModelName = "profiled"
+    runs: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -73,9 +78,10 @@ def ended_early(plan: SplitPlan | PipelinePlan) -> bool:
     """Whether a limit cut the search short.
 
     The least step of a pipeline is searched to the end of its bound; what the bound leaves open
-    is the plan's gap, not a search that was stopped.
+    is the plan's gap, not a search that was stopped. A cost model's choice claims no bound.
     """
-    if isinstance(plan, PipelinePlan) and plan.objective == "step":
+    claims = plan.proof.lower_bound is not None
+    if isinstance(plan, PipelinePlan) and (plan.objective == "step" or not claims):
         return False
     return plan.proof.termination != "optimal"
 
@@ -114,7 +120,37 @@ def _pipeline(question: Question) -> PipelinePlan:
     if question.split.objective == "waste":
         raise ProblemError("--objective waste is a split's", hint="add --strategy split")
     asked = question.pipeline.schedule
+    if question.pipeline.repetitive:
+        return _repetitive(question)
+    if question.pipeline.cost_model != "profiled" or question.pipeline.runs is not None:
+        raise ProblemError(
+            "--cost-model and --runs belong to the planner of repetitive models",
+            hint="add --repetitive --schedule 2bw",
+        )
     return _best_schedule(question) if asked == "auto" else _scheduled(question, asked)
+
+
+def _repetitive(question: Question) -> PipelinePlan:
+    flags = question.pipeline
+    if flags.schedule != "2bw":
+        raise ProblemError(
+            f"--repetitive plans schedule 2bw (thesis 3.3), not {flags.schedule}",
+            hint="add --schedule 2bw",
+        )
+    taken = {"--num-stages": flags.num_stages, "--stage-cost": flags.stage_cost != "ring"}
+    for name, value in taken.items():
+        if value:
+            raise ProblemError(f"--repetitive chooses by itself; leave {name} out")
+    return solve_repetitive(
+        question.profiles,
+        question.pool,
+        question.batch_size,
+        _microbatch_sizes(question),
+        pool_name=question.pool_name,
+        link_bytes_per_second=flags.link_bytes_per_second,
+        cost_model=flags.cost_model,
+        runs=flags.runs,
+    )
 
 
 def _best_schedule(question: Question) -> PipelinePlan:

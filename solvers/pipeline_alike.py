@@ -15,7 +15,6 @@ from math import comb
 
 import numpy as np
 
-from ..costs.pipeline import slowest_links
 from ..schedules.counting import held_by_stage
 from ..schedules.operations import Schedule
 from ..schedules.registry import generate
@@ -26,6 +25,7 @@ from .pipeline_assemble import finish
 from .pipeline_cuts import cuts_of
 from .pipeline_layouts import layouts
 from .pipeline_prices import Prices
+from .pipeline_space import bandwidths_of
 
 FEW_CUTS = 400
 """So many ways to cut, over all layouts, are all timed."""
@@ -57,8 +57,7 @@ def solve(problem: PipelineProblem) -> PipelinePlan:
         InfeasibleError: No layout has the schedule's shape and fits the memory.
     """
     cuts = cuts_of(problem)
-    rates = {rate for pool in problem.pools for rate in slowest_links(pool.levels)}
-    bandwidths = (float("inf"), *sorted(rates, reverse=True))
+    bandwidths = bandwidths_of(problem)
     recompute = (False, True) if problem.recompute is None else (problem.recompute,)
     if problem.schedule in SPLIT_BACKWARD:
         recompute = (False,)

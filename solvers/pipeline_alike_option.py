@@ -129,6 +129,19 @@ class Option:
             cut.append(int(begins[cut[-1]]))
         return float(best[-1]), tuple(reversed(cut))
 
+    def slowest(self, cut: Cut) -> float:
+        """The steady state's slowest stage or boundary, in seconds per input."""
+        slowest = 0.0
+        for stage, pool in enumerate(self.pools):
+            index = self.prices.bandwidths.index(self.spans[stage])
+            replicas = self.shape.layout.num_replicas
+            seconds = self.prices.stage_seconds(cut[stage], cut[stage + 1], pool, replicas, index)
+            slowest = max(slowest, seconds)
+            if stage > 0:
+                sent = 2 * float(self.prices.cuts.crossing_bytes[cut[stage]])
+                slowest = max(slowest, sent / self.links[stage - 1])
+        return slowest
+
     def stages(self, cut: Cut) -> list[StagePlan]:
         """The stages of a cut, as a plan has them."""
         problem, prices, layout = self.problem, self.prices, self.shape.layout

@@ -94,12 +94,16 @@ class _Pool:
 
 def build(problem: PipelineProblem) -> Space:
     """List the states and moves of a problem's pools."""
+    builder = _Builder(problem, list(bandwidths_of(problem)))
+    return builder.space()
+
+
+def bandwidths_of(problem: PipelineProblem) -> tuple[float, ...]:
+    """Infinity (a device and itself), then every link's bytes per second, falling."""
     links = {b for pool in problem.pools for b in slowest_links(pool.levels)}
     if len(problem.pools) > 1 and problem.inter_bytes_per_second is not None:
         links.add(problem.inter_bytes_per_second)
-    bandwidths = [float("inf"), *sorted(links, reverse=True)]
-    builder = _Builder(problem, bandwidths)
-    return builder.space()
+    return (float("inf"), *sorted(links, reverse=True))
 
 
 class _Builder:

@@ -1,0 +1,142 @@
+"""``hetflow solve --repetitive``: PipeDream-2BW's planner on profiles and a pool."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from ..schema.cluster import Cluster
+from ..schema.errors import BackendError, ProblemError
+from ..schema.pipeline import PipelinePlan, PipelineProblem
+from ..schema.profile import Profile
+from ..solvers.parallel_pipeline import Configuration, CostModel, Estimate, Measured, Row
+
+CostModelName = Literal["profiled", "closed-form", "measured"]
+
+
+def solve_repetitive(
+    profiles: Sequence[Profile],
+    pool: Cluster,
+    batch_size: int,
+    microbatch_sizes: Sequence[int],
+    *,
+    pool_name: str,
+    link_bytes_per_second: float | None,
+    cost_model: CostModelName,
+    runs: Path | None,
+) -> PipelinePlan:
+    """Choose degrees, microbatch and recomputation for a model whose layers repeat.
+
+    Args:
+        profiles: One model's profiles, each with layers.
+        pool: The devices, of one type.
+        batch_size: Global batch B.
+        microbatch_sizes: Profiled sizes to try.
+        pool_name: How the user named the pool.
+        link_bytes_per_second: Bandwidth of links that the pool does not state.
+        cost_model: Whose THROUGHPUT(.) and MEMORY(.).
+        runs: Folder of run records, for ``measured``.
+
+    Raises:
+        ProblemError: Profiles, pool and flags that do not go together.
+        InfeasibleError: No configuration fits.
+        BackendError: The plan fails its own check.
+    """
+    from ..checks.pipeline import check
+    from ..solvers.pipeline_problems import pipeline_problem
+    from ..solvers.pipeline_repetitive import Repetitive, solve
+
+    problems: dict[int, PipelineProblem] = {}
+    for size in microbatch_sizes:
+        if batch_size % size == 0:
+            problems[size] = pipeline_problem(
+                profiles,
+                pool,
+                batch_size,
+                microbatch_size=size,
+                link_bytes_per_second=link_bytes_per_second,
+                schedule="2bw",
+                recompute=None,
+            )
+    if not problems:
+        raise ProblemError(
+            f"no profiled microbatch ({', '.join(map(str, microbatch_sizes))}) divides a global "
+            f"batch of {batch_size}",
+            hint="use another batch, or profile the layers at other microbatch sizes",
+        )
+    model = Repetitive(problems)
+    chosen: CostModel | None = None
+    if cost_model == "closed-form":
+        chosen = model.closed_form()
+    elif cost_model == "measured":
+        chosen = _measured(runs, profiles[0].model)
+    plan, rows = solve(model, chosen)
+    faults = check(plan, problems[plan.microbatch_size])
+    if faults:
+        raise BackendError(f"the planner's own plan fails its check: {'; '.join(faults)}")
+    found = [p.layers.trace for p in profiles if p.device_type in pool.num_devices and p.layers]
+    origin = {
+        **(plan.provenance or {}),
+        "pool": pool_name,
+        "cost_model": cost_model,
+        "configurations": [_row(row) for row in rows],
+    }
+    return dataclasses.replace(plan, trace=found[0], provenance=origin)
+
+
+def _row(row: Row) -> dict[str, object]:
+    return {
+        **dataclasses.asdict(row.configuration),
+        "accumulation": row.num_microbatches,
+        "samples_per_second": row.samples_per_second,
+        "memory_bytes": row.memory_bytes,
+        "fits": row.fits,
+    }
+
+
+def _measured(folder: Path | None, model: str) -> Measured:
+    """Configurations that ran under 2BW plans of this model, by their run records."""
+    from ..schema import files
+    from ..schema.run import RunRecord
+
+    if folder is None:
+        raise ProblemError("--cost-model measured needs runs to learn from", hint="add --runs DIR")
+    estimates: dict[Configuration, Estimate] = {}
+    paths = sorted(folder.rglob("run.json")) if folder.is_dir() else [folder]
+    for path in paths:
+        record = files.read_any(path)
+        if isinstance(record, RunRecord) and isinstance(record.plan, PipelinePlan):
+            found = _configuration(record, model)
+            if found is not None:
+                estimates[found[0]] = found[1]
+    if not estimates:
+        raise ProblemError(
+            f"{folder} holds no finished run of {model} under a 2bw plan with equal stages",
+            hint="launch some configurations first, or use another cost model",
+        )
+    return Measured(estimates=estimates)
+
+
+def _configuration(record: object, model: str) -> tuple[Configuration, Estimate] | None:
+    from ..schema.run import RunRecord
+
+    assert isinstance(record, RunRecord)
+    plan = record.plan
+    assert isinstance(plan, PipelinePlan)
+    replicas = {stage.num_replicas for stage in plan.stages}
+    seconds = record.measured_step_seconds
+    is_alike = plan.schedule == "2bw" and plan.model == model and len(replicas) == 1
+    if not is_alike or seconds is None or record.status != "done":
+        return None
+    size = replicas.pop()
+    configuration = Configuration(
+        data_parallel_size=size,
+        pipeline_parallel_size=len(plan.stages),
+        microbatch_size=plan.microbatch_size,
+        recompute=plan.recompute,
+    )
+    peaks = [device.peak_memory_bytes or 0 for device in record.devices]
+    return configuration, Estimate(
+        microbatch_seconds=seconds / (plan.microbatches // size),
+        memory_bytes=float(max(peaks, default=0)),
+    )
