@@ -13,7 +13,15 @@ from typing import Any
 from ..schema.errors import TargetError
 from .bench import Bench
 from .layer_memory import Ledger
-from .layer_passes import Piece, Row, detached, measure_piece, tensors_in, weight_row
+from .layer_passes import (
+    Piece,
+    Row,
+    detached,
+    measure_piece,
+    measuring_seconds,
+    tensors_in,
+    weight_row,
+)
 
 
 @dataclass(slots=True)
@@ -46,11 +54,12 @@ def hooked_rows(
         raise TargetError("a pass of the model calls none of its modules")
     names = numbered([call.name for call in calls])
     held: dict[int, str] = {}
+    empty = measuring_seconds(bench)
     rows = []
     for index, (call, name) in enumerate(zip(calls, names, strict=True)):
         before = names[index - 1] if index else None
         piece = Piece(name, _runner(call), call.values, tensors_in, before)
-        row, _ = measure_piece(bench, ledger, piece, repeats)
+        row, _ = measure_piece(bench, ledger, piece, repeats, empty)
         parameters = _parameters(bench.model, calls, index)
         weights = weight_row(name, parameters, held)
         rows.append({"id": name, "op": type(call.module).__name__, **row, **weights})

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..runtime.pipeline.layered import LayeredModel
 
 Row = dict[str, Any]
+_EMPTY_PASSES = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,30 @@ class Piece:
     before: str | None = None
 
 
-def measure_piece(bench: Bench, ledger: Ledger, piece: Piece, repeats: int) -> tuple[Row, Any]:
+def measuring_seconds(bench: Bench) -> tuple[float, float]:
+    """What timing an empty layer takes, forward and backward: the clock and autograd's start."""
+    import torch
+
+    empty = Piece("", torch.neg, [torch.zeros(1, device=bench.device)], tensors_in)
+    timed = [_timed_passes(bench, empty) for _ in range(_EMPTY_PASSES)]
+    return median(forward for forward, _ in timed), median(backward for _, backward in timed)
+
+
+def measure_piece(
+    bench: Bench,
+    ledger: Ledger,
+    piece: Piece,
+    repeats: int,
+    empty: tuple[float, float] = (0.0, 0.0),
+) -> tuple[Row, Any]:
     """Time a layer and account for its memory.
+
+    Args:
+        bench: The workload on its device.
+        ledger: Who keeps what.
+        piece: The layer.
+        repeats: Timed passes.
+        empty: From ``measuring_seconds``; taken off.
 
     Returns:
         Medians and bytes as LayerNode names them (stashes stay in the ledger), and its answer.
@@ -46,8 +69,8 @@ def measure_piece(bench: Bench, ledger: Ledger, piece: Piece, repeats: int) -> t
     _backward(_results(piece.made(answer)))
     timed = [_timed_passes(bench, piece) for _ in range(repeats)]
     return {
-        "forward_seconds": median(forward for forward, _ in timed),
-        "backward_seconds": median(backward for _, backward in timed),
+        "forward_seconds": max(0.0, median(forward for forward, _ in timed) - empty[0]),
+        "backward_seconds": max(0.0, median(backward for _, backward in timed) - empty[1]),
         "activation_bytes": sum(t.numel() * t.element_size() for t in piece.made(answer)),
         "workspace_bytes": _workspace_bytes(bench, piece),
     }, answer
@@ -171,13 +194,14 @@ def traced_rows(
     values = dict(arguments)
     parts = cut(layered, [[layer.id] for layer in layered.layers])
     held: dict[int, str] = {}
+    empty = measuring_seconds(bench)
     rows = []
     for layer, part in zip(layered.layers, parts, strict=True):
         own = [name not in part.inputs for name in part.outputs]
         made = partial(_chosen, own) if own else tensors_in
         names = [*part.arguments, *part.inputs]
         piece = Piece(layer.id, part.module, [values[name] for name in names], made)
-        row, answer = measure_piece(bench, ledger, piece, repeats)
+        row, answer = measure_piece(bench, ledger, piece, repeats, empty)
         values.update(
             (name, detached(value))
             for name, value, is_own in zip(part.outputs, answer if own else (), own, strict=True)

@@ -6,7 +6,6 @@ are warm, so the sums differ from the whole pass, the backward's most; layer tim
 the whole, and the raw ratios are reported.
 """
 
-from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -44,10 +43,12 @@ def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str
         rows, edges = traced_rows(bench, ledger, found.layered, arguments, repeats)
     else:
         rows, edges = hooked_rows(bench, ledger, batch, repeats)
+    # Before and after: what else runs on the machine changes meanwhile.
+    whole += _whole(bench, batch, repeats)
     stashed = ledger.stashed_bytes
     for row in rows:
         row["stashed_bytes"] = stashed.get(row["id"], 0)
-    ratios = _calibrate(rows, whole)
+    ratios = _calibrate(rows, _parts(whole))
     kept = _kept_bytes(bench, batch)
     return {
         "nodes": rows,
@@ -83,12 +84,23 @@ def graph_of(measured: dict[str, Any], speed: float = 1.0) -> LayerGraph:
     )
 
 
-def _whole(bench: Bench, batch: Any, repeats: int) -> tuple[float, float]:
-    """Forward and backward seconds of the whole model with its loss."""
+def _whole(bench: Bench, batch: Any, repeats: int) -> list[tuple[float, float]]:
+    """Seconds of the whole model with its loss: forward, and forward with backward."""
     bench.run_step(batch)
-    forward = _median(bench, lambda: bench.workload.loss(bench.model, batch), repeats)
-    total = median(bench.time_pass(batch)[0] for _ in range(repeats))
-    return forward, max(total - forward, 0.0)
+    bench.workload.loss(bench.model, batch)
+    return [
+        (
+            bench._timed(lambda: bench.workload.loss(bench.model, batch))[0],
+            bench.time_pass(batch)[0],
+        )
+        for _ in range(repeats)
+    ]
+
+
+def _parts(passes: list[tuple[float, float]]) -> tuple[float, float]:
+    """Forward and backward seconds: medians, and their difference."""
+    forward = median(seconds for seconds, _ in passes)
+    return forward, max(median(total for _, total in passes) - forward, 0.0)
 
 
 def _kept_bytes(bench: Bench, batch: Any) -> int | None:
@@ -96,11 +108,6 @@ def _kept_bytes(bench: Bench, batch: Any) -> int | None:
     kept: list[Any] = []
     found = footprint(lambda: kept.append(bench.workload.loss(bench.model, batch)), bench.device)
     return None if found is None else found.end_bytes
-
-
-def _median(bench: Bench, work: Callable[[], Any], repeats: int) -> float:
-    work()
-    return median(bench._timed(work)[0] for _ in range(repeats))
 
 
 def _calibrate(rows: list[Row], whole: tuple[float, float]) -> dict[str, float]:

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hetflow.profilers.bench import Bench
+from hetflow.profilers.layer_passes import measuring_seconds
 from hetflow.profilers.layers import graph_of, measure_layers
 from hetflow.profilers.targets import Workload
 
@@ -97,3 +98,14 @@ def test_a_shared_weight_counts_once_and_is_marked() -> None:
     assert sum(node.weight_bytes for node in graph.nodes) == bench.weight_bytes
     assert graph.nodes[2].shared_with == ("1.first",)
     assert graph.nodes[2].shared_weight_bytes == 64 * 4
+
+
+def test_the_clock_and_autograds_start_are_no_layers_time() -> None:
+    """Thirty layers that do nothing must not be thirty times the cost of asking."""
+    bench = bench_of(nn.Sequential(nn.Linear(8, 8), *[nn.Identity() for _ in range(30)]))
+    forward, backward = measuring_seconds(bench)
+    assert forward > 0
+    assert backward > 0
+    facts = measure_layers(bench, 4, 7)["provenance"]
+    whole = facts["whole_backward_seconds"] * facts["isolated_over_whole_backward"]
+    assert whole < 30 * backward

@@ -1,0 +1,32 @@
+"""The example at its smallest: a solved pipeline trains as one device does, in about the time
+that was predicted."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+import hetflow.examples
+
+FOLDER = Path(hetflow.examples.__file__).parent / "pipeline_end_to_end"
+
+
+@pytest.mark.slow
+def test_a_solved_pipeline_on_unlike_devices_equals_one_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = importlib.util.spec_from_file_location("pipeline_end_to_end", FOLDER / "run.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, example)
+    spec.loader.exec_module(example)
+    (found,) = example.compare(("gpt",), (example.POOLS[1],), 3)
+    assert "cpu:fast" in found.stages
+    assert "cpu:slow" in found.stages
+    # Float32, and microbatches are summed in another order.
+    assert found.loss == pytest.approx(found.one_device_loss, rel=1e-5)
+    # Passes are held to their times, so nothing can be much faster than predicted; other work on
+    # the machine may make it slower.
+    assert -0.5 < found.error < 0.1
