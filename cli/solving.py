@@ -120,17 +120,21 @@ def _pipeline(question: Question) -> PipelinePlan:
     if question.split.objective == "waste":
         raise ProblemError("--objective waste is a split's", hint="add --strategy split")
     asked = question.pipeline.schedule
+    sizes = _microbatch_sizes(question)
+    _say_links(question)
     if question.pipeline.repetitive:
-        return _repetitive(question)
+        return _repetitive(question, sizes)
     if question.pipeline.cost_model != "profiled" or question.pipeline.runs is not None:
         raise ProblemError(
             "--cost-model and --runs belong to the planner of repetitive models",
             hint="add --repetitive --schedule 2bw",
         )
-    return _best_schedule(question) if asked == "auto" else _scheduled(question, asked)
+    if asked == "auto":
+        return _best_schedule(question, sizes)
+    return _scheduled(question, asked, sizes)
 
 
-def _repetitive(question: Question) -> PipelinePlan:
+def _repetitive(question: Question, sizes: list[int]) -> PipelinePlan:
     flags = question.pipeline
     if flags.schedule != "2bw":
         raise ProblemError(
@@ -145,7 +149,7 @@ def _repetitive(question: Question) -> PipelinePlan:
         question.profiles,
         question.pool,
         question.batch_size,
-        _microbatch_sizes(question),
+        sizes,
         pool_name=question.pool_name,
         link_bytes_per_second=flags.link_bytes_per_second,
         cost_model=flags.cost_model,
@@ -153,7 +157,7 @@ def _repetitive(question: Question) -> PipelinePlan:
     )
 
 
-def _best_schedule(question: Question) -> PipelinePlan:
+def _best_schedule(question: Question, sizes: list[int]) -> PipelinePlan:
     """The fastest schedule of one semantics: those that flush train alike."""
     plans: list[PipelinePlan] = []
     refusals: list[HetflowError] = []
@@ -161,7 +165,7 @@ def _best_schedule(question: Question) -> PipelinePlan:
         if question.pipeline.num_model_chunks is not None and schedule != "interleaved":
             continue
         try:
-            plans.append(_scheduled(question, cast(PlannedSchedule, schedule)))
+            plans.append(_scheduled(question, cast(PlannedSchedule, schedule), sizes))
         except (InfeasibleError, ProblemError) as error:
             refusals.append(error)
             note(f"{schedule}: {error.message}")
@@ -177,9 +181,8 @@ def _best_schedule(question: Question) -> PipelinePlan:
     return dataclasses.replace(best, provenance=origin)
 
 
-def _scheduled(question: Question, schedule: PlannedSchedule) -> PipelinePlan:
+def _scheduled(question: Question, schedule: PlannedSchedule, sizes: list[int]) -> PipelinePlan:
     """The best microbatch size of one schedule."""
-    sizes = _microbatch_sizes(question)
     plans: dict[int, PipelinePlan] = {}
     refusals: list[HetflowError] = []
     for size in sizes:
@@ -220,6 +223,16 @@ def _microbatch_sizes(question: Question) -> list[int]:
         known = ", ".join(map(str, common))
         warn(f"layers are profiled at {known}: took microbatches of {nearest}, not {asked}")
     return [nearest]
+
+
+def _say_links(question: Question) -> None:
+    """What links between devices are taken for, where only the profiles tell."""
+    from ..solvers.pipeline_problems import measured_link
+
+    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
+    rate = measured_link(in_pool)
+    if question.pipeline.link_bytes_per_second is None and rate is not None:
+        note(f"links that the pool does not state: {rate / 1e6:.0f} MB/s, as profiled")
 
 
 def _pipeline_at(

@@ -1,6 +1,6 @@
 """Profile, solve and train two models as pipelines on emulated unlike devices; compare.
 
-    python examples/pipeline_end_to_end/run.py            about 6 minutes on two cores
+    python examples/pipeline_end_to_end/run.py            about 10 minutes on two busy cores
     python examples/pipeline_end_to_end/run.py --quick    one model, two workers
 
 For each model and pool: the solver's pipeline, its predicted step time, the measured one, and the
