@@ -39,7 +39,7 @@ def simulate(
         str,
         typer.Option(
             help="rounds, published-rounds, elastic, static-priority, easyscale, "
-            "easyscale-homogeneous or yarn."
+            "easyscale-taking, easyscale-homogeneous or yarn."
         ),
     ] = "rounds",
     agnostic: Annotated[

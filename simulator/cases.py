@@ -20,10 +20,11 @@ from .rounds import RoundOptions, simulate_rounds
 
 SCHEDULERS = (
     "rounds", "published-rounds", "elastic", "static-priority", "easyscale",
-    "easyscale-homogeneous", "yarn",
+    "easyscale-taking", "easyscale-homogeneous", "yarn",
 )  # fmt: skip
 _PROPOSALS: dict[str, Literal["heterogeneous", "homogeneous", "yarn"]] = {
-    "easyscale": "heterogeneous", "easyscale-homogeneous": "homogeneous", "yarn": "yarn",
+    "easyscale": "heterogeneous", "easyscale-taking": "heterogeneous",
+    "easyscale-homogeneous": "homogeneous", "yarn": "yarn",
 }  # fmt: skip
 
 
@@ -93,7 +94,9 @@ def run_case(
     )
     if case.scheduler in _PROPOSALS:
         proposals = ProposalOptions(
-            scheduler=_PROPOSALS[case.scheduler], resize_seconds=case.restart_seconds
+            scheduler=_PROPOSALS[case.scheduler],
+            takes=case.scheduler == "easyscale-taking",
+            resize_seconds=case.restart_seconds,
         )
         return simulate_proposals(jobs, pool, proposals)
     if case.scheduler in ("elastic", "static-priority"):

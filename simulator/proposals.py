@@ -5,8 +5,13 @@ at most A_i ESTs each, at maxP / f_overload mini-batches (equations 1a to 1d). E
 its ``top`` plans, each an increment of devices of one type, by speed-up per device; the cluster
 accepts the highest, of equals the one with more devices, then the earlier job, until none is
 left. Where the text is silent: speed-up is the gain over the job's rate on maxP devices of its
-fastest type, so that it is finite for a job that holds nothing; elastic jobs do not take devices
-from each other; a job yields to serving jobs where a device costs it the least.
+fastest type, so that it is finite for a job that holds nothing; a job yields to serving jobs where
+a device costs it the least.
+
+With ``takes``, proposals may also name a device that another job holds: it changes hands where
+the product of both rates grows (the taker's speed-up is more than the giver's slow-down; a job
+that holds nothing has the first claim, the longest waiting one before others). A giver keeps one
+device. The product of all rates grows with each exchange, so this ends.
 
 YARN's capacity scheduler stands beside it: first in, first out, a whole gang of one type at once.
 """
@@ -27,14 +32,15 @@ from .pool import Pool
 class ProposalOptions:
     """``heterogeneous`` jobs may mix types; ``homogeneous`` ones keep to the type they start on.
 
-    ``serving`` lists (from time, devices by type that serving jobs hold from then on), in order.
-    ``measured`` is the part of the estimated rate that a job really reaches on its devices;
-    where an increment turns out slower than before, the job falls back and does not ask again
-    for it.
+    ``takes`` lets jobs take devices from each other. ``serving`` lists (from time, devices by
+    type that serving jobs hold from then on), in order. ``measured`` is the part of the estimated
+    rate that a job really reaches on its devices; where an increment turns out slower than
+    before, the job falls back and does not ask again for it.
     """
 
     scheduler: Literal["heterogeneous", "homogeneous", "yarn"] = "heterogeneous"
     top: int = 3
+    takes: bool = False
     resize_seconds: float = 0.0
     serving: tuple[tuple[float, Counts], ...] = ()
     measured: Callable[[Job, Counts], float] | None = None
@@ -114,6 +120,9 @@ class _Proposals(EventCluster):
         self._yield_to_serving()
         while self._accept_best():
             pass
+        if self.options.takes:
+            while self._take_one():
+                pass
 
     def _admit(self) -> None:
         """FIFO, gang-scheduled: the head waits for all its devices of one type."""
@@ -167,6 +176,52 @@ class _Proposals(EventCluster):
             self.running.append(entry)
         self.resize(entry, counts)
         return True
+
+    def _take_one(self) -> bool:
+        """Let the device change hands that gains most; False where none gains."""
+        best: tuple[float, int, Entry, Entry] | None = None
+        for kind in range(len(self.none)):
+            givers = sorted(
+                (self._kept(entry, kind), i, entry)
+                for i, entry in enumerate(self.running)
+                if entry.counts[kind] and entry.devices > 1
+            )
+            if not givers:
+                continue
+            for taker in [*self.running, *self.waiting[:1]]:
+                giver = next((one for one in reversed(givers) if one[2] is not taker), None)
+                if giver is None:
+                    continue
+                gain = self._gain(taker, kind) * giver[0]
+                if gain > 1 + 1e-9 and (best is None or gain > best[0]):
+                    best = gain, kind, taker, giver[2]
+        if best is None:
+            return False
+        _, kind, taker, giver_ = best
+        self.resize(giver_, _plus(giver_.counts, kind, -1))
+        if not taker.devices:
+            self.waiting.remove(taker)
+            self.running.append(taker)
+        self.resize(taker, _plus(taker.counts, kind, 1))
+        return True
+
+    def _kept(self, entry: Entry, kind: int) -> float:
+        """The part of its rate that a job keeps without one of its devices."""
+        now = self._estimate(entry, entry.counts)
+        return self._estimate(entry, _plus(entry.counts, kind, -1)) / now if now else 1.0
+
+    def _gain(self, entry: Entry, kind: int) -> float:
+        """The factor by which one more device speeds a job up; infinite where it holds none."""
+        fixed = self.options.scheduler == "homogeneous" and entry.devices
+        counts = _plus(entry.counts, kind, 1)
+        if (fixed and not entry.counts[kind]) or entry.devices >= entry.job.scale_factor:
+            return 0.0
+        if counts in self.refused.get(entry.job.id, set()):
+            return 0.0
+        now, then = self._estimate(entry, entry.counts), self._estimate(entry, counts)
+        if not now:
+            return float("inf") if then else 0.0
+        return then / now
 
     def proposals(self, entry: Entry, free: list[int]) -> list[Proposal]:
         """The job's top increments by speed-up per device, as far as devices are free."""

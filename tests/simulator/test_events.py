@@ -123,13 +123,29 @@ def test_a_job_falls_back_where_more_devices_are_slower(table: Throughputs, job:
     assert run.end_seconds == pytest.approx(1001.0)
 
 
-def test_proposals_never_oversubscribe(pool: Pool, job: MakeJob) -> None:
+def test_a_newcomer_takes_devices_where_both_gain(table: Throughputs, job: MakeJob) -> None:
+    pool = Pool(throughputs=table, num_devices={"fast": 4})
+    jobs = [
+        job(0, steps=16000.0, scale_factor=4),
+        job(1, steps=4000.0, scale_factor=4, arrival_seconds=500.0),
+    ]
+    run = simulate_proposals(jobs, pool, ProposalOptions(takes=True))
+    # 500 s on 4 at 16 a second, then 2 each at 8: job 1 ends 500 s later, job 0 grows back.
+    ends = {done.id: done.finish_seconds for done in run.jobs}
+    assert ends == pytest.approx({"0": 1250.0, "1": 1000.0})
+    alone = simulate_proposals(jobs, pool)
+    ends = {done.id: done.finish_seconds for done in alone.jobs}
+    assert ends == pytest.approx({"0": 1000.0, "1": 1250.0})
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_proposals_never_oversubscribe(pool: Pool, job: MakeJob, takes: bool) -> None:
     models = ("conv", "rnn")
     jobs = [
         job(n, model=models[n % 2], scale_factor=(1, 2, 4)[n % 3], arrival_seconds=200.0 * n)
         for n in range(20)
     ]
-    run = simulate_proposals(jobs, pool)
+    run = simulate_proposals(jobs, pool, ProposalOptions(takes=takes))
     assert len(run.jobs) == 20
     for time in {span.start_seconds for span in run.spans}:
         now = [s for s in run.spans if s.start_seconds <= time < s.end_seconds]
