@@ -22,6 +22,9 @@ SCHEDULERS = (
     "rounds", "published-rounds", "elastic", "static-priority", "easyscale",
     "easyscale-taking", "easyscale-homogeneous", "yarn",
 )  # fmt: skip
+# Policies under which devices that nobody has a share of stay idle: FIFO never overtakes, and a
+# device that is not asked for costs money.
+_LEAVES_IDLE = ("fifo_", "min_cost", "min_dollars", "makespan_budget")
 _PROPOSALS: dict[str, Literal["heterogeneous", "homogeneous", "yarn"]] = {
     "easyscale": "heterogeneous", "easyscale-taking": "heterogeneous",
     "easyscale-homogeneous": "homogeneous", "yarn": "yarn",
@@ -133,7 +136,7 @@ def _in_rounds(
         failure_seconds=case.failure_seconds,
         repair_seconds=case.repair_seconds,
         convention="published" if published else "text",
-        fills_idle=not case.policy.startswith("fifo_"),
+        fills_idle=not case.policy.startswith(_LEAVES_IDLE),
         records_spans=case.records_spans,
         servers=None if published else case.servers,
         selection=case.selection,
