@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hetflow import runtime as hf
-from hetflow.runtime.invariant import InvariantSum, all_gather
+from hetflow.runtime.exchange import Collectives, all_gather
+from hetflow.runtime.invariant import InvariantSum
 from hetflow.runtime.pins import pins
 from hetflow.schema import files
 
@@ -35,6 +36,13 @@ from hetflow.schema import files
 HOLDINGS = [(4, 4), (5, 3), (2, 2, 2, 2), (5, 2, 1)]
 GRID_BITS = 40  # fixed point: 24 bits of room above the largest gradient, 40 below
 RESNET18 = 11_689_512
+
+
+class ByCollectives(InvariantSum):
+    """The tree as it was exchanged over gloo before, and is over NCCL."""
+
+    def _exchange(self, trees: list[Tensor], at: tuple[int, int]) -> Collectives:
+        return Collectives(trees, self._trees, self._num_leaves, self._rank, self._group)
 
 
 class Bench:
@@ -48,6 +56,8 @@ class Bench:
         self.flat = torch.zeros(numel)
         self.tree = InvariantSum(self.holdings, rank)
         self.tree.allocate([self.flat])
+        self.collective_tree = ByCollectives(self.holdings, rank)
+        self.collective_tree.allocate([self.flat])
         self.wide = {
             dtype: torch.zeros(numel, dtype=dtype) for dtype in (torch.int64, torch.double)
         }
@@ -62,15 +72,23 @@ class Bench:
 
     def invariant_tree(self) -> None:
         """runtime/invariant.py."""
-        self.tree.begin()
+        self.sum_by(self.tree)
+
+    def sum_by(self, tree: InvariantSum) -> None:
+        """Every pass and the exchange."""
+        tree.begin()
         self.flat.zero_()
         for node, gradient in zip(self.own, self.gradients, strict=True):
-            self.tree.enter(node)
+            tree.enter(node)
             self.flat.add_(gradient)
-            self.tree.leave()
-        self.tree.settle()
-        self.tree.launch(0, 0, len(self.flat))
-        self.tree.wait()
+            tree.leave()
+        tree.settle()
+        tree.launch(0, 0, len(self.flat))
+        tree.wait()
+
+    def tree_by_collectives(self) -> None:
+        """The same tree by all-to-all and all-gather, as NCCL has it."""
+        self.sum_by(self.collective_tree)
 
     def chain(self) -> None:
         """Slice owners add g0, g1, g2, ...: a buffer for each virtual node of the device."""
@@ -112,24 +130,34 @@ class Bench:
         return {
             "all_reduce": 2 * share,
             "invariant_tree": (trees + 1) * share,
+            "tree_by_collectives": (trees + 1) * share,
             "chain": (len(self.own) + 1) * share,
             "fixed_point": 4 * share,
             "rounded_doubles": 4 * share,
         }[name]
+
+    def received_bytes(self) -> int:
+        """The others' subtrees of the slice that this worker sums."""
+        others = sum(len(held) for held in self.tree._trees) - len(self.tree._trees[self.rank])
+        return 0 if self.tree._has_two_trees else others * len(self.flat) * 4 // self.size
 
     def buffer_bytes(self, name: str) -> int:
         """Bytes held through a step beside the gradient buffer."""
         one = len(self.flat) * 4
         return {
             "all_reduce": 0,
-            "invariant_tree": self.tree.num_spares * one,
+            "invariant_tree": self.tree.num_spares * one + self.received_bytes(),
+            "tree_by_collectives": self.tree.num_spares * one + self.received_bytes(),
             "chain": (len(self.own) - 1) * one,
             "fixed_point": 2 * one,
             "rounded_doubles": 2 * one,
         }[name]
 
 
-CANDIDATES = ("all_reduce", "invariant_tree", "chain", "fixed_point", "rounded_doubles")
+CANDIDATES = (
+    *("all_reduce", "invariant_tree", "tree_by_collectives", "chain", "fixed_point"),
+    "rounded_doubles",
+)
 
 
 def gradient_of(node: int, numel: int) -> Tensor:

@@ -1,0 +1,167 @@
+"""How workers' subtrees of a bucket meet: each slice at its owner, and the sums back to all.
+
+Over gloo the slices travel as messages straight from and into the buffers: a third to a quarter
+of the CPU time of gloo's own all-to-all and all-gather, which copy twice and allocate each time
+(benchmarks/reduction.py). NCCL has the collectives.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .subtrees import Subtree, root_of
+
+# Newer torch has another name for it, and warns of this one.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class Exchange(Protocol):
+    """One bucket on its way."""
+
+    def gather(self) -> None:
+        """Wait for the workers' subtrees, sum this worker's slice, send it to all."""
+
+    def wait(self) -> None:
+        """Wait until the bucket holds the sum."""
+
+
+class TwoTrees:
+    """Two workers with a whole subtree each: a + b has one order, so an all-reduce will do."""
+
+    def __init__(self, bucket: Tensor, group: "dist.ProcessGroup | None") -> None:
+        self._work = dist.all_reduce(bucket, group=group, async_op=True)
+
+    def gather(self) -> None:
+        """Nothing: the all-reduce does it."""
+
+    def wait(self) -> None:
+        """Wait for it."""
+        if self._work is not None:
+            self._work.wait()
+
+
+class Messages:
+    """Slices as messages of their own, on the host.
+
+    Args:
+        trees: This worker's subtrees of the bucket; the last stands in the bucket itself.
+        names: The subtrees of every worker, in the order they are sent.
+        room: A row for each subtree of the others, in order of workers.
+        rank: This worker.
+        tag: A number that no other bucket of the step has, nor its successor.
+        group: The process group.
+    """
+
+    def __init__(
+        self,
+        trees: Sequence[Tensor],
+        names: Sequence[Sequence[Subtree]],
+        num_leaves: int,
+        room: Tensor,
+        rank: int,
+        tag: int,
+        group: "dist.ProcessGroup | None",
+    ) -> None:
+        self._num_leaves, self._rank, self._tag, self._group = num_leaves, rank, tag, group
+        size = len(names)
+        self._slices = trees[-1].view(size, -1)
+        rows = [tree.view(size, -1) for tree in trees]
+        self._parts = list(zip(names[rank], (row[rank] for row in rows), strict=True))
+        self._own = self._parts[-1][1]
+        free = iter(room)
+        self._coming, self._works = [], []
+        for worker, held in enumerate(names):
+            if worker != rank:
+                for name in held:
+                    self._parts.append((name, next(free)))
+                    self._coming.append(self._receive(self._parts[-1][1], worker, tag))
+        for worker in self._others():
+            self._works += [self._send(row[worker], worker, tag) for row in rows]
+
+    def _others(self) -> list[int]:
+        """The others, each worker beginning with the one after it."""
+        size = len(self._slices)
+        return [(self._rank + step) % size for step in range(1, size)]
+
+    def _send(self, tensor: Tensor, worker: int, tag: int) -> "dist.Work | None":
+        return dist.isend(tensor, self._global(worker), group=self._group, tag=tag)
+
+    def _receive(self, tensor: Tensor, worker: int, tag: int) -> "dist.Work | None":
+        return dist.irecv(tensor, self._global(worker), group=self._group, tag=tag)
+
+    def _global(self, worker: int) -> int:
+        return worker if self._group is None else dist.get_global_rank(self._group, worker)
+
+    def gather(self) -> None:
+        """Sum this worker's slice in place and pass it on.
+
+        The others' slices may be received into the bucket: who sends one has got ours before.
+        """
+        _wait(self._coming)
+        own = self._own
+        root_of(self._parts, self._num_leaves, own)
+        for worker in self._others():
+            self._works.append(self._receive(self._slices[worker], worker, self._tag + 1))
+        for worker in self._others():
+            self._works.append(self._send(own, worker, self._tag + 1))
+
+    def wait(self) -> None:
+        """Wait for all messages."""
+        _wait(self._works)
+
+
+class Collectives:
+    """The same by an all-to-all and an all-gather."""
+
+    def __init__(
+        self,
+        trees: Sequence[Tensor],
+        names: Sequence[Sequence[Subtree]],
+        num_leaves: int,
+        rank: int,
+        group: "dist.ProcessGroup | None",
+    ) -> None:
+        self._names, self._num_leaves, self._group = names, num_leaves, group
+        size, self._bucket = len(names), trees[-1]
+        length = self._bucket.numel() // size
+        rows = [tree.view(size, length) for tree in trees]
+        sent = self._bucket if len(rows) == 1 else torch.stack(rows, dim=1).reshape(-1)
+        if sent.is_cuda and dist.get_backend(group) == "gloo":
+            sent = sent.cpu()  # gloo exchanges slices of host memory only
+        lengths = [len(held) * length for held in names]
+        self._sent, self._received = sent, sent.new_empty(sum(lengths))
+        self._work = dist.all_to_all_single(
+            self._received,
+            sent,
+            output_split_sizes=lengths,
+            input_split_sizes=[len(rows) * length] * size,
+            group=group,
+            async_op=True,
+        )
+
+    def gather(self) -> None:
+        """Finish the tree for this worker's slice, and gather the others'."""
+        _wait([self._work])
+        flat_names = [tree for held in self._names for tree in held]
+        parts = list(zip(flat_names, self._received.view(len(flat_names), -1), strict=True))
+        self._own = parts[0][1]
+        root_of(parts, self._num_leaves, self._own)
+        self._whole = self._bucket
+        if self._own.device != self._whole.device:
+            self._whole = torch.empty_like(self._whole, device=self._own.device)
+        self._work = all_gather(self._whole, self._own, group=self._group, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the sums of all slices."""
+        _wait([self._work])
+        if self._whole is not self._bucket:
+            self._bucket.copy_(self._whole)
+
+
+def _wait(works: Sequence["dist.Work | None"]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
