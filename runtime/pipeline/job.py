@@ -18,20 +18,22 @@ from ...schedules.operations import Kind, Operation
 from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
 from ..data import Batch, Pass
-from ..group import Place, subgroup
+from ..group import Place
 from ..job import Epoch, Job, LossFunction
 from ..lower_pipeline import schedule_of
 from ..saving import Checkpoints, shapes_of
 from ..streams import seed_streams
 from .arguments import by_placeholder
 from .cut import cut
-from .executor import Executor, Received, held
+from .executor import Executor, held
+from .messages import Message
 from .optimizer import OwnShare
 from .ownership import Ownership, StageBuffers
 from .saving import StageCheckpoints
 from .stage import Stage, parameters_of
 from .synchronise import Synchroniser
 from .trace import layers_of
+from .transport import transport_of
 from .unflushed import Unflushed
 
 
@@ -77,8 +79,7 @@ class PipelineJob(Job):
         own = self._ownership.own
         self.share = OwnShare(optimizer, self._ownership.parameters, own) if optimizer else None
         self._synchroniser = Synchroniser(self._ownership, place, work)
-        transport = subgroup(place, backend="gloo") if place.distributed else None
-        self._executor = Executor(place.rank, transport)
+        self._executor = Executor(place.rank, transport_of(place, [s.ranks for s in work.stages]))
         self._signature = inspect.signature(model.forward)
         self._forward = model.forward
         model.forward = self._refuse_outside
@@ -217,7 +218,7 @@ class PipelineJob(Job):
 
     # What the executor asks for
 
-    def forward(self, operation: Operation, received: Received) -> tuple[Any, ...]:
+    def forward(self, operation: Operation, received: Message) -> tuple[Any, ...]:
         """Run this worker's stage inside the script's function."""
         number, microbatch = operation.stage, operation.microbatch
         late = self._unflushed

@@ -24,7 +24,13 @@ class Synchroniser:
 
     def __init__(self, ownership: Ownership, place: Place, work: PipelineWork) -> None:
         self._ownership, self._place = ownership, place
-        self._names = list(ownership.parameters)
+        self._parameters = list(ownership.parameters.items())
+        names = enumerate(ownership.parameters)
+        # A parameter's norm is told by the first of its holders.
+        self._told = [i for i, name in names if ownership.holders[name][0] == place.rank]
+        self._apart = [
+            (i, p) for i, (n, p) in enumerate(self._parameters) if n not in ownership.own
+        ]
         self._groups: dict[Holders, dist.ProcessGroup] = {}
         self._stage_ranks = [tuple(sorted(stage.ranks)) for stage in work.stages]
         sets = set(ownership.holders.values()) | set(self._stage_ranks)
@@ -36,12 +42,12 @@ class Synchroniser:
         self.wants_stop = False
         self.stops = torch.zeros(())
         self._num_samples = 0
-        self._sums = torch.zeros(_NUM_SUMS, dtype=torch.float64)
+        self._losses: list[tuple[Tensor, float, bool]] = []
 
     def begin(self, num_samples: int) -> None:
         """Start a step over so many samples in all."""
         self._num_samples = num_samples
-        self._sums = torch.zeros(_NUM_SUMS, dtype=torch.float64)
+        self._losses = []
         self._carried = {}
         for name, parameter in self._ownership.parameters.items():
             if name in self._ownership.own and parameter.grad is not None:
@@ -54,9 +60,7 @@ class Synchroniser:
         if weight is not None and not scales:
             raise TargetError("losses with weights need a schedule that flushes")
         own = float(num_samples) if weight is None else weight
-        self._sums[_LOSS] += loss.detach().double().cpu() * own
-        self._sums[_WEIGHT] += own
-        self._sums[_WEIGHTED] += float(weight is not None)
+        self._losses.append((loss.detach(), own, weight is not None))
         if own == 0:
             return None
         share = own / self._num_samples if scales else 1.0
@@ -69,21 +73,29 @@ class Synchroniser:
                 self._sum_over(holders, group)
         sums = self._all_sums()
         self.stops = sums[_STOP]
-        scale = self._num_samples / float(sums[_WEIGHT]) if sums[_WEIGHTED] > 0 else 1.0
-        number = len(self._names)
-        norms, used = sums[_NUM_SUMS : _NUM_SUMS + number], sums[_NUM_SUMS + number :]
-        for index, name in enumerate(self._names):
-            parameter = self._ownership.parameters[name]
-            if name not in self._ownership.own:
-                if used[index] > 0:
-                    # A stand-in: a single number with the norm of the real gradient.
-                    norm = (norms[index] * scale).to(parameter.dtype).reshape(1)
-                    parameter.grad = norm.to(parameter.device)
-                continue
-            if parameter.grad is not None and scale != 1:
-                parameter.grad.mul_(scale)
+        known = sums.tolist()
+        scale = self._num_samples / known[_WEIGHT] if known[_WEIGHTED] > 0 else 1.0
+        if scale != 1:
+            for name in self._ownership.own:
+                gradient = self._ownership.parameters[name].grad
+                if gradient is not None:
+                    gradient.mul_(scale)
+        self._stand_in(sums[_NUM_SUMS:], scale)
+        for name in self._carried:
             self._add_carried(name)
         return sums[_LOSS] / sums[_WEIGHT]
+
+    def _stand_in(self, sums: Tensor, scale: float) -> None:
+        """Parameters of other workers: a single number with the norm of the real gradient."""
+        number = len(self._parameters)
+        norms, used = sums[:number] * scale, sums[number:].tolist()
+        of_type: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        for index, parameter in self._apart:
+            if used[index] > 0:
+                kind = (parameter.dtype, parameter.device)
+                if kind not in of_type:
+                    of_type[kind] = norms.to(dtype=kind[0], device=kind[1], copy=True)
+                parameter.grad = of_type[kind][index : index + 1]
 
     def _add_carried(self, name: str) -> None:
         parameter, carried = self._ownership.parameters[name], self._carried.get(name)
@@ -92,7 +104,7 @@ class Synchroniser:
 
     def _sum_over(self, holders: Holders, group: dist.ProcessGroup) -> None:
         """Sum the gradients that exactly these workers hold, types apart."""
-        named = [n for n in self._names if self._ownership.holders[n] == holders]
+        named = [n for n, _ in self._parameters if self._ownership.holders[n] == holders]
         for dtype in sorted({self._ownership.parameters[n].dtype for n in named}, key=str):
             of_type = [n for n in named if self._ownership.parameters[n].dtype == dtype]
             self._sum_flat(of_type, group)
@@ -114,17 +126,29 @@ class Synchroniser:
 
     def _all_sums(self) -> Tensor:
         """Loss and weights; then each parameter's gradient norm, and whether it has one."""
-        number = len(self._names)
-        sums = torch.zeros(_NUM_SUMS + 2 * number, dtype=torch.float64)
-        self._sums[_STOP] = float(self.wants_stop)
-        sums[:_NUM_SUMS] = self._sums
-        for index, name in enumerate(self._names):
-            gradient = self._ownership.parameters[name].grad
-            first = self._ownership.holders[name][0] == self._place.rank
-            if first and gradient is not None:
-                sums[_NUM_SUMS + index] = float(torch.linalg.vector_norm(gradient))
+        number = len(self._parameters)
+        sums = self._loss_sums() + [0.0] * 2 * number
+        gradients = [(index, self._parameters[index][1].grad) for index in self._told]
+        used = [(index, gradient) for index, gradient in gradients if gradient is not None]
+        if used:
+            norms = torch.stack([torch.linalg.vector_norm(g).double() for _, g in used]).tolist()
+            for (index, _), norm in zip(used, norms, strict=True):
+                sums[_NUM_SUMS + index] = norm
                 sums[_NUM_SUMS + number + index] = 1.0
-        return self._reduced(sums)
+        return self._reduced(torch.tensor(sums, dtype=torch.float64))
+
+    def _loss_sums(self) -> list[float]:
+        """Losses * weights, weights, how many losses came with one, and whether to stop."""
+        sums = [0.0] * _NUM_SUMS
+        sums[_STOP] = float(self.wants_stop)
+        if not self._losses:
+            return sums
+        values = torch.stack([loss.reshape(()).double() for loss, _, _ in self._losses]).tolist()
+        for value, (_, own, weighted) in zip(values, self._losses, strict=True):
+            sums[_LOSS] += value * own
+            sums[_WEIGHT] += own
+            sums[_WEIGHTED] += weighted
+        return sums
 
     def _reduced(self, sums: Tensor) -> Tensor:
         if not self._place.distributed:
@@ -145,8 +169,7 @@ class Synchroniser:
 
     def share_loss_late(self) -> Tensor:
         """The mean loss of the batch before, so that nobody waits for the last stage."""
-        self._sums[_STOP] = float(self.wants_stop)
-        sums = self._sums.to(self._place.device)
+        sums = torch.tensor(self._loss_sums(), dtype=torch.float64, device=self._place.device)
         work = dist.all_reduce(sums, async_op=True) if self._place.distributed else None
         before, self._late = self._late or (work, sums), (work, sums)
         if before[0] is not None:

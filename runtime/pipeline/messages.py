@@ -1,0 +1,112 @@
+"""What a message between stages is made of, and how it stands in memory."""
+
+import json
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...schema.errors import TargetError
+
+Value = Tensor | int | float | bool | None | tuple[Any, ...]
+Message = tuple[tuple[Value, ...], tuple[bool, ...]]
+"""Values, and which of them want a gradient back."""
+
+ALIGNMENT = 64  # of every tensor in a payload, as of those that torch itself makes
+
+
+class _Part(NamedTuple):
+    """One value of a message: where a tensor's bytes stand, or the value itself."""
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    wants: bool
+    start: int
+    end: int
+    value: Value = None
+
+
+class Layout:
+    """How the values of a message stand in its payload."""
+
+    def __init__(self, parts: tuple[_Part, ...]) -> None:
+        self.parts = parts
+        self.num_bytes = max((part.end for part in parts), default=0)
+        self._wants = tuple(part.wants for part in parts)
+
+    @classmethod
+    def of(cls, key: tuple[Any, ...]) -> "Layout":
+        """The layout of values with this key (``key_of``)."""
+        parts, start = [], 0
+        for entry in key:
+            if len(entry) == 1:
+                parts.append(_Part(None, (), False, 0, 0, _tuples(json.loads(entry[0]))))
+                continue
+            dtype, shape, wants = entry
+            end = start + torch.Size(shape).numel() * dtype.itemsize
+            parts.append(_Part(dtype, tuple(shape), wants, start, end))
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(parts))
+
+    def write(self, values: tuple[Value, ...], payload: Tensor) -> None:
+        """Copy the tensors of a message into its payload."""
+        for value, part in zip(values, self.parts, strict=True):
+            if part.dtype is not None and part.end > part.start:
+                assert isinstance(value, Tensor)
+                room = payload[part.start : part.end].view(part.dtype).view(part.shape)
+                room.copy_(value.detach())
+
+    def read(self, payload: Tensor) -> Message:
+        """The values of a message; tensors are views of its payload."""
+        values = tuple(
+            part.value
+            if part.dtype is None
+            else payload[part.start : part.end].view(part.dtype).view(part.shape)
+            for part in self.parts
+        )
+        return values, self._wants
+
+
+def key_of(values: tuple[Value, ...]) -> tuple[Any, ...]:
+    """What decides a layout: equal keys, equal layouts.
+
+    Raises:
+        TargetError: A value that is no tensor, number or tuple of numbers.
+    """
+    return tuple(
+        (value.dtype, value.shape, value.requires_grad)
+        if isinstance(value, Tensor)
+        else (json.dumps(_plain(value)),)
+        for value in values
+    )
+
+
+def describe(key: tuple[Any, ...]) -> bytes:
+    """A key as text that ``undescribe`` reads; nothing is unpickled."""
+    entries = [
+        entry if len(entry) == 1 else [str(entry[0])[6:], list(entry[1]), entry[2]] for entry in key
+    ]
+    return json.dumps(entries).encode()
+
+
+def undescribe(text: bytes) -> tuple[Any, ...]:
+    """The key that was described."""
+    return tuple(
+        (entry[0],) if len(entry) == 1 else (getattr(torch, entry[0]), tuple(entry[1]), entry[2])
+        for entry in json.loads(text)
+    )
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, tuple | list):
+        return [_plain(entry) for entry in value]
+    raise TargetError(
+        f"the model cannot be cut here: a {type(value).__name__} would cross between two stages",
+        hint="only tensors and numbers can; move the cut",
+    )
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(entry) for entry in value) if isinstance(value, list) else value
