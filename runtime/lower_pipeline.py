@@ -48,7 +48,7 @@ def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
                 device_type=types[rank],
                 virtual_nodes=tuple(
                     VirtualNode(index=index, batch_size=plan.microbatch_size)
-                    for index in _microbatches_of(schedule, rank)
+                    for index in microbatches_of(schedule, rank)
                 ),
             )
             for rank in range(len(types))
@@ -64,14 +64,15 @@ def schedule_of(work: PipelineWork, num_microbatches: int) -> Schedule:
     """
     stages = work.stages
     first = stages[0].ranks[0]
-    chunks = sum(first in stage.ranks for stage in stages)
+    is_two_way = work.schedule == "dualpipe"
+    chunks = 1 if is_two_way else sum(first in stage.ranks for stage in stages)
     size = len(stages) // chunks
     schedule = generate(
         work.schedule,
         pipeline_parallel_size=size,
         num_microbatches=num_microbatches,
         num_model_chunks=chunks,
-        replicas=[len(stage.ranks) for stage in stages[:size]],
+        replicas=None if is_two_way else [len(stage.ranks) for stage in stages[:size]],
         microbatches_per_update=work.num_microbatches if work.schedule == "2bw" else None,
     )
     planned = tuple(stage.ranks for stage in stages)
@@ -95,7 +96,11 @@ def _check_trace(plan: PipelinePlan) -> None:
 
 
 def _ranks_of_stages(plan: PipelinePlan) -> list[tuple[int, ...]]:
-    if plan.schedule not in CHUNKED:
+    if plan.schedule == "dualpipe":
+        # One pipeline in each direction: rank r holds stages r and p - 1 - r.
+        last = len(plan.stages) - 1
+        return [(min(s, last - s), max(s, last - s)) for s in range(last + 1)]
+    if plan.schedule not in (*CHUNKED, "dualpipe-v"):
         rank = count()
         return [tuple(next(rank) for _ in range(stage.num_replicas)) for stage in plan.stages]
     known: dict[tuple[str, int], int] = {}
@@ -127,9 +132,15 @@ def _stage_of(stage: StagePlan, ranks: tuple[int, ...], recompute: bool) -> Pipe
     )
 
 
-def _microbatches_of(schedule: Schedule, rank: int) -> list[int]:
-    operations = schedule.ranks[rank]
-    return sorted({op.microbatch for op in operations if op.kind is Kind.FORWARD})
+def microbatches_of(schedule: Schedule, rank: int, stage: int | None = None) -> list[int]:
+    """The microbatches that a rank runs, of one of its stages or of any."""
+    return sorted(
+        {
+            op.microbatch
+            for op in schedule.ranks[rank]
+            if op.kind is Kind.FORWARD and stage in (None, op.stage)
+        }
+    )
 
 
 def _check_rounds(plan: PipelinePlan) -> None:

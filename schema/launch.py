@@ -97,10 +97,13 @@ class LaunchConfig:
             self._check_nodes(tuple(self.workers[rank] for rank in stage.ranks))
 
     def _check_nodes(self, workers: tuple[WorkerSlot, ...]) -> None:
-        indices = sorted(node.index for slot in workers for node in slot.virtual_nodes)
-        if indices != list(range(len(indices))):
+        nodes = [(n.index, n.batch_size) for slot in workers for n in slot.virtual_nodes]
+        if self.pipeline is not None and self.pipeline.schedule == "dualpipe":
+            # The two ranks of a stage run each microbatch, one there and one at the other end.
+            nodes = list(set(nodes))
+        if sorted(index for index, _ in nodes) != list(range(len(nodes))):
             raise ProblemError("virtual node indices must be 0, 1, 2, ... without gaps")
-        total = sum(node.batch_size for slot in workers for node in slot.virtual_nodes)
+        total = sum(batch_size for _, batch_size in nodes)
         if total != self.global_batch_size:
             raise ProblemError(f"virtual nodes hold {total} samples, not {self.global_batch_size}")
 

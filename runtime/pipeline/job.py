@@ -20,7 +20,7 @@ from ...schema.launch import PipelineWork
 from ..data import Batch, Pass
 from ..group import Place
 from ..job import Epoch, Job, LossFunction
-from ..lower_pipeline import schedule_of
+from ..lower_pipeline import microbatches_of, schedule_of
 from ..saving import Checkpoints, shapes_of
 from ..streams import seed_streams
 from .arguments import by_placeholder
@@ -64,8 +64,15 @@ class PipelineJob(Job):
             number: Stage(parts[number], recompute=work.recompute, device=place.device)
             for number in held_here
         }
+        self._schedule = schedule_of(work, work.num_microbatches)
         self._buffers = StageBuffers(
-            model, self._local, self._batch_sizes, [parts[number].module for number in held_here]
+            model,
+            self._local,
+            self._batch_sizes,
+            [
+                (parts[number].module, microbatches_of(self._schedule, place.rank, number))
+                for number in held_here
+            ],
         )
         self._ownership = Ownership(
             dict(model.named_parameters()),
@@ -73,7 +80,6 @@ class PipelineJob(Job):
             [stage.ranks for stage in work.stages],
             place.rank,
         )
-        self._schedule = schedule_of(work, work.num_microbatches)
         self._flushes = self._schedule.weight_semantics == "flush"
         self._check_semantics()
         own = self._ownership.own

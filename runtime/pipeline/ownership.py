@@ -76,16 +76,18 @@ class StageBuffers(VirtualNodeBuffers):
         model: nn.Module,
         local: Sequence[int],
         batch_sizes: Sequence[int],
-        own: Sequence[nn.Module],
+        own: Sequence[tuple[nn.Module, Sequence[int]]],
     ) -> None:
+        """As ``VirtualNodeBuffers``; ``own`` are this worker's stages and what each runs here."""
         super().__init__(model, local, batch_sizes)
         self._slots = _find_slots(model)
-        modules = {id(module) for part in own for module in part.modules()}
-        self._own_slots = {
-            slot.name
-            for slot in self._slots
-            if any(id(module) in modules for module, _ in slot.owners)
-        }
+        # Where two pipelines run in opposite directions, unlike stages run unlike microbatches.
+        self._nodes_of: dict[str, set[int]] = {}
+        for part, microbatches in own:
+            modules = {id(module) for module in part.modules()}
+            for slot in self._slots:
+                if any(id(module) in modules for module, _ in slot.owners):
+                    self._nodes_of.setdefault(slot.name, set()).update(microbatches)
 
     def capture_own(self, *, is_first: bool) -> dict[str, Any]:
         """This worker's part of ``capture``; the first one's also has what no stage uses."""
@@ -114,11 +116,11 @@ class StageBuffers(VirtualNodeBuffers):
                 slot.own.clear()
 
     def _owns(self, slot: _Slot) -> bool:
-        return slot.name in self._own_slots
+        return slot.name in self._nodes_of
 
     def _merged(self, slot: _Slot, all_reduce: "object") -> Tensor:
         local = self._local
-        self._local = local if self._owns(slot) else ()
+        self._local = tuple(sorted(self._nodes_of.get(slot.name, ())))
         try:
             return super()._merged(slot, all_reduce)  # type: ignore[arg-type]
         finally:
