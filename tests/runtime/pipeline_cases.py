@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
+from hetflow.runtime.pipeline import transport
 from hetflow.schema.errors import HetflowError
 
 GLOBAL_BATCH_SIZE, NUM_SAMPLES, EPOCHS = 24, 58, 2
@@ -78,8 +79,12 @@ def loss_of(model, weighted):
 
 
 def train(case):
-    """``model:optimizer:options``, options out of clip, weighted, whole."""
+    """``model:optimizer:options``, options out of clip, weighted, whole, apart.
+
+    ``apart`` sends payloads as between CUDA devices, with gloo in the place of NCCL.
+    """
     name, kind, options = case.split(":")
+    transport.payload_backend = lambda *_: "gloo" if "apart" in options else None
     model = build(name)
     optimizer = OPTIMIZERS[kind](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)

@@ -1,0 +1,175 @@
+"""Messages between stages: both ends of a channel in one process, over real gloo groups."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hetflow.runtime.pipeline.channels import Inbox, Outbox
+from hetflow.runtime.pipeline.transport import Line, Transport, channels_of, payload_backend
+from hetflow.schema.errors import TargetError
+
+
+class Counting:
+    """A line that notes how many bytes each transfer had."""
+
+    def __init__(self, line: Line) -> None:
+        self.line, self.peer, self.sizes = line, line.peer, []
+
+    def send(self, part):
+        self.sizes.append(part.numel() * part.element_size())
+        return self.line.send(part)
+
+    def receive(self, part):
+        self.sizes.append(part.numel() * part.element_size())
+        return self.line.receive(part)
+
+
+def gloo_pair(store: dist.Store) -> list[dist.ProcessGroup]:
+    """Both members of a group of two; each connects as the other does."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def member(rank: int) -> dist.ProcessGroup:
+        return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=5))
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(member, range(2)))
+
+
+@pytest.fixture(params=["inside", "apart"])
+def channel(request):
+    """(outbox, inbox, sending lines): payloads inside the frames, or by a line of their own."""
+    store = dist.HashStore()
+    hosts = gloo_pair(dist.PrefixStore("host", store))
+    sending = [Counting(Line(hosts[0], 1, 1))]
+    receiving = [Line(hosts[1], 0, 1)]
+    if request.param == "apart":
+        devices = gloo_pair(dist.PrefixStore("device", store))
+        sending.append(Counting(Line(devices[0], 1)))
+        receiving.append(Line(devices[1], 0))
+    return Outbox(*sending), Inbox(*receiving), sending
+
+
+MESSAGES = [
+    (torch.arange(6.0).reshape(2, 3),),
+    (torch.ones(2, 3),),
+    (torch.ones(3, 3, dtype=torch.bfloat16), None, 3, 2.5, True, (1, (2, -0.0))),
+    (torch.tensor(True), torch.arange(5, dtype=torch.int16), torch.ones(1, dtype=torch.complex64)),
+    (torch.zeros(0, 4), torch.zeros((), dtype=torch.float64)),
+    (torch.ones(4, 6)[:, ::2].t(),),
+    (),
+    (None, None),
+    (1,),
+    (True,),
+    (1.0,),
+    (torch.ones(2, 3, requires_grad=True), torch.ones(2)),
+]
+
+
+def test_whatever_is_sent_arrives(channel) -> None:
+    outbox, inbox, _ = channel
+    order = [*MESSAGES, *MESSAGES[::-1], *(MESSAGES[i] for i in (0, 0, 2, 2, 0, 1, 8, 9, 10, 8))]
+    inbox.expect(len(order))
+    for values in order:
+        outbox.send(values)
+        found, wants = inbox.take()
+        assert len(found) == len(values)
+        for value, sent, wanted in zip(found, values, wants, strict=True):
+            assert type(value) is type(sent)
+            if isinstance(sent, torch.Tensor):
+                assert (value.dtype, value.shape) == (sent.dtype, sent.shape)
+                assert torch.equal(value, sent.detach())
+                assert wanted == sent.requires_grad
+                assert value.storage_offset() * value.element_size() % 64 == 0
+            else:
+                assert repr(value) == repr(sent)
+                assert not wanted
+    outbox.flush()
+
+
+def test_a_known_layout_costs_one_transfer_of_header_and_payload(channel) -> None:
+    outbox, inbox, lines = channel
+    inbox.expect(4)
+    for size in (3, 3, 3, 5):
+        outbox.send((torch.ones(size, dtype=torch.float64),))
+        inbox.take()
+    frames, apart = lines[0].sizes, [line.sizes for line in lines[1:]]
+    if apart:
+        assert apart == [[24, 24, 24, 40]]
+        assert [size for size in frames if size == 64] == [64] * 4
+        assert len(frames) == 4 + 2  # two descriptions
+    else:
+        # Header, description, payload; twice all in one; then room of the last size, in vain.
+        assert frames[2:5] == [24, 64 + 24, 64 + 24]
+        assert frames[5] == 64 + 24
+        assert frames[-1] == 40
+        assert len(frames) == 3 + 1 + 1 + 3
+
+
+def test_messages_sent_ahead_stay_in_order_and_are_let_go(channel) -> None:
+    outbox, inbox, _ = channel
+    inbox.expect(20)
+    for number in range(20):
+        outbox.send((torch.full((4,), float(number)),), limit=3)
+        if number >= 2:
+            assert inbox.take()[0][0][0] == number - 2
+    assert len(outbox._leaving) == 3
+    for number in (18, 19):
+        assert inbox.take()[0][0][0] == number
+    outbox.flush()
+    assert len(outbox._leaving) == 0
+
+
+def test_a_lost_message_is_noticed(channel) -> None:
+    outbox, inbox, _ = channel
+    inbox.expect(2)
+    outbox.send((torch.ones(4),))
+    inbox.take()
+    outbox._number += 1
+    outbox.send((torch.ones(4),))
+    with pytest.raises(TargetError, match="sent message 2 where 1 was due"):
+        inbox.take()
+
+
+def test_waiting_ends() -> None:
+    hosts = gloo_pair(dist.HashStore())
+    inbox = Inbox(Line(hosts[1], 0, 1))
+    inbox.expect(1)
+    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
+        inbox.take()
+
+
+def test_other_things_cannot_cross(channel) -> None:
+    with pytest.raises(TargetError, match="a dict would cross between two stages"):
+        channel[0].send(({"a": torch.ones(1)},))
+
+
+@pytest.mark.parametrize(
+    ("device", "default", "backend"),
+    [
+        ("cuda", "nccl", "nccl"),  # every worker has a GPU of its own
+        ("cuda", "gloo", None),  # some share one, or some have none
+        ("cpu", "gloo", None),
+    ],
+)
+def test_devices_on_nccl_send_to_each_other(device, default, backend) -> None:
+    assert payload_backend(torch.device(device), default) == backend
+
+
+def test_every_channel_has_a_queue_of_its_own() -> None:
+    # 2-1 replicas, then two stages on the same ranks in turn, then both directions of DualPipe.
+    assert channels_of([(0, 1), (2,)]) == [(0, 2, True), (1, 2, True), (2, 0, False), (2, 1, False)]
+    assert channels_of([(0,), (1,), (1,), (0,)]) == [
+        (0, 1, False), (0, 1, True), (1, 0, False), (1, 0, True),
+    ]  # fmt: skip
+    assert len(channels_of([(0, 1), (0, 1)])) == 4
+
+
+def test_lines_lead_to_the_other_end() -> None:
+    host, device = object(), object()
+    apart = Transport(2, host, torch.device("cpu"), {(2, 0, False): device})
+    frames, payloads = apart.lines((2, 0, False))
+    assert (frames.group, frames.peer) == (host, 0)
+    assert (payloads.group, payloads.peer) == (device, 0)
+    assert apart.lines((0, 2, True)) == (Line(host, 0, 1), None)
