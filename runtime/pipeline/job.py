@@ -228,7 +228,6 @@ class PipelineJob(Job):
         """Run this worker's stage inside the script's function."""
         number, microbatch = operation.stage, operation.microbatch
         late = self._unflushed
-        item, inputs = self._input_of(microbatch - (late.offset if late else 0))
         stage, is_last = self._stages[number], operation.stage == self._last_stage
         weights = None if late is None else late.weights(operation)
         made: list[Any] = []
@@ -240,8 +239,10 @@ class PipelineJob(Job):
             made.append(answer)
             raise _Left
 
-        began = self._clock.begin_pass()
         with held(self._work.stages[number].forward_seconds):
+            # An emulated device's samples are there in time, as a real one's prefetched ones.
+            item, inputs = self._input_of(microbatch - (late.offset if late else 0))
+            began = self._clock.begin_pass()
             self._buffers.load(item.virtual_node)
             seed_streams(self._seed, "pass", self.num_steps, item.virtual_node, "stage", number)
             results = self._call(run, inputs, made)
