@@ -22,8 +22,16 @@ A boundary of a bytes costs 2a / B per input (activation and gradient) in the fi
 
 from collections.abc import Sequence
 from math import ceil
+from typing import NamedTuple
 
-from ..schema.pipeline import FLUSHING, STASHING, PlannedSchedule, TopologyLevel
+from ..schema.pipeline import (
+    FLUSHING,
+    STASHING,
+    PipelineLayer,
+    PipelineProblem,
+    PlannedSchedule,
+    TopologyLevel,
+)
 
 
 def thesis_seconds(
@@ -73,6 +81,53 @@ def nested_ring_seconds(
 def ring_sync_seconds(weight_bytes: float, num_replicas: int, bytes_per_second: float) -> float:
     """One ring all-reduce of a stage's gradients: 2(m-1)/m w / B."""
     return 2 * (num_replicas - 1) * weight_bytes / (num_replicas * bytes_per_second)
+
+
+class TiedWeights(NamedTuple):
+    """Weights that several layers use: positions of those that hold them, and of the others."""
+
+    holders: frozenset[int]
+    sharers: frozenset[int]
+    weight_bytes: int
+
+    def needs_copy(self, inside: set[int]) -> bool:
+        """Whether a stage of these layers keeps a copy beside the holder's."""
+        return bool(self.sharers & inside) and not self.holders <= inside
+
+    def is_split(self, inside: set[int]) -> bool:
+        """Whether a stage of these layers has some of the users, but not all."""
+        users = self.holders | self.sharers
+        return bool(users & inside) and not users <= inside
+
+
+def tied_weights(layers: Sequence[PipelineLayer]) -> tuple[TiedWeights, ...]:
+    """The tied weights of a model, one entry for each set of holders."""
+    position = {layer.id: index for index, layer in enumerate(layers)}
+    found: dict[frozenset[int], tuple[set[int], int]] = {}
+    for index, layer in enumerate(layers):
+        if layer.shared_with:
+            holders = frozenset(position[name] for name in layer.shared_with)
+            sharers, size = found.get(holders, (set(), 0))
+            found[holders] = (sharers | {index}, max(size, layer.shared_weight_bytes))
+    return tuple(
+        TiedWeights(holders, frozenset(sharers), size) for holders, (sharers, size) in found.items()
+    )
+
+
+def tied_seconds(weight_bytes: float, num_replicas: int, bytes_per_second: float) -> float:
+    """One all-reduce of a stage's weights that other stages hold too, at a flush.
+
+    A ring over the stage's replicas and at least one more, at the slowest link there is.
+    """
+    return ring_sync_seconds(weight_bytes, num_replicas + 1, bytes_per_second)
+
+
+def slowest_of_all(problem: PipelineProblem) -> float:
+    """Bytes per second of the slowest link of all pools."""
+    rates = [slowest_links(pool.levels)[-1] for pool in problem.pools]
+    if len(problem.pools) > 1 and problem.inter_bytes_per_second is not None:
+        rates.append(problem.inter_bytes_per_second)
+    return min(rates)
 
 
 def rounds(schedule: PlannedSchedule, num_replicas: int, num_microbatches: int) -> float:

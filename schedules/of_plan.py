@@ -51,7 +51,10 @@ def times_of(plan: PipelinePlan) -> StageTimes:
     ]
     links = tuple(stage.output_seconds / 2 for stage in plan.stages[:-1])
     reduces = [stage.reduce_seconds for stage in plan.stages]
-    updates = [stage.update_seconds for stage in plan.stages]
+    updates = [
+        None if stage.update_seconds is None else stage.update_seconds + (stage.tied_seconds or 0)
+        for stage in plan.stages
+    ]
     return StageTimes(
         forward_seconds=tuple(forward),
         backward_seconds=tuple(backward),

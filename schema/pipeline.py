@@ -38,13 +38,16 @@ class PipelineLayer:
     """One layer: a_l and w_l of thesis 2.4.1, for one microbatch. Its times are the pool's.
 
     ``stashed_bytes`` is what its backward pass needs kept; None, where it was not measured, takes
-    the output for it.
+    the output for it. ``weight_bytes`` are those that no earlier layer holds,
+    ``shared_weight_bytes`` those that the layers of ``shared_with`` hold (tied weights).
     """
 
     id: Name
     activation_bytes: Bytes
     weight_bytes: Bytes
     stashed_bytes: Bytes | None = None
+    shared_with: tuple[Name, ...] = ()
+    shared_weight_bytes: Bytes = 0
 
     @property
     def kept_bytes(self) -> int:
@@ -278,9 +281,20 @@ def _check_choices(problem: PipelineProblem) -> None:
         )
     if problem.solved == "nested":
         _check_nested(problem)
+    known = {layer.id for layer in problem.layers}
+    for layer in problem.layers:
+        for other in layer.shared_with:
+            if other not in known or other == layer.id:
+                raise ProblemError(f"layer {layer.id} shares weights with {other}, no other layer")
 
 
 def _check_nested(problem: PipelineProblem) -> None:
+    tied = next((layer for layer in problem.layers if layer.shared_with), None)
+    if tied is not None:
+        raise ProblemError(
+            f"nested levels know no tied weights, as {tied.id} has with {tied.shared_with[0]}",
+            hint="solved: flat",
+        )
     if len(problem.pools) > 1:
         raise ProblemError("nested levels hold one device type", hint="solved: flat")
     if problem.schedule != "pipedream":
@@ -316,9 +330,9 @@ class StagePlan:
     objective; ``compute_seconds`` one forward + backward pass of a microbatch (with
     recomputation where planned), ``forward_seconds`` the forward part of it; ``output_seconds``
     sending one microbatch's output and getting its gradient back; ``reduce_seconds`` one
-    all-reduce of the stage's gradients and ``update_seconds`` one update of its weights.
-    ``memory_bytes`` is per device. ``nesting`` goes from the highest level down and is empty in
-    flat plans.
+    all-reduce of the stage's gradients, ``tied_seconds`` that of weights tied to other stages',
+    and ``update_seconds`` one update of its weights. ``memory_bytes`` is per device. ``nesting``
+    goes from the highest level down and is empty in flat plans.
     """
 
     layers: tuple[Name, ...]
@@ -334,6 +348,7 @@ class StagePlan:
     forward_seconds: Seconds | None = None
     reduce_seconds: Seconds | None = None
     update_seconds: Seconds | None = None
+    tied_seconds: Seconds | None = None
     nesting: tuple[NestedBlock, ...] = ()
 
     def __post_init__(self) -> None:

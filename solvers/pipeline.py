@@ -107,7 +107,8 @@ def _candidates(
 def _search(problem: PipelineProblem, cuts: Cuts, method: Method) -> "pipeline_graph.Search":
     if method == "auto":
         simple = problem.workers == "at_most" and problem.num_stages is None
-        method = "line" if cuts.before is None and simple else "graph"
+        is_line = cuts.before is None and cuts.copied_bytes is None
+        method = "line" if is_line and simple else "graph"
     return pipeline_line.search if method == "line" else pipeline_graph.search
 
 

@@ -72,7 +72,10 @@ class Option:
         return self.prices.stage_memory(first, last, *self.shape.held[stage])
 
     def fits(self, cut: Cut) -> bool:
-        """Whether the stages of every device fit it together."""
+        """Whether the stages of every device fit it together, and none splits a tied weight."""
+        between = self.prices.between()
+        if not all(between[one, other] for one, other in zip(cut, cut[1:], strict=False)):
+            return False
         used = [0.0] * len(self.shape.layout.places)
         for stage, place in enumerate(self.shape.place):
             used[place] += self.memory(stage, cut[stage], cut[stage + 1])
@@ -106,9 +109,7 @@ class Option:
         barred = ~self.prices.between()
         if limit is not None:
             in_flight, versions = self.shape.held[stage]
-            state, stashes = self.prices.memory_terms(in_flight, versions)
-            own = state * cuts.weight_bytes + stashes * cuts.activation_bytes
-            used = own[None, :] - own[:, None] + (in_flight * cuts.crossing_bytes)[:, None]
+            used = self.prices.own_bytes(in_flight, versions)
             barred |= used > limit / share
         return np.where(barred, np.inf, found)
 
@@ -174,10 +175,16 @@ class Option:
                     ),
                     update_seconds=problem.pools[pool].update_seconds
                     * (weight / max(prices.total_weight, 1.0)),
+                    tied_seconds=self._tied(first, last),
                     memory_bytes=round(self.memory(stage, first, last)),
                 )
             )
         return found
+
+    def _tied(self, first: int, last: int) -> float | None:
+        if self.prices.cuts.split_bytes is None:
+            return None
+        return self.prices.tied_seconds(first, last, self.shape.layout.num_replicas)
 
     def step(self, cut: Cut) -> float:
         """The step of a cut as the timer has it."""
@@ -192,6 +199,8 @@ class Option:
             activation_seconds=links,
             gradient_seconds=links,
             reduce_seconds=tuple(stage.reduce_seconds or 0.0 for stage in stages),
-            update_seconds=tuple(stage.update_seconds or 0.0 for stage in stages),
+            update_seconds=tuple(
+                (stage.update_seconds or 0.0) + (stage.tied_seconds or 0.0) for stage in stages
+            ),
         )
         return time_schedule(self.shape.schedule, times).makespan_seconds

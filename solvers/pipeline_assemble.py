@@ -121,6 +121,7 @@ def _stage(
     in_flight, versions = prices.stashed(move.num_replicas, workers, is_only=is_only)
     compute = prices.compute_seconds[move.pool]
     timed = stages_of(problem, prices, placed)[index]
+    tied = prices.tied_seconds(first, last, move.num_replicas)
     return StagePlan(
         layers=names_between(problem, prices, first, last),
         num_replicas=move.num_replicas,
@@ -135,7 +136,8 @@ def _stage(
         forward_seconds=float(forward[last] - forward[first]),
         output_seconds=_output(prices, placed, index),
         reduce_seconds=timed.reduce_seconds,
-        update_seconds=timed.update_seconds,
+        update_seconds=timed.update_seconds - tied,
+        tied_seconds=tied if prices.cuts.split_bytes is not None else None,
         memory_bytes=round(prices.stage_memory(first, last, in_flight, versions)),
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..costs.pipeline import tied_weights
 from ..schema.pipeline import PipelineProblem
 
 MAX_CUTS = 2000
@@ -31,6 +32,9 @@ class Cuts:
         before: [cuts, cuts] whether the first lies within the second; None where they are in
             one line.
         complete: Whether these are all the cuts of the graph.
+        copied_bytes: [cuts, cuts] tied weights that a stage between two cuts keeps beside
+            another stage's; None where no weights are tied.
+        split_bytes: [cuts, cuts] tied weights that such a stage shares with other stages.
     """
 
     layer_sets: tuple[int, ...]
@@ -41,6 +45,8 @@ class Cuts:
     crossing_bytes: Floats
     before: Mask | None
     complete: bool
+    copied_bytes: Floats | None = None
+    split_bytes: Floats | None = None
 
     @property
     def size(self) -> int:
@@ -156,7 +162,30 @@ def _sums(problem: PipelineProblem, sets: list[int], *, is_line: bool, complete:
         crossing_bytes=_crossing(problem, sets, is_line),
         before=None if is_line else _inclusion(sets, len(problem.layers)),
         complete=complete,
+        **_tied(problem, sets),
     )
+
+
+def _tied(problem: PipelineProblem, sets: list[int]) -> dict[str, Floats]:
+    """Tied weights between every two cuts; nothing where there are none."""
+    tied = tied_weights(problem.layers)
+    if not tied:
+        return {}
+    inside = _membership(sets, len(problem.layers)).astype(np.int64)
+
+    def between(layers: frozenset[int]) -> NDArray[np.int64]:
+        count = inside[:, sorted(layers)].sum(axis=1)
+        found: NDArray[np.int64] = count[None, :] - count[:, None]
+        return found
+
+    copied, split = np.zeros((len(sets),) * 2), np.zeros((len(sets),) * 2)
+    for weights in tied:
+        holders, sharers = between(weights.holders), between(weights.sharers)
+        size = weights.weight_bytes
+        copied += size * ((sharers > 0) & (holders < len(weights.holders)))
+        users = holders + sharers
+        split += size * ((users > 0) & (users < len(weights.holders | weights.sharers)))
+    return {"copied_bytes": copied, "split_bytes": split}
 
 
 def _membership(sets: list[int], num_layers: int) -> Mask:

@@ -97,13 +97,6 @@ class _Table:
         stash = self.prices.stashed(move.num_replicas, move.workers, is_only=False)
         if (*key, *stash) not in self.limited:
             seconds = self.seconds[key].copy()
-            seconds[self._bytes(*stash) > limit + self.extra_bytes] = np.inf
+            seconds[self.prices.own_bytes(*stash) > limit + self.extra_bytes] = np.inf
             self.limited[(*key, *stash)] = seconds
         return self.limited[(*key, *stash)]
-
-    def _bytes(self, in_flight: int, versions: int) -> Floats:
-        cuts = self.prices.cuts
-        state, stashes = self.prices.memory_terms(in_flight, versions)
-        own = state * cuts.weight_bytes + stashes * cuts.activation_bytes
-        found: Floats = own[None, :] - own[:, None] + (in_flight * cuts.crossing_bytes)[:, None]
-        return found

@@ -4,7 +4,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..costs.pipeline import num_in_flight, rounds, stage_bytes, updates, weight_versions
+from ..costs.pipeline import (
+    num_in_flight,
+    rounds,
+    slowest_of_all,
+    stage_bytes,
+    tied_seconds,
+    updates,
+    weight_versions,
+)
 from ..schema.pipeline import FLUSHING, PipelineProblem
 from .pipeline_cuts import Cuts, Floats, Mask
 
@@ -86,12 +94,42 @@ class Prices:
         found[~self.between()] = np.inf
         return found
 
+    @property
+    def is_line(self) -> bool:
+        """Whether all that counts of a stage is the difference of two cuts in one line."""
+        return self.cuts.before is None and self.cuts.copied_bytes is None
+
     def between(self) -> Mask:
-        """[cuts, cuts]: whether the first cut lies before the second."""
+        """[cuts, cuts]: whether a stage may lie between two cuts.
+
+        The first lies before the second; and without a flush all users of a tied weight are in
+        one stage, as each stage updates at its own time.
+        """
+        found: Mask = np.triu(np.ones((self.cuts.size, self.cuts.size), bool), 1)
         if self.cuts.before is not None:
-            return self.cuts.before
-        later: Mask = np.triu(np.ones((self.cuts.size, self.cuts.size), bool), 1)
-        return later
+            found = self.cuts.before
+        if self.cuts.split_bytes is not None and self.problem.schedule not in FLUSHING:
+            found = found & (self.cuts.split_bytes == 0)
+        return found
+
+    def own_bytes(self, in_flight: int, versions: int) -> Floats:
+        """[cuts, cuts] memory of one replica of a stage between two cuts, its inputs included."""
+        cuts = self.cuts
+        state, stashes = self.memory_terms(in_flight, versions)
+        own = state * cuts.weight_bytes + stashes * cuts.activation_bytes
+        found: Floats = own[None, :] - own[:, None] + (in_flight * cuts.crossing_bytes)[:, None]
+        return found if cuts.copied_bytes is None else found + state * cuts.copied_bytes
+
+    def tied_seconds(self, first: int, last: int, num_replicas: int) -> float:
+        """The all-reduce of a stage's weights that other stages hold too."""
+        if self.cuts.split_bytes is None or self.problem.schedule not in FLUSHING:
+            return 0.0
+        shared = float(self.cuts.split_bytes[first, last])
+        return shared * self.tied_seconds_per_byte(num_replicas)
+
+    def tied_seconds_per_byte(self, num_replicas: int) -> float:
+        """What a byte of weights that other stages hold too costs a stage at a flush."""
+        return tied_seconds(1.0, num_replicas, slowest_of_all(self.problem))
 
     def stashed(self, num_replicas: int, workers: int, *, is_only: bool) -> tuple[int, int]:
         """In-flight microbatches and weight versions of a stage's replica."""
@@ -102,8 +140,9 @@ class Prices:
     def stage_memory(self, first: int, last: int, in_flight: int, versions: int) -> float:
         """Bytes of one replica of the stage between two cuts."""
         cuts = self.cuts
+        copied = 0.0 if cuts.copied_bytes is None else float(cuts.copied_bytes[first, last])
         return stage_bytes(
-            float(cuts.weight_bytes[last] - cuts.weight_bytes[first]),
+            float(cuts.weight_bytes[last] - cuts.weight_bytes[first]) + copied,
             float(cuts.activation_bytes[last] - cuts.activation_bytes[first]),
             float(cuts.crossing_bytes[first]),
             in_flight,

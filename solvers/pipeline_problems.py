@@ -152,9 +152,10 @@ def layers_of_graph(
         PipelineLayer(
             id=node.id,
             activation_bytes=node.activation_bytes,
-            # A stage that shares a layer's weights with another holds a copy.
-            weight_bytes=node.weight_bytes + (node.shared_weight_bytes or 0),
+            weight_bytes=node.weight_bytes,
             stashed_bytes=node.stashed_bytes,
+            shared_with=node.shared_with,
+            shared_weight_bytes=node.shared_weight_bytes or 0,
         )
         for node in order
     )

@@ -49,7 +49,7 @@ class StepModel:
     def __init__(self, problem: PipelineProblem, prices: Prices, *, pessimistic: bool) -> None:
         self.problem, self.prices, self.pessimistic = problem, prices, pessimistic
         self.size = prices.cuts.size
-        self.is_line = prices.cuts.before is None
+        self.is_line = prices.is_line
         self.forward = prices.cuts.forward_seconds
         self.compute = prices.compute_seconds
         self.backward = self.compute - self.forward
@@ -80,6 +80,14 @@ class StepModel:
         bandwidth = self.prices.bandwidths[kind.span]
         return ring_sync_seconds(1.0, kind.num_replicas, bandwidth) + update
 
+    def step_end(self, kind: Kind) -> Floats:
+        """[cuts] reductions and update of a first stage that ends at each cut."""
+        found: Floats = self.end(kind) * self.weights
+        split = self.prices.cuts.split_bytes
+        if split is not None:
+            found = found + self.prices.tied_seconds_per_byte(kind.num_replicas) * split[0]
+        return found
+
     def left(self, kind: Kind) -> Floats:
         """[cuts] of which the difference between two is g."""
         found: Floats = (
@@ -103,7 +111,11 @@ class StepModel:
         key = (kind, first)
         if key not in self._rows:
             own, inputs, limit = self.stash(kind)
-            found: Mask = own - own[first] + inputs[first] <= limit
+            used = own - own[first] + inputs[first]
+            if self.prices.cuts.copied_bytes is not None:
+                state, _ = self.prices.memory_terms(kind.in_flight, kind.versions)
+                used = used + state * self.prices.cuts.copied_bytes[first]
+            found: Mask = used <= limit
             if self.between is None:
                 found[: first + 1] = False
             else:
@@ -134,7 +146,7 @@ def step_of(problem: PipelineProblem, prices: Prices, placed: list[PlacedStage])
 def stages_of(
     problem: PipelineProblem, prices: Prices, placed: list[PlacedStage]
 ) -> tuple[StepStage, ...]:
-    """The stages of a placement as the timer takes them."""
+    """The stages of a placement as the timer takes them, tied weights with the update."""
     found = []
     for number, (first, last, move) in enumerate(placed):
         weight = float(prices.cuts.weight_bytes[last] - prices.cuts.weight_bytes[first])
@@ -151,7 +163,8 @@ def stages_of(
                     weight, move.num_replicas, prices.bandwidths[move.span]
                 ),
                 update_seconds=problem.pools[move.pool].update_seconds
-                * (weight / max(prices.total_weight, 1.0)),
+                * (weight / max(prices.total_weight, 1.0))
+                + prices.tied_seconds(first, last, move.num_replicas),
             )
         )
     return tuple(found)

@@ -186,8 +186,9 @@ class Squares:
         model, found = self.model, []
         rows = zip(batch.kind.tolist(), batch.span.tolist(), batch.row.tolist(), strict=True)
         for kind, link, row in rows:
-            end = 0.0 if model.pessimistic else model.end(self.batched.kinds[kind])
-            totals = self._barred(kind, link)[0] + self.values[row] + end * model.weights
+            totals = self._barred(kind, link)[0] + self.values[row]
+            if not model.pessimistic:
+                totals = totals + model.step_end(self.batched.kinds[kind])
             found.append(float(totals.min()))
         whole: Floats = np.array(found) - model.compute[batch.pool, 0]
         return whole
@@ -197,9 +198,10 @@ class Squares:
         model, kind = self.model, self.batched.kinds[number]
         key = (number, link if model.pessimistic else -1)
         if key not in self.barred:
-            own, inputs, memory = model.stash(kind)
+            memory = model.stash(kind)[2]
             assert model.between is not None
-            allowed = model.between & (own[None, :] - own[:, None] + inputs[:, None] <= memory)
+            used = model.prices.own_bytes(kind.in_flight, kind.versions)
+            allowed = model.between & (used <= memory)
             if np.isfinite(self.limit):
                 curve = model.left(kind)
                 left = curve[None, :] - curve[:, None]

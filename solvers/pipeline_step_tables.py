@@ -71,7 +71,7 @@ class Tables:
         compute = model.compute[move.pool]
         totals: Floats = behind + (compute - compute[first] + model.transfer[slowest, first])
         if first == 0 and not model.pessimistic:
-            totals = totals + model.end(kind) * model.weights
+            totals = totals + model.step_end(kind)
         allowed = model.row(kind, first)
         if np.isfinite(limit):
             left = model.left_of(kind, first, slowest)

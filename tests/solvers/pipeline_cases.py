@@ -12,6 +12,7 @@ from hetflow.checks.pipeline import seconds_per_input, stage_memory, timed_stage
 from hetflow.costs.pipeline_step import StepStage, flush_step_seconds
 from hetflow.profilers.importers import read_graph, without_placeholders
 from hetflow.schema.pipeline import (
+    FLUSHING,
     DevicePool,
     NestedBlock,
     PipelineLayer,
@@ -185,7 +186,7 @@ def replayed_step(plan: PipelinePlan, problem: PipelineProblem) -> float:
                 stage.compute_seconds - stage.forward_seconds,
                 stage.output_seconds / 2,
                 stage.reduce_seconds,
-                stage.update_seconds,
+                stage.update_seconds + (stage.tied_seconds or 0.0),
             )
             for stage in stages
         ),
@@ -199,6 +200,8 @@ def best_flat(problem: PipelineProblem) -> float | None:
     best = None
     options = (False, True) if problem.recompute is None else (problem.recompute,)
     for stages in partitions(problem):
+        if problem.schedule not in FLUSHING and splits_tied_weights(problem, stages):
+            continue
         for placed in placements(problem, len(stages)):
             if problem.workers == "exactly" and sum(m for *_, m in placed) < problem.num_devices:
                 continue
@@ -210,6 +213,11 @@ def best_flat(problem: PipelineProblem) -> float | None:
                 if (best is None or seconds < best) and fits(plan, problem):
                     best = seconds
     return best
+
+
+def splits_tied_weights(problem: PipelineProblem, stages: list[tuple[str, ...]]) -> bool:
+    pairs = [(layer.id, other) for layer in problem.layers for other in layer.shared_with]
+    return any(len({one, other} & set(names)) == 1 for names in stages for one, other in pairs)
 
 
 def best_nested(problem: PipelineProblem) -> float | None:

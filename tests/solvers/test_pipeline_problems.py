@@ -98,14 +98,16 @@ def test_measured_stashes_and_workspace_bound_the_memory():
     assert plan.stages[0].memory_bytes == 2 * 3 * 2000 + 3 * 300
 
 
-def test_shared_weights_count_on_every_stage_that_may_hold_them():
+def test_shared_weights_are_told_apart_from_a_layer_s_own():
     made = graph(("a", "b"), ("b", "c"))
     tied = dataclasses.replace(
         made.nodes[2], weight_bytes=0, shared_with=("a",), shared_weight_bytes=2000
     )
     told = profile(layers=dataclasses.replace(made, nodes=(*made.nodes[:2], tied)))
     problem = pipeline_problem([told], Cluster.parse("1xV100"), 8)
-    assert [layer.weight_bytes for layer in problem.layers] == [2000] * 3
+    assert [layer.weight_bytes for layer in problem.layers] == [2000, 2000, 0]
+    assert problem.layers[2].shared_with == ("a",)
+    assert problem.layers[2].shared_weight_bytes == 2000
 
 
 def test_a_device_smaller_than_one_layers_workspace_is_refused():
