@@ -21,8 +21,8 @@ def simulate(
     trace: Annotated[
         str,
         typer.Argument(
-            help="Jobs (hetflow.jobs/1), a Gavel .trace, or a kind to draw: continuous-single, "
-            "continuous-multiple, static-single, static-multiple."
+            help="Jobs (hetflow.jobs/1), a Gavel .trace, Philly's cluster_job_log, or a kind to "
+            "draw: continuous-single, continuous-multiple, static-single, static-multiple."
         ),
     ],
     throughputs: Annotated[
@@ -193,7 +193,7 @@ def _run(
     if len(cases) > 1:
         return list(_watched(sweep(cases, processes), len(cases)))
     case = cases[0]
-    jobs = None if case.trace is not None else _read_jobs(Path(trace))
+    jobs = None if case.trace is not None else _read_jobs(Path(trace), case)
     total = case.trace.num_jobs if case.trace is not None else None
     if not shows_progress():
         return [report(case, run_case(case, jobs), trace, with_jobs=with_jobs)]
@@ -215,13 +215,16 @@ def _watched(runs: "Iterable[SimulationRun]", total: int) -> "Iterable[Simulatio
     return track(runs, "runs", total=total, console=Console(stderr=True), transient=True)
 
 
-def _read_jobs(path: Path) -> "Iterable[Job]":
+def _read_jobs(path: Path, case: "Case") -> "Iterable[Job]":
     from ..profilers.importers_gavel import read_gavel_trace
+    from ..profilers.importers_philly import PhillyTrace
     from ..schema import files
     from ..schema.jobs import Jobs
 
     if path.suffix == ".trace":
         return read_gavel_trace(path)
+    if path.name.startswith("cluster_job_log"):
+        return PhillyTrace(path, case.throughputs, next(iter(case.num_devices)))
     return files.read(path, Jobs).jobs
 
 

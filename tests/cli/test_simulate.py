@@ -11,7 +11,7 @@ from hetflow.cli.common import register
 from hetflow.cli.simulate import simulate
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
-from hetflow.schema.jobs import ModelThroughput, Throughputs
+from hetflow.schema.jobs import ModelThroughput, PairThroughput, Throughputs
 from hetflow.schema.simulation import SimulationRun
 
 LINE = "conv\tpython train.py\tdata\t-n\t1\t4000\t1\t1\t-1.000000\t{}\n"
@@ -101,3 +101,43 @@ def test_bad_options(
     result = CliRunner().invoke(app, _arguments(trace, table, *more))
     assert isinstance(result.exception, HetflowError)
     assert words in result.exception.message
+
+
+def test_the_philly_trace(app: typer.Typer, table: Path, tmp_path: Path) -> None:
+    attempt = {
+        "start_time": "2017-10-09 07:00:00",
+        "end_time": "2017-10-09 07:10:00",
+        "detail": [{"ip": "m1", "gpus": ["gpu0"]}],
+    }
+    jobs = [
+        {"jobid": f"job{n}", "submitted_time": f"2017-10-09 06:0{n}:00", "attempts": [attempt]}
+        for n in (1, 0, 2)
+    ]
+    trace = tmp_path / "cluster_job_log"
+    trace.write_text(json.dumps(jobs))
+    result = CliRunner().invoke(app, _arguments(trace, table, "--json"))
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["metrics"]["num_jobs"] == 3
+    trace.write_text(json.dumps(jobs)[:-20])
+    broken = CliRunner().invoke(app, _arguments(trace, table, "--json"))
+    assert "truncated" in str(broken.exception)
+    assert broken.stdout == ""
+
+
+def test_pairs_and_servers_from_the_command_line(
+    app: typer.Typer, table: Path, tmp_path: Path
+) -> None:
+    alone = files.read(table, Throughputs).models
+    pairs = (PairThroughput(models=("conv", "conv"), steps_per_second={"fast": (3.0, 3.0)}),)
+    both = tmp_path / "pairs.json"
+    files.write(both, Throughputs(models=alone, pairs=pairs))
+    trace = tmp_path / "jobs.trace"
+    trace.write_text("".join(LINE.format(0.0) for _ in range(2)))
+    arguments = [str(trace), "--throughputs", str(both), "--gpus", "1xfast", "--json"]
+    apart = CliRunner().invoke(app, arguments)
+    shared = CliRunner().invoke(app, [*arguments, "--space-sharing"])
+    times = [json.loads(run.stdout)["metrics"]["makespan_seconds"] for run in (apart, shared)]
+    assert times[1] == pytest.approx(4000.0 / 3.0)
+    assert times[0] >= 2000.0
+    spread = [*arguments[:4], "2x(1xfast),1x(2xslow)", "--json"]
+    assert CliRunner().invoke(app, spread).exit_code == 0
