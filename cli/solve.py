@@ -121,7 +121,8 @@ def solve(
     from ..reports.tables import table_of
     from ..schema.files import check_writable
     from .problems import read_model_profiles, read_pool
-    from .solving import PipelineFlags, Question, SplitFlags, answer, ended_early
+    from .question import PipelineFlags, Question, SplitFlags
+    from .solving import answer, ended_early
 
     if output is not None:
         check_writable(output, force=force)

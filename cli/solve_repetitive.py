@@ -3,15 +3,13 @@
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, ProblemError
 from ..schema.pipeline import PipelinePlan, PipelineProblem
 from ..schema.profile import Profile
 from ..solvers.parallel_pipeline import Configuration, CostModel, Estimate, Measured, Row
-
-CostModelName = Literal["profiled", "closed-form", "measured"]
+from .question import CostModelName
 
 
 def solve_repetitive(

@@ -1,60 +1,15 @@
 """Which solver answers which flags, and the comparison of kinds of plans."""
 
 import dataclasses
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal
 
-from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
-from ..schema.pipeline import FLUSHING, Objective, PipelinePlan, PlannedSchedule, StageCost
+from ..schema.pipeline import PipelinePlan
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
-from ..schema.profile import Profile
+from .choose_pipeline import best_pipeline, check_flags
 from .common import note, warn
-from .solve_pipeline import solve_pipeline
-from .solve_repetitive import CostModelName, solve_repetitive
-
-
-@dataclass(frozen=True)
-class SplitFlags:
-    """The flags of a batch split, as ``hetflow solve`` names them."""
-
-    objective: str = "step_seconds"
-    method: str = "exact"
-    virtual_nodes: int | None = None
-    top: int = 1
-    interpolate: bool = False
-    time_limit_seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class PipelineFlags:
-    """The flags of a pipeline, as ``hetflow solve`` names them."""
-
-    schedule: PlannedSchedule | Literal["auto"] = "1f1b"
-    stage_cost: StageCost = "ring"
-    num_stages: int | None = None
-    replication: bool = True
-    link_bytes_per_second: float | None = None
-    objective: Objective | None = None
-    microbatch_size: int | None = None
-    num_model_chunks: int | None = None
-    repetitive: bool = False
-    cost_model: CostModelName = "profiled"
-    runs: Path | None = None
-
-
-@dataclass(frozen=True)
-class Question:
-    """Everything a plan depends on."""
-
-    profiles: tuple[Profile, ...]
-    pool: Cluster
-    pool_name: str
-    batch_size: int
-    split: SplitFlags
-    pipeline: PipelineFlags
+from .question import Question, SplitFlags
 
 
 def answer(question: Question, strategy: str) -> SplitPlan | PipelinePlan:
@@ -66,7 +21,7 @@ def answer(question: Question, strategy: str) -> SplitPlan | PipelinePlan:
         BackendError: A solver's plan fails its check.
     """
     if strategy == "pipeline":
-        return _pipeline(question)
+        return best_pipeline(question)
     if question.split.objective == "bottleneck" and strategy != "pipeline":
         raise ProblemError("--objective bottleneck is a pipeline's", hint="add --strategy pipeline")
     if strategy == "split" or not _could_be_pipeline(question):
@@ -94,165 +49,32 @@ def _could_be_pipeline(question: Question) -> bool:
 
 
 def _faster(question: Question) -> SplitPlan | PipelinePlan:
+    check_flags(question)
     plans: list[SplitPlan | PipelinePlan] = []
-    refusals: list[HetflowError] = []
-    for solve in (_split, _pipeline):
+    refused: dict[str, HetflowError] = {}
+    for kind, solve in (("split", _split), ("pipeline", best_pipeline)):
         try:
             plans.append(solve(question))
         except (InfeasibleError, ProblemError) as error:
-            refusals.append(error)
+            refused[kind] = error
     if not plans:
-        raise refusals[0]
-    if refusals:
-        note(f"compared with nothing: {refusals[0].message}")
-        return plans[0]
+        said = "; ".join(f"{kind}: {error.message}" for kind, error in refused.items())
+        first = refused["split"]
+        raise type(first)(said, hint=first.hint)
+    if refused:
+        ((missing, reason),) = refused.items()
+        note(f"there is no {missing} plan to compare with: {reason.message}")
+        return _compared(plans[0], {"kind": missing, "refused": reason.message})
     best, other = sorted(plans, key=lambda plan: plan.predicted.step_seconds)
     gain = other.predicted.step_seconds / best.predicted.step_seconds - 1
     note(f"{best.kind} is {gain:.1%} faster than {other.kind}")
-    comparison = {
-        "kind": other.kind, "step_seconds": other.predicted.step_seconds, "faster_by": gain,
-    }  # fmt: skip
-    origin = {**(best.provenance or {}), "compared_with": comparison}
-    return dataclasses.replace(best, provenance=origin)
+    seconds = other.predicted.step_seconds
+    return _compared(best, {"kind": other.kind, "step_seconds": seconds, "faster_by": gain})
 
 
-def _pipeline(question: Question) -> PipelinePlan:
-    if question.split.objective == "waste":
-        raise ProblemError("--objective waste is a split's", hint="add --strategy split")
-    asked = question.pipeline.schedule
-    sizes = _microbatch_sizes(question)
-    _say_links(question)
-    if question.pipeline.repetitive:
-        return _repetitive(question, sizes)
-    if question.pipeline.cost_model != "profiled" or question.pipeline.runs is not None:
-        raise ProblemError(
-            "--cost-model and --runs belong to the planner of repetitive models",
-            hint="add --repetitive --schedule 2bw",
-        )
-    if asked == "auto":
-        return _best_schedule(question, sizes)
-    return _scheduled(question, asked, sizes)
-
-
-def _repetitive(question: Question, sizes: list[int]) -> PipelinePlan:
-    flags = question.pipeline
-    if flags.schedule != "2bw":
-        raise ProblemError(
-            f"--repetitive plans schedule 2bw (thesis 3.3), not {flags.schedule}",
-            hint="add --schedule 2bw",
-        )
-    taken = {"--num-stages": flags.num_stages, "--stage-cost": flags.stage_cost != "ring"}
-    for name, value in taken.items():
-        if value:
-            raise ProblemError(f"--repetitive chooses by itself; leave {name} out")
-    return solve_repetitive(
-        question.profiles,
-        question.pool,
-        question.batch_size,
-        sizes,
-        pool_name=question.pool_name,
-        link_bytes_per_second=flags.link_bytes_per_second,
-        cost_model=flags.cost_model,
-        runs=flags.runs,
-    )
-
-
-def _best_schedule(question: Question, sizes: list[int]) -> PipelinePlan:
-    """The fastest schedule of one semantics: those that flush train alike."""
-    plans: list[PipelinePlan] = []
-    refusals: list[HetflowError] = []
-    for schedule in FLUSHING:
-        if question.pipeline.num_model_chunks is not None and schedule != "interleaved":
-            continue
-        try:
-            plans.append(_scheduled(question, cast(PlannedSchedule, schedule), sizes))
-        except (InfeasibleError, ProblemError) as error:
-            refusals.append(error)
-            note(f"{schedule}: {error.message}")
-    if not plans:
-        raise refusals[0]
-    best, *others = sorted(plans, key=lambda plan: plan.predicted.step_seconds)
-    compared = []
-    for other in others:
-        gain = other.predicted.step_seconds / best.predicted.step_seconds - 1
-        note(f"{best.schedule} is {gain:.1%} faster than {other.schedule}")
-        compared.append({"schedule": other.schedule, "step_seconds": other.predicted.step_seconds})
-    origin = {**(best.provenance or {}), "compared_schedules": compared}
-    return dataclasses.replace(best, provenance=origin)
-
-
-def _scheduled(question: Question, schedule: PlannedSchedule, sizes: list[int]) -> PipelinePlan:
-    """The best microbatch size of one schedule."""
-    plans: dict[int, PipelinePlan] = {}
-    refusals: list[HetflowError] = []
-    for size in sizes:
-        try:
-            plans[size] = _pipeline_at(question, schedule, size)
-        except (InfeasibleError, ProblemError) as error:
-            refusals.append(error)
-    if not plans:
-        raise refusals[0]
-    best = min(plans, key=lambda size: (plans[size].predicted.step_seconds, -size))
-    if len(sizes) > 1:
-        tried = ", ".join(
-            f"{size}: {plans[size].predicted.step_seconds * 1e3:.1f} ms"
-            if size in plans
-            else f"{size}: no plan"
-            for size in sorted(sizes)
-        )
-        note(f"microbatches of {best} are the fastest of those profiled ({tried})")
-    return plans[best]
-
-
-def _microbatch_sizes(question: Question) -> list[int]:
-    """The one asked for, or the nearest profiled to it; else all that are profiled everywhere.
-
-    Raises:
-        ProblemError: Device types without layers, or none at a common size.
-    """
-    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
-    tables = [{table.microbatch_size for table in p.layer_tables} for p in in_pool]
-    common = sorted(set.intersection(*tables)) if tables else []
-    asked = question.pipeline.microbatch_size
-    if not common:
-        return [asked or 1]  # the solver's own checks say what is missing
-    if asked is None:
-        return common
-    nearest = min(common, key=lambda size: (abs(size - asked), size))
-    if nearest != asked:
-        known = ", ".join(map(str, common))
-        warn(f"layers are profiled at {known}: took microbatches of {nearest}, not {asked}")
-    return [nearest]
-
-
-def _say_links(question: Question) -> None:
-    """What links between devices are taken for, where only the profiles tell."""
-    from ..solvers.pipeline_problems import measured_link
-
-    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
-    rate = measured_link(in_pool)
-    if question.pipeline.link_bytes_per_second is None and rate is not None:
-        note(f"links that the pool does not state: {rate / 1e6:.0f} MB/s, as profiled")
-
-
-def _pipeline_at(
-    question: Question, schedule: PlannedSchedule, microbatch_size: int
-) -> PipelinePlan:
-    flags = question.pipeline
-    return solve_pipeline(
-        question.profiles,
-        question.pool,
-        question.batch_size,
-        pool_name=question.pool_name,
-        microbatch_size=microbatch_size,
-        link_bytes_per_second=flags.link_bytes_per_second,
-        schedule=schedule,
-        stage_cost=flags.stage_cost,
-        num_stages=flags.num_stages,
-        replication=flags.replication,
-        objective=flags.objective,
-        num_model_chunks=flags.num_model_chunks,
-    )
+def _compared(plan: SplitPlan | PipelinePlan, other: dict[str, Any]) -> SplitPlan | PipelinePlan:
+    origin = {**(plan.provenance or {}), "compared_with": other}
+    return dataclasses.replace(plan, provenance=origin)
 
 
 def _split(question: Question) -> SplitPlan:

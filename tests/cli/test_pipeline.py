@@ -125,12 +125,62 @@ def test_the_nearest_profiled_microbatch_is_named(hetflow: Hetflow, several: Pat
     assert "layers are profiled at 4, 8: took microbatches of 4, not 5" in answer.stderr
 
 
+def small_layers(profile: Profile, **changes: Any) -> Profile:
+    """Four equal layers of 0.5 + 1 ms and no weights to speak of."""
+    made = layered(profile)
+    nodes = tuple(
+        replace(node, forward_seconds=0.0005, backward_seconds=0.001, weight_bytes=4)
+        for node in made.layers.nodes
+    )
+    return replace(made, layers=replace(made.layers, nodes=nodes), **changes)
+
+
+def test_auto_by_hand(hetflow: Hetflow, folder: Path, make_profile: Callable[..., Profile]) -> None:
+    files.write(folder / "v100.json", small_layers(make_profile("V100", 1.0)), force=True)
+    chosen = json.loads(solve(hetflow, folder, "--no-replication", *LINK).stdout)
+    # Two stages of 3 ms, 8 microbatches: (8 + 1) * 3 ms, transfers of 2 us, half an update each.
+    assert chosen["kind"] == "pipeline"
+    by_hand = 9 * 0.003 + 0.002
+    assert chosen["predicted"]["step_seconds"] == pytest.approx(by_hand, rel=1e-3)
+    # Two devices of 32 samples: 34 ms, 20 ms of synchronisation, 4 ms of update.
+    other = chosen["provenance"]["compared_with"]
+    assert other["kind"] == "split"
+    assert other["step_seconds"] == pytest.approx(0.034 + 0.020 + 0.004)
+    assert other["faster_by"] == pytest.approx(0.058 / by_hand - 1, rel=1e-3)
+
+
+def test_auto_takes_the_only_kind_there_is(
+    hetflow: Hetflow, folder: Path, make_profile: Callable[..., Profile]
+) -> None:
+    # 1 GiB holds no profiled batch, but each half of the layers.
+    tight = small_layers(make_profile("V100", 1.0), device_memory_bytes=1 << 30)
+    files.write(folder / "v100.json", tight, force=True)
+    chosen = json.loads(solve(hetflow, folder, *LINK).stdout)
+    assert chosen["kind"] == "pipeline"
+    assert chosen["provenance"]["compared_with"]["kind"] == "split"
+    assert "refused" in chosen["provenance"]["compared_with"]
+    # 1 MiB of memory holds neither: both reasons are told.
+    heavy = replace(layered(make_profile("V100", 1.0)), device_memory_bytes=1 << 20)
+    files.write(folder / "v100.json", heavy, force=True)
+    answer = solve(hetflow, folder, *LINK)
+    assert answer.code == 3
+    assert "split: " in answer.stderr
+    assert "pipeline: " in answer.stderr
+
+
+def test_auto_refuses_flags_that_do_not_go_together(hetflow: Hetflow, folder: Path) -> None:
+    answer = solve(hetflow, folder, "--cost-model", "closed-form", *LINK)
+    assert answer.code == 2
+    assert "add --repetitive" in answer.stderr
+
+
 def test_auto_without_a_bandwidth_still_splits(hetflow: Hetflow, folder: Path) -> None:
     profile = files.read(folder / "v100.json", Profile)
     files.write(folder / "v100.json", replace(profile, sync=None), force=True)
     made = json.loads(solve(hetflow, folder).stdout)
     assert made["kind"] == "split"
-    assert "compared_with" not in made["provenance"]
+    refused = made["provenance"]["compared_with"]["refused"]
+    assert "bandwidth inside V100 servers is missing" in refused
 
 
 def test_auto_compares_over_the_links_that_were_measured(hetflow: Hetflow, folder: Path) -> None:

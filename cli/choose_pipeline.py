@@ -1,0 +1,168 @@
+"""Which schedule, microbatch and planner a pipeline is asked for, and their comparison."""
+
+import dataclasses
+from typing import cast
+
+from ..schema.errors import HetflowError, InfeasibleError, ProblemError
+from ..schema.pipeline import FLUSHING, PipelinePlan, PlannedSchedule
+from .common import note, warn
+from .question import Question
+from .solve_pipeline import solve_pipeline
+from .solve_repetitive import solve_repetitive
+
+
+def check_flags(question: Question) -> None:
+    """Refuse flags of a pipeline that do not go together.
+
+    Raises:
+        ProblemError: Says which flag to leave out or to add.
+    """
+    flags = question.pipeline
+    if question.split.objective == "waste":
+        raise ProblemError("--objective waste is a split's", hint="add --strategy split")
+    if not flags.repetitive:
+        if flags.cost_model != "profiled" or flags.runs is not None:
+            raise ProblemError(
+                "--cost-model and --runs belong to the planner of repetitive models",
+                hint="add --repetitive --schedule 2bw",
+            )
+        return
+    if flags.schedule != "2bw":
+        raise ProblemError(
+            f"--repetitive plans schedule 2bw (thesis 3.3), not {flags.schedule}",
+            hint="add --schedule 2bw",
+        )
+    taken = {"--num-stages": flags.num_stages, "--stage-cost": flags.stage_cost != "ring"}
+    for name, value in taken.items():
+        if value:
+            raise ProblemError(f"--repetitive chooses by itself; leave {name} out")
+
+
+def best_pipeline(question: Question) -> PipelinePlan:
+    """The plan of the schedule asked for, or of the fastest that flushes.
+
+    Raises:
+        ProblemError: Profiles, pool and flags that do not go together.
+        InfeasibleError: No plan fits.
+    """
+    check_flags(question)
+    asked = question.pipeline.schedule
+    sizes = _microbatch_sizes(question)
+    _say_links(question)
+    if question.pipeline.repetitive:
+        return _repetitive(question, sizes)
+    if asked == "auto":
+        return _best_schedule(question, sizes)
+    return _scheduled(question, asked, sizes)
+
+
+def _repetitive(question: Question, sizes: list[int]) -> PipelinePlan:
+    flags = question.pipeline
+    return solve_repetitive(
+        question.profiles,
+        question.pool,
+        question.batch_size,
+        sizes,
+        pool_name=question.pool_name,
+        link_bytes_per_second=flags.link_bytes_per_second,
+        cost_model=flags.cost_model,
+        runs=flags.runs,
+    )
+
+
+def _best_schedule(question: Question, sizes: list[int]) -> PipelinePlan:
+    """The fastest schedule of one semantics: those that flush train alike."""
+    plans: list[PipelinePlan] = []
+    refusals: list[HetflowError] = []
+    for schedule in FLUSHING:
+        if question.pipeline.num_model_chunks is not None and schedule != "interleaved":
+            continue
+        try:
+            plans.append(_scheduled(question, cast(PlannedSchedule, schedule), sizes))
+        except (InfeasibleError, ProblemError) as error:
+            refusals.append(error)
+            note(f"{schedule}: {error.message}")
+    if not plans:
+        raise refusals[0]
+    best, *others = sorted(plans, key=lambda plan: plan.predicted.step_seconds)
+    compared = []
+    for other in others:
+        gain = other.predicted.step_seconds / best.predicted.step_seconds - 1
+        note(f"{best.schedule} is {gain:.1%} faster than {other.schedule}")
+        compared.append({"schedule": other.schedule, "step_seconds": other.predicted.step_seconds})
+    origin = {**(best.provenance or {}), "compared_schedules": compared}
+    return dataclasses.replace(best, provenance=origin)
+
+
+def _scheduled(question: Question, schedule: PlannedSchedule, sizes: list[int]) -> PipelinePlan:
+    """The best microbatch size of one schedule."""
+    plans: dict[int, PipelinePlan] = {}
+    refusals: list[HetflowError] = []
+    for size in sizes:
+        try:
+            plans[size] = _pipeline_at(question, schedule, size)
+        except (InfeasibleError, ProblemError) as error:
+            refusals.append(error)
+    if not plans:
+        raise refusals[0]
+    best = min(plans, key=lambda size: (plans[size].predicted.step_seconds, -size))
+    if len(sizes) > 1:
+        tried = ", ".join(
+            f"{size}: {plans[size].predicted.step_seconds * 1e3:.1f} ms"
+            if size in plans
+            else f"{size}: no plan"
+            for size in sorted(sizes)
+        )
+        note(f"microbatches of {best} are the fastest of those profiled ({tried})")
+    return plans[best]
+
+
+def _microbatch_sizes(question: Question) -> list[int]:
+    """The one asked for, or the nearest profiled to it; else all that are profiled everywhere.
+
+    Raises:
+        ProblemError: Device types without layers, or none at a common size.
+    """
+    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
+    tables = [{table.microbatch_size for table in p.layer_tables} for p in in_pool]
+    common = sorted(set.intersection(*tables)) if tables else []
+    asked = question.pipeline.microbatch_size
+    if not common:
+        return [asked or 1]  # the solver's own checks say what is missing
+    if asked is None:
+        return common
+    nearest = min(common, key=lambda size: (abs(size - asked), size))
+    if nearest != asked:
+        known = ", ".join(map(str, common))
+        warn(f"layers are profiled at {known}: took microbatches of {nearest}, not {asked}")
+    return [nearest]
+
+
+def _say_links(question: Question) -> None:
+    """What links between devices are taken for, where only the profiles tell."""
+    from ..solvers.pipeline_problems import measured_link
+
+    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
+    rate = measured_link(in_pool)
+    if question.pipeline.link_bytes_per_second is None and rate is not None:
+        note(f"links that the pool does not state: {rate / 1e6:.0f} MB/s, as profiled")
+
+
+def _pipeline_at(
+    question: Question, schedule: PlannedSchedule, microbatch_size: int
+) -> PipelinePlan:
+    flags = question.pipeline
+    return solve_pipeline(
+        question.profiles,
+        question.pool,
+        question.batch_size,
+        pool_name=question.pool_name,
+        microbatch_size=microbatch_size,
+        link_bytes_per_second=flags.link_bytes_per_second,
+        schedule=schedule,
+        stage_cost=flags.stage_cost,
+        num_stages=flags.num_stages,
+        replication=flags.replication,
+        objective=flags.objective,
+        num_model_chunks=flags.num_model_chunks,
+    )
