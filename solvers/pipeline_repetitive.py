@@ -150,8 +150,7 @@ class Repetitive:
                 / blocks
                 for size, problem in self.problems.items()
             },
-            activation_bytes_per_sample=sum(layer.activation_bytes for layer in self.any.layers)
-            / size,
+            activation_bytes_per_sample=sum(layer.kept_bytes for layer in self.any.layers) / size,
             input_bytes_per_sample=float(cuts.crossing_bytes[number]) / size,
             devices_per_server=levels[0].num_components,
             fast_bytes_per_second=levels[0].bytes_per_second,

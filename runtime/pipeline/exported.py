@@ -3,6 +3,8 @@
 torch.export runs the model's own Python with the arguments of a real call, so control flow on
 shapes, options and missing arguments goes the way it went. The graph is of single operators, each
 of which knows the module it came from; layers are named after those modules as torch.fx would.
+Batch-norm stays a call of the model's own module, whose statistics a pipeline keeps apart by
+microbatch.
 """
 
 import warnings
@@ -17,6 +19,7 @@ from .layered import Layer, LayeredModel, is_leaf, numbered
 
 _ROOT = "model"
 _UPDATED = ("batch_norm", "instance_norm")
+_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 class _Called(nn.Module):
@@ -74,6 +77,7 @@ def _layered(model: nn.Module, module: fx.GraphModule, names: list[str]) -> Laye
     for node in module.graph.nodes:
         if node.op == "get_attr":
             _root_at(node, module, root)
+    _restore_norms(model, module.graph, root)
     _refuse_updates(module.graph, root)
     output = next(node for node in module.graph.nodes if node.op == "output")
     spec = module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
@@ -95,13 +99,39 @@ def _root_at(node: fx.Node, module: fx.GraphModule, root: nn.Module) -> None:
         setattr(root, name, getattr(module, name))
 
 
+def _restore_norms(model: nn.Module, graph: fx.Graph, root: nn.Module) -> None:
+    """Call the model's own module where operators would update its running statistics."""
+    for node in list(graph.nodes):
+        call = _leaf_call(model, node) if node.op == "call_function" else None
+        if call is None:
+            continue
+        norm = model.get_submodule(call[1])
+        if not isinstance(norm, _NORMS) or not norm.track_running_stats:
+            continue
+        if _name_of(node) in _UPDATED:
+            with graph.inserting_before(node):
+                made = graph.create_node("call_module", call[1], (node.args[0],))
+            made.meta = dict(node.meta)
+            node.replace_all_uses_with(made)
+            parent, _, name = call[1].rpartition(".")
+            setattr(root.get_submodule(parent), name, norm)
+            graph.erase_node(node)
+        elif not node.users:
+            graph.erase_node(node)  # it counts the batches, as the module does
+
+
+def _name_of(node: fx.Node) -> str:
+    name: str = node.target.__name__.split(".")[0]  # type: ignore[union-attr]
+    return name
+
+
 def _refuse_updates(graph: fx.Graph, root: nn.Module) -> None:
     buffers = dict(root.named_buffers())
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         changed = [n for n in node.all_input_nodes if n.op == "get_attr" and n.target in buffers]
-        name = node.target.__name__.split(".")[0]
+        name = _name_of(node)
         if changed and (name.endswith("_") or name in _UPDATED):
             raise TargetError(
                 f"torch.export: its graph would update buffer {changed[0].target!r}, which a "
