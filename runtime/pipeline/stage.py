@@ -6,12 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from .cut import StageModule
 
 Weights = dict[str, Tensor]
+# A tensor or a GradientEdge each; torch's stubs know lists of one kind only.
+Roots = list[Any]
+
+# Before torch 2.7 a backward pass starts from tensors only.
+_TAKES_EDGES = "GradientEdge" in str(torch.autograd.backward.__annotations__)
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ipow")
 
 
 @dataclass(slots=True)
@@ -19,7 +26,7 @@ class _Kept:
     """A microbatch in flight: its inputs as leaves, and what is differentiated."""
 
     inputs: list[Tensor]
-    results: list[Tensor]
+    results: Roots
     gradients: list[Tensor] | None = None
 
 
@@ -35,8 +42,7 @@ class Stage:
         self.most_in_flight = 0
         modules = list(part.module.modules())
         self._in_place = any(getattr(module, "inplace", False) for module in modules) or any(
-            node.op == "call_method" and str(node.target).endswith("_")
-            for node in part.module.graph.nodes
+            _writes(node) for node in part.module.graph.nodes
         )
         self._buffered = [m for m in modules if any(b is not None for b in m._buffers.values())]
 
@@ -101,9 +107,9 @@ class Stage:
                 module._buffers.update(buffers)
 
     def keep(self, microbatch: int, results: tuple[Any, ...]) -> None:
-        """Note what the backward pass of a microbatch starts from."""
-        tensors = [r for r in results if isinstance(r, Tensor) and r.requires_grad]
-        self._in_flight[microbatch] = _Kept(self._leaves.pop(microbatch), tensors)
+        """Note what the backward pass of a microbatch starts from; outputs themselves may go."""
+        roots = [_root(r) for r in results if isinstance(r, Tensor) and r.requires_grad]
+        self._in_flight[microbatch] = _Kept(self._leaves.pop(microbatch), roots)
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
 
     def backward(self, microbatch: int, gradients: tuple[Any, ...] | None) -> tuple[Any, ...]:
@@ -137,11 +143,10 @@ class Stage:
         if kept.results and leaves:
             torch.autograd.backward(kept.results, kept.gradients, inputs=leaves)
 
-    def _start(
-        self, kept: _Kept, gradients: tuple[Any, ...] | None
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def _start(self, kept: _Kept, gradients: tuple[Any, ...] | None) -> tuple[Roots, list[Tensor]]:
         if gradients is None:
-            return kept.results, [torch.ones_like(result) for result in kept.results]
+            losses = [root for root in kept.results if isinstance(root, Tensor)]
+            return kept.results, [torch.ones_like(loss) for loss in losses]
         pairs = [
             (result, gradient.to(self._device))
             for result, gradient in zip(kept.results, gradients, strict=True)
@@ -153,6 +158,21 @@ class Stage:
 def parameters_of(stages: "list[StageModule]") -> list[set[nn.Parameter]]:
     """[stages] the parameters each one uses; one in several stages is tied across them."""
     return [set(stage.module.parameters()) for stage in stages]
+
+
+def _root(result: Tensor) -> Tensor | GradientEdge:
+    """Where a backward pass starts: at a loss, or where an output was made, without its values."""
+    return get_gradient_edge(result) if _TAKES_EDGES and result.dim() else result
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a function or method writes on its input."""
+    if node.op not in ("call_method", "call_function"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = name.split(".")[0]
+    trailing = name.endswith("_") and not name.endswith("__")
+    return trailing or name in _IN_PLACE or node.kwargs.get("inplace") is True
 
 
 def _copied(value: Any) -> Any:
