@@ -18,7 +18,6 @@ Roots = list[Any]
 
 # Before torch 2.7 a backward pass starts from tensors only.
 _TAKES_EDGES = "GradientEdge" in str(torch.autograd.backward.__annotations__)
-_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ipow")
 
 
 @dataclass(slots=True)
@@ -172,7 +171,7 @@ def _writes(node: fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     name = name.split(".")[0]
     trailing = name.endswith("_") and not name.endswith("__")
-    return trailing or name in _IN_PLACE or node.kwargs.get("inplace") is True
+    return trailing or node.kwargs.get("inplace") is True
 
 
 def _copied(value: Any) -> Any:

@@ -1,9 +1,7 @@
 """One stage alone: what it holds of a microbatch, and inputs that it must not write on."""
 
-import operator
 import weakref
 
-import pytest
 import torch
 from torch import nn
 
@@ -32,26 +30,19 @@ def test_an_output_that_was_sent_is_not_held_until_the_backward_pass() -> None:
 
 
 class Writes(nn.Module):
-    """Writes on what an earlier stage made, by an operator or a function."""
+    """Writes on what an earlier stage made."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.same, self.last = nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4)
-        self.how = how
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.same(self.first(x))
-        if self.how == "operator":
-            x = operator.iadd(x, 1.0)
-        else:
-            x = nn.functional.relu(x, inplace=True)
-        out: torch.Tensor = self.last(x)
+        out: torch.Tensor = self.last(nn.functional.relu(self.same(self.first(x)), inplace=True))
         return out
 
 
-@pytest.mark.parametrize("how", ["operator", "function"])
-def test_functions_may_write_on_received_inputs(how: str) -> None:
-    part = cut(layers_of(Writes(how)), [["first"], ["same", "last"]])[1]
+def test_functions_may_write_on_received_inputs() -> None:
+    part = cut(layers_of(Writes()), [["first"], ["same", "last"]])[1]
     stage = Stage(part, recompute=False, device=torch.device("cpu"))
     received = torch.randn(2, 4)
     before = received.clone()
