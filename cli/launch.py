@@ -1,7 +1,7 @@
 """``hetflow launch``: train under a plan."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -57,6 +57,16 @@ def launch(
     timeout: Annotated[
         int, typer.Option(min=1, help="Seconds that any wait for other workers may take.")
     ] = 600,
+    on_failure: Annotated[
+        Literal["stop", "shrink", "replace"] | None,
+        typer.Option(
+            help="When a worker dies or hangs: stop the launch, shrink to the others, or also "
+            "replace it [default: shrink for split plans on one host, else stop]."
+        ),
+    ] = None,
+    heartbeat: Annotated[
+        float, typer.Option(min=0.5, help="Seconds of silence after which a worker is killed.")
+    ] = 30.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run on this host; run nothing.")
     ] = False,
@@ -91,6 +101,8 @@ def launch(
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
         grace_seconds=float(grace),
+        on_failure=on_failure,
+        heartbeat_seconds=heartbeat,
         rendezvous=Rendezvous.parse(nnodes, node_rank, rdzv_endpoint, devices) if several else None,
     )
     if dry_run:

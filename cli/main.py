@@ -22,6 +22,7 @@ from . import (
     import_,
     launch,
     profile,
+    resize,
     show,
     simulate,
     solve,
@@ -71,6 +72,7 @@ register(app, profile.profile, short_help="Measure a model on each device type."
 register(app, solve.solve, short_help="Find the best plan, with proof.")
 register(app, check.check, short_help="Verify a plan independently.")
 register(app, launch.launch, short_help="Train under a plan.", context_settings=_PASSED_ON)
+register(app, resize.resize, short_help="Change a running job's devices.")
 register(app, allocate.allocate, short_help="Share a pool among jobs.")
 register(app, simulate.simulate, short_help="What would happen over weeks.")
 register(app, show.show, short_help="Any hetflow file as a table or a picture.")

@@ -12,12 +12,14 @@ from typing import Any
 from ..runtime.record import Status, WorkerReport, assemble
 from ..schema import files
 from ..schema.launch import LaunchConfig
-from ..schema.run import RunEvent, RunRecord
+from ..schema.run import Generation, RunEvent, RunRecord
 from .devices import Seat, crowding, seat_workers
 from .failures import Failure, first_cause, interruption, silence, tail_of
+from .generations import Generations
 from .hosts import Alone, Together
+from .inbox import Inbox
 from .request import LaunchRequest, check_folder, check_script, make_folder
-from .spawn import Meeting, WorkerCommand, worker_commands
+from .spawn import Meeting, NewGeneration, WorkerCommand, worker_commands
 from .supervise import Signals, Workers
 
 POLL_SECONDS = 0.02
@@ -78,11 +80,23 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
             if request.rendezvous
             else Alone(request.config)
         )
-        workers = Workers(request.folder, stdout_to_stderr=request.stdout_to_stderr)
-        failure = _train(request, hosts, workers, signals, warn)
-        reports = [] if failure or not hosts.is_first else hosts.reports()
+        workers = Workers(
+            request.folder,
+            stdout_to_stderr=request.stdout_to_stderr,
+            has_lines=request.is_elastic,
+            survives=request.survives,
+        )
+        run = _Run(request, hosts, workers, signals, warn)
+        failure = run.train()
+        last = run.generations
+        reports = []
+        if failure is None and hosts.is_first:
+            reports = (
+                hosts.reports(last.config.world_size, last.number) if last else hosts.reports()
+            )
         hosts.leave()
-    record = _record(request, failure, reports, time.monotonic() - began)
+    history = last.history if last else []
+    record = _record(request, failure, reports, time.monotonic() - began, history)
     if hosts.is_first and request.folder.is_dir():
         files.write(request.folder / "run.json", record, force=True)
     if failure is not None:
@@ -99,39 +113,123 @@ def _fill_folder(request: LaunchRequest) -> None:
     files.write(request.folder / "launch.json", request.config, force=True)
 
 
-def _train(
-    request: LaunchRequest, hosts: Alone | Together, workers: Workers, signals: Signals, warn: Warn
-) -> Failure | None:
-    """Start the workers and see them through; None when all of them succeeded."""
+class _Run:
+    """The workers of one launch, from their start to their end."""
 
-    def watch() -> None:
-        if signals.received is not None:
+    def __init__(
+        self,
+        request: LaunchRequest,
+        hosts: Alone | Together,
+        workers: Workers,
+        signals: Signals,
+        warn: Warn,
+    ) -> None:
+        self._request, self._hosts, self._workers = request, hosts, workers
+        self._signals, self._warn = signals, warn
+        self._inbox: Inbox | None = None
+        self._seats: dict[str, Seat] = {}
+        self.generations: Generations | None = None
+
+    def train(self) -> Failure | None:
+        """Start the workers and see them through; None when all of them succeeded."""
+        request, hosts, workers = self._request, self._hosts, self._workers
+        try:
+            slots, self._meeting = hosts.join(self._watch)
+            seats = seat_workers(slots, request.config)
+            crowded = crowding(slots, request.config)
+            if crowded:
+                self._warn(crowded)
+            _fill_folder(request)
+            self._inbox = Inbox(request.folder)
+            workers.start(_commands(request, seats, self._meeting))
+            hosts.started()
+            if request.is_elastic:
+                self._seats = {str(seat.slot.rank): seat for seat in seats}
+                self.generations = self._make_generations(self._inbox)
+            failure = self._supervise() or hosts.wait_for_others(self._watch)
+        except _Interrupted:
+            failure = interruption(self._signals.received or 2)
+        except BaseException:
+            workers.stop(self._signals)
+            hosts.leave()
+            self._close()
+            raise
+        if failure is not None:
+            failure = hosts.tell_failure(failure)
+        workers.stop(self._signals)
+        self._close()
+        return failure
+
+    def _watch(self) -> None:
+        if self._signals.received is not None:
             raise _Interrupted
 
-    try:
-        slots, meeting = hosts.join(watch)
-        seats = seat_workers(slots, request.config)
-        crowded = crowding(slots, request.config)
-        if crowded:
-            warn(crowded)
-        _fill_folder(request)
-        workers.start(_commands(request, seats, meeting))
-        hosts.started()
-        failure = _supervise(request, hosts, workers, signals) or hosts.wait_for_others(watch)
-    except _Interrupted:
-        failure = interruption(signals.received or 2)
-    except BaseException:
-        workers.stop(signals)
-        hosts.leave()
-        raise
-    if failure is not None:
-        failure = hosts.tell_failure(failure)
-    workers.stop(signals)
-    return failure
+    def _close(self) -> None:
+        if self._inbox is not None:
+            self._inbox.close()
+
+    def _make_generations(self, inbox: Inbox) -> Generations:
+        request = self._request
+        return Generations(
+            request.config,
+            self._workers,
+            inbox,
+            self._start_newcomers,
+            on_failure=request.on_failure or "shrink",
+            heartbeat_seconds=request.heartbeat_seconds,
+            progress_seconds=request.timeout_seconds,
+            warn=self._warn,
+        )
+
+    def _start_newcomers(
+        self, config: LaunchConfig, number: int, ranks: dict[str, int], joining: Sequence[str]
+    ) -> None:
+        assert self._inbox is not None
+        slots = [config.workers[ranks[name]] for name in joining]
+        alive = [seat for name, seat in self._seats.items() if name in self._workers.lines()]
+        seats = seat_workers(slots, config, [seat.cuda for seat in alive])
+        path = self._inbox.folder / f"generation-{number}.json"
+        files.write(path, config, force=True)
+        names = {ranks[name]: name for name in joining}
+        self._seats |= {names[seat.slot.rank]: seat for seat in seats}
+        coming = NewGeneration(number=number, config=path.resolve(), names=names)
+        request = replace(self._request, config=config)
+        self._workers.start(_commands(request, seats, self._meeting, coming))
+
+    def _supervise(self) -> Failure | None:
+        request, workers, signals = self._request, self._workers, self._signals
+        while not workers.all_done():
+            if signals.received is not None:
+                if request.checkpoint is not None and signals.received == signal.SIGTERM:
+                    workers.let_save(signals, request.grace_seconds)
+                return interruption(signals.received)
+            failure = self._look_after()
+            if failure is not None:
+                return failure
+        return None
+
+    def _look_after(self) -> Failure | None:
+        """Wait a little, and take in what has happened meanwhile."""
+        if self.generations is not None:
+            failure = self.generations.tick(POLL_SECONDS)
+            if failure is not None:
+                if failure.sentence_of_ours is not None:
+                    return failure
+                return _cause(self._workers, self._request.config) or failure
+            if self.generations.only_newcomers_left:
+                self.generations.settle()
+            return None
+        if self._workers.failures():
+            return _cause(self._workers, self._request.config)
+        time.sleep(POLL_SECONDS)
+        return self._hosts.failure_elsewhere()
 
 
 def _commands(
-    request: LaunchRequest, seats: Sequence[Seat], meeting: Meeting
+    request: LaunchRequest,
+    seats: Sequence[Seat],
+    meeting: Meeting,
+    generation: NewGeneration | None = None,
 ) -> list[WorkerCommand]:
     return worker_commands(
         seats,
@@ -145,29 +243,15 @@ def _commands(
         seed=request.config.seed,
         checkpoint=request.checkpoint.resolve() if request.checkpoint else None,
         checkpoint_every=request.checkpoint_every,
+        generation=generation,
     )
 
 
-def _supervise(
-    request: LaunchRequest, hosts: Alone | Together, workers: Workers, signals: Signals
-) -> Failure | None:
-    while not workers.all_done():
-        if signals.received is not None:
-            if request.checkpoint is not None and signals.received == signal.SIGTERM:
-                workers.let_save(signals, request.grace_seconds)
-            return interruption(signals.received)
-        if workers.failures():
-            return _cause(workers, request.config)
-        elsewhere = hosts.failure_elsewhere()
-        if elsewhere is not None:
-            return elsewhere
-        time.sleep(POLL_SECONDS)
-    return None
-
-
-def _cause(workers: Workers, config: LaunchConfig) -> Failure:
+def _cause(workers: Workers, config: LaunchConfig) -> Failure | None:
     """The first cause among this host's failures, given a moment to be seen."""
     deadline = time.monotonic() + CAUSE_SECONDS
+    if not workers.failures():
+        return None
     cause = first_cause(workers.failures())
     while cause.lost_peer and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
@@ -185,7 +269,11 @@ def _staged(failure: Failure, config: LaunchConfig) -> Failure:
 
 
 def _record(
-    request: LaunchRequest, failure: Failure | None, reports: list[WorkerReport], seconds: float
+    request: LaunchRequest,
+    failure: Failure | None,
+    reports: list[WorkerReport],
+    seconds: float,
+    history: Sequence[Generation],
 ) -> RunRecord:
     status: Status = "done"
     events = []
@@ -201,6 +289,7 @@ def _record(
         exit_code=failure.exit_code if failure else 0,
         wall_seconds=seconds,
         events=events,
+        generations=history,
         provenance=provenance,
     )
 

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ..schema.errors import HetflowError, TargetError
@@ -25,21 +25,31 @@ def base_type(device_type: str, config: LaunchConfig) -> str:
     return "cpu" if device_type.split(":")[0] == "cpu" else device_type
 
 
-def seat_workers(slots: Sequence[WorkerSlot], config: LaunchConfig) -> list[Seat]:
+def seat_workers(
+    slots: Sequence[WorkerSlot], config: LaunchConfig, taken: Collection[str | None] = ()
+) -> list[Seat]:
     """Give each slot a device of this machine.
 
     CUDA types get a device each; plain ``cpu`` a core each; emulated types share the cores (see
     ``crowding``).
 
+    Args:
+        slots: Who needs a device.
+        config: The launch they are of.
+        taken: CUDA devices that other workers of the launch hold.
+
     Raises:
         HetflowError: The machine has fewer devices of a type than the slots need.
     """
     bases = {slot.device_type: base_type(slot.device_type, config) for slot in slots}
-    _check_cores(slots)
+    _check_cores(config.workers if taken else slots)
     needed = Counter(slot.device_type for slot in slots if bases[slot.device_type] != "cpu")
     if not needed:
         return [Seat(slot) for slot in slots]
-    free = _cuda_devices()
+    free = {
+        kind: [entry for entry in entries if entry not in taken]
+        for kind, entries in _cuda_devices().items()
+    }
     seats = []
     for slot in slots:
         kind = bases[slot.device_type]

@@ -19,7 +19,8 @@ class Failure:
     """How one worker (or a whole launch, where ``rank`` is None) ended badly.
 
     ``lost_peer`` says that the worker failed only because another was gone; ``stages`` are those
-    that a pipeline's worker holds.
+    that a pipeline's worker holds; ``sentence_of_ours`` is why the controller ended it, where it
+    did.
     """
 
     exit_code: int
@@ -32,9 +33,12 @@ class Failure:
     lost_peer: bool = False
     interrupted: bool = False
     stages: tuple[int, ...] = ()
+    sentence_of_ours: str | None = None
 
     def sentence(self) -> str:
         """One line: who, how, and its own error."""
+        if self.sentence_of_ours is not None:
+            return self.sentence_of_ours
         if self.rank is None:
             return self.error
         who = f"worker {self.rank} ({_staged(self.stages)}{self.device_type}"
@@ -54,7 +58,8 @@ class Failure:
     def as_error(self) -> LaunchError:
         """The error that ends the command, with the worker's own exit code."""
         hint = f"its whole output: {self.log}" if self.log else None
-        if self.exit_code == 128 + signal.SIGKILL and not self.interrupted:
+        unexplained = not self.interrupted and self.sentence_of_ours is None
+        if self.exit_code == 128 + signal.SIGKILL and unexplained:
             hint = f"if you did not kill it, the host may be out of memory; {hint}"
         return LaunchError(self.sentence(), hint=hint, exit_code=self.exit_code)
 

@@ -64,10 +64,10 @@ class Alone:
     def leave(self) -> None:
         """Nobody to leave."""
 
-    def reports(self) -> list[WorkerReport]:
-        """What the workers measured."""
+    def reports(self, world_size: int | None = None, generation: int = 0) -> list[WorkerReport]:
+        """What the workers of the last generation measured."""
         self._thread.join()
-        return read_reports(self._store, self._config.world_size)
+        return read_reports(self._store, world_size or self._config.world_size, generation)
 
 
 class Together:
@@ -231,8 +231,8 @@ class Together:
                     return
                 time.sleep(0.05)
 
-    def reports(self) -> list[WorkerReport]:
-        """What all workers measured; for node 0."""
+    def reports(self, world_size: int | None = None, generation: int = 0) -> list[WorkerReport]:
+        """What all workers measured; for node 0. Workers on several hosts stay as they are."""
         return read_reports(self._store.underlying_store, self._config.world_size)
 
 

@@ -5,6 +5,7 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, TargetError
@@ -13,6 +14,7 @@ from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
 
 RUNS_FOLDER = "hetflow-runs"
+OnFailure = Literal["stop", "shrink", "replace"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,26 @@ class LaunchRequest:
     checkpoint: Path | None = None
     checkpoint_every: int = 0
     grace_seconds: float = 30.0
+    on_failure: OnFailure | None = None
+    heartbeat_seconds: float = 30.0
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers can come and go: split plans on one host."""
+        return self.rendezvous is None and self.config.pipeline is None
+
+    @property
+    def survives(self) -> bool:
+        """Whether the launch goes on when a worker dies."""
+        return self.is_elastic and self.on_failure != "stop"
+
+    def __post_init__(self) -> None:
+        if self.on_failure in ("shrink", "replace") and not self.is_elastic:
+            what = "pipeline" if self.config.pipeline is not None else "launch on several hosts"
+            raise TargetError(
+                f"a {what} cannot go on without a worker that dies",
+                hint="leave --on-failure out; with --checkpoint a new launch goes on",
+            )
 
 
 def check_script(script: tuple[str, ...]) -> None:

@@ -24,6 +24,7 @@ class WorkerCommand:
     """What would be typed to start one worker. ``environment`` is what is added to ours."""
 
     rank: int
+    name: str
     device_type: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
@@ -43,6 +44,15 @@ class Meeting:
     interface: str | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewGeneration:
+    """What workers join that are started later: its number, its config, each rank's name."""
+
+    number: int
+    config: Path
+    names: dict[int, str]
+
+
 def worker_commands(
     seats: Sequence[Seat],
     script: Sequence[str],
@@ -56,6 +66,7 @@ def worker_commands(
     seed: int = 0,
     checkpoint: Path | None = None,
     checkpoint_every: int = 0,
+    generation: "NewGeneration | None" = None,
 ) -> list[WorkerCommand]:
     """The command of each worker of this host. Pure.
 
@@ -71,27 +82,33 @@ def worker_commands(
         seed: Seed of the script's own streams, where a level fixes them.
         checkpoint: Folder of checkpoints, if any.
         checkpoint_every: Steps between checkpoints; 0 for those that are asked for only.
+        generation: The generation that these workers join, where others train already.
     """
     commands = []
+    plan = generation.config if generation is not None else folder / "launch.json"
     for local_rank, seat in enumerate(seats):
         rank = seat.slot.rank
+        name = generation.names[rank] if generation is not None else str(rank)
         settings = {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(local_rank),
-            "LOCAL_WORLD_SIZE": str(len(seats)),
+            "LOCAL_RANK": str(local_rank if generation is None else rank),
+            "LOCAL_WORLD_SIZE": str(len(seats) if generation is None else world_size),
             "MASTER_ADDR": meeting.address,
             "MASTER_PORT": str(meeting.port),
             # The controller holds the store, also for scripts that call init_process_group.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            names.PLAN: str(folder / "launch.json"),
+            names.PLAN: str(plan),
             names.SLOT: str(rank),
             names.DEVICE_TYPE: seat.slot.device_type,
-            names.FAILURE: str(failure_path(folder, rank)),
+            names.WORKER: name,
+            names.FAILURE: str(failure_path(folder, name)),
             names.TIMEOUT: str(int(timeout_seconds)),
             "PYTHONUNBUFFERED": "1",
         }
         settings |= _device_settings(seat, meeting, inherited) | pins(determinism)
+        if generation is not None:
+            settings[names.JOINS] = str(generation.number)
         if determinism != "none":
             settings |= {names.DETERMINISM: determinism, names.SEED: str(seed)}
         if checkpoint is not None:
@@ -100,6 +117,7 @@ def worker_commands(
         commands.append(
             WorkerCommand(
                 rank=rank,
+                name=name,
                 device_type=seat.slot.device_type,
                 # -P keeps the working directory off the path: no file there can pose as a module.
                 arguments=(sys.executable, "-P", "-m", "hetflow.runtime.worker", *script),
@@ -122,16 +140,34 @@ def _device_settings(seat: Seat, meeting: Meeting, inherited: Mapping[str, str])
     return settings
 
 
-def failure_path(folder: Path, rank: int) -> Path:
+def failure_path(folder: Path, name: str) -> Path:
     """Where a worker writes its error before anyone can notice that it is gone."""
-    return folder / "logs" / f"rank{rank}.failed.json"
+    return folder / "logs" / f"rank{name}.failed.json"
 
 
-def start(command: WorkerCommand, stdout: int | IO[bytes], stderr: int | IO[bytes]) -> "Process":
-    """Start one worker in its own session; it dies with this process, however that dies."""
+def start(
+    command: WorkerCommand,
+    stdout: int | IO[bytes],
+    stderr: int | IO[bytes],
+    *,
+    line: int | None = None,
+    survives: bool = False,
+) -> "Process":
+    """Start one worker in its own session; it dies with this process, however that dies.
+
+    Args:
+        command: What to run.
+        stdout: Where its output goes.
+        stderr: Where its errors go.
+        line: Its end of the line to the controller, if it has one.
+        survives: Whether it goes on when other workers die.
+    """
+    extra = {names.CONTROL: str(line)} if line is not None else {}
+    extra |= {names.SURVIVES: "1"} if survives else {}
     return subprocess.Popen(
         command.arguments,
-        env={**os.environ, **command.environment},
+        env={**os.environ, **command.environment, **extra},
+        pass_fds=() if line is None else (line,),
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,

@@ -80,11 +80,12 @@ def prefixed(store: Any) -> Any:
     return PrefixStore("launcher", store)
 
 
-def read_reports(store: Any, world_size: int) -> list[WorkerReport]:
-    """What the workers measured, of those that said so."""
+def read_reports(store: Any, world_size: int, generation: int = 0) -> list[WorkerReport]:
+    """What the workers of the last generation measured, of those that said so."""
     reports = []
+    prefix = f"hetflow/0/generation/{generation}" if generation else "hetflow/0"
     for rank in range(world_size):
-        key = f"hetflow/0/report/{rank}"
+        key = f"{prefix}/report/{rank}"
         if store.check([key]):
             with contextlib.suppress(ProblemError, ValueError):
                 reports.append(parse_report(store.get(key)))

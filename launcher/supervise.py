@@ -5,15 +5,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
 from .failures import Failure, failure_of
+from .line import Line
 from .spawn import Process, WorkerCommand, failure_path, signal_group, start
 
 GRACE_SECONDS = 5.0
+FOLLOW_SECONDS = 0.05
 
 
 class Signals:
@@ -39,40 +41,104 @@ class Signals:
 
 
 class Workers:
-    """The workers of this host. The first rank's output is shown; all of it is kept in logs."""
+    """The workers of this host. One's output is shown; all of it is kept in logs.
 
-    def __init__(self, folder: Path, *, stdout_to_stderr: bool) -> None:
+    Args:
+        folder: The run's folder.
+        stdout_to_stderr: Show their stdout on stderr.
+        has_lines: Whether each has a line to the controller.
+        survives: Whether they go on when others die.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        stdout_to_stderr: bool,
+        has_lines: bool = False,
+        survives: bool = False,
+    ) -> None:
         self._folder = folder
         self._stdout_to_stderr = stdout_to_stderr
-        self._processes: dict[int, Process] = {}
-        self._types: dict[int, str] = {}
+        self._has_lines, self._survives = has_lines, survives
+        self._processes: dict[str, Process] = {}
+        self._lines: dict[str, Line] = {}
+        self._types: dict[str, str] = {}
+        self._shown = "0"
         self._tees: list[threading.Thread] = []
 
     def start(self, commands: Sequence[WorkerCommand]) -> None:
         """Start them all. Call from the main thread: their lives hang on the starting thread."""
         for command in commands:
-            failure_path(self._folder, command.rank).unlink(missing_ok=True)
-            self._types[command.rank] = command.device_type
-            self._processes[command.rank] = self._start(command)
+            failure_path(self._folder, command.name).unlink(missing_ok=True)
+            self._types[command.name] = command.device_type
+            self._processes[command.name] = self._start(command)
 
     def _start(self, command: WorkerCommand) -> Process:
-        out, err = self.logs(command.rank)
+        out, err = self.logs(command.name)
         with out.open("wb") as out_stream, err.open("wb") as err_stream:
-            if command.rank != 0:
-                return start(command, out_stream, err_stream)
+            if command.name != "0":
+                return self._start_on(command, out_stream, err_stream)
         reads, writes = zip(os.pipe(), os.pipe(), strict=True)
-        process = start(command, writes[0], writes[1])
-        shown = (sys.stderr if self._stdout_to_stderr else sys.stdout, sys.stderr)
-        for read, write, log, console in zip(reads, writes, (out, err), shown, strict=True):
+        process = self._start_on(command, writes[0], writes[1])
+        for read, write, log, console in zip(
+            reads, writes, (out, err), self._consoles, strict=True
+        ):
             os.close(write)
-            tee = threading.Thread(target=_tee, args=(read, log, console), daemon=True)
-            tee.start()
-            self._tees.append(tee)
+            self._begin(_tee, read, log, console)
         return process
 
-    def logs(self, rank: int) -> tuple[Path, Path]:
+    def _start_on(
+        self, command: WorkerCommand, out: int | IO[bytes], err: int | IO[bytes]
+    ) -> Process:
+        if not self._has_lines:
+            return start(command, out, err)
+        line = self._lines[command.name] = Line()
+        number = line.theirs.fileno()
+        process = start(command, out, err, line=number, survives=self._survives)
+        line.started()
+        return process
+
+    @property
+    def _consoles(self) -> tuple[IO[str], IO[str]]:
+        return sys.stderr if self._stdout_to_stderr else sys.stdout, sys.stderr
+
+    def _begin(self, function: Callable[..., None], *arguments: Any) -> None:
+        tee = threading.Thread(target=function, args=arguments, daemon=True)
+        tee.start()
+        self._tees.append(tee)
+
+    def show(self, name: str) -> None:
+        """Show this worker's output from now on; the one before is gone, or no longer first."""
+        if name == self._shown:
+            return
+        self._shown, process = name, self._processes[name]
+        for log, console in zip(self.logs(name), self._consoles, strict=True):
+            self._begin(_follow, log, console, process, lambda: self._shown == name)
+
+    def lines(self) -> dict[str, Line]:
+        """The lines to the workers."""
+        return self._lines
+
+    def kill(self, name: str) -> None:
+        """End a worker and what it started, at once; it may be stopped."""
+        signal_group(self._processes[name], signal.SIGKILL)
+
+    def forget(self, name: str) -> None:
+        """A worker that is gone no longer counts."""
+        process = self._processes.pop(name)
+        signal_group(process, signal.SIGKILL)  # what it started
+        process.wait()
+        self._lines.pop(name).close()
+
+    def is_done(self, name: str) -> bool:
+        """Whether it has left with exit code 0."""
+        process = self._processes.get(name)
+        return process is not None and process.poll() == 0
+
+    def logs(self, name: str) -> tuple[Path, Path]:
         """Where a worker's stdout and stderr are kept."""
-        return self._folder / "logs" / f"rank{rank}.out", self._folder / "logs" / f"rank{rank}.err"
+        return self._folder / "logs" / f"rank{name}.out", self._folder / "logs" / f"rank{name}.err"
 
     def all_done(self) -> bool:
         """Whether every worker has left with exit code 0."""
@@ -82,13 +148,13 @@ class Workers:
         """The workers that have failed so far."""
         return [
             failure_of(
-                rank,
-                self._types[rank],
+                int(name),
+                self._types[name],
                 process.returncode,
-                failure_path(self._folder, rank),
-                self.logs(rank)[1],
+                failure_path(self._folder, name),
+                self.logs(name)[1],
             )
-            for rank, process in self._processes.items()
+            for name, process in self._processes.items()
             if process.poll() not in (None, 0)
         ]
 
@@ -100,7 +166,7 @@ class Workers:
             Failure(
                 exit_code=1,
                 error="",
-                rank=rank,
+                rank=int(rank),
                 device_type=self._types[rank],
                 log=str(self.logs(rank)[1]),
             )
@@ -156,6 +222,22 @@ def _tee(read: int, log: Path, console: IO[str]) -> None:
         while chunk := pipe.read(1 << 16):
             kept.write(chunk)
             shows = shows and _show(chunk, console)
+
+
+def _follow(log: Path, console: IO[str], process: Process, goes_on: Callable[[], bool]) -> None:
+    """Show what is added to a log, until its worker is gone or another is shown."""
+    with log.open("rb", buffering=0) as kept:
+        kept.seek(0, os.SEEK_END)
+        shows = True
+        while shows and goes_on():
+            is_over = process.poll() is not None
+            chunk = kept.read(1 << 16)
+            if chunk:
+                shows = _show(chunk, console)
+            elif is_over:
+                return
+            else:
+                time.sleep(FOLLOW_SECONDS)
 
 
 def _show(chunk: bytes, console: IO[str]) -> bool:

@@ -23,7 +23,7 @@ from ..schema.launch import VirtualNode
 AllReduce = Callable[[Tensor], None]
 
 
-class _Slot:
+class BufferSlot:
     """One buffer: where it stands in the model, its shared value, and who owns a copy."""
 
     def __init__(self, name: str, value: Tensor) -> None:
@@ -39,21 +39,25 @@ class _Slot:
         self.checked = False
 
     def current(self) -> Tensor:
+        """What stands in the model now."""
         module, key = self.owners[0]
         value = module._buffers[key]
         assert value is not None
         return value
 
     def install(self, value: Tensor) -> None:
+        """Put a value into the model, wherever the buffer stands."""
         for module, key in self.owners:
             module._buffers[key] = value
         self.left, self.version = value, value._version
 
     def was_written(self) -> bool:
+        """Whether somebody wrote to it since it was put in place."""
         current = self.current()
         return current is not self.left or current._version != self.version
 
     def was_changed_by_pass(self) -> bool:
+        """Whether the pass that ended has changed it."""
         if not self.checked:
             # Other code may do as batch-norm does: the first pass is judged by the values.
             self.checked = True
@@ -63,7 +67,13 @@ class _Slot:
         return self.writes_silently or self.was_written()
 
     def value_of(self, node: int) -> Tensor:
+        """A virtual node's value: its own copy, or the one that all share."""
         return self.own.get(node, self.base)
+
+    @staticmethod
+    def bytes_of(value: Tensor) -> Tensor:
+        """The bytes of a value, as a flat tensor."""
+        return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class VirtualNodeBuffers:
@@ -74,7 +84,7 @@ class VirtualNodeBuffers:
         self._model = model
         self._local = tuple(local)
         self._batch_sizes = tuple(batch_sizes)
-        self._slots = _find_slots(model) if len(batch_sizes) > 1 else []
+        self.slots = _find_slots(model) if len(batch_sizes) > 1 else []
 
     @classmethod
     def of(
@@ -83,23 +93,33 @@ class VirtualNodeBuffers:
         """The buffers for the virtual nodes of one worker slot."""
         return cls(model, [node.index for node in local], batch_sizes)
 
-    def begin_step(self) -> None:
-        """Notice what the script wrote since the last pass: it is everyone's value now."""
-        for slot in self._slots:
-            if slot.was_written():
-                value = slot.current()
-                slot.base, slot.shared = value.detach().clone(), value
-                slot.own.clear()
-                slot.install(value)
+    def begin_step(self) -> list[BufferSlot]:
+        """Notice what the script wrote since the last pass: it is everyone's value now.
+
+        Returns:
+            The buffers that it wrote.
+        """
+        written = [slot for slot in self.slots if slot.was_written()]
+        for slot in written:
+            value = slot.current()
+            slot.base, slot.shared = value.detach().clone(), value
+            slot.own.clear()
+            slot.install(value)
+        return written
+
+    def move(self, local: Sequence[int], state: dict[str, Any]) -> None:
+        """Run other virtual nodes from now on, with their buffers from ``capture``'s form."""
+        self._local = tuple(local)
+        self.restore(state)
 
     def load(self, node: int) -> None:
         """Put a virtual node's buffers into the model."""
-        for slot in self._slots:
+        for slot in self.slots:
             slot.install(slot.own.get(node, slot.shared))
 
     def save(self, node: int) -> None:
         """Keep what a virtual node's pass changed."""
-        for slot in self._slots:
+        for slot in self.slots:
             if not slot.was_changed_by_pass():
                 continue
             current = slot.current()
@@ -109,16 +129,20 @@ class VirtualNodeBuffers:
             slot.own[node] = current
             slot.install(current)
 
-    def merge(self, all_reduce: AllReduce | None) -> None:
-        """Put the merged buffers into the model; virtual nodes keep their own.
+    def merged(self, all_reduce: AllReduce | None) -> dict[str, Tensor]:
+        """The merged value of every buffer that a pass has changed, the same on every worker.
 
         Args:
             all_reduce: Sums a tensor in place over the workers; None for a single worker.
         """
-        self.begin_step()
         changed = self._changed_anywhere(all_reduce)
-        for slot in changed:
-            slot.install(self._merged(slot, all_reduce))
+        return {slot.name: self._merged(slot, all_reduce) for slot in changed}
+
+    def install(self, merged: dict[str, Tensor]) -> None:
+        """Put merged buffers into the model; virtual nodes keep their own."""
+        for slot in self.slots:
+            if slot.name in merged:
+                slot.install(merged[slot.name].to(slot.base.device))
 
     def capture(self, holders: Sequence[int], distributed: bool) -> dict[str, Any]:
         """Every virtual node's buffers, on every worker: what a checkpoint keeps.
@@ -128,20 +152,20 @@ class VirtualNodeBuffers:
             distributed: Whether there are other workers.
         """
         self.begin_step()
-        if not self._slots:
+        if not self.slots:
             return {"base": dict(self._model.named_buffers()), "nodes": []}
         nodes = []
         for node, holder in enumerate(holders):
-            packed = torch.cat([_as_bytes(slot.value_of(node)) for slot in self._slots])
+            packed = torch.cat([BufferSlot.bytes_of(slot.value_of(node)) for slot in self.slots])
             if distributed:
                 dist.broadcast(packed, src=holder)
             nodes.append(self._unpacked(packed))
-        return {"base": {slot.name: slot.base for slot in self._slots}, "nodes": nodes}
+        return {"base": {slot.name: slot.base for slot in self.slots}, "nodes": nodes}
 
     def _unpacked(self, packed: Tensor) -> dict[str, Tensor]:
         """Those of a virtual node's buffers that are its own."""
         found, at = {}, 0
-        for slot in self._slots:
+        for slot in self.slots:
             size = slot.base.numel() * slot.base.element_size()
             # A clone starts at an aligned address, which a part of the bytes need not.
             flat = packed[at : at + size].clone().view(slot.base.dtype)
@@ -152,11 +176,11 @@ class VirtualNodeBuffers:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take buffers back from ``capture``, on whatever mapping."""
-        if not self._slots:
+        if not self.slots:
             with torch.no_grad():
                 for name, value in self._model.named_buffers():
                     value.copy_(state["base"][name])
-        for slot in self._slots:
+        for slot in self.slots:
             device = slot.base.device
             slot.base = state["base"][slot.name].to(device, copy=True)
             slot.shared = slot.base.clone()
@@ -167,16 +191,16 @@ class VirtualNodeBuffers:
             }
             slot.install(slot.shared)
 
-    def _changed_anywhere(self, all_reduce: AllReduce | None) -> list[_Slot]:
-        if not self._slots:
+    def _changed_anywhere(self, all_reduce: AllReduce | None) -> list[BufferSlot]:
+        if not self.slots:
             return []
-        device = self._slots[0].base.device
-        flags = torch.tensor([float(bool(slot.own)) for slot in self._slots], device=device)
+        device = self.slots[0].base.device
+        flags = torch.tensor([float(bool(slot.own)) for slot in self.slots], device=device)
         if all_reduce is not None:
             all_reduce(flags)
-        return [slot for slot, flag in zip(self._slots, flags.tolist(), strict=True) if flag]
+        return [slot for slot, flag in zip(self.slots, flags.tolist(), strict=True) if flag]
 
-    def _merged(self, slot: _Slot, all_reduce: AllReduce | None) -> Tensor:
+    def _merged(self, slot: BufferSlot, all_reduce: AllReduce | None) -> Tensor:
         if not slot.base.is_floating_point():
             return self._of_first_node(slot, all_reduce)
         rows = torch.zeros(
@@ -194,7 +218,7 @@ class VirtualNodeBuffers:
             mean += row * (size / total)
         return mean.to(slot.base.dtype).reshape(slot.base.shape)
 
-    def _of_first_node(self, slot: _Slot, all_reduce: AllReduce | None) -> Tensor:
+    def _of_first_node(self, slot: BufferSlot, all_reduce: AllReduce | None) -> Tensor:
         real = torch.view_as_real(slot.base) if slot.base.is_complex() else slot.base
         wide = torch.float64 if slot.base.is_complex() else torch.int64
         value = torch.zeros_like(real, dtype=wide)
@@ -207,18 +231,14 @@ class VirtualNodeBuffers:
         return torch.view_as_complex(narrow) if slot.base.is_complex() else narrow
 
 
-def _as_bytes(value: Tensor) -> Tensor:
-    return value.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _find_slots(model: nn.Module) -> list[_Slot]:
-    slots: dict[int, _Slot] = {}
+def _find_slots(model: nn.Module) -> list[BufferSlot]:
+    slots: dict[int, BufferSlot] = {}
     for prefix, module in model.named_modules():
         for key, value in module._buffers.items():
             if value is None:
                 continue
             name = f"{prefix}.{key}" if prefix else key
-            slot = slots.setdefault(id(value), _Slot(name, value))
+            slot = slots.setdefault(id(value), BufferSlot(name, value))
             slot.owners.append((module, key))
             slot.writes_silently = slot.writes_silently or isinstance(module, _NormBase)
     return list(slots.values())

@@ -55,6 +55,7 @@ class Batch:
     passes: tuple[Pass, ...]
     _feed: Iterator[Any] = field(repr=False)
     _taken: bool = field(default=False, repr=False)
+    is_done: bool = False  # all workers have its gradient, or left it out
 
     def inputs(self) -> Iterator[tuple[Pass, Any]]:
         """Each pass with its collated samples on the device. Can be used once."""
@@ -69,6 +70,11 @@ class Batch:
         if not self._taken:
             for _ in self.inputs():
                 pass
+        self.is_done = True
+
+    def renew(self, passes: tuple[Pass, ...], feed: Iterator[Any]) -> None:
+        """Begin again with other passes over the same samples."""
+        self.passes, self._feed, self._taken = passes, feed, False
 
 
 def check_loader(loader: object, global_batch_size: int | None) -> None:
@@ -135,6 +141,11 @@ def epoch_order(
     return broadcast([int(index) for index in sampler])
 
 
+def is_drawn(loader: "DataLoader[Any]") -> bool:
+    """Whether the order comes from a sampler of the script's own."""
+    return type(loader.sampler) is not SequentialSampler and not _is_plain_shuffle(loader.sampler)
+
+
 def _is_plain_shuffle(sampler: object) -> bool:
     return (
         type(sampler) is RandomSampler
@@ -192,12 +203,16 @@ class PassSampler(Sampler[list[Key]]):
         self._local = tuple(local)
         self._drop_last = drop_last
         self.global_batch_size = sum(batch_sizes)
-        self.order: list[int] = []
+        self.order: Sequence[int] = []
         self.first_step = 0
         self._repeats: list[int] | None = None
         self.epoch = 0
 
-    def set_epoch(self, epoch: int, order: list[int]) -> None:
+    def move(self, local: Sequence[int]) -> None:
+        """Cut passes for other virtual nodes from now on."""
+        self._local = tuple(local)
+
+    def set_epoch(self, epoch: int, order: Sequence[int]) -> None:
         """Take the order of the next epoch."""
         self.epoch, self.order = epoch, order
         self._repeats = _repeats(order)
@@ -235,9 +250,9 @@ class PassSampler(Sampler[list[Key]]):
         return [(epoch, *pair) for pair in zip(own, self._repeats[start:end], strict=True)]
 
 
-def _repeats(order: list[int]) -> list[int] | None:
+def _repeats(order: Sequence[int]) -> list[int] | None:
     """How often each entry was drawn before, where a sampler draws some twice."""
-    if len(set(order)) == len(order):
+    if isinstance(order, range) or len(set(order)) == len(order):
         return None
     seen: Counter[int] = Counter()
     repeats = []

@@ -29,6 +29,10 @@ TIMEOUT = "HETFLOW_TIMEOUT"
 DETERMINISM = "HETFLOW_DETERMINISM"
 CHECKPOINT = "HETFLOW_CHECKPOINT"
 CHECKPOINT_EVERY = "HETFLOW_CHECKPOINT_EVERY"
+CONTROL = "HETFLOW_CONTROL"  # descriptor of the line to the controller
+WORKER = "HETFLOW_WORKER"  # this worker's name there
+SURVIVES = "HETFLOW_SURVIVES"  # whether the job goes on when workers die
+JOINS = "HETFLOW_JOINS"  # the generation that a worker started later will join
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
@@ -38,6 +42,7 @@ class Start:
 
     ``rank`` is the launcher's; it equals the slot only where ``is_slot`` says so. ``config`` is
     None in a plain ``python`` run. ``plan`` is None where only a launch config was given.
+    ``joins`` is the generation to join, of a worker that was started while the others train.
     """
 
     config: LaunchConfig | None = None
@@ -55,6 +60,7 @@ class Start:
     checkpoint_folder: Path | None = None
     checkpoint_every: int = 0
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    joins: int | None = None
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> Start:
@@ -99,6 +105,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
         checkpoint_every=_integer(env, CHECKPOINT_EVERY, 0),
         run_folder=Path(env[RUN]) if env.get(RUN) else None,
         timeout_seconds=float(_integer(env, TIMEOUT, int(DEFAULT_TIMEOUT_SECONDS))),
+        joins=_integer(env, JOINS, 0) or None,
     )
 
 

@@ -74,13 +74,16 @@ def finish(job: "Job") -> None:
             hint="leave destroy_process_group out, or call job.finish() before it",
         )
     if place.store is not None:
-        _meet(place)
+        job._together(lambda: _meet(job._place))
     if job._checkpoints is not None:
         job._checkpoints.finish()
     job.sync_buffers()
+    place = job._place
     if place.start.config is not None:
         _publish(job, _report(job))
     job._reducer.close()
+    if place.control is not None:
+        place.control.send("finished")
     if place.start.config is not None:
         leave()
 

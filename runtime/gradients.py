@@ -46,6 +46,9 @@ class GradientReducer:
         bucket_bytes: Least size of a bucket, in bytes.
         invariant: Sums virtual nodes in an order that no mapping changes; then ``enter`` and
             ``leave`` stand around each pass. By default an ordinary all-reduce.
+        is_first: Whether this worker contributes gradients of earlier steps; by default the
+            first of the group does.
+        keeps_carried: Whether to keep a copy of those, so that the step can be done again.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class GradientReducer:
         distributed: bool | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         invariant: InvariantSum | None = None,
+        is_first: bool | None = None,
+        keeps_carried: bool = False,
     ) -> None:
         named = (
             dict(parameters)
@@ -68,8 +73,10 @@ class GradientReducer:
         initialised = dist.is_available() and dist.is_initialized()
         self._distributed = initialised if distributed is None else distributed
         self._invariant = invariant
-        first = dist.get_rank(group) == 0 if self._distributed and invariant is None else True
-        self._keeps_carried = invariant.holds_first if invariant is not None else first
+        if is_first is None:
+            is_first = not self._distributed or dist.get_rank(group) == 0
+        self._is_first = invariant.holds_first if invariant is not None else is_first
+        self._before: dict[int, Tensor] | None = {} if keeps_carried else None
         self._bucket_bytes = bucket_bytes
         self._layout: tuple[object, ...] = ()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -105,6 +112,8 @@ class GradientReducer:
         self._used.clear()
         self._works.clear()
         self._carried.clear()
+        if self._before is not None:
+            self._before.clear()
         self._num_launched = 0
         if self._invariant is not None:
             self._invariant.begin()
@@ -118,7 +127,9 @@ class GradientReducer:
             view.zero_()
         else:
             self._carried.add(index)
-            if not self._keeps_carried:
+            if self._before is not None:
+                self._before[index] = parameter.grad.clone()
+            if not self._is_first:
                 view.zero_()
             elif parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)
@@ -194,6 +205,11 @@ class GradientReducer:
         with torch.no_grad():
             for flat in self.flats:
                 flat.mul_(factor.to(device=flat.device, dtype=_real_dtype(flat)))
+
+    def undo(self) -> None:
+        """Set gradients back to what they were before ``begin``; needs ``keeps_carried``."""
+        for index in self._views:
+            self._parameters[index].grad = (self._before or {}).get(index)
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

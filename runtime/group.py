@@ -4,7 +4,7 @@ import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,12 +15,16 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig, WorkerSlot
 from .devices import device_type_name
+from .elastic.control import Control
 from .environment import DEVICE_TYPE, Start, assign_slots
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This worker among the others. ``store`` is None for a single worker without a launcher."""
+    """This worker among the others. ``store`` is None for a single worker without a launcher.
+
+    ``is_outside`` says that it was started while the others train, and has not met them yet.
+    """
 
     start: Start
     slot: WorkerSlot | None
@@ -28,6 +32,8 @@ class Place:
     rank: int = 0
     world_size: int = 1
     store: Store | None = None
+    control: Control | None = None
+    is_outside: bool = False
 
     @property
     def distributed(self) -> bool:
@@ -63,7 +69,28 @@ def join(start: Start, device: torch.device | None = None) -> Place:
     """
     if start.config is None:
         return Place(start=start, slot=None, device=device or torch.device("cpu"))
-    store = _connect(start) if start.address else None
+    control = Control.of_process()
+    if control is None:
+        return _join(start, device)
+    control.open_job()
+    if start.joins is not None:
+        slot = start.config.workers[start.rank]
+        return Place(
+            start=start,
+            slot=slot,
+            device=_device_of(slot, start, device),
+            rank=start.rank,
+            world_size=start.world_size,
+            control=control,
+            is_outside=True,
+        )
+    with control.connections.opening():
+        return replace(_join(start, device), control=control)
+
+
+def _join(start: Start, device: torch.device | None) -> Place:
+    assert start.config is not None
+    store = _connect(start, _Jobs.opened) if start.address else None
     _Jobs.opened += 1
     if start.world_size == 1:
         slot = start.config.workers[0]
@@ -100,8 +127,59 @@ def subgroup(
     return made
 
 
-def _connect(start: Start) -> Store:
-    """The store of the launcher; under srun or Kubernetes the first process holds it."""
+def enter_generation(place: Place, message: dict[str, Any], control: Control) -> Place:
+    """Come together with the workers of another generation; the group of the last is closed.
+
+    Args:
+        place: This worker's place before.
+        message: The controller's: the generation, its config, and the rank of each worker.
+        control: The line to the controller, which can end the wait for the others.
+    """
+    config: LaunchConfig = message["config"]
+    rank = message["ranks"][control.worker]
+    start = replace(place.start, config=config, rank=rank, world_size=config.world_size, joins=None)
+    control.generation = message["generation"]
+    with control.connections.opening():
+        store = PrefixStore(f"generation/{control.generation}", _connect(start))
+        _Jobs.opened = max(_Jobs.opened, 1)
+        if config.world_size > 1:
+            _init_group(rank, place.device, start, store)
+    return replace(
+        place,
+        start=start,
+        slot=config.workers[rank],
+        rank=rank,
+        world_size=config.world_size,
+        store=store,
+        is_outside=False,
+    )
+
+
+def enter_handover(place: Place, message: dict[str, Any], control: Control) -> None:
+    """Come together with the whole next generation and the guest that leaves its state there.
+
+    The guest has the rank after the last.
+    """
+    size = len(message["ranks"]) + 1
+    rank = message["ranks"].get(control.worker, size - 1)
+    start = replace(place.start, world_size=size)
+    with control.connections.opening():
+        store = PrefixStore(f"handover/{message['generation']}", _connect(start))
+        _init_group(rank, place.device, start, store)
+
+
+def close_group() -> None:
+    """Leave the process group, if this worker is in one of ours."""
+    if _Jobs.own_group and dist.is_initialized():
+        dist.destroy_process_group()
+    _Jobs.own_group = False
+
+
+def _connect(start: Start, number: int = 0) -> Store:
+    """The store of the launcher; under srun or Kubernetes the first process holds it.
+
+    ``number`` is the job's in this process.
+    """
     assert start.address is not None
     held_outside = start.is_slot or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
@@ -109,12 +187,12 @@ def _connect(start: Start) -> Store:
         start.port or 0,
         world_size=None,
         is_master=not held_outside and start.rank == 0,
-        timeout=timedelta(seconds=min(start.timeout_seconds, 300)),
+        timeout=timedelta(seconds=start.timeout_seconds),
         wait_for_workers=False,
     )
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # The launcher reads the first job's keys; a script that prepares two models has two jobs.
-    job = f"/job{_Jobs.opened}" if _Jobs.opened else ""
+    job = f"/job{number}" if number else ""
     return PrefixStore(f"hetflow/{restarts}{job}", store)
 
 

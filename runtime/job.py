@@ -1,9 +1,9 @@
 """The API of a training script: ``prepare``, ``job.batches``, ``job.backward``."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,14 @@ from .data import (
     check_in_order,
     check_loader,
     epoch_order,
-    feed,
+    is_drawn,
     pass_loader,
 )
 from .determinism import apply_level, check_level, is_invariant
+from .elastic.member import Member
 from .emulation import PassHolder
 from .environment import read_environment
+from .epoch import Epoch
 from .gradients import GradientReducer
 from .group import Place, join
 from .inference import PREDICTION_EPOCH, Prediction
@@ -37,6 +39,7 @@ from .streams import seed_streams
 from .totals import StepTotals
 
 LossFunction = Callable[..., Any]
+Answer = TypeVar("Answer")
 
 
 def prepare(
@@ -91,6 +94,7 @@ class Job:
     """
 
     _checkpoints: Checkpoints | None = None
+    _member: Member | None = None
 
     def __init__(
         self,
@@ -101,42 +105,72 @@ class Job:
         seed: int,
         overlap: bool,
     ) -> None:
-        self._model, self._place, self._seed, self._overlap = model, place, seed, overlap
+        self._model, self._seed, self._overlap = model, seed, overlap
         self._optimizer = optimizer
-        self.device, self.rank, self.world_size = place.device, place.rank, place.world_size
-        self.num_steps = 0
+        self.device = place.device
+        self._num_steps = 0
         self._epoch, self._calls = 0, 0
         self._last_loss: Tensor | None = None
         self._parameters = named_parameters(model, optimizer)
         broadcast_state(model, optimizer, self._parameters, place)
         self._clock = StepClock(place.device)
         self._holder = _holder_of(place)
-        config, slot = place.start.config, place.slot
+        config = place.start.config
         self._batch_sizes = _batch_sizes(place)
-        self._place_of_nodes = _holders(place)
-        self._local = [node.index for node in slot.virtual_nodes] if slot else [0]
-        self._reducer = GradientReducer(
-            self._parameters, distributed=place.distributed, invariant=_invariant_of(place)
-        )
+        self.take(place)
         self._totals = StepTotals(self._reducer, place, len(self._batch_sizes) or 1)
         self._global_batch_size = config.global_batch_size if config else None
         self._buffers = VirtualNodeBuffers(model, self._local, self._batch_sizes or (1,))
         self._loaders: dict[
             tuple[int, bool], tuple[DataLoader[Any], PassSampler, DataLoader[Any]]
         ] = {}
+        self._open_epoch: Epoch | None = None
         self._finished = False
 
     def _go_on(self) -> None:
         """From the newest checkpoint, where there is one; and finish when the script ends."""
         from .finish import at_exit
 
-        start = self._place.start
-        if start.checkpoint_folder is not None:
+        start, self._member = self._place.start, Member.of(self)
+        if start.checkpoint_folder is not None or self._member is not None:
             self._checkpoints = self._open(start.checkpoint_folder, start.checkpoint_every)
         at_exit(self)
 
-    def _open(self, folder: Path, every: int) -> Checkpoints:
+    def _open(self, folder: Path | None, every: int) -> Checkpoints:
         return Checkpoints(self, folder, every)
+
+    def take(self, place: Place) -> None:
+        """Take a place among the workers: its rank, its virtual nodes, its part of the sums."""
+        self._place, slot = place, place.slot
+        self.rank, self.world_size = place.rank, place.world_size
+        self._place_of_nodes = _holders(place)
+        self._local = [node.index for node in slot.virtual_nodes] if slot else [0]
+        self._reducer = GradientReducer(
+            self._parameters,
+            distributed=place.distributed,
+            invariant=_invariant_of(place),
+            is_first=place.rank == 0,
+            keeps_carried=place.control is not None,
+        )
+
+    @property
+    def num_steps(self) -> int:
+        """Global steps so far."""
+        self._join()
+        return self._num_steps
+
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        self._num_steps = number
+
+    def _join(self) -> None:
+        """A worker that was started later gets the others' state where it is first needed."""
+        if self._member is not None and self._member.is_outside:
+            self._member.join()
+
+    def _together(self, function: Callable[[], Answer]) -> Answer:
+        """Run what needs all workers; where one is lost, again among those who are left."""
+        return function() if self._member is None else self._member.run(function)
 
     @property
     def is_main(self) -> bool:
@@ -163,13 +197,22 @@ class Job:
             TargetError: A loader that cannot be cut into virtual nodes exactly.
         """
         check_loader(loader, self._global_batch_size)
+        self._join()
         self._epoch = self._epoch if epoch is None else epoch
         sampler, passes = self._pass_loader(loader)
-        order = epoch_order(loader, self._seed, self._epoch, self._broadcast)
-        self._totals.check_same_length(len(order))
-        sampler.set_epoch(self._epoch, order)
+        sampler.set_epoch(self._epoch, self._order(loader))
         self._epoch, self._calls = self._epoch + 1, self._calls + 1
-        return Epoch(self, sampler, passes, call=self._calls - 1)
+        return Epoch(self, sampler, passes, call=self._calls - 1, is_drawn=is_drawn(loader))
+
+    def _order(self, loader: "DataLoader[Any]") -> Sequence[int]:
+        def draw() -> list[int]:
+            return epoch_order(loader, self._seed, self._epoch, self._broadcast)
+
+        if self._member is not None and self._member.is_behind:
+            return self._member.order_of(self._calls, loader, draw)
+        order = self._together(draw)
+        self._together(lambda: self._totals.check_same_length(len(order)))
+        return order
 
     def _pass_loader(
         self, loader: "DataLoader[Any]", *, predicts: bool = False
@@ -218,12 +261,29 @@ class Job:
         Returns:
             The mean loss over the global batch: detached, float64, equal on every worker.
         """
+        self._join()
+        if self._member is None:
+            self._run_passes(function, batch, scaler)
+            return self._close_step(self._totals.finish())
+
+        def step() -> Tensor:
+            self._run_passes(function, batch, scaler)
+            return member.exchange()
+
+        member = self._member
+        sums = member.run(step, batch)
+        loss = self._close_step(self._totals.close(sums))
+        member.stepped()
+        return loss
+
+    def _run_passes(
+        self, function: LossFunction, batch: Batch, scaler: "torch.amp.GradScaler | None"
+    ) -> None:
         self._begin(batch)
         for number, (item, inputs) in enumerate(batch.inputs(), start=1):
             self._run_pass(function, item, inputs, scaler, last=number == len(batch.passes))
         self._reducer.launch_rest()
         self._clock.computed()
-        return self._close_step(self._totals.finish())
 
     def _begin(self, batch: Batch) -> None:
         self._open_step(batch)
@@ -237,13 +297,19 @@ class Job:
         if self._finished:
             raise TargetError("the job is finished", hint="call job.finish after the last step")
         self._clock.begin_step(is_full=batch.is_full)
-        self._buffers.begin_step()
+        self._notice_written()
+
+    def _notice_written(self) -> None:
+        """Buffers that the script wrote between steps hold for every virtual node."""
+        written = self._buffers.begin_step()
+        if written and self._member is not None:
+            self._member.mirror.rewrite(written)
 
     def _close_step(self, loss: Tensor) -> Tensor:
         """What every step ends with: the streams between steps are the same on every worker."""
         self._clock.synchronised()
-        seed_streams(self._seed, "between", self.num_steps)
-        self.num_steps += 1
+        seed_streams(self._seed, "between", self._num_steps)
+        self._num_steps += 1
         self._last_loss = loss
         return loss
 
@@ -260,7 +326,7 @@ class Job:
         with self._holder.hold(item.num_samples) if self._holder else nullcontext():
             self._buffers.load(item.virtual_node)
             self._reducer.enter(item.virtual_node)
-            seed_streams(self._seed, "pass", self.num_steps, item.virtual_node)
+            seed_streams(self._seed, "pass", self._num_steps, item.virtual_node)
             answer = function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
             scaled = self._totals.add(answer, item.num_samples, item.virtual_node)
             if last and self._overlap:
@@ -297,7 +363,8 @@ class Job:
             TargetError: The launch gave no folder for checkpoints.
             FileError: It could not be written; earlier ones are untouched.
         """
-        if self._checkpoints is None:
+        self._join()
+        if self._checkpoints is None or not self._checkpoints.has_folder:
             raise TargetError(
                 "there is no folder for checkpoints",
                 hint="hetflow launch --checkpoint DIR, or HETFLOW_CHECKPOINT=DIR under python",
@@ -310,7 +377,16 @@ class Job:
         Call it on all workers, before saving or evaluating the model between steps;
         ``evaluation`` and ``finish`` do so themselves. Virtual nodes keep their own.
         """
-        self._buffers.merge(self._totals.all_reduce if self._place.distributed else None)
+        self._join()
+        if self._member is not None and self._member.is_behind:
+            return
+        self._notice_written()
+        merged = self._together(
+            lambda: self._buffers.merged(
+                self._totals.all_reduce if self._place.distributed else None
+            )
+        )
+        self._buffers.install(merged)
 
     @contextmanager
     def evaluation(self) -> Iterator[nn.Module]:
@@ -352,6 +428,7 @@ class Job:
         """
         check_loader(loader, None)
         check_in_order(loader)
+        self._join()
         sampler, passes = self._pass_loader(loader, predicts=True)
         order = epoch_order(loader, self._seed, PREDICTION_EPOCH, self._broadcast)
         self._totals.check_same_length(len(order))
@@ -367,51 +444,9 @@ class Job:
         from .finish import finish
 
         if not self._finished:
+            self._join()
             self._finished = True
             finish(self)
-
-
-class Epoch:
-    """The global batches of one epoch, in order. Made by ``job.batches``."""
-
-    def __init__(
-        self, job: Job, sampler: PassSampler, passes: "DataLoader[Any]", *, call: int = 0
-    ) -> None:
-        self._job, self._sampler, self._passes, self._call = job, sampler, passes, call
-        self.epoch = sampler.epoch
-
-    def __len__(self) -> int:
-        return self._sampler.num_steps
-
-    def __iter__(self) -> Iterator[Batch]:
-        job, sampler = self._job, self._sampler
-        if sampler.epoch != self.epoch:
-            raise TargetError("job.batches was called again for this loader; iterate the new one")
-        saver, sampler.first_step = job._checkpoints, 0
-        if saver is not None:
-            sampler.first_step = saver.first_step(self._call, sampler.num_steps, len(sampler.order))
-            if sampler.first_step == sampler.num_steps:
-                return
-        source = feed(iter(self._passes), job.device)
-        for step in range(sampler.first_step, sampler.num_steps):
-            if saver is not None:
-                saver.entered(self._call, step)
-            num_samples, passes = sampler.passes(step)
-            batch = Batch(
-                epoch=self.epoch,
-                step=step,
-                num_samples=num_samples,
-                is_full=num_samples == sampler.global_batch_size,
-                passes=passes,
-                _feed=source,
-            )
-            yield batch
-            batch.discard()
-            job._clock.end_step()
-            if saver is not None:
-                saver.boundary(self._call, step + 1)
-        if saver is not None:
-            saver.epoch_done(self._call)
 
 
 def _holders(place: Place) -> list[int]:

@@ -58,12 +58,21 @@ class StepClock:
         self._times: deque[_StepTimes] = deque(maxlen=MAX_STEPS_KEPT)
         self.num_steps = 0
         self.num_samples = 0
+        self._samples_before = 0
 
     def begin_step(self, *, is_full: bool) -> None:
         """The step's first pass is about to start."""
         self.end_step()
         self._open = _StepMarks(is_full=is_full, began=self._mark(), passes=[])
         self.num_steps += 1
+        self._samples_before = self.num_samples
+
+    def undo_step(self) -> None:
+        """The step was not completed, and will be begun again."""
+        if self._open is not None:
+            self._open = None
+            self.num_steps -= 1
+            self.num_samples = self._samples_before
 
     def begin_pass(self) -> Mark:
         """A pass starts; hand the answer to ``end_pass``."""

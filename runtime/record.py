@@ -9,7 +9,7 @@ from ..schema.files import to_json
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import DeviceGroup, SplitPlan
 from ..schema.records import Bytes, Index, Name, Seconds, record
-from ..schema.run import DeviceRun, RunEvent, RunRecord
+from ..schema.run import DeviceRun, Generation, RunEvent, RunRecord
 from .lower import lower
 
 Status = Literal["done", "failed", "interrupted"]
@@ -57,22 +57,25 @@ def assemble(
     exit_code: int,
     wall_seconds: float,
     events: Iterable[RunEvent] = (),
+    generations: Sequence[Generation] = (),
     provenance: dict[str, Any] | None = None,
 ) -> RunRecord:
     """Put what was predicted beside what was measured.
 
     The measured step is the slowest worker's median: all of them step together. Workers whose
-    final parameters differ are reported as a failure event; a correct run has none.
+    final parameters differ are reported as a failure event; a correct run has none. After a
+    resize or a failure nothing was predicted for the workers there are.
     """
+    as_planned = len(generations) < 2
     ordered = sorted(reports, key=lambda report: report.rank)
     measured = max((r.step_seconds for r in ordered if r.step_seconds is not None), default=None)
-    predicted = plan.predicted.step_seconds or None
+    predicted = (plan.predicted.step_seconds or None) if as_planned else None
     digests = {r.parameters_digest for r in ordered if r.parameters_digest}
     return RunRecord(
         plan=plan,
         status=status,
         exit_code=exit_code,
-        world_size=_world_size(plan),
+        world_size=_world_size(plan) if as_planned else len(generations[-1].workers),
         wall_seconds=wall_seconds,
         num_steps=max((r.num_steps for r in ordered), default=0),
         predicted_step_seconds=predicted,
@@ -80,14 +83,20 @@ def assemble(
         step_seconds_error=(predicted - measured) / measured if predicted and measured else None,
         final_loss=next((r.final_loss for r in ordered), None),
         parameters_digest=next((r.parameters_digest for r in ordered), None),
-        devices=tuple(_device_run(plan, report) for report in ordered),
+        devices=tuple(_device_run(plan, report, as_planned=as_planned) for report in ordered),
         events=(*events, *_differing(digests, wall_seconds)),
+        generations=tuple(generations) if not as_planned else (),
         provenance={**_emulation(ordered), **(provenance or {})} or None,
     )
 
 
-def _device_run(plan: SplitPlan | PipelinePlan, report: WorkerReport) -> DeviceRun:
-    predicted, emulated = _prediction(plan, report)
+def _device_run(
+    plan: SplitPlan | PipelinePlan, report: WorkerReport, *, as_planned: bool
+) -> DeviceRun:
+    if as_planned:
+        predicted, emulated = _prediction(plan, report)
+    else:
+        predicted, emulated = None, report.emulated_passes > 0
     return DeviceRun(
         rank=report.rank,
         device_type=report.device_type,

@@ -38,13 +38,16 @@ class Checkpoints:
 
     Args:
         job: The job; its model and optimizer are in place.
-        folder: Where checkpoints are; on a disk that all workers see.
+        folder: Where checkpoints are; on a disk that all workers see. None keeps the position
+            only, for workers that come while the others train.
         every: Steps between checkpoints that come by themselves; 0 means none.
     """
 
-    def __init__(self, job: "Job", folder: Path, every: int) -> None:
+    def __init__(self, job: "Job", folder: Path | None, every: int) -> None:
         number, _Opened.jobs = _Opened.jobs, _Opened.jobs + 1
-        self._job, self._every = job, every
+        self._job, self.has_folder = job, folder is not None
+        self._every = every if folder is not None else 0
+        folder = folder or Path()
         self._folder = folder / f"job{number}" if number else folder
         self._registered: list[Any] = []
         self._call, self._step, self._steps_before, self._length = 0, 0, 0, 0
@@ -55,12 +58,14 @@ class Checkpoints:
             check_fits(self._found, self._describe())
             self._restore()
             say(job, f"going on from {self._found.path} (step {job.num_steps})")
-        if threading.current_thread() is threading.main_thread():
+        if self.has_folder and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._asked_to_stop)
 
     def _agree(self) -> Checkpoint | None:
         """The first worker chooses; the others read the same one."""
         place = self._job._place
+        if not self.has_folder or place.is_outside:
+            return None
         if place.rank == 0:
             found, broken = checkpoint.newest(self._folder, self._reader())
             for sentence in broken:
@@ -79,6 +84,21 @@ class Checkpoints:
                 f"{self._folder / name}: worker {place.rank} cannot read it: {error}",
                 hint="give a --checkpoint folder that every worker sees",
             ) from None
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether the script has not come to where its state is from."""
+        return self._found is not None
+
+    def go_on_from(self, found: Checkpoint) -> None:
+        """Take another worker's state; the script runs on to its position.
+
+        Raises:
+            TargetError: It is of another model.
+        """
+        check_fits(found, self._describe())
+        self._found = found
+        self._restore()
 
     def register(self, thing: Any) -> None:
         """Save and restore an object with ``state_dict`` and ``load_state_dict``."""
@@ -140,12 +160,10 @@ class Checkpoints:
             TargetError: Something registered cannot be saved.
             FileError: It could not be written, where ``wait`` is set.
         """
-        job, state = self._job, self._state()
+        state = self._state()
         if state is None:
             return
-        done = int(job.num_steps > self._steps_before)
-        position = {"call": self._call, "step": self._step + done, "length": self._length}
-        header = {**self._describe(), "step": job.num_steps, "position": position}
+        header = self._header()
         tensors: list[Tensor] = []
         encoded = checkpoint.encode(state, tensors)
         self._settle()
@@ -157,8 +175,20 @@ class Checkpoints:
             if self._failed is not None:
                 raise FileError(self._failed)
 
+    def _header(self) -> dict[str, Any]:
+        """What is saved, and where it stands."""
+        done = int(self._job.num_steps > self._steps_before)
+        position = {"call": self._call, "step": self._step + done, "length": self._length}
+        return {**self._describe(), "step": self._job.num_steps, "position": position}
+
+    def describe(self, buffers: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Header and state as they are now, with all virtual nodes' buffers."""
+        return self._header(), self._with(buffers)
+
     def finish(self) -> None:
         """Keep the final state, and wait until it is on disk."""
+        if not self.has_folder:
+            return
         if self._found is None or self._job.num_steps != self._found.header["step"]:
             self.save(wait=False)
         self._settle()
@@ -179,9 +209,13 @@ class Checkpoints:
     def _state(self) -> dict[str, Any] | None:
         """What to write; called on every worker. None on a worker that does not write."""
         job = self._job
-        buffers = job._buffers.capture(job._place_of_nodes, job._place.distributed)
-        if not job.is_main:
-            return None
+        buffers = job._together(
+            lambda: job._buffers.capture(job._place_of_nodes, job._place.distributed)
+        )
+        return self._with(buffers) if job.is_main else None
+
+    def _with(self, buffers: dict[str, Any]) -> dict[str, Any]:
+        job = self._job
         return {
             "parameters": dict(job._parameters),
             "optimizer": job._optimizer.state_dict() if job._optimizer is not None else None,
@@ -225,6 +259,8 @@ class Checkpoints:
             # Else torch's schedulers warn that no step was taken, in epochs that are left out.
             job._optimizer._opt_called = True  # type: ignore[attr-defined]
         job._buffers.restore(state["buffers"])
+        if job._member is not None:
+            job._member.mirror.reset(state["buffers"])
         job._totals.last_weight = state["last_weight"]
         job.num_steps = self._found.header["step"]
         position = self._found.header["position"]

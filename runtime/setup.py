@@ -80,7 +80,7 @@ def broadcast_state(
     for parameter in parameters.values():
         parameter.data = parameter.data.to(place.device)
     _move_optimizer_state(optimizer)
-    if not place.distributed:
+    if not place.distributed or place.is_outside:
         return
     named = {**parameters, **dict(model.named_buffers())}
     _check_same_shapes(named, place)

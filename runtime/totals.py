@@ -10,6 +10,7 @@ order of virtual nodes, so the mapping does not change their bits.
 """
 
 import math
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -22,7 +23,7 @@ from .gradients import GradientReducer
 from .group import Place
 
 # Places in the vector that is summed; the losses and weights of all virtual nodes follow.
-_WEIGHTED, _STOP, _NODES = 0, 1, 2
+_WEIGHTED, _STOP, _MOVE, _NODES = 0, 1, 2, 3
 
 
 class StepTotals:
@@ -31,8 +32,10 @@ class StepTotals:
     def __init__(self, reducer: GradientReducer, place: Place, num_nodes: int = 1) -> None:
         self._reducer, self._place = reducer, place
         self._num_nodes = num_nodes
-        self.wants_stop = False
+        self.wants_stop, self.wants_move = False, False
         self.stops: Tensor | None = None
+        self._sums: Tensor | None = None
+        self.extra: list[float] = []
         self._num_samples = 0
         self._share_of = 1.0
         self._weighted: bool | None = None
@@ -71,50 +74,89 @@ class StepTotals:
 
     def finish(self) -> Tensor:
         """Wait for all gradients; make them the mean; return the mean loss of the step."""
-        unused = self._reducer.unused()
-        if not self._place.distributed:
-            sums = self._own_sums(())
-            self._reducer.drop(unused)
-        else:
-            sums = self._own_sums(unused)
-            work = dist.all_reduce(sums, async_op=True)
-            self._reducer.wait()
+        self._note_step()
+        sums = self._own_sums()
+        work = dist.all_reduce(sums, async_op=True) if self._place.distributed else None
+        self._reducer.wait()
+        if work is not None:
             work.wait()
-            self._drop_unused_anywhere(unused, sums)
-        return self._mean(sums)
+        return self.close(sums)
 
-    def _own_sums(self, unused: "list[int] | tuple[()]") -> Tensor:
-        """(weighted?, stop?, losses * weights, weights, per parameter whether a pass used it)."""
-        number = self._reducer.num_parameters if self._place.distributed else 0
+    def exchange(self, wait: Callable[[], None] = lambda: None) -> Tensor:
+        """Wait for all gradients, then add up the sums: who has them knows that all are ready.
+
+        Args:
+            wait: Waits for what else must be here before.
+        """
+        self._note_step()
+        self._reducer.wait()
+        wait()
+        sums = self._own_sums()
+        if self._place.distributed:
+            dist.all_reduce(sums)
+        return sums
+
+    def _note_step(self) -> None:
+        unused = self._reducer.unused()
+        self._step = (self._reducer, unused, self._place.distributed)
+
+    def move(self, reducer: GradientReducer, place: Place) -> None:
+        """Go on with other workers; ``close`` may still end the step before."""
+        self._reducer, self._place = reducer, place
+
+    def _own_sums(self) -> Tensor:
+        """(weighted?, stop?, move?, losses * weights, weights, extra, which parameters were used).
+
+        ``extra`` is what others sum along with the step.
+        """
+        _, unused, distributed = self._step
+        number = self._reducer.num_parameters if distributed else 0
         nodes = self._num_nodes
-        flags = [0.0] * (_NODES + 2 * nodes) + [1.0] * number
+        flags = [0.0] * (_NODES + 2 * nodes) + self.extra + [1.0] * number
         flags[_WEIGHTED], flags[_STOP] = float(bool(self._weighted)), float(self.wants_stop)
+        flags[_MOVE] = float(self.wants_move)
         for node, weight in self._weights.items():
             flags[_NODES + nodes + node] = weight
-        for index in unused:
-            flags[_NODES + 2 * nodes + index] = 0.0
+        for index in unused if distributed else ():
+            flags[index - number] = 0.0
         host = torch.tensor(flags, dtype=torch.float64)
         sums = host.to(self._place.device, non_blocking=True)
         for node, loss in self._losses.items():
             sums[_NODES + node] = loss
         return sums
 
-    def _drop_unused_anywhere(self, unused: list[int], sums: Tensor) -> None:
-        """Plain PyTorch leaves gradients of unused parameters at None, so optimizers skip them."""
-        if unused:
-            used = sums[_NODES + 2 * self._num_nodes :].tolist()
-            self._reducer.drop(index for index in unused if not used[index])
-
-    def _mean(self, sums: Tensor) -> Tensor:
+    def close(self, sums: Tensor) -> Tensor:
+        """Make the gradients the mean by the sums over all workers; return the mean loss."""
+        reducer, unused, distributed = self._step
+        sums = sums.to(self._place.device)
+        if unused and distributed:
+            # Plain PyTorch leaves gradients of unused parameters at None: optimizers skip them.
+            used = sums[len(sums) - reducer.num_parameters :].tolist()
+            reducer.drop(index for index in unused if not used[index])
+        else:
+            reducer.drop(unused)
         # A worker without samples does not know whether the others gave weights; it asks.
         weighted = bool(sums[_WEIGHTED] > 0) if self._weighted is None else self._weighted
         losses, weights = sums[_NODES : _NODES + 2 * self._num_nodes].view(2, -1).unbind()
         weight = reduce(torch.add, weights.unbind())
-        self.stops = sums[_STOP]
+        self._sums, self.stops = sums, sums[_STOP]
         if weighted:
             self._last_weight = weight.clone()
-            self._reducer.scale(self._share_of / weight)
+            reducer.scale(self._share_of / weight)
         return reduce(torch.add, losses.unbind()) / weight
+
+    @property
+    def extras(self) -> list[float]:
+        """The sums of ``extra`` over the workers, of the last step."""
+        assert self._sums is not None
+        start = _NODES + 2 * self._num_nodes
+        found: list[float] = self._sums[start : start + len(self.extra)].tolist()
+        return found
+
+    @property
+    def num_moving(self) -> int:
+        """How many workers wanted to move when the last step ended; waits for the device."""
+        return int(self._sums[_MOVE]) if self._sums is not None else 0
 
     @property
     def all_stop(self) -> bool:

@@ -101,7 +101,7 @@ def _mark_failed(error: BaseException, code: int) -> None:
             "error": _described(error),
             "traceback": "".join(traceback.format_exception(error)),
             "exit_code": code,
-            "lost_peer": _is_lost_peer(error),
+            "lost_peer": is_lost_peer(error),
         }
         Path(path).write_text(json.dumps(described), encoding="utf-8")
 
@@ -112,7 +112,7 @@ def _described(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def _is_lost_peer(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Whether this worker failed only because another was gone."""
     if type(error).__name__ in _OF_THE_GROUP:
         return True
@@ -125,7 +125,7 @@ def _print(error: BaseException) -> None:
 
     A worker that only lost its peers says so in a line: the cause is told by another.
     """
-    if os.environ.get(FAILURE) and _is_lost_peer(error):
+    if os.environ.get(FAILURE) and is_lost_peer(error):
         rank = os.environ.get("RANK")
         sys.stderr.write(f"hetflow: worker {rank} stops: it lost another worker\n")
         return

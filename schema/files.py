@@ -17,6 +17,7 @@ from .pipeline import PipelinePlan
 from .plan import SplitPlan
 from .profile import Profile
 from .records import faults_of, nearest
+from .resize import ResizeAnswer, ResizeRequest
 from .run import RunRecord
 from .simulation import SimulationRun
 
@@ -252,6 +253,6 @@ def write_bytes(path: Path, content: bytes, *, force: bool = False) -> None:
             os.unlink(temporary)
 
 
-def write(path: Path, value: Record, *, force: bool = False) -> None:
+def write(path: Path, value: Record | ResizeRequest | ResizeAnswer, *, force: bool = False) -> None:
     """Write one record as JSON, atomically."""
     write_text(path, to_json(value), force=force)

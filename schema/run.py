@@ -42,6 +42,33 @@ class RunEvent:
 
 
 @record
+class GenerationWorker:
+    """A worker of one generation, and the virtual nodes it runs."""
+
+    name: Name
+    device_type: Name
+    virtual_nodes: tuple[Index, ...]
+
+
+@record
+class Generation:
+    """A mapping of the virtual nodes, and how it came about.
+
+    ``pause_seconds`` is how long training stood still: for a resize from the end of a step until
+    all workers have met again; for a failure from its detection until then.
+    """
+
+    number: Index
+    kind: Literal["start", "resize", "failure", "replace"]
+    at_seconds: Seconds
+    detail: str
+    workers: tuple[GenerationWorker, ...]
+    joined: tuple[Name, ...] = ()
+    left: tuple[Name, ...] = ()
+    pause_seconds: Seconds | None = None
+
+
+@record
 class RunRecord:
     """The plan, what was predicted, what was measured, and proof of the result.
 
@@ -63,7 +90,8 @@ class RunRecord:
     parameters_digest: str | None
     devices: tuple[DeviceRun, ...]
     events: tuple[RunEvent, ...] = ()
+    generations: tuple[Generation, ...] = ()
     provenance: dict[str, Any] | None = None
 
 
-register_keys(DeviceRun, RunEvent, RunRecord)
+register_keys(DeviceRun, RunEvent, GenerationWorker, Generation, RunRecord)

@@ -18,8 +18,9 @@ from ...schedules.operations import Kind, Operation
 from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
 from ..data import Batch, Pass
+from ..epoch import Epoch
 from ..group import Place
-from ..job import Epoch, Job, LossFunction
+from ..job import Job, LossFunction
 from ..lower_pipeline import microbatches_of, schedule_of
 from ..saving import Checkpoints, shapes_of
 from ..streams import seed_streams
@@ -112,7 +113,8 @@ class PipelineJob(Job):
                 f"{self._work.schedule} updates by itself: give prepare the optimizer"
             )
 
-    def _open(self, folder: Path, every: int) -> Checkpoints:
+    def _open(self, folder: Path | None, every: int) -> Checkpoints:
+        assert folder is not None
         return StageCheckpoints(self, folder, every)
 
     @property

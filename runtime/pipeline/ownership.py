@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buffers import VirtualNodeBuffers, _find_slots, _Slot
+from ..buffers import BufferSlot, VirtualNodeBuffers, _find_slots
 
 Holders = tuple[int, ...]
 
@@ -80,12 +80,12 @@ class StageBuffers(VirtualNodeBuffers):
     ) -> None:
         """As ``VirtualNodeBuffers``; ``own`` are this worker's stages and what each runs here."""
         super().__init__(model, local, batch_sizes)
-        self._slots = _find_slots(model)
+        self.slots = _find_slots(model)
         # Where two pipelines run in opposite directions, unlike stages run unlike microbatches.
         self._nodes_of: dict[str, set[int]] = {}
         for part, microbatches in own:
             modules = {id(module) for module in part.modules()}
-            for slot in self._slots:
+            for slot in self.slots:
                 if any(id(module) in modules for module, _ in slot.owners):
                     self._nodes_of.setdefault(slot.name, set()).update(microbatches)
 
@@ -94,7 +94,7 @@ class StageBuffers(VirtualNodeBuffers):
         self.begin_step()
         # A split plan of one virtual node has no buffers but the model's.
         alone = len(self._batch_sizes) == 1
-        mine = [slot for slot in self._slots if is_first or self._owns(slot)]
+        mine = [slot for slot in self.slots if is_first or self._owns(slot)]
         return {
             "base": {
                 slot.name: slot.value_of(0) if alone and self._owns(slot) else slot.base
@@ -111,14 +111,14 @@ class StageBuffers(VirtualNodeBuffers):
     def restore(self, state: dict[str, Any]) -> None:
         """Take buffers back from ``capture``, or from all parts together."""
         super().restore({**state, "nodes": state["nodes"] or [{} for _ in self._batch_sizes]})
-        for slot in self._slots:
+        for slot in self.slots:
             if not self._owns(slot):
                 slot.own.clear()
 
-    def _owns(self, slot: _Slot) -> bool:
+    def _owns(self, slot: BufferSlot) -> bool:
         return slot.name in self._nodes_of
 
-    def _merged(self, slot: _Slot, all_reduce: "object") -> Tensor:
+    def _merged(self, slot: BufferSlot, all_reduce: "object") -> Tensor:
         local = self._local
         self._local = tuple(sorted(self._nodes_of.get(slot.name, ())))
         try:

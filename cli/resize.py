@@ -1,0 +1,136 @@
+"""``hetflow resize``: change the devices of a running launch."""
+
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import JsonFlag, emit, emit_json, note
+
+if TYPE_CHECKING:
+    from ..schema.launch import LaunchConfig
+    from ..schema.pipeline import PipelinePlan
+    from ..schema.plan import SplitPlan
+
+
+def resize(
+    run: Annotated[Path, typer.Argument(help="The folder of a running `hetflow launch`.")],
+    gpus: Annotated[
+        str | None, typer.Option(help="All devices from now on: 2xV100,8xP100.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(help="A split plan of the same virtual nodes, instead of --gpus.")
+    ] = None,
+    profiles: Annotated[
+        Path | None,
+        typer.Option(help="Folder of profiles: solve for the best mapping on --gpus."),
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Wait until it is done, and say what happened.")
+    ] = True,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for the answer.")] = 600,
+    json: JsonFlag = False,
+) -> None:
+    """Change a running job's devices; it trains on, with the same result.
+
+    Newcomers start beside the running job. When they are ready, all go over between two steps:
+    those who stay keep their process, newcomers get the state directly from one of them.
+
+    \b
+    hetflow resize hetflow-runs/m-20250101-120000 --gpus 4xV100
+    hetflow resize runs/a --plan smaller.json
+    """
+    from ..launcher import inbox
+    from ..schema.files import to_plain
+
+    config = _mapping(run, gpus, plan, profiles)
+    request = inbox.ask(run, config)
+    if not wait:
+        _say({"status": "asked"}, "asked; run.json lists it when it is done", json)
+        return
+    note("waiting for the newcomers and the end of a step")
+    answer = inbox.wait_for(run, request, timeout)
+    if answer.status != "done":
+        from ..schema.errors import LaunchError
+
+        sentence = answer.detail if answer.status == "refused" else f"not resized: {answer.detail}"
+        code = 2 if answer.status == "refused" else 1
+        if json:
+            emit_json(to_plain(answer))
+        raise LaunchError(sentence, hint=answer.hint, exit_code=code)
+    pause = f"; training paused {answer.pause_seconds or 0.0:.3f} s"
+    _say(to_plain(answer), f"{answer.detail}{pause}", json)
+
+
+def _say(document: object, sentence: str, json: bool) -> None:
+    if json:
+        emit_json(document)
+    else:
+        emit(sentence)
+
+
+def _mapping(
+    run: Path, gpus: str | None, plan: Path | None, profiles: Path | None
+) -> "LaunchConfig":
+    """The launch's own virtual nodes on the devices asked for."""
+    from ..launcher.inbox import current
+    from ..launcher.lower import lower
+    from ..launcher.mapping import renumbered, spread
+    from ..schema import files
+    from ..schema.errors import ProblemError
+    from ..schema.plan import SplitPlan
+
+    if (gpus is None) == (plan is None):
+        raise ProblemError("give either --gpus or --plan", hint="for example --gpus 2xV100")
+    now = current(run)
+    if plan is not None:
+        return renumbered(now, lower(files.read(plan, SplitPlan), now.seed, now.determinism))
+    from .problems import read_pool
+
+    pool = read_pool(gpus, None)
+    if profiles is not None:
+        return renumbered(now, lower(_solved(now, profiles, gpus or ""), now.seed))
+    types = [name for name, number in pool.num_devices.items() for _ in range(number)]
+    return spread(now, types, _seconds_a_sample(now, run))
+
+
+def _solved(now: "LaunchConfig", profiles: Path, gpus: str) -> "SplitPlan | PipelinePlan":
+    """The best mapping of equal virtual nodes, by the profiles."""
+    from ..launcher.mapping import nodes_of
+    from ..schema.errors import ProblemError
+    from .problems import read_model_profiles, read_pool
+    from .solving import PipelineFlags, Question, SplitFlags, answer
+
+    nodes = nodes_of(now)
+    if len({node.batch_size for node in nodes}) > 1:
+        raise ProblemError(
+            "the job's virtual nodes differ in size, so a new plan would change them",
+            hint="leave --profiles out: they are spread in proportion",
+        )
+    question = Question(
+        profiles=read_model_profiles(profiles, now.model),
+        pool=read_pool(gpus, None),
+        pool_name=gpus,
+        batch_size=now.global_batch_size,
+        split=SplitFlags(virtual_nodes=len(nodes), interpolate=True),
+        pipeline=PipelineFlags(),
+    )
+    return answer(question, "split")
+
+
+def _seconds_a_sample(now: "LaunchConfig", run: Path) -> dict[str, float]:
+    """What the run's plan knows of the speed of each type."""
+    from ..schema import files
+    from ..schema.plan import SplitPlan
+
+    found: dict[str, float] = {}
+    sizes = Counter(node.batch_size for slot in now.workers for node in slot.virtual_nodes)
+    for device in now.emulated:
+        nearest = min(device.passes, key=lambda p: abs(p.batch_size - max(sizes)))
+        found[device.device_type] = nearest.step_seconds / nearest.batch_size
+    plan = files.read(run / "plan.json", SplitPlan)
+    for group in plan.groups:
+        if group.pass_seconds:
+            found[group.device_type] = group.pass_seconds / group.virtual_node_batch_size
+    return found

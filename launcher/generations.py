@@ -1,0 +1,470 @@
+"""The generations of a launch: resizes that are asked for, and failures that others survive.
+
+A generation is a mapping of virtual nodes to workers. The next one is announced only when its
+newcomers are ready; workers go over between two steps. Where a worker dies or hangs, the
+generation is broken off: it is killed for good, those who are left say how far they are, and a
+new generation without it goes on from there.
+"""
+
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from typing import Literal
+
+from ..schema.errors import HetflowError
+from ..schema.files import to_json
+from ..schema.launch import LaunchConfig
+from ..schema.resize import ResizeAnswer, ResizeRequest
+from ..schema.run import Generation, GenerationWorker
+from .failures import Failure
+from .inbox import Inbox
+from .mapping import renumbered, seated, without
+from .request import OnFailure
+from .supervise import Workers
+
+# How long a worker that lost its connections waits for a death to be seen.
+CAUSE_SECONDS = 1.0
+MAX_TRIES = 3
+
+Start = Callable[[LaunchConfig, int, dict[str, int], Sequence[str]], None]
+
+
+@dataclass(slots=True)
+class _Change:
+    """A resize on its way."""
+
+    config: LaunchConfig
+    ranks: dict[str, int]
+    request: Path | None
+    detail: str
+    joining: list[str]
+    leaving: list[str]
+    began: float
+    kind: Literal["resize", "replace"] = "resize"
+    ready: set[str] = field(default_factory=set)
+    start_seconds: float | None = None
+
+
+class Generations:
+    """Decides who runs what, and tells the workers.
+
+    Args:
+        config: The mapping at the start.
+        workers: The worker processes; their names are their first ranks.
+        inbox: Requests.
+        start: Starts workers: config, generation, rank by name, names to start.
+        on_failure: Whether a launch goes on without a worker that died.
+        heartbeat_seconds: Silence after which a worker counts as hung.
+        progress_seconds: How long others may wait for one that gets no further.
+        warn: Tells the user something that does not end the launch.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        workers: Workers,
+        inbox: Inbox,
+        start: Start,
+        *,
+        on_failure: OnFailure,
+        heartbeat_seconds: float,
+        progress_seconds: float,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._workers, self._inbox, self._start, self._warn = workers, inbox, start, warn
+        self._on_failure = on_failure
+        self._heartbeat, self._progress = heartbeat_seconds, progress_seconds
+        self._began = time.monotonic()
+        self.number, self.config = 0, config
+        self._highest = 0
+        self._ranks = {str(slot.rank): slot.rank for slot in config.workers}
+        self._phase: Literal["starting", "running", "changing", "switching", "breaking", "forming"]
+        self._phase = "starting"
+        self._joined: set[str] = set()
+        self._pauses: list[float] = []
+        self._change: _Change | None = None
+        self._left: set[str] = set()
+        self._names = (str(number) for number in count(config.world_size))
+        self._lost: dict[str, int] = {}
+        self._finished: set[str] = set()
+        self._broke_at = 0.0
+        self._causes: dict[str, str] = {}
+        self._dead: list[str] = []
+        self._last_broken_at: tuple[int, int] = (-1, 0)
+        self._closed: str | None = None
+        self._wanted: LaunchConfig | None = None
+        self._since = self._began
+        inbox.show(config)
+        self.history = [self._entry("start", "the launch", joined=tuple(self._ranks))]
+
+    # What happens
+
+    def tick(self, wait_seconds: float) -> Failure | None:
+        """Take in what has happened, for at most so long; a failure that ends the launch."""
+        lines = self._workers.lines()
+        select.select([line for line in lines.values() if line.is_open], [], [], wait_seconds)
+        for name, line in list(lines.items()):
+            for message in line.receive():
+                self._hear(name, message)
+        self._kill_hung()
+        failure = self._bury()
+        if failure is not None:
+            return failure
+        if self._phase == "breaking":
+            return self._recover_if_all_lost()
+        if self._phase in ("running", "starting") or self._change is not None:
+            self._serve()
+        return None
+
+    def _hear(self, name: str, message: dict[str, object]) -> None:
+        kind, change = message["kind"], self._change
+        if kind == "joined" and message["generation"] == self._highest:
+            self._joined.add(name)
+            self._pauses.append(float(message.get("pause_seconds", 0.0)))  # type: ignore[arg-type]
+            if self._joined >= self._ranks_in_the_making().keys():
+                self._all_joined()
+        elif kind == "ready" and change is not None and name in change.joining:
+            change.ready.add(name)
+            if change.ready >= set(change.joining):
+                self._announce(change)
+        elif kind == "lost" and message["generation"] == self._highest:
+            if self._phase != "breaking":
+                self._break_off()
+            self._lost[name] = int(message["operation"])  # type: ignore[call-overload]
+        elif kind == "finished":
+            self._finished.add(name)  # its interpreter is about to end, and its heartbeat with it
+        elif kind == "jobs":
+            self._closed = "the script prepares several models"
+            if change is not None and self._phase == "changing":
+                self._cancel(f"{self._closed}; such a job cannot be resized")
+
+    def _ranks_in_the_making(self) -> dict[str, int]:
+        switching = self._phase == "switching" and self._change is not None
+        return self._change.ranks if switching and self._change else self._ranks
+
+    def _all_joined(self) -> None:
+        if self._phase == "switching" and self._change is not None:
+            self._arrive(self._change)
+        elif self._phase == "forming":
+            self._phase = "running"
+            self.number = self._highest
+            pause = time.monotonic() - self._broke_at
+            detail = "; ".join(self._causes.values()) or "connections were lost"
+            self.history.append(self._entry("failure", detail, left=tuple(self._dead), pause=pause))
+            self._warn(f"{detail}; going on with {len(self._ranks)} worker(s)")
+            self._causes, self._dead = {}, []
+            self._inbox.show(self.config)
+            self._replace()
+        elif self._phase == "starting":
+            self._phase = "running"
+            self._inbox.show(self.config)
+
+    # Resizes
+
+    def _serve(self) -> None:
+        waiting = self._inbox.next() if self._phase != "starting" else None
+        if waiting is None:
+            return
+        path, request = waiting
+        try:
+            self._resize(path, request)
+        except HetflowError as error:
+            self._refuse(path, error.message, error.hint)
+
+    def _refuse(self, path: Path, detail: str, hint: str | None = None) -> None:
+        self._inbox.answer(path, ResizeAnswer(status="refused", detail=detail, hint=hint))
+
+    def _resize(self, path: Path, request: ResizeRequest) -> None:
+        if self._change is not None:
+            self._refuse(path, "a resize is in progress already", "ask again when it is done")
+            return
+        if self._closed is not None:
+            self._refuse(path, f"{self._closed}; such a job cannot be resized")
+            return
+        detail = f"asked for {_devices(request.config)}"
+        self._begin(renumbered(self.config, request.config), path, detail, "resize")
+        self._wanted = None
+
+    def _begin(
+        self,
+        config: LaunchConfig,
+        path: Path | None,
+        detail: str,
+        kind: Literal["resize", "replace"],
+    ) -> None:
+        """Start the newcomers of a mapping beside the running job.
+
+        Raises:
+            HetflowError: The machine lacks the devices.
+        """
+        types = {name: self.config.workers[rank].device_type for name, rank in self._ranks.items()}
+        config, ranks = seated(config, types, self._names)
+        joining = [name for name in ranks if name not in self._ranks]
+        leaving = [name for name in self._ranks if name not in ranks]
+        same = all(
+            config.workers[rank].virtual_nodes
+            == self.config.workers[self._ranks[name]].virtual_nodes
+            for name, rank in ranks.items()
+            if name in self._ranks
+        )
+        if not joining and not leaving and same:
+            if path is not None:
+                answer = ResizeAnswer(status="done", detail="nothing to change", pause_seconds=0.0)
+                self._inbox.answer(path, answer)
+            return
+        change = _Change(
+            config=config,
+            ranks=ranks,
+            request=path,
+            detail=detail,
+            joining=joining,
+            leaving=leaving,
+            began=time.monotonic(),
+            kind=kind,
+        )
+        self._start(config, self._highest + 1, ranks, joining)
+        self._change, self._phase = change, "changing"
+        if not joining:
+            self._announce(change)
+
+    def _announce(self, change: _Change) -> None:
+        self._highest += 1
+        self._phase, self._joined, self._pauses = "switching", set(), []
+        change.start_seconds = time.monotonic() - change.began if change.joining else None
+        staying = [name for name in change.ranks if name in self._ranks]
+        first = min(self._ranks, key=self._ranks.__getitem__)
+        givers = staying or [first]
+        self._tell(
+            [*self._ranks, *change.joining],
+            "resize",
+            generation=self._highest,
+            config=to_json(change.config),
+            ranks=change.ranks,
+            donors={name: givers[n % len(givers)] for n, name in enumerate(change.joining)},
+            guest=None if staying else first,
+        )
+
+    def _arrive(self, change: _Change) -> None:
+        self.number, self._change, self._phase = self._highest, None, "running"
+        self.config, self._ranks = change.config, change.ranks
+        self._tell(change.leaving, "leave")
+        self._left |= set(change.leaving)
+        self._workers.show(_first(self._ranks))
+        self._inbox.show(self.config)
+        pause = max(self._pauses, default=0.0)
+        joined, left = tuple(change.joining), tuple(change.leaving)
+        self.history.append(self._entry(change.kind, change.detail, joined, left, pause))
+        if change.request is not None:
+            answer = ResizeAnswer(
+                status="done",
+                detail=f"{_devices(change.config)} from now on",
+                generation=self.number,
+                joined=joined,
+                left=left,
+                start_seconds=change.start_seconds,
+                pause_seconds=pause,
+            )
+            self._inbox.answer(change.request, answer)
+
+    def _cancel(self, why: str) -> None:
+        """Give a resize up; the job goes on as it was."""
+        change, self._change = self._change, None
+        if change is None:
+            return
+        for name in change.joining:
+            self._workers.kill(name)
+            self._workers.forget(name)
+        if self._phase == "changing":
+            self._phase = "running"
+        if change.request is not None:
+            self._inbox.answer(change.request, ResizeAnswer(status="failed", detail=why))
+        elif change.kind == "replace":
+            self._warn(f"no replacement: {why}")
+
+    # Failures
+
+    def _kill_hung(self) -> None:
+        now = time.monotonic()
+        lines = {n: line for n, line in self._workers.lines().items() if n in self._ranks}
+        if self._phase == "starting" or self._on_failure == "stop" or self._closed is not None:
+            return
+        others_wait = any(line.is_waiting for line in lines.values())
+        for name, line in lines.items():
+            if line.heard_at is None or name in self._causes or name in self._finished:
+                continue
+            silent = now - line.heard_at
+            if silent > self._heartbeat:
+                self._kill(name, f"gave no sign of life for {silent:.1f} s and was killed")
+            elif others_wait and not line.is_waiting and now - line.moved_at > self._progress:
+                self._kill(name, f"got no further for {self._progress:g} s and was killed")
+
+    def _kill(self, name: str, why: str) -> None:
+        self._causes[name] = f"{self._who(name)} {why}"
+        self._workers.kill(name)
+
+    def _who(self, name: str) -> str:
+        return f"worker {name} ({self.config.workers[self._ranks[name]].device_type})"
+
+    def _bury(self) -> Failure | None:
+        """Take note of the dead; the first failure that the launch cannot survive."""
+        for failure in self._workers.failures():
+            name = str(failure.rank)
+            if name not in self._workers.lines():  # given up together with another
+                continue
+            if name in self._left:
+                self._workers.forget(name)
+            elif self._change is not None and name in self._change.joining:
+                if self._phase == "changing":
+                    self._cancel(f"a newcomer failed: {failure.sentence()}")
+                elif self._on_failure == "stop":
+                    return failure
+                else:
+                    self._break_off()
+            elif not self._can_survive(failure):
+                cause = self._causes.get(name)
+                return replace(failure, sentence_of_ours=cause) if cause else failure
+            else:
+                self._causes.setdefault(name, failure.sentence())
+                self._dead.append(name)
+                self._workers.forget(name)
+                self._break_off()
+        return None
+
+    def _can_survive(self, failure: Failure) -> bool:
+        by_signal = failure.exit_code > 128 and failure.exit_code - 128 in signal.valid_signals()
+        alive = [name for name in self._alive() if name != str(failure.rank)]
+        return (
+            self._on_failure != "stop"
+            and self._closed is None
+            and self._phase != "starting"
+            and by_signal
+            and bool(alive)
+            and not any(self._workers.is_done(name) for name in alive)
+        )
+
+    def _alive(self) -> list[str]:
+        return [name for name in self._ranks if name not in self._dead]
+
+    def _break_off(self) -> None:
+        """End the generation; those who are left report how far they are."""
+        if self._phase != "breaking":
+            if self._phase != "forming":
+                self._broke_at = time.monotonic()
+            self._since = time.monotonic()
+            self._lost = {}
+            self._phase = "breaking"
+            self._cancel("a worker was lost meanwhile")
+            self._tell(self._alive(), "abort", generation=self._highest)
+
+    def _recover_if_all_lost(self) -> Failure | None:
+        alive = self._alive()
+        if not alive or not all(name in self._lost for name in alive):
+            return None
+        if not self._dead and time.monotonic() - self._since < CAUSE_SECONDS:
+            return None
+        operations = {name: self._lost[name] for name in alive}
+        top = max(operations.values())
+        tries = self._last_broken_at[1] + 1 if self._last_broken_at[0] == top else 1
+        self._last_broken_at = (top, tries)
+        if tries > MAX_TRIES or min(operations.values()) < top - 1:
+            return Failure(
+                exit_code=1,
+                error=f"the workers lost each other {tries} times at the same step"
+                if tries > MAX_TRIES
+                else "the workers are more than one step apart",
+            )
+        self._form(operations, top)
+        return None
+
+    def _form(self, operations: dict[str, int], top: int) -> None:
+        """Tell those who are left who runs what now."""
+        if self._wanted is None:
+            self._wanted = self.config
+        lost = [rank for name, rank in self._ranks.items() if name not in operations]
+        config = without(self.config, lost)
+        types = {name: self.config.workers[self._ranks[name]].device_type for name in operations}
+        order = sorted(operations, key=self._ranks.__getitem__)
+        self.config, self._ranks = config, {name: rank for rank, name in enumerate(order)}
+        assert [types[name] for name in order] == [slot.device_type for slot in config.workers]
+        self._highest += 1
+        self._phase, self._joined, self._pauses = "forming", set(), []
+        ahead = [name for name in order if operations[name] == top]
+        self._tell(
+            order,
+            "recover",
+            generation=self._highest,
+            config=to_json(config),
+            ranks=self._ranks,
+            behind=[name for name in order if operations[name] < top],
+            donor=ahead[0],
+        )
+        self._workers.show(_first(self._ranks))
+
+    def _replace(self) -> None:
+        """Start a replacement of who was lost, beside the others."""
+        wanted, self._wanted = self._wanted, None
+        if self._on_failure != "replace" or wanted is None:
+            return
+        try:
+            self._begin(wanted, None, "replaces who was lost", "replace")
+        except HetflowError as error:
+            self._warn(f"no replacement: {error.message}")
+
+    # Common
+
+    def _tell(self, names: Sequence[str], kind: str, **content: object) -> None:
+        lines = self._workers.lines()
+        for name in names:
+            if name in lines:
+                lines[name].send(kind, **content)
+
+    def _entry(
+        self,
+        kind: Literal["start", "resize", "failure", "replace"],
+        detail: str,
+        joined: tuple[str, ...] = (),
+        left: tuple[str, ...] = (),
+        pause: float | None = None,
+    ) -> Generation:
+        by_rank = {rank: name for name, rank in self._ranks.items()}
+        return Generation(
+            number=self.number,
+            kind=kind,
+            at_seconds=time.monotonic() - self._began,
+            detail=detail,
+            workers=tuple(
+                GenerationWorker(
+                    name=by_rank[slot.rank],
+                    device_type=slot.device_type,
+                    virtual_nodes=tuple(node.index for node in slot.virtual_nodes),
+                )
+                for slot in self.config.workers
+            ),
+            joined=joined,
+            left=left,
+            pause_seconds=pause,
+        )
+
+    def settle(self) -> None:
+        """All workers are done: whoever was still on the way in is not needed."""
+        self._cancel("the run ended before the newcomers could join")
+
+    @property
+    def only_newcomers_left(self) -> bool:
+        """Whether everyone who trains is done."""
+        return all(self._workers.is_done(name) for name in self._ranks)
+
+
+def _first(ranks: dict[str, int]) -> str:
+    return min(ranks, key=ranks.__getitem__)
+
+
+def _devices(config: LaunchConfig) -> str:
+    numbers: dict[str, int] = {}
+    for slot in config.workers:
+        numbers[slot.device_type] = numbers.get(slot.device_type, 0) + 1
+    return ",".join(f"{number}x{name}" for name, number in numbers.items())

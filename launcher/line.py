@@ -1,0 +1,78 @@
+"""The controller's end of the line to one worker: JSON lines over a socket pair."""
+
+import contextlib
+import json
+import socket
+import time
+from typing import Any
+
+MAX_LINE_BYTES = 64 << 20
+
+
+class Line:
+    """One worker's line. ``heard_at`` and ``moved_at`` are monotonic seconds.
+
+    ``operation`` and ``is_waiting`` are what the last heartbeat said; ``moved_at`` is when that
+    changed.
+    """
+
+    def __init__(self) -> None:
+        self._own, self.theirs = socket.socketpair()
+        self._own.setblocking(False)
+        self._rest = b""
+        self.is_open = True
+        self.heard_at: float | None = None
+        self.moved_at = 0.0
+        self.operation, self.is_waiting = -1, False
+
+    def started(self) -> None:
+        """The worker has its end now."""
+        self.theirs.close()
+
+    def fileno(self) -> int:
+        """For ``select``."""
+        return self._own.fileno()
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Tell the worker; one that is gone or stopped is found out by other means."""
+        data = json.dumps({"kind": kind, **content}).encode() + b"\n"
+        if not self.is_open:
+            return
+        with contextlib.suppress(OSError):
+            self._own.settimeout(1.0)
+            self._own.sendall(data)
+        with contextlib.suppress(OSError):
+            self._own.setblocking(False)
+
+    def receive(self) -> list[dict[str, Any]]:
+        """What the worker has said since the last call; heartbeats are noted, not returned."""
+        with contextlib.suppress(OSError):
+            while self.is_open:
+                data = self._own.recv(1 << 16)
+                self.is_open = bool(data)
+                self._rest += data
+                if len(self._rest) > MAX_LINE_BYTES:
+                    self._rest = b""
+        *lines, self._rest = self._rest.split(b"\n")
+        messages = []
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                message = json.loads(line)
+                self._note(message)
+                if message["kind"] != "beat":
+                    messages.append(message)
+        return messages
+
+    def _note(self, message: dict[str, Any]) -> None:
+        self.heard_at = time.monotonic()
+        if message["kind"] != "beat":
+            return
+        found = (message["operation"], message["waiting"])
+        if found != (self.operation, self.is_waiting):
+            self.operation, self.is_waiting = found
+            self.moved_at = self.heard_at
+
+    def close(self) -> None:
+        """The worker is gone."""
+        self.is_open = False
+        self._own.close()

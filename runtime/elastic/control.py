@@ -1,0 +1,132 @@
+"""The line between a worker and its controller: JSON lines over an inherited socket pair.
+
+A thread of its own reads it, also while the script computes or waits in a collective, and sends
+a heartbeat: a worker that is stopped or frozen falls silent, one that hangs beats on without
+getting further.
+
+To the controller: ``joined``, ``ready``, ``lost``, ``beat``, ``jobs``, ``finished``. From it:
+``resize`` (the next generation is ready), ``abort`` (this one is broken), ``recover`` (who goes
+on), ``leave``.
+"""
+
+import json
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from ...schema import files
+from ...schema.launch import LaunchConfig
+from ..environment import CONTROL, SURVIVES, WORKER
+from .sockets import Connections
+
+BEAT_SECONDS = 0.5
+Message = dict[str, Any]
+
+
+class Control:
+    """This worker's end of the line.
+
+    Args:
+        line: Connected to the controller.
+        worker: This worker's name there; ranks change, names stay.
+        survives: Whether the job goes on when others die.
+    """
+
+    _of_process: ClassVar["Control | None"] = None
+
+    def __init__(self, line: socket.socket, worker: str, *, survives: bool) -> None:
+        self._line, self._sending = line, threading.Lock()
+        self.worker, self.survives = worker, survives
+        self.num_jobs = 0
+        self._changed = threading.Condition()
+        self.connections = Connections()
+        self.generation = 0
+        self.broken = -1
+        self.announced: Message | None = None
+        self.recovery: Message | None = None
+        self.may_leave = False
+        self.num_operations = 0
+        self.is_waiting = False
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    @classmethod
+    def of_process(cls) -> "Control | None":
+        """The line of this process; None where no controller of ours started it."""
+        number = os.environ.pop(CONTROL, None)  # what the script starts is no worker
+        if number is not None:
+            os.set_inheritable(int(number), False)
+            cls._of_process = cls(
+                socket.socket(fileno=int(number)),
+                os.environ.get(WORKER, "0"),
+                survives=os.environ.get(SURVIVES) == "1",
+            )
+        return cls._of_process
+
+    def open_job(self) -> None:
+        """The script prepares a model; with several, workers stay as they are."""
+        self.num_jobs += 1
+        if self.num_jobs > 1:
+            self.survives = False
+            self.send("jobs", number=self.num_jobs)
+
+    def send(self, kind: str, **content: Any) -> None:
+        """Tell the controller; a controller that is gone takes this process with it."""
+        data = json.dumps({"kind": kind, **content}).encode() + b"\n"
+        try:
+            with self._sending:
+                self._line.sendall(data)
+        except OSError:
+            return
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the generation this worker is in has ended by a failure."""
+        return self.broken >= self.generation
+
+    def wait(self, is_there: Callable[[], bool], tick: Callable[[], None]) -> None:
+        """Wait until a message made something true; ``tick`` runs about every 0.1 s."""
+        while True:
+            with self._changed:
+                if is_there() or self._changed.wait_for(is_there, timeout=0.1):
+                    return
+            tick()
+
+    def _serve(self) -> None:
+        rest, next_beat = b"", 0.0
+        while True:
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + BEAT_SECONDS
+                self.send("beat", operation=self.num_operations, waiting=self.is_waiting)
+            ready, _, _ = select.select([self._line], [], [], BEAT_SECONDS)
+            if not ready:
+                continue
+            try:
+                data = self._line.recv(1 << 16)
+            except OSError:
+                return
+            if not data:
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._take(json.loads(line))
+
+    def _take(self, message: Message) -> None:
+        if "config" in message:
+            message["config"] = files.from_json(message["config"], LaunchConfig)
+        with self._changed:
+            if message["kind"] == "resize":
+                self.announced = message
+            elif message["kind"] == "abort":
+                self.broken = max(self.broken, message["generation"])
+                self.announced = None
+            elif message["kind"] == "recover":
+                self.recovery, self.announced = message, None
+            elif message["kind"] == "leave":
+                self.may_leave = True
+            self._changed.notify_all()
+        if message["kind"] == "abort":
+            self.connections.cut()

@@ -1,0 +1,350 @@
+"""One worker's part in a job whose workers change: operations, losses, resizes.
+
+All workers do the same operations in the same order: draw an order, take a step, merge buffers.
+Each ends with an exchange that completes nowhere before everybody has reached it, so when one
+is lost, workers differ by one operation at most. Those behind get its result from one ahead (a
+step's gradients are complete on them, only its sums are missing); where nobody has completed it,
+all do it again under the new mapping. Virtual nodes' buffers of the dead come from the mirror.
+(VirtualFlow 4.1 and 7, with the step in progress as the only loss.)
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from ..checkpoint import Checkpoint
+from ..data import Batch, is_drawn
+from ..group import Place, close_group, enter_generation, enter_handover
+from ..saving import STOPPED_EXIT_CODE
+from ..worker import is_lost_peer
+from . import transfer
+from .control import Control, Message
+from .mirror import Mirror
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from ..job import Job
+
+Answer = TypeVar("Answer")
+
+
+class Lost(RuntimeError):
+    """Another worker of this generation is gone."""
+
+
+class Member:
+    """One job of this worker, under a controller that can change its workers.
+
+    Args:
+        job: The job.
+        control: The line to the controller.
+    """
+
+    def __init__(self, job: "Job", control: Control) -> None:
+        self._job, self._control = job, control
+        self._survives = control.survives
+        self._last: Any = None
+        self._next: Message | None = None
+        self._arrived: Place | None = None
+        self._position: dict[str, int] | None = None
+        self._order: list[int] | None = None
+        self.mirror = Mirror(job._buffers, len(job._batch_sizes))
+        self.is_outside = job._place.is_outside
+        self._has_said_so = self.is_outside
+
+    @classmethod
+    def of(cls, job: "Job") -> "Member | None":
+        """The part of a job; None where no controller of ours can change its workers.
+
+        A script's second job and pipelines stay as they are.
+        """
+        control = job._place.control
+        if control is None or control.num_jobs > 1 or job._place.start.config is None:
+            return None
+        return cls(job, control) if job._place.start.config.pipeline is None else None
+
+    # Operations
+
+    def run(self, function: Callable[[], Answer], batch: Batch | None = None) -> Answer:
+        """Do one operation of all workers, and do it again if one of them is lost.
+
+        Args:
+            function: What to do; it may run several times.
+            batch: The global batch whose step it is, if it is one.
+        """
+        if not self._has_said_so:  # before its first operation nobody could go on without it
+            self._has_said_so = True
+            self._control.send("joined", generation=self._control.generation)
+        while True:
+            try:
+                if self._control.is_broken:
+                    raise Lost("another worker is gone")
+                answer = function()
+                break
+            except Exception as error:
+                if not self._is_loss(error):
+                    raise
+                is_behind, found = self._recover(batch)
+                if is_behind:
+                    return found  # type: ignore[no-any-return]
+        self._agree(answer, batch)
+        if self._arrived is not None:
+            self._move(self._arrived)
+            self._arrived = None
+        return answer
+
+    def _agree(self, answer: Any, batch: Batch | None) -> None:
+        """The operation is complete: all workers can be brought to its end from here on."""
+        self._control.num_operations += 1
+        self._last = answer
+        if batch is not None:
+            batch.is_done = True
+            self.mirror.commit()
+
+    def exchange(self) -> torch.Tensor:
+        """End a step's passes: gradients and mirrored buffers, then the sums that commit it."""
+        job, totals = self._job, self._job._totals
+        totals.wants_move = self._control.announced is not None
+        self._control.is_waiting = True
+        try:
+            if not self._survives:
+                return totals.exchange()
+            totals.extra = self.mirror.found
+            self.mirror.launch(_holdings(job._place), job.rank)
+            return totals.exchange(self.mirror.wait)
+        finally:
+            self._control.is_waiting = False
+
+    def stepped(self) -> None:
+        """A step is complete on this worker: note what its sums say."""
+        totals = self._job._totals
+        if self._survives and any(totals.extras) and self.mirror.grow(totals.extras):
+            self.run(self._gather)
+        announced = self._control.announced
+        if announced is not None and totals.num_moving == self._job.world_size:
+            self._next = announced
+
+    def _gather(self) -> None:
+        self.mirror.launch(_holdings(self._job._place), self._job.rank)
+        self.mirror.wait()
+        self.mirror.commit()
+
+    def boundary(self) -> None:
+        """Between two steps: change the workers, if all of them have been told to."""
+        if self._next is not None:
+            self.run(self._switch)
+
+    # Losses
+
+    def _is_loss(self, error: Exception) -> bool:
+        if not self._survives:
+            return False
+        broken = self._control.is_broken and isinstance(error, RuntimeError | OSError)
+        return broken or isinstance(error, Lost) or is_lost_peer(error)
+
+    def _recover(self, batch: Batch | None) -> tuple[bool, Any]:
+        """Go on with those who are left.
+
+        Returns:
+            Whether this worker was behind, and then the result of the operation it was in.
+        """
+        self._next = None
+        while True:
+            self._control.connections.cut()
+            close_group()
+            message = self._await_recovery()
+            try:
+                place = enter_generation(self._job._place, message, self._control)
+                answer = self._catch_up(message)
+                break
+            except Exception as error:
+                if not self._is_loss(error):
+                    raise
+        is_behind = self._control.worker in message["behind"]
+        if is_behind:
+            self._agree(answer, batch)
+        elif batch is not None and not batch.is_done:
+            self._job._reducer.undo()
+            self._job._clock.undo_step()
+        self._move(place, again=not is_behind)
+        self._control.send("joined", generation=message["generation"])
+        return is_behind, answer
+
+    def _await_recovery(self) -> Message:
+        """Say that this generation is lost, and wait for the controller to say who goes on."""
+        control = self._control
+        reported = [-1]
+
+        def tick() -> None:
+            self._stop_if_asked()
+            lost = max(control.generation, control.broken)
+            if lost > reported[0]:
+                reported[0] = lost
+                control.send("lost", generation=lost, operation=control.num_operations)
+
+        def is_there() -> bool:
+            found = control.recovery
+            return found is not None and found["generation"] > max(control.broken, reported[0])
+
+        tick()
+        control.wait(is_there, tick)
+        assert control.recovery is not None
+        return control.recovery
+
+    def _catch_up(self, message: Message) -> Any:
+        """Bring the result of the last operation to those who lack it."""
+        ranks, behind = message["ranks"], message["behind"]
+        if self._control.worker in behind:
+            return transfer.receive(ranks[message["donor"]])["answer"]
+        if behind and self._control.worker == message["donor"]:
+            transfer.send({"answer": self._last}, [ranks[worker] for worker in behind])
+        return None
+
+    def _stop_if_asked(self) -> None:
+        if self._job._totals.wants_stop:
+            self._job._finished = True
+            sys.exit(STOPPED_EXIT_CODE)
+
+    # Changes
+
+    def _move(self, place: Place, *, again: bool = False) -> None:
+        """Run the virtual nodes of another place; ``again`` from the last step agreed on."""
+        job, before = self._job, list(self._job._local)
+        job._reducer.close()
+        job.take(place)
+        job._totals.move(job._reducer, place)
+        if not again and job._local == before:
+            return
+        job._buffers.move(job._local, self.mirror.state())
+        for _, sampler, _ in job._loaders.values():
+            sampler.move(job._local)
+        if job._open_epoch is not None:
+            job._open_epoch.move()
+
+    def _switch(self) -> None:
+        """Go over to the next generation, together with newcomers and without leavers."""
+        message = self._next
+        if message is None:
+            return
+        began, job, control = time.perf_counter(), self._job, self._control
+        if not self._survives:
+            job._notice_written()
+            state = job._buffers.capture(job._place_of_nodes, job._place.distributed)
+            self.mirror.reset(state)
+        taking = [name for name, donor in message["donors"].items() if donor == control.worker]
+        state = self._state() if taking else {}
+        close_group()
+        stays = control.worker in message["ranks"]
+        if message["guest"] is not None and (stays or control.worker == message["guest"]):
+            self._hand_over(message, state, taking)
+        if not stays:
+            self._leave()
+        place = enter_generation(job._place, message, control)
+        if message["guest"] is None and taking:
+            transfer.send(state, [message["ranks"][name] for name in taking])
+        self._next, control.announced, self._arrived = None, None, place
+        pause = time.perf_counter() - began
+        control.send("joined", generation=message["generation"], pause_seconds=pause)
+
+    def _hand_over(self, message: Message, state: Any, taking: list[str]) -> None:
+        """Where nobody stays, one who leaves meets the newcomers once, in a group of their own."""
+        enter_handover(self._job._place, message, self._control)
+        transfer.send(state, [message["ranks"][name] for name in taking])
+        close_group()
+
+    def _leave(self) -> None:
+        """Wait until the others do without this worker; then leave the script for good."""
+        control = self._control
+
+        def tick() -> None:
+            self._stop_if_asked()
+            if control.is_broken:
+                raise Lost("the resize did not come about")
+
+        control.wait(lambda: control.may_leave or control.is_broken, tick)
+        tick()
+        self._job._finished = True
+        sys.exit(0)
+
+    def _state(self) -> dict[str, Any]:
+        """All that a newcomer needs, as a checkpoint has it."""
+        job, saver = self._job, self._job._checkpoints
+        assert saver is not None
+        epoch = job._open_epoch
+        header, state = saver.describe(self.mirror.state())
+        return {
+            "header": header,
+            "state": state,
+            "operations": self._control.num_operations + 1,
+            "order": torch.tensor(epoch.order) if epoch is not None and epoch.is_drawn else None,
+            "gradients": {
+                name: parameter.grad
+                for name, parameter in job._parameters.items()
+                if parameter.grad is not None
+            },
+        }
+
+    # Newcomers
+
+    def join(self) -> None:
+        """Wait until the others are at the end of a step, and get their state from one of them.
+
+        Raises:
+            TargetError: The script builds another model than the others did.
+        """
+        self.is_outside = False
+        job, control = self._job, self._control
+        control.send("ready")
+        control.wait(lambda: control.announced is not None, lambda: None)
+        message = control.announced
+        assert message is not None
+        control.announced = None
+        source = message["ranks"].get(message["donors"][control.worker])
+        if message["guest"] is not None:
+            enter_handover(job._place, message, control)
+            found = transfer.receive(len(message["ranks"]))
+            close_group()
+        place = enter_generation(job._place, message, control)
+        if message["guest"] is None:
+            found = transfer.receive(source)
+        self._restore(found, place)
+        control.send("joined", generation=message["generation"])
+
+    def _restore(self, found: dict[str, Any], place: Place) -> None:
+        job, saver = self._job, self._job._checkpoints
+        assert saver is not None
+        self.mirror.reset(found["state"]["buffers"])
+        self._move(place, again=True)
+        self._position = found["header"]["position"]
+        self._order = found["order"].tolist() if found["order"] is not None else None
+        self._control.num_operations = found["operations"]
+        start = Checkpoint(Path("the running job"), found["header"], found["state"])
+        saver.go_on_from(start)
+        for name, gradient in found["gradients"].items():
+            job._parameters[name].grad = gradient.to(job.device)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether this newcomer's script has not come to where the others are."""
+        saver = self._job._checkpoints
+        return self._position is not None and saver is not None and saver.is_catching_up
+
+    def order_of(
+        self, call: int, loader: "DataLoader[Any]", draw: Callable[[], list[int]]
+    ) -> Sequence[int]:
+        """The order of an epoch that the others began before this worker came."""
+        assert self._position is not None
+        if call < self._position["call"]:
+            return range(len(loader.sampler))  # type: ignore[arg-type]
+        return self._order if is_drawn(loader) and self._order is not None else draw()
+
+
+def _holdings(place: Place) -> list[list[int]]:
+    """The virtual nodes of each worker, by rank."""
+    assert place.start.config is not None
+    return [[node.index for node in slot.virtual_nodes] for slot in place.start.config.workers]

@@ -1,0 +1,96 @@
+"""A value of plain data and tensors from one worker straight to another, over the group.
+
+Encoded as a checkpoint is: nothing is unpickled. Lengths go first, since gloo takes a message of
+another length than its buffer for an error, or for none.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import checkpoint
+
+CHUNK_BYTES = 64 << 20
+_ALIGNMENT = 64
+
+
+def send(value: Any, to: Sequence[int]) -> None:
+    """Send a value to some ranks of the default group.
+
+    Raises:
+        TargetError: The value holds something that is not plain data.
+    """
+    tensors: list[Tensor] = []
+    encoded = checkpoint.encode(value, tensors)
+    parts = list(_padded(tensors))
+    chunks = list(_chunks(parts))
+    header = json.dumps(
+        {
+            "value": encoded,
+            "tensors": [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors],
+            "chunks": [len(chunk) for chunk in chunks],
+        }
+    ).encode()
+    head = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    for rank in to:
+        dist.send(_on_wire(torch.tensor([len(head)])), dst=rank)
+        for chunk in (head, *chunks):
+            dist.send(_on_wire(chunk), dst=rank)
+
+
+def receive(source: int) -> Any:
+    """Receive what ``send`` of rank ``source`` sends; its tensors are on the host."""
+    length = int(_take(torch.zeros(1, dtype=torch.int64), source))
+    header = json.loads(_take(torch.empty(length, dtype=torch.uint8), source).numpy().tobytes())
+    data = torch.empty(sum(header["chunks"]), dtype=torch.uint8)
+    at = 0
+    for size in header["chunks"]:
+        data[at : at + size] = _take(torch.empty(size, dtype=torch.uint8), source)
+        at += size
+    return checkpoint.decode(header["value"], list(_unpacked(data, header["tensors"])))
+
+
+def _on_wire(tensor: Tensor) -> Tensor:
+    return tensor.cuda() if dist.get_backend() == "nccl" else tensor
+
+
+def _take(tensor: Tensor, source: int) -> Tensor:
+    on_wire = _on_wire(tensor)
+    dist.recv(on_wire, src=source)
+    return on_wire.cpu()
+
+
+def _padded(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Each tensor's bytes, followed by what brings the next to an aligned address."""
+    for tensor in tensors:
+        data = tensor.contiguous().reshape(-1).view(torch.uint8)
+        yield data
+        yield torch.zeros(-len(data) % _ALIGNMENT, dtype=torch.uint8)
+
+
+def _chunks(parts: Sequence[Tensor]) -> Iterator[Tensor]:
+    """All bytes in messages of a bounded size: small tensors together, large ones cut."""
+    pending: list[Tensor] = []
+    size = 0
+    for part in parts:
+        for piece in torch.split(part, CHUNK_BYTES):
+            if size + len(piece) > CHUNK_BYTES:
+                yield torch.cat(pending)
+                pending, size = [], 0
+            pending.append(piece)
+            size += len(piece)
+    if size:
+        yield torch.cat(pending)
+
+
+def _unpacked(data: Tensor, kinds: Sequence[tuple[str, list[int]]]) -> Iterator[Tensor]:
+    at = 0
+    for name, shape in kinds:
+        dtype = checkpoint.DTYPES[name]
+        size = torch.Size(shape).numel() * dtype.itemsize
+        yield data[at : at + size].view(dtype).reshape(shape)
+        at += size + -size % _ALIGNMENT

@@ -1,0 +1,151 @@
+"""Launches whose workers change, seen from outside: start, steps, resizes, kills, digests."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hetflow.schema import files
+from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+
+HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
+SCRIPT = Path(__file__).with_name("elastic_script.py")
+NODES, NODE_SAMPLES = 8, 2
+STEPS_AN_EPOCH = 3
+
+
+def plan_of(nodes: Sequence[int], types: Sequence[str] = ()) -> SplitPlan:
+    """One device for each number of virtual nodes."""
+    names = types or ["cpu:fast"] * len(nodes)
+    return SplitPlan(
+        model="elastic",
+        global_batch_size=NODES * NODE_SAMPLES,
+        groups=tuple(
+            DeviceGroup(
+                device_type=name,
+                num_devices=1,
+                device_batch_size=number * NODE_SAMPLES,
+                virtual_nodes=number,
+                virtual_node_batch_size=NODE_SAMPLES,
+            )
+            for name, number in zip(names, nodes, strict=True)
+        ),
+        predicted=Prediction(step_seconds=0.01, samples_per_second=1600.0),
+        proof=Proof(
+            termination="feasible", objective=0.01, lower_bound=None, gap=None, method="by hand"
+        ),
+    )
+
+
+def wait_until(happened: Callable[[], Any], seconds: float = 120) -> Any:
+    """What ``happened`` returns, as soon as it is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := happened()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+class Launch:
+    """A launch of the script in a folder of its own."""
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: Sequence[int],
+        *options: str,
+        epochs: int = 4,
+        seconds: float = 0.0,
+        holds: Sequence[int] = (),
+        script: Path = SCRIPT,
+    ) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.run = folder, folder / "run"
+        files.write(folder / "plan.json", plan_of(nodes))
+        command = [*HETFLOW, "launch", "--determinism", "elastic", *options, "-o", str(self.run)]
+        command += [str(folder / "plan.json"), str(script), str(folder / "digest")]
+        command += [str(epochs), str(seconds), *map(str, holds)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def steps(self) -> list[tuple[float, int, int, int, int]]:
+        """(time, step, rank, workers, pid) of every step that a worker has completed."""
+        found = []
+        for path in self.folder.glob("steps-*"):
+            for line in path.read_text().splitlines():
+                at, step, rank, size = line.split()
+                found.append((float(at), int(step), int(rank), int(size), int(path.name[6:])))
+        return sorted(found)
+
+    def wait_for_step(self, number: int, workers: int = 1) -> None:
+        """Wait until so many workers have completed a step."""
+        wait_until(
+            lambda: (
+                self.process.poll() is not None
+                or len({s[4] for s in self.steps() if s[1] == number}) >= workers
+            )
+        )
+        assert self.process.poll() is None, self.process.communicate()[1]
+
+    def wait_for_newcomers(self, number: int) -> None:
+        """Wait until so many workers have ever come to their first batch."""
+        logs = self.run / "logs"
+        wait_until(
+            lambda: sum("prepared" in p.read_text() for p in logs.glob("rank*.out")) >= number
+        )
+        time.sleep(0.3)  # until they have said so
+
+    def go(self, step: int) -> None:
+        """Let the workers go on after a step that they hold at."""
+        (self.folder / f"go-{step}").touch()
+
+    def pid_of(self, rank: int) -> int:
+        """The process that has the rank now."""
+        return next(pid for _, _, found, _, pid in reversed(self.steps()) if found == rank)
+
+    def kill(self, rank: int, number: int = signal.SIGKILL) -> int:
+        """Send a worker a signal; its process id."""
+        pid = self.pid_of(rank)
+        os.kill(pid, number)
+        return pid
+
+    def resize(self, *options: str) -> "subprocess.CompletedProcess[str]":
+        """Run ``hetflow resize``."""
+        return subprocess.run(
+            [*HETFLOW, "resize", str(self.run), *options],
+            capture_output=True,
+            text=True,
+            timeout=150,
+            check=False,
+        )
+
+    def resize_later(self, *options: str) -> "subprocess.Popen[str]":
+        """Begin ``hetflow resize``."""
+        return subprocess.Popen(
+            [*HETFLOW, "resize", str(self.run), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end; exit code and what it said."""
+        _, err = self.process.communicate(timeout=200)
+        return self.process.returncode, err
+
+    def digest(self) -> str:
+        """Digest of a run that succeeded."""
+        code, err = self.end()
+        assert code == 0, err
+        return (self.folder / "digest").read_text()
+
+    def record(self) -> dict[str, Any]:
+        """The run record."""
+        found: dict[str, Any] = json.loads((self.run / "run.json").read_text())
+        return found

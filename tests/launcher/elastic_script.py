@@ -1,0 +1,91 @@
+"""A script whose workers change: batch-norm, dropout, augmentation, a schedule, draws of its own.
+
+``elastic_script.py RESULT EPOCHS SECONDS HOLD...``: sleeps SECONDS a step; after each step in HOLD
+it waits until the file ``go-STEP`` is there. Writes the digest of all that training leaves.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from hetflow import runtime as hf
+from hetflow.runtime.digest import digest_of
+
+NUM_SAMPLES, BATCH = 44, 16
+result, epochs, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+holds = {int(step) for step in sys.argv[4:]}
+HERE = result.parent
+
+
+class Pictures(Dataset):
+    """Small pictures with noise that is drawn anew each time."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        picture = torch.full((3, 6, 6), index / NUM_SAMPLES)
+        return picture + 0.1 * torch.randn(3, 6, 6), index % 4
+
+
+class Log:
+    """The loss of every step; saved, so a worker that joins has them all."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def state_dict(self) -> dict:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.values = list(state["values"])
+
+
+torch.manual_seed(3)
+model = nn.Sequential(
+    *(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2), nn.Flatten()),
+    nn.Linear(6 * 16, 4),
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+job = hf.prepare(model, optimizer)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
+log = Log()
+job.register(scheduler, log)
+loader = DataLoader(Pictures(), batch_size=BATCH, shuffle=True)
+progress = HERE / f"steps-{os.getpid()}"
+sys.stdout.write("prepared\n")
+sys.stdout.flush()
+for _ in range(epochs):
+    for batch in job.batches(loader):
+        mix = 1 + 0.01 * np.random.random()  # noqa: NPY002
+
+        def loss_of(x: torch.Tensor, y: torch.Tensor, mix: float = mix) -> torch.Tensor:
+            return nn.functional.cross_entropy(model(x * mix), y)
+
+        loss = job.backward(loss_of, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        log.values.append(loss.item())
+        with progress.open("a") as stream:
+            stream.write(f"{time.time()} {job.num_steps} {job.rank} {job.world_size}\n")
+        time.sleep(seconds)
+        while job.num_steps in holds and not (HERE / f"go-{job.num_steps}").exists():
+            time.sleep(0.01)
+    scheduler.step()
+    with job.evaluation():
+        log.values.append(float(model(torch.ones(1, 3, 6, 6)).sum()))
+job.finish()
+tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+for index, state in optimizer.state_dict()["state"].items():
+    tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
+told = [digest_of(tensors), log.values, optimizer.param_groups[0]["lr"], job.num_steps]
+if job.is_main:
+    result.write_text(hashlib.sha256(json.dumps(told).encode()).hexdigest())

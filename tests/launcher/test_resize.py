@@ -1,0 +1,280 @@
+"""Resizes and failures of running launches, seen from outside; and the pure parts of them."""
+
+import json
+import random
+import signal
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetflow.launcher import inbox
+from hetflow.launcher.mapping import nodes_of, renumbered, seated, spread, without
+from hetflow.runtime.lower import lower
+from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError, TargetError
+from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
+
+from .elastic_runs import STEPS_AN_EPOCH, Launch, plan_of
+
+
+def config_of(*workers: tuple[str, tuple[int, ...]]) -> LaunchConfig:
+    """Workers with the sizes of their virtual nodes, numbered in order."""
+    slots, index = [], 0
+    for rank, (kind, sizes) in enumerate(workers):
+        nodes = tuple(VirtualNode(index=index + n, batch_size=s) for n, s in enumerate(sizes))
+        slots.append(WorkerSlot(rank=rank, device_type=kind, virtual_nodes=nodes))
+        index += len(sizes)
+    total = sum(sum(sizes) for _, sizes in workers)
+    return LaunchConfig(model="m", global_batch_size=total, workers=tuple(slots))
+
+
+configs = st.lists(
+    st.tuples(st.sampled_from(["a", "b"]), st.lists(st.integers(1, 9), min_size=1, max_size=6)),
+    min_size=1,
+    max_size=5,
+).map(lambda workers: config_of(*((kind, tuple(sizes)) for kind, sizes in workers)))
+
+
+@given(configs, st.lists(st.sampled_from(["a", "b", "c"]), min_size=1, max_size=6))
+def test_a_spread_keeps_every_virtual_node_and_the_slowest_device_is_fast(
+    config: LaunchConfig, types: list[str]
+) -> None:
+    nodes, costs = nodes_of(config), {"a": 1.0, "b": 2.0, "c": 5.0}
+    if len(types) > len(nodes):
+        with pytest.raises(InfeasibleError, match="virtual nodes"):
+            spread(config, types, costs)
+        return
+    found = spread(config, types, costs)
+    assert nodes_of(found) == nodes
+    assert [slot.device_type for slot in found.workers] == types
+
+    def slowest(cuts: list[int]) -> float:
+        ends = [sum(cuts[: n + 1]) for n in range(len(cuts))]
+        runs = [nodes[end - cut : end] for end, cut in zip(ends, cuts, strict=True)]
+        return max(
+            costs[kind] * sum(node.batch_size for node in run)
+            for kind, run in zip(types, runs, strict=True)
+        )
+
+    def all_cuts(number: int, parts: int) -> list[list[int]]:
+        if parts == 1:
+            return [[number]]
+        return [
+            [first, *rest]
+            for first in range(1, number - parts + 2)
+            for rest in all_cuts(number - first, parts - 1)
+        ]
+
+    if len(nodes) <= 8:
+        own = slowest([len(slot.virtual_nodes) for slot in found.workers])
+        best = min(slowest(cuts) for cuts in all_cuts(len(nodes), len(types)))
+        assert own == pytest.approx(best)
+
+
+@given(configs, st.data())
+def test_the_others_keep_their_own_and_take_what_the_lost_had(
+    config: LaunchConfig, data: st.DataObject
+) -> None:
+    size = config.world_size
+    lost = data.draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
+    found = without(config, lost)
+    assert nodes_of(found) == nodes_of(config)
+    left = [slot for slot in config.workers if slot.rank not in lost]
+    for before, after in zip(left, found.workers, strict=True):
+        assert set(before.virtual_nodes) <= set(after.virtual_nodes)
+        indices = [node.index for node in after.virtual_nodes]
+        assert indices == sorted(indices)
+
+
+def test_those_who_are_there_keep_the_first_ranks() -> None:
+    config = config_of(("b", (1,)), ("a", (2,)), ("b", (3,)))
+    found, ranks = seated(config, {"7": "a", "9": "b"}, iter(["12", "13"]))
+    assert ranks == {"7": 0, "9": 1, "12": 2}
+    assert [slot.device_type for slot in found.workers] == ["a", "b", "b"]
+
+
+def test_a_plan_of_other_virtual_nodes_is_refused() -> None:
+    config = lower(plan_of([8]))
+    other = replace(plan_of([4, 4]), model="x")
+    assert len(renumbered(config, lower(other)).workers) == 2
+    with pytest.raises(ProblemError, match="has virtual nodes of 2 x 8 samples, the job has 8 x 2"):
+        renumbered(config, config_of(("a", (8, 8))))
+
+
+def test_a_run_that_is_not_there_or_over(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="no such run"):
+        inbox.current(tmp_path / "absent")
+    with pytest.raises(TargetError, match="is not running"):
+        inbox.current(tmp_path)
+    (tmp_path / "run.json").touch()
+    with pytest.raises(TargetError, match="has ended"):
+        inbox.current(tmp_path)
+
+
+def test_requests_are_answered_and_nothing_stays(tmp_path: Path) -> None:
+    box = inbox.Inbox(tmp_path)
+    config = lower(plan_of([4, 4]))
+    box.show(config)
+    assert inbox.is_running(tmp_path)
+    assert inbox.current(tmp_path) == config
+    (tmp_path / "control" / "request-0.json").write_text("{}")
+    asked = inbox.ask(tmp_path, config)
+    found = box.next()
+    assert found is not None
+    assert found[0] == asked
+    assert box.next() is None
+    answer = inbox.wait_for(tmp_path, tmp_path / "control" / "request-0.json", 1)
+    assert answer.status == "refused"
+    assert "$.schema: missing" in answer.detail
+    late = inbox.ask(tmp_path, config)
+    box.close()
+    assert inbox.wait_for(tmp_path, late, 1).detail == "the run has ended"
+    with pytest.raises(HetflowError, match="the run ended before it was resized"):
+        inbox.wait_for(tmp_path, asked, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return Launch(tmp_path_factory.mktemp("whole") / "run", [8]).digest()
+
+
+def test_a_job_grows_inside_an_epoch_and_loses_a_worker_with_the_same_digest(
+    tmp_path: Path, undisturbed: str
+) -> None:
+    launch = Launch(tmp_path / "run", [4, 4], holds=[2, 4])
+    launch.wait_for_step(2, workers=2)
+    refused = launch.resize("--gpus", "9xcpu:fast")
+    assert (refused.returncode, refused.stdout) == (3, "")
+    assert refused.stderr.startswith("hetflow: 9 devices cannot share 8 virtual nodes\nhint: ")
+    asked = launch.resize_later("--gpus", "1xcpu:fast,2xcpu:slow", "--json")
+    launch.wait_for_newcomers(4)
+    second = launch.resize("--gpus", "1xcpu:fast")
+    assert second.returncode == 2
+    assert second.stderr.startswith("hetflow: a resize is in progress already\n")
+    launch.go(2)
+    out, err = asked.communicate(timeout=60)
+    assert asked.returncode == 0, err
+    answer = json.loads(out)
+    assert (answer["status"], answer["joined"], answer["left"]) == ("done", ["2", "3"], ["1"])
+    launch.wait_for_step(4, workers=3)
+    launch.kill(1)
+    launch.go(4)
+    assert launch.digest() == undisturbed
+    generations = launch.record()["generations"]
+    assert [g["kind"] for g in generations] == ["start", "resize", "failure"]
+    assert [len(g["workers"]) for g in generations] == [2, 3, 2]
+    assert generations[2]["detail"] == "worker 2 (cpu:slow) was killed by SIGKILL"
+    assert all(0 < g["pause_seconds"] < 30 for g in generations[1:])
+    steps = launch.steps()
+    assert {size for _, step, _, size, _ in steps if step == 4} == {3}
+    assert max(step for _, step, _, _, _ in steps) == 4 * STEPS_AN_EPOCH
+    assert not (launch.run / "control").exists()
+
+
+def test_stop_is_what_a_launch_did_before(tmp_path: Path) -> None:
+    launch = Launch(tmp_path / "run", [4, 4], "--on-failure", "stop", holds=[1])
+    launch.wait_for_step(1, workers=2)
+    launch.kill(1)
+    code, err = launch.end()
+    assert code == 137
+    assert "hetflow: worker 1 (cpu:fast) was killed by SIGKILL\n" in err
+
+
+MAPPINGS = ["4xcpu:fast", "2xcpu:fast", "1xcpu:fast,2xcpu:slow", "1xcpu:slow", "3xcpu:fast"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_resizes_at_random_steps_end_with_one_digest(
+    tmp_path: Path, seed: int, undisturbed_long: str
+) -> None:
+    draw = random.Random(seed)
+    launch = Launch(tmp_path / "run", [2, 2, 2, 2], epochs=LONG, seconds=0.2)
+    launch.wait_for_step(draw.randint(1, 4), workers=4)
+    asked = ["2xcpu:fast", "1xcpu:fast", "1xcpu:fast,2xcpu:slow", draw.choice(MAPPINGS)]
+    for gpus in asked:
+        done = launch.resize("--gpus", gpus)
+        assert done.returncode == 0, done.stderr
+    assert launch.digest() == undisturbed_long
+    kinds = [g["kind"] for g in launch.record()["generations"]]
+    assert kinds[:4] == ["start", "resize", "resize", "resize"]
+
+
+LONG = 80
+
+
+@pytest.fixture(scope="module")
+def undisturbed_long(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return Launch(tmp_path_factory.mktemp("long") / "run", [8], epochs=LONG).digest()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_kills_at_random_moments_end_with_one_digest(
+    tmp_path: Path, seed: int, undisturbed_long: str
+) -> None:
+    import time
+
+    draw = random.Random(seed)
+    policy = ["--on-failure", "replace"] if seed == 2 else []
+    launch = Launch(tmp_path / "run", [2, 3, 1, 2], *policy, epochs=LONG, seconds=0.05)
+    launch.wait_for_step(1, workers=4)
+    for left in (4, 3, 2):
+        time.sleep(draw.uniform(0.0, 1.5))
+        launch.kill(draw.randrange(left))
+        step = launch.steps()[-1][1]
+        launch.wait_for_step(step + 2, workers=left - 1)
+    assert launch.digest() == undisturbed_long
+    kinds = [g["kind"] for g in launch.record()["generations"]]
+    assert kinds.count("failure") == 3
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_is_killed_and_the_others_go_on(
+    tmp_path: Path, undisturbed_long: str
+) -> None:
+    launch = Launch(tmp_path / "run", [4, 4], "--heartbeat", "3", epochs=LONG, seconds=0.02)
+    launch.wait_for_step(2, workers=2)
+    launch.kill(1, signal.SIGSTOP)
+    assert launch.digest() == undisturbed_long
+    failure = launch.record()["generations"][1]
+    assert "worker 1 (cpu:fast) gave no sign of life for 3" in failure["detail"]
+
+
+CUTS = """
+import os, socket, threading, time, runpy, sys
+def cut():
+    while not os.path.exists(os.path.join(os.path.dirname(sys.argv[1]), "cut")):
+        time.sleep(0.02)
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as own:
+                if own.family == socket.AF_INET6 or own.family == socket.AF_INET:
+                    own.getpeername()
+                    own.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+if os.environ["HETFLOW_WORKER"] == "1":
+    threading.Thread(target=cut, daemon=True).start()
+runpy.run_path(SCRIPT, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_closed_sockets_are_opened_again(tmp_path: Path, undisturbed_long: str) -> None:
+    from .elastic_runs import SCRIPT
+
+    script = tmp_path / "cuts.py"
+    script.write_text(CUTS.replace("SCRIPT", repr(str(SCRIPT))))
+    launch = Launch(tmp_path / "run", [4, 4], epochs=LONG, seconds=0.02, script=script)
+    launch.wait_for_step(3, workers=2)
+    (tmp_path / "run" / "cut").touch()
+    assert launch.digest() == undisturbed_long
+    failure = launch.record()["generations"][1]
+    assert failure["detail"] == "connections were lost"
+    assert len(failure["workers"]) == 2
+    assert socket.AF_INET  # the script above names it
