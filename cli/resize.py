@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def resize(
-    run: Annotated[Path, typer.Argument(help="The folder of a running `hetflow launch`.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a running launch, or its name.")],
     gpus: Annotated[
         str | None, typer.Option(help="All devices from now on: 2xV100,8xP100.")
     ] = None,
@@ -42,8 +42,11 @@ def resize(
     hetflow resize runs/a --plan smaller.json
     """
     from ..launcher import inbox
+    from ..launcher.request import RUNS_FOLDER
     from ..schema.files import to_plain
 
+    if not run.is_dir() and (Path(RUNS_FOLDER) / run).is_dir():
+        run = Path(RUNS_FOLDER) / run
     config = _mapping(run, gpus, plan, profiles)
     request = inbox.ask(run, config)
     if not wait:

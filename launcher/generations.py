@@ -325,14 +325,21 @@ class Generations:
                 else:
                     self._break_off()
             elif not self._can_survive(failure):
-                cause = self._causes.get(name)
-                return replace(failure, sentence_of_ours=cause) if cause else failure
+                return self._explained(failure, name)
             else:
                 self._causes.setdefault(name, failure.sentence())
                 self._dead.append(name)
                 self._workers.forget(name)
                 self._break_off()
         return None
+
+    def _explained(self, failure: Failure, name: str) -> Failure:
+        """With why the controller ended it, or whose loss it did not survive."""
+        cause = self._causes.get(name)
+        if cause is None and failure.lost_peer and self._causes:
+            lost = "; ".join(self._causes.values())
+            cause = f"{lost}; {self._who(name)} could not go on without it outside of a step"
+        return replace(failure, sentence_of_ours=cause) if cause else failure
 
     def _can_survive(self, failure: Failure) -> bool:
         by_signal = failure.exit_code > 128 and failure.exit_code - 128 in signal.valid_signals()

@@ -430,6 +430,10 @@ class Job:
         check_in_order(loader)
         self._join()
         sampler, passes = self._pass_loader(loader, predicts=True)
+        if self._member is not None and self._member.is_behind:
+            # The others have done this before this worker came.
+            sampler.set_epoch(PREDICTION_EPOCH, [])
+            return Prediction(self, sampler, passes, function, on_all=on_all)
         order = epoch_order(loader, self._seed, PREDICTION_EPOCH, self._broadcast)
         self._totals.check_same_length(len(order))
         sampler.set_epoch(PREDICTION_EPOCH, order)
