@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..buffers import BufferSlot, VirtualNodeBuffers
-from ..invariant import all_gather
+from ..exchange import all_gather
 
 
 class Mirror:
