@@ -103,7 +103,8 @@ def _solved(now: "LaunchConfig", profiles: Path, gpus: str) -> "SplitPlan | Pipe
     from ..launcher.mapping import nodes_of
     from ..schema.errors import ProblemError
     from .problems import read_model_profiles, read_pool
-    from .solving import PipelineFlags, Question, SplitFlags, answer
+    from .question import PipelineFlags, Question, SplitFlags
+    from .solving import answer
 
     nodes = nodes_of(now)
     if len({node.batch_size for node in nodes}) > 1:
