@@ -4,10 +4,15 @@ import pytest
 import torch
 from torch import nn
 
+from hetflow.profilers import zoo
 from hetflow.profilers.bench import Bench
+from hetflow.profilers.layer_memory import footprint
 from hetflow.profilers.layer_passes import measuring_seconds
 from hetflow.profilers.layers import graph_of, measure_layers
-from hetflow.profilers.targets import Workload
+from hetflow.profilers.targets import Workload, as_workload
+from hetflow.schema.cluster import Cluster
+from hetflow.schema.profile import BatchPoint, Profile
+from hetflow.solvers.pipeline_problems import pipeline_problem
 
 
 class Skip(nn.Module):
@@ -109,3 +114,23 @@ def test_the_clock_and_autograds_start_are_no_layers_time() -> None:
     facts = measure_layers(bench, 4, 7)["provenance"]
     whole = facts["whole_backward_seconds"] * facts["isolated_over_whole_backward"]
     assert whole < 30 * backward
+
+
+@pytest.mark.parametrize(("name", "size"), [("mlp", 64), ("gpt-small", 4)])
+def test_what_the_planner_counts_bounds_what_a_pass_allocates(name: str, size: int) -> None:
+    bench = Bench(as_workload(zoo.factory_of(name)(), name), "cpu", "sgd")
+    profile = Profile(
+        model=name, device_type="cpu", device_memory_bytes=10**9, weight_bytes=bench.weight_bytes,
+        update_seconds=0.0, layers=graph_of(measure_layers(bench, size, 1)),
+        batch_curve=(BatchPoint(batch_size=size, step_seconds=1.0, peak_memory_bytes=1),),
+    )  # fmt: skip
+    problem = pipeline_problem([profile], Cluster.parse("1xcpu"), size)
+    stashed = sum(layer.kept_bytes for layer in problem.layers)
+    aside = 10**9 - (problem.pools[0].memory_bytes or 0)
+    batch = bench.make_batch(size)
+    bench.run_step(batch)
+    bench.optimizer.zero_grad(set_to_none=False)
+    peak = footprint(lambda: bench.run_pass(batch), "cpu")
+    assert peak is not None
+    # The loss's own tensors are no layer's.
+    assert 0.95 * peak.peak_bytes < stashed + aside < 1.6 * peak.peak_bytes
