@@ -167,7 +167,7 @@ def compare_speed(width, microbatch, steps):
         job.backward(lambda a, b: torch.nn.functional.mse_loss(model(a), b), batch)
 
     for number in range(steps):
-        (batch,) = batches()
+        batch = next(iter(batches()))
         drawn = [inputs for _, inputs in batch.inputs()]
         batch = dataclasses.replace(batch, _feed=iter(drawn), _taken=False)
         both = [("ours", ours), ("torch", lambda: theirs(x[:batch_size], y[:batch_size]))]
@@ -224,11 +224,7 @@ def measure_step(width, microbatch, steps):
     rank = job.rank
     job.finish()
     if rank == 0:
-        print(
-            json.dumps(
-                [after - before for before, after in zip(ends[2:-2], ends[3:-1], strict=True)]
-            )
-        )
+        print(json.dumps([after - before for before, after in itertools.pairwise(ends[2:-1])]))
 
 
 def speed(steps):

@@ -7,6 +7,7 @@ _PREFIX: dict[Any, str] = {
     inspect.Parameter.VAR_POSITIONAL: "*",
     inspect.Parameter.VAR_KEYWORD: "**",
 }
+_PLAIN = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def by_placeholder(
@@ -17,11 +18,15 @@ def by_placeholder(
     torch.fx takes ``**extra`` as one input of that name, torch.export each entry by its own: both
     are there.
     """
+    parameters = signature.parameters
+    if not named and len(arguments) == len(parameters):
+        if all(parameter.kind in _PLAIN for parameter in parameters.values()):
+            return dict(zip(parameters, arguments, strict=True))
     bound = signature.bind(*arguments, **named)
     bound.apply_defaults()
     found: dict[str, Any] = {}
     for name, value in bound.arguments.items():
-        kind = signature.parameters[name].kind
+        kind = parameters[name].kind
         found[_PREFIX.get(kind, "") + name] = value
         if kind is inspect.Parameter.VAR_KEYWORD:
             found.update(value)

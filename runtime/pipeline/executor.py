@@ -2,8 +2,8 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,9 +40,14 @@ class _Step(NamedTuple):
     """An operation, and what follows from its place in the list."""
 
     operation: Operation
+    run: "Action"
     place: tuple[int, int]
+    channel: tuple[int, bool]
+    """Of a transfer: the other rank, and whether activations are carried."""
     leaves: bool
     """Whether what the pass makes goes to another rank (its send follows in the list)."""
+    starts: bool
+    """Whether it asks for a microbatch for the first time."""
 
 
 class _Program:
@@ -58,8 +63,11 @@ class _Program:
         self.steps = [
             _Step(
                 op,
+                _ACTIONS[op.kind],
                 (op.stage, op.microbatch),
+                (-1 if op.peer is None else op.peer, op.kind in ACTIVATIONS),
                 op.kind in _SENT_BY and (_SENT_BY[op.kind], op.stage, op.microbatch) in sends,
+                op.kind in (Kind.FORWARD, Kind.RECEIVE_ACTIVATION),
             )
             for op in operations
         ]
@@ -68,13 +76,8 @@ class _Program:
     def expected_from(self, place: int) -> dict[tuple[int, bool], int]:
         """Messages by (peer, whether activations) that are due from a place in the list on."""
         if place not in self._expected:
-            receives = [s.operation for s in self.steps[place:] if s.operation.kind in RECEIVES]
-            counts = Counter((op.peer, op.kind in ACTIVATIONS) for op in receives)
-            self._expected[place] = {
-                (peer, activation): number
-                for (peer, activation), number in counts.items()
-                if peer is not None
-            }
+            due = [step for step in self.steps[place:] if step.operation.kind in RECEIVES]
+            self._expected[place] = dict(Counter(step.channel for step in due))
         return self._expected[place]
 
 
@@ -83,7 +86,6 @@ _SENT_BY = {
     Kind.BACKWARD: Kind.SEND_GRADIENT,
     Kind.BACKWARD_INPUT: Kind.SEND_GRADIENT,
 }
-_STARTS = (Kind.FORWARD, Kind.RECEIVE_ACTIVATION)
 
 
 class Executor:
@@ -97,7 +99,8 @@ class Executor:
         self._next = 0
         self._activations: dict[tuple[int, int], Message] = {}
         self._gradients: dict[tuple[int, int], tuple[Any, ...]] = {}
-        self._made: dict[tuple[Kind, int, int], tuple[Any, ...]] = {}
+        self._made_activations: dict[tuple[int, int], tuple[Any, ...]] = {}
+        self._made_gradients: dict[tuple[int, int], tuple[Any, ...]] = {}
 
     @property
     def is_drained(self) -> bool:
@@ -147,45 +150,31 @@ class Executor:
         steps = self._program.steps
         while self._next < len(steps):
             step = steps[self._next]
-            operation = step.operation
-            if before is not None and operation.kind in _STARTS and operation.microbatch >= before:
+            if before is not None and step.starts and step.operation.microbatch >= before:
                 return
             self._next += 1
-            self._run_one(step, passes)
+            step.run(self, step, passes)
         for outbox in self._outboxes.values():
             outbox.flush()
 
-    def _run_one(self, step: _Step, passes: Passes) -> None:
-        op = step.operation
-        if op.kind is Kind.RECEIVE_ACTIVATION:
-            self._activations[step.place] = self._inbox(op).take()
-        elif op.kind is Kind.RECEIVE_GRADIENT:
-            self._gradients[step.place] = self._inbox(op).take()[0]
-        elif op.kind is Kind.FORWARD:
-            self._forward(step, passes)
-        elif op.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            self._backward(step, passes)
-        elif op.kind is Kind.BACKWARD_WEIGHT:
-            passes.backward_pass(op, None)
-        elif op.kind in SENDS:
-            assert self._program is not None
-            values = self._made.pop((op.kind, *step.place))
-            self._outbox(op).send(values, limit=self._program.most_under_way)
-        elif op.kind is Kind.REDUCE:
-            passes.reduce(op)
-        else:
-            passes.update(op)
+    def _receive_activation(self, step: _Step, _: Passes) -> None:
+        self._activations[step.place] = self._inboxes[step.channel].take()
 
-    def _inbox(self, op: Operation) -> Inbox:
-        assert op.peer is not None
-        return self._inboxes[op.peer, op.kind in ACTIVATIONS]
+    def _receive_gradient(self, step: _Step, _: Passes) -> None:
+        self._gradients[step.place] = self._inboxes[step.channel].take()[0]
 
-    def _outbox(self, op: Operation) -> Outbox:
-        assert op.peer is not None
-        place = (op.peer, op.kind in ACTIVATIONS)
-        if place not in self._outboxes:
-            self._outboxes[place] = Outbox(*self._lines((self._rank, *place)))
-        return self._outboxes[place]
+    def _send_activation(self, step: _Step, _: Passes) -> None:
+        self._send(step, self._made_activations.pop(step.place))
+
+    def _send_gradient(self, step: _Step, _: Passes) -> None:
+        self._send(step, self._made_gradients.pop(step.place))
+
+    def _send(self, step: _Step, values: tuple[Any, ...]) -> None:
+        assert self._program is not None
+        if step.channel not in self._outboxes:
+            peer, activation = step.channel
+            self._outboxes[step.channel] = Outbox(*self._lines((self._rank, peer, activation)))
+        self._outboxes[step.channel].send(values, limit=self._program.most_under_way)
 
     def _lines(self, channel: Channel) -> tuple[Line, Line | None, torch.device]:
         assert self._transport is not None
@@ -198,7 +187,7 @@ class Executor:
         if op.stage == self._program.last_stage:
             return
         if step.leaves:
-            self._made[Kind.SEND_ACTIVATION, op.stage, op.microbatch] = made
+            self._made_activations[step.place] = made
             return
         wants = tuple(bool(getattr(value, "requires_grad", False)) for value in made)
         self._activations[op.stage + 1, op.microbatch] = (made, wants)
@@ -209,17 +198,44 @@ class Executor:
         if op.stage == 0:
             return
         if step.leaves:
-            self._made[Kind.SEND_GRADIENT, op.stage, op.microbatch] = made
+            self._made_gradients[step.place] = made
         else:
             self._gradients[op.stage - 1, op.microbatch] = made
 
+    def _backward_weight(self, step: _Step, passes: Passes) -> None:
+        passes.backward_pass(step.operation, None)
+
+    def _reduce(self, step: _Step, passes: Passes) -> None:
+        passes.reduce(step.operation)
+
+    def _update(self, step: _Step, passes: Passes) -> None:
+        passes.update(step.operation)
+
+
+Action = Callable[[Executor, _Step, Passes], None]
+_ACTIONS: dict[Kind, Action] = {
+    Kind.FORWARD: Executor._forward,
+    Kind.BACKWARD: Executor._backward,
+    Kind.BACKWARD_INPUT: Executor._backward,
+    Kind.BACKWARD_WEIGHT: Executor._backward_weight,
+    Kind.SEND_ACTIVATION: Executor._send_activation,
+    Kind.RECEIVE_ACTIVATION: Executor._receive_activation,
+    Kind.SEND_GRADIENT: Executor._send_gradient,
+    Kind.RECEIVE_GRADIENT: Executor._receive_gradient,
+    Kind.REDUCE: Executor._reduce,
+    Kind.UPDATE: Executor._update,
+}
+
+
+def held(seconds: float | None) -> AbstractContextManager[None]:
+    """Run a pass inside; on an emulated device leave no earlier than its stated time."""
+    return nullcontext() if seconds is None else _held(seconds)
+
 
 @contextmanager
-def held(seconds: float | None) -> Iterator[None]:
-    """Run a pass inside; on an emulated device leave no earlier than its stated time."""
+def _held(seconds: float) -> Iterator[None]:
     began = time.perf_counter()
     yield
-    if seconds is not None:
-        left = began + seconds - time.perf_counter()
-        if left > 0:
-            time.sleep(left)
+    left = began + seconds - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
