@@ -44,11 +44,10 @@ class Active:
     isolated: Floats = field(init=False)
     last_type: Ints = field(init=False)
     kind: Ints = field(init=False)
+    _pairs: Floats = field(init=False)
 
     def __post_init__(self) -> None:
-        columns = len(self.pool.columns)
-        for name in _PER_PAIR:
-            setattr(self, name, np.zeros((columns, 0)))
+        self._keep_pairs(np.zeros((len(_PER_PAIR), len(self.pool.columns), 0)))
         for name in _PER_JOB:
             whole = name in ("scale", "last_type", "kind")
             setattr(self, name, np.zeros(0, dtype=np.int64 if whole else np.float64))
@@ -56,17 +55,28 @@ class Active:
     def __len__(self) -> int:
         return len(self.jobs)
 
+    def _keep_pairs(self, block: Floats) -> None:
+        """Store [columns, jobs] arrays as one block, so that jobs come and go at one stroke."""
+        self._pairs = block
+        for number, name in enumerate(_PER_PAIR):
+            setattr(self, name, block[number])
+
+    def _together(self) -> Floats:
+        """The block, with what was assigned to its parts since."""
+        for number, name in enumerate(_PER_PAIR):
+            part = getattr(self, name)
+            if part.base is not self._pairs:
+                self._pairs[number] = part
+        return self._pairs
+
     def add(self, jobs: list[Job], received_seconds: float) -> None:
         """Let jobs in; nothing is allocated to them yet."""
         columns, number = len(self.pool.columns), len(jobs)
-        zeros = np.zeros((columns, number))
-        rate = np.array([self.pool.rate(job) for job in jobs]).T
-        pairs = {
-            "rate": rate,
-            "relative": rate / rate.max(axis=0),
-            "received": np.full((columns, number), received_seconds),
-            "share": zeros, "deficit": zeros, "held": zeros,
-        }  # fmt: skip
+        fresh = np.zeros((len(_PER_PAIR), columns, number))
+        rate = fresh[_PER_PAIR.index("rate")]
+        rate[:] = np.array([self.pool.rate(job) for job in jobs]).T
+        fresh[_PER_PAIR.index("relative")] = rate / rate.max(axis=0)
+        fresh[_PER_PAIR.index("received")] = received_seconds
         keys = [(job.model, job.scale_factor) for job in jobs]
         singles = {
             "scale": [job.scale_factor for job in jobs],
@@ -76,28 +86,31 @@ class Active:
             "last_type": [NOWHERE] * number,
             "kind": [self.kinds.setdefault(key, len(self.kinds)) for key in keys],
         }
-        for name, values in pairs.items():
-            setattr(self, name, np.concatenate((getattr(self, name), values), axis=1))
+        self._keep_pairs(np.concatenate((self._together(), fresh), axis=2))
         for name, column in singles.items():
             old = getattr(self, name)
             setattr(self, name, np.concatenate((old, np.array(column, dtype=old.dtype))))
         self.jobs.extend(jobs)
         self.started.extend([-1.0] * number)
         self.restarts.extend([0] * number)
-        isolated = self.isolated_rate()[-number:]
+        isolated = self.isolated_rate(len(self) - number)
         self.alone.extend((self.left[-number:] / isolated).tolist())
 
-    def isolated_rate(self) -> Floats:
-        """throughput(m, X^isolated) with the jobs now present [jobs]."""
-        capacity = self.pool.capacity.astype(float)
-        share = capacity[:, None] / len(self) / self.scale
+    def isolated_rate(self, start: int = 0) -> Floats:
+        """throughput(m, X^isolated) with the jobs now present, from place ``start`` on [jobs]."""
+        capacity, rate = self.pool.capacity.astype(float), self.rate[:, start:]
+        share = capacity[:, None] / len(self) / self.scale[start:]
         share /= np.maximum(share.sum(axis=0), 1.0)
-        alone: Floats = (self.rate[: len(capacity)] * share).sum(axis=0)
-        answer: Floats = np.where(alone > 0, alone, self.rate.max(axis=0) / len(self))
+        alone: Floats = (rate[: len(capacity)] * share).sum(axis=0)
+        if alone.all():
+            return alone
+        answer: Floats = np.where(alone > 0, alone, rate.max(axis=0) / len(self))
         return answer
 
     def usage(self, i: int) -> Ints:
         """How often a job holds a column's devices: its scale factor, a mix once [columns]."""
+        if not self.pool.uses_mixes:
+            return np.full(len(self.pool.types), self.scale[i])
         answer: Ints = np.where(self.pool.is_mix == 1, 1, self.scale[i])
         return answer
 
@@ -109,8 +122,7 @@ class Active:
         ]
         kept = np.ones(len(self), dtype=bool)
         kept[done] = False
-        for name in _PER_PAIR:
-            setattr(self, name, getattr(self, name)[:, kept])
+        self._keep_pairs(self._together()[:, :, kept])
         for name in _PER_JOB:
             setattr(self, name, getattr(self, name)[kept])
         for i in sorted(done.tolist(), reverse=True):
@@ -119,7 +131,7 @@ class Active:
 
     def _outcome(self, i: int, finish: float, hourly: Floats | None) -> JobOutcome:
         job, held = self.jobs[i], self.held[:, i] * self.usage(i)
-        devices = self.pool.resources.sum(axis=0)
+        devices = held.sum() if not self.pool.uses_mixes else held @ self.pool.resources.sum(axis=0)
         return JobOutcome(
             id=job.id,
             model=job.model,
@@ -128,7 +140,7 @@ class Active:
             arrival_seconds=job.arrival_seconds,
             start_seconds=self.started[i],
             finish_seconds=finish,
-            device_seconds=float(held @ devices),
+            device_seconds=float(devices),
             isolated_seconds=self.alone[i],
             slo_seconds=job.slo_seconds,
             dollars=None if hourly is None else float(held @ hourly) / 3600.0,

@@ -18,15 +18,20 @@ class GreedyFifo:
     def allocate(self, active: Active, now_seconds: float) -> Shares:
         """Give each job all of the time on one type, or none."""
         share = np.zeros_like(active.rate)
-        free = active.pool.capacity.copy()
-        for job, need in enumerate(active.scale.tolist()):
-            open_ = free >= need
-            if not open_.any():
+        free = active.pool.capacity.tolist()
+        least = min(active.scale.tolist())
+        for job, (need, rate) in enumerate(
+            zip(active.scale.tolist(), active.rate.T.tolist(), strict=True)
+        ):
+            open_ = [kind for kind, left in enumerate(free) if left >= need]
+            if not open_:
                 break
-            kind = int(np.argmax(np.where(open_, active.rate[:, job], -1.0)))
-            if active.rate[kind, job] > 0:
+            kind = max(open_, key=lambda kind: (rate[kind], -kind))
+            if rate[kind] > 0:
                 share[kind, job] = 1.0
                 free[kind] -= need
+                if max(free) < least:
+                    break
         return Shares(share)
 
 

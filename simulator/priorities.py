@@ -81,8 +81,11 @@ def choose(priority: Floats, scale: Ints, free: Ints) -> Ints:
 
 def choose_by_type(
     priority: Floats, ties: Floats | None, scale: Ints, free: Ints, order: list[int]
-) -> Ints:
+) -> tuple[Ints, bool]:
     """One type after another, in the order given: each to the jobs of highest priority there.
+
+    Returns the type of each job [jobs], and whether nobody was passed over: then priorities
+    did not matter, only who may run where.
 
     Args:
         priority: As for ``choose``.
@@ -93,18 +96,22 @@ def choose_by_type(
         order: The order in which types are served.
     """
     chosen = np.full(len(scale), NOWHERE, dtype=np.int64)
+    contested, may_run = False, priority > -np.inf
+    alike = bool((scale == 1).all())
     for kind in order:
-        open_ = ((chosen == NOWHERE) & (priority[kind] > -np.inf)).nonzero()[0]
-        if int(scale[open_].sum()) <= free[kind]:
+        open_ = ((chosen == NOWHERE) & may_run[kind]).nonzero()[0]
+        if (len(open_) if alike else int(scale[open_].sum())) <= free[kind]:
             chosen[open_] = kind
             continue
+        contested = True
         urgency = -priority[kind][open_]
         if ties is None:
             ranked = open_[urgency.argsort(kind="stable")]
         else:
             ranked = open_[np.lexsort((-ties[kind][open_], urgency))]
-        chosen[take(ranked, scale, int(free[kind]))] = kind
-    return chosen
+        taken = ranked[: free[kind]] if alike else take(ranked, scale, int(free[kind]))
+        chosen[taken] = kind
+    return chosen, not contested
 
 
 def take(ranked: Ints, scale: Ints, free: int) -> Ints:

@@ -132,6 +132,9 @@ class Rounds:
         # Half a round to begin with: else f = 0, and a job with next to no share goes before
         # one with a large share that has had its first round.
         self.head_start = options.round_seconds / 2.0
+        self.order: list[int] | None = None
+        self.settled = False
+        self.again: tuple[Ints, Ints] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -146,6 +149,7 @@ class Rounds:
         arrived = self.queue.until(self.now)
         if arrived:
             self.active.add(arrived, self.head_start)
+            self.order = None
             self.worker_seconds += self.head_start * len(arrived)
             self.changed = True
         self._allocate()
@@ -154,7 +158,10 @@ class Rounds:
         if self.num_rounds >= self.options.max_rounds:
             raise ProblemError(f"not done after {self.options.max_rounds} rounds; check the load")
         self.num_rounds += 1
+        self.settled = False
         self.run_round()
+        if self.settled:
+            self._repeat()
         return True
 
     def _allocate(self) -> None:
@@ -185,15 +192,22 @@ class Rounds:
         if self.options.selection == "joint":
             return choose(ranked, active.scale, free)
         ties = active.deficit if self.options.convention == "published" else None
-        return choose_by_type(ranked, ties, active.scale, free, self._type_order())
+        order = self._type_order()
+        chosen, settled = choose_by_type(ranked, ties, active.scale, free, order)
+        quiet = self.failures is None and self.servers is None and not self.options.records_spans
+        if self.allocator.agnostic:  # the order is drawn anew each time: it must not matter
+            settled = settled and bool((np.isfinite(ranked).sum(axis=0) <= 1).all())
+        self.settled = settled and quiet
+        return chosen
 
     def _type_order(self) -> list[int]:
         """Fastest first, by the mean rate of the jobs present relative to each one's best."""
         if self.allocator.agnostic:
             return [int(kind) for kind in self.random.permutation(len(self.pool.types))]
-        speed = self.active.relative[: len(self.pool.types)].sum(axis=1)
-        order: list[int] = np.argsort(-speed, kind="stable").tolist()
-        return order
+        if self.order is None:
+            speed = self.active.relative[: len(self.pool.types)].sum(axis=1)
+            self.order = np.argsort(-speed, kind="stable").tolist()
+        return self.order
 
     def run_round(self) -> None:
         """Choose who runs, and let them work for a round."""
@@ -209,13 +223,14 @@ class Rounds:
             rate, moved = rate * self.spread_rate(runs, kind, close), moved | relocated
         lost = options.restart_seconds * moved
         seconds, steps = self._work(rate, active.left[runs], lost)
-        struck = self._strike(kind, active.scale[runs])
+        scale = active.scale[runs]
+        struck = self._strike(kind, scale)
         steps[struck] = 0.0
         left = active.left[runs] - steps
         done = left <= STEPS_LEFT
         active.left[runs] = left
         active.held[kind, runs] += seconds
-        spent = seconds * active.scale[runs]
+        spent = seconds * scale
         received = spent if options.convention == "published" else seconds
         active.received[kind, runs] += received
         self.worker_seconds += np.bincount(kind, weights=received, minlength=len(self.busy))
@@ -228,7 +243,56 @@ class Rounds:
         if done.any():
             gone = active.remove(runs[done], start + seconds[done], self.hourly)
             self.outcomes.extend(gone)
-            self.changed = True
+            self.changed, self.settled, self.order = True, False, None
+        elif self.settled:
+            self.again = runs, kind
+
+    def _repeat(self) -> None:
+        """Run the round that was just run again and again, as long as nothing can differ.
+
+        Where no job was passed over, the next round chooses the same; so until a job arrives or
+        ends, or an allocation is due, only the books go on. They do by the same additions in the
+        same order as round by round, so that results are the same to the last digit.
+        """
+        assert self.again is not None
+        active, options, (runs, kind) = self.active, self.options, self.again
+        rate, scale = active.rate[kind, runs], active.scale[runs]
+        nothing = np.zeros(len(runs))
+        seconds, steps = self._work(rate, np.full(len(runs), np.inf), nothing)
+        spent = seconds * scale
+        received = spent if options.convention == "published" else seconds
+        types = len(self.busy)
+        worked = np.bincount(kind, weights=received, minlength=len(self.worker_seconds))
+        busy = np.bincount(kind, weights=spent, minlength=types)
+        length = self._length(seconds)
+        left, held = active.left[runs], active.held[kind, runs]
+        had = active.received[kind, runs]
+        next_arrival = self.queue.next_seconds
+        due = float("inf")
+        if self.changed and self.last_reset is not None:
+            due = self.last_reset + options.reset_seconds
+        while self.now < next_arrival and not self._is_due(due):
+            after = left - steps
+            if after.min(initial=np.inf) <= STEPS_LEFT or self.num_rounds >= options.max_rounds:
+                break
+            if self.allocator.agnostic:
+                self._type_order()  # keeps its place in the random stream
+            left = after
+            held += seconds
+            had += received
+            self.worker_seconds += worked
+            self.busy += busy
+            self.now = self.now + length
+            self.num_rounds += 1
+        active.left[runs] = left
+        active.held[kind, runs] = held
+        active.received[kind, runs] = had
+
+    def _is_due(self, due: float) -> bool:
+        """Whether an allocation would come now; by the same comparison as ``_allocate``."""
+        if due == float("inf") or self.last_reset is None:
+            return False
+        return self.now - self.last_reset >= self.options.reset_seconds
 
     def seat(self, ids: Sequence[tuple[str, ...]], kind: Ints, scale: Ints) -> tuple[Bools, Bools]:
         """Place jobs on servers: who is consolidated, and who moved."""
