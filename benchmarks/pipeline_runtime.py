@@ -263,15 +263,16 @@ def ratio(ours, theirs):
 
 
 def planned_seconds(schedule, stages):
-    """The planner's formula for a partition (costs/pipeline.py), with links of no cost."""
-    from hetflow.costs.pipeline import ring_seconds, step_seconds
+    """The planner's prediction for a partition (costs/), with links of no cost."""
+    from hetflow.costs.pipeline import ring_seconds
+    from hetflow.costs.pipeline_step import StepStage, flush_step_seconds
 
-    computes = [layers * seconds for layers, seconds, _ in stages]
-    slowest = max(
-        ring_seconds(schedule, compute, 0.0, 0.0, replicas, MICROBATCHES, 1.0)
-        for compute, (_, _, replicas) in zip(computes, stages, strict=True)
-    )
-    return step_seconds(schedule, slowest, sum(computes), MICROBATCHES)
+    computes = [(layers * seconds, replicas) for layers, seconds, replicas in stages]
+    if schedule in ("gpipe", "1f1b"):
+        timed = [StepStage(m, c / 3, c * 2 / 3, 0.0, 0.0, 0.0) for c, m in computes]
+        return flush_step_seconds(schedule, tuple(timed), MICROBATCHES)
+    slowest = max(ring_seconds(schedule, c, 0.0, 0.0, m, MICROBATCHES, 1.0) for c, m in computes)
+    return slowest * MICROBATCHES
 
 
 def timed_seconds(plan):
