@@ -10,6 +10,8 @@ of the search.
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 from ..schema.errors import InfeasibleError
 from ..schema.pipeline import ALIKE, PipelinePlan, PipelineProblem
 from . import pipeline_alike, pipeline_graph, pipeline_line, pipeline_nested
@@ -74,8 +76,8 @@ def _least_step(
     known = [(candidate.prices, candidate.placed) for candidate in found]
     best, bound = best_step(problem, tables, space, known, search)
     assert best.placed is not None
-    assert best.tables is not None
-    cuts, prices = tables[0].cuts, best.tables.model.prices
+    assert best.prices is not None
+    cuts, prices = tables[0].cuts, best.prices
     if not cuts.complete:
         bound = min(bound, relaxed_step(problem, tables))
     suffix = "" if cuts.complete else "; cuts in the layers' own order only"
@@ -119,9 +121,9 @@ def _single_stages(
     if problem.num_stages not in (None, 1):
         return []
     found = []
-    for move in space.moves:
-        if move.source != 0 or move.first != 0:
-            continue
+    moves = space.moves
+    for number in np.flatnonzero((moves.source == 0) & (moves.first == 0)).tolist():
+        move = moves[number]
         if problem.workers == "exactly" and move.num_replicas != problem.num_devices:
             continue
         limit = problem.pools[move.pool].memory_bytes
@@ -140,7 +142,7 @@ def _choose(found: list[Candidate]) -> Candidate:
 
 def relaxed_bound(tables: list[Prices], space: Space) -> float:
     """A bound that no partition beats: all compute at its best rate, spread over all devices."""
-    kinds = {(move.pool, move.num_replicas, move.span) for move in space.moves}
+    kinds, _ = space.moves.numbered("pool", "num_replicas", "span")
     bounds = []
     for prices in tables:
         rate = min(m * prices.slopes(pool, m, span).per_compute for pool, m, span in kinds)

@@ -70,25 +70,20 @@ class Line:
 
     def _arrays(self, problem: PipelineProblem, extra_bytes: float) -> None:
         moves = self.space.moves
-        kinds = sorted({(move.pool, move.num_replicas, move.span) for move in moves})
-        number = {kind: index for index, kind in enumerate(kinds)}
-        self.kinds = kinds
-        self.source = np.array([move.source for move in moves], np.int64)
-        self.target = np.array([move.target for move in moves], np.int64)
-        self.kind = np.array([number[m.pool, m.num_replicas, m.span] for m in moves], np.int64)
-        self.span = np.array([move.span for move in moves], np.int64)
-        self.need = np.array([max(move.span, move.gap) for move in moves], np.int64)
+        self.kinds, self.kind = moves.numbered("pool", "num_replicas", "span")
+        self.source, self.target = moves.source, moves.target
+        self.span, self.need = moves.span, moves.need
         limits = [pool.memory_bytes for pool in problem.pools]
         self.limited = any(limit is not None for limit in limits)
         if not self.limited:
             return
-        stash = [self.prices.stashed(m.num_replicas, m.workers, is_only=False) for m in moves]
+        rows, number = moves.numbered("num_replicas", "workers")
+        stash = [self.prices.stashed(m, workers, is_only=False) for m, workers in rows]
         terms = np.array([self.prices.memory_terms(*entry) for entry in stash], np.float64)
-        self.in_flight = np.array([entry[0] for entry in stash], np.float64)
-        self.per_weight, self.stashes = terms[:, 0], terms[:, 1]
-        self.limit = np.array(
-            [np.inf if limits[m.pool] is None else limits[m.pool] + extra_bytes for m in moves]  # type: ignore[operator]
-        )
+        self.in_flight = np.array([entry[0] for entry in stash], np.float64)[number]
+        self.per_weight, self.stashes = terms[number, 0], terms[number, 1]
+        of_pool = [np.inf if limit is None else limit + extra_bytes for limit in limits]
+        self.limit = np.array(of_pool)[moves.pool]
         self._memory_floor()
 
     def _memory_floor(self) -> None:

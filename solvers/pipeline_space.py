@@ -8,8 +8,10 @@ never gains from starting anywhere else: shifted left to such a place it spans n
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..costs.pipeline import shared_level, slowest_links
 from ..schema.pipeline import DevicePool, PipelineProblem
@@ -46,6 +48,57 @@ class Move(NamedTuple):
     workers: int
 
 
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Moves by column, as large pools have hundreds of thousands; ``Move`` one at a time."""
+
+    source: Ints
+    target: Ints
+    pool: Ints
+    num_replicas: Ints
+    first: Ints
+    span: Ints
+    gap: Ints
+    workers: Ints
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, number: int) -> Move:
+        return Move(*(int(getattr(self, name)[number]) for name in Move._fields))
+
+    def __iter__(self) -> Iterator[Move]:
+        columns = (getattr(self, name).tolist() for name in Move._fields)
+        return map(Move._make, zip(*columns, strict=True))
+
+    @property
+    def need(self) -> Ints:
+        """The slowest link that a stage itself puts on the boundary behind it."""
+        return np.maximum(self.span, self.gap)
+
+    @property
+    def is_last(self) -> Ints:
+        """Whether nothing is behind the stage."""
+        found: Ints = (self.source == 0).astype(np.int64)
+        return found
+
+    def numbered(self, *columns: str) -> tuple[list[tuple[int, ...]], Ints]:
+        """The distinct rows of some columns, ascending, and each move's place among them."""
+        sizes = [int(getattr(self, name).max(initial=0)) + 1 for name in columns]
+        code = np.zeros(len(self), np.int64)
+        for name, size in zip(columns, sizes, strict=True):
+            code = code * size + getattr(self, name)
+        distinct, number = np.unique(code, return_inverse=True)
+        rows = []
+        for size in reversed(sizes):
+            rows.append((distinct % size).tolist())
+            distinct = distinct // size
+        return list(zip(*reversed(rows), strict=True)), number.reshape(-1)
+
+
 @dataclass(frozen=True, slots=True)
 class Space:
     """States in the order they can be filled; every move's source comes before its target.
@@ -54,12 +107,8 @@ class Space:
     """
 
     states: tuple[State, ...]
-    moves: tuple[Move, ...]
+    moves: Moves
     bandwidths: tuple[float, ...]
-
-
-Run = tuple[int, int, int]
-"""First device, replicas, and the class of the slowest link among them."""
 
 
 class _Pool:
@@ -73,15 +122,19 @@ class _Pool:
     def link(self, one: int, other: int) -> int:
         return self.classes[shared_level(self.levels, one, other)]
 
-    def runs(self, position: int, may_skip: bool, replication: bool) -> tuple[Run, ...]:
-        """Runs that may follow the devices before ``position``, by start, then length."""
+    def runs(self, position: int, may_skip: bool, replication: bool) -> Ints:
+        """[4, runs] that may follow the devices before ``position``, by start, then length.
+
+        First device, replicas, the slowest link among them, and that to the device before.
+        """
         starts = self._starts(position) if may_skip else [position]
         found = []
         for first in starts:
             longest = self.size - first if replication else min(1, self.size - first)
+            gap = self.link(position - 1, first) if position else 0
             for replicas in range(1, longest + 1):
-                found.append((first, replicas, self.link(first, first + replicas - 1)))
-        return tuple(found)
+                found.append((first, replicas, self.link(first, first + replicas - 1), gap))
+        return np.array(found, np.int64).reshape(-1, 4).T
 
     def _starts(self, position: int) -> list[int]:
         """Where a run may begin: right here, or at the next component of each level."""
@@ -118,54 +171,88 @@ class _Builder:
         has_gaps = any(len(pool.levels) > 1 for pool in problem.pools) and self.may_skip
         self.by_worker = limited and problem.schedule != "gpipe" and has_gaps
         self.by_pool = len(self.pools) > 1
-        self._runs = cache(self._runs_of)
-
-    def _runs_of(self, number: int, position: int) -> tuple[Run, ...]:
-        return self.pools[number].runs(position, self.may_skip, self.problem.replication)
+        self.known_runs: dict[tuple[int, int], Ints] = {}
+        digits = [pool.size + 1 for pool in self.pools]
+        digits += [problem.num_devices + 2, len(self.pools) + 1, (problem.num_stages or 0) + 2]
+        self.digits = np.array(digits, np.int64)
+        self.worth = np.concatenate([[1], np.cumprod(self.digits[:-1])]).astype(np.int64)
+        self.inter = 0
+        if problem.inter_bytes_per_second is not None and self.by_pool:
+            self.inter = bandwidths.index(problem.inter_bytes_per_second)
 
     def space(self) -> Space:
-        start = State(
-            used=(0,) * len(self.pools),
-            workers=0 if self.by_worker else -1,
-            stages=0 if self.by_stage else -1,
-        )
-        index, states, moves = {start: 0}, [start], []
-        by_total: dict[int, list[State]] = {0: [start]}
-        for total in range(sum(pool.size for pool in self.pools)):
-            for state in by_total.get(total, []):
-                for target, move in self._moves(state):
-                    if target not in index:
-                        index[target] = len(states)
-                        states.append(target)
-                        by_total.setdefault(sum(target.used), []).append(target)
-                    moves.append((index[state], index[target], *move))
-        order = sorted(range(len(states)), key=lambda s: (sum(states[s].used), s))
-        rank = {old: new for new, old in enumerate(order)}
-        found = [Move(rank[source], rank[target], *rest) for source, target, *rest in moves]
-        found.sort(key=lambda move: (move.target, move.source, move.pool, move.num_replicas))
-        return Space(tuple(states[s] for s in order), tuple(found), tuple(self.bandwidths))
+        """States are numbers whose digits are what ``State`` holds, each moved up by one."""
+        start = self._code(State((0,) * len(self.pools), *self._counted()))
+        waiting: dict[int, list[Ints]] = {0: [np.array([start])]}
+        codes, moves = [], []
+        for total in range(self.problem.num_devices + 1):
+            if total in waiting:
+                codes.append(np.unique(np.concatenate(waiting.pop(total))))
+                moves += self._moves(total, codes[-1], waiting)
+        known = np.concatenate(codes)
+        order = np.argsort(known)
+        found = np.concatenate(moves, axis=1) if moves else np.zeros((8, 0), np.int64)
+        found[:2] = order[np.searchsorted(known, found[:2], sorter=order)]
+        found = found[:, np.lexsort((found[3], found[2], found[0], found[1]))]
+        states = tuple(self._state(row) for row in self._read(known).tolist())
+        return Space(states, Moves(*found), tuple(self.bandwidths))
 
-    def _moves(self, state: State) -> Iterator[tuple[State, tuple[int, int, int, int, int, int]]]:
-        if self.by_stage and state.stages == self.problem.num_stages:
-            return
-        workers = state.workers if self.by_worker else sum(state.used)
-        used = state.used
-        for number in range(len(self.pools)):
-            gaps: dict[int, int] = {}
-            for first, replicas, span in self._runs(number, used[number]):
-                if first not in gaps:
-                    gaps[first] = self._gap(state, number, first)
-                target = State(
-                    (*used[:number], first + replicas, *used[number + 1 :]),
-                    workers + replicas if self.by_worker else -1,
-                    number if self.by_pool else -1,
-                    state.stages + 1 if self.by_stage else -1,
-                )
-                yield target, (number, replicas, first, span, gaps[first], workers + replicas)
+    def _counted(self) -> tuple[int, int, int]:
+        return 0 if self.by_worker else -1, -1, 0 if self.by_stage else -1
 
-    def _gap(self, state: State, number: int, first: int) -> int:
-        if not any(state.used):
-            return 0
-        if self.by_pool and state.last_pool != number:
-            return self.bandwidths.index(self.problem.inter_bytes_per_second or 0.0)
-        return self.pools[number].link(state.used[number] - 1, first)
+    def _code(self, state: State) -> int:
+        rest = (state.workers + 1, state.last_pool + 1, state.stages + 1)
+        return int(np.dot(self.worth, (*state.used, *rest)))
+
+    def _read(self, codes: Ints) -> Ints:
+        """[states, digits] of states by number."""
+        found: Ints = codes[:, None] // self.worth % self.digits
+        return found
+
+    def _state(self, row: list[int]) -> State:
+        *used, workers, last_pool, stages = row
+        return State(tuple(used), workers - 1, last_pool - 1, stages - 1)
+
+    def _moves(self, total: int, codes: Ints, waiting: dict[int, list[Ints]]) -> list[Ints]:
+        """[8, moves] out of all states of so many devices; their targets wait for their turn."""
+        rows, found = self._read(codes), []
+        num_pools = len(self.pools)
+        workers = rows[:, num_pools] - 1 if self.by_worker else np.full(len(codes), total)
+        for number, pool in enumerate(self.pools):
+            for used in np.unique(rows[:, number]).tolist():
+                here = rows[:, number] == used
+                if self.by_stage:
+                    here &= rows[:, -1] - 1 < (self.problem.num_stages or 0)
+                first, replicas, span, gap = self._runs(pool, number, used)
+                if not len(first) or not here.any():
+                    continue
+                shape = (int(here.sum()), len(first))
+                own_gap = np.broadcast_to(gap * (total > 0), shape)
+                if self.by_pool and total > 0:
+                    other = rows[here, num_pools + 1] - 1 != number
+                    own_gap = np.where(other[:, None], self.inter, own_gap)
+                taken = first + replicas - used
+                targets = codes[here, None] + taken * self.worth[number]
+                if self.by_worker:
+                    targets = targets + replicas * self.worth[num_pools]
+                if self.by_pool:
+                    step = number + 1 - rows[here, num_pools + 1]
+                    targets = targets + step[:, None] * self.worth[num_pools + 1]
+                if self.by_stage:
+                    targets = targets + self.worth[num_pools + 2]
+                for count in np.unique(taken).tolist():
+                    reached = np.unique(targets[:, taken == count])
+                    waiting.setdefault(total + count, []).append(reached)
+                columns = (
+                    codes[here, None], targets, number, replicas, first, span, own_gap,
+                    workers[here, None] + replicas,
+                )  # fmt: skip
+                wide = [np.broadcast_to(column, shape).reshape(-1) for column in columns]
+                found.append(np.stack(wide))
+        return found
+
+    def _runs(self, pool: _Pool, number: int, used: int) -> Ints:
+        key = (number, used)
+        if key not in self.known_runs:
+            self.known_runs[key] = pool.runs(used, self.may_skip, self.problem.replication)
+        return self.known_runs[key]

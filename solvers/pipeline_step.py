@@ -48,21 +48,21 @@ def best_step(
         search: The method for the least maximum, which bounds the step too.
     """
     final, best = final_states(problem, space), Incumbent()
+    for prices, placed in known:
+        best.offer(problem, prices, placed)
+    affordable = int(LIMITS_WORK / _cost(tables[0], space))
+    if affordable < 1:
+        return best, min(best.seconds, *(busiest(problem, p, space, search) for p in tables))
     models = [
         Tables(StepModel(problem, prices, pessimistic=False), space, final) for prices in tables
     ]
-    for prices, placed in known:
-        best.offer(problem, models[tables.index(prices)], placed)
-    affordable = int(LIMITS_WORK / _cost(models[0]))
-    if affordable < 1:
-        return best, min(best.seconds, *(busiest(problem, p, space, search) for p in tables))
     for own in models:
         pessimistic = StepModel(problem, own.model.prices, pessimistic=True)
         few = Tables(pessimistic, space, final)
-        _sweep(problem, few, own, best, min(_MOST_PESSIMISTIC, affordable))
+        _sweep(problem, few, best, min(_MOST_PESSIMISTIC, affordable))
     bounds = []
     for own in models:
-        bound, sums = _sweep(problem, own, own, best, min(_MOST_LIMITS, affordable))
+        bound, sums = _sweep(problem, own, best, min(_MOST_LIMITS, affordable))
         if sums and bound < best.seconds * (1 - EXACT):
             tree = Tree(problem, own, sums, best)
             bound = max(bound, tree.search(Budget(TREE_WORK, TREE_PASSES)))
@@ -72,14 +72,13 @@ def best_step(
     return best, min([best.seconds, *bounds])
 
 
-def _cost(tables: Tables) -> float:
-    size = tables.model.size
-    width = size if tables.model.is_line else size * size / _PAIRS_AT_ONCE
-    return len(tables.space.moves) * width
+def _cost(prices: Prices, space: Space) -> float:
+    size = prices.cuts.size
+    return len(space.moves) * (size if prices.is_line else size * size / _PAIRS_AT_ONCE)
 
 
 def _sweep(
-    problem: PipelineProblem, tables: Tables, of: Tables, best: Incumbent, most_limits: int
+    problem: PipelineProblem, tables: Tables, best: Incumbent, most_limits: int
 ) -> tuple[float, list[Sums]]:
     """Halve the limits that may still hold a better plan; a bound, and the sums found.
 
@@ -95,7 +94,7 @@ def _sweep(
         placed = tables.placement(found)
         if placed is None:
             return
-        best.offer(problem, of, placed)
+        best.offer(problem, tables.model.prices, placed)
         whole = float(found.whole[tables.final].min())
         most = _most_left(tables, placed)
         least = min(least, whole + most)
@@ -121,7 +120,10 @@ def _sweep(
 def _most_left(tables: Tables, placed: list[PlacedStage]) -> float:
     model, most, link = tables.model, 0.0, 0
     for first, last, move in placed:
-        left = model.left_of(model.kind(move), first, max(link, move.span))
+        kind = model.kind(
+            move.pool, move.num_replicas, move.span, move.workers, int(move.source == 0)
+        )
+        left = model.left_of(kind, first, max(link, move.span))
         most, link = max(most, float(left[last])), max(move.span, move.gap)
     return most
 

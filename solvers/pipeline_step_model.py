@@ -23,7 +23,6 @@ from ..schema.pipeline import PipelineProblem
 from .pipeline_cuts import Floats, Mask
 from .pipeline_graph import PlacedStage
 from .pipeline_prices import Prices
-from .pipeline_space import Move
 
 
 class Kind(NamedTuple):
@@ -59,20 +58,18 @@ class StepModel:
         self.between: Mask | None = None if self.is_line else prices.between()
         self._rows: dict[tuple[Kind, int], Mask] = {}
 
-    def kind(self, move: Move) -> Kind:
-        """The kind of a move."""
+    def kind(self, pool: int, num_replicas: int, span: int, workers: int, is_last: int) -> Kind:
+        """What a move's stage is like; ``workers`` from it on, ``is_last`` if nothing follows."""
         problem, count = self.problem, self.problem.num_microbatches
-        in_flight, versions = self.prices.stashed(move.num_replicas, move.workers, is_only=False)
-        share = ceil(count / move.num_replicas)
+        in_flight, versions = self.prices.stashed(num_replicas, workers, is_only=False)
+        share = ceil(count / num_replicas)
         left = max(share - in_flight, 0)
         if problem.schedule == "gpipe":
-            behind = move.workers - move.num_replicas
-            left = share - 1 if move.source == 0 else max((count - behind) // move.num_replicas, 0)
+            behind = workers - num_replicas
+            left = share - 1 if is_last else max((count - behind) // num_replicas, 0)
         if self.pessimistic:
             left = share - 1
-        return Kind(
-            move.pool, move.num_replicas, move.span, in_flight, versions, left, max(share - 1, 0)
-        )
+        return Kind(pool, num_replicas, span, in_flight, versions, left, max(share - 1, 0))
 
     def end(self, kind: Kind) -> float:
         """Seconds of all-reduce and update for each byte of a stage's weights."""

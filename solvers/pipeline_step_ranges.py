@@ -45,17 +45,12 @@ class Batches:
     row_need: Ints
 
     @classmethod
-    def of(cls, space: Space, kinds_of_moves: list[Kind]) -> "Batches":
-        """Number kinds and rows, and cut the moves into batches."""
-        keys = [(move.source, move.pool, max(move.span, move.gap)) for move in space.moves]
-        rows = {key: number for number, key in enumerate(sorted(set(keys)))}
-        kinds = {kind: number for number, kind in enumerate(sorted(set(kinds_of_moves)))}
-        source, pool, need = np.array(sorted(rows), np.int64).reshape(-1, 3).T
-        target = np.array([move.target for move in space.moves], np.int64)
-        row = np.array([rows[key] for key in keys], np.int64)
-        kind = np.array([kinds[entry] for entry in kinds_of_moves], np.int64)
-        pools = np.array([move.pool for move in space.moves], np.int64)
-        span = np.array([move.span for move in space.moves], np.int64)
+    def of(cls, space: Space, kinds: list[Kind], kind: Ints) -> "Batches":
+        """Number the rows, and cut the moves into batches; ``kind`` is each move's."""
+        moves = space.moves
+        rows, row = moves.numbered("source", "pool", "need")
+        source, pool, need = np.array(rows, np.int64).reshape(-1, 3).T
+        target = moves.target
         totals = np.array([sum(state.used) for state in space.states], np.int64)
         batches = []
         for total in np.unique(totals[target]).tolist():
@@ -65,8 +60,8 @@ class Batches:
                 Batch(
                     row=row[part],
                     kind=kind[part],
-                    pool=pools[part],
-                    span=span[part],
+                    pool=moves.pool[part],
+                    span=moves.span[part],
                     heads=heads,
                     targets=target[part][heads],
                     rows=np.flatnonzero(totals[source] == total),

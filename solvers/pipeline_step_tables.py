@@ -35,11 +35,16 @@ class Tables:
 
     def __init__(self, model: StepModel, space: Space, final: Ints) -> None:
         self.model, self.space, self.final = model, space, final
-        self.kinds = [model.kind(move) for move in space.moves]
+        columns = ("pool", "num_replicas", "span", "workers", "is_last")
+        found, self.kind = space.moves.numbered(*columns)
+        self.kinds = [model.kind(*row) for row in found]
         self.num_links = len(space.bandwidths)
-        targets = np.array([move.target for move in space.moves], np.int64)
-        self.into = np.searchsorted(targets, np.arange(len(space.states) + 1)).tolist()
-        self._batched = Batches.of(space, self.kinds)
+        self.into = np.searchsorted(space.moves.target, np.arange(len(space.states) + 1)).tolist()
+        self._batched = Batches.of(space, self.kinds, self.kind)
+
+    def kind_of(self, number: int) -> Kind:
+        """The kind of a move."""
+        return self.kinds[int(self.kind[number])]
 
     def sums(self, limit: float) -> Sums:
         """The least sums where no stage has more than ``limit`` seconds left."""
@@ -91,7 +96,7 @@ class Tables:
             for number in range(self.into[state], self.into[state + 1]):
                 move = self.space.moves[number]
                 behind = sums.behind[move.source, max(move.span, move.gap)]
-                totals = self.options(move, self.kinds[number], cut, link, behind, sums.limit)
+                totals = self.options(move, self.kind_of(number), cut, link, behind, sums.limit)
                 last = int(totals.argmin())
                 if totals[last] < best:
                     best, chosen = float(totals[last]), (cut, last, move)

@@ -17,6 +17,7 @@ import numpy as np
 from ..schema.pipeline import PipelineProblem
 from .pipeline_cuts import Floats
 from .pipeline_graph import PlacedStage
+from .pipeline_prices import Prices
 from .pipeline_step_model import step_of
 from .pipeline_step_tables import Sums, Tables
 
@@ -37,13 +38,12 @@ class Incumbent:
 
     def __init__(self) -> None:
         self.placed: list[PlacedStage] | None = None
-        self.tables: Tables | None = None
+        self.prices: Prices | None = None
         self.seconds = np.inf
         self._seen: set[tuple[int, tuple[PlacedStage, ...]]] = set()
 
-    def offer(self, problem: PipelineProblem, tables: Tables, placed: list[PlacedStage]) -> bool:
+    def offer(self, problem: PipelineProblem, prices: Prices, placed: list[PlacedStage]) -> bool:
         """Time a plan and keep it if it is faster; whether it was new."""
-        prices = tables.model.prices
         key = (int(prices.recompute), tuple(placed))
         if key in self._seen:
             return False
@@ -53,7 +53,7 @@ class Incumbent:
         if seconds < self.seconds * (1 - EXACT) or (
             fewer and seconds <= self.seconds * (1 + EXACT)
         ):
-            self.placed, self.tables, self.seconds = placed, tables, seconds
+            self.placed, self.prices, self.seconds = placed, prices, seconds
         return True
 
 
@@ -85,7 +85,7 @@ class Tree:
                 return self.best.seconds
             heapq.heappop(heap)
             if state == 0:
-                if self.best.offer(self.problem, self.tables, placed):
+                if self.best.offer(self.problem, self.tables.model.prices, placed):
                     passes -= self.problem.num_microbatches * len(placed) * 2
                 continue
             first, last = self.tables.into[state], self.tables.into[state + 1]
@@ -105,7 +105,7 @@ class Tree:
         link: int,
     ) -> list[tuple[float, int, float, float, list[PlacedStage], int, int, int]]:
         tables, model = self.tables, self.tables.model
-        move, kind = tables.space.moves[number], tables.kinds[number]
+        move, kind = tables.space.moves[number], tables.kind_of(number)
         need = max(move.span, move.gap)
         own = tables.options(move, kind, cut, link, np.zeros(model.size), np.inf)
         left = np.maximum(model.left_of(kind, cut, max(link, move.span)), most)
