@@ -29,6 +29,8 @@ class Failure:
     device_type: str = ""
     host: str = ""
     log: str = ""
+    hint: str | None = None
+    traceback: str = ""
     at_seconds: float = 0.0
     lost_peer: bool = False
     interrupted: bool = False
@@ -61,7 +63,13 @@ class Failure:
         unexplained = not self.interrupted and self.sentence_of_ours is None
         if self.exit_code == 128 + signal.SIGKILL and unexplained:
             hint = f"if you did not kill it, the host may be out of memory; {hint}"
-        return LaunchError(self.sentence(), hint=hint, exit_code=self.exit_code)
+        error = LaunchError(self.sentence(), hint=self.hint or hint, exit_code=self.exit_code)
+        error.__cause__ = RemoteTraceback(self.traceback) if self.traceback else None
+        return error
+
+
+class RemoteTraceback(Exception):
+    """A worker's traceback, for --debug."""
 
 
 def silence(waiting: Failure, silent: Sequence[Failure]) -> Failure:
@@ -105,6 +113,8 @@ def failure_of(rank: int, device_type: str, returncode: int, described: Path, lo
         device_type=device_type,
         host=socket.gethostname(),
         log=str(log),
+        hint=own.get("hint"),
+        traceback=str(own.get("traceback", "")),
         # One that wrote nothing died too suddenly to; it can hardly have died of the others.
         at_seconds=float(own.get("at_seconds", 0.0)),
         lost_peer=bool(own.get("lost_peer", False)),

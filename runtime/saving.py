@@ -52,7 +52,7 @@ class Checkpoints:
         self._registered: list[Any] = []
         self._call, self._step, self._steps_before, self._length = 0, 0, 0, 0
         self._writing: threading.Thread | None = None
-        self._failed: str | None = None
+        self._failed: FileError | None = None
         self._found = self._agree()
         if self._found is not None:
             check_fits(self._found, self._describe())
@@ -173,7 +173,7 @@ class Checkpoints:
         if wait:
             self._settle()
             if self._failed is not None:
-                raise FileError(self._failed)
+                raise self._failed
 
     def _header(self) -> dict[str, Any]:
         """What is saved, and where it stands."""
@@ -233,7 +233,7 @@ class Checkpoints:
             self._put(header, encoded, tensors)
             self._failed = None
         except FileError as error:
-            self._failed = error.message
+            self._failed = error
             say(self._job, f"warning: {error.message}")
 
     def _settle(self) -> None:

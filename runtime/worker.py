@@ -7,6 +7,7 @@ once with its own exit code, instead of waiting for collectives that will never 
 
 import atexit
 import builtins
+import contextlib
 import json
 import os
 import runpy
@@ -17,6 +18,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from ..schema.errors import HetflowError
 from .environment import DETERMINISM, FAILURE, SEED
 
 _OF_THE_GROUP = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -27,6 +29,7 @@ class Runner:
     """Whether this module runs the script, and sees to the exit code."""
 
     active = False
+    told = False  # whether the launcher knows of a failure
 
 
 def main(arguments: list[str]) -> None:
@@ -47,6 +50,8 @@ def main(arguments: list[str]) -> None:
             _mark_failed(stop, code[0])
     except BaseException as error:
         code[0] = 130 if isinstance(error, KeyboardInterrupt) else 1
+        if isinstance(error, HetflowError):
+            code[0] = error.exit_code
         _mark_failed(error, code[0])
         _print(error)
     if code[0]:
@@ -101,15 +106,28 @@ def _mark_failed(error: BaseException, code: int) -> None:
             "error": _described(error),
             "traceback": "".join(traceback.format_exception(error)),
             "exit_code": code,
+            "hint": getattr(error, "hint", None) if isinstance(error, HetflowError) else None,
             "lost_peer": is_lost_peer(error),
         }
-        Path(path).write_text(json.dumps(described), encoding="utf-8")
+        with contextlib.suppress(OSError):  # such as a full disk
+            Path(path).write_text(json.dumps(described), encoding="utf-8")
+            Runner.told = True
 
 
 def _described(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, str) else f"sys.exit({error.code})"
+    if isinstance(error, HetflowError):
+        return f"{error.message}{_where(error)}"
     return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _where(error: HetflowError) -> str:
+    """The script's own line that led to one of our errors."""
+    ours = str(Path(__file__).parent)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if ours not in f.filename]
+    own = [f for f in frames if f.filename != runpy.__file__]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -129,6 +147,10 @@ def _print(error: BaseException) -> None:
         rank = os.environ.get("RANK")
         sys.stderr.write(f"hetflow: worker {rank} stops: it lost another worker\n")
         return
+    if os.environ.get(FAILURE) and isinstance(error, HetflowError):
+        if not Runner.told:
+            sys.stderr.write(f"hint: {error.hint}\n{error.message}\n")
+        return  # the launcher says it, in one line
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
         frames = frames.tb_next

@@ -1,0 +1,100 @@
+"""Bad input to a running job, through the command line: one line, a way out, exit code 2."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hetflow.schema import files
+from hetflow.schema.plan import SplitPlan
+
+SCRIPT = Path(__file__).parent / "bad_input.py"
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, plan_of: Callable[..., SplitPlan]) -> Path:
+    """A folder with plans, and a checkpoint of eight virtual nodes after step 3 of 7."""
+    folder = tmp_path_factory.mktemp("saved")
+    for name, devices in {"a": [(4, 2)] * 2, "b": [(2, 4)] * 2, "one": [(8, 2)]}.items():
+        files.write(folder / f"{name}.json", plan_of(devices))
+    done = launch(folder, "one.json", 8, 100, 3)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def launch(
+    folder: Path, plan: str, *arguments: int, options: tuple[str, ...] = (), limit: int = 0
+) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "hetflow.cli.main", "launch"]
+    command += ["--checkpoint", str(folder / "saved"), *options, str(folder / plan), str(SCRIPT)]
+    command += [*map(str, arguments), str(limit)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, cwd=folder
+    )
+
+
+def refused(done: "subprocess.CompletedProcess[str]", said: str, mend: str) -> None:
+    lines = [line for line in done.stderr.splitlines() if "going on from" not in line]
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 2, done.stderr
+    assert said in lines[0]
+    assert "bad_input.py, line" in lines[0]
+    assert lines[1].startswith("hint: ")
+    assert mend in lines[1]
+
+
+def test_a_checkpoint_of_another_plan_says_which_virtual_nodes_differ(saved: Path) -> None:
+    done = launch(saved, "b.json", 8, 100, 0)
+    refused(done, "has virtual nodes of 8 x 2 samples, this plan has 4 x 4", "the checkpoint's own")
+
+
+def test_a_checkpoint_of_another_model_says_which_parameter_differs(saved: Path) -> None:
+    done = launch(saved, "one.json", 9, 100, 0)
+    refused(done, "0.weight is float32 [8, 5] there and float32 [9, 5] here", "own model")
+
+
+def test_a_dataset_of_another_length_is_refused(saved: Path) -> None:
+    done = launch(saved, "one.json", 8, 90, 0)
+    refused(done, "the dataset has 90 samples, and had 100", "the same dataset")
+
+
+def test_the_traceback_is_there_for_who_asks(saved: Path) -> None:
+    done = launch(saved, "one.json", 9, 100, 0, options=("--debug",))
+    assert done.returncode == 2
+    assert "in check_fits" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("hint: give the checkpoint's own model")
+
+
+def test_more_devices_than_virtual_nodes_are_refused_before_a_start(saved: Path) -> None:
+    plan = files.read(saved / "one.json", SplitPlan)
+    text = (saved / "one.json").read_text().replace('"num_devices": 1', '"num_devices": 3')
+    assert plan.groups[0].num_devices == 1
+    (saved / "three.json").write_text(text)
+    done = launch(saved, "three.json", 8, 100, 0)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) <= 2, done.stderr
+
+
+def test_a_full_disk_keeps_the_earlier_checkpoints_and_the_run(saved: Path, tmp_path: Path) -> None:
+    """Periodic checkpoints that do not fit are warnings; one that the script asks for is not."""
+    folder = tmp_path / "full"
+    shutil.copytree(saved, folder)
+    done = launch(folder, "a.json", 8, 100, 0, options=("--checkpoint-every", "2"), limit=700)
+    assert done.returncode == 0, done.stderr
+    assert "steps 14" in done.stdout
+    assert "the checkpoint was not written: File too large" in done.stderr
+    assert os.listdir(folder / "saved") == ["step-000000003"]
+    asked = launch(folder, "one.json", 8, 100, 6, limit=700)
+    assert asked.returncode == 2, asked.stderr
+    assert "Traceback" not in asked.stderr
+    assert "step-000000006: the checkpoint was not written: File too large" in asked.stderr
+    assert "hint: earlier checkpoints are untouched; free space" in asked.stderr
+    assert os.listdir(folder / "saved") == ["step-000000003"]
+    after = launch(folder, "a.json", 8, 100, 0)
+    assert after.returncode == 0, after.stderr
+    assert "step 3)" in after.stderr
