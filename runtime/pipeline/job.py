@@ -28,6 +28,7 @@ from .arguments import by_placeholder
 from .cut import cut
 from .executor import Executor, held
 from .messages import Message
+from .losses import check_reads_none_of, nodes_of
 from .optimizer import OwnShare
 from .ownership import Ownership, StageBuffers
 from .saving import StageCheckpoints
@@ -91,6 +92,13 @@ class PipelineJob(Job):
         self._forward = model.forward
         model.forward = self._refuse_outside
         self._run_stage: Callable[..., Any] | None = None
+        # Without flushes the stages read versions, and never the parameters themselves.
+        self._strangers = {
+            id(parameter): name
+            for name, parameter in self._ownership.parameters.items()
+            if name not in own or not self._flushes
+        }
+        self._answered: set[Any] = set()
         self.shapes = shapes_of(self._parameters)
         self._ownership.strip()
         self._unflushed: Unflushed | None = None
@@ -166,7 +174,7 @@ class PipelineJob(Job):
             raise TargetError("GradScaler is not supported under a pipeline", hint="use bfloat16")
         self._open_step(batch)
         self._synchroniser.wants_stop = self._totals.wants_stop
-        self._function, self._batch = function, batch
+        self._function, self._loss_is_checked = function, False
         self._inputs: dict[int, tuple[Pass, Any]] = {}
         self._feeding = batch.inputs()
         if self._unflushed is None:
@@ -237,6 +245,7 @@ class PipelineJob(Job):
         def run(arguments: dict[str, Any]) -> Any:
             answer = stage.forward(microbatch, arguments, received, weights)
             if is_last:
+                self._answered = set(nodes_of(answer))
                 return answer
             made.append(answer)
             raise _Left
@@ -249,6 +258,7 @@ class PipelineJob(Job):
             seed_streams(self._seed, "pass", self.num_steps, item.virtual_node, "stage", number)
             results = self._call(run, inputs, made)
             if is_last:
+                self._check_loss(results)
                 scaled = self._synchroniser.add(results, item.num_samples, scales=self._flushes)
                 results = () if scaled is None else (scaled,)
             stage.keep(microbatch, results)
@@ -257,6 +267,12 @@ class PipelineJob(Job):
             late.passed(operation)
         self._clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
         return tuple(results)
+
+    def _check_loss(self, loss: Any) -> None:
+        """In the first microbatch of a step: later ones go the same way."""
+        if not self._loss_is_checked:
+            check_reads_none_of(loss, self._strangers, self._answered)
+        self._loss_is_checked = True
 
     def _call(self, run: Callable[..., Any], inputs: Any, made: list[Any]) -> Any:
         self._run_stage = run
