@@ -1,11 +1,14 @@
 """``hetflow import``: foreign layer profiles become hetflow profiles."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .common import ForceFlag, emit_file, note
+
+if TYPE_CHECKING:
+    from ..schema.profile import LayerGraph
 
 
 def import_(
@@ -45,6 +48,7 @@ def import_(
     graph = read_graph(read_text(file), microbatch_size=microbatch_size, name=str(file))
     if not keep_placeholders:
         graph = without_placeholders(graph)
+    _refuse_cycle(graph, file)
     profile = profile_of(
         graph,
         model=model or file.name.split(".")[0],
@@ -55,3 +59,13 @@ def import_(
     emit_file(profile, output, force=force)
     if output is not None:
         note(f"{len(graph.nodes)} layers written to {output}; next: hetflow solve --profiles")
+
+
+def _refuse_cycle(graph: "LayerGraph", file: Path) -> None:
+    from ..schema.errors import ProblemError
+    from ..solvers.pipeline_problems import layers_of_graph
+
+    try:
+        layers_of_graph(graph)
+    except ProblemError as error:
+        raise ProblemError(f"{file}: {error.message}", hint=error.hint) from None

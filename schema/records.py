@@ -44,9 +44,21 @@ def _raising_problem_error(init: Callable[..., None], cls: type) -> Callable[...
         try:
             init(self, *args, **kwargs)
         except ValidationError as error:
+            own = _own_refusal(error)
+            if own is not None:
+                raise ProblemError(own.message, hint=own.hint) from None
             raise ProblemError(f"{cls.__name__}: {'; '.join(faults_of(error))}") from None
 
     return checked
+
+
+def _own_refusal(error: ValidationError) -> ProblemError | None:
+    """What the record itself said of its values together, where that is all that is wrong."""
+    first, *others = error.errors(include_url=False)
+    cause = first.get("ctx", {}).get("error")
+    if others or first["loc"] or not isinstance(cause, ProblemError):
+        return None
+    return cause
 
 
 def faults_of(error: ValidationError) -> list[str]:
