@@ -18,7 +18,7 @@ from .failures import Failure, first_cause, interruption, silence, tail_of
 from .generations import Generations
 from .hosts import Alone, Together
 from .inbox import Inbox
-from .request import LaunchRequest, check_folder, check_script, make_folder
+from .request import LaunchRequest, check_checkpoints, check_folder, check_script, make_folder
 from .spawn import Meeting, NewGeneration, WorkerCommand, worker_commands
 from .supervise import Signals, Workers
 
@@ -40,6 +40,7 @@ def plan_commands(request: LaunchRequest) -> list[WorkerCommand]:
         HetflowError: As ``launch``, before anything starts.
     """
     check_script(request.script)
+    check_checkpoints(request)
     place = request.rendezvous
     meeting = Meeting(
         address=place.host if place else "127.0.0.1",
@@ -70,6 +71,7 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
         HetflowError: The script, the folder or the devices do not fit the plan.
     """
     check_script(request.script)
+    check_checkpoints(request)
     check_folder(request.folder, force=request.force)
     if request.rendezvous is None:
         seat_workers(request.config.workers, request.config)

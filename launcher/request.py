@@ -125,6 +125,23 @@ def check_script(script: tuple[str, ...]) -> None:
         raise TargetError(f"{script[0]}: no such script")
 
 
+def check_checkpoints(request: LaunchRequest) -> None:
+    """Refuse checkpoints that have no folder to go to, before anything starts.
+
+    Raises:
+        TargetError: An interval without a folder.
+        FileError: The folder is a file.
+    """
+    if request.checkpoint is None:
+        if request.checkpoint_every:
+            raise TargetError(
+                f"--checkpoint-every {request.checkpoint_every} needs a folder",
+                hint="give --checkpoint DIR too",
+            )
+    elif request.checkpoint.exists() and not request.checkpoint.is_dir():
+        raise FileError(f"{request.checkpoint}: is no folder", hint="give another --checkpoint")
+
+
 def default_folder(model: str) -> Path:
     """``hetflow-runs/<model>-<time>``, with nothing in it that a file system minds."""
     safe = re.sub(r"[^A-Za-z0-9._+-]+", "_", model).strip("._") or "model"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from ...schema.errors import TargetError
 from .layered import LayeredModel
@@ -58,6 +58,27 @@ def cut(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> list[StageMod
         )
         for stage in range(last + 1)
     ]
+
+
+def check_crossing(part: StageModule, values: Sequence[Any], stage: int) -> None:
+    """Refuse what cannot be sent from a stage to the next.
+
+    Raises:
+        TargetError: Something that is no tensor, number or tuple of numbers; says which.
+    """
+    for name, value in zip(part.outputs, values, strict=True):
+        if not _can_cross(value):
+            raise TargetError(
+                f"the model cannot be cut like this: {name!r}, which crosses from stage {stage} to "
+                f"stage {stage + 1}, is a {type(value).__name__}",
+                hint="only tensors and numbers can cross; solve for another cut",
+            )
+
+
+def _can_cross(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_can_cross(entry) and not isinstance(entry, Tensor) for entry in value)
+    return value is None or isinstance(value, Tensor | bool | int | float)
 
 
 def _assign(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> dict[fx.Node, int]:

@@ -25,7 +25,7 @@ from ..lower_pipeline import microbatches_of, schedule_of
 from ..saving import Checkpoints, shapes_of
 from ..streams import seed_streams
 from .arguments import by_placeholder
-from .cut import cut
+from .cut import check_crossing, cut
 from .executor import Executor, held
 from .messages import Message
 from .losses import check_reads_none_of, nodes_of
@@ -247,6 +247,7 @@ class PipelineJob(Job):
             if is_last:
                 self._answered = set(nodes_of(answer))
                 return answer
+            check_crossing(stage.part, answer, number)
             made.append(answer)
             raise _Left
 

@@ -209,6 +209,8 @@ def test_dry_run_prints_what_would_run(here: Path) -> None:
         (["plan.json", "none.py"], "none.py: no such script"),
         (["many.json", "script.py"], "the plan needs 4096 x cpu, this machine has "),
         (["gpu.json", "script.py"], "the plan needs 1 x NoSuchGPU, this machine has 0"),
+        (["--checkpoint-every", "2", "plan.json", "script.py"], "--checkpoint-every 2 needs a"),
+        (["--checkpoint", "plan.json", "plan.json", "script.py"], "plan.json: is no folder"),
         (["--nnodes", "2", "plan.json", "script.py"], "need --node-rank and --rdzv-endpoint"),
         (
             ["--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "h:1", "plan.json", "x.py"],
