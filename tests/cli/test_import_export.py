@@ -10,7 +10,7 @@ from hetflow.cli.common import register
 from hetflow.cli.export import export
 from hetflow.cli.import_ import import_
 from hetflow.schema import files
-from hetflow.schema.errors import FileError
+from hetflow.schema.errors import FileError, ProblemError
 from hetflow.schema.profile import Profile
 
 TEXT = """\
@@ -67,3 +67,12 @@ def test_an_existing_output_is_kept(run, tmp_path):
             str(target),
         )
     assert target.read_text() == "mine"
+
+
+def test_a_cycle_is_refused_and_nothing_is_written(run, tmp_path):
+    source, target = tmp_path / "round.graph.txt", tmp_path / "v100.json"
+    source.write_text(TEXT + "\tn3 -- n2\n")
+    with pytest.raises(ProblemError, match="the layer graph has a cycle: n2 waits for n3"):
+        run("import", str(source), "--device-type", "V100", "--device-memory", "16GB",
+            "-o", str(target))  # fmt: skip
+    assert not target.exists()
