@@ -27,11 +27,12 @@ from ..streams import seed_streams
 from .arguments import by_placeholder
 from .cut import check_crossing, cut
 from .executor import Executor, held
-from .messages import Message
 from .losses import check_reads_none_of, nodes_of
+from .messages import Message
 from .optimizer import OwnShare
 from .ownership import Ownership, StageBuffers
 from .saving import StageCheckpoints
+from .scaling import LossScaling
 from .stage import Stage, parameters_of
 from .synchronise import Synchroniser
 from .trace import layers_of
@@ -170,8 +171,7 @@ class PipelineJob(Job):
         the mean loss over the global batch. Where it does not, the updates have been made, and
         the loss returned is the batch's before (the first batch's for the first).
         """
-        if scaler is not None:
-            raise TargetError("GradScaler is not supported under a pipeline", hint="use bfloat16")
+        self._scaling = LossScaling(scaler, self._ownership, self._synchroniser)
         self._open_step(batch)
         self._synchroniser.wants_stop = self._totals.wants_stop
         self._function, self._loss_is_checked = function, False
@@ -180,6 +180,7 @@ class PipelineJob(Job):
         if self._unflushed is None:
             loss = self._run_flush(batch)
         else:
+            self._scaling.refuse()
             self._unflushed.run(batch, self)
             self._clock.computed()
             loss = self._synchroniser.share_loss_late()
@@ -195,7 +196,9 @@ class PipelineJob(Job):
         self._executor.begin(schedule)
         self._executor.run(self)
         self._clock.computed()
-        return self._synchroniser.finish()
+        loss = self._synchroniser.finish()
+        self._scaling.share_overflow()
+        return loss
 
     # Without flushes
 
@@ -261,7 +264,7 @@ class PipelineJob(Job):
             if is_last:
                 self._check_loss(results)
                 scaled = self._synchroniser.add(results, item.num_samples, scales=self._flushes)
-                results = () if scaled is None else (scaled,)
+                results = () if scaled is None else (self._scaling.scale(scaled),)
             stage.keep(microbatch, results)
             self._buffers.save(item.virtual_node)
         if late is not None:

@@ -25,10 +25,13 @@ _TAKE_NORMS = {
 _NEED_ALL = {"abs", "max", "min", "amax", "amin", "mean", "median", "std", "var", "sort", "topk"}
 
 
-def norms_of(gradient: Tensor) -> Tensor:
-    """[NORMS] the norms of a gradient, in float64."""
-    found = [torch.linalg.vector_norm(gradient, norm).double() for norm in NORMS]
-    return torch.stack(found)
+def norms_of(gradients: Sequence[Tensor]) -> Tensor:
+    """[NORMS, gradients] the norms of each gradient, in float64."""
+
+    def each(norm: float) -> Tensor:
+        return torch.stack([torch.linalg.vector_norm(g, norm).double() for g in gradients])
+
+    return torch.stack([each(norm) for norm in NORMS])
 
 
 class NormOnly(Tensor):
@@ -83,11 +86,13 @@ def _norm(gradient: Tensor, order: Any) -> Tensor:
     plain = gradient.as_subclass(Tensor)
     order = 2.0 if order in (None, "fro") else float(order)
     if not isinstance(gradient, NormOnly):
-        return torch.linalg.vector_norm(plain, order)
+        whole: Tensor = torch.linalg.vector_norm(plain, order)
+        return whole
     if order not in gradient._ratios:
         known = ", ".join(f"{norm:g}" for norm in NORMS)
         raise TargetError(
             f"the {order:g}-norm of a gradient that another worker of the pipeline has",
             hint=f"norms {known} are known everywhere",
         )
-    return plain.abs().squeeze() * gradient._ratios[order]
+    found: Tensor = plain.abs().squeeze() * gradient._ratios[order]
+    return found

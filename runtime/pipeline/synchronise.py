@@ -4,6 +4,7 @@ Every worker's gradients are partial sums: of its own microbatches, and of its o
 weight. Both are mended by one rule: a parameter that several workers hold is summed over them.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ...schema.launch import PipelineWork
 from ..group import Place, subgroup
 from ..totals import _loss_and_weight
 from .ownership import Holders, Ownership
+from .standins import NORMS, NormOnly, norms_of
 
 _LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
 
@@ -41,6 +43,8 @@ class Synchroniser:
         self._late: tuple[dist.Work | None, Tensor] | None = None
         self.wants_stop = False
         self.stops = torch.zeros(())
+        self.loss_scale = 1.0
+        self.is_finite = True
         self._num_samples = 0
         self._losses: list[tuple[Tensor, float, bool]] = []
 
@@ -80,22 +84,32 @@ class Synchroniser:
                 gradient = self._ownership.parameters[name].grad
                 if gradient is not None:
                     gradient.mul_(scale)
-        self._stand_in(sums[_NUM_SUMS:], scale)
+        self._stand_in(sums[_NUM_SUMS:].view(1 + len(NORMS), -1), scale)
         for name in self._carried:
             self._add_carried(name)
         return sums[_LOSS] / sums[_WEIGHT]
 
     def _stand_in(self, sums: Tensor, scale: float) -> None:
-        """Parameters of other workers: a single number with the norm of the real gradient."""
-        number = len(self._parameters)
-        norms, used = sums[:number] * scale, sums[number:].tolist()
+        """Parameters of other workers: a single number with the norms of the real gradient.
+
+        Args:
+            sums: [used and NORMS, parameters] of all workers.
+            scale: What gradients were multiplied with since their norms were taken.
+        """
+        used, norms = sums[0].tolist(), sums[1:] * scale
+        # The largest entry tells it; the other norms may overflow by themselves.
+        self.is_finite = bool(norms[NORMS.index(math.inf)].isfinite().all())
+        # Under a GradScaler gradients are unscaled by the optimizer, which has no stand-ins.
+        norms = norms / self.loss_scale
+        by_parameter = norms.t().tolist()
         of_type: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         for index, parameter in self._apart:
             if used[index] > 0:
                 kind = (parameter.dtype, parameter.device)
                 if kind not in of_type:
-                    of_type[kind] = norms.to(dtype=kind[0], device=kind[1], copy=True)
-                parameter.grad = of_type[kind][index : index + 1]
+                    of_type[kind] = norms[0].to(dtype=kind[0], device=kind[1], copy=True)
+                number = of_type[kind][index : index + 1]
+                parameter.grad = NormOnly.of(number, by_parameter[index])
 
     def _add_carried(self, name: str) -> None:
         parameter, carried = self._ownership.parameters[name], self._carried.get(name)
@@ -125,17 +139,17 @@ class Synchroniser:
                 parameter.grad = part.clone()
 
     def _all_sums(self) -> Tensor:
-        """Loss and weights; then each parameter's gradient norm, and whether it has one."""
+        """Loss and weights; then whether each parameter has a gradient, and its norms."""
         number = len(self._parameters)
-        sums = self._loss_sums() + [0.0] * 2 * number
+        table = torch.zeros((1 + len(NORMS), number), dtype=torch.float64)
         gradients = [(index, self._parameters[index][1].grad) for index in self._told]
         used = [(index, gradient) for index, gradient in gradients if gradient is not None]
         if used:
-            norms = torch.stack([torch.linalg.vector_norm(g).double() for _, g in used]).tolist()
-            for (index, _), norm in zip(used, norms, strict=True):
-                sums[_NUM_SUMS + index] = norm
-                sums[_NUM_SUMS + number + index] = 1.0
-        return self._reduced(torch.tensor(sums, dtype=torch.float64))
+            places = [index for index, _ in used]
+            table[0, places] = 1.0
+            table[1:, places] = norms_of([gradient for _, gradient in used]).cpu()
+        sums = torch.tensor(self._loss_sums(), dtype=torch.float64)
+        return self._reduced(torch.cat([sums, table.reshape(-1)]))
 
     def _loss_sums(self) -> list[float]:
         """Losses * weights, weights, how many losses came with one, and whether to stop."""

@@ -1,0 +1,63 @@
+"""A GradScaler under a pipeline: what one worker's optimizer must know of the others' gradients.
+
+Each worker's scaler looks at its own optimizer's gradients only. An overflow in any stage must skip
+the step in all of them, so it is made to show in each.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...schema.errors import TargetError
+from .ownership import Ownership
+from .synchronise import Synchroniser
+
+
+class LossScaling:
+    """The scaling of one step's loss; nothing at all without a scaler.
+
+    Raises:
+        TargetError: This worker's stages have no parameters, so its scaler has nothing to look at.
+    """
+
+    def __init__(
+        self,
+        scaler: "torch.amp.GradScaler | None",
+        ownership: Ownership,
+        synchroniser: Synchroniser,
+    ) -> None:
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._own = [ownership.parameters[name] for name in sorted(ownership.own)]
+        self._synchroniser = synchroniser
+        synchroniser.loss_scale = 1.0
+        if self._scaler is None:
+            return
+        if not self._own:
+            raise TargetError(
+                "a GradScaler needs parameters on every worker, and this one's stages have none",
+                hint="solve for another cut, or use bfloat16 without a scaler",
+            )
+        # It makes its own state at the first loss, which only the last stage has.
+        self._scaler.scale(torch.zeros((), device=self._own[0].device))
+        synchroniser.loss_scale = self._scaler.get_scale()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """What to differentiate."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def refuse(self) -> None:
+        """Where the schedule updates by itself, no step can be skipped."""
+        if self._scaler is not None:
+            raise TargetError(
+                "a GradScaler needs a schedule that flushes", hint="such as 1f1b; or use bfloat16"
+            )
+
+    def share_overflow(self) -> None:
+        """Show an overflow of any stage to this worker's scaler."""
+        if self._scaler is None or self._synchroniser.is_finite:
+            return
+        for parameter in self._own:
+            if parameter.grad is not None and parameter.grad.numel():
+                parameter.grad.view(-1)[0] = math.inf
+                return
