@@ -59,5 +59,5 @@ class LossScaling:
             return
         for parameter in self._own:
             if parameter.grad is not None and parameter.grad.numel():
-                parameter.grad.view(-1)[0] = math.inf
+                parameter.grad[(0,) * parameter.grad.dim()] = math.inf
                 return

@@ -22,7 +22,18 @@ from hetflow import runtime as hf
 
 how, where = (sys.argv[1], int(sys.argv[2])) if len(sys.argv) > 1 else ("", -1)
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+class Labels(nn.Module):
+    def forward(self, x):
+        return {"x": x + 1 if bool(x.sum() > 1e9) else x}
+
+class Head(nn.Linear):
+    def forward(self, labelled):
+        x = labelled["x"]
+        return super().forward(x if bool(x.sum() < 1e9) else x * 2)
+
+inner, last = (Labels(), Head(8, 3)) if how == "labels" else (nn.Tanh(), nn.Linear(8, 3))
+model = nn.Sequential(nn.Linear(6, 8), inner, last)
 optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
 job = hf.prepare(model, optimizer)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
@@ -38,7 +49,8 @@ for epoch in range(2):
                 os.kill(os.getpid(), signal.SIGKILL if how == "die" else signal.SIGSTOP)
             if how == "stop" and (job.num_steps, job.rank, len(calls)) == (where, 0, 2):
                 os.kill(os.getppid(), signal.SIGTERM)
-            return nn.functional.cross_entropy(model(x), y)
+            loss = nn.functional.cross_entropy(model(x), y)
+            return loss + model[0].weight.pow(2).sum() if how == "decay" else loss
         job.backward(loss_of, batch)
         optimizer.step()
         scheduler.step()
@@ -135,3 +147,17 @@ def test_levels_over_mappings_are_refused_before_anything_starts(plan: Path, lev
     assert first.startswith(f"hetflow: determinism {level} is for split plans")
     assert hint.startswith("hint: use --determinism static")
     assert not (plan.parent / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("decay", "worker 1 (stage 1, cpu:slow) failed with exit code 2: the loss reads parameter"),
+        ("labels", "'_1', which crosses from stage 0 to stage 1, is a dict"),
+    ],
+)
+def test_what_a_pipeline_cannot_do_is_one_line(plan: Path, how: str, said: str) -> None:
+    refused = launch(plan, how, "0")
+    assert refused.returncode == 2
+    assert said in [line for line in refused.stderr.splitlines() if "hetflow: " in line][-1]
+    assert "Traceback" not in refused.stderr
