@@ -13,6 +13,7 @@ to stated times; the planner's formula and the schedule's timer stand beside the
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import statistics
