@@ -36,7 +36,6 @@ class Failure:
     interrupted: bool = False
     stages: tuple[int, ...] = ()
     sentence_of_ours: str | None = None
-    hint: str | None = None
 
     def sentence(self) -> str:
         """One line: who, how, and its own error."""
@@ -60,7 +59,7 @@ class Failure:
 
     def as_error(self) -> LaunchError:
         """The error that ends the command, with the worker's own exit code."""
-        hint = self.hint or (f"its whole output: {self.log}" if self.log else None)
+        hint = f"its whole output: {self.log}" if self.log else None
         unexplained = not self.interrupted and self.sentence_of_ours is None
         if self.exit_code == 128 + signal.SIGKILL and unexplained:
             hint = f"if you did not kill it, the host may be out of memory; {hint}"
@@ -119,7 +118,6 @@ def failure_of(rank: int, device_type: str, returncode: int, described: Path, lo
         # One that wrote nothing died too suddenly to; it can hardly have died of the others.
         at_seconds=float(own.get("at_seconds", 0.0)),
         lost_peer=bool(own.get("lost_peer", False)),
-        hint=own.get("hint"),
     )
 
 
