@@ -21,6 +21,22 @@ from .program import (
 from .shared import Pairing, PairTimes
 
 DUST = 1e-12
+NO_PAIRS = PairTimes(
+    a=np.zeros(0, np.int64), b=np.zeros(0, np.int64), column=np.zeros(0, np.int64), time=np.zeros(0)
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelProof:
+    """Prices that prove who is stuck at a level of water filling, by weak duality.
+
+    ``job_prices`` [jobs] is None where each job simply pays the least that its throughput costs
+    at ``resource_prices``; with space sharing it and ``time_prices`` are explicit.
+    """
+
+    resource_prices: Floats
+    job_prices: Floats | None = None
+    time_prices: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +44,7 @@ class Outcome:
     """Time fractions ``x`` [jobs, columns] and pair times, with what they reach and prove.
 
     ``throughput`` [jobs] is effective, in steps per second of the instance that was solved.
+    ``levels`` prove what water filling adds to the first level, lowest first.
     """
 
     x: Floats
@@ -40,6 +57,80 @@ class Outcome:
     resource_prices: Floats
     time_prices: Floats | None = None
     method: str
+    levels: tuple[LevelProof, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """A program with its equal rows merged into ``small``; ``row_of`` [jobs] tells them apart."""
+
+    instance: Instance
+    program: Program
+    small: Program
+    row_of: Ints
+    pairing: Pairing | None
+
+    @classmethod
+    def of(
+        cls,
+        instance: Instance,
+        program: Program,
+        key: Ints | None = None,
+        worth: Floats | None = None,
+        charge: Floats | None = None,
+    ) -> "Merged":
+        """Merge jobs with the same numbers, the same ``key`` [jobs], and who share alike."""
+        if instance.pair_rate is None:
+            small, row_of = merge(program, key)
+            pairing = None
+        else:
+            worth = np.zeros_like(instance.rate) if worth is None else worth
+            kind = instance.kind
+            alike = kind if key is None else key * (int(kind.max()) + 1) + kind
+            small, row_of = merge(program, alike)
+            first = np.unique(row_of, return_index=True)[1]
+            pairing = Pairing(
+                kind=kind[first],
+                rate=instance.pair_rate,
+                worth=worth[first],
+                charge=np.zeros(len(instance.columns)) if charge is None else charge,
+            )
+        return cls(instance=instance, program=program, small=small, row_of=row_of, pairing=pairing)
+
+    @property
+    def first(self) -> Ints:
+        """The first job of each row [rows]."""
+        return np.unique(self.row_of, return_index=True)[1]
+
+    def solve(self, small: Program, seed: PairTimes | None = None) -> tuple[Solution, PairTimes]:
+        """Solve a program over the rows; without space sharing the pair times are empty."""
+        if self.pairing is None:
+            return solve_alone(small), NO_PAIRS
+        return shared.solve(small, self.pairing, seed)
+
+    def outcome(self, found: Solution, totals: PairTimes) -> Outcome:
+        """A solution over the rows as time fractions of every job, feasible to the last bit."""
+        pairs = None
+        if self.pairing is None:
+            x = tighten(self.program, found.x[self.row_of])
+            found = rescored(self.program, found, x)
+            throughput = (self.instance.rate * x).sum(axis=1)
+        else:
+            reached = shared.reach(self.small, self.pairing, found.x, totals)[0]
+            x, throughput = found.x[self.row_of], reached[self.row_of]
+            pairs = spread(totals, self.row_of, self.small.count)
+        return Outcome(
+            x=x,
+            pairs=pairs,
+            throughput=throughput,
+            objective=found.objective,
+            bound=found.bound,
+            gap=found.gap,
+            job_prices=found.job_prices[self.row_of],
+            resource_prices=found.resource_prices,
+            time_prices=None if found.time_prices is None else found.time_prices[self.row_of],
+            method=found.method,
+        )
 
 
 def optimise(
@@ -53,37 +144,8 @@ def optimise(
     Of several optima: the analytic centre of the optimal face without space sharing, where
     equal jobs also get equal shares; with it the vertex that HiGHS's simplex ends in.
     """
-    if instance.pair_rate is None:
-        small, row_of = merge(program)
-        found = solve_alone(small)
-        x = tighten(program, found.x[row_of])
-        found = rescored(program, found, x)
-        pairs, throughput = None, (instance.rate * x).sum(axis=1)
-    else:
-        worth = np.zeros_like(instance.rate) if worth is None else worth
-        small, row_of = merge(program, instance.kind)
-        first = np.unique(row_of, return_index=True)[1]
-        pairing = Pairing(
-            kind=instance.kind[first],
-            rate=instance.pair_rate,
-            worth=worth[first],
-            charge=np.zeros(len(instance.columns)) if charge is None else charge,
-        )
-        found, totals = shared.solve(small, pairing)
-        throughput = shared.reach(small, pairing, found.x, totals)[0][row_of]
-        x, pairs = found.x[row_of], spread(totals, row_of, small.count)
-    return Outcome(
-        x=x,
-        pairs=pairs,
-        throughput=throughput,
-        objective=found.objective,
-        bound=found.bound,
-        gap=found.gap,
-        job_prices=found.job_prices[row_of],
-        resource_prices=found.resource_prices,
-        time_prices=None if found.time_prices is None else found.time_prices[row_of],
-        method=found.method,
-    )
+    merged = Merged.of(instance, program, worth=worth, charge=charge)
+    return merged.outcome(*merged.solve(merged.small))
 
 
 def solve_alone(program: Program, accepted_gap: float = interior.ACCEPTED_GAP) -> Solution:

@@ -45,7 +45,7 @@ def solve(instance: Instance, policy: Policy) -> Outcome:
     """
     goal = policy.goal(instance)
     if isinstance(goal, Fill):
-        outcome, _ = fill(instance, goal)
+        outcome = fill(instance, goal)
     elif isinstance(goal, MaxMin):
         outcome = goals.max_min(instance, goal)
     elif isinstance(goal, Total):

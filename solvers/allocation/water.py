@@ -2,231 +2,421 @@
 
 All unsaturated jobs rise together, each in proportion to its share of the tree, until some
 can rise no further; these keep their level, their share passes to their siblings, and the rest
-rises on. The thesis finds saturated jobs by a MILP; the prices of the level's own program tell
-them at no cost: a job with a positive price is at its level in every optimum. The interior
-point method ends inside the face of optimal prices, so all of them show at once.
+rises on. The thesis solves a linear program and a MILP for each level. But nearly every level
+is only one job that has reached its own best, which needs no program: those levels are a path
+known in advance (``tree.Path``), and what is asked is how far up that path all jobs together
+can go. One program at a point beyond it gives prices; these refute every point of the path
+above a lower one; a few such steps (Newton's method, from above) end where nothing is refuted.
+There the jobs that would pay for a little more are stuck; the others rise on, on columns that
+cost nothing. Without space sharing each such stage prices a further resource, so there are at
+most as many stages as resources, each of a few programs of O(jobs x types) an iteration.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from ...schema.errors import BackendError
 from ...schema.jobs import Entity
 from . import shared
-from .engine import Outcome, solve_alone, spread, tighten
+from .engine import NO_PAIRS, LevelProof, Merged, Outcome, solve_alone
 from .instance import Instance
-from .program import Bools, Floats, Ints, Program, Solution, merge
-from .shared import Pairing
+from .prices import least_cost, marginal_cost, rents
+from .program import Bools, Floats, Ints, Program, Solution, dual_bound, gap_between
+from .shared import PairTimes
+from .tree import Path, Tree
+from .vertex import at_prices
 
-# A job with a share s of the program's whole price can rise by gap / s at most: one whose
-# share is above gap / LEVEL_ERROR is stuck, to that relative error.
-LEVEL_ERROR = 1e-7
-ACCEPTED_GAP = 1e-9
-# Saturated jobs keep their level but for this part, so that programs have room; the later
-# parts are tried only where the numbers span so many decades that errors add up to as much.
-KEPT = (1e-9, 1e-8, 1e-7, 1e-6)
-
-Shares = Callable[[Bools], Floats]
+# A row whose level is within this part of its cap is at it.
+AT_CAP = 1e-9
+# Resources with a smaller part of the whole price are free.
+FREE_PART = 1e-6
+# With space sharing, rows with a smaller part of the whole price than the largest's can rise.
+STUCK_PART = 1e-6
+MAX_STEPS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fill:
     """Give each job ``unit`` [jobs] * its level of throughput, levels rising together.
 
-    ``shares(active)`` [jobs] says how fast each active job's level rises (0: not now). Equal
-    jobs must have equal shares; ``group`` [jobs] numbers what else tells jobs apart.
+    Levels rise by ``weight`` [jobs] through the tree of ``entities``; ``entity`` [jobs] is each
+    job's node, -1 for the top.
     """
 
     unit: Floats
-    shares: Shares
-    group: Ints
+    weight: Floats
+    entity: Ints
+    entities: tuple[Entity, ...] = ()
 
 
-def constant_shares(weight: Floats) -> Shares:
-    """Shares that never pass on: plain weighted max-min, one level after the other."""
+class _Cut(Protocol):
+    """Prices that refute levels [rows]."""
 
-    def shares(active: Bools) -> Floats:
-        return np.where(active, weight, 0.0)
+    def excess(self, levels: Floats) -> float:
+        """By what part the levels' cost passes what there is; above 0 they cannot be had."""
+        ...
 
-    return shares
+    def slope(self, levels: Floats, direction: Floats) -> float:
+        """How fast the excess falls as levels go back in a direction [rows]."""
+        ...
 
-
-class TreeShares:
-    """Shares through a tree of entities of any depth.
-
-    A fair node splits its share over its active children by weight; a FIFO node gives all of
-    it to the first active child in order of arrival (entities: of their first job).
-    """
-
-    def __init__(
-        self, entities: tuple[Entity, ...], entity: Ints, weight: Floats, count: Floats
-    ) -> None:
-        number = len(entities)
-        names = {node.name: i for i, node in enumerate(entities)}
-        self.parent = np.array(
-            [number if node.parent is None else names[node.parent] for node in entities], int
-        )
-        self.weight = np.array([node.weight for node in entities])
-        self.fifo = np.array([node.policy == "fifo" for node in entities] + [False])
-        self.entity = np.where(entity < 0, number, entity)
-        self.job_weight, self.count = weight, count
-        self.order = self._top_down()
-
-    def _top_down(self) -> list[int]:
-        depth: dict[int, int] = {len(self.parent): 0}
-        for node in range(len(self.parent)):
-            path = [node]
-            while path[-1] not in depth:
-                path.append(int(self.parent[path[-1]]))
-            for i, visited in enumerate(reversed(path)):
-                depth.setdefault(visited, depth[path[-1]] + i)
-        return sorted(range(len(self.parent) + 1), key=lambda node: depth[node])
-
-    def __call__(self, active: Bools) -> Floats:
-        """Each active job's share [jobs]; one member's, where rows hold several."""
-        top = len(self.parent)
-        first = np.full(top + 1, len(active))
-        np.minimum.at(first, self.entity[active], np.flatnonzero(active))
-        for node in reversed(self.order):
-            if node != top:
-                first[self.parent[node]] = min(first[self.parent[node]], first[node])
-        share = np.zeros(top + 1)
-        share[top] = 1.0
-        answer = np.zeros(len(active))
-        for node in self.order:
-            if first[node] < len(active):
-                self._pass_on(node, share, answer, first, active)
-        return answer
-
-    def _pass_on(
-        self, node: int, share: Floats, answer: Floats, first: Ints, active: Bools
-    ) -> None:
-        jobs = np.flatnonzero((self.entity == node) & active)
-        children = np.flatnonzero(self.parent == node)
-        children = children[first[children] < len(active)]
-        if self.fifo[node]:
-            head = first[node]
-            answer[jobs[jobs == head]] = share[node]
-            share[children[first[children] == head]] = share[node]
-            return
-        total = float(self.job_weight[jobs] @ self.count[jobs] + self.weight[children].sum())
-        answer[jobs] = share[node] * self.job_weight[jobs] / total
-        share[children] = share[node] * self.weight[children] / total
-
-    @property
-    def first_come(self) -> Bools:
-        """Jobs that wait in a FIFO entity [jobs]; each is a row of its own."""
-        return self.fifo[self.entity]
+    def priced(self, levels: Floats) -> tuple[Floats, Floats, Floats]:
+        """Prices of throughput [rows], of resources and of time [rows] that say so."""
+        ...
 
 
-def fill(instance: Instance, goal: Fill) -> tuple[Outcome, Floats]:
+class _Limits(Protocol):
+    """What levels can be had together, and who is stuck at them."""
+
+    stride: int
+    precision: float
+
+    def base(self, levels: Floats) -> Floats:
+        """What programs start from, given levels that can be had [rows]."""
+        ...
+
+    def caps(self) -> Floats:
+        """The level above which each row is known to be stuck [rows]."""
+        ...
+
+    def solve(
+        self, start: Floats, end: Floats, cut: _Cut | None
+    ) -> tuple[Solution, PairTimes]:
+        """Which part z of the way from ``base`` levels to others [rows] can be had.
+
+        ``cut`` refutes anything above ``end``.
+        """
+        ...
+
+    def cut(self, found: Solution) -> _Cut:
+        """The prices of a solution as a cut."""
+        ...
+
+    def settle(self, levels: Floats, cut: _Cut, active: Bools) -> Bools:
+        """Who of the active rows would have to pay for more than these levels, at which ``cut`` binds [rows]."""
+        ...
+
+
+def fill(instance: Instance, goal: Fill) -> Outcome:
     """Water-fill: the unique lexicographic max-min levels.
 
-    Returns:
-        The allocation, and the level each job ends at [jobs]. The outcome's objective, bound
-        and prices are those of the first program: the least level over shares.
+    The outcome's objective, bound and prices are those of the first level: the least level over
+    shares. Its ``levels`` prove the others.
+
+    Raises:
+        BackendError: A program broke down.
     """
-    program = instance.program(level=goal.unit)
-    key = goal.group if instance.pair_rate is None else goal.group * len(instance.rate) + (
-        instance.kind
-    )  # fmt: skip
-    small, row_of = merge(program, key)
-    pool = _Pool(instance, small, np.unique(row_of, return_index=True)[1])
-    level = np.zeros(len(small.count))
-    active = small.demands.copy()
-    first: Solution | None = None
-    rounds = 0
+    merged = Merged.of(instance, instance.program(level=goal.unit), _alike(goal))
+    small, first = merged.small, merged.first
+    tree = Tree(goal.entities, goal.entity[first], goal.weight[first], small.count)
+    limits: _Limits = _Alone(small) if merged.pairing is None else _Paired(merged)
+    level, active = np.zeros(len(small.count)), small.demands.copy()
+    found, pairs, cuts, programs = None, NO_PAIRS, [], 0
+    start: tuple[Program, Floats, Floats, Floats] | None = None
     while active.any():
-        rounds += 1
-        share = goal.shares(active[row_of])
-        small_share = np.zeros(len(level))
-        small_share[row_of] = share
-        found, rise, stuck = _raise(pool, level, small_share)
-        level = level + rise * small_share
-        active &= ~stuck
-        first = found if first is None else first
-    assert first is not None
-    return _outcome(instance, program, pool, row_of, found, first, rounds), level[row_of]
+        caps = limits.caps()
+        path = Path(tree, level, active, caps)
+        time, cut, found, pairs, steps = _highest(limits, path)
+        programs += steps
+        start = start or _first_level(small, path, time, cut, caps)
+        level = path.levels(time)
+        active &= level < caps * (1.0 - AT_CAP)
+        if cut is None:
+            break
+        active &= ~limits.settle(level, cut, active)
+        cuts.append((cut, level))
+    assert found is not None
+    assert start is not None
+    method = f"{found.method.split(',')[0]}; water filling, {len(cuts)} shared bottlenecks"
+    found = replace(found, method=f"{method}, {programs} programs")
+    found = _scored(merged, _no_more_than(merged, found, small.level * level), pairs, start)
+    asked = replace(
+        merged.program, level=start[0].level[merged.row_of], demands=start[0].demands[merged.row_of]
+    )
+    outcome = replace(merged, program=asked).outcome(found, pairs)
+    return replace(outcome, levels=_proofs(merged, cuts), gap=max(outcome.gap, found.gap))
 
 
-@dataclass(slots=True)
-class _Pool:
-    instance: Instance
-    program: Program
-    first: Ints
-    pairs: shared.PairTimes | None = None
+def _alike(goal: Fill) -> Ints:
+    """Which jobs the tree does not tell apart; one that waits its turn is like no other."""
+    table = np.column_stack((goal.entity, goal.weight))
+    group: Ints = np.unique(table, axis=0, return_inverse=True)[1].reshape(-1)
+    fifo = np.array([node.policy == "fifo" for node in goal.entities] + [False])
+    waiting = np.flatnonzero(fifo[goal.entity])
+    group[waiting] = len(table) + np.arange(len(waiting))
+    return group
 
-    def solve(self, program: Program) -> Solution:
-        if self.instance.pair_rate is None:
-            return solve_alone(program, ACCEPTED_GAP)
-        kind = self.instance.kind[self.first]
-        pairing = self.pairing(kind)
-        found, self.pairs = shared.solve(program, pairing, self.pairs)
-        return found
 
-    def pairing(self, kind: Ints) -> Pairing:
-        assert self.instance.pair_rate is not None
-        return Pairing(
-            kind=kind,
-            rate=self.instance.pair_rate,
-            worth=np.zeros_like(self.program.rate),
-            charge=np.zeros(len(self.instance.columns)),
+def _highest(
+    limits: _Limits, path: Path
+) -> tuple[float, _Cut | None, Solution, PairTimes, int]:
+    """The last time on a path whose levels can be had, and the prices that refute all later."""
+    last = len(path.times) - 1
+    low, place, steps = 0.0, min(limits.stride, last), 0
+    time, cut = path.times[place], None
+    while True:
+        start, end = limits.base(path.levels(low)), path.levels(time)
+        found, pairs = limits.solve(start, end, cut)
+        steps += 1
+        had = (start + found.z * (end - start)) * (1.0 + limits.precision)
+        if (had >= end).all():
+            if cut is not None or place == last:
+                break
+            low, place = time, min(2 * place, last)
+            time = path.times[place]
+            continue
+        newer = limits.cut(found)
+        earlier = max(_binding(path, newer, time), low)
+        if (had >= path.levels(earlier)).all() or steps >= MAX_STEPS:
+            time, cut = earlier, newer
+            break
+        if (earlier >= time and cut is not None) or (path.levels(earlier) <= start).all():
+            time, cut = earlier, newer
+            break
+        time, cut = earlier, newer
+    levels = path.levels(time)
+    lacking = np.where(levels > 0, 1.0 - had / np.maximum(levels, 1e-300), 0.0).max()
+    return time, cut, replace(found, z=1.0 - max(float(lacking), 0.0)), pairs, steps
+
+
+def _binding(path: Path, cut: _Cut, time: float) -> float:
+    """The last time up to ``time`` that prices do not refute; 0 if they refute all."""
+    low, high = 0, int(np.searchsorted(path.times, time))
+    if cut.excess(path.levels(time)) <= 0:
+        return time
+    while high - low > 1:
+        middle = (low + high) // 2
+        if cut.excess(path.levels(path.times[middle])) > 0:
+            high = middle
+        else:
+            low = middle
+    start, end = path.times[low], min(path.times[high], time)
+    base, top = path.levels(start), path.levels(end)
+    # Levels are linear here and costs convex: tangents from the right stay above the root.
+    part = 1.0
+    for _ in range(MAX_STEPS):
+        value, slope = cut.excess(levels := base + part * (top - base)), cut.slope(levels, top - base)
+        step = value / slope if slope > 0 else np.inf
+        if value <= 0 or part - step >= part:
+            break
+        part = max(part - step, 0.0)
+    return start + part * (end - start)
+
+
+class _Alone:
+    """Rows without space sharing: each pays the least cost of its own throughput."""
+
+    def __init__(self, small: Program) -> None:
+        self.small = small
+        self.stride, self.precision = len(small.count), 1e-11
+        self.price = np.zeros(len(small.capacity))
+
+    def base(self, levels: Floats) -> Floats:
+        return np.zeros_like(levels)
+
+    def caps(self) -> Floats:
+        """The best on columns that have cost nothing so far."""
+        paid = (self.price @ self.small.resources) > 0
+        best = np.where(paid, 0.0, self.small.rate).max(axis=1)
+        caps: Floats = best / self.small.level
+        return caps
+
+    def solve(
+        self, start: Floats, end: Floats, cut: "_LeastCost | None"
+    ) -> tuple[Solution, PairTimes]:
+        program = replace(self.small, level=self.small.level * end, demands=end > 0)
+        price = self.price if cut is None else self.price + cut.price
+        found = at_prices(program, price)
+        if found is None or found.z < 1.0 - self.precision:
+            found = solve_alone(program)
+        return found, NO_PAIRS
+
+    def cut(self, found: Solution) -> "_LeastCost":
+        price = found.resource_prices
+        worth = price * self.small.capacity
+        price = np.where(worth > FREE_PART * worth.sum(), price, 0.0)
+        return _LeastCost(self.small, price / (self.small.capacity @ price))
+
+    def settle(self, levels: Floats, cut: "_LeastCost", active: Bools) -> Bools:
+        # All prices so far still bind; only their sum shows that every way up costs something.
+        self.price = self.price + cut.price
+        return levels >= self.caps() * (1.0 - AT_CAP)
+
+
+@dataclass(frozen=True, slots=True)
+class _LeastCost:
+    """The pool's worth is 1 at ``price`` [resources]; levels must not cost more."""
+
+    small: Program
+    price: Floats
+
+    def excess(self, levels: Floats) -> float:
+        paid = rents(self.small, self.price)
+        cost = least_cost(self.small.rate, paid, self.small.level * levels)
+        return float(self.small.count @ cost) - 1.0
+
+    def slope(self, levels: Floats, direction: Floats) -> float:
+        less, _ = self._marginal(levels)
+        return float(self.small.count @ (less * self.small.level * direction))
+
+    def _marginal(self, levels: Floats) -> tuple[Floats, Floats]:
+        paid, wanted = rents(self.small, self.price), self.small.level * levels
+        return marginal_cost(
+            self.small.rate, paid, wanted, least_cost(self.small.rate, paid, wanted)
         )
 
-
-def _raise(pool: _Pool, level: Floats, share: Floats) -> tuple[Solution, float, Bools]:
-    """One program: how far all may rise, and who is stuck then."""
-    base, rising = pool.program, share > 0
-    # Levels are measured from the deepest point at which all rising jobs would start together,
-    # so that z has the size of the levels and small rises lose no digits.
-    depth = float((level[rising] / share[rising]).min())
-    start = np.where(rising, np.maximum(level - depth * share, 0.0), level)
-    program = replace(base, level=base.level * share, demands=rising | (level > 0))
-    found = _with_room(pool, program, base.level * start, rising)
-    price = program.count * found.job_prices * program.level
-    enough = min(max(1e-6, found.gap / LEVEL_ERROR), 0.5)
-    stuck = rising & (price >= enough * price.max(where=rising, initial=0.0))
-    return found, max(found.z - depth, 0.0), stuck
+    def priced(self, levels: Floats) -> tuple[Floats, Floats, Floats]:
+        return self._marginal(levels)[0], self.price, np.zeros(len(levels))
 
 
-def _with_room(pool: _Pool, program: Program, floor: Floats, rising: Bools) -> Solution:
-    """Solve with the floors of saturated jobs loosened as little as the numbers allow."""
-    for kept in KEPT[:-1]:
+class _Paired:
+    """Rows that share: prices of time and throughput count, as a program gave them."""
+
+    def __init__(self, merged: Merged) -> None:
+        assert merged.pairing is not None
+        self.merged, self.pairing = merged, merged.pairing
+        self.stride, self.precision = 1, 1e-9
+        kind = self.pairing.kind
+        beside = self.pairing.rate.max(axis=1)[kind]
+        best = np.maximum(merged.small.rate, np.where(merged.small.rate > 0, beside, 0.0))
+        self.best = best.max(axis=1) / merged.small.level
+        self.pairs: PairTimes | None = None
+
+    def base(self, levels: Floats) -> Floats:
+        return levels
+
+    def caps(self) -> Floats:
+        return self.best
+
+    def solve(
+        self, start: Floats, end: Floats, cut: "_Linear | None"
+    ) -> tuple[Solution, PairTimes]:
+        small = self.merged.small
+        program = replace(
+            small,
+            floor=small.level * start,
+            level=small.level * (end - start),
+            demands=end > 0,
+        )
         try:
-            loosened = np.where(rising, floor, floor * (1.0 - kept))
-            return pool.solve(replace(program, floor=loosened))
+            found, self.pairs = shared.solve(program, self.pairing, self.pairs)
         except BackendError:
-            continue
-    return pool.solve(replace(program, floor=floor * (1.0 - KEPT[-1])))
+            program = replace(program, floor=program.floor * (1.0 - self.precision))
+            found, self.pairs = shared.solve(program, self.pairing, self.pairs)
+        owed = float(small.count @ (found.job_prices * program.floor))
+        return replace(found, bound=found.bound + owed), self.pairs
+
+    def cut(self, found: Solution) -> "_Linear":
+        assert found.time_prices is not None
+        return _Linear(
+            self.merged.small, found.job_prices, found.resource_prices, found.time_prices,
+            found.bound,
+        )  # fmt: skip
+
+    def settle(self, levels: Floats, cut: "_Linear", active: Bools) -> Bools:
+        share = np.where(active, cut.share(levels), 0.0)
+        stuck: Bools = share >= STUCK_PART * share.max()
+        return stuck
 
 
-def _outcome(
-    instance: Instance,
-    program: Program,
-    pool: _Pool,
-    row_of: Ints,
-    last: Solution,
-    first: Solution,
-    rounds: int,
-) -> Outcome:
-    if pool.pairs is None:
-        x, pairs = tighten(program, last.x[row_of]), None
-        throughput = (instance.rate * x).sum(axis=1)
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """Prices whose throughput is worth at most ``bound``."""
+
+    small: Program
+    job: Floats
+    price: Floats
+    time: Floats
+    bound: float
+
+    def share(self, levels: Floats) -> Floats:
+        """Each row's part of the whole [rows]."""
+        each: Floats = self.small.count * self.job * self.small.level * levels / self.bound
+        return each
+
+    def excess(self, levels: Floats) -> float:
+        return float(self.share(levels).sum()) - 1.0
+
+    def slope(self, levels: Floats, direction: Floats) -> float:
+        return float(self.share(direction).sum())
+
+    def priced(self, levels: Floats) -> tuple[Floats, Floats, Floats]:
+        return self.job, self.price, self.time
+
+
+def _first_level(
+    small: Program, path: Path, time: float, cut: _Cut | None, caps: Floats
+) -> tuple[Program, Floats, Floats, Floats]:
+    """The program of the first level, and prices of throughput, resources and time for it.
+
+    Where a job's own best ends the first level, it alone has a price.
+    """
+    alone = path.times[min(1, len(path.times) - 1)]
+    until = min(alone, time)
+    level = path.levels(until)
+    program = replace(small, level=small.level * level / until, demands=level > 0)
+    if cut is not None and time <= alone:
+        job, price, rent = cut.priced(level)
     else:
-        pairing = pool.pairing(instance.kind[pool.first])
-        throughput = shared.reach(pool.program, pairing, last.x, pool.pairs)[0][row_of]
-        x, pairs = last.x[row_of], spread(pool.pairs, row_of, pool.program.count)
-    return Outcome(
-        x=x,
-        pairs=pairs,
-        throughput=throughput,
-        objective=first.objective,
-        bound=first.bound,
-        gap=first.gap,
-        job_prices=first.job_prices[row_of],
-        resource_prices=first.resource_prices,
-        time_prices=None if first.time_prices is None else first.time_prices[row_of],
-        method=f"{first.method}; water filling, {rounds} levels",
-    )
+        stuck = int((level >= caps * (1.0 - 1e-12)).argmax())
+        job, price, rent = np.zeros(len(level)), np.zeros(len(small.capacity)), np.zeros(len(level))
+        job[stuck] = 1.0
+        rent[stuck] = caps[stuck] * small.level[stuck]
+    unit = float(small.count @ (job * program.level))
+    return program, job / unit, price / unit, rent / unit
+
+
+def _proofs(merged: Merged, cuts: list[tuple[_Cut, Floats]]) -> tuple[LevelProof, ...]:
+    """Each shared bottleneck's prices by job; without space sharing with all before it."""
+    proofs, before = [], np.zeros(len(merged.small.capacity))
+    for cut, level in cuts:
+        job, price, time = cut.priced(level)
+        if merged.pairing is None:
+            before = before + price
+            proofs.append(LevelProof(resource_prices=before / (len(proofs) + 1)))
+        else:
+            proofs.append(
+                LevelProof(
+                    resource_prices=price,
+                    job_prices=job[merged.row_of],
+                    time_prices=time[merged.row_of],
+                )
+            )
+    return tuple(proofs)
+
+
+def _no_more_than(merged: Merged, found: Solution, throughput: Floats) -> Solution:
+    """A solution without the last bits that rows got above their throughput [rows]."""
+    if merged.pairing is not None:
+        return found
+    reached = (merged.small.rate * found.x).sum(axis=1)
+    part = np.minimum(1.0, throughput / np.where(reached > 0, reached, 1.0))
+    return replace(found, x=found.x * part[:, None])
+
+
+def _scored(
+    merged: Merged,
+    found: Solution,
+    pairs: PairTimes,
+    start: tuple[Program, Floats, Floats, Floats],
+) -> Solution:
+    """The last solution with the objective, bound and prices of the first level."""
+    program, job, price, time = start
+    if merged.pairing is None:
+        reached = (program.rate * found.x).sum(axis=1)
+        bound, job, price = dual_bound(program, job, price)
+        times = None
+    else:
+        reached = shared.reach(program, merged.pairing, found.x, pairs)[0]
+        bound, job, price, times = shared.bound_with_pairs(
+            program, merged.pairing, job, price, time
+        )
+    rows = program.demands
+    objective = float((reached[rows] / program.level[rows]).min())
+    gap = max(gap_between(program, objective, bound), 1.0 - found.z)
+    return replace(
+        found, z=objective, objective=objective, bound=bound, gap=gap, job_prices=job,
+        resource_prices=price, time_prices=times,
+    )  # fmt: skip

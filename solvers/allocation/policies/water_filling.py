@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..policy import Policy, normalised
-from ..water import Fill, constant_shares
+from ..water import Fill
 
 POLICIES = (
     Policy(
@@ -13,8 +13,8 @@ POLICIES = (
         unit="normalised throughput per weight",
         goal=lambda jobs: Fill(
             unit=normalised(jobs),
-            shares=constant_shares(jobs.weight),
-            group=np.unique(jobs.weight, return_inverse=True)[1],
+            weight=jobs.weight,
+            entity=np.full(jobs.num_jobs, -1),
         ),
     ),
 )
