@@ -8,6 +8,7 @@ from collections import defaultdict
 from math import fsum, inf, isclose
 
 from ..schema.jobs import Allocation, AllocationProblem, Job
+from .allocation_levels import unproved_levels
 from .allocation_policies import Pool, bound_of, objective_of
 
 TOLERANCE = 1e-6
@@ -135,4 +136,5 @@ def _objective(allocation: Allocation, pool: Pool) -> list[str]:
     if certificate.bound is not None and certificate.termination == "optimal":
         if not isclose(certificate.objective, certificate.bound, rel_tol=2 * TOLERANCE):
             faults.append(f"called optimal, but {certificate.objective} is not near its bound")
+        faults += unproved_levels(allocation, seen, effective_throughputs(allocation, seen))
     return faults

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import fsum, inf
 
-from ..schema.jobs import Allocation, AllocationProblem, Job
+from ..schema.jobs import Allocation, AllocationProblem, Certificate, Job, LevelPrices
+from .allocation_tree import Tree
 
 _APART, _TOGETHER = "/unconsolidated", "/consolidated"
 
@@ -155,6 +156,19 @@ class Pool:
         """The job's throughput on its fastest column."""
         return max(self.rate(name, column) for column in self.columns)
 
+    def best_in_company(self, name: str) -> float:
+        """The job's throughput on its fastest column, alone or beside another."""
+        if not self.problem.space_sharing:
+            return self.best(name)
+        job = self.jobs[name]
+        beside = [
+            rates[0]
+            for (model, _, scale), columns in self._pairs.items()
+            for rates in columns.values()
+            if (model, scale) == (job.model, job.scale_factor)
+        ]
+        return max(self.best(name), *beside) if beside and not self.is_flat else self.best(name)
+
     def dollars(self, name: str, column: str) -> float:
         """Dollars per hour while a job holds a column."""
         types = self.problem.num_devices
@@ -176,9 +190,25 @@ def levels(policy: str, pool: Pool) -> dict[str, float] | None:
         "makespan": lambda job: job.steps,
         "makespan_budget": lambda job: job.steps,
     }
+    if policy == "hierarchical":
+        shares = level_tree(policy, pool).first_shares()
+        return {m: shares[m] * pool.equal(m) / job.scale_factor for m, job in pool.jobs.items()}
     if policy not in definitions:
         return None
     return {name: definitions[policy](job) for name, job in pool.jobs.items()}
+
+
+def has_levels(policy: str) -> bool:
+    """Whether a policy goes on after the first bottleneck (5.4.3)."""
+    return policy in ("las_water_filling", "hierarchical")
+
+
+def level_tree(policy: str, pool: Pool) -> Tree:
+    """The tree through which levels rise."""
+    jobs = pool.jobs.values()
+    if policy == "hierarchical":
+        return Tree(jobs, pool.problem.jobs.entities)
+    return Tree((replace(job, entity=None) for job in jobs), ())
 
 
 def worths(policy: str, pool: Pool) -> dict[tuple[str, str], float] | None:
@@ -202,15 +232,14 @@ def worths(policy: str, pool: Pool) -> dict[tuple[str, str], float] | None:
 
 
 def objective_of(allocation: Allocation, pool: Pool, reached: dict[str, float]) -> float | None:
-    """The policy's objective at an allocation, by its formula.
+    """The policy's objective at an allocation, by its formula; None where it has none.
 
-    None where it has none over the allocation alone (hierarchical: shares depend on who
-    saturates).
+    Of water filling it is that of the first level.
     """
     policy = allocation.policy
     level, worth = levels(policy, pool), worths(policy, pool)
     if level is not None:
-        least = min(reached[name] / level[name] for name in pool.jobs)
+        least = min(reached[name] / level[name] for name in pool.jobs if level[name] > 0)
         return least if allocation.certificate.sense == "max" else _inverse(least)
     if worth is not None:
         return _total(allocation, pool, worth)
@@ -284,8 +313,7 @@ def bound_of(allocation: Allocation, pool: Pool) -> float | None:
     if policy == "makespan_budget" or (level is None and worth is None):
         return None
     y = {name: certificate.job_prices.get(name, 0.0) for name in pool.jobs}
-    earned = worth or {}
-    value = _priced_capacity(allocation, pool, y, earned)
+    value = priced_capacity(certificate, pool, worth)
     if level is not None:
         asked = fsum(y[name] * level[name] for name in pool.jobs)
         value = value / asked if asked > 0 else inf
@@ -295,19 +323,19 @@ def bound_of(allocation: Allocation, pool: Pool) -> float | None:
     return value - owed
 
 
-def _priced_capacity(
-    allocation: Allocation,
+def priced_capacity(
+    prices: Certificate | LevelPrices,
     pool: Pool,
-    y: dict[str, float],
-    worth: dict[tuple[str, str], float],
+    worth: dict[tuple[str, str], float] | None = None,
 ) -> float:
-    prices = allocation.certificate.resource_prices
+    """What the pool and all jobs' time are worth at prices: no throughputs are worth more."""
+    worth = worth or {}
+    y = {name: prices.job_prices.get(name, 0.0) for name in pool.jobs}
     rent = {
-        (m, c): fsum(n * prices.get(r, 0.0) for r, n in pool.holds(m, c).items())
+        (m, c): fsum(n * prices.resource_prices.get(r, 0.0) for r, n in pool.holds(m, c).items())
         for m in pool.jobs
         for c in pool.columns
     }
-    given = allocation.certificate.time_prices
     time: dict[str, float] = {}
     for m in pool.jobs:
         profits = [
@@ -315,11 +343,11 @@ def _priced_capacity(
             for c in pool.columns
             if pool.rate(m, c) > 0
         ]
-        time[m] = max(0.0, given.get(m, 0.0), *profits)
+        time[m] = max(0.0, prices.time_prices.get(m, 0.0), *profits)
     loss = 0.0
     if pool.problem.space_sharing:
         loss = max(0.0, _largest_pair_profit(pool, y, worth, rent, time)) / 2 * len(time)
-    paid = fsum(number * prices.get(r, 0.0) for r, number in pool.capacity.items())
+    paid = fsum(n * prices.resource_prices.get(r, 0.0) for r, n in pool.capacity.items())
     return paid + fsum(time.values()) + loss
 
 
@@ -330,13 +358,29 @@ def _largest_pair_profit(
     rent: dict[tuple[str, str], float],
     time: dict[str, float],
 ) -> float:
-    largest, names = 0.0, list(pool.jobs)
-    for i, a in enumerate(names):
-        for b in names[i + 1 :]:
+    """The most that two jobs leave over on a column beside their time and its rent.
+
+    Jobs of one model and scale factor have the same rates, so of each only the two that leave
+    most beside a given partner can be in the best pair.
+    """
+    kinds: dict[tuple[str, int], list[str]] = {}
+    for name, job in pool.jobs.items():
+        kinds.setdefault((job.model, job.scale_factor), []).append(name)
+    largest, groups = 0.0, list(kinds.values())
+    for i, first in enumerate(groups):
+        for second in groups[i:]:
+            a, b = first[0], second[-1]
+            if a == b or pool.jobs[a].scale_factor != pool.jobs[b].scale_factor:
+                continue
             for c in pool.columns:
-                first, second = pool.pair_rates((a, b), c)
-                if max(first, second) > 0 and pool.rate(a, c) > 0 and pool.rate(b, c) > 0:
-                    value = (worth.get((a, c), 0.0) + y[a]) * first
-                    value += (worth.get((b, c), 0.0) + y[b]) * second
-                    largest = max(largest, value - rent[a, c] - time[a] - time[b])
+                rates = pool.pair_rates((a, b), c)
+                if max(rates) > 0 and pool.rate(a, c) > 0 and pool.rate(b, c) > 0:
+                    left = [
+                        sorted((worth.get((m, c), 0.0) + y[m]) * rate - time[m] for m in group)
+                        for group, rate in zip((first, second), rates, strict=True)
+                    ]
+                    own = (
+                        left[0][-1] + left[0][-2] if first is second else left[0][-1] + left[1][-1]
+                    )
+                    largest = max(largest, own - rent[a, c])
     return largest

@@ -240,6 +240,20 @@ class PairShare:
 
 
 @record
+class LevelPrices:
+    """Prices at which some jobs of water filling (thesis 5.4.3) could rise no further.
+
+    At ``resource_prices`` the pool is worth just what the jobs that stopped until then pay for
+    their throughputs. Without space sharing a job pays the least that its throughput costs;
+    with it, ``job_prices`` and ``time_prices`` say what throughput and time are worth.
+    """
+
+    resource_prices: dict[str, Rate]
+    job_prices: dict[str, Rate] = Field(default_factory=dict)
+    time_prices: dict[str, Rate] = Field(default_factory=dict)
+
+
+@record
 class Certificate:
     """How good an allocation is, and how a stranger can tell.
 
@@ -247,6 +261,8 @@ class Certificate:
     where it is min); ``gap`` is their relative distance. ``resource_prices`` (per device of a
     type, or per dollar under ``budget``) ``job_prices`` (per unit of throughput) and,
     where jobs share, ``time_prices`` are the dual solution that proves the bound by weak duality.
+    Of water filling they prove the first level, and ``levels`` the others (those of jobs at
+    their own best need no proof).
     """
 
     termination: Literal["optimal", "feasible"]
@@ -258,6 +274,7 @@ class Certificate:
     resource_prices: dict[str, Rate] = Field(default_factory=dict)
     job_prices: dict[str, Rate] = Field(default_factory=dict)
     time_prices: dict[str, Rate] = Field(default_factory=dict)
+    levels: tuple[LevelPrices, ...] = ()
 
 
 @record
@@ -280,5 +297,5 @@ class Allocation:
 
 register_keys(
     Job, Entity, Jobs, ModelThroughput, PairThroughput, MixThroughput, Throughputs,
-    AllocationProblem, PairShare, Certificate, Allocation,
+    AllocationProblem, PairShare, LevelPrices, Certificate, Allocation,
 )  # fmt: skip

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from ...schema.jobs import Allocation, AllocationProblem, Certificate, PairShare
+from ...schema.jobs import Allocation, AllocationProblem, Certificate, LevelPrices, PairShare
 from .engine import Outcome
 from .instance import Instance, instance_of
 from .policy import Policy, policy_named, solve
@@ -97,10 +97,20 @@ def _certificate(instance: Instance, policy: Policy, outcome: Outcome) -> Certif
         method=outcome.method,
         resource_prices=dict(resources),
         job_prices=_named(instance, outcome.job_prices),
-        time_prices={} if outcome.time_prices is None else _named(instance, outcome.time_prices),
+        time_prices=_named(instance, outcome.time_prices),
+        levels=tuple(
+            LevelPrices(
+                resource_prices=dict(zip(names, proof.resource_prices.tolist(), strict=False)),
+                job_prices=_named(instance, proof.job_prices),
+                time_prices=_named(instance, proof.time_prices),
+            )
+            for proof in outcome.levels
+        ),
     )
 
 
-def _named(instance: Instance, prices: Floats) -> dict[str, float]:
+def _named(instance: Instance, prices: Floats | None) -> dict[str, float]:
+    if prices is None:
+        return {}
     kept = np.flatnonzero(prices > 0)
     return {str(instance.ids[m]): float(prices[m]) for m in kept.tolist()}

@@ -273,6 +273,24 @@ def _paying(
     return found
 
 
+def spare_prices(program: Program, pairing: Pairing, y: Floats, price: Floats, u: Floats) -> Floats:
+    """How much dearer each row's throughput might be before any column pays for itself [rows].
+
+    All rows at once may be dearer by this; 0 where some column costs nothing, alone or in
+    company.
+    """
+    envelope = _Envelope(program, pairing, u, y)
+    helped = np.maximum(envelope.best.max(axis=0)[pairing.kind], 0.0)
+    rent = program.usage * (price @ program.resources + pairing.charge)
+    left = rent - helped + u[:, None] - (y[:, None] + pairing.worth) * program.rate
+    beside = pairing.rate.max(axis=1)[pairing.kind]
+    fastest = np.maximum(program.rate, np.where(program.rate > 0, beside, 0.0))
+    left = np.where(left > TOLERANCE * float(rent.max()), left, 0.0)
+    each = np.where(program.rate > 0, left / np.where(fastest > 0, fastest, 1.0), np.inf)
+    spare: Floats = 0.5 * each.min(axis=1)
+    return spare
+
+
 def bound_with_pairs(
     program: Program, pairing: Pairing, y: Floats, price: Floats, u: Floats
 ) -> tuple[float, Floats, Floats, Floats]:

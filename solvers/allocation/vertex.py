@@ -28,7 +28,8 @@ def at_prices(program: Program, prices: Floats) -> Solution | None:
         prices: Of resources, at which the demands cost just what the pool is worth.
 
     Returns:
-        A solution whose rows keep to their cheapest columns; None where too many have a choice.
+        A solution whose rows keep to their cheapest columns; where it falls short, with prices
+        of the rows that had a choice, sharper than those given. None where too many had.
     """
     wanted = np.where(program.demands, program.level, 0.0)
     rent = rents(program, prices)
@@ -46,6 +47,8 @@ def at_prices(program: Program, prices: Floats) -> Solution | None:
         except BackendError:
             return None
         x[open_rows], z = found.x, min(found.z, 1.0)
+        if z < 1.0 and found.resource_prices.any():
+            prices = found.resource_prices
     used = program.resources @ (program.count @ (program.usage * x))
     z = min(z, float((program.capacity / np.maximum(used, program.capacity)).min()))
     return Solution(

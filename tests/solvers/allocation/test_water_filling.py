@@ -1,5 +1,7 @@
 """Water filling against a slow oracle that tests every job for room by a program of its own."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -103,3 +105,65 @@ def test_levels_of_a_deep_hierarchy_with_fifo_inside(seed, draw, oracle):
     assert check(found, problem) == []
     levels = np.array(list(found.throughputs.values())) / unit
     assert levels == pytest.approx(wanted, rel=1e-5, abs=1e-6 * wanted.max())
+
+
+LARGE = st.integers(10_000, 20_000)
+QUEUES = (
+    *TREE,
+    Entity(name="early", parent="guests"),
+    Entity(name="late", parent="guests", weight=4.0),
+    Entity(name="last", parent="late", policy="fifo"),
+)
+
+
+@pytest.mark.parametrize("space_sharing", [False, True])
+@drawn
+@given(seed=LARGE)
+def test_every_level_is_proved_to_a_checker_that_knows_only_the_definition(
+    seed, space_sharing, draw
+):
+    number, types, agnostic = 1 + seed % 37, 1 + seed % 5, seed % 4 == 0
+    problem = draw(
+        seed, num_jobs=number, num_types=types, num_models=1 + seed % number, entities=QUEUES,
+        space_sharing=space_sharing, heterogeneity="agnostic" if agnostic else "aware",
+    )  # fmt: skip
+    for policy in ("las_water_filling", "hierarchical"):
+        found = allocate(problem, policy)
+        assert check(found, problem) == []
+        assert found.certificate.termination == "optimal"
+
+
+@pytest.mark.parametrize("policy", ["las_water_filling", "hierarchical"])
+def test_the_checker_misses_a_level_without_its_proof(policy, draw):
+    problem = draw(11, num_jobs=20, entities=TREE)
+    found = allocate(problem, policy)
+    assert found.certificate.levels
+    bare = dataclasses.replace(found.certificate, levels=())
+    faults = check(dataclasses.replace(found, certificate=bare), problem)
+    assert any("nothing shows" in fault for fault in faults)
+
+
+def test_the_checker_sees_a_level_that_could_be_higher(draw):
+    """Whoever stops at the LAS objective, which water filling goes beyond, could rise."""
+    problem = draw(11, num_jobs=20)
+    level = allocate(problem, "las_water_filling")
+    flat = allocate(problem, "las_weighted")
+    instance = instance_of(problem)
+    least = flat.certificate.objective * instance.weight * instance.equal / instance.scale
+    shares = {
+        name: {c: time * float(least[m]) / level.throughputs[name] for c, time in row.items()}
+        for m, (name, row) in enumerate(level.x.items())
+    }
+    slower = dataclasses.replace(
+        level, x=shares, throughputs=dict(zip(level.x, least.tolist(), strict=True))
+    )
+    assert any("nothing shows" in fault for fault in check(slower, problem))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["las_water_filling", "hierarchical"])
+def test_hundreds_of_distinct_jobs_are_proved_level_by_level(policy, draw):
+    problem = draw(5, num_jobs=400, num_models=400, entities=TREE)
+    found = allocate(problem, policy)
+    assert check(found, problem) == []
+    assert len(found.certificate.levels) <= len(problem.num_devices)

@@ -1,0 +1,97 @@
+"""Whether every level of water filling is as high as it can be (thesis 5.4.3), by weak duality.
+
+A job stopped rightly if it is at its own best, or if some prices of the certificate say so: the
+pool is worth no more at these prices than what the job pays for its throughput together with
+those that had all of theirs when it stopped; a little more for it would have to come from them.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+from math import fsum, inf
+
+from ..schema.jobs import Allocation, LevelPrices
+from .allocation_policies import Pool, has_levels, level_tree, priced_capacity
+
+# No job could have risen by more than this part of its throughput (or twice it of its best).
+TOLERANCE = 1e-5
+# ... or only by what costs this part (or twice the certificate's gap) of the pool's worth.
+SLACK = 2e-9
+# Jobs whose times differ by less than this part stopped together.
+TOGETHER = 1e-6
+
+
+def unproved_levels(allocation: Allocation, pool: Pool, reached: dict[str, float]) -> list[str]:
+    """Faults of water filling: jobs of which nothing shows that they could not rise further."""
+    if not has_levels(allocation.policy) or allocation.certificate.bound is None:
+        return []
+    level = {m: reached[m] * job.scale_factor / pool.equal(m) for m, job in pool.jobs.items()}
+    has, stops = level_tree(allocation.policy, pool).times(level)
+    loose = [m for m in pool.jobs if reached[m] < pool.best_in_company(m) * (1 - TOLERANCE)]
+    slack = max(SLACK, 2 * (allocation.certificate.gap or 0.0))
+    for prices in allocation.certificate.levels:
+        proof = _Proof.of(prices, pool, reached, has, slack)
+        loose = [name for name in loose if not proof.stops(name, reached[name], stops[name])]
+    return [f"job {name!r}: nothing shows that {reached[name]} steps/s is all it can have"
+            for name in loose]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """What the pool is ``worth`` at prices, and what jobs pay by the time they have theirs."""
+
+    prices: LevelPrices
+    pool: Pool
+    worth: float
+    pays: dict[str, float]
+    times: list[float]
+    paid_by: list[float]
+    slack: float
+
+    @classmethod
+    def of(
+        cls,
+        prices: LevelPrices,
+        pool: Pool,
+        reached: dict[str, float],
+        has: dict[str, float],
+        slack: float,
+    ) -> "_Proof":
+        if pool.problem.space_sharing:
+            worth = priced_capacity(prices, pool)
+            pays = {m: prices.job_prices.get(m, 0.0) * reached[m] for m in pool.jobs}
+        else:
+            worth = fsum(n * prices.resource_prices.get(r, 0.0) for r, n in pool.capacity.items())
+            pays = {m: least_cost(pool, m, prices, reached[m]) for m in pool.jobs}
+        order = sorted(pool.jobs, key=lambda name: has[name])
+        paid_by = [0.0, *accumulate(pays[name] for name in order)]
+        return cls(prices, pool, worth, pays, [has[name] for name in order], paid_by, slack)
+
+    def stops(self, name: str, throughput: float, time: float) -> bool:
+        """Whether a little more would cost more than the others leave."""
+        before = self.paid_by[bisect_right(self.times, time * (1 + TOGETHER))]
+        # A job that has next to nothing is measured against its best.
+        more = max(throughput * (1 + TOLERANCE), 2 * TOLERANCE * self.pool.best(name))
+        if self.pool.problem.space_sharing:
+            wanted = self.prices.job_prices.get(name, 0.0) * more
+        else:
+            wanted = least_cost(self.pool, name, self.prices, more)
+        return wanted > self.pays[name] and before - self.pays[name] + wanted >= self.worth * (
+            1 - self.slack
+        )
+
+
+def least_cost(pool: Pool, name: str, prices: LevelPrices, throughput: float) -> float:
+    """The least that a throughput costs, time split over two columns or a column and idling."""
+    points = [(0.0, 0.0)]
+    for column in pool.columns:
+        held = pool.holds(name, column).items()
+        cost = fsum(number * prices.resource_prices.get(r, 0.0) for r, number in held)
+        points.append((pool.rate(name, column), cost))
+    least = inf
+    for slow, low in points:
+        for fast, high in points:
+            if slow <= throughput <= fast:
+                part = (throughput - slow) / (fast - slow) if fast > slow else 0.0
+                least = min(least, low + part * (high - low))
+    return least

@@ -1,0 +1,129 @@
+"""The tree of shares of thesis 5.4.3, by definition: who gets what first, who stops when.
+
+Times are volumes: what has been poured into a node from the start, its share summed over time.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import NamedTuple
+
+from ..schema.jobs import Entity, Job
+
+TOP = ""
+SAME_VOLUME = 1e-9
+
+
+class Tree:
+    """Jobs under their entities, in order of arrival; jobs without one stand at the top."""
+
+    def __init__(self, jobs: Iterable[Job], entities: Iterable[Entity]) -> None:
+        self.nodes = {TOP: Entity(name="top")} | {e.name: e for e in entities}
+        self.jobs: dict[str, dict[str, Job]] = {name: {} for name in self.nodes}
+        self.children: dict[str, list[str]] = {name: [] for name in self.nodes}
+        self.place: dict[str, int] = {}
+        for place, job in enumerate(jobs):
+            self.jobs[job.entity or TOP][job.id] = job
+            self.place[job.id] = place
+        for name, node in self.nodes.items():
+            if name != TOP:
+                self.children[node.parent or TOP].append(name)
+        self.downwards = [TOP]
+        for name in self.downwards:
+            self.downwards.extend(self.children[name])
+        self.first: dict[str, int] = {}
+        for name in reversed(self.downwards):
+            own = [self.place[job] for job in self.jobs[name]]
+            below = [self.first[child] for child in self.children[name] if child in self.first]
+            if own or below:
+                self.first[name] = min(own + below)
+
+    def first_shares(self) -> dict[str, float]:
+        """Each job's share of the whole while nobody has stopped; 0: it waits."""
+        share, answer = {TOP: 1.0}, dict.fromkeys(self.place, 0.0)
+        for name in self.downwards:
+            below = [child for child in self.children[name] if child in self.first]
+            if self.nodes[name].policy == "fifo":
+                for job in self.jobs[name]:
+                    answer[job] = share[name] if self.place[job] == self.first[name] else 0.0
+                for child in below:
+                    share[child] = share[name] * (self.first[child] == self.first[name])
+                continue
+            total = sum(job.priority_weight for job in self.jobs[name].values())
+            total += sum(self.nodes[child].weight for child in below)
+            for job, entry in self.jobs[name].items():
+                answer[job] = share[name] * entry.priority_weight / total
+            for child in below:
+                share[child] = share[name] * self.nodes[child].weight / total
+        return answer
+
+    def times(self, level: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        """When each job has its level, and when it stops there, in volume of the top.
+
+        A job that waits for its turn again in a FIFO node stops only when that turn comes and
+        leaves it no higher.
+        """
+        ends: dict[str, list[_End]] = {}
+        for name in reversed(self.downwards):
+            below = {c: ends.pop(c) for c in self.children[name] if c in self.first}
+            is_fifo = self.nodes[name].policy == "fifo"
+            pour = self._in_turn if is_fifo else self._together
+            ends[name] = pour(name, level, below)
+        return {e.job: e.has for e in ends[TOP]}, {e.job: e.stops for e in ends[TOP]}
+
+    def _together(
+        self, name: str, level: dict[str, float], below: dict[str, list["_End"]]
+    ) -> list["_End"]:
+        """All members rise by weight: at height h a member holds weight * min(h, its height)."""
+        own = {job: level[job] / entry.priority_weight for job, entry in self.jobs[name].items()}
+        tops = [(height, self.jobs[name][job].priority_weight) for job, height in own.items()]
+        for child, inner in below.items():
+            weight = self.nodes[child].weight
+            tops.append((max(end.stops for end in inner) / weight, weight))
+        tops.sort()
+        heights = [height for height, _ in tops]
+        full = [*accumulate((height * weight for height, weight in tops), initial=0.0)]
+        rising = [*accumulate((weight for _, weight in reversed(tops)), initial=0.0)][::-1]
+
+        def volume(height: float) -> float:
+            done = bisect_right(heights, height)
+            return full[done] + height * rising[done]
+
+        ends = [_End(job, volume(height), volume(height)) for job, height in own.items()]
+        for child, inner in below.items():
+            weight = self.nodes[child].weight
+            ends += [_End(e.job, volume(e.has / weight), volume(e.stops / weight)) for e in inner]
+        return ends
+
+    def _in_turn(
+        self, name: str, level: dict[str, float], below: dict[str, list["_End"]]
+    ) -> list["_End"]:
+        """All goes to the member whose first job still running came first, until that stops."""
+        left = {job: [_End(job, level[job], level[job])] for job in self.jobs[name]} | below
+        ends, has = [], dict[str, float]()
+        poured, held = 0.0, dict.fromkeys(left, 0.0)
+        while left:
+            head = min(left, key=lambda member: min(self.place[e.job] for e in left[member]))
+            first = min(left[head], key=lambda end: self.place[end.job])
+            until = max(first.stops, held[head])
+            for end in left[head]:
+                if end.has <= until * (1 + SAME_VOLUME):
+                    has.setdefault(end.job, poured + max(min(end.has, until) - held[head], 0.0))
+            # Who stops at the same volume as the first may only wait for its turn.
+            done = [e for e in left[head] if e is first or e.stops < until * (1 - SAME_VOLUME)]
+            for end in done:
+                stops = poured + max(end.stops - held[head], 0.0)
+                ends.append(_End(end.job, has[end.job], stops))
+            poured, held[head] = poured + until - held[head], until
+            left[head] = [end for end in left[head] if end not in done]
+            if not left[head]:
+                del left[head]
+        return ends
+
+
+class _End(NamedTuple):
+    """Volumes of a node at which a job has its level and at which it stops."""
+
+    job: str
+    has: float
+    stops: float
