@@ -62,12 +62,14 @@ def hetflow(folder: Path, *arguments: str) -> str:
     return command(folder, "-m", "hetflow.cli.main", *arguments)
 
 
-def profile(folder: Path, model: str) -> None:
-    """Profile a model's layers on both device types."""
+def profile(folder: Path, model: str, quick: bool) -> None:
+    """Profile a model's layers on both device types; the link is stated, so none is measured."""
     devices = [word for device in DEVICES for word in ("--device", device)]
+    devices += ["--quick"] if quick else []
     hetflow(
         folder, "profile", f"{SCRIPT}:{model}", "--name", model, "--layers", "--microbatch-size",
-        str(MICROBATCH_SIZE), "--batch-sizes", str(MICROBATCH_SIZE), *devices, "-o", "profiles",
+        str(MICROBATCH_SIZE), "--batch-sizes", str(MICROBATCH_SIZE), "--sync-devices", "0",
+        *devices, "-o", "profiles",
     )  # fmt: skip
 
 
@@ -116,13 +118,15 @@ def result(model: str, pool: str, run: RunRecord, alone: float) -> Result:
     )
 
 
-def compare(models: tuple[str, ...], pools: tuple[str, ...], steps: int) -> list[Result]:
-    """All models on all pools."""
+def compare(
+    models: tuple[str, ...], pools: tuple[str, ...], steps: int, *, quick: bool = False
+) -> list[Result]:
+    """All models on all pools; ``quick`` measures the profiles roughly."""
     found = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for model in models:
-            profile(folder, model)
+            profile(folder, model, quick)
             alone = one_device_loss(folder, model, steps)
             for pool in pools:
                 run = pipeline(folder, model, pool, steps)
@@ -149,7 +153,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     if arguments.quick:
-        found = compare(MODELS[:1], POOLS[:1], 4)
+        found = compare(MODELS[:1], POOLS[:1], 4, quick=True)
     else:
         found = compare(MODELS, POOLS, arguments.steps)
     mean = sum(abs(entry.error) for entry in found) / len(found)
