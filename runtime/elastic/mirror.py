@@ -96,15 +96,16 @@ class Mirror:
             holdings: The virtual nodes of each worker, by rank.
             rank: This worker.
         """
+        if not self.num_bytes:
+            self._arriving, self._work = None, None
+            return
         self._order = [node for nodes in holdings for node in nodes]
         most = max(len(nodes) for nodes in holdings)
         own = self._rows.new_zeros((most, self.num_bytes))
-        if self.num_bytes:
-            slots = self._slots
-            for row, node in zip(own, holdings[rank], strict=False):
-                torch.cat([slot.bytes_of(slot.value_of(node)) for slot in slots], out=row)
+        for row, node in zip(own, holdings[rank], strict=False):
+            torch.cat([slot.bytes_of(slot.value_of(node)) for slot in self._slots], out=row)
         kept = [n * most + i for n, nodes in enumerate(holdings) for i in range(len(nodes))]
-        if len(holdings) == 1 or not self.num_bytes:
+        if len(holdings) == 1:
             self._arriving, self._work = own[: len(kept)], None
             return
         on_host = own.cpu() if own.is_cuda and dist.get_backend() == "gloo" else own
