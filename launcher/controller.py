@@ -16,6 +16,7 @@ from ..schema.run import Generation, RunEvent, RunRecord
 from .devices import Seat, crowding, seat_workers
 from .failures import Failure, first_cause, interruption, silence, tail_of
 from .generations import Generations
+from .heartbeat import Limits
 from .hosts import Alone, Together
 from .inbox import Inbox
 from .request import LaunchRequest, check_checkpoints, check_folder, check_script, make_folder
@@ -93,11 +94,9 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
         last = run.generations
         reports = []
         if failure is None and hosts.is_first:
-            reports = (
-                hosts.reports(last.config.world_size, last.number) if last else hosts.reports()
-            )
+            reports = hosts.reports(*last.where) if last else hosts.reports()
         hosts.leave()
-    history = last.history if last else []
+    history = last.history.entries if last else []
     record = _record(request, failure, reports, time.monotonic() - began, history)
     if hosts.is_first and request.folder.is_dir():
         files.write(request.folder / "run.json", record, force=True)
@@ -178,13 +177,19 @@ class _Run:
             inbox,
             self._start_newcomers,
             on_failure=request.on_failure or "shrink",
-            heartbeat_seconds=request.heartbeat_seconds,
-            progress_seconds=request.timeout_seconds,
+            limits=Limits(request.heartbeat_seconds, request.timeout_seconds),
+            restart=self._restart if request.checkpoint is not None else None,
             warn=self._warn,
         )
 
     def _start_newcomers(
-        self, config: LaunchConfig, number: int, ranks: dict[str, int], joining: Sequence[str]
+        self,
+        config: LaunchConfig,
+        number: int,
+        ranks: dict[str, int],
+        joining: Sequence[str],
+        *,
+        joins: bool = True,
     ) -> None:
         assert self._inbox is not None
         slots = [config.workers[ranks[name]] for name in joining]
@@ -194,9 +199,19 @@ class _Run:
         files.write(path, config, force=True)
         names = {ranks[name]: name for name in joining}
         self._seats |= {names[seat.slot.rank]: seat for seat in seats}
-        coming = NewGeneration(number=number, config=path.resolve(), names=names)
+        assert self.generations is not None
+        coming = NewGeneration(
+            number=number,
+            config=path.resolve(),
+            names=names,
+            joins=joins,
+            restarted_at=self.generations.restarted_at,
+        )
         request = replace(self._request, config=config)
         self._workers.start(_commands(request, seats, self._meeting, coming))
+
+    def _restart(self, config: LaunchConfig, number: int, ranks: dict[str, int]) -> None:
+        self._start_newcomers(config, number, ranks, list(ranks), joins=False)
 
     def _supervise(self) -> Failure | None:
         request, workers, signals = self._request, self._workers, self._signals

@@ -13,14 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..schema.errors import HetflowError
 from ..schema.files import to_json
 from ..schema.launch import LaunchConfig
 from ..schema.resize import ResizeAnswer, ResizeRequest
-from ..schema.run import Generation, GenerationWorker
+from ..schema.run import GenerationKind
 from .failures import Failure
+from .heartbeat import Limits, hung
+from .history import History, devices_of
 from .inbox import Inbox
 from .mapping import renumbered, seated, without
 from .request import OnFailure
@@ -31,6 +33,7 @@ CAUSE_SECONDS = 1.0
 MAX_TRIES = 3
 
 Start = Callable[[LaunchConfig, int, dict[str, int], Sequence[str]], None]
+Restart = Callable[[LaunchConfig, int, dict[str, int]], None]
 
 
 @dataclass(slots=True)
@@ -58,8 +61,8 @@ class Generations:
         inbox: Requests.
         start: Starts workers: config, generation, rank by name, names to start.
         on_failure: Whether a launch goes on without a worker that died.
-        heartbeat_seconds: Silence after which a worker counts as hung.
-        progress_seconds: How long others may wait for one that gets no further.
+        limits: When a worker counts as hung.
+        restart: Starts a whole generation from the last checkpoint; None where there is none.
         warn: Tells the user something that does not end the launch.
     """
 
@@ -71,15 +74,16 @@ class Generations:
         start: Start,
         *,
         on_failure: OnFailure,
-        heartbeat_seconds: float,
-        progress_seconds: float,
+        limits: Limits,
+        restart: Restart | None = None,
         warn: Callable[[str], None],
     ) -> None:
         self._workers, self._inbox, self._start, self._warn = workers, inbox, start, warn
         self._on_failure = on_failure
-        self._heartbeat, self._progress = heartbeat_seconds, progress_seconds
-        self._began = time.monotonic()
+        self._limits = limits
         self.number, self.config = 0, config
+        self.restarted_at = 0
+        self._restart = restart
         self._highest = 0
         self._ranks = {str(slot.rank): slot.rank for slot in config.workers}
         self._phase: Literal["starting", "running", "changing", "switching", "breaking", "forming"]
@@ -97,9 +101,11 @@ class Generations:
         self._last_broken_at: tuple[int, int] = (-1, 0)
         self._closed: str | None = None
         self._wanted: LaunchConfig | None = None
-        self._since = self._began
+        self._since = 0.0
+        self._num_restarts = 0
         inbox.show(config)
-        self.history = [self._entry("start", "the launch", joined=tuple(self._ranks))]
+        self.history = History()
+        self._remember("start", "the launch", joined=tuple(self._ranks))
 
     # What happens
 
@@ -154,7 +160,7 @@ class Generations:
             self.number = self._highest
             pause = time.monotonic() - self._broke_at
             detail = "; ".join(self._causes.values()) or "connections were lost"
-            self.history.append(self._entry("failure", detail, left=tuple(self._dead), pause=pause))
+            self._remember("failure", detail, left=tuple(self._dead), pause_seconds=pause)
             self._warn(f"{detail}; going on with {len(self._ranks)} worker(s)")
             self._causes, self._dead = {}, []
             self._inbox.show(self.config)
@@ -185,7 +191,7 @@ class Generations:
         if self._closed is not None:
             self._refuse(path, f"{self._closed}; such a job cannot be resized")
             return
-        detail = f"asked for {_devices(request.config)}"
+        detail = f"asked for {devices_of(request.config)}"
         self._begin(renumbered(self.config, request.config), path, detail, "resize")
         self._wanted = None
 
@@ -257,11 +263,11 @@ class Generations:
         self._inbox.show(self.config)
         pause = max(self._pauses, default=0.0)
         joined, left = tuple(change.joining), tuple(change.leaving)
-        self.history.append(self._entry(change.kind, change.detail, joined, left, pause))
+        self._remember(change.kind, change.detail, joined=joined, left=left, pause_seconds=pause)
         if change.request is not None:
             answer = ResizeAnswer(
                 status="done",
-                detail=f"{_devices(change.config)} from now on",
+                detail=f"{devices_of(change.config)} from now on",
                 generation=self.number,
                 joined=joined,
                 left=left,
@@ -288,23 +294,14 @@ class Generations:
     # Failures
 
     def _kill_hung(self) -> None:
-        now = time.monotonic()
-        lines = {n: line for n, line in self._workers.lines().items() if n in self._ranks}
         if self._phase == "starting" or self._on_failure == "stop" or self._closed is not None:
             return
-        others_wait = any(line.is_waiting for line in lines.values())
-        for name, line in lines.items():
-            if line.heard_at is None or name in self._causes or name in self._finished:
-                continue
-            silent = now - line.heard_at
-            if silent > self._heartbeat:
-                self._kill(name, f"gave no sign of life for {silent:.1f} s and was killed")
-            elif others_wait and not line.is_waiting and now - line.moved_at > self._progress:
-                self._kill(name, f"got no further for {self._progress:g} s and was killed")
-
-    def _kill(self, name: str, why: str) -> None:
-        self._causes[name] = f"{self._who(name)} {why}"
-        self._workers.kill(name)
+        silent = self._causes.keys() | self._finished
+        watched = [name for name in self._ranks if name not in silent]
+        lines = {n: line for n, line in self._workers.lines().items() if n in watched}
+        for name, why in hung(lines, self._limits, time.monotonic()):
+            self._causes[name] = f"{self._who(name)} {why}"
+            self._workers.kill(name)
 
     def _who(self, name: str) -> str:
         return f"worker {name} ({self.config.workers[self._ranks[name]].device_type})"
@@ -324,6 +321,8 @@ class Generations:
                     return failure
                 else:
                     self._break_off()
+            elif self._can_restart(failure):
+                self._restart_all(failure, name)
             elif not self._can_survive(failure):
                 return self._explained(failure, name)
             else:
@@ -341,17 +340,40 @@ class Generations:
             cause = f"{lost}; {self._who(name)} could not go on without it outside of a step"
         return replace(failure, sentence_of_ours=cause) if cause else failure
 
-    def _can_survive(self, failure: Failure) -> bool:
+    def _is_mendable(self, failure: Failure) -> bool:
+        """Whether a worker died that nothing in the script stopped."""
         by_signal = failure.exit_code > 128 and failure.exit_code - 128 in signal.valid_signals()
+        going_on = self._on_failure != "stop" and self._closed is None
+        return going_on and by_signal and self._phase != "starting"
+
+    def _can_survive(self, failure: Failure) -> bool:
         alive = [name for name in self._alive() if name != str(failure.rank)]
-        return (
-            self._on_failure != "stop"
-            and self._closed is None
-            and self._phase != "starting"
-            and by_signal
-            and bool(alive)
-            and not any(self._workers.is_done(name) for name in alive)
-        )
+        done = any(self._workers.is_done(name) for name in alive)
+        return self._is_mendable(failure) and bool(alive) and not done
+
+    def _can_restart(self, failure: Failure) -> bool:
+        """Whether nobody is left who holds the state, and a checkpoint may."""
+        alone = self._alive() in ([str(failure.rank)], [])
+        tries_left = self._restart is not None and self._num_restarts < MAX_TRIES
+        return self._is_mendable(failure) and alone and tries_left
+
+    def _restart_all(self, failure: Failure, name: str) -> None:
+        """Start everybody anew; they go on from the last checkpoint."""
+        assert self._restart is not None
+        cause = self._causes.pop(name, None) or failure.sentence()
+        left = (*self._dead, name)
+        self._causes, self._dead, self._finished = {}, [], set()
+        self._workers.forget(name)
+        self._cancel("the last worker was lost meanwhile")
+        self._num_restarts += 1
+        self._highest += 1
+        self.number, self.restarted_at = self._highest, self._highest
+        self._phase, self._joined = "starting", set()
+        self._ranks = {next(self._names): slot.rank for slot in self.config.workers}
+        self._restart(self.config, self.number, self._ranks)
+        self._workers.show(_first(self._ranks))
+        self._remember("restart", cause, joined=tuple(self._ranks), left=left)
+        self._warn(f"{cause}; starting again from the last checkpoint")
 
     def _alive(self) -> list[str]:
         return [name for name in self._ranks if name not in self._dead]
@@ -423,42 +445,23 @@ class Generations:
 
     # Common
 
+    def _remember(self, kind: GenerationKind, detail: str, **more: Any) -> None:
+        self.history.add(self.number, kind, detail, self.config, self._ranks, **more)
+
     def _tell(self, names: Sequence[str], kind: str, **content: object) -> None:
         lines = self._workers.lines()
         for name in names:
             if name in lines:
                 lines[name].send(kind, **content)
 
-    def _entry(
-        self,
-        kind: Literal["start", "resize", "failure", "replace"],
-        detail: str,
-        joined: tuple[str, ...] = (),
-        left: tuple[str, ...] = (),
-        pause: float | None = None,
-    ) -> Generation:
-        by_rank = {rank: name for name, rank in self._ranks.items()}
-        return Generation(
-            number=self.number,
-            kind=kind,
-            at_seconds=time.monotonic() - self._began,
-            detail=detail,
-            workers=tuple(
-                GenerationWorker(
-                    name=by_rank[slot.rank],
-                    device_type=slot.device_type,
-                    virtual_nodes=tuple(node.index for node in slot.virtual_nodes),
-                )
-                for slot in self.config.workers
-            ),
-            joined=joined,
-            left=left,
-            pause_seconds=pause,
-        )
-
     def settle(self) -> None:
         """All workers are done: whoever was still on the way in is not needed."""
         self._cancel("the run ended before the newcomers could join")
+
+    @property
+    def where(self) -> tuple[int, int, int]:
+        """Where the last generation reports: its size, its number, the last restart."""
+        return self.config.world_size, self.number, self.restarted_at
 
     @property
     def only_newcomers_left(self) -> bool:
@@ -468,10 +471,3 @@ class Generations:
 
 def _first(ranks: dict[str, int]) -> str:
     return min(ranks, key=ranks.__getitem__)
-
-
-def _devices(config: LaunchConfig) -> str:
-    numbers: dict[str, int] = {}
-    for slot in config.workers:
-        numbers[slot.device_type] = numbers.get(slot.device_type, 0) + 1
-    return ",".join(f"{number}x{name}" for name, number in numbers.items())

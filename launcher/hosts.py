@@ -64,10 +64,13 @@ class Alone:
     def leave(self) -> None:
         """Nobody to leave."""
 
-    def reports(self, world_size: int | None = None, generation: int = 0) -> list[WorkerReport]:
+    def reports(
+        self, world_size: int | None = None, generation: int = 0, restarted_at: int = 0
+    ) -> list[WorkerReport]:
         """What the workers of the last generation measured."""
         self._thread.join()
-        return read_reports(self._store, world_size or self._config.world_size, generation)
+        size = world_size or self._config.world_size
+        return read_reports(self._store, size, generation, restarted_at)
 
 
 class Together:
@@ -231,7 +234,9 @@ class Together:
                     return
                 time.sleep(0.05)
 
-    def reports(self, world_size: int | None = None, generation: int = 0) -> list[WorkerReport]:
+    def reports(
+        self, world_size: int | None = None, generation: int = 0, restarted_at: int = 0
+    ) -> list[WorkerReport]:
         """What all workers measured; for node 0. Workers on several hosts stay as they are."""
         return read_reports(self._store.underlying_store, self._config.world_size)
 

@@ -46,11 +46,17 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewGeneration:
-    """What workers join that are started later: its number, its config, each rank's name."""
+    """What workers join that are started later: its number, its config, each rank's name.
+
+    ``joins`` says that others train already; else all of its workers start from a checkpoint.
+    ``restarted_at`` is the generation that last did so.
+    """
 
     number: int
     config: Path
     names: dict[int, str]
+    joins: bool
+    restarted_at: int
 
 
 def worker_commands(
@@ -108,7 +114,8 @@ def worker_commands(
         }
         settings |= _device_settings(seat, meeting, inherited) | pins(determinism)
         if generation is not None:
-            settings[names.JOINS] = str(generation.number)
+            settings["TORCHELASTIC_RESTART_COUNT"] = str(generation.restarted_at)
+            settings |= {names.JOINS: str(generation.number)} if generation.joins else {}
         if determinism != "none":
             settings |= {names.DETERMINISM: determinism, names.SEED: str(seed)}
         if checkpoint is not None:

@@ -80,10 +80,13 @@ def prefixed(store: Any) -> Any:
     return PrefixStore("launcher", store)
 
 
-def read_reports(store: Any, world_size: int, generation: int = 0) -> list[WorkerReport]:
+def read_reports(
+    store: Any, world_size: int, generation: int = 0, restarted_at: int = 0
+) -> list[WorkerReport]:
     """What the workers of the last generation measured, of those that said so."""
     reports = []
-    prefix = f"hetflow/0/generation/{generation}" if generation else "hetflow/0"
+    prefix = f"hetflow/{restarted_at}"
+    prefix += f"/generation/{generation}" if generation != restarted_at else ""
     for rank in range(world_size):
         key = f"{prefix}/report/{rank}"
         if store.check([key]):

@@ -41,6 +41,9 @@ class RunEvent:
     detail: str
 
 
+GenerationKind = Literal["start", "resize", "failure", "replace", "restart"]
+
+
 @record
 class GenerationWorker:
     """A worker of one generation, and the virtual nodes it runs."""
@@ -59,7 +62,7 @@ class Generation:
     """
 
     number: Index
-    kind: Literal["start", "resize", "failure", "replace"]
+    kind: GenerationKind
     at_seconds: Seconds
     detail: str
     workers: tuple[GenerationWorker, ...]

@@ -44,7 +44,7 @@ class Control:
         self.num_jobs = 0
         self._changed = threading.Condition()
         self.connections = Connections()
-        self.generation = 0
+        self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
         self.broken = -1
         self.announced: Message | None = None
         self.recovery: Message | None = None

@@ -1,0 +1,58 @@
+"""What a launch remembers of its generations."""
+
+import time
+from collections.abc import Mapping
+
+from ..schema.launch import LaunchConfig
+from ..schema.run import Generation, GenerationKind, GenerationWorker
+
+
+class History:
+    """The generations so far; ``entries`` go into the run record."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.entries: list[Generation] = []
+
+    def add(
+        self,
+        number: int,
+        kind: GenerationKind,
+        detail: str,
+        config: LaunchConfig,
+        ranks: Mapping[str, int],
+        *,
+        joined: tuple[str, ...] = (),
+        left: tuple[str, ...] = (),
+        pause_seconds: float | None = None,
+    ) -> None:
+        """A generation has come together: ``ranks`` names its workers."""
+        by_rank = {rank: name for name, rank in ranks.items()}
+        workers = tuple(
+            GenerationWorker(
+                name=by_rank[slot.rank],
+                device_type=slot.device_type,
+                virtual_nodes=tuple(node.index for node in slot.virtual_nodes),
+            )
+            for slot in config.workers
+        )
+        self.entries.append(
+            Generation(
+                number=number,
+                kind=kind,
+                at_seconds=time.monotonic() - self._began,
+                detail=detail,
+                workers=workers,
+                joined=joined,
+                left=left,
+                pause_seconds=pause_seconds,
+            )
+        )
+
+
+def devices_of(config: LaunchConfig) -> str:
+    """The devices of a launch as ``--gpus`` names them."""
+    numbers: dict[str, int] = {}
+    for slot in config.workers:
+        numbers[slot.device_type] = numbers.get(slot.device_type, 0) + 1
+    return ",".join(f"{number}x{name}" for name, number in numbers.items())

@@ -1,0 +1,177 @@
+"""The parts of changing workers: the mirror of buffers, connections, messages, transfers."""
+
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from hetflow.runtime.buffers import VirtualNodeBuffers
+from hetflow.runtime.elastic import transfer
+from hetflow.runtime.elastic.control import Control
+from hetflow.runtime.elastic.mirror import Mirror
+from hetflow.runtime.elastic.sockets import Connections
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer that is no batch-norm's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("fixed", torch.arange(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.norm(x)
+
+
+def run_pass(model: nn.Module, buffers: VirtualNodeBuffers, node: int) -> None:
+    buffers.load(node)
+    model(torch.randn(4, 3) + node)
+    buffers.save(node)
+
+
+def test_the_mirror_has_what_passes_changed_once_the_step_counts() -> None:
+    model = Counting()
+    buffers = VirtualNodeBuffers(model, [0, 1], [4, 4, 4])
+    mirror = Mirror(buffers, 3)
+    before = mirror.num_bytes
+    for node in (0, 1):
+        run_pass(model, buffers, node)
+    mirror.launch([[0, 1]], 0)
+    mirror.wait()
+    assert mirror.state()["nodes"] == [{}, {}, {}]  # not agreed on yet
+    mirror.commit()
+    kept = mirror.state()["nodes"]
+    assert set(kept[0]) == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+    assert not torch.equal(kept[0]["norm.running_mean"], kept[1]["norm.running_mean"])
+    assert kept[2] == {}
+    # A buffer that a pass was first seen to change joins; one that nobody changes does not.
+    assert sum(mirror.found) == 1
+    assert mirror.grow(mirror.found)
+    assert mirror.num_bytes == before + 4
+    mirror.launch([[0, 1]], 0)
+    mirror.wait()
+    mirror.commit()
+    assert mirror.state()["nodes"][1]["calls"].item() == 1
+
+
+def test_a_step_that_does_not_count_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    model = Counting()
+    buffers = VirtualNodeBuffers(model, [0, 1], [4, 4])
+    mirror = Mirror(buffers, 2)
+    mirror.grow([1.0, 0.0])
+    run_pass(model, buffers, 0)
+    mirror.launch([[0, 1]], 0)
+    mirror.wait()
+    mirror.commit()
+    expected = {name: value.clone() for name, value in mirror.state()["nodes"][0].items()}
+    run_pass(model, buffers, 0)
+    run_pass(model, buffers, 1)
+    buffers.move([0], mirror.state())
+    buffers.load(0)
+    for name, value in dict(model.named_buffers()).items():
+        if name in expected:
+            assert torch.equal(value, expected[name]), name
+
+
+def test_what_the_script_writes_between_steps_is_everybodys() -> None:
+    model = Counting()
+    buffers = VirtualNodeBuffers(model, [0, 1], [4, 4])
+    mirror = Mirror(buffers, 2)
+    run_pass(model, buffers, 0)
+    mirror.launch([[0, 1]], 0)
+    mirror.commit()
+    buffers.install(buffers.merged(None))
+    model.norm.running_mean.fill_(7.0)
+    mirror.rewrite(buffers.begin_step())
+    buffers.move([0, 1], mirror.state())
+    buffers.load(0)
+    assert model.norm.running_mean.tolist() == [7.0] * 3
+    assert model.norm.num_batches_tracked == 1
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        return near, server.accept()[0]
+
+
+def test_cutting_wakes_who_waits_and_leaves_other_connections() -> None:
+    connections = Connections()
+    kept = pair()
+    with connections.opening():
+        own = pair()
+        listening = socket.create_server(("127.0.0.1", 0))
+    timer = threading.Timer(0.1, connections.cut)
+    timer.start()
+    began = time.monotonic()
+    assert own[0].recv(1) == b""
+    assert time.monotonic() - began < 5
+    kept[0].sendall(b"x")
+    assert kept[1].recv(1) == b"x"
+    socket.create_connection(listening.getsockname()).close()
+    for one in (*own, *kept, listening):
+        one.close()
+    connections.cut()  # numbers that are closed, or another's by now, are left alone
+    timer.join()
+
+
+def test_messages_arrive_while_the_main_thread_is_busy() -> None:
+    near, far = socket.socketpair()
+    control = Control(near, "3", survives=True)
+    far.sendall(b'{"kind": "abort", "generation": 0}\n{"kind": "rec')
+    control.wait(lambda: control.is_broken, lambda: None)
+    far.sendall(b'over", "generation": 1}\n')
+    control.wait(lambda: control.recovery is not None, lambda: None)
+    control.generation = 1
+    assert not control.is_broken
+    control.send("lost", generation=0)
+    said = [json.loads(line) for line in far.recv(1 << 16).splitlines()]
+    assert {message["kind"] for message in said} == {"beat", "lost"}
+    far.close()
+    time.sleep(0.1)  # until the thread has seen it
+    near.close()
+
+
+VALUE = {
+    "weights": torch.arange(6.0).reshape(2, 3).t(),
+    "empty": torch.zeros(0, 3),
+    "number": torch.tensor(7),
+    "half": torch.ones(5, dtype=torch.bfloat16),
+    "many": [torch.full((1000,), n) for n in range(3)],
+    "plain": [1, 2.5, None, "text"],
+}
+
+
+def carry(rank: int, folder: str) -> None:
+    transfer.CHUNK_BYTES = 4096  # so that tensors are joined and cut
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    if rank == 0:
+        transfer.send(VALUE, [1])
+    else:
+        found = transfer.receive(0)
+        assert found["plain"] == VALUE["plain"]
+        for name in ("weights", "empty", "number", "half"):
+            assert found[name].dtype == VALUE[name].dtype
+            assert torch.equal(found[name], VALUE[name])
+        assert all(torch.equal(a, b) for a, b in zip(found["many"], VALUE["many"], strict=True))
+        Path(folder, "done").touch()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_value_travels_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(carry, args=(str(tmp_path),), nprocs=2)
+    assert (tmp_path / "done").exists()
