@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
-from ..schema.errors import HetflowError
+from ..schema.errors import HetflowError, LaunchError
 from ..schema.files import to_json
 from ..schema.launch import LaunchConfig
 from ..schema.resize import ResizeAnswer, ResizeRequest
@@ -24,13 +24,10 @@ from .failures import Failure
 from .heartbeat import Limits, hung
 from .history import History, devices_of
 from .inbox import Inbox
-from .mapping import renumbered, seated, without
+from .losses import MAX_TRIES, Losses, reformed
+from .mapping import renumbered, seated
 from .request import OnFailure
 from .supervise import Workers
-
-# How long a worker that lost its connections waits for a death to be seen.
-CAUSE_SECONDS = 1.0
-MAX_TRIES = 3
 
 Start = Callable[[LaunchConfig, int, dict[str, int], Sequence[str]], None]
 Restart = Callable[[LaunchConfig, int, dict[str, int]], None]
@@ -93,15 +90,10 @@ class Generations:
         self._change: _Change | None = None
         self._left: set[str] = set()
         self._names = (str(number) for number in count(config.world_size))
-        self._lost: dict[str, int] = {}
+        self._losses = Losses()
         self._finished: set[str] = set()
-        self._broke_at = 0.0
-        self._causes: dict[str, str] = {}
-        self._dead: list[str] = []
-        self._last_broken_at: tuple[int, int] = (-1, 0)
         self._closed: str | None = None
         self._wanted: LaunchConfig | None = None
-        self._since = 0.0
         self._num_restarts = 0
         inbox.show(config)
         self.history = History()
@@ -121,26 +113,26 @@ class Generations:
         if failure is not None:
             return failure
         if self._phase == "breaking":
-            return self._recover_if_all_lost()
+            return self._recover_if_known()
         if self._phase in ("running", "starting") or self._change is not None:
             self._serve()
         return None
 
-    def _hear(self, name: str, message: dict[str, object]) -> None:
+    def _hear(self, name: str, message: dict[str, Any]) -> None:
         kind, change = message["kind"], self._change
         if kind == "joined" and message["generation"] == self._highest:
             self._joined.add(name)
-            self._pauses.append(float(message.get("pause_seconds", 0.0)))  # type: ignore[arg-type]
+            self._pauses.append(message.get("pause_seconds", 0.0))
             if self._joined >= self._ranks_in_the_making().keys():
                 self._all_joined()
         elif kind == "ready" and change is not None and name in change.joining:
             change.ready.add(name)
             if change.ready >= set(change.joining):
                 self._announce(change)
-        elif kind == "lost" and message["generation"] == self._highest:
-            if self._phase != "breaking":
-                self._break_off()
-            self._lost[name] = int(message["operation"])  # type: ignore[call-overload]
+        elif kind == "lost" and message["generation"] >= self.number:
+            self._break_off()
+            if message["generation"] == self._highest:  # else it will say so of this one, too
+                self._losses.operations[name] = message["operation"]
         elif kind == "finished":
             self._finished.add(name)  # its interpreter is about to end, and its heartbeat with it
         elif kind == "jobs":
@@ -158,11 +150,11 @@ class Generations:
         elif self._phase == "forming":
             self._phase = "running"
             self.number = self._highest
-            pause = time.monotonic() - self._broke_at
-            detail = "; ".join(self._causes.values()) or "connections were lost"
-            self._remember("failure", detail, left=tuple(self._dead), pause_seconds=pause)
+            pause, detail = time.monotonic() - self._losses.began, self._losses.sentence
+            left = tuple(self._losses.dead)
+            self._remember("failure", detail, left=left, pause_seconds=pause)
             self._warn(f"{detail}; going on with {len(self._ranks)} worker(s)")
-            self._causes, self._dead = {}, []
+            self._losses.forget()
             self._inbox.show(self.config)
             self._replace()
         elif self._phase == "starting":
@@ -296,11 +288,11 @@ class Generations:
     def _kill_hung(self) -> None:
         if self._phase == "starting" or self._on_failure == "stop" or self._closed is not None:
             return
-        silent = self._causes.keys() | self._finished
+        silent = self._losses.causes.keys() | self._finished
         watched = [name for name in self._ranks if name not in silent]
         lines = {n: line for n, line in self._workers.lines().items() if n in watched}
         for name, why in hung(lines, self._limits, time.monotonic()):
-            self._causes[name] = f"{self._who(name)} {why}"
+            self._losses.causes[name] = f"{self._who(name)} {why}"
             self._workers.kill(name)
 
     def _who(self, name: str) -> str:
@@ -326,18 +318,17 @@ class Generations:
             elif not self._can_survive(failure):
                 return self._explained(failure, name)
             else:
-                self._causes.setdefault(name, failure.sentence())
-                self._dead.append(name)
+                self._losses.bury(name, failure.sentence())
                 self._workers.forget(name)
                 self._break_off()
         return None
 
     def _explained(self, failure: Failure, name: str) -> Failure:
         """With why the controller ended it, or whose loss it did not survive."""
-        cause = self._causes.get(name)
-        if cause is None and failure.lost_peer and self._causes:
-            lost = "; ".join(self._causes.values())
-            cause = f"{lost}; {self._who(name)} could not go on without it outside of a step"
+        cause = self._losses.causes.get(name)
+        if cause is None and failure.lost_peer and self._losses.causes:
+            outside = f"{self._who(name)} could not go on without it outside of a step"
+            cause = f"{self._losses.sentence}; {outside}"
         return replace(failure, sentence_of_ours=cause) if cause else failure
 
     def _is_mendable(self, failure: Failure) -> bool:
@@ -360,9 +351,9 @@ class Generations:
     def _restart_all(self, failure: Failure, name: str) -> None:
         """Start everybody anew; they go on from the last checkpoint."""
         assert self._restart is not None
-        cause = self._causes.pop(name, None) or failure.sentence()
-        left = (*self._dead, name)
-        self._causes, self._dead, self._finished = {}, [], set()
+        self._losses.bury(name, failure.sentence())
+        cause, left = self._losses.sentence, tuple(self._losses.dead)
+        self._losses.forget()
         self._workers.forget(name)
         self._cancel("the last worker was lost meanwhile")
         self._num_restarts += 1
@@ -376,62 +367,34 @@ class Generations:
         self._warn(f"{cause}; starting again from the last checkpoint")
 
     def _alive(self) -> list[str]:
-        return [name for name in self._ranks if name not in self._dead]
+        return [name for name in self._ranks if name not in self._losses.dead]
 
     def _break_off(self) -> None:
         """End the generation; those who are left report how far they are."""
         if self._phase != "breaking":
-            if self._phase != "forming":
-                self._broke_at = time.monotonic()
-            self._since = time.monotonic()
-            self._lost = {}
+            self._losses.begin(is_again=self._phase == "forming")
             self._phase = "breaking"
             self._cancel("a worker was lost meanwhile")
             self._tell(self._alive(), "abort", generation=self._highest)
 
-    def _recover_if_all_lost(self) -> Failure | None:
+    def _recover_if_known(self) -> Failure | None:
+        """Tell those who are left who runs what now, as soon as they have said where they are."""
         alive = self._alive()
-        if not alive or not all(name in self._lost for name in alive):
+        if any(self._workers.is_done(name) for name in alive):
+            return Failure(exit_code=1, error=f"{self._losses.sentence} while others were done")
+        if not self._losses.are_known(alive):
             return None
-        if not self._dead and time.monotonic() - self._since < CAUSE_SECONDS:
-            return None
-        operations = {name: self._lost[name] for name in alive}
-        top = max(operations.values())
-        tries = self._last_broken_at[1] + 1 if self._last_broken_at[0] == top else 1
-        self._last_broken_at = (top, tries)
-        if tries > MAX_TRIES or min(operations.values()) < top - 1:
-            return Failure(
-                exit_code=1,
-                error=f"the workers lost each other {tries} times at the same step"
-                if tries > MAX_TRIES
-                else "the workers are more than one step apart",
-            )
-        self._form(operations, top)
-        return None
-
-    def _form(self, operations: dict[str, int], top: int) -> None:
-        """Tell those who are left who runs what now."""
-        if self._wanted is None:
-            self._wanted = self.config
-        lost = [rank for name, rank in self._ranks.items() if name not in operations]
-        config = without(self.config, lost)
-        types = {name: self.config.workers[self._ranks[name]].device_type for name in operations}
-        order = sorted(operations, key=self._ranks.__getitem__)
-        self.config, self._ranks = config, {name: rank for rank, name in enumerate(order)}
-        assert [types[name] for name in order] == [slot.device_type for slot in config.workers]
+        try:
+            operations = self._losses.check(alive)
+        except LaunchError as error:
+            return Failure(exit_code=1, error=error.message)
+        self._wanted = self._wanted or self.config
+        self.config, self._ranks, content = reformed(self.config, self._ranks, operations)
         self._highest += 1
         self._phase, self._joined, self._pauses = "forming", set(), []
-        ahead = [name for name in order if operations[name] == top]
-        self._tell(
-            order,
-            "recover",
-            generation=self._highest,
-            config=to_json(config),
-            ranks=self._ranks,
-            behind=[name for name in order if operations[name] < top],
-            donor=ahead[0],
-        )
+        self._tell(list(self._ranks), "recover", generation=self._highest, **content)
         self._workers.show(_first(self._ranks))
+        return None
 
     def _replace(self) -> None:
         """Start a replacement of who was lost, beside the others."""

@@ -191,8 +191,12 @@ class Member:
             found = control.recovery
             return found is not None and found["generation"] > max(control.broken, reported[0])
 
-        tick()
-        control.wait(is_there, tick)
+        control.is_waiting = True
+        try:
+            tick()
+            control.wait(is_there, tick)
+        finally:
+            control.is_waiting = False
         assert control.recovery is not None
         return control.recovery
 

@@ -1,0 +1,96 @@
+"""What is known while a generation is broken off: who is dead, and how far the others are."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..schema.errors import LaunchError
+from ..schema.files import to_json
+from ..schema.launch import LaunchConfig
+from .mapping import without
+
+# How long a worker that lost its connections waits for a death to be seen.
+CAUSE_SECONDS = 1.0
+MAX_TRIES = 3
+
+
+@dataclass(slots=True)
+class Losses:
+    """The dead and their causes by name, and the operation that each of the others is in."""
+
+    dead: list[str] = field(default_factory=list)
+    causes: dict[str, str] = field(default_factory=dict)
+    operations: dict[str, int] = field(default_factory=dict)
+    began: float = 0.0
+    _since: float = 0.0
+    _last: tuple[int, int] = (-1, 0)
+
+    def begin(self, *, is_again: bool) -> None:
+        """A generation is broken off; ``is_again`` where the one before never came together."""
+        self._since = time.monotonic()
+        if not is_again:
+            self.began = self._since
+        self.operations = {}
+
+    def bury(self, name: str, cause: str) -> None:
+        """A worker is dead."""
+        self.causes.setdefault(name, cause)
+        self.dead.append(name)
+
+    def forget(self) -> None:
+        """The others have met again."""
+        self.dead, self.causes = [], {}
+
+    @property
+    def sentence(self) -> str:
+        """What happened."""
+        return "; ".join(self.causes.values()) or "connections were lost"
+
+    def are_known(self, alive: Sequence[str]) -> bool:
+        """Whether all who are left have said how far they are, and a death had time to be seen."""
+        all_said = bool(alive) and all(name in self.operations for name in alive)
+        return all_said and (bool(self.dead) or time.monotonic() - self._since > CAUSE_SECONDS)
+
+    def check(self, alive: Sequence[str]) -> dict[str, int]:
+        """The operation of each who is left.
+
+        Raises:
+            LaunchError: They cannot go on.
+        """
+        found = {name: self.operations[name] for name in alive}
+        top = max(found.values())
+        tries = self._last[1] + 1 if self._last[0] == top else 1
+        self._last = (top, tries)
+        if tries > MAX_TRIES:
+            raise LaunchError(f"the workers lost each other {tries} times at the same step")
+        if min(found.values()) < top - 1:
+            raise LaunchError("the workers are more than one step apart")
+        return found
+
+
+def reformed(
+    config: LaunchConfig, ranks: Mapping[str, int], operations: Mapping[str, int]
+) -> tuple[LaunchConfig, dict[str, int], dict[str, Any]]:
+    """The mapping without the dead, and what to tell the others. Pure.
+
+    Args:
+        config: The mapping before.
+        ranks: The workers before.
+        operations: Where each who is left stands.
+
+    Returns:
+        The mapping, the ranks, and the content of the message: those who are ``behind`` get the
+        result of their operation from the ``donor``.
+    """
+    lost = [rank for name, rank in ranks.items() if name not in operations]
+    order = sorted(operations, key=ranks.__getitem__)
+    changed, top = without(config, lost), max(operations.values())
+    new_ranks = {name: rank for rank, name in enumerate(order)}
+    content = {
+        "config": to_json(changed),
+        "ranks": new_ranks,
+        "behind": [name for name in order if operations[name] < top],
+        "donor": next(name for name in order if operations[name] == top),
+    }
+    return changed, new_ranks, content
