@@ -6,7 +6,7 @@ from hetflow.schema.pipeline import PipelinePlan, StagePlan
 from hetflow.schema.plan import Prediction, Proof
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def two_stages() -> PipelinePlan:
     stages = tuple(
         StagePlan(

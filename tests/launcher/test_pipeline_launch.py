@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,15 +71,32 @@ def launch(plan: Path, *arguments: str, flags: tuple[str, ...] = (), run: str = 
         + [str(plan), str(folder / "train.py"), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 
 
-def test_the_record_holds_prediction_beside_measurement(plan: Path) -> None:
-    done = launch(plan)
-    assert done.returncode == 0, done.stderr
-    record = files.read(plan.parent / "run" / "run.json", RunRecord)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, two_stages: PipelinePlan):
+    """The record of a run that nothing disturbs, by schedule; each made once."""
+    records: dict[str, RunRecord] = {}
+
+    def of(schedule: str) -> RunRecord:
+        if schedule not in records:
+            folder = tmp_path_factory.mktemp(schedule)
+            plan = folder / "plan.json"
+            files.write(plan, dataclasses.replace(two_stages, schedule=schedule))
+            (folder / "train.py").write_text(SCRIPT)
+            done = launch(plan, flags=saving(plan))
+            assert done.returncode == 0, done.stderr
+            records[schedule] = files.read(folder / "run" / "run.json", RunRecord)
+        return records[schedule]
+
+    return of
+
+
+def test_the_record_holds_prediction_beside_measurement(whole) -> None:
+    record = whole("1f1b")
     assert isinstance(record.plan, PipelinePlan)
     assert [device.predicted_compute_seconds for device in record.devices] == [0.08, 0.08]
     assert record.num_steps == 10
@@ -96,13 +112,17 @@ def saving(plan: Path) -> tuple[str, ...]:
     return ("--checkpoint", saved, "--checkpoint-every", "2", "--determinism", "static")
 
 
-def digest(plan: Path, run: str) -> str | None:
-    return files.read(plan.parent / run / "run.json", RunRecord).parameters_digest
+def go_on(plan: Path) -> tuple[str, str | None]:
+    """The same command again: what it says, and the digest it ends with."""
+    again = launch(plan, flags=saving(plan), run="again")
+    assert again.returncode == 0, again.stderr
+    record = files.read(plan.parent / "again" / "run.json", RunRecord)
+    return again.stderr, record.parameters_digest
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("pipedream", marks=pytest.mark.slow)])
 def test_a_killed_worker_ends_all_is_named_and_a_restart_ends_as_if_undisturbed(
-    plan: Path, two_stages: PipelinePlan, schedule: str
+    plan: Path, two_stages: PipelinePlan, whole, schedule: str
 ) -> None:
     files.write(plan, dataclasses.replace(two_stages, schedule=schedule), force=True)
     died = launch(plan, "die", "5", flags=saving(plan), run="died")
@@ -110,18 +130,16 @@ def test_a_killed_worker_ends_all_is_named_and_a_restart_ends_as_if_undisturbed(
     assert "worker 1 (stage 1, cpu:slow) was killed by SIGKILL" in died.stderr
     record = json.loads((plan.parent / "died" / "run.json").read_text())
     assert record["status"] == "failed"
-    again = launch(plan, flags=saving(plan), run="again")
-    assert again.returncode == 0, again.stderr
-    assert "step-000000004 (step 4)" in again.stderr
-    shutil.rmtree(plan.parent / "saved")
-    whole = launch(plan, flags=saving(plan), run="whole")
-    assert whole.returncode == 0, whole.stderr
-    assert digest(plan, "again") == digest(plan, "whole")
+    said, digest = go_on(plan)
+    assert "step-000000004 (step 4)" in said
+    assert digest == whole(schedule).parameters_digest
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("pipedream", marks=pytest.mark.slow)])
-def test_a_stop_saves_and_a_restart_ends_as_if_undisturbed(plan: Path, schedule: str) -> None:
-    files.write(plan, plan_of(schedule), force=True)
+def test_a_stop_saves_and_a_restart_ends_as_if_undisturbed(
+    plan: Path, two_stages: PipelinePlan, whole, schedule: str
+) -> None:
+    files.write(plan, dataclasses.replace(two_stages, schedule=schedule), force=True)
     stopped = launch(plan, "stop", "4", flags=saving(plan), run="stopped")
     assert stopped.returncode == 143, stopped.stderr
     assert "asked to stop; " in stopped.stderr
@@ -129,11 +147,7 @@ def test_a_stop_saves_and_a_restart_ends_as_if_undisturbed(plan: Path, schedule:
     assert {part.name for part in newest.iterdir()} == {"part-0-of-2", "part-1-of-2"}
     if schedule == "1f1b":
         assert f"saved {plan.parent / 'saved'}, step {int(newest.name[5:])}" in stopped.stderr
-    again = launch(plan, flags=saving(plan), run="again")
-    assert again.returncode == 0, again.stderr
-    shutil.rmtree(plan.parent / "saved")
-    launch(plan, flags=saving(plan), run="whole")
-    assert digest(plan, "again") == digest(plan, "whole")
+    assert go_on(plan)[1] == whole(schedule).parameters_digest
 
 
 def test_a_worker_that_hangs_is_named_after_the_time_limit(plan: Path) -> None:
@@ -157,7 +171,11 @@ def test_levels_over_mappings_are_refused_before_anything_starts(plan: Path, lev
     ("how", "said"),
     [
         ("decay", "worker 1 (stage 1, cpu:slow) failed with exit code 2: the loss reads parameter"),
-        ("labels", "'_1', which crosses from stage 0 to stage 1, is a dict"),
+        pytest.param(
+            "labels",
+            "'_1', which crosses from stage 0 to stage 1, is a dict",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_one_line(plan: Path, how: str, said: str) -> None:
