@@ -3,13 +3,14 @@
 Both answer the same inputs (chains drawn from a seed, two levels, at most all workers, the
 text's prices) in one run and must agree on the objective. CPU seconds of this process; the
 solver's is the median of five. Published profiles are timed where the folder of shared data is
-given.
+given. The whole step is set beside the bottleneck on unlike devices.
 
     python benchmarks/solver_pipeline.py --quick
     python benchmarks/solver_pipeline.py --profiles ../shared/data/pipedream --json OUT
 """
 
 import argparse
+import dataclasses
 import json
 import random
 import resource
@@ -28,6 +29,13 @@ from hetflow.solvers.pipeline_problems import layers_of_graph
 QUICK = [(20, 8), (50, 8), (100, 4)]
 FULL = [(20, 8), (50, 8), (100, 8), (200, 8), (500, 8)]
 FAST_ONLY = [(200, 64), (500, 64)]
+STEPS: dict[str, tuple[int, dict[str, tuple[int, float]], float, bool]] = {
+    "50 layers, 8, no replicas": (50, {"A": (8, 1.0)}, 1e10, False),
+    "50 layers, 8, no replicas, slow": (50, {"A": (8, 1.0)}, 5e8, False),
+    "50 layers, 4+4": (50, {"A": (4, 1.0), "B": (4, 2.0)}, 1e10, True),
+    "100 layers, 4+4+4": (100, {"A": (4, 1.0), "B": (4, 2.0), "C": (4, 3.0)}, 1e10, True),
+    "500 layers, 16+16+16": (500, {"A": (16, 1.0), "B": (16, 2.0), "C": (16, 3.0)}, 1e10, True),
+}
 CLUSTERS = {"4x4": ((4, 12e9), (4, 1.25e9)), "2x8": ((8, 150e9), (2, 3.125e9))}
 MODELS = ["vgg16", "resnet18", "resnet50", "squeezenet1_0", "gnmt"]
 
@@ -210,6 +218,70 @@ def on_profiles(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def on_steps() -> list[dict[str, Any]]:
+    """The whole step against the bottleneck: what each costs to solve, and the steps they plan."""
+    rows = []
+    for name, (layers, pools, rate, replication) in STEPS.items():
+        problem = unlike(layers, pools, rate, replication=replication)
+        seconds, plan = cpu_seconds(lambda p=problem: solve(p))
+        steady = dataclasses.replace(problem, objective="bottleneck")
+        before, other = cpu_seconds(lambda p=steady: solve(p))
+        ratio = other.predicted.step_seconds / plan.predicted.step_seconds
+        rows.append(
+            {
+                "case": name,
+                "cpu_seconds": seconds,
+                "step_seconds": plan.predicted.step_seconds,
+                "gap": plan.proof.gap,
+                "bottleneck_cpu_seconds": before,
+                "bottleneck_step_seconds": other.predicted.step_seconds,
+                "step_ratio": ratio,
+            }
+        )
+        _say(f"{name:34} {seconds:6.2f} s, gap {plan.proof.gap:6.2%}; bottleneck {before:6.2f} s, "
+             f"its step {ratio:.3f} of ours")  # fmt: skip
+    return rows
+
+
+def unlike(
+    layers: int, pools: dict[str, tuple[int, float]], rate: float, *, replication: bool
+) -> PipelineProblem:
+    """Drawn layers on pools of (devices, slowness); 16 microbatches a step, 1F1B."""
+    draw = random.Random(0)
+    made = tuple(
+        PipelineLayer(
+            id=f"l{i}",
+            activation_bytes=draw.randint(10**5, 10**8),
+            weight_bytes=draw.randint(10**4, 10**7),
+        )
+        for i in range(layers)
+    )
+    forward = [draw.uniform(0.001, 0.01) for _ in made]
+    backward = [draw.uniform(0.002, 0.02) for _ in made]
+
+    def times(of_layers: list[float], slowness: float) -> tuple[float, ...]:
+        return tuple(slowness * seconds * draw.uniform(0.8, 1.2) for seconds in of_layers)
+
+    return PipelineProblem(
+        model=f"unlike{layers}",
+        layers=made,
+        pools=tuple(
+            DevicePool(
+                device_type=name,
+                levels=(TopologyLevel(num_components=count, bytes_per_second=rate),),
+                forward_seconds=times(forward, slowness),
+                backward_seconds=times(backward, slowness),
+                update_seconds=0.01,
+            )
+            for name, (count, slowness) in pools.items()
+        ),
+        inter_bytes_per_second=rate / 10,
+        microbatch_size=1,
+        num_microbatches=16,
+        replication=replication,
+    )
+
+
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -227,6 +299,7 @@ def main() -> None:
         result["profiles"] = on_profiles(arguments.profiles)
         result["profiles_peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         _say(f"peak memory {result['profiles_peak_mib']:.0f} MiB")
+    result["steps"] = on_steps()
     result["alone"] = [] if arguments.quick else alone()
     result["against_plain"] = against_plain(QUICK if arguments.quick else FULL)
     if arguments.json is not None:

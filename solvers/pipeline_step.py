@@ -8,6 +8,7 @@ says how much it is.
 """
 
 import heapq
+from collections.abc import Sequence
 from math import ceil
 
 import numpy as np
@@ -28,6 +29,7 @@ TREE_WORK = 1.5e7
 TREE_PASSES = 3e5
 """Passes of steps that a tree may replay."""
 _MOST_LIMITS, _MOST_PESSIMISTIC = 24, 8
+_HEAVIER = (1.0,)
 _PAIRS_AT_ONCE = 10  # pairs of cuts cost a tenth of a window's entries
 
 
@@ -52,7 +54,8 @@ def best_step(
         best.offer(problem, prices, placed)
     affordable = int(LIMITS_WORK / _cost(tables[0], space))
     if affordable < 1:
-        return best, min(best.seconds, *(busiest(problem, p, space, search) for p in tables))
+        bound = min(_busiest(problem, prices, space, search, best) for prices in tables)
+        return best, min(best.seconds, bound)
     models = [
         Tables(StepModel(problem, prices, pessimistic=False), space, final) for prices in tables
     ]
@@ -67,7 +70,8 @@ def best_step(
             tree = Tree(problem, own, sums, best)
             bound = max(bound, tree.search(Budget(TREE_WORK, TREE_PASSES)))
         if bound < best.seconds * (1 - EXACT):
-            bound = max(bound, busiest(problem, own.model.prices, space, search))
+            busy = _busiest(problem, own.model.prices, space, search, best, heavier=())
+            bound = max(bound, busy)
         bounds.append(bound)
     return best, min([best.seconds, *bounds])
 
@@ -137,12 +141,29 @@ class _BusyPrices(Prices):
         return Slopes(float(ceil(self.problem.num_microbatches / num_replicas)), update, 0.0)
 
 
-def busiest(problem: PipelineProblem, prices: Prices, space: Space, search: Search) -> float:
-    """A step that no plan beats: the least work of the busiest device."""
+def _busiest(
+    problem: PipelineProblem,
+    prices: Prices,
+    space: Space,
+    search: Search,
+    best: Incumbent,
+    heavier: Sequence[float] = _HEAVIER,
+) -> float:
+    """A step that no plan beats: the least work of the busiest device.
+
+    Transfers hide in it. Where they count too, each ``heavier`` times over, the plan is worth
+    timing: it has fewer stages to fill.
+    """
     busy = _BusyPrices(problem, prices.cuts, prices.bandwidths, recompute=prices.recompute)
-    busy.boundary_seconds = np.zeros_like(busy.boundary_seconds)
-    placed = search(problem, busy, space, 0.0)
-    return np.inf if placed is None else objective(busy, placed) * (1 - EXACT)
+    transfers = problem.num_microbatches * busy.boundary_seconds
+    bound = np.inf
+    for weight in (0.0, *heavier):
+        busy.boundary_seconds = weight * transfers
+        placed = search(problem, busy, space, 0.0)
+        if placed is not None:
+            best.offer(problem, prices, placed)
+            bound = min(bound, objective(busy, placed)) if weight == 0.0 else bound
+    return bound * (1 - EXACT)
 
 
 def relaxed_step(problem: PipelineProblem, tables: list[Prices]) -> float:
