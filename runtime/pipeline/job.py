@@ -87,8 +87,9 @@ class PipelineJob(Job):
         self._check_semantics()
         own = self._ownership.own
         self.share = OwnShare(optimizer, self._ownership.parameters, own) if optimizer else None
-        self._synchroniser = Synchroniser(self._ownership, place, work)
-        self._executor = Executor(place.rank, transport_of(place, [s.ranks for s in work.stages]))
+        transport = transport_of(place, [stage.ranks for stage in work.stages])
+        self._synchroniser = Synchroniser(self._ownership, place, work, transport)
+        self._executor = Executor(place.rank, transport)
         self._signature = inspect.signature(model.forward)
         self._forward = model.forward
         model.forward = self._refuse_outside
@@ -193,6 +194,7 @@ class PipelineJob(Job):
         if number != schedule.num_microbatches:
             schedule = schedule_of(self._work, number)
         self._synchroniser.begin(batch.num_samples)
+        self._synchroniser.expect()
         self._executor.begin(schedule)
         self._executor.run(self)
         self._clock.computed()

@@ -15,8 +15,10 @@ from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
 from ..group import Place, subgroup
 from ..totals import _loss_and_weight
+from .exchange import Exchange
 from .ownership import Holders, Ownership
 from .standins import NORMS, NormOnly, norms_of
+from .transport import Transport
 
 _LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
 
@@ -24,9 +26,17 @@ _LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
 class Synchroniser:
     """Sums over the workers of a pipeline."""
 
-    def __init__(self, ownership: Ownership, place: Place, work: PipelineWork) -> None:
+    def __init__(
+        self,
+        ownership: Ownership,
+        place: Place,
+        work: PipelineWork,
+        transport: Transport | None,
+    ) -> None:
         self._ownership, self._place = ownership, place
         self._parameters = list(ownership.parameters.items())
+        length = _NUM_SUMS + (1 + len(NORMS)) * len(self._parameters)
+        self._exchange = Exchange(transport, place.world_size, length)
         names = enumerate(ownership.parameters)
         # A parameter's norm is told by the first of its holders.
         self._told = [i for i, name in names if ownership.holders[name][0] == place.rank]
@@ -57,6 +67,10 @@ class Synchroniser:
             if name in self._ownership.own and parameter.grad is not None:
                 self._carried[name] = parameter.grad
             parameter.grad = None
+
+    def expect(self) -> None:
+        """Be ready for what the others send to ``finish``."""
+        self._exchange.expect()
 
     def add(self, answer: Any, num_samples: int, *, scales: bool) -> Tensor | None:
         """Take a microbatch's loss on the last stage; return what to differentiate."""
@@ -149,7 +163,7 @@ class Synchroniser:
             table[0, places] = 1.0
             table[1:, places] = norms_of([gradient for _, gradient in used]).cpu()
         sums = torch.tensor(self._loss_sums(), dtype=torch.float64)
-        return self._reduced(torch.cat([sums, table.reshape(-1)]))
+        return self._exchange.sum(torch.cat([sums, table.reshape(-1)]))
 
     def _loss_sums(self) -> list[float]:
         """Losses * weights, weights, how many losses came with one, and whether to stop."""
@@ -163,13 +177,6 @@ class Synchroniser:
             sums[_WEIGHT] += own
             sums[_WEIGHTED] += weighted
         return sums
-
-    def _reduced(self, sums: Tensor) -> Tensor:
-        if not self._place.distributed:
-            return sums
-        moved = sums.to(self._place.device)
-        dist.all_reduce(moved)
-        return moved.cpu()
 
     def sum_round(self, stage: int, parameters: Any, sums: dict[str, Tensor]) -> None:
         """Sum one round's gradients over the replicas of a stage (schedules without flushes)."""

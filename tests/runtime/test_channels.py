@@ -1,5 +1,6 @@
 """Messages between stages: both ends of a channel in one process, over real gloo groups."""
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -7,8 +8,11 @@ import torch
 import torch.distributed as dist
 
 from hetflow.runtime.pipeline.channels import Inbox, Outbox
+from hetflow.runtime.pipeline.exchange import Exchange
 from hetflow.runtime.pipeline.transport import Line, Transport, channels_of, payload_backend
 from hetflow.schema.errors import TargetError
+
+CPU = torch.device("cpu")
 
 
 class Counting:
@@ -28,7 +32,6 @@ class Counting:
 
 def gloo_pair(store: dist.Store) -> list[dist.ProcessGroup]:
     """Both members of a group of two; each connects as the other does."""
-    from concurrent.futures import ThreadPoolExecutor
 
     def member(rank: int) -> dist.ProcessGroup:
         return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=5))
@@ -145,6 +148,20 @@ def test_other_things_cannot_cross(channel) -> None:
         channel[0].send(({"a": torch.ones(1)},))
 
 
+def test_numbers_are_summed_alike_on_all_workers() -> None:
+    hosts = gloo_pair(dist.HashStore())
+    ends = [Exchange(Transport(rank, hosts[rank], CPU, {}), 2, 3) for rank in range(2)]
+    one, two = torch.tensor([0.1, 1, 0]).double(), torch.tensor([0.2, -1, 5]).double()
+    for _ in range(3):
+        for end in ends:
+            end.expect()
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda end, own: end.sum(own), ends, (one, two))
+        assert torch.equal(first, one + two)
+        assert torch.equal(first, second)
+    assert torch.equal(Exchange(None, 1, 3).sum(one), one)
+
+
 @pytest.mark.parametrize(
     ("device", "default", "backend"),
     [
@@ -168,7 +185,7 @@ def test_every_channel_has_a_queue_of_its_own() -> None:
 
 def test_lines_lead_to_the_other_end() -> None:
     host, device = object(), object()
-    apart = Transport(2, host, torch.device("cpu"), {(2, 0, False): device})
+    apart = Transport(2, host, CPU, {(2, 0, False): device})
     frames, payloads = apart.lines((2, 0, False))
     assert (frames.group, frames.peer) == (host, 0)
     assert (payloads.group, payloads.peer) == (device, 0)
