@@ -23,15 +23,19 @@ from hetflow.profilers.importers_gavel import read_gavel_throughputs, read_gavel
 from hetflow.schema.jobs import Throughputs
 from hetflow.simulator import Case, TraceOptions, report, run_case
 
+# What it is here, heterogeneity-agnostic or not, with space sharing or not.
 POLICIES = {
-    "max_min_fairness": ("las", True),
-    "max_min_fairness_perf": ("las", False),
-    "fifo_perf": ("fifo_greedy", False),
-    "min_total_duration": ("makespan", True),
-    "min_total_duration_perf": ("makespan", False),
-    "finish_time_fairness": ("finish_time_fairness", True),
-    "finish_time_fairness_perf": ("finish_time_fairness", False),
-    "max_min_fairness_water_filling_perf": ("las_water_filling", False),
+    "max_min_fairness": ("las", True, False),
+    "max_min_fairness_perf": ("las", False, False),
+    "fifo_perf": ("fifo_greedy", False, False),
+    "min_total_duration": ("makespan", True, False),
+    "min_total_duration_perf": ("makespan", False, False),
+    "finish_time_fairness": ("finish_time_fairness", True, False),
+    "finish_time_fairness_perf": ("finish_time_fairness", False, False),
+    "max_min_fairness_water_filling_perf": ("las_water_filling", False, False),
+    "max_min_fairness_packed": ("las", False, True),
+    "allox": ("allox", False, False),
+    "gandiva": ("gandiva", False, False),
 }
 TYPES = ("v100", "p100", "k80")
 
@@ -61,12 +65,12 @@ def against_published(folder: Path, table: Throughputs, quick: bool) -> list[dic
             continue
         if quick and not stored["trace"].startswith("small"):
             continue
-        name, agnostic = POLICIES[stored["policy"]]
+        name, agnostic, shares = POLICIES[stored["policy"]]
         numbers = [int(number) for number in stored["cluster"].split(":")]
         for scheduler in ("published-rounds", "rounds"):
             case = Case(
                 throughputs=table, num_devices=dict(zip(TYPES, numbers, strict=True)),
-                scheduler=scheduler, policy=name, agnostic=agnostic,
+                scheduler=scheduler, policy=name, agnostic=agnostic, space_sharing=shares,
             )  # fmt: skip
             seconds, ours, rounds = measured(case, folder / "traces" / stored["trace"])
             jct = ours["average_jct_seconds"] / stored["avg_jct_s"] - 1
@@ -121,7 +125,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     path = arguments.gavel / "throughputs" / "simulation_throughputs.json"
-    table = read_gavel_throughputs(path, pairs=False)
+    table = read_gavel_throughputs(path)
     document = {
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "long": long_traces(table, arguments.quick),
