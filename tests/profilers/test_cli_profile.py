@@ -82,6 +82,7 @@ def test_existing_output_is_refused_before_anything_runs(
         (["--batch-sizes", "8,eight"], "not a whole number"),
         (["--optimizer", "adagrad"], "must be one of sgd, adam, adamw"),
         (["--steps", "0"], "steps"),
+        (["--layers", "--microbatch-size", "4,0"], "must be whole numbers of at least 1"),
     ],
 )
 def test_bad_arguments_exit_2_with_one_line_and_no_file(
