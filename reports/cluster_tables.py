@@ -81,6 +81,8 @@ def simulation_table(runs: Sequence[SimulationRun]) -> str:
 def _simulation_row(run: SimulationRun) -> tuple[str, ...]:
     m = run.metrics
     name = run.policy or run.scheduler
+    if run.space_sharing:
+        name += " + pairs"
     return (
         f"{name}{' (agnostic)' if run.heterogeneity == 'agnostic' else ''}",
         "-" if run.jobs_per_hour is None else f"{run.jobs_per_hour:g}",

@@ -68,6 +68,11 @@ class Case:
             guess = nearest(self.scheduler, SCHEDULERS)
             mend = f"did you mean {guess!r}?" if guess else f"known: {', '.join(SCHEDULERS)}"
             raise ProblemError(f"no scheduler {self.scheduler!r}; {mend}")
+        if self.space_sharing and not self.scheduler.endswith("rounds"):
+            raise ProblemError(
+                f"space sharing is for rounds, {self.scheduler} runs every job on its own devices; "
+                "leave one of them out"
+            )
 
 
 def run_case(

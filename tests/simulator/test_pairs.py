@@ -105,6 +105,8 @@ def test_sharing_needs_pairs(table: Throughputs) -> None:
         run_case(case, [Job(id="0", model="conv", steps=1.0)])
     with pytest.raises(HetflowError, match="runs every job alone"):
         allocator_named("fifo_greedy", shares_space=True)
+    with pytest.raises(HetflowError, match="space sharing is for rounds"):
+        Case(throughputs=table, num_devices={"fast": 1}, scheduler="yarn", space_sharing=True)
 
 
 def _level(active: Active, warm: bool) -> float:
