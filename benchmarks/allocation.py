@@ -10,10 +10,13 @@ CPU seconds of one call, model building included, on one core; the median of the
 """
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import resource
+import signal
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +26,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+from allocation_peers import Cbc, Cvxpy, objective
 
 from hetflow.schema.jobs import Entity
 from hetflow.solvers.allocation import Instance, make_instance, policy_named, solve
@@ -30,9 +34,13 @@ from hetflow.solvers.allocation import Instance, make_instance, policy_named, so
 SIZES = [32, 128, 512, 2048, 8192]
 POLICIES = ["las_weighted", "makespan", "finish_time_fairness", "min_cost_slo", "fifo",
             "las_water_filling", "hierarchical"]  # fmt: skip
-PACKED = ["las_weighted", "makespan", "min_cost_slo", "las_water_filling", "hierarchical"]
-PEERED = {"las_weighted", "makespan", "min_cost_slo", "fifo"}
-LIMIT_SECONDS = 60.0  # a series stops where its next size, 4 times larger, may take longer
+PACKED = ["las_weighted", "makespan", "finish_time_fairness", "min_cost_slo",
+          "las_water_filling", "hierarchical"]  # fmt: skip
+SLOW_PEERS = {"las_water_filling", "hierarchical", "finish_time_fairness"}
+GROWTH = 6  # of CPU seconds where jobs are 4 times as many
+LIMIT_SECONDS = (
+    60.0  # for one answer; a series stops where its next size, 4 times larger, may take longer
+)
 
 
 def drawn(number: int, *, distinct: bool, packed: bool, seed: int = 0) -> Instance:
@@ -79,66 +87,6 @@ def _pair_rates(rng: Any, rate: Any, kind: Any, scale: Any) -> Any:
     return kept * alone[:, None, :]
 
 
-def peer_program(jobs: Instance, policy: str) -> tuple[Any, Any, Any]:
-    """The policy as (worth [jobs, types], level [jobs], floor [jobs])."""
-    zero, none = np.zeros(jobs.num_jobs), np.zeros_like(jobs.rate)
-    if policy == "las_weighted":
-        return none, jobs.weight * jobs.equal / jobs.scale, zero
-    if policy == "makespan":
-        return none, jobs.steps, zero
-    if policy == "fifo":
-        order = jobs.num_jobs - np.arange(jobs.num_jobs)
-        return (order / jobs.rate.max(axis=1))[:, None] + none, zero, zero
-    return 1.0 / jobs.dollars + none, zero, jobs.steps / jobs.slo_seconds
-
-
-def with_cbc(jobs: Instance, policy: str) -> float:
-    """The objective by PuLP and CBC."""
-    import pulp
-
-    worth, level, floor = peer_program(jobs, policy)
-    model = pulp.LpProblem("allocation", pulp.LpMaximize)
-    columns = range(jobs.rate.shape[1])
-    x = [[pulp.LpVariable(f"x_{m}_{c}", 0) for c in columns] for m in range(jobs.num_jobs)]
-    z = pulp.LpVariable("z")
-    unit = 1.0 / level.max() if level.any() else 1.0
-    gain = worth * jobs.rate
-    total = pulp.lpSum(g * v for row, vs in zip(gain, x, strict=True)
-                       for g, v in zip(row, vs, strict=True) if g)  # fmt: skip
-    model += total + z if level.any() else total
-    for m, row in enumerate(x):
-        model += pulp.lpSum(row) <= 1
-        if level[m] or floor[m]:
-            best = jobs.rate[m].max()
-            reached = pulp.lpSum(t / best * v for t, v in zip(jobs.rate[m], row, strict=True))
-            model += reached - (level[m] * unit / best) * z >= floor[m] / best
-    for c in columns:
-        used = pulp.lpSum(jobs.usage[m, c] * x[m][c] for m in range(jobs.num_jobs))
-        model += used <= jobs.capacity[c]
-    model.solve(pulp.PULP_CBC_CMD(msg=False, threads=1))
-    return float(pulp.value(model.objective)) * (unit if level.any() else 1.0)
-
-
-def with_cvxpy(jobs: Instance, policy: str) -> float:
-    """The objective by cvxpy and ECOS (Gavel's solver) where installed, else its default."""
-    import cvxpy
-
-    worth, level, floor = peer_program(jobs, policy)
-    x = cvxpy.Variable(jobs.rate.shape, nonneg=True)
-    reached = cvxpy.sum(cvxpy.multiply(jobs.rate, x), axis=1)
-    limits = [cvxpy.sum(x, axis=1) <= 1,
-              cvxpy.sum(cvxpy.multiply(jobs.usage, x), axis=0) <= jobs.capacity]  # fmt: skip
-    if floor.any():
-        limits.append(reached >= floor)
-    if level.any():
-        goal = cvxpy.min(cvxpy.multiply(reached, 1.0 / level))
-    else:
-        goal = cvxpy.sum(cvxpy.multiply(worth * jobs.rate, x))
-    problem = cvxpy.Problem(cvxpy.Maximize(goal), limits)
-    problem.solve(solver="ECOS" if "ECOS" in cvxpy.installed_solvers() else None)
-    return float(problem.value)
-
-
 def cpu_seconds(call: Callable[[], float], repeats: int) -> tuple[float, float]:
     """Median CPU seconds (children included) and the answer."""
     taken = []
@@ -151,30 +99,54 @@ def cpu_seconds(call: Callable[[], float], repeats: int) -> tuple[float, float]:
     return statistics.median(taken), value
 
 
+def _within_limit(call: Callable[[], float], repeats: int) -> tuple[float, float] | None:
+    """``cpu_seconds`` in a process of its own; None if it fails or is not done in time."""
+    here, there = multiprocessing.Pipe(duplex=False)
+
+    def work() -> None:
+        os.setsid()  # so that a solver's own processes end with it
+        there.send(cpu_seconds(call, repeats))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    there.close()
+    try:
+        return here.recv() if here.poll(LIMIT_SECONDS * (repeats + 1)) else None
+    except EOFError:
+        return None
+    finally:
+        if process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+
+
 def _cpu() -> float:
     each = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(used.ru_utime + used.ru_stime for used in each)
 
 
 def ours(jobs: Instance, policy: str) -> float:
-    """Our objective, as the peers state it."""
-    value = solve(jobs, policy_named(policy)).objective
-    return 1.0 / value if policy == "makespan" else value
+    """Our objective, as the peers state it; of water filling the sum of all levels."""
+    found = solve(jobs, policy_named(policy))
+    if policy in ("las_water_filling", "hierarchical"):
+        return float((found.throughput * jobs.scale / jobs.equal).sum())
+    return 1.0 / found.objective if policy == "makespan" else found.objective
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Every policy, kind of jobs and size, with its peers."""
-    peers: dict[str, Callable[[Instance, str], float]] = {"pulp+cbc": with_cbc}
-    if _has_cvxpy():
-        peers["cvxpy"] = with_cvxpy
+    peers: list[Any] = [Cbc(), *([Cvxpy()] if _has_cvxpy() else [])]
     rows = []
     series = [(p, kind, False) for p in POLICIES for kind in ("merged", "distinct")]
     series += [(p, "merged", True) for p in PACKED]
+    if arguments.policies:
+        series = [each for each in series if each[0] in arguments.policies]
     for policy, kind, packed in series:
         slow: set[str] = set()
         for number in arguments.sizes:
             jobs = drawn(number, distinct=kind == "distinct", packed=packed)
-            row = _row(jobs, policy, peers, slow, arguments, packed)
+            row = _row(jobs, policy, peers, slow, arguments)
             if row:
                 rows.append({"policy": policy, "jobs": number, "throughputs": kind,
                              "space_sharing": packed, **row})  # fmt: skip
@@ -185,21 +157,27 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def _row(
     jobs: Instance,
     policy: str,
-    peers: dict[str, Callable[[Instance, str], float]],
+    peers: list[Any],
     slow: set[str],
     arguments: argparse.Namespace,
-    packed: bool,
 ) -> dict[str, Any]:
     row: dict[str, Any] = {}
     if "hetflow" not in slow:
         seconds, value = cpu_seconds(lambda: ours(jobs, policy), arguments.repeats)
         row = {"hetflow": seconds, "objective": value}
         slow |= {"hetflow"} if seconds * 8 > LIMIT_SECONDS else set()
-    for name, peer in peers.items():
-        if policy in PEERED and not packed and name not in slow and row:
-            seconds, value = cpu_seconds(lambda call=peer: call(jobs, policy), arguments.repeats)  # type: ignore[misc]
-            row |= {name: seconds, f"{name} apart": abs(value / row["objective"] - 1)}
-            slow |= {name} if seconds * 8 > LIMIT_SECONDS else set()
+    for peer in peers:
+        if peer.name not in slow and row:
+            repeats = 1 if policy in SLOW_PEERS else arguments.repeats
+            measured = _within_limit(lambda call=peer: objective(call, jobs, policy), repeats)  # type: ignore[misc]
+            if measured is None:
+                slow |= {peer.name}
+                row |= {f"{peer.name} gave up after": LIMIT_SECONDS}
+                continue
+            seconds, value = measured
+            row |= {peer.name: seconds, f"{peer.name} apart": abs(value / row["objective"] - 1)}
+            growth = GROWTH if jobs.pair_rate is None else GROWTH**2
+            slow |= {peer.name} if seconds * growth > LIMIT_SECONDS else set()
     return row
 
 
@@ -219,6 +197,8 @@ def _line(row: dict[str, Any]) -> str:
         if name in row:
             text += f"; {name} {row[name] * 1e3:.0f} ms ({row[name] / row['hetflow']:.0f}x"
             text += f", objectives {row[name + ' apart']:.0e} apart)"
+        elif f"{name} gave up after" in row:
+            text += f"; {name} gave no answer"
     return text
 
 
@@ -242,6 +222,7 @@ def main() -> None:
     """Run, print, and write the results where asked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="up to 512 jobs, one repeat")
+    parser.add_argument("--policies", nargs="*", help="only these")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
     arguments.sizes = SIZES[:3] if arguments.quick else SIZES

@@ -197,9 +197,12 @@ class AllocationProblem:
         if entry is None and not mixes:
             raise ProblemError(_no_throughput(job, list(rates)))
         if not mixes and not any(self._runs(job, entry, name) for name in self.num_devices):
+            known = [] if entry is None else [n for n, r in entry.steps_per_second.items() if r > 0]
+            where = f" (its throughputs are for {', '.join(known)})" if known else ""
             raise ProblemError(
                 f"job {job.id!r} ({job.model} x{job.scale_factor}) runs on none of "
-                f"{', '.join(self.num_devices)}; add a device type that fits it or drop the job"
+                f"{', '.join(self.num_devices)}{where}; add a device type that fits it or drop "
+                "the job"
             )
 
     def _offers(self, mix: MixThroughput, job: Job) -> bool:

@@ -130,3 +130,8 @@ def test_what_a_policy_lacks_is_said():
         allocate(problem(), "makespam")
     with pytest.raises(ProblemError, match="needs throughputs of pairs"):
         allocate(problem(space_sharing=True), "las")
+
+
+def test_device_types_spelt_otherwise_are_shown():
+    with pytest.raises(ProblemError, match=r"runs on none of v100 \(its throughputs are for V100"):
+        problem(devices={"v100": 1})
