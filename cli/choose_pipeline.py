@@ -84,7 +84,12 @@ def _best_schedule(question: Question, sizes: list[int]) -> PipelinePlan:
             note(f"{schedule}: {error.message}")
     if not plans:
         raise refusals[0]
-    best, *others = sorted(plans, key=lambda plan: plan.predicted.step_seconds)
+    least = min(plan.predicted.step_seconds for plan in plans)
+    ties = [plan for plan in plans if plan.predicted.step_seconds <= least * (1 + 1e-9)]
+    # Of equals the one that holds least and is simplest.
+    best = min(ties, key=lambda plan: (plan.schedule != "1f1b", FLUSHING.index(plan.schedule)))
+    others = [plan for plan in plans if plan is not best]
+    others.sort(key=lambda plan: plan.predicted.step_seconds)
     compared = []
     for other in others:
         gain = other.predicted.step_seconds / best.predicted.step_seconds - 1

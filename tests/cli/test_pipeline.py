@@ -240,6 +240,8 @@ def test_schedule_auto_takes_the_fastest_and_says_by_how_much(
     assert all(entry["step_seconds"] >= best for entry in compared)
     alone = json.loads(solve(hetflow, folder, *asked, "--schedule", "1f1b").stdout)
     assert alone["predicted"]["step_seconds"] in [entry["step_seconds"] for entry in compared]
+    one = ("--strategy", "pipeline", "--num-stages", 1, "--schedule", "auto", *LINK)
+    assert json.loads(solve(hetflow, folder, *one).stdout)["schedule"] == "1f1b"
 
 
 def test_an_interleaved_plan_is_checked_shown_and_lowered(hetflow: Hetflow, folder: Path) -> None:
