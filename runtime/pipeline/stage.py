@@ -1,7 +1,7 @@
 """One stage's passes over microbatches: what is kept between forward and backward."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,20 +90,7 @@ class Stage:
         return call
 
     def _contexts(self) -> tuple[Any, Any]:
-        return nullcontext(), self._keeping_buffers()
-
-    @contextmanager
-    def _keeping_buffers(self) -> Iterator[None]:
-        """A second forward pass must not count twice in batch-norm's statistics."""
-        before = [dict(module._buffers) for module in self._buffered]
-        for module in self._buffered:
-            for name, value in module._buffers.items():
-                module._buffers[name] = None if value is None else value.clone()
-        try:
-            yield
-        finally:
-            for module, buffers in zip(self._buffered, before, strict=True):
-                module._buffers.update(buffers)
+        return nullcontext(), _KeptBuffers(self._buffered)
 
     def keep(self, microbatch: int, results: tuple[Any, ...]) -> None:
         """Note what the backward pass of a microbatch starts from; outputs themselves may go."""
@@ -157,6 +144,27 @@ class Stage:
 def parameters_of(stages: "list[StageModule]") -> list[set[nn.Parameter]]:
     """[stages] the parameters each one uses; one in several stages is tied across them."""
     return [set(stage.module.parameters()) for stage in stages]
+
+
+class _KeptBuffers:
+    """A second forward pass must not count twice in batch-norm's statistics.
+
+    Entered once a recomputation: a backward pass in two halves recomputes twice.
+    """
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._before: list[dict[str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._before = [dict(module._buffers) for module in self._modules]
+        for module in self._modules:
+            for name, value in module._buffers.items():
+                module._buffers[name] = None if value is None else value.clone()
+
+    def __exit__(self, *raised: object) -> None:
+        for module, buffers in zip(self._modules, self._before, strict=True):
+            module._buffers.update(buffers)
 
 
 def _root(result: Tensor) -> Tensor | GradientEdge:

@@ -44,6 +44,7 @@ WORLDS = {
         "normed": ("normed:momentum:", "1f1b", NORM2, (1, 1), 4, True),
         "apart": ("branches:adam:clip-apart", "1f1b", BRANCH2, (1, 1), 6, False),
         "zb-h2": ("chain:momentum:clip", "zb-h2", CHAIN2, (1, 1), 6, False),
+        "zb-h2-again": ("chain:momentum:clip", "zb-h2", CHAIN2, (1, 1), 6, True),
         "zb-v": ("chain:adam:clip", "zb-v", CHAIN4, (1, 1), 6, False),
         "tied-v": ("branches:adam:clip", "zb-v", BRANCH4, (1, 1), 6, False),
         "dualpipe": ("chain:adam:clip", "dualpipe", CHAIN2, (1, 1), 6, False),
