@@ -34,7 +34,7 @@ from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 
 SCRIPT = Path(__file__).with_name("elasticity_scripts.py")
 STEPS = 1_000_000  # until it is stopped
-LIMIT_SECONDS = 120.0
+LIMIT_SECONDS = 90.0
 Numbers = dict[str, float]
 
 
@@ -76,8 +76,8 @@ def summarised(rounds: list[Numbers]) -> dict[str, dict[str, float]]:
             "least": min(values),
             "most": max(values),
         }
-        for key in rounds[0]
-        if (values := [numbers[key] for numbers in rounds])
+        for key in {key: None for numbers in rounds for key in numbers}
+        if (values := [numbers[key] for numbers in rounds if key in numbers])
     }
 
 
@@ -89,7 +89,7 @@ def table(summary: dict[str, dict[str, dict[str, float]]]) -> str:
         cells = [
             f"{found['median']:.2f} ({found['least']:.2f} to {found['most']:.2f})"
             if (found := numbers.get(key))
-            else ""
+            else "none"
             for key in keys
         ]
         rows.append(f"| {name} | {' | '.join(cells)} |")
@@ -117,7 +117,7 @@ class Watched:
         deadline = time.monotonic() + LIMIT_SECONDS
         while not (found := happened(self.steps())):
             if time.monotonic() > deadline:
-                raise SystemExit("no step within the limit")
+                raise TimeoutError(f"not within {LIMIT_SECONDS:g} s; see {self.folder}")
             time.sleep(0.02)
         return found
 
@@ -252,9 +252,13 @@ def _torchrun_grows(folder: Path, command: list[str], before: str) -> Numbers:
     asked = time.time()
     second = begin(command, folder / "log-b")
     known = {pid for _, _, pid in run.steps()}
-    run.wait(lambda steps: len({pid for _, _, pid in steps} - known) >= 2)
-    time.sleep(0.5)
-    numbers = {"grow": run.longest_gap(asked, time.time())}
+    numbers = {}
+    try:
+        run.wait(lambda steps: len({pid for _, _, pid in steps} - known) >= 2)
+        time.sleep(0.5)
+        numbers["grow"] = run.longest_gap(asked, time.time())
+    except TimeoutError as error:
+        sys.stderr.write(f"torchrun did not grow: {error}\n")
     stop(first, second)
     return numbers
 
@@ -264,7 +268,11 @@ def torchft(folder: Path) -> Numbers:
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
-        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=100, quorum_tick_ms=50
+        bind="127.0.0.1:0",
+        min_replicas=1,
+        join_timeout_ms=100,
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=1000,
     )
     command = [sys.executable, str(SCRIPT), "torchft", str(folder), str(STEPS)]
 

@@ -86,7 +86,7 @@ def torchrun(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, s
 
 def torchft(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, steps: int) -> None:
     from torch.distributed import TCPStore
-    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+    from torchft import Manager, Optimizer, ProcessGroupGloo
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
@@ -105,14 +105,27 @@ def torchft(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, st
         world_size=1,
         timeout=timedelta(seconds=10),
     )
-    parallel, stepper = DistributedDataParallel(manager, model), Optimizer(manager, optimizer)
+    stepper = Optimizer(manager, optimizer)
     data = dataset()
     while manager.current_step() < steps:
         size = max(manager.num_participants(), 1) if manager.current_step() else 2
         start = manager.current_step() * BATCH % (SAMPLES - BATCH)
         x, y = data[start : start + BATCH // size]
         stepper.zero_grad()
-        nn.functional.cross_entropy(parallel(x), y).backward()
+        nn.functional.cross_entropy(model(x), y).backward()
+        # Its DistributedDataParallel (0.2, under torch 2.13) ends the process when a peer dies.
+        gradients = [parameter.grad for parameter in model.parameters()]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        manager.allreduce(flat).wait()
+        torch._foreach_copy_(
+            gradients,
+            [
+                part.view_as(gradient)
+                for part, gradient in zip(
+                    flat.split([gradient.numel() for gradient in gradients]), gradients, strict=True
+                )
+            ],
+        )
         stepper.step()
         note(folder, manager.current_step())
     manager.shutdown(wait=False)
