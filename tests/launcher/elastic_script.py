@@ -1,7 +1,9 @@
 """A script whose workers change: batch-norm, dropout, augmentation, a schedule, draws of its own.
 
 ``elastic_script.py RESULT EPOCHS SECONDS HOLD...``: sleeps SECONDS a step; after each step in HOLD
-it waits until the file ``go-STEP`` is there. Writes the digest of all that training leaves.
+it waits until the file ``go-STEP`` is there. Writes the digest of all that training leaves. With
+AWKWARD set the script does all that is awkward for a change: data workers, a sampler of its own,
+weighted losses, gradients kept over two steps, a buffer that is no batch-norm's, predictions.
 """
 
 import hashlib
@@ -14,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from hetflow import runtime as hf
 from hetflow.runtime.digest import digest_of
@@ -22,6 +24,7 @@ from hetflow.runtime.digest import digest_of
 NUM_SAMPLES, BATCH = 44, 16
 result, epochs, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 holds = {int(step) for step in sys.argv[4:]}
+awkward = bool(os.environ.get("AWKWARD"))
 HERE = result.parent
 
 
@@ -49,9 +52,23 @@ class Log:
         self.values = list(state["values"])
 
 
+class Scale(nn.Module):
+    """Divides by a running mean of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.detach().abs().mean())
+        return x / self.mean
+
+
 torch.manual_seed(3)
 model = nn.Sequential(
     *(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2), nn.Flatten()),
+    *([Scale()] if awkward else []),
     nn.Linear(6 * 16, 4),
 )
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -60,6 +77,11 @@ scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
 log = Log()
 job.register(scheduler, log)
 loader = DataLoader(Pictures(), batch_size=BATCH, shuffle=True)
+if awkward:
+    weights = torch.arange(1.0, NUM_SAMPLES + 1)
+    sampler = WeightedRandomSampler(weights, NUM_SAMPLES, replacement=True)
+    loader = DataLoader(Pictures(), batch_size=BATCH, sampler=sampler, num_workers=1)
+in_order = DataLoader(Pictures(), batch_size=BATCH)
 progress = HERE / f"steps-{os.getpid()}"
 sys.stdout.write("prepared\n")
 sys.stdout.flush()
@@ -70,9 +92,15 @@ for _ in range(epochs):
         def loss_of(x: torch.Tensor, y: torch.Tensor, mix: float = mix) -> torch.Tensor:
             return nn.functional.cross_entropy(model(x * mix), y)
 
-        loss = job.backward(loss_of, batch)
-        optimizer.step()
-        optimizer.zero_grad()
+        def weighted(x: torch.Tensor, y: torch.Tensor, mix: float = mix) -> tuple:
+            return loss_of(x, y, mix), float(1 + y.sum())
+
+        # Kept gradients and weights do not go together, so they take turns.
+        keeps = awkward and batch.epoch % 2 == 0
+        loss = job.backward(weighted if awkward and not keeps else loss_of, batch)
+        if not keeps or batch.step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
         log.values.append(loss.item())
         with progress.open("a") as stream:
             stream.write(f"{time.time()} {job.num_steps} {job.rank} {job.world_size}\n")
@@ -82,6 +110,10 @@ for _ in range(epochs):
     scheduler.step()
     with job.evaluation():
         log.values.append(float(model(torch.ones(1, 3, 6, 6)).sum()))
+    optimizer.zero_grad()
+    if awkward:
+        outputs = list(job.predict(in_order, lambda x, y: model(x).sum(), on_all=True))
+        log.values.append(float(sum(outputs)))
 job.finish()
 tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
 for index, state in optimizer.state_dict()["state"].items():

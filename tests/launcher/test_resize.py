@@ -17,7 +17,7 @@ from hetflow.runtime.lower import lower
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError, TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
-from .elastic_runs import STEPS_AN_EPOCH, Launch, plan_of
+from .elastic_runs import SCRIPT, STEPS_AN_EPOCH, Launch, plan_of
 
 
 def config_of(*workers: tuple[str, tuple[int, ...]]) -> LaunchConfig:
@@ -234,6 +234,76 @@ def test_kills_at_random_moments_end_with_one_digest(
 
 
 @pytest.mark.slow
+def test_scripts_that_make_a_change_awkward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWKWARD", "1")
+    whole = Launch(tmp_path / "whole", [8], epochs=6).digest()
+    launch = Launch(tmp_path / "run", [3, 5], epochs=6, holds=[1, 4, 7, 11])
+    launch.wait_for_step(1, workers=2)
+    launch.kill(1)  # with gradients of step 1 kept
+    launch.go(1)
+    launch.wait_for_step(4)
+    asked = launch.resize_later("--gpus", "2xcpu:slow,1xcpu:fast")
+    launch.wait_for_newcomers(4)
+    launch.go(4)
+    assert asked.wait(timeout=60) == 0
+    launch.wait_for_step(7, workers=3)
+    launch.kill(2)
+    launch.go(7)
+    launch.wait_for_step(11, workers=2)
+    asked = launch.resize_later("--gpus", "2xcpu:new")  # nobody stays
+    launch.wait_for_newcomers(6)
+    launch.go(11)
+    assert asked.wait(timeout=60) == 0
+    assert launch.digest() == whole
+    kinds = [g["kind"] for g in launch.record()["generations"]]
+    assert kinds == ["start", "failure", "resize", "failure", "resize"]
+
+
+HANGS = """
+import os, runpy, sys, time
+import torch
+here = os.path.dirname(sys.argv[1])
+class Stuck(torch.optim.AdamW):
+    def step(self, *arguments, **named):
+        while os.environ["HETFLOW_WORKER"] == "1" and os.path.exists(os.path.join(here, "hang")):
+            time.sleep(0.1)
+        return super().step(*arguments, **named)
+torch.optim.AdamW = Stuck
+runpy.run_path(SCRIPT, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs_in_its_own_code_is_killed(
+    tmp_path: Path, undisturbed_long: str
+) -> None:
+    script = tmp_path / "hangs.py"
+    script.write_text(HANGS.replace("SCRIPT", repr(str(SCRIPT))))
+    options = ["--timeout", "6"]
+    launch = Launch(tmp_path / "run", [4, 4], *options, epochs=LONG, seconds=0.02, script=script)
+    launch.wait_for_step(3, workers=2)
+    (tmp_path / "run" / "hang").touch()
+    assert launch.digest() == undisturbed_long
+    failure = launch.record()["generations"][1]
+    assert failure["detail"] == "worker 1 (cpu:fast) got no further for 6 s and was killed"
+
+
+@pytest.mark.slow
+def test_the_last_worker_starts_again_from_the_last_checkpoint(
+    tmp_path: Path, undisturbed_long: str
+) -> None:
+    saving = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "4"]
+    launch = Launch(tmp_path / "run", [8], *saving, epochs=LONG, seconds=0.02)
+    launch.wait_for_step(10)
+    launch.kill(0)
+    assert launch.digest() == undisturbed_long
+    kinds = [g["kind"] for g in launch.record()["generations"]]
+    assert kinds == ["start", "restart"]
+
+
+@pytest.mark.slow
 def test_a_stopped_worker_is_killed_and_the_others_go_on(
     tmp_path: Path, undisturbed_long: str
 ) -> None:
@@ -266,8 +336,6 @@ runpy.run_path(SCRIPT, run_name="__main__")
 
 @pytest.mark.slow
 def test_closed_sockets_are_opened_again(tmp_path: Path, undisturbed_long: str) -> None:
-    from .elastic_runs import SCRIPT
-
     script = tmp_path / "cuts.py"
     script.write_text(CUTS.replace("SCRIPT", repr(str(SCRIPT))))
     launch = Launch(tmp_path / "run", [4, 4], epochs=LONG, seconds=0.02, script=script)
