@@ -10,16 +10,16 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
 from ..schema.errors import HetflowError, LaunchError
-from ..schema.files import to_json
 from ..schema.launch import LaunchConfig
 from ..schema.resize import ResizeAnswer, ResizeRequest
 from ..schema.run import GenerationKind
+from .change import Change
 from .failures import Failure
 from .heartbeat import Limits, hung
 from .history import History, devices_of
@@ -31,22 +31,6 @@ from .supervise import Workers
 
 Start = Callable[[LaunchConfig, int, dict[str, int], Sequence[str]], None]
 Restart = Callable[[LaunchConfig, int, dict[str, int]], None]
-
-
-@dataclass(slots=True)
-class _Change:
-    """A resize on its way."""
-
-    config: LaunchConfig
-    ranks: dict[str, int]
-    request: Path | None
-    detail: str
-    joining: list[str]
-    leaving: list[str]
-    began: float
-    kind: Literal["resize", "replace"] = "resize"
-    ready: set[str] = field(default_factory=set)
-    start_seconds: float | None = None
 
 
 class Generations:
@@ -87,7 +71,7 @@ class Generations:
         self._phase = "starting"
         self._joined: set[str] = set()
         self._pauses: list[float] = []
-        self._change: _Change | None = None
+        self._change: Change | None = None
         self._left: set[str] = set()
         self._names = (str(number) for number in count(config.world_size))
         self._losses = Losses()
@@ -127,7 +111,7 @@ class Generations:
                 self._all_joined()
         elif kind == "ready" and change is not None and name in change.joining:
             change.ready.add(name)
-            if change.ready >= set(change.joining):
+            if change.is_ready:
                 self._announce(change)
         elif kind == "lost" and message["generation"] >= self.number:
             self._break_off()
@@ -135,10 +119,11 @@ class Generations:
                 self._losses.operations[name] = message["operation"]
         elif kind == "finished":
             self._finished.add(name)  # its interpreter is about to end, and its heartbeat with it
-        elif kind == "jobs":
-            self._closed = "the script prepares several models"
-            if change is not None and self._phase == "changing":
+        elif kind == "closed":
+            self._closed = message["why"]
+            if change is not None:
                 self._cancel(f"{self._closed}; such a job cannot be resized")
+                self._phase = "running"
 
     def _ranks_in_the_making(self) -> dict[str, int]:
         switching = self._phase == "switching" and self._change is not None
@@ -214,14 +199,13 @@ class Generations:
                 answer = ResizeAnswer(status="done", detail="nothing to change", pause_seconds=0.0)
                 self._inbox.answer(path, answer)
             return
-        change = _Change(
+        change = Change(
             config=config,
             ranks=ranks,
-            request=path,
-            detail=detail,
             joining=joining,
             leaving=leaving,
-            began=time.monotonic(),
+            request=path,
+            detail=detail,
             kind=kind,
         )
         self._start(config, self._highest + 1, ranks, joining)
@@ -229,24 +213,14 @@ class Generations:
         if not joining:
             self._announce(change)
 
-    def _announce(self, change: _Change) -> None:
+    def _announce(self, change: Change) -> None:
         self._highest += 1
         self._phase, self._joined, self._pauses = "switching", set(), []
-        change.start_seconds = time.monotonic() - change.began if change.joining else None
-        staying = [name for name in change.ranks if name in self._ranks]
-        first = min(self._ranks, key=self._ranks.__getitem__)
-        givers = staying or [first]
-        self._tell(
-            [*self._ranks, *change.joining],
-            "resize",
-            generation=self._highest,
-            config=to_json(change.config),
-            ranks=change.ranks,
-            donors={name: givers[n % len(givers)] for n, name in enumerate(change.joining)},
-            guest=None if staying else first,
-        )
+        content = change.announcement(self._ranks)
+        names = [*self._ranks, *change.joining]
+        self._tell(names, "resize", generation=self._highest, **content)
 
-    def _arrive(self, change: _Change) -> None:
+    def _arrive(self, change: Change) -> None:
         self.number, self._change, self._phase = self._highest, None, "running"
         self.config, self._ranks = change.config, change.ranks
         self._tell(change.leaving, "leave")
@@ -257,16 +231,7 @@ class Generations:
         joined, left = tuple(change.joining), tuple(change.leaving)
         self._remember(change.kind, change.detail, joined=joined, left=left, pause_seconds=pause)
         if change.request is not None:
-            answer = ResizeAnswer(
-                status="done",
-                detail=f"{devices_of(change.config)} from now on",
-                generation=self.number,
-                joined=joined,
-                left=left,
-                start_seconds=change.start_seconds,
-                pause_seconds=pause,
-            )
-            self._inbox.answer(change.request, answer)
+            self._inbox.answer(change.request, change.answer(self.number, pause))
 
     def _cancel(self, why: str) -> None:
         """Give a resize up; the job goes on as it was."""

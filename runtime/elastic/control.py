@@ -4,7 +4,7 @@ A thread of its own reads it, also while the script computes or waits in a colle
 a heartbeat: a worker that is stopped or frozen falls silent, one that hangs beats on without
 getting further.
 
-To the controller: ``joined``, ``ready``, ``lost``, ``beat``, ``jobs``, ``finished``. From it:
+To the controller: ``joined``, ``ready``, ``lost``, ``beat``, ``closed``, ``finished``. From it:
 ``resize`` (the next generation is ready), ``abort`` (this one is broken), ``recover`` (who goes
 on), ``leave``.
 """
@@ -42,6 +42,7 @@ class Control:
         self._line, self._sending = line, threading.Lock()
         self.worker, self.survives = worker, survives
         self.num_jobs = 0
+        self.is_closed = False
         self._changed = threading.Condition()
         self.connections = Connections()
         self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
@@ -70,8 +71,7 @@ class Control:
         """The script prepares a model; with several, workers stay as they are."""
         self.num_jobs += 1
         if self.num_jobs > 1:
-            self.survives = False
-            self.send("jobs", number=self.num_jobs)
+            self.close("the script prepares several models")
 
     def send(self, kind: str, **content: Any) -> None:
         """Tell the controller; a controller that is gone takes this process with it."""
@@ -81,6 +81,12 @@ class Control:
                 self._line.sendall(data)
         except OSError:
             return
+
+    def close(self, why: str) -> None:
+        """Workers cannot change any more."""
+        if not self.is_closed:
+            self.is_closed, self.survives = True, False
+            self.send("closed", why=why)
 
     @property
     def is_broken(self) -> bool:

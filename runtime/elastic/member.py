@@ -18,7 +18,7 @@ import torch
 
 from ..checkpoint import Checkpoint
 from ..data import Batch, is_drawn
-from ..group import Place, close_group, enter_generation, enter_handover
+from ..group import Place, close_group, enter_generation, enter_handover, num_groups
 from ..saving import STOPPED_EXIT_CODE
 from ..worker import is_lost_peer
 from . import transfer
@@ -109,7 +109,9 @@ class Member:
     def exchange(self) -> torch.Tensor:
         """End a step's passes: gradients and mirrored buffers, then the sums that commit it."""
         job, totals = self._job, self._job._totals
-        totals.wants_move = self._control.announced is not None
+        if num_groups() > 1:
+            self._control.close("the script has process groups of its own")
+        totals.wants_move = self._control.announced is not None and not self._control.is_closed
         self._control.is_waiting = True
         try:
             if not self._survives:

@@ -1,0 +1,69 @@
+"""A resize on its way: who comes, who goes, and what the workers are told."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..schema.files import to_json
+from ..schema.launch import LaunchConfig
+from ..schema.resize import ResizeAnswer
+from .history import devices_of
+
+
+@dataclass(slots=True, kw_only=True)
+class Change:
+    """The next mapping, before it is the mapping.
+
+    ``ranks`` has the workers of the next generation by name; ``request`` is None where the
+    controller asked by itself.
+    """
+
+    config: LaunchConfig
+    ranks: dict[str, int]
+    joining: list[str]
+    leaving: list[str]
+    request: Path | None
+    detail: str
+    kind: Literal["resize", "replace"] = "resize"
+    began: float = field(default_factory=time.monotonic)
+    ready: set[str] = field(default_factory=set)
+    start_seconds: float | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every newcomer waits at its first batch."""
+        return self.ready >= set(self.joining)
+
+    def announcement(self, now: Mapping[str, int]) -> dict[str, Any]:
+        """What the workers are told, those of now and the newcomers.
+
+        Each newcomer gets the state from its donor, one of those who stay in turn. Where nobody
+        stays, the first worker is the guest: it meets the newcomers once, and leaves.
+
+        Args:
+            now: Rank of each worker there is.
+        """
+        self.start_seconds = time.monotonic() - self.began if self.joining else None
+        staying = [name for name in self.ranks if name in now]
+        first = min(now, key=now.__getitem__)
+        givers = staying or [first]
+        return {
+            "config": to_json(self.config),
+            "ranks": self.ranks,
+            "donors": {name: givers[n % len(givers)] for n, name in enumerate(self.joining)},
+            "guest": None if staying else first,
+        }
+
+    def answer(self, generation: int, pause_seconds: float) -> ResizeAnswer:
+        """What to say when all have met."""
+        return ResizeAnswer(
+            status="done",
+            detail=f"{devices_of(self.config)} from now on",
+            generation=generation,
+            joined=tuple(self.joining),
+            left=tuple(self.leaving),
+            start_seconds=self.start_seconds,
+            pause_seconds=pause_seconds,
+        )
