@@ -287,6 +287,7 @@ class Member:
             "header": header,
             "state": state,
             "operations": self._control.num_operations + 1,
+            "mirrored": self.mirror.names,
             "order": torch.tensor(epoch.order) if epoch is not None and epoch.is_drawn else None,
             "gradients": {
                 name: parameter.grad
@@ -324,6 +325,7 @@ class Member:
     def _restore(self, found: dict[str, Any], place: Place) -> None:
         job, saver = self._job, self._job._checkpoints
         assert saver is not None
+        self.mirror.names = found["mirrored"]
         self.mirror.reset(found["state"]["buffers"])
         self._move(place, again=True)
         self._position = found["header"]["position"]

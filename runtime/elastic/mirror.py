@@ -26,11 +26,13 @@ class Mirror:
     Args:
         buffers: This worker's buffers.
         num_nodes: Virtual nodes of the job.
+
+    ``names`` are the buffers that are mirrored, the same on every worker.
     """
 
     def __init__(self, buffers: VirtualNodeBuffers, num_nodes: int) -> None:
         self._buffers, self._num_nodes = buffers, num_nodes
-        self._names = [slot.name for slot in buffers.slots if slot.writes_silently]
+        self.names = [slot.name for slot in buffers.slots if slot.writes_silently]
         self._rows = self._start()
         self._arriving: Tensor | None = None
         self._work: dist.Work | None = None
@@ -44,21 +46,21 @@ class Mirror:
     @property
     def _slots(self) -> list[BufferSlot]:
         by_name = {slot.name: slot for slot in self._buffers.slots}
-        return [by_name[name] for name in self._names]
+        return [by_name[name] for name in self.names]
 
     @property
     def found(self) -> list[float]:
         """Per buffer that is not mirrored: whether a pass of this worker has changed it."""
-        rest = [slot for slot in self._buffers.slots if slot.name not in self._names]
+        rest = [slot for slot in self._buffers.slots if slot.name not in self.names]
         return [float(bool(slot.own)) for slot in rest]
 
     def grow(self, found: Sequence[float]) -> bool:
         """Mirror what any worker found; whether there was any. ``gather`` must follow."""
-        rest = [slot.name for slot in self._buffers.slots if slot.name not in self._names]
+        rest = [slot.name for slot in self._buffers.slots if slot.name not in self.names]
         names = {name for name, flag in zip(rest, found, strict=True) if flag}
         if names:
             state = self.state()
-            self._names += [name for name in rest if name in names]
+            self.names += [name for name in rest if name in names]
             self.reset(state)
         return bool(names)
 
@@ -73,8 +75,8 @@ class Mirror:
         """Take all virtual nodes' buffers from what ``VirtualNodeBuffers.capture`` returned."""
         rows = []
         for own in state["nodes"]:
-            rows.append([own.get(name, state["base"][name]) for name in self._names])
-        if self._names and rows:
+            rows.append([own.get(name, state["base"][name]) for name in self.names])
+        if self.names and rows:
             device = self._slots[0].base.device
             self._rows = torch.stack(
                 [torch.cat([BufferSlot.bytes_of(v.to(device)) for v in row]) for row in rows]
