@@ -23,7 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -263,8 +264,26 @@ def _torchrun_grows(folder: Path, command: list[str], before: str) -> Numbers:
     return numbers
 
 
+@contextmanager
+def stderr_to(log: Path) -> Iterator[None]:
+    """Keep what a library's own threads write off the terminal."""
+    before = os.dup(2)
+    with log.open("wb") as stream:
+        os.dup2(stream.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
 def torchft(folder: Path) -> Numbers:
     """torchft: a lighthouse, and each worker a replica of its own."""
+    with stderr_to(folder / "lighthouse"):
+        return _torchft(folder)
+
+
+def _torchft(folder: Path) -> Numbers:
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
