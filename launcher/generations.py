@@ -119,6 +119,8 @@ class Generations:
                 self._losses.operations[name] = message["operation"]
         elif kind == "finished":
             self._finished.add(name)  # its interpreter is about to end, and its heartbeat with it
+        elif kind == "fragile":
+            self._on_failure = "stop"
         elif kind == "closed":
             self._closed = message["why"]
             if change is not None:

@@ -168,6 +168,11 @@ def enter_handover(place: Place, message: dict[str, Any], control: Control) -> N
         _init_group(rank, place.device, start, store)
 
 
+def uses_nccl() -> bool:
+    """Whether this worker is in a group over NCCL."""
+    return dist.is_initialized() and dist.get_backend() == "nccl"
+
+
 def num_groups() -> int:
     """Process groups of this process; more than one where the script makes its own."""
     return len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0

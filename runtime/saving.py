@@ -142,7 +142,7 @@ class Checkpoints:
     def boundary(self, call: int, step: int) -> None:
         """A step is complete, with the optimizer's part. Saves if it is time; stops if asked."""
         self.entered(call, step)
-        if self._job._totals.all_stop:
+        if self.has_folder and self._job._totals.all_stop:
             self.save(wait=True)
             say(self._job, f"asked to stop; saved {self._folder}, step {self._job.num_steps}")
             sys.exit(STOPPED_EXIT_CODE)

@@ -18,7 +18,7 @@ import torch
 
 from ..checkpoint import Checkpoint
 from ..data import Batch, is_drawn
-from ..group import Place, close_group, enter_generation, enter_handover, num_groups
+from ..group import Place, close_group, enter_generation, enter_handover, num_groups, uses_nccl
 from ..saving import STOPPED_EXIT_CODE
 from ..worker import is_lost_peer
 from . import transfer
@@ -47,7 +47,6 @@ class Member:
 
     def __init__(self, job: "Job", control: Control) -> None:
         self._job, self._control = job, control
-        self._survives = control.survives
         self._last: Any = None
         self._next: Message | None = None
         self._arrived: Place | None = None
@@ -56,6 +55,8 @@ class Member:
         self.mirror = Mirror(job._buffers, len(job._batch_sizes))
         self.is_outside = job._place.is_outside
         self._has_said_so = self.is_outside
+        self._survives = control.survives
+        self._check_backend()
 
     @classmethod
     def of(cls, job: "Job") -> "Member | None":
@@ -67,6 +68,12 @@ class Member:
         if control is None or control.num_jobs > 1 or job._place.start.config is None:
             return None
         return cls(job, control) if job._place.start.config.pipeline is None else None
+
+    def _check_backend(self) -> None:
+        """NCCL does not tell the host when an exchange is complete, so nobody could agree."""
+        if self._survives and uses_nccl():
+            self._survives = False
+            self._control.send("fragile")
 
     # Operations
 
@@ -224,6 +231,7 @@ class Member:
         job._reducer.close()
         job.take(place)
         job._totals.move(job._reducer, place)
+        self._check_backend()
         if not again and job._local == before:
             return
         job._buffers.move(job._local, self.mirror.state())
