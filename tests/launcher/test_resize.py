@@ -247,7 +247,8 @@ def test_scripts_that_make_a_change_awkward(
     asked = launch.resize_later("--gpus", "2xcpu:slow,1xcpu:fast")
     launch.wait_for_newcomers(4)
     launch.go(4)
-    assert asked.wait(timeout=60) == 0
+    asked.communicate(timeout=60)
+    assert asked.returncode == 0
     launch.wait_for_step(7, workers=3)
     launch.kill(2)
     launch.go(7)
@@ -255,7 +256,8 @@ def test_scripts_that_make_a_change_awkward(
     asked = launch.resize_later("--gpus", "2xcpu:new")  # nobody stays
     launch.wait_for_newcomers(6)
     launch.go(11)
-    assert asked.wait(timeout=60) == 0
+    asked.communicate(timeout=60)
+    assert asked.returncode == 0
     assert launch.digest() == whole
     kinds = [g["kind"] for g in launch.record()["generations"]]
     assert kinds == ["start", "failure", "resize", "failure", "resize"]
