@@ -48,7 +48,7 @@ def resize(
     if not run.is_dir() and (Path(RUNS_FOLDER) / run).is_dir():
         run = Path(RUNS_FOLDER) / run
     config = _mapping(run, gpus, plan, profiles)
-    request = inbox.ask(run, config)
+    request = inbox.ask(run, config, wants_answer=wait)
     if not wait:
         _say({"status": "asked"}, "asked; run.json lists it when it is done", json)
         return

@@ -51,7 +51,10 @@ class Inbox:
                 self._seen.add(name)
                 path = self.folder / name
                 try:
-                    return path, files.read(path, ResizeRequest)
+                    request = files.read(path, ResizeRequest)
+                    if not request.wants_answer:
+                        path.unlink(missing_ok=True)
+                    return path, request
                 except HetflowError as error:
                     self.answer(path, ResizeAnswer(status="refused", detail=error.message))
         return None
@@ -110,11 +113,11 @@ def current(folder: Path) -> LaunchConfig:
     return files.read(path, LaunchConfig)
 
 
-def ask(folder: Path, config: LaunchConfig) -> Path:
+def ask(folder: Path, config: LaunchConfig, *, wants_answer: bool = True) -> Path:
     """Leave a request; returns its path."""
     name = f"request-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}.json"
     path = folder / FOLDER / name
-    files.write(path, ResizeRequest(config=config))
+    files.write(path, ResizeRequest(config=config, wants_answer=wants_answer))
     return path
 
 
@@ -126,25 +129,25 @@ def wait_for(folder: Path, request: Path, timeout_seconds: float) -> ResizeAnswe
             be carried out then.
     """
     answer, deadline = _answer_to(request), time.monotonic() + timeout_seconds
-    while not answer.is_file():
-        if not is_running(folder) and not answer.is_file():
-            _tidy(folder, request)
-            raise LaunchError(f"{folder}: the run ended before it was resized")
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"no answer within {timeout_seconds:g} s; the resize goes on without us",
-                hint="run.json lists it when it is done; --timeout waits longer",
-            )
-        time.sleep(POLL_SECONDS)
-    found = files.read(answer, ResizeAnswer)
-    answer.unlink(missing_ok=True)
-    _tidy(folder, request)
-    return found
+    try:
+        while not answer.is_file():
+            if not is_running(folder) and not answer.is_file():
+                raise LaunchError(f"{folder}: the run ended before it was resized")
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"no answer within {timeout_seconds:g} s; the resize goes on without us",
+                    hint="run.json lists it when it is done; --timeout waits longer",
+                )
+            time.sleep(POLL_SECONDS)
+        return files.read(answer, ResizeAnswer)
+    finally:
+        _tidy(folder, request)
 
 
 def _tidy(folder: Path, request: Path) -> None:
-    """Take a request away, and the folder of a run that is over."""
+    """Take a request and its answer away, and the folder of a run that is over."""
     request.unlink(missing_ok=True)
+    _answer_to(request).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         if not is_running(folder):
             request.parent.rmdir()

@@ -8,10 +8,14 @@ from .records import Index, Name, Seconds, record, register_keys
 
 @record
 class ResizeRequest:
-    """Run the same virtual nodes on other devices from now on."""
+    """Run the same virtual nodes on other devices from now on.
+
+    Without ``wants_answer`` nobody waits for what becomes of it.
+    """
 
     schema: Literal["hetflow.resize/1"] = "hetflow.resize/1"
     config: LaunchConfig
+    wants_answer: bool = True
 
 
 @record

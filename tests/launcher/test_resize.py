@@ -126,6 +126,9 @@ def test_requests_are_answered_and_nothing_stays(tmp_path: Path) -> None:
     assert found is not None
     assert found[0] == asked
     assert box.next() is None
+    quiet = inbox.ask(tmp_path, config, wants_answer=False)
+    assert box.next()[1].config == config
+    assert not quiet.exists()
     answer = inbox.wait_for(tmp_path, tmp_path / "control" / "request-0.json", 1)
     assert answer.status == "refused"
     assert "$.schema: missing" in answer.detail
