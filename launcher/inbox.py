@@ -107,8 +107,8 @@ def current(folder: Path) -> LaunchConfig:
         raise TargetError(f"{folder}: the run {ended}")
     if not path.is_file():
         raise TargetError(
-            f"{folder}: this launch cannot be resized",
-            hint="split plans on one host can; a launch says why not when it starts",
+            f"{folder}: only split plans on one host can be resized while they run",
+            hint="launch with --checkpoint, stop it with SIGTERM, and launch the new plan: it goes on",
         )
     return files.read(path, LaunchConfig)
 

@@ -3,7 +3,6 @@
 import json
 import random
 import signal
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -350,4 +349,12 @@ def test_closed_sockets_are_opened_again(tmp_path: Path, undisturbed_long: str) 
     failure = launch.record()["generations"][1]
     assert failure["detail"] == "connections were lost"
     assert len(failure["workers"]) == 2
-    assert socket.AF_INET  # the script above names it
+
+
+def test_a_launch_that_cannot_be_resized_says_what_can(tmp_path: Path) -> None:
+    box = inbox.Inbox(tmp_path)
+    with pytest.raises(TargetError, match="only split plans on one host") as caught:
+        inbox.current(tmp_path)
+    assert "--checkpoint" in caught.value.hint
+    box.close()
+    assert list(tmp_path.iterdir()) == []
