@@ -108,7 +108,7 @@ def current(folder: Path) -> LaunchConfig:
     if not path.is_file():
         raise TargetError(
             f"{folder}: only split plans on one host can be resized while they run",
-            hint="launch with --checkpoint, stop it with SIGTERM, and launch the new plan: it goes on",
+            hint="stop it with SIGTERM under --checkpoint, and launch the new plan: it goes on",
         )
     return files.read(path, LaunchConfig)
 
