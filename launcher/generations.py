@@ -109,6 +109,8 @@ class Generations:
             self._pauses.append(message.get("pause_seconds", 0.0))
             if self._joined >= self._ranks_in_the_making().keys():
                 self._all_joined()
+        elif kind == "paused" and message["generation"] == self._highest:
+            self._pauses.append(message["pause_seconds"])
         elif kind == "ready" and change is not None and name in change.joining:
             change.ready.add(name)
             if change.is_ready:

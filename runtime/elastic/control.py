@@ -4,8 +4,8 @@ A thread of its own reads it, also while the script computes or waits in a colle
 a heartbeat: a worker that is stopped or frozen falls silent, one that hangs beats on without
 getting further.
 
-To the controller: ``joined``, ``ready``, ``lost``, ``beat``, ``closed``, ``fragile``,
-``finished``. From it:
+To the controller: ``joined``, ``ready``, ``lost``, ``beat``, ``paused``, ``closed``,
+``fragile``, ``finished``. From it:
 ``resize`` (the next generation is ready), ``abort`` (this one is broken), ``recover`` (who goes
 on), ``leave``.
 """

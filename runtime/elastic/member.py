@@ -88,15 +88,17 @@ class Member:
             self._has_said_so = True
             self._control.send("joined", generation=self._control.generation)
         while True:
+            has_begun = False
             try:
                 if self._control.is_broken:
                     raise Lost("another worker is gone")
+                has_begun = True
                 answer = function()
                 break
             except Exception as error:
                 if not self._is_loss(error):
                     raise
-                is_behind, found = self._recover(batch)
+                is_behind, found = self._recover(batch, has_begun=has_begun)
                 if is_behind:
                     return found  # type: ignore[no-any-return]
         self._agree(answer, batch)
@@ -156,8 +158,12 @@ class Member:
         broken = self._control.is_broken and isinstance(error, RuntimeError | OSError)
         return broken or isinstance(error, Lost) or is_lost_peer(error)
 
-    def _recover(self, batch: Batch | None) -> tuple[bool, Any]:
+    def _recover(self, batch: Batch | None, *, has_begun: bool) -> tuple[bool, Any]:
         """Go on with those who are left.
+
+        Args:
+            batch: The batch whose step this worker is in, if it is in one.
+            has_begun: Whether it has touched the gradients of that step.
 
         Returns:
             Whether this worker was behind, and then the result of the operation it was in.
@@ -177,7 +183,7 @@ class Member:
         is_behind = self._control.worker in message["behind"]
         if is_behind:
             self._agree(answer, batch)
-        elif batch is not None and not batch.is_done:
+        elif batch is not None and has_begun:
             self._job._reducer.undo()
             self._job._clock.undo_step()
         self._move(place, again=not is_behind)
@@ -257,6 +263,8 @@ class Member:
         if message["guest"] is not None and (stays or control.worker == message["guest"]):
             self._hand_over(message, state, taking)
         if not stays:
+            pause = time.perf_counter() - began
+            control.send("paused", generation=message["generation"], pause_seconds=pause)
             self._leave()
         place = enter_generation(job._place, message, control)
         if message["guest"] is None and taking:
