@@ -229,24 +229,26 @@ def hetflow(folder: Path) -> Numbers:
 
 def torchrun(folder: Path) -> Numbers:
     """Torchrun with its waits made short: it restarts every worker."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "20"]
+    command += ["--monitor-interval", "0.05", "--local-addr", "127.0.0.1"]
+    alone = [*command, "--standalone", "--nproc-per-node", "2"]
+    run = Watched(folder)
+    agent = begin([*alone, str(SCRIPT), "torchrun", str(folder), str(STEPS)], folder / "log")
+    numbers = {"start": run.start(2), "kill": run.kill_one(restarts=True)}
+    stop(agent)
+    return numbers | _torchrun_grows(folder / "grow", command)
+
+
+def _torchrun_grows(folder: Path, command: list[str]) -> Numbers:
+    """A second agent joins the first."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
-    command += ["--nproc-per-node", "1", "--max-restarts", "20", "--monitor-interval", "0.05"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-    command += ["--rdzv-conf", "last_call_timeout=1,join_timeout=60"]
-    command += ["--local-addr", "127.0.0.1", str(SCRIPT), "torchrun", str(folder), str(STEPS)]
-    run = Watched(folder)
-    agents = [begin(command, folder / "log-a"), begin(command, folder / "log-b")]
-    numbers = {"start": run.start(2), "kill": run.kill_one(restarts=True)}
-    stop(*agents)
-    return numbers | _torchrun_grows(folder / "grow", command, str(folder))
-
-
-def _torchrun_grows(folder: Path, command: list[str], before: str) -> Numbers:
     folder.mkdir()
-    command = [str(folder) if part == before else part for part in command]
+    command = [*command, "--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
+    command += ["--rdzv-conf", "last_call_timeout=1,join_timeout=60"]
+    command += [str(SCRIPT), "torchrun", str(folder), str(STEPS)]
     run = Watched(folder)
     first = begin(command, folder / "log-a")
     run.start(1)
