@@ -9,7 +9,7 @@ from ..schema.simulation import JobOutcome
 from .pool import Pool
 from .priorities import NOWHERE, Floats, Ints
 
-_PER_JOB = ("scale", "left", "weight", "isolated", "last_type", "kind")
+_PER_JOB = ("scale", "left", "weight", "isolated", "last_type", "kind", "started", "restarts")
 _PER_PAIR = ("rate", "relative", "received", "share", "deficit", "held")
 
 
@@ -21,14 +21,13 @@ class Active:
     allocation, ``share`` the
     allocation X, ``deficit`` seconds lacking, ``held`` seconds in all [columns, jobs]; ``left``
     steps to run, ``isolated`` seconds of t^isolated so far, ``last_type`` of the last round,
-    ``kind`` the number of the (model, scale factor) [jobs]. ``given_up`` are ids of jobs whose
+    ``kind`` the number of the (model, scale factor), ``started`` the second of the first start or
+    -1, ``restarts`` how many since [jobs]. ``given_up`` are ids of jobs whose
     SLO the policy could not keep.
     """
 
     pool: Pool
     jobs: list[Job] = field(default_factory=list)
-    started: list[float] = field(default_factory=list)
-    restarts: list[int] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
     kinds: dict[tuple[str, int], int] = field(default_factory=dict)
     given_up: set[str] = field(default_factory=set)
@@ -44,12 +43,14 @@ class Active:
     isolated: Floats = field(init=False)
     last_type: Ints = field(init=False)
     kind: Ints = field(init=False)
+    started: Floats = field(init=False)
+    restarts: Ints = field(init=False)
     _pairs: Floats = field(init=False)
 
     def __post_init__(self) -> None:
         self._keep_pairs(np.zeros((len(_PER_PAIR), len(self.pool.columns), 0)))
         for name in _PER_JOB:
-            whole = name in ("scale", "last_type", "kind")
+            whole = name in ("scale", "last_type", "kind", "restarts")
             setattr(self, name, np.zeros(0, dtype=np.int64 if whole else np.float64))
 
     def __len__(self) -> int:
@@ -85,14 +86,14 @@ class Active:
             "isolated": [job.isolated_seconds for job in jobs],
             "last_type": [NOWHERE] * number,
             "kind": [self.kinds.setdefault(key, len(self.kinds)) for key in keys],
+            "started": [-1.0] * number,
+            "restarts": [0] * number,
         }
         self._keep_pairs(np.concatenate((self._together(), fresh), axis=2))
         for name, column in singles.items():
             old = getattr(self, name)
             setattr(self, name, np.concatenate((old, np.array(column, dtype=old.dtype))))
         self.jobs.extend(jobs)
-        self.started.extend([-1.0] * number)
-        self.restarts.extend([0] * number)
         isolated = self.isolated_rate(len(self) - number)
         self.alone.extend((self.left[-number:] / isolated).tolist())
 
@@ -126,7 +127,7 @@ class Active:
         for name in _PER_JOB:
             setattr(self, name, getattr(self, name)[kept])
         for i in sorted(done.tolist(), reverse=True):
-            del self.jobs[i], self.started[i], self.restarts[i], self.alone[i]
+            del self.jobs[i], self.alone[i]
         return outcomes
 
     def _outcome(self, i: int, finish: float, hourly: Floats | None) -> JobOutcome:
@@ -138,12 +139,12 @@ class Active:
             scale_factor=job.scale_factor,
             priority_weight=job.priority_weight,
             arrival_seconds=job.arrival_seconds,
-            start_seconds=self.started[i],
+            start_seconds=float(self.started[i]),
             finish_seconds=finish,
             device_seconds=float(devices),
             isolated_seconds=self.alone[i],
             slo_seconds=job.slo_seconds,
             dollars=None if hourly is None else float(held @ hourly) / 3600.0,
-            num_restarts=self.restarts[i],
+            num_restarts=int(self.restarts[i]),
             slo_given_up=job.id in self.given_up,
         )

@@ -11,6 +11,7 @@ from ..solvers.allocation import Instance, Policy, all_policies, make_instance, 
 from .active import Active
 from .allox import AlloX
 from .baselines import FifoAnyType, GreedyFifo
+from .flat_las import FlatLas
 from .gandiva import Gandiva
 from .priorities import Floats, Ints
 from .shares import Allocator, Shares
@@ -145,6 +146,7 @@ def allocator_named(
     *,
     agnostic: bool = False,
     warm: bool = True,
+    mixes: bool = False,
     blind: bool = False,
     shares_space: bool = False,
     seed: int = 0,
@@ -155,6 +157,7 @@ def allocator_named(
         name: A policy of ``solvers.allocation``, or a baseline such as ``fifo_greedy``.
         agnostic: Whether the policy is blind to what device types differ in.
         warm: Whether LAS goes on from its last basis (fast); otherwise it is solved anew.
+        mixes: Whether jobs may hold several device types at once.
         blind: See ``PolicyAllocator``.
         shares_space: Whether pairs of jobs may share devices.
         seed: Of what a policy draws at random.
@@ -167,8 +170,12 @@ def allocator_named(
         if shares_space and not own.shares_space:
             raise ProblemError(f"{name} runs every job alone; leave space sharing out")
         return own
-    if warm and not agnostic and name in ("las", "las_weighted"):
-        return WarmLas(weighted=name == "las_weighted", shares_space=shares_space)
+    if name in ("las", "las_weighted") and not mixes:
+        weighted = name == "las_weighted"
+        if agnostic and not shares_space:
+            return FlatLas(weighted=weighted, blind=blind)
+        if warm and not agnostic:
+            return WarmLas(weighted=weighted, shares_space=shares_space)
     known = [*all_policies(), *_OWN]
     if name not in known:
         guess = nearest(name, known)

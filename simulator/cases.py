@@ -129,7 +129,8 @@ def _in_rounds(
     allocator = allocator_named(
         case.policy,
         agnostic=case.agnostic,
-        warm=case.optimum == "vertex" and not published and not pool.uses_mixes,
+        warm=case.optimum == "vertex" and not published,
+        mixes=pool.uses_mixes,
         blind=published and case.agnostic and not case.space_sharing,
         shares_space=case.space_sharing,
         seed=case.seed,

@@ -332,12 +332,11 @@ class Rounds:
     def note(self, runs: Ints, kind: Ints, moved: Bools, seconds: Floats) -> None:
         """Keep the books of starts, restarts and spans."""
         active = self.active
-        for place in moved.nonzero()[0].tolist():
-            job = int(runs[place])
-            if active.started[job] < 0:
-                active.started[job] = self.now
-            else:
-                active.restarts[job] += 1
+        movers = runs[moved]
+        if len(movers):
+            had = active.started[movers]
+            active.started[movers] = np.where(had < 0, self.now, had)
+            active.restarts[movers] += had >= 0
         if self.options.records_spans:
             for job, where, time in zip(
                 runs.tolist(), kind.tolist(), seconds.tolist(), strict=True
