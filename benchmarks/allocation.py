@@ -26,7 +26,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-from allocation_peers import Cbc, Cvxpy, objective
+from peers.allocation_models import Cbc, Cvxpy, objective
 
 from hetflow.schema.jobs import Entity
 from hetflow.solvers.allocation import Instance, make_instance, policy_named, solve

@@ -33,7 +33,7 @@ import torch
 from hetflow.schema import files
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 
-SCRIPT = Path(__file__).with_name("elasticity_scripts.py")
+SCRIPT = Path(__file__).parent / "peers" / "elasticity_scripts.py"
 STEPS = 1_000_000  # until it is stopped
 LIMIT_SECONDS = 90.0
 Numbers = dict[str, float]

@@ -1,6 +1,6 @@
 """Pipelines as they run: speed against torch's own 1F1B, and predicted against measured time.
 
-    python benchmarks/pipeline_runtime.py [--quick] [--json] [--only speed|prediction]
+    python benchmarks/pipeline_runtime.py [--quick] [--json PATH] [--only speed|prediction]
 
 Speed: hetflow's executor and torch.distributed.pipelining's Schedule1F1B run the same stages in
 the same processes, one step of each in turn, on the same microbatches, drawn before the clock
@@ -341,7 +341,7 @@ def show(result):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here")
     parser.add_argument("--only", choices=["speed", "prediction"])
     arguments = parser.parse_args()
     result = {}
@@ -349,7 +349,9 @@ def main():
         result["speed"] = speed(15 if arguments.quick else 100)
     if arguments.only != "speed":
         result["prediction"] = prediction(12 if arguments.quick else 30)
-    print(json.dumps(result, indent=1)) if arguments.json else show(result)
+    show(result)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
