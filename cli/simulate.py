@@ -48,6 +48,10 @@ def simulate(
     space_sharing: Annotated[
         bool, typer.Option("--space-sharing", help="Let pairs of jobs share devices, in rounds.")
     ] = False,
+    placement: Annotated[
+        Literal["consolidated", "mixed"],
+        typer.Option(help="mixed: policies weigh spread devices too; needs servers."),
+    ] = "consolidated",
     optimum: Annotated[
         Literal["vertex", "centre"],
         typer.Option(help="Which of LAS's optima: a simplex vertex (fast) or the centre."),
@@ -105,6 +109,7 @@ def simulate(
         policy=policy,
         agnostic=agnostic,
         space_sharing=space_sharing,
+        placement=placement,
         optimum=optimum,
         round_seconds=round_seconds,
         restart_seconds=restart_seconds,

@@ -111,7 +111,7 @@ class Active:
     def usage(self, i: int) -> Ints:
         """How often a job holds a column's devices: its scale factor, a mix once [columns]."""
         if not self.pool.uses_mixes:
-            return np.full(len(self.pool.types), self.scale[i])
+            return np.full(len(self.pool.columns), self.scale[i])
         answer: Ints = np.where(self.pool.is_mix == 1, 1, self.scale[i])
         return answer
 

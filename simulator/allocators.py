@@ -8,6 +8,7 @@ import numpy as np
 from ..schema.errors import ProblemError
 from ..schema.records import nearest
 from ..solvers.allocation import Instance, Policy, all_policies, make_instance, policy_named
+from ..solvers.allocation.instance import CONSOLIDATED
 from .active import Active
 from .allox import AlloX
 from .baselines import FifoAnyType, GreedyFifo
@@ -85,7 +86,7 @@ class PolicyAllocator:
             **given,
         )
         if len(pool.columns) > types:
-            instance = _with_mixes(instance, active)
+            instance = _with_columns(instance, active)
         if self.shares_space:
             kind, rates = pair_table(active)
             instance = replace(instance, kind=kind, pair_rate=rates)
@@ -104,15 +105,20 @@ class PolicyAllocator:
         }  # fmt: skip
 
 
-def _with_mixes(instance: Instance, active: Active) -> Instance:
+def _with_columns(instance: Instance, active: Active) -> Instance:
+    """The mixes, or the unconsolidated types and the limit on consolidated ones, besides."""
     pool, rate = active.pool, active.rate.T
     best = rate.max(axis=1)
+    resources, capacity = pool.limits(pool.capacity)
+    close = [name + CONSOLIDATED for name in pool.types]
     return replace(
         instance,
         columns=pool.columns,
         rate=rate,
         usage=np.where(pool.is_mix == 1, 1.0, active.scale[:, None]),
-        resources=pool.resources.astype(float),
+        resources=resources.astype(float),
+        capacity=capacity.astype(float),
+        resource_names=(*pool.types, *close)[: len(capacity)],
         equal=np.where(instance.equal > 0, instance.equal, best),
         isolated=np.where(instance.isolated > 0, instance.isolated, best / len(rate)),
     )
@@ -146,7 +152,7 @@ def allocator_named(
     *,
     agnostic: bool = False,
     warm: bool = True,
-    mixes: bool = False,
+    columns: bool = False,
     blind: bool = False,
     shares_space: bool = False,
     seed: int = 0,
@@ -157,7 +163,7 @@ def allocator_named(
         name: A policy of ``solvers.allocation``, or a baseline such as ``fifo_greedy``.
         agnostic: Whether the policy is blind to what device types differ in.
         warm: Whether LAS goes on from its last basis (fast); otherwise it is solved anew.
-        mixes: Whether jobs may hold several device types at once.
+        columns: Whether there are other columns than device types (mixes, placements).
         blind: See ``PolicyAllocator``.
         shares_space: Whether pairs of jobs may share devices.
         seed: Of what a policy draws at random.
@@ -170,7 +176,7 @@ def allocator_named(
         if shares_space and not own.shares_space:
             raise ProblemError(f"{name} runs every job alone; leave space sharing out")
         return own
-    if name in ("las", "las_weighted") and not mixes:
+    if name in ("las", "las_weighted") and not columns:
         weighted = name == "las_weighted"
         if agnostic and not shares_space:
             return FlatLas(weighted=weighted, blind=blind)

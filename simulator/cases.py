@@ -39,7 +39,8 @@ class Case:
     in the trace up to another (the thesis: 4,000 to 5,000). ``optimum`` says which of several
     optima LAS takes: ``centre``, the analytic centre, or ``vertex``, from a warm simplex (fast).
     ``space_sharing`` lets pairs of jobs share devices, in rounds. ``servers`` are the devices of
-    each type on each server [types][servers]; None is one server that holds them all. Mixes of
+    each type on each server [types][servers]; None is one server that holds them all. With
+    ``placement`` mixed policies see unconsolidated devices as columns of their own. Mixes of
     device types among the throughputs count under ``rounds``.
     """
 
@@ -52,6 +53,7 @@ class Case:
     agnostic: bool = False
     space_sharing: bool = False
     servers: tuple[tuple[int, ...], ...] | None = None
+    placement: Literal["consolidated", "mixed"] = "consolidated"
     optimum: Literal["centre", "vertex"] = "vertex"
     selection: Literal["by_type", "joint"] = "by_type"
     round_seconds: float = 360.0
@@ -73,6 +75,26 @@ class Case:
                 f"space sharing is for rounds, {self.scheduler} runs every job on its own devices; "
                 "leave one of them out"
             )
+        if self.placement == "mixed" and (
+            self.servers is None or self.scheduler != "rounds" or self.space_sharing
+        ):
+            raise ProblemError(
+                "placement mixed is for `rounds` on several servers, without space sharing; give "
+                "servers, such as 9x(4xv100)"
+            )
+
+
+def consolidated_devices(case: Case) -> tuple[int, ...]:
+    """How many devices of each type jobs can hold consolidated at once [types].
+
+    The least over the scale factors that fit a server: jobs of 2 fill 2 of a server's 3 devices.
+    """
+    scales = {entry.scale_factor for entry in case.throughputs.models}
+    answer = []
+    for sizes in case.servers or ():
+        fitting = [s for s in sorted(scales) if 1 < s <= max(sizes)]
+        answer.append(min((sum(n // s * s for n in sizes) for s in fitting), default=sum(sizes)))
+    return tuple(answer)
 
 
 def run_case(
@@ -94,11 +116,13 @@ def run_case(
         if case.trace is None:
             raise ProblemError("a case needs a trace: jobs, or a recipe to draw them")
         jobs = draw_jobs(case.trace, case.throughputs)
+    mixed = case.placement == "mixed" and case.servers is not None
     pool = Pool(
         throughputs=case.throughputs,
         num_devices=case.num_devices,
         dollars_per_hour=case.dollars_per_hour,
         uses_mixes=case.scheduler == "rounds" and bool(case.throughputs.mixes),
+        consolidated=consolidated_devices(case) if mixed else None,
     )
     if case.scheduler in _PROPOSALS:
         proposals = ProposalOptions(
@@ -130,7 +154,7 @@ def _in_rounds(
         case.policy,
         agnostic=case.agnostic,
         warm=case.optimum == "vertex" and not published,
-        mixes=pool.uses_mixes,
+        columns=len(pool.columns) > len(pool.types),
         blind=published and case.agnostic and not case.space_sharing,
         shares_space=case.space_sharing,
         seed=case.seed,

@@ -90,7 +90,7 @@ class CombinedRounds(Rounds):
         slow_a = slow_b = np.ones(len(a))
         if self.servers is not None:
             ids = self._ids(chosen)
-            close, relocated = self.seat(ids, c, active.scale[a])
+            close, relocated = self.seat(ids, c, active.scale[a], (chosen.column != c).tolist())
             slow_a, slow_b = self.spread_rate(a, c, close), self.spread_rate(b, c, close)
             moved[a] |= relocated
             moved[b[two]] |= relocated[two]

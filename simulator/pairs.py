@@ -70,8 +70,9 @@ class PairShares:
 class Chosen:
     """What runs in a round: job ``first``, beside it ``second`` (-1: nobody).
 
-    ``column`` is what they were chosen for, ``placed`` what they hold: the same, or a mix that
-    has it and leftover devices besides. ``pair`` is the place among the pairs, -1 for a job alone.
+    ``column`` is what they were chosen for, ``placed`` what they hold: the same, the type of an
+    unconsolidated column, or a mix that has it and leftover devices besides. ``pair`` is the place
+    among the pairs, -1 for a job alone.
     """
 
     first: Ints
@@ -118,9 +119,10 @@ def choose_combinations(
         turn[order] = np.arange(len(order))
         keys.append(turn[column])
     ranking = np.lexsort(tuple(keys))
-    needs = [_needs(pool.resources[:, c]) for c in range(len(pool.columns))]
+    uses, room = pool.limits(free)
+    needs = [_needs(uses[:, c]) for c in range(len(pool.columns))]
     times = [1 if mix else 0 for mix in pool.is_mix.tolist()]
-    left, idle = free.tolist(), int(free.sum())
+    left, idle = room.tolist(), int(room.sum())
     busy = [False] * (number + 1)  # the last is nobody
     scale = active.scale.tolist()
     taken = []
@@ -143,7 +145,8 @@ def choose_combinations(
         if idle <= 0:
             break
     kept = np.array(taken, dtype=np.int64)
-    chosen = Chosen(first[kept], second[kept], column[kept], column[kept].copy(), pair[kept])
+    placed = pool.devices_of[column[kept]]
+    chosen = Chosen(first[kept], second[kept], column[kept], placed, pair[kept])
     if idle > 0 and pool.uses_mixes:
         _extend(active, chosen, np.array(left))
     return chosen

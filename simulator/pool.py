@@ -11,7 +11,7 @@ import numpy as np
 from ..schema.errors import ProblemError
 from ..schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
 from ..schema.records import nearest
-from ..solvers.allocation.instance import mix_name
+from ..solvers.allocation.instance import UNCONSOLIDATED, mix_name
 from .priorities import Floats, Ints
 
 Key = tuple[str, int]
@@ -21,15 +21,18 @@ Key = tuple[str, int]
 class Pool:
     """Devices by type, and the rates of every (model, scale factor) asked for so far.
 
-    ``columns`` are the device types, then, with ``uses_mixes``, the mixes that fit the pool;
-    ``resources`` [types, columns] are the devices that a column holds: 1 of its type, times the
-    job's scale factor, or those of the mix.
+    ``columns`` are the device types, then, with ``uses_mixes``, the mixes that fit the pool, or,
+    with ``consolidated``, each type once more unconsolidated (thesis 5.3.1); ``resources``
+    [types, columns] are the devices that a column holds: 1 of its type, times the job's scale
+    factor, or those of the mix. ``consolidated`` [types] is how many devices jobs can hold
+    consolidated at once; None: policies do not look at placement.
     """
 
     throughputs: Throughputs
     num_devices: dict[str, int]
     dollars_per_hour: dict[str, float] = field(default_factory=dict)
     uses_mixes: bool = False
+    consolidated: tuple[int, ...] | None = None
     types: tuple[str, ...] = field(init=False)
     capacity: Ints = field(init=False)
     columns: tuple[str, ...] = field(init=False)
@@ -62,6 +65,12 @@ class Pool:
             if all(number <= self.num_devices.get(name, 0) for name, number in counts):
                 mixes[mix_name(mix.devices)] = mix.devices
                 self._mixes.setdefault((mix.model, mix.scale_factor), []).append(mix)
+        if self.consolidated is not None:
+            if mixes:
+                raise ProblemError("mixes of device types are not placed; leave placement out")
+            self.columns = (*self.types, *(name + UNCONSOLIDATED for name in self.types))
+            self.resources = np.tile(np.eye(len(self.types), dtype=np.int64), 2)
+            return
         self.columns = (*self.types, *mixes)
         held = [[mix.get(name, 0) for mix in mixes.values()] for name in self.types]
         eye = np.eye(len(self.types), dtype=np.int64)
@@ -70,7 +79,27 @@ class Pool:
     @property
     def is_mix(self) -> Ints:
         """1 for columns that hold several types, 0 for device types [columns]."""
+        if self.consolidated is not None:
+            return np.zeros(len(self.columns), dtype=np.int64)
         return (np.arange(len(self.columns)) >= len(self.types)).astype(np.int64)
+
+    @property
+    def devices_of(self) -> Ints:
+        """The column whose devices a column holds: its type where placement counts [columns]."""
+        places = np.arange(len(self.columns))
+        return places if self.consolidated is None else places % len(self.types)
+
+    def limits(self, free: Ints) -> tuple[Ints, Ints]:
+        """What columns use [limits, columns] of how much: devices, and consolidated devices.
+
+        Args:
+            free: Devices of each type [types].
+        """
+        if self.consolidated is None:
+            return self.resources, free
+        types = len(self.types)
+        close = np.hstack((np.eye(types, dtype=np.int64), np.zeros((types, types), dtype=np.int64)))
+        return np.vstack((self.resources, close)), np.concatenate((free, self.consolidated))
 
     def has_pairs(self) -> bool:
         """Whether throughputs of pairs are known."""
@@ -100,7 +129,9 @@ class Pool:
         known = entry.steps_per_second
         rate = np.array([known.get(name, 0.0) for name in self.types])
         rate = np.where(job.scale_factor <= self.capacity, rate, 0.0)
-        mixed = np.zeros(len(self.columns) - len(self.types))
+        if self.consolidated is not None:
+            rate = np.concatenate((rate, self._apart(entry, rate)))
+        mixed = np.zeros(len(self.columns) - len(rate))
         for mix in self._mixes.get((job.model, job.scale_factor), ()):
             place = self.columns.index(mix_name(mix.devices)) - len(self.types)
             mixed[place] = mix.steps_per_second
@@ -132,8 +163,13 @@ class Pool:
 
         Where they are not known, those of consolidated devices.
         """
-        rate = self.rate(job)[: len(self.types)]
-        apart = self._entries[job.model, job.scale_factor].unconsolidated_steps_per_second or {}
+        entry = self._entries[job.model, job.scale_factor]
+        return self._apart(entry, self.rate(job)[: len(self.types)])
+
+    def _apart(self, entry: ModelThroughput, rate: Floats) -> Floats:
+        apart = entry.unconsolidated_steps_per_second or {}
+        if entry.scale_factor == 1:
+            apart = {}
         known = np.array([apart.get(name, np.nan) for name in self.types])
         return np.where(np.isnan(known) | (rate == 0), rate, known)
 

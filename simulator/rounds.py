@@ -94,7 +94,9 @@ def simulate_rounds(
     options = options or RoundOptions()
     if options.servers is not None and pool.uses_mixes:
         raise ProblemError("mixes of device types are not placed on servers; give a flat pool")
-    combined = allocator.shares_space or pool.uses_mixes
+    if pool.consolidated is not None and (options.servers is None or allocator.shares_space):
+        raise ProblemError("placement counts where jobs run alone on several servers")
+    combined = allocator.shares_space or len(pool.columns) > len(pool.types)
     rounds = CombinedRounds if combined else Rounds
     cluster = rounds(Queue(jobs), pool, allocator, options)
     while cluster.step():
@@ -203,11 +205,17 @@ class Rounds:
     def _type_order(self) -> list[int]:
         """Fastest first, by the mean rate of the jobs present relative to each one's best."""
         if self.allocator.agnostic:
-            return [int(kind) for kind in self.random.permutation(len(self.pool.types))]
+            return self._with_apart(self.random.permutation(len(self.pool.types)).tolist())
         if self.order is None:
             speed = self.active.relative[: len(self.pool.types)].sum(axis=1)
-            self.order = np.argsort(-speed, kind="stable").tolist()
+            self.order = self._with_apart(np.argsort(-speed, kind="stable").tolist())
         return self.order
+
+    def _with_apart(self, order: list[int]) -> list[int]:
+        """Each type's unconsolidated column right after it."""
+        if self.pool.consolidated is None:
+            return order
+        return [column for kind in order for column in (kind, kind + len(order))]
 
     def run_round(self) -> None:
         """Choose who runs, and let them work for a round."""
@@ -294,10 +302,16 @@ class Rounds:
             return False
         return self.now - self.last_reset >= self.options.reset_seconds
 
-    def seat(self, ids: Sequence[tuple[str, ...]], kind: Ints, scale: Ints) -> tuple[Bools, Bools]:
+    def seat(
+        self,
+        ids: Sequence[tuple[str, ...]],
+        kind: Ints,
+        scale: Ints,
+        apart: Sequence[bool] = (),
+    ) -> tuple[Bools, Bools]:
         """Place jobs on servers: who is consolidated, and who moved."""
         assert self.servers is not None
-        close, kept = self.servers.place(ids, kind.tolist(), scale.tolist(), self.up)
+        close, kept = self.servers.place(ids, kind.tolist(), scale.tolist(), self.up, apart)
         return np.array(close, dtype=bool), ~np.array(kept, dtype=bool)
 
     def spread_rate(self, runs: Ints, kind: Ints, close: Bools) -> Floats:

@@ -37,7 +37,12 @@ class Servers:
         return used
 
     def place(
-        self, ids: Sequence[tuple[str, ...]], kinds: list[int], needs: list[int], up: Ints
+        self,
+        ids: Sequence[tuple[str, ...]],
+        kinds: list[int],
+        needs: list[int],
+        up: Ints,
+        apart: Sequence[bool] = (),
     ) -> tuple[list[bool], list[bool]]:
         """Place the jobs of a round.
 
@@ -46,6 +51,8 @@ class Servers:
             kinds: Device type of each.
             needs: Devices that each holds.
             up: Devices of each type that work; broken ones are the last ones.
+            apart: Whether each may be spread; these are placed after the others. None may by
+                default.
 
         Returns:
             Whether each is consolidated, and whether it kept the devices of the last round.
@@ -61,7 +68,8 @@ class Servers:
                 leases[i] = before[1]
                 for server, number in before[1].items():
                     reserved[kind][server] += number
-        order = sorted(range(len(ids)), key=lambda i: (-needs[i], i not in leases, i))
+        later = list(apart) or [False] * len(ids)
+        order = sorted(range(len(ids)), key=lambda i: (later[i], -needs[i], i not in leases, i))
         close, kept = [False] * len(ids), [False] * len(ids)
         now: dict[str, Held] = {}
         for i in order:

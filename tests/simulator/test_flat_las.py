@@ -101,5 +101,5 @@ def test_mixes_are_not_flat(three_types: Pool, job: MakeJob) -> None:
     pool = Pool(throughputs=table, num_devices=three_types.num_devices, uses_mixes=True)
     with pytest.raises(HetflowError, match="device types only"):
         shares(pool, [job(0, model="even")], allocator_named("las", agnostic=True))
-    blind = allocator_named("las", agnostic=True, mixes=True)
+    blind = allocator_named("las", agnostic=True, columns=True)
     assert shares(pool, [job(0, model="even")], blind).shape == (4, 1)
