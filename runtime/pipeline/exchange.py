@@ -5,8 +5,6 @@ it is done, so the last finds them there, and the others wait for a single messa
 would begin only then, and take several. From many workers on that is too many messages.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,44 +15,42 @@ _MOST_WORKERS = 16
 _TAG = 3
 
 
-@dataclass(slots=True)
-class _Peer:
-    line: Line
-    receiving: tuple[dist.Work, Tensor] | None = None
-
-
 class Exchange:
-    """Adds up vectors of float64, of one length on all workers."""
+    """Adds up vectors of float64, of one length on all workers.
+
+    Attributes:
+        own: [length] this worker's vector, to be written before each sum.
+    """
 
     def __init__(self, transport: Transport | None, world_size: int, length: int) -> None:
-        self._transport, self._length = transport, length
-        self._peers: dict[int, _Peer] = {}
-        if transport is not None and world_size <= _MOST_WORKERS:
-            ranks = [rank for rank in range(world_size) if rank != transport.rank]
-            self._peers = {rank: _Peer(Line(transport.host, rank, _TAG)) for rank in ranks}
+        self._transport = transport
+        self._peers: list[tuple[Line, Tensor]] = []
+        self._receiving: list[dist.Work] = []
+        by_messages = transport is not None and world_size <= _MOST_WORKERS
+        self._all = torch.zeros((world_size if by_messages else 1, length), dtype=torch.float64)
+        self.own = self._all[0]
+        if transport is not None and by_messages:
+            self.own = self._all[transport.rank]
+            self._peers = [
+                (Line(transport.host, rank, _TAG), self._all[rank])
+                for rank in range(world_size)
+                if rank != transport.rank
+            ]
 
     def expect(self) -> None:
         """Post the receives of the next sum."""
-        for peer in self._peers.values():
-            if peer.receiving is None:
-                numbers = torch.empty(self._length, dtype=torch.float64)
-                peer.receiving = (peer.line.receive(numbers), numbers)
+        if not self._receiving:
+            self._receiving = [line.receive(vector) for line, vector in self._peers]
 
-    def sum(self, own: Tensor) -> Tensor:
-        """The sum over all workers, added in order of ranks: the same bits everywhere."""
-        if self._transport is None:
-            return own
+    def sum(self) -> Tensor:
+        """[length] the sum over all workers, added in order of ranks: the same bits everywhere."""
         if not self._peers:
-            dist.all_reduce(own, group=self._transport.host)
-            return own
+            if self._transport is not None:
+                dist.all_reduce(self.own, group=self._transport.host)
+            return self.own.clone()
         self.expect()
-        sending = [peer.line.send(own) for peer in self._peers.values()]
-        vectors = {self._transport.rank: own}
-        for rank, peer in self._peers.items():
-            assert peer.receiving is not None
-            work, vectors[rank] = peer.receiving
+        sending = [line.send(self.own) for line, _ in self._peers]
+        for work in self._receiving + sending:
             work.wait()
-            peer.receiving = None
-        for work in sending:
-            work.wait()
-        return torch.stack([vectors[rank] for rank in sorted(vectors)]).sum(0)
+        self._receiving = []
+        return self._all.sum(0)

@@ -31,6 +31,7 @@ class LossScaling:
         self._own = [ownership.parameters[name] for name in sorted(ownership.own)]
         self._synchroniser = synchroniser
         synchroniser.loss_scale = 1.0
+        synchroniser.checks_overflow = self._scaler is not None
         if self._scaler is None:
             return
         if not self._own:

@@ -4,17 +4,15 @@
 those, so a single number with the right norm does for a gradient, whatever its shape.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...schema.errors import TargetError
+from .norms import NORMS, Table, ToldNorms
 
-# Which norms the workers tell each other of every parameter, in this order.
-NORMS = (2.0, 1.0, math.inf)
 _TAKE_NORMS = {
     torch.linalg.vector_norm,
     torch.linalg.norm,
@@ -25,37 +23,26 @@ _TAKE_NORMS = {
 _NEED_ALL = {"abs", "max", "min", "amax", "amin", "mean", "median", "std", "var", "sort", "topk"}
 
 
-def norms_of(gradients: Sequence[Tensor]) -> Tensor:
-    """[NORMS, gradients] the norms of each gradient, in float64."""
-
-    def each(norm: float) -> Tensor:
-        return torch.stack([torch.linalg.vector_norm(g, norm).double() for g in gradients])
-
-    return torch.stack([each(norm) for norm in NORMS])
-
-
 class NormOnly(Tensor):
     """One number, the 2-norm of a gradient elsewhere; asked for another norm, it gives that one.
 
-    Scaling it (clipping, unscaling) scales all its norms.
+    Scaling it (clipping, unscaling) scales all its norms. It serves step after step.
     """
 
-    _ratios: dict[float, float]
+    _told: ToldNorms
+    _index: int
 
     @staticmethod
-    def of(number: Tensor, norms: Sequence[float]) -> "NormOnly":
+    def of(number: Tensor, told: ToldNorms, index: int) -> "NormOnly":
         """A stand-in.
 
         Args:
-            number: [1] the 2-norm, of the gradient's type and on its device.
-            norms: [NORMS] all norms.
+            number: [1] where the 2-norm will stand, of the gradient's type and on its device.
+            told: Knows the other norms.
+            index: The parameter's number in them.
         """
         made: NormOnly = number.as_subclass(NormOnly)
-        two = norms[0]
-        usable = 0 < two < math.inf
-        made._ratios = {
-            norm: value / two if usable else 1.0 for norm, value in zip(NORMS, norms, strict=True)
-        }
+        made._told, made._index = told, index
         return made
 
     @classmethod
@@ -88,11 +75,41 @@ def _norm(gradient: Tensor, order: Any) -> Tensor:
     if not isinstance(gradient, NormOnly):
         whole: Tensor = torch.linalg.vector_norm(plain, order)
         return whole
-    if order not in gradient._ratios:
+    if order not in NORMS:
         known = ", ".join(f"{norm:g}" for norm in NORMS)
         raise TargetError(
             f"the {order:g}-norm of a gradient that another worker of the pipeline has",
             hint=f"norms {known} are known everywhere",
         )
-    found: Tensor = plain.abs().squeeze() * gradient._ratios[order]
-    return found
+    found: Tensor = plain.abs().squeeze()
+    return found if order == 2 else found * gradient._told.ratio(gradient._index, order)
+
+
+class StandIns:
+    """The stand-ins of one worker, for the parameters that it does not hold."""
+
+    def __init__(self, apart: Sequence[tuple[int, nn.Parameter]], told: ToldNorms) -> None:
+        """Take the parameters with their numbers in tables of norms."""
+        self._kinds: list[tuple[Tensor, list[int]]] = []
+        self._all: list[tuple[int, nn.Parameter, NormOnly]] = []
+        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[int, nn.Parameter]]] = {}
+        for index, parameter in apart:
+            kind = (parameter.dtype, parameter.device)
+            by_kind.setdefault(kind, []).append((index, parameter))
+        for (dtype, device), members in by_kind.items():
+            numbers = torch.zeros(len(members), dtype=dtype, device=device)
+            self._kinds.append((numbers, [index for index, _ in members]))
+            self._all += [
+                (index, parameter, NormOnly.of(numbers[place : place + 1], told, index))
+                for place, (index, parameter) in enumerate(members)
+            ]
+
+    def show(self, table: Table) -> None:
+        """Make them the ``grad`` of the parameters that have one elsewhere, with its 2-norm."""
+        for numbers, indices in self._kinds:
+            numbers.copy_(torch.from_numpy(table[1, indices]))
+        used = table[0].tolist()
+        for index, parameter, stand_in in self._all:
+            wanted = stand_in if used[index] > 0 else None
+            if parameter.grad is not wanted:
+                parameter.grad = wanted

@@ -5,8 +5,10 @@ weight. Both are mended by one rule: a parameter that several workers hold is su
 """
 
 import math
+from collections.abc import Collection
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,11 +18,15 @@ from ...schema.launch import PipelineWork
 from ..group import Place, subgroup
 from ..totals import _loss_and_weight
 from .exchange import Exchange
+from .norms import NORMS, NUM_ROWS, Table, ToldNorms, norms_of
 from .ownership import Holders, Ownership
-from .standins import NORMS, NormOnly, norms_of
+from .standins import StandIns
 from .transport import Transport
 
 _LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
+# Only where parameters are apart: whether gradients add to earlier ones, which norms were asked.
+_ADDS, _ASKED = _NUM_SUMS, _NUM_SUMS + 1
+_HEAD = _ASKED + len(NORMS)
 
 
 class Synchroniser:
@@ -35,14 +41,25 @@ class Synchroniser:
     ) -> None:
         self._ownership, self._place = ownership, place
         self._parameters = list(ownership.parameters.items())
-        length = _NUM_SUMS + (1 + len(NORMS)) * len(self._parameters)
-        self._exchange = Exchange(transport, place.world_size, length)
-        names = enumerate(ownership.parameters)
-        # A parameter's norm is told by the first of its holders.
-        self._told = [i for i, name in names if ownership.holders[name][0] == place.rank]
-        self._apart = [
-            (i, p) for i, (n, p) in enumerate(self._parameters) if n not in ownership.own
+        apart = [
+            [i for i, (name, _) in enumerate(self._parameters) if rank not in self._holders(name)]
+            for rank in range(place.world_size)
         ]
+        self._apart_of = apart
+        self._is_apart = any(apart)
+        length = _HEAD + NUM_ROWS * len(self._parameters) if self._is_apart else _NUM_SUMS
+        self._exchange = Exchange(transport, place.world_size, length)
+        self._transport = transport
+        # A parameter's norm is told by the first of its holders.
+        self._told = [
+            (i, parameter)
+            for i, (name, parameter) in enumerate(self._parameters)
+            if self._holders(name)[0] == place.rank
+        ]
+        self._norms = ToldNorms(lambda: self._tell(NORMS))
+        here = [(i, self._parameters[i][1]) for i in apart[place.rank]]
+        self._stand_ins = StandIns(here, self._norms)
+        self._own = [(n, p) for n, p in self._parameters if n in ownership.own]
         self._groups: dict[Holders, dist.ProcessGroup] = {}
         self._stage_ranks = [tuple(sorted(stage.ranks)) for stage in work.stages]
         sets = set(ownership.holders.values()) | set(self._stage_ranks)
@@ -54,6 +71,7 @@ class Synchroniser:
         self.wants_stop = False
         self.stops = torch.zeros(())
         self.loss_scale = 1.0
+        self.checks_overflow = False
         self.is_finite = True
         self._num_samples = 0
         self._losses: list[tuple[Tensor, float, bool]] = []
@@ -63,10 +81,10 @@ class Synchroniser:
         self._num_samples = num_samples
         self._losses = []
         self._carried = {}
-        for name, parameter in self._ownership.parameters.items():
-            if name in self._ownership.own and parameter.grad is not None:
+        for name, parameter in self._own:
+            if parameter.grad is not None:
                 self._carried[name] = parameter.grad
-            parameter.grad = None
+                parameter.grad = None
 
     def expect(self) -> None:
         """Be ready for what the others send to ``finish``."""
@@ -89,46 +107,62 @@ class Synchroniser:
         for holders, group in self._groups.items():
             if self._place.rank in holders:
                 self._sum_over(holders, group)
-        sums = self._all_sums()
+        known = self._norms_to_tell()
+        self._write_own(known)
+        sums = self._exchange.sum()
         self.stops = sums[_STOP]
-        known = sums.tolist()
-        scale = self._num_samples / known[_WEIGHT] if known[_WEIGHTED] > 0 else 1.0
-        if scale != 1:
-            for name in self._ownership.own:
-                gradient = self._ownership.parameters[name].grad
-                if gradient is not None:
-                    gradient.mul_(scale)
-        self._stand_in(sums[_NUM_SUMS:].view(1 + len(NORMS), -1), scale)
+        head = sums[:_HEAD].tolist()
+        scale = self._num_samples / head[_WEIGHT] if head[_WEIGHTED] > 0 else 1.0
+        gradients = [p.grad for _, p in self._own if p.grad is not None]
+        if scale != 1 and gradients:
+            torch._foreach_mul_(gradients, scale)
         for name in self._carried:
             self._add_carried(name)
+        if self._is_apart:
+            self._norms.wanted = {2.0} | {
+                norm for norm, asked in zip(NORMS, head[_ASKED:], strict=True) if asked
+            }
+            table = sums.numpy()[_HEAD:].reshape(NUM_ROWS, -1)
+            # The largest entry tells it; the other norms may overflow by themselves.
+            if self.checks_overflow:
+                self.is_finite = bool(np.isfinite(table[1 + NORMS.index(math.inf)]).all())
+            table[1:] *= scale
+            self._stand_in(table, known, adds=head[_ADDS] > 0)
         return sums[_LOSS] / sums[_WEIGHT]
 
-    def _stand_in(self, sums: Tensor, scale: float) -> None:
-        """Parameters of other workers: a single number with the norms of the real gradient.
+    def _norms_to_tell(self) -> set[float]:
+        """The norms of this step's table, equal on all workers."""
+        return self._norms.wanted | ({math.inf} if self.checks_overflow else set())
+
+    def _stand_in(self, table: Table, known: set[float], *, adds: bool) -> None:
+        """Show the norms of what other workers have.
 
         Args:
-            sums: [used and NORMS, parameters] of all workers.
-            scale: What gradients were multiplied with since their norms were taken.
+            table: Of all workers.
+            known: The norms it has.
+            adds: Whether gradients of some were added to earlier ones, after the table was made.
         """
-        used, norms = sums[0].tolist(), sums[1:] * scale
-        # The largest entry tells it; the other norms may overflow by themselves.
-        self.is_finite = bool(norms[NORMS.index(math.inf)].isfinite().all())
+        used = table[0] > 0
+        # Later questions are answered together, so they need a stand-in on every worker.
+        all_ask = all(any(used[index] for index in apart) for apart in self._apart_of)
+        if not all_ask and known != set(NORMS):
+            table, known = self._tell(NORMS), set(NORMS)
+        elif adds:
+            table = self._tell(known)
+        if not all_ask:
+            self._norms.wanted = set(NORMS)
         # Under a GradScaler gradients are unscaled by the optimizer, which has no stand-ins.
-        norms = norms / self.loss_scale
-        by_parameter = norms.t().tolist()
-        of_type: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        for index, parameter in self._apart:
-            if used[index] > 0:
-                kind = (parameter.dtype, parameter.device)
-                if kind not in of_type:
-                    of_type[kind] = norms[0].to(dtype=kind[0], device=kind[1], copy=True)
-                number = of_type[kind][index : index + 1]
-                parameter.grad = NormOnly.of(number, by_parameter[index])
+        table[1:] /= self.loss_scale
+        self._norms.take(table, known)
+        self._stand_ins.show(table)
 
     def _add_carried(self, name: str) -> None:
         parameter, carried = self._ownership.parameters[name], self._carried.get(name)
         if carried is not None:
             parameter.grad = carried if parameter.grad is None else parameter.grad + carried
+
+    def _holders(self, name: str) -> Holders:
+        return self._ownership.holders[name]
 
     def _sum_over(self, holders: Holders, group: dist.ProcessGroup) -> None:
         """Sum the gradients that exactly these workers hold, types apart."""
@@ -152,18 +186,32 @@ class Synchroniser:
             if flag:
                 parameter.grad = part.clone()
 
-    def _all_sums(self) -> Tensor:
-        """Loss and weights; then whether each parameter has a gradient, and its norms."""
-        number = len(self._parameters)
-        table = torch.zeros((1 + len(NORMS), number), dtype=torch.float64)
-        gradients = [(index, self._parameters[index][1].grad) for index in self._told]
-        used = [(index, gradient) for index, gradient in gradients if gradient is not None]
+    def _write_own(self, known: set[float]) -> None:
+        """Loss and weights; where parameters are apart, also this worker's part of the table."""
+        own = self._exchange.own.zero_().numpy()
+        own[:_NUM_SUMS] = self._loss_sums()
+        if self._is_apart:
+            own[_ADDS] = float(bool(self._carried))
+            own[_ASKED:_HEAD] = [float(norm in self._norms.asked) for norm in NORMS]
+            self._fill(own[_HEAD:].reshape(NUM_ROWS, -1), known)
+
+    def _fill(self, table: Table, norms: Collection[float]) -> None:
+        used = [(i, p.grad) for i, p in self._told if p.grad is not None]
         if used:
             places = [index for index, _ in used]
+            rows = [number for number, norm in enumerate(NORMS, start=1) if norm in norms]
+            taken = norms_of([gradient for _, gradient in used], [NORMS[r - 1] for r in rows])
             table[0, places] = 1.0
-            table[1:, places] = norms_of([gradient for _, gradient in used]).cpu()
-        sums = torch.tensor(self._loss_sums(), dtype=torch.float64)
-        return self._exchange.sum(torch.cat([sums, table.reshape(-1)]))
+            for row, values in zip(rows, taken.numpy(), strict=True):
+                table[row, places] = values
+
+    def _tell(self, norms: Collection[float]) -> Table:
+        """A table of these norms, as gradients are now. Call it on all workers."""
+        table: Table = np.zeros((NUM_ROWS, len(self._parameters)))
+        self._fill(table, norms)
+        assert self._transport is not None
+        dist.all_reduce(torch.from_numpy(table), group=self._transport.host)
+        return table
 
     def _loss_sums(self) -> list[float]:
         """Losses * weights, weights, how many losses came with one, and whether to stop."""
@@ -171,7 +219,10 @@ class Synchroniser:
         sums[_STOP] = float(self.wants_stop)
         if not self._losses:
             return sums
-        values = torch.stack([loss.reshape(()).double() for loss, _, _ in self._losses]).tolist()
+        losses = [loss.reshape(()) for loss, _, _ in self._losses]
+        # One wait for a device; from the CPU's memory each is read as it stands.
+        on_device = losses[0].device.type != "cpu"
+        values = torch.stack(losses).tolist() if on_device else [loss.item() for loss in losses]
         for value, (_, own, weighted) in zip(values, self._losses, strict=True):
             sums[_LOSS] += value * own
             sums[_WEIGHT] += own

@@ -45,6 +45,28 @@ def clip(argument):
     return model, job, norms
 
 
+def turns(argument):
+    """Another norm with each batch, of which some are asked late; or with a part left out."""
+    model, optimizer, job = start()
+    if argument == "frozen":
+        for parameter in model[:4].parameters():
+            parameter.requires_grad_(False)
+    noted = []
+    for _ in range(3):
+        for batch, norm in zip(job.batches(loader()), ORDERS[job.num_steps :], strict=False):
+            job.backward(loss_of(model, False), batch)
+            if argument != "adds" or job.num_steps % 2 == 0:
+                noted.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+                # Of gradients that are clipped already.
+                noted.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm)))
+                optimizer.step()
+                optimizer.zero_grad()
+    return model, job, noted
+
+
+ORDERS = [2.0, 2.0, math.inf, 1.0, 2.0, math.inf]
+
+
 def scaled(argument):
     """A GradScaler; at the second step the first layer's gradient overflows, and no other."""
     model, optimizer, job = start()

@@ -32,6 +32,9 @@ plans = load("test_pipeline")
 AS_ONE = {
     "inf": ("clip:inf", "1f1b", plans.CHAIN2, 6),
     "one": ("clip:1", "gpipe", plans.CHAIN2, 6),
+    "turns": ("turns:", "1f1b", plans.CHAIN2, 6),
+    "turns-frozen": ("turns:frozen", "1f1b", plans.CHAIN2, 6),
+    "turns-adds": ("turns:adds", "gpipe", plans.CHAIN2, 6),
     "value": ("clip:value", "1f1b", plans.CHAIN2, 6),
     "scaled": ("scaled:", "1f1b", plans.CHAIN2, 6),
     "scaled-zb": ("scaled:", "zb-h1", plans.CHAIN2, 6),
