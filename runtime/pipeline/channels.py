@@ -14,20 +14,35 @@ follows from device to device.
 
 from collections import deque
 from struct import Struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...schema.errors import TargetError
-from .messages import ALIGNMENT, Layout, Message, Value, describe, key_of, undescribe
+from .messages import ALIGNMENT, Layout, Message, Value, describe, key_of, undescribe, write
 from .transport import Line
 
 # Message number, bytes of the description that follows (0: as the last), of the payload.
 _NUMBERS = Struct("=3q")
 HEADER_BYTES = ALIGNMENT
 _CPU = torch.device("cpu")
+
+
+class _Frame(NamedTuple):
+    """A frame that serves again for messages of one layout, once it has left."""
+
+    whole: Tensor
+    header: memoryview
+    rooms: tuple[Value, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, *, is_inside: bool) -> "_Frame":
+        """A frame with room for the payload, or for the header only."""
+        whole = _frame(layout.num_bytes if is_inside else 0)
+        rooms = layout.rooms(whole[HEADER_BYTES:]) if is_inside else ()
+        return cls(whole, whole.numpy().data, rooms)
 
 
 class Outbox:
@@ -39,7 +54,8 @@ class Outbox:
         self._key: tuple[Any, ...] | None = None
         self._layout = Layout(())
         self._number = 0
-        self._leaving: deque[list[tuple[dist.Work, Tensor]]] = deque()
+        self._leaving: deque[tuple[list[tuple[dist.Work, Tensor]], _Frame | None]] = deque()
+        self._free: list[_Frame] = []
 
     def send(self, values: tuple[Value, ...], limit: int | None = None) -> None:
         """Start a message.
@@ -54,31 +70,54 @@ class Outbox:
             TargetError: A value that cannot cross.
         """
         key = key_of(values)
-        is_new, last_size = key != self._key, self._layout.num_bytes
-        if is_new:
-            self._key, self._layout = key, Layout.of(key)
-        size, text = self._layout.num_bytes, describe(key) if is_new else b""
-        frame = _frame(last_size if self._apart is None else 0)
-        _NUMBERS.pack_into(frame.numpy().data, 0, self._number, len(text), size)
-        self._number += 1
-        is_inside = self._apart is None and not is_new
-        if is_inside:
-            self._layout.write(values, frame[HEADER_BYTES:])
-        parts = [(self._host.send(frame), frame)]
-        if is_new:
-            description = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            parts.append((self._host.send(description), description))
-        if size and not is_inside:
-            payload = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self._layout.write(values, payload)
-            parts.append(((self._apart or self._host).send(payload), payload))
-        self._leaving.append(parts)
+        if key == self._key:
+            self._send_alike(values)
+        else:
+            self._send_new(values, key)
         while limit is not None and len(self._leaving) > limit:
             self._let_go()
 
+    def _send_alike(self, values: tuple[Value, ...]) -> None:
+        """Send a message that is laid out as the last, in a frame that has left if there is one."""
+        is_inside = self._apart is None
+        frame = self._free.pop() if self._free else _Frame.of(self._layout, is_inside=is_inside)
+        size = self._layout.num_bytes
+        _NUMBERS.pack_into(frame.header, 0, self._number, 0, size)
+        self._number += 1
+        if is_inside:
+            write(values, frame.rooms)
+        parts = [(self._host.send(frame.whole), frame.whole)]
+        if size and self._apart is not None:
+            parts.append(self._send_payload(values, self._apart))
+        self._leaving.append((parts, frame))
+
+    def _send_new(self, values: tuple[Value, ...], key: tuple[Any, ...]) -> None:
+        """Send a message that is laid out unlike the last, with its description."""
+        # The other end expects the last layout's frame.
+        frame = _frame(self._layout.num_bytes if self._apart is None else 0)
+        text = describe(key)
+        self._key, self._layout, self._free = key, Layout.of(key), []
+        _NUMBERS.pack_into(frame.numpy().data, 0, self._number, len(text), self._layout.num_bytes)
+        self._number += 1
+        description = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        parts = [(self._host.send(part), part) for part in (frame, description)]
+        if self._layout.num_bytes:
+            parts.append(self._send_payload(values, self._apart or self._host))
+        # Frames of the layout before must not come back.
+        self._leaving = deque((leaving, None) for leaving, _ in self._leaving)
+        self._leaving.append((parts, None))
+
+    def _send_payload(self, values: tuple[Value, ...], line: Line) -> tuple[dist.Work, Tensor]:
+        payload = torch.empty(self._layout.num_bytes, dtype=torch.uint8, device=self._device)
+        write(values, self._layout.rooms(payload))
+        return line.send(payload), payload
+
     def _let_go(self) -> None:
-        for work, _ in self._leaving.popleft():
+        parts, frame = self._leaving.popleft()
+        for work, _ in parts:
             work.wait()
+        if frame is not None:
+            self._free.append(frame)
 
     def flush(self) -> None:
         """Wait until all have left."""

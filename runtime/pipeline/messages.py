@@ -48,23 +48,26 @@ class Layout:
             start = -(-end // ALIGNMENT) * ALIGNMENT
         return cls(tuple(parts))
 
-    def write(self, values: tuple[Value, ...], payload: Tensor) -> None:
-        """Copy the tensors of a message into its payload."""
-        for value, part in zip(values, self.parts, strict=True):
-            if part.dtype is not None and part.end > part.start:
-                assert isinstance(value, Tensor)
-                room = payload[part.start : part.end].view(part.dtype).view(part.shape)
-                room.copy_(value.detach())
-
-    def read(self, payload: Tensor) -> Message:
-        """The values of a message; tensors are views of its payload."""
-        values = tuple(
+    def rooms(self, payload: Tensor) -> tuple[Value, ...]:
+        """Where each tensor stands in a payload, as views of it; other values as they are."""
+        return tuple(
             part.value
             if part.dtype is None
             else payload[part.start : part.end].view(part.dtype).view(part.shape)
             for part in self.parts
         )
-        return values, self._wants
+
+    def read(self, payload: Tensor) -> Message:
+        """The values of a message; tensors are views of its payload."""
+        return self.rooms(payload), self._wants
+
+
+def write(values: tuple[Value, ...], rooms: tuple[Value, ...]) -> None:
+    """Copy the tensors of a message to where they stand in its payload (``Layout.rooms``)."""
+    for value, room in zip(values, rooms, strict=True):
+        if isinstance(room, Tensor) and room.numel():
+            assert isinstance(value, Tensor)
+            room.copy_(value.detach())
 
 
 def key_of(values: tuple[Value, ...]) -> tuple[Any, ...]:

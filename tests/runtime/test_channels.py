@@ -153,13 +153,16 @@ def test_numbers_are_summed_alike_on_all_workers() -> None:
     ends = [Exchange(Transport(rank, hosts[rank], CPU, {}), 2, 3) for rank in range(2)]
     one, two = torch.tensor([0.1, 1, 0]).double(), torch.tensor([0.2, -1, 5]).double()
     for _ in range(3):
-        for end in ends:
+        for end, own in zip(ends, (one, two), strict=True):
             end.expect()
+            end.own.copy_(own)
         with ThreadPoolExecutor(2) as pool:
-            first, second = pool.map(lambda end, own: end.sum(own), ends, (one, two))
+            first, second = pool.map(Exchange.sum, ends)
         assert torch.equal(first, one + two)
         assert torch.equal(first, second)
-    assert torch.equal(Exchange(None, 1, 3).sum(one), one)
+    alone = Exchange(None, 1, 3)
+    alone.own.copy_(one)
+    assert torch.equal(alone.sum(), one)
 
 
 @pytest.mark.parametrize(
