@@ -27,15 +27,14 @@ _NO_DETERMINISTIC_CUDA = (
     nn.AdaptiveMaxPool2d,
     nn.FractionalMaxPool2d,
     nn.FractionalMaxPool3d,
-    nn.MaxUnpool1d,
-    nn.MaxUnpool2d,
-    nn.MaxUnpool3d,
     nn.ReflectionPad1d,
     nn.ReflectionPad2d,
     nn.ReflectionPad3d,
     nn.CTCLoss,
     nn.NLLLoss,
 )
+# On no device: where indices meet, any of the values may win.
+_NEVER_DETERMINISTIC = (nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)
 _INTERPOLATES = ("linear", "bilinear", "bicubic", "trilinear")
 # Elementwise or copying: one rounding per element, whatever the device.
 _SAME_ANYWHERE = (
@@ -80,7 +79,7 @@ def scan(model: nn.Module, level: Determinism, types: Collection[str]) -> list[O
     """The model's operators that prevent a level on these device types.
 
     A scan of modules, as EasyScale's: operators that a ``forward`` calls by itself are not seen.
-    On CUDA torch refuses those without a deterministic form when they run.
+    Torch refuses those without a deterministic form when they run (``refusal_of``).
 
     Args:
         model: The model to train.
@@ -89,7 +88,12 @@ def scan(model: nn.Module, level: Determinism, types: Collection[str]) -> list[O
     """
     if level == "none":
         return []
-    found: list[Obstacle] = []
+    reason = "has no deterministic form"
+    found = [
+        Obstacle(name, type(module).__name__, reason)
+        for name, module in model.named_modules()
+        if isinstance(module, _NEVER_DETERMINISTIC)
+    ]
     if any(kind != "cpu" for kind in types):
         found += _without_deterministic_form(model)
     if level == "heterogeneous" and len(set(types)) > 1:
@@ -150,6 +154,20 @@ def _refusal(level: Determinism, types: Collection[str], obstacles: list[Obstacl
     )
 
 
+def refusal_of(error: RuntimeError, level: Determinism) -> TargetError | None:
+    """Torch's refusal of an operator that a ``forward`` or its backward called, in one line.
+
+    None for any other error.
+    """
+    operator, found, _ = str(error).partition(" does not have a deterministic implementation")
+    if not found:
+        return None
+    return TargetError(
+        f"determinism {level} cannot hold: {operator.split()[-1]} has no deterministic form",
+        hint="replace the operator, or use --determinism none",
+    )
+
+
 def _check_capability() -> None:
     found = torch.backends.cpu.get_cpu_capability()
     if found != "AVX2":
@@ -164,6 +182,8 @@ def apply_level(level: Determinism) -> None:
     if level == "none":
         return
     torch.use_deterministic_algorithms(True)
+    # Else torch fills all new memory for those who read what they never wrote.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True

@@ -21,6 +21,8 @@ from torch import Tensor
 from .exchange import Collectives, Exchange, Messages, TwoTrees
 from .subtrees import Turn, turns_of
 
+# Buckets whose received slices are held at once; the fifth waits until the first is summed.
+MAX_IN_FLIGHT = 4
 _ROUNDED_ONCE = (torch.float32, torch.float64)  # by every all-reduce alike
 
 
@@ -54,7 +56,8 @@ class InvariantSum:
         self._spares: list[list[Tensor]] = []
         self._at, self._entered, self._depth = 0, False, 0
         self._exchanges: list[Exchange] = []
-        self._rooms: dict[tuple[int, int], Tensor] = {}
+        self._num_summed = 0
+        self._rooms: dict[tuple[int, torch.dtype], Tensor] = {}
         self._has_two_trees = self._num_workers == sum(len(held) for held in self._trees) == 2
 
     @property
@@ -72,6 +75,11 @@ class InvariantSum:
         """Buffers kept beside the gradient buffer: at most log2 of the virtual nodes here."""
         return self._num_spares
 
+    @property
+    def num_received_bytes(self) -> int:
+        """Bytes kept for the others' subtrees: of ``MAX_IN_FLIGHT`` buckets at most."""
+        return sum(room.numel() * room.element_size() for room in self._rooms.values())
+
     def allocate(self, flats: Sequence[Tensor]) -> None:
         """Take the gradient buffers of all later steps."""
         self._flats = list(flats)
@@ -82,6 +90,7 @@ class InvariantSum:
         """Start a step."""
         self._at, self._entered, self._depth = 0, False, 0
         self._exchanges.clear()
+        self._num_summed = 0
 
     @property
     def in_last_turn(self) -> bool:
@@ -132,28 +141,39 @@ class InvariantSum:
             if self._num_workers > 1:
                 spares = [self._spares[depth][flat_index][start:end] for depth in range(kept)]
                 trees = [*spares, bucket]
-                self._exchanges.append(self._exchange(trees, (flat_index, start)))
+                if len(self._exchanges) - self._num_summed >= MAX_IN_FLIGHT:
+                    # All workers launch in this order, so the others' parts are on their way.
+                    self._exchanges[self._num_summed].gather()
+                    self._num_summed += 1
+                self._exchanges.append(self._exchange(trees))
 
-    def _exchange(self, trees: list[Tensor], at: tuple[int, int]) -> Exchange:
+    def _exchange(self, trees: list[Tensor]) -> Exchange:
         real = [torch.view_as_real(t).reshape(-1) if t.is_complex() else t for t in trees]
         bucket, group = real[-1], self._group
         if self._has_two_trees and bucket.dtype in _ROUNDED_ONCE:
             return TwoTrees(bucket, group)
         if bucket.is_cuda or dist.get_backend(group) != "gloo":
             return Collectives(real, self._trees, self._num_leaves, self._rank, group)
-        if at not in self._rooms:
-            others = sum(len(held) for held in self._trees) - len(real)
-            self._rooms[at] = bucket.new_empty(others, len(bucket) // self._num_workers)
-        room, tag = self._rooms[at], 2 * len(self._exchanges)
+        room, tag = self._room(bucket, len(real)), 2 * len(self._exchanges)
         return Messages(real, self._trees, self._num_leaves, room, self._rank, tag, group)
+
+    def _room(self, bucket: Tensor, num_own: int) -> Tensor:
+        """Rows for the others' subtrees of this worker's slice, used again by later buckets."""
+        others = sum(len(held) for held in self._trees) - num_own
+        length = len(bucket) // self._num_workers
+        at = len(self._exchanges) % MAX_IN_FLIGHT, bucket.dtype
+        if at not in self._rooms or len(self._rooms[at]) < others * length:
+            self._rooms[at] = bucket.new_empty(others * length)
+        return self._rooms[at][: others * length].view(others, length)
 
     def wait(self) -> None:
         """Finish the tree for this worker's slices, and gather the others'."""
-        for exchange in self._exchanges:
+        for exchange in self._exchanges[self._num_summed :]:
             exchange.gather()
         for exchange in self._exchanges:
             exchange.wait()
         self._exchanges.clear()
+        self._num_summed = 0
 
 
 def _num_spares(turns: Sequence[Turn]) -> int:

@@ -22,7 +22,7 @@ from .data import (
     is_drawn,
     pass_loader,
 )
-from .determinism import apply_level, check_level, is_invariant
+from .determinism import apply_level, check_level, is_invariant, refusal_of
 from .elastic.member import Member
 from .emulation import PassHolder
 from .environment import read_environment
@@ -280,8 +280,14 @@ class Job:
         self, function: LossFunction, batch: Batch, scaler: "torch.amp.GradScaler | None"
     ) -> None:
         self._begin(batch)
-        for number, (item, inputs) in enumerate(batch.inputs(), start=1):
-            self._run_pass(function, item, inputs, scaler, last=number == len(batch.passes))
+        try:
+            for number, (item, inputs) in enumerate(batch.inputs(), start=1):
+                self._run_pass(function, item, inputs, scaler, last=number == len(batch.passes))
+        except RuntimeError as error:
+            refusal = refusal_of(error, self._place.start.determinism)
+            if refusal is None:
+                raise
+            raise refusal from error
         self._reducer.launch_rest()
         self._clock.computed()
 
@@ -328,14 +334,22 @@ class Job:
             self._reducer.enter(item.virtual_node)
             seed_streams(self._seed, "pass", self._num_steps, item.virtual_node)
             answer = function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
-            scaled = self._totals.add(answer, item.num_samples, item.virtual_node)
+            share = self._totals.add(answer, item.num_samples, item.virtual_node)
             if last and self._overlap:
                 self._reducer.arm(defer_last=self._holder is not None)
-            if scaled is not None:
-                (scaler.scale(scaled) if scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
+            if share is not None:
+                self._go_back(*share, scaler)
             self._buffers.save(item.virtual_node)
             self._reducer.leave()
         self._clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
+
+    def _go_back(self, loss: Tensor, share: float, scaler: "torch.amp.GradScaler | None") -> None:
+        gradient = self._totals.gradient(loss, share) if scaler is None else None
+        if gradient is not None:
+            loss.backward(gradient)  # type: ignore[no-untyped-call]
+            return
+        scaled = loss if share == 1 else loss * share
+        (scaler.scale(scaled) if scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
 
     def register(self, *things: Any) -> None:
         """Save and restore these with every checkpoint: schedulers, a GradScaler, counters.

@@ -52,7 +52,7 @@ class StepClock:
     """Mark the parts of each step and reduce them to medians."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._on_cuda = device, device.type == "cuda"
         self._open: _StepMarks | None = None
         self._pending: deque[_StepMarks] = deque()
         self._times: deque[_StepTimes] = deque(maxlen=MAX_STEPS_KEPT)
@@ -122,7 +122,7 @@ class StepClock:
         )
 
     def _mark(self) -> Mark:
-        if self._device.type != "cuda":
+        if not self._on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))

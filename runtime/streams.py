@@ -4,8 +4,8 @@ Python's, numpy's and torch's global streams are seeded from a key such as (seed
 node) before each piece of work, so the same work draws the same numbers on any device.
 """
 
-import hashlib
 import random
+from hashlib import blake2b
 
 import numpy as np
 import torch
@@ -13,8 +13,8 @@ import torch
 
 def key_of(*parts: int | str) -> int:
     """A 63-bit number that stands for a key; unlike keys give unrelated numbers."""
-    text = "/".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+    text = "/".join(map(str, parts))
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def seed_streams(*parts: int | str) -> None:

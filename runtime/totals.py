@@ -6,11 +6,14 @@ not known until all workers are done: shares are then of a power of two near the
 total, and the gradients are scaled once at the end.
 
 Losses and weights travel per virtual node (zeros from all but its holder) and are added up in
-order of virtual nodes, so the mapping does not change their bits.
+order of virtual nodes, so the mapping does not change their bits. On the host they are plain
+numbers: a torch operation between two passes costs 20 to 100 us there, its code being out of the
+caches by then. On a device they stay tensors, which nobody waits for.
 """
 
 import math
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -24,6 +27,8 @@ from .group import Place
 
 # Places in the vector that is summed; the losses and weights of all virtual nodes follow.
 _WEIGHTED, _STOP, _MOVE, _NODES = 0, 1, 2, 3
+_EXACT = (torch.float32, torch.float64)
+_MAX_GRADIENTS = 64  # weights such as numbers of tokens give many shares
 
 
 class StepTotals:
@@ -33,15 +38,16 @@ class StepTotals:
         self._reducer, self._place = reducer, place
         self._num_nodes = num_nodes
         self.wants_stop, self.wants_move = False, False
-        self.stops: Tensor | None = None
-        self._sums: Tensor | None = None
+        self.stops: Tensor | float | None = None
+        self._sums: Sequence[float] | Tensor | None = None
         self.extra: list[float] = []
         self._num_samples = 0
         self._share_of = 1.0
         self._weighted: bool | None = None
         self._last_weight: Tensor | None = None
-        self._losses: dict[int, Tensor] = {}
+        self._losses: dict[int, Tensor | float] = {}
         self._weights: dict[int, float] = {}
+        self._gradients: dict[tuple[object, ...], Tensor] = {}
 
     def begin(self, num_samples: int) -> None:
         """Start a step over ``num_samples`` samples in all."""
@@ -52,8 +58,12 @@ class StepTotals:
         guess = float(self._last_weight) if self._last_weight is not None else float(num_samples)
         self._share_of = 2.0 ** round(math.log2(guess)) if guess > 0 else 1.0
 
-    def add(self, answer: Any, num_samples: int, node: int = 0) -> Tensor | None:
-        """Take a pass's loss; return what to call backward on, or None for a pass of weight 0."""
+    def add(self, answer: Any, num_samples: int, node: int = 0) -> tuple[Tensor, float] | None:
+        """Take a pass's loss.
+
+        Returns:
+            What to call backward on and the share it counts with; None for a pass of weight 0.
+        """
         loss, weight = _loss_and_weight(answer)
         weighted = weight is not None
         if self._weighted not in (None, weighted):
@@ -63,14 +73,28 @@ class StepTotals:
         if own == 0:
             return None
         self._weights[node] = own
-        self._losses[node] = loss.detach().double() * own
+        self._losses[node] = loss.item() * own if loss.is_cpu else loss.detach().double() * own
         if weighted and self._reducer.carried:
             raise TargetError(
                 "gradients of an earlier step are still there, and this loss has weights",
                 hint="call optimizer.zero_grad() in every step",
             )
         share = own / self._share_of if weighted else own / self._num_samples
-        return loss if share == 1 else loss * share
+        return loss, share
+
+    def gradient(self, loss: Tensor, share: float) -> Tensor | None:
+        """What backward starts from, so that gradients are those of ``loss * share``.
+
+        None where the product must be made: a narrow type rounds it otherwise.
+        """
+        if loss.dtype not in _EXACT:
+            return None
+        key = share, loss.dtype, loss.device, loss.shape
+        if key not in self._gradients:
+            if len(self._gradients) >= _MAX_GRADIENTS:
+                self._gradients.clear()
+            self._gradients[key] = torch.full_like(loss, share, requires_grad=False)
+        return self._gradients[key]
 
     def finish(self) -> Tensor:
         """Wait for all gradients; make them the mean; return the mean loss of the step."""
@@ -119,16 +143,23 @@ class StepTotals:
             flags[_NODES + nodes + node] = weight
         for index in unused if distributed else ():
             flags[index - number] = 0.0
+        on_device = {}
+        for node, loss in self._losses.items():
+            if isinstance(loss, float):
+                flags[_NODES + node] = loss
+            else:
+                on_device[_NODES + node] = loss
         host = torch.tensor(flags, dtype=torch.float64)
         sums = host.to(self._place.device, non_blocking=True)
-        for node, loss in self._losses.items():
-            sums[_NODES + node] = loss
+        for index, loss in on_device.items():
+            sums[index] = loss
         return sums
 
     def close(self, sums: Tensor) -> Tensor:
         """Make the gradients the mean by the sums over all workers; return the mean loss."""
         reducer, unused, distributed = self._step
         sums = sums.to(self._place.device)
+        found: Sequence[Any] | Tensor = sums.tolist() if sums.is_cpu else sums
         if unused and distributed:
             # Plain PyTorch leaves gradients of unused parameters at None: optimizers skip them.
             used = sums[len(sums) - reducer.num_parameters :].tolist()
@@ -136,22 +167,26 @@ class StepTotals:
         else:
             reducer.drop(unused)
         # A worker without samples does not know whether the others gave weights; it asks.
-        weighted = bool(sums[_WEIGHTED] > 0) if self._weighted is None else self._weighted
-        losses, weights = sums[_NODES : _NODES + 2 * self._num_nodes].view(2, -1).unbind()
-        weight = reduce(torch.add, weights.unbind())
-        self._sums, self.stops = sums, sums[_STOP]
+        weighted = bool(found[_WEIGHTED] > 0) if self._weighted is None else self._weighted
+        middle = _NODES + self._num_nodes
+        loss = reduce(operator.add, found[_NODES:middle])
+        weight = reduce(operator.add, found[middle : middle + self._num_nodes])
+        self._sums, self.stops = found, found[_STOP]
         if weighted:
-            self._last_weight = weight.clone()
-            reducer.scale(self._share_of / weight)
-        return reduce(torch.add, losses.unbind()) / weight
+            self._last_weight = torch.as_tensor(weight, dtype=torch.float64).clone()
+            reducer.scale(self._share_of / self._last_weight)
+        if isinstance(loss, float):
+            return torch.tensor(loss / weight if weight else math.nan, dtype=torch.float64)
+        mean: Tensor = loss / weight
+        return mean
 
     @property
     def extras(self) -> list[float]:
         """The sums of ``extra`` over the workers, of the last step."""
-        assert self._sums is not None
+        if not self.extra or self._sums is None:
+            return []
         start = _NODES + 2 * self._num_nodes
-        found: list[float] = self._sums[start : start + len(self.extra)].tolist()
-        return found
+        return [float(flag) for flag in self._sums[start : start + len(self.extra)]]
 
     @property
     def num_moving(self) -> int:

@@ -14,9 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime.digest import digest_of
 
-BATCH, STEPS = 16, 6
+BATCH, STEPS = 24, 6  # 2, 3 and 4 divide the batch
 
 
 def parts():
@@ -56,10 +55,11 @@ def by_ddp():
 
 
 def main(which, output):
-    """Train, and leave a digest of the parameters."""
+    """Train, and leave the parameters: JSON keeps the bits of a float32."""
     model = by_ddp() if which == "ddp" else by_hetflow()
     if os.environ["RANK"] == "0":
-        output.write_text(json.dumps(digest_of(dict(model.named_parameters()))))
+        flat = torch.cat([value.detach().flatten() for value in model.parameters()])
+        output.write_text(json.dumps(flat.tolist()))
     if which == "ddp":
         os._exit(0)  # taking stock DDP over gloo down sometimes hangs; what it computed is done
 
