@@ -5,9 +5,11 @@ microbatches of the same size into ``param.grad`` and knows no virtual nodes: no
 own, no batch-norm statistics of their own. Both read a DataLoader. Steps of the variants take
 turns; ratios are of neighbouring steps. Forward and backward are the same work in both, and noise
 on a busy machine: ``beside`` is what hetflow does outside of them, less what plain does, over
-plain's step (CPU time), and the hooks that backward calls are timed apart. ``switch`` is the
-change from one virtual node to the next alone (streams and buffers), which is what EasyScale
-switches on and off.
+plain's step (CPU time), and the hooks that backward calls are timed apart. Of ``beside``,
+``switch`` is the change from one virtual node to the next alone (streams and buffers), which is
+what EasyScale switches on and off, and ``loading`` what the DataLoader takes longer. Both are
+timed within the steps: in a loop of its own a switch finds its code in the caches and costs a
+fifth of that.
 
     python benchmarks/context_switch.py --quick
 """
@@ -18,6 +20,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -25,9 +28,11 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from hetflow import runtime as hf
 from hetflow.profilers.zoo import factory_of
+from hetflow.runtime.buffers import VirtualNodeBuffers
 from hetflow.runtime.job import Job
 from hetflow.runtime.streams import seed_streams
 from hetflow.schema import files
@@ -46,6 +51,10 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.Tensor.backward = inside(torch.Tensor.backward)
+    _BaseDataLoaderIter.__next__ = inside(_BaseDataLoaderIter.__next__, "loading")
+    hf.job.seed_streams = hf.epoch.seed_streams = inside(seed_streams, "switch")
+    for name in ("load", "save"):
+        setattr(VirtualNodeBuffers, name, inside(getattr(VirtualNodeBuffers, name), "switch"))
     names = ["mlp"] if arguments.quick else arguments.models.split(",")
     results = [measure(name, 10 if arguments.quick else MODELS[name][1]) for name in names]
     document = {
@@ -65,18 +74,18 @@ def measure(name: str, rounds: int) -> dict[str, object]:
     job, hetflow = job_stepper(name)
     variants = {"plain": plain_stepper(name), "hetflow": hetflow}
     cpu: dict[str, list[float]] = {variant: [] for variant in variants}
-    beside: dict[str, list[float]] = {variant: [] for variant in variants}
+    spent: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     for number in range(rounds + 2):
         for variant in list(variants) if number % 2 else reversed(list(variants)):
-            Inside.seconds, began = 0.0, time.thread_time()
+            Inside.seconds.clear()
+            began = time.thread_time()
             variants[variant]()
             taken = time.thread_time() - began
             if number >= 2:
                 cpu[variant].append(taken)
-                beside[variant].append(taken - Inside.seconds)
+                spent[variant].append({**Inside.seconds, "beside": taken - Inside.seconds["work"]})
     step = statistics.median(cpu["plain"])
-    more = [a - b for a, b in zip(beside["hetflow"], beside["plain"], strict=True)]
-    hooks, switch = VIRTUAL_NODES * hooks_seconds(job), VIRTUAL_NODES * switch_seconds(job)
+    hooks = VIRTUAL_NODES * hooks_seconds(job)
     job.finish()
     return {
         "model": name,
@@ -84,26 +93,33 @@ def measure(name: str, rounds: int) -> dict[str, object]:
         "rounds": rounds,
         "plain_step_seconds": step,
         "over_plain": ratio(cpu["hetflow"], cpu["plain"]),
-        "beside_over_plain": statistics.median(more) / step,
         "hooks_over_plain": hooks / step,
-        "switch_over_plain": switch / step,
+        **{
+            f"{part}_over_plain": statistics.median(
+                own.get(part, 0.0) - plain.get(part, 0.0)
+                for own, plain in zip(spent["hetflow"], spent["plain"], strict=True)
+            )
+            / step
+            for part in ("beside", "switch", "loading")
+        },
     }
 
 
 class Inside:
-    """CPU seconds of the running step inside forward and backward."""
+    """CPU seconds of the running step by part; ``work`` is forward and backward."""
 
-    seconds = 0.0
+    seconds: defaultdict[str, float] = defaultdict(float)
 
 
-def inside(work: Callable) -> Callable:
-    """``work``, its CPU time counted as forward's or backward's. Backward runs in this thread."""
+def inside(work: Callable, part: str = "work") -> Callable:
+    """``work``, its CPU time counted as a part's. Backward runs in this thread."""
 
     def timed(*arguments, **options):
         began = time.thread_time()
-        answer = work(*arguments, **options)
-        Inside.seconds += time.thread_time() - began
-        return answer
+        try:
+            return work(*arguments, **options)
+        finally:
+            Inside.seconds[part] += time.thread_time() - began
 
     return timed
 
@@ -118,19 +134,6 @@ def hooks_seconds(job: Job, repeats: int = 300) -> float:
         for hook, parameter in hooks:
             hook(parameter)
     return (time.thread_time() - began) / repeats
-
-
-def switch_seconds(job: Job, repeats: int = 300) -> float:
-    """Seconds from one virtual node to the next: its streams seeded, its buffers put in place."""
-    taken = []
-    for number in range(repeats):
-        node = number % VIRTUAL_NODES
-        began = time.thread_time()
-        job._buffers.load(node)
-        seed_streams(0, "pass", number, node)
-        job._buffers.save(node)
-        taken.append(time.thread_time() - began)
-    return statistics.median(taken)
 
 
 def ratio(above: list[float], below: list[float]) -> dict[str, float]:
@@ -198,15 +201,15 @@ def job_stepper(name: str) -> tuple[Job, Callable[[], None]]:
 
 
 def table(results: list[dict]) -> str:
-    lines = ["| model | plain step | hetflow / plain | beside | hooks | switch alone |"]
-    lines += ["|---" * 6 + "|"]
+    lines = ["| model | plain step | hetflow / plain | beside | hooks | switch | loading |"]
+    lines += ["|---" * 7 + "|"]
     for row in results:
         r = row["over_plain"]
         lines.append(
             f"| {row['model']} | {row['plain_step_seconds'] * 1e3:.1f} ms | {r['median']:.3f} "
             f"({r['first_quartile']:.3f} to {r['third_quartile']:.3f}) | "
             f"{row['beside_over_plain']:.2%} | {row['hooks_over_plain']:.2%} | "
-            f"{row['switch_over_plain']:.2%} |"
+            f"{row['switch_over_plain']:.2%} | {row['loading_over_plain']:.2%} |"
         )
     return "\n".join(lines)
 
