@@ -20,7 +20,8 @@ def resize(
         str | None, typer.Option(help="All devices from now on: 2xV100,8xP100.")
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(help="A split plan of the same virtual nodes, instead of --gpus.")
+        Path | None,
+        typer.Option(help="A plan of the same virtual nodes or microbatches, instead of --gpus."),
     ] = None,
     profiles: Annotated[
         Path | None,
@@ -35,7 +36,8 @@ def resize(
     """Change a running job's devices; it trains on, with the same result.
 
     Newcomers start beside the running job. When they are ready, all go over between two steps:
-    those who stay keep their process, newcomers get the state directly from one of them.
+    those who stay keep their process, newcomers get the state directly from one of them. A
+    pipeline's workers all change: they hand over through checkpoint parts.
 
     \b
     hetflow resize hetflow-runs/m-20250101-120000 --gpus 4xV100
@@ -87,6 +89,8 @@ def _mapping(
     if (gpus is None) == (plan is None):
         raise ProblemError("give either --gpus or --plan", hint="for example --gpus 2xV100")
     now = current(run)
+    if now.pipeline is not None:
+        return _recut(now, gpus, plan, profiles)
     if plan is not None:
         return renumbered(now, lower(files.read(plan, SplitPlan), now.seed, now.determinism))
     from .problems import read_pool
@@ -96,6 +100,61 @@ def _mapping(
         return renumbered(now, lower(_solved(now, profiles, gpus or ""), now.seed))
     types = [name for name, number in pool.num_devices.items() for _ in range(number)]
     return spread(now, types, _seconds_a_sample(now, run))
+
+
+def _recut(
+    now: "LaunchConfig", gpus: str | None, plan: Path | None, profiles: Path | None
+) -> "LaunchConfig":
+    """Another pipeline plan of the same microbatches, given or solved for the devices."""
+    from ..launcher.lower import lower
+    from ..launcher.repartition import check_same_job
+    from ..schema import files
+    from ..schema.errors import ProblemError
+    from ..schema.pipeline import PipelinePlan
+    from ..schema.plan import SplitPlan
+
+    found: SplitPlan | PipelinePlan
+    if plan is not None:
+        found = files.read(plan, PipelinePlan)
+    elif profiles is None:
+        raise ProblemError(
+            "a pipeline is cut anew from the profiles of its layers",
+            hint="add --profiles DIR, or give --plan FILE",
+        )
+    else:
+        found = _cut_again(now, profiles, gpus or "")
+    config = lower(found, now.seed, now.determinism)
+    check_same_job(now, config)
+    return config
+
+
+def _cut_again(now: "LaunchConfig", profiles: Path, gpus: str) -> "SplitPlan | PipelinePlan":
+    """The best cut for the same schedule and microbatches, by the profiles."""
+    from typing import get_args
+
+    from ..launcher.mapping import nodes_of
+    from ..schema.errors import ProblemError
+    from ..schema.pipeline import PlannedSchedule
+    from .problems import read_model_profiles, read_pool
+    from .question import PipelineFlags, Question, SplitFlags
+    from .solving import answer
+
+    assert now.pipeline is not None
+    schedule = next((s for s in get_args(PlannedSchedule) if s == now.pipeline.schedule), None)
+    if schedule is None:
+        raise ProblemError(
+            f"{now.pipeline.schedule} is no schedule that `hetflow solve` plans",
+            hint="give --plan FILE",
+        )
+    question = Question(
+        profiles=read_model_profiles(profiles, now.model),
+        pool=read_pool(gpus, None),
+        pool_name=gpus,
+        batch_size=now.global_batch_size,
+        split=SplitFlags(),
+        pipeline=PipelineFlags(schedule=schedule, microbatch_size=nodes_of(now)[0].batch_size),
+    )
+    return answer(question, "pipeline")
 
 
 def _solved(now: "LaunchConfig", profiles: Path, gpus: str) -> "SplitPlan | PipelinePlan":

@@ -19,7 +19,15 @@ from .generations import Generations
 from .heartbeat import Limits
 from .hosts import Alone, Together
 from .inbox import Inbox
-from .request import LaunchRequest, check_checkpoints, check_folder, check_script, make_folder
+from .repartition import Repartitions
+from .request import (
+    HANDOVER,
+    LaunchRequest,
+    check_checkpoints,
+    check_folder,
+    check_script,
+    make_folder,
+)
 from .spawn import Meeting, NewGeneration, WorkerCommand, worker_commands
 from .supervise import Signals, Workers
 
@@ -129,7 +137,7 @@ class _Run:
         self._signals, self._warn = signals, warn
         self._inbox: Inbox | None = None
         self._seats: dict[str, Seat] = {}
-        self.generations: Generations | None = None
+        self.generations: Generations | Repartitions | None = None
 
     def train(self) -> Failure | None:
         """Start the workers and see them through; None when all of them succeeded."""
@@ -147,6 +155,8 @@ class _Run:
             if request.is_elastic:
                 self._seats = {str(seat.slot.rank): seat for seat in seats}
                 self.generations = self._make_generations(self._inbox)
+            elif request.hands_over:
+                self.generations = self._make_repartitions(self._inbox, hosts)
             failure = self._supervise() or hosts.wait_for_others(self._watch)
         except _Interrupted:
             failure = interruption(self._signals.received or 2)
@@ -176,11 +186,31 @@ class _Run:
             self._workers,
             inbox,
             self._start_newcomers,
-            on_failure=request.on_failure or "shrink",
+            on_failure=request.policy,
             limits=Limits(request.heartbeat_seconds, request.timeout_seconds),
             restart=self._restart if request.checkpoint is not None else None,
             warn=self._warn,
         )
+
+    def _make_repartitions(self, inbox: Inbox, hosts: Alone | Together) -> Repartitions:
+        request = self._request
+        assert isinstance(hosts, Alone)
+        return Repartitions(
+            request.config,
+            self._workers,
+            inbox,
+            hosts,
+            self._start_generation,
+            cause=lambda config, ranks: _cause(self._workers, config, ranks),
+            restarts=request.policy == "replace",
+            parts=request.folder / HANDOVER,
+            warn=self._warn,
+        )
+
+    def _start_generation(
+        self, config: LaunchConfig, number: int, ranks: dict[str, int], follows: bool
+    ) -> None:
+        self._start_newcomers(config, number, ranks, list(ranks), joins=False, follows=follows)
 
     def _start_newcomers(
         self,
@@ -190,6 +220,7 @@ class _Run:
         joining: Sequence[str],
         *,
         joins: bool = True,
+        follows: bool = False,
     ) -> None:
         assert self._inbox is not None
         slots = [config.workers[ranks[name]] for name in joining]
@@ -205,7 +236,9 @@ class _Run:
             config=path.resolve(),
             names=names,
             joins=joins,
-            restarted_at=self.generations.restarted_at,
+            # Those who join nobody start anew.
+            restarted_at=self.generations.where[2] if joins else number,
+            follows=follows,
         )
         request = replace(self._request, config=config)
         self._workers.start(_commands(request, seats, self._meeting, coming))
@@ -223,6 +256,8 @@ class _Run:
             failure = self._look_after()
             if failure is not None:
                 return failure
+        if isinstance(self.generations, Repartitions):
+            self.generations.tick(0.0)  # the last to come may be done before they were seen
         return None
 
     def _look_after(self) -> Failure | None:
@@ -230,7 +265,7 @@ class _Run:
         if self.generations is not None:
             failure = self.generations.tick(POLL_SECONDS)
             if failure is not None:
-                if failure.sentence_of_ours is not None:
+                if failure.sentence_of_ours or isinstance(self.generations, Repartitions):
                     return failure
                 return _cause(self._workers, self._request.config) or failure
             if self.generations.only_newcomers_left:
@@ -260,12 +295,21 @@ def _commands(
         seed=request.config.seed,
         checkpoint=request.checkpoint.resolve() if request.checkpoint else None,
         checkpoint_every=request.checkpoint_every,
+        handover=(request.folder / HANDOVER).resolve() if request.hands_over else None,
         generation=generation,
     )
 
 
-def _cause(workers: Workers, config: LaunchConfig) -> Failure | None:
-    """The first cause among this host's failures, given a moment to be seen."""
+def _cause(
+    workers: Workers, config: LaunchConfig, ranks: dict[str, int] | None = None
+) -> Failure | None:
+    """The first cause among this host's failures, given a moment to be seen.
+
+    Args:
+        workers: The workers.
+        config: What they run.
+        ranks: The rank of each worker, where names are none.
+    """
     deadline = time.monotonic() + CAUSE_SECONDS
     if not workers.failures():
         return None
@@ -273,16 +317,19 @@ def _cause(workers: Workers, config: LaunchConfig) -> Failure | None:
     while cause.lost_peer and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
         cause = first_cause(workers.failures())
-    cause = _staged(cause, config)
+    cause = _staged(cause, config, ranks)
     silent = workers.running() if cause.lost_peer and "timed out" in cause.error.lower() else []
-    return silence(cause, [_staged(worker, config) for worker in silent]) if silent else cause
+    if silent:
+        return silence(cause, [_staged(worker, config, ranks) for worker in silent])
+    return cause
 
 
-def _staged(failure: Failure, config: LaunchConfig) -> Failure:
+def _staged(failure: Failure, config: LaunchConfig, ranks: dict[str, int] | None = None) -> Failure:
     """With the stages of the worker, under a pipeline."""
     if config.pipeline is None or failure.rank is None:
         return failure
-    return replace(failure, stages=tuple(config.pipeline.stages_of_rank.get(failure.rank, ())))
+    rank = failure.rank if ranks is None else ranks.get(str(failure.rank), -1)
+    return replace(failure, stages=tuple(config.pipeline.stages_of_rank.get(rank, ())))
 
 
 def _record(

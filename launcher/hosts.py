@@ -49,6 +49,15 @@ class Alone:
     def _make_store(self) -> None:
         self._store = hold_store(self._socket)
 
+    def read(self, key: str) -> str | None:
+        """What workers have left in the store; None where there is nothing, or no store yet."""
+        store = self._store
+        return store.get(key).decode() if store is not None and store.check([key]) else None
+
+    def write(self, key: str, value: str) -> None:
+        """Leave something for workers."""
+        self._store.set(key, value)
+
     def failure_elsewhere(self) -> Failure | None:
         """There is no elsewhere."""
         return None

@@ -107,7 +107,7 @@ def current(folder: Path) -> LaunchConfig:
         raise TargetError(f"{folder}: the run {ended}")
     if not path.is_file():
         raise TargetError(
-            f"{folder}: only split plans on one host can be resized while they run",
+            f"{folder}: only launches on one host can be resized while they run",
             hint="stop it with SIGTERM under --checkpoint, and launch the new plan: it goes on",
         )
     return files.read(path, LaunchConfig)

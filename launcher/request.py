@@ -14,6 +14,7 @@ from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
 
 RUNS_FOLDER = "hetflow-runs"
+HANDOVER = "handover"  # a pipeline's parts while its plan changes
 OnFailure = Literal["stop", "shrink", "replace"]
 
 
@@ -91,16 +92,35 @@ class LaunchRequest:
         return self.rendezvous is None and self.config.pipeline is None
 
     @property
+    def hands_over(self) -> bool:
+        """Whether all workers together can make room for others: pipelines on one host."""
+        return self.rendezvous is None and self.config.pipeline is not None
+
+    @property
     def survives(self) -> bool:
-        """Whether the launch goes on when a worker dies."""
+        """Whether the others of the launch go on when a worker dies."""
         return self.is_elastic and self.on_failure != "stop"
 
+    @property
+    def policy(self) -> OnFailure:
+        """What to do when a worker dies, with the default resolved."""
+        if self.hands_over:
+            return self.on_failure or ("replace" if self.checkpoint is not None else "stop")
+        return self.on_failure or "shrink"
+
     def __post_init__(self) -> None:
-        if self.on_failure in ("shrink", "replace") and not self.is_elastic:
-            what = "pipeline" if self.config.pipeline is not None else "launch on several hosts"
+        if self.is_elastic or self.on_failure in ("stop", None):
+            return
+        what = "pipeline" if self.config.pipeline is not None else "launch on several hosts"
+        if not self.hands_over or self.on_failure == "shrink":
             raise TargetError(
                 f"a {what} cannot go on without a worker that dies",
                 hint="leave --on-failure out; with --checkpoint a new launch goes on",
+            )
+        if self.checkpoint is None:
+            raise TargetError(
+                "a pipeline starts again from a checkpoint, and has none to start from",
+                hint="give --checkpoint DIR too, and --checkpoint-every N",
             )
 
 
@@ -172,7 +192,8 @@ def make_folder(folder: Path) -> None:
     """
     try:
         (folder / "run.json").unlink(missing_ok=True)
-        shutil.rmtree(folder / "logs", ignore_errors=True)
+        for old in ("logs", HANDOVER):
+            shutil.rmtree(folder / old, ignore_errors=True)
         (folder / "logs").mkdir(parents=True)
     except OSError as error:
         raise FileError(f"{folder}: cannot be made: {error.strerror}") from None

@@ -49,7 +49,8 @@ class NewGeneration:
     """What workers join that are started later: its number, its config, each rank's name.
 
     ``joins`` says that others train already; else all of its workers start from a checkpoint.
-    ``restarted_at`` is the generation that last did so.
+    ``restarted_at`` is the generation that last did so. ``follows`` says that they wait until the
+    workers of another pipeline plan have handed over.
     """
 
     number: int
@@ -57,6 +58,7 @@ class NewGeneration:
     names: dict[int, str]
     joins: bool
     restarted_at: int
+    follows: bool = False
 
 
 def worker_commands(
@@ -72,6 +74,7 @@ def worker_commands(
     seed: int = 0,
     checkpoint: Path | None = None,
     checkpoint_every: int = 0,
+    handover: Path | None = None,
     generation: "NewGeneration | None" = None,
 ) -> list[WorkerCommand]:
     """The command of each worker of this host. Pure.
@@ -88,6 +91,7 @@ def worker_commands(
         seed: Seed of the script's own streams, where a level fixes them.
         checkpoint: Folder of checkpoints, if any.
         checkpoint_every: Steps between checkpoints; 0 for those that are asked for only.
+        handover: Where a pipeline writes its parts when its plan changes, if it can.
         generation: The generation that these workers join, where others train already.
     """
     commands = []
@@ -113,7 +117,10 @@ def worker_commands(
             "PYTHONUNBUFFERED": "1",
         }
         settings |= _device_settings(seat, meeting, inherited) | pins(determinism)
+        if handover is not None:
+            settings[names.HANDOVER] = str(handover)
         if generation is not None:
+            settings |= {names.FOLLOWS: "1"} if generation.follows else {}
             settings["TORCHELASTIC_RESTART_COUNT"] = str(generation.restarted_at)
             settings |= {names.JOINS: str(generation.number)} if generation.joins else {}
         if determinism != "none":

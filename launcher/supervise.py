@@ -124,12 +124,23 @@ class Workers:
         """End a worker and what it started, at once; it may be stopped."""
         signal_group(self._processes[name], signal.SIGKILL)
 
+    def signal(self, name: str, number: int) -> None:
+        """Send a worker a signal, unless it is gone."""
+        if self._processes[name].poll() is None:
+            self._processes[name].send_signal(number)
+
     def forget(self, name: str) -> None:
         """A worker that is gone no longer counts."""
         process = self._processes.pop(name)
         signal_group(process, signal.SIGKILL)  # what it started
         process.wait()
-        self._lines.pop(name).close()
+        line = self._lines.pop(name, None)
+        if line is not None:
+            line.close()
+
+    def is_held(self, name: str) -> bool:
+        """Whether it was started and not forgotten."""
+        return name in self._processes
 
     def is_done(self, name: str) -> bool:
         """Whether it has left with exit code 0."""

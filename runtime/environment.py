@@ -33,6 +33,8 @@ CONTROL = "HETFLOW_CONTROL"  # descriptor of the line to the controller
 WORKER = "HETFLOW_WORKER"  # this worker's name there
 SURVIVES = "HETFLOW_SURVIVES"  # whether the job goes on when workers die
 JOINS = "HETFLOW_JOINS"  # the generation that a worker started later will join
+HANDOVER = "HETFLOW_HANDOVER"  # where a pipeline writes its parts when its plan changes
+FOLLOWS = "HETFLOW_FOLLOWS"  # whether others train until this worker is ready
 DEFAULT_TIMEOUT_SECONDS = 600.0
 
 
@@ -43,6 +45,8 @@ class Start:
     ``rank`` is the launcher's; it equals the slot only where ``is_slot`` says so. ``config`` is
     None in a plain ``python`` run. ``plan`` is None where only a launch config was given.
     ``joins`` is the generation to join, of a worker that was started while the others train.
+    ``follows`` says that it takes a pipeline over from them; ``handover_folder`` is where a
+    pipeline that has no folder for checkpoints writes its parts then.
     """
 
     config: LaunchConfig | None = None
@@ -61,6 +65,8 @@ class Start:
     checkpoint_every: int = 0
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     joins: int | None = None
+    handover_folder: Path | None = None
+    follows: bool = False
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> Start:
@@ -106,6 +112,8 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
         run_folder=Path(env[RUN]) if env.get(RUN) else None,
         timeout_seconds=float(_integer(env, TIMEOUT, int(DEFAULT_TIMEOUT_SECONDS))),
         joins=_integer(env, JOINS, 0) or None,
+        handover_folder=Path(env[HANDOVER]) if env.get(HANDOVER) else None,
+        follows=env.get(FOLLOWS) == "1",
     )
 
 

@@ -17,6 +17,7 @@ from ..schema.launch import LaunchConfig, WorkerSlot
 from .devices import device_type_name
 from .elastic.control import Control
 from .environment import DEVICE_TYPE, Start, assign_slots
+from .handover import wait_for_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,8 @@ def join(start: Start, device: torch.device | None = None) -> Place:
 def _join(start: Start, device: torch.device | None) -> Place:
     assert start.config is not None
     store = _connect(start, _Jobs.opened) if start.address else None
+    if start.follows and store is not None and not _Jobs.opened:
+        wait_for_turn(store)
     _Jobs.opened += 1
     if start.world_size == 1:
         slot = start.config.workers[0]

@@ -132,7 +132,8 @@ class Job:
         from .finish import at_exit
 
         start, self._member = self._place.start, Member.of(self)
-        if start.checkpoint_folder is not None or self._member is not None:
+        has_folder = start.checkpoint_folder is not None or start.handover_folder is not None
+        if has_folder or self._member is not None:
             self._checkpoints = self._open(start.checkpoint_folder, start.checkpoint_every)
         at_exit(self)
 
@@ -378,7 +379,7 @@ class Job:
             FileError: It could not be written; earlier ones are untouched.
         """
         self._join()
-        if self._checkpoints is None or not self._checkpoints.has_folder:
+        if self._checkpoints is None or not self._checkpoints.is_asked_for:
             raise TargetError(
                 "there is no folder for checkpoints",
                 hint="hetflow launch --checkpoint DIR, or HETFLOW_CHECKPOINT=DIR under python",

@@ -59,7 +59,8 @@ class Checkpoints:
             self._restore()
             say(job, f"going on from {self._found.path} (step {job.num_steps})")
         if self.has_folder and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._asked_to_stop)
+            for number in self._signals():
+                signal.signal(number, self._asked_to_stop)
 
     def _agree(self) -> Checkpoint | None:
         """The first worker chooses; the others read the same one."""
@@ -84,6 +85,15 @@ class Checkpoints:
                 f"{self._folder / name}: worker {place.rank} cannot read it: {error}",
                 hint="give a --checkpoint folder that every worker sees",
             ) from None
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether the user gave the folder."""
+        return self.has_folder
+
+    def _signals(self) -> list[signal.Signals]:
+        """By which all workers are asked to save and leave."""
+        return [signal.SIGTERM]
 
     @property
     def is_catching_up(self) -> bool:

@@ -124,7 +124,6 @@ class PipelineJob(Job):
             )
 
     def _open(self, folder: Path | None, every: int) -> Checkpoints:
-        assert folder is not None
         return StageCheckpoints(self, folder, every)
 
     @property

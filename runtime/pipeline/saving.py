@@ -9,6 +9,7 @@ same steps whether or not the run is ever restarted, so a restarted run ends wit
 """
 
 import secrets
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .. import checkpoint, parts
+from ...schema.errors import TargetError
+from .. import checkpoint, handover, parts
 from ..checkpoint import Checkpoint
 from ..saving import STOPPED_EXIT_CODE, Checkpoints, say
 
@@ -26,13 +28,55 @@ if TYPE_CHECKING:
 
 
 class StageCheckpoints(Checkpoints):
-    """The checkpoints of one worker of a pipeline; arguments as for ``Checkpoints``."""
+    """The checkpoints of one worker of a pipeline; arguments as for ``Checkpoints``.
+
+    Without a folder of the user's, parts go to the launch's own when the plan changes, and only
+    then.
+    """
 
     _job: "PipelineJob"
 
-    def __init__(self, job: "PipelineJob", folder: Path, every: int) -> None:
+    def __init__(self, job: "PipelineJob", folder: Path | None, every: int) -> None:
         self._run, self._registered_sha256 = self._agree_on_run(job), ""
-        super().__init__(job, folder, every)
+        self._is_asked_for, self._is_training = folder is not None, False
+        super().__init__(job, folder or job._place.start.handover_folder, every)
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether the user gave the folder."""
+        return self._is_asked_for
+
+    def _signals(self) -> list[signal.Signals]:
+        own = [handover.SIGNAL] if self._job._place.start.handover_folder is not None else []
+        return [*(super()._signals() if self._is_asked_for else []), *own]
+
+    def _agree(self) -> Checkpoint | None:
+        found = super()._agree()
+        if found is None and self._job._place.start.follows:
+            raise TargetError(
+                f"{self._folder}: there is no complete checkpoint to go on from",
+                hint="the warnings above say what is wrong with those that are there",
+            )
+        return found
+
+    def first_step(self, call: int, num_steps: int, length: int) -> int:
+        """Where to start in an epoch; see ``Checkpoints.first_step``."""
+        first = super().first_step(call, num_steps, length)
+        if not self.is_catching_up:
+            self._tell_training()
+        return first
+
+    def _tell_training(self) -> None:
+        store = self._job._place.store
+        if store is not None and not self._is_training:
+            self._is_training = True
+            handover.tell_training(store)
+
+    def finish(self) -> None:
+        """Keep the final state, where the user gave a folder."""
+        self._tell_training()
+        if self._is_asked_for:
+            super().finish()
 
     @staticmethod
     def _agree_on_run(job: "PipelineJob") -> str:
@@ -47,6 +91,8 @@ class StageCheckpoints(Checkpoints):
     def boundary(self, call: int, step: int) -> None:
         """A step is complete. At ``static``, a stop does not drain where no other run would."""
         job = self._job
+        if job._totals.all_stop and job.is_main and job._place.store is not None:
+            handover.tell_stopped(job._place.store)
         if job._totals.all_stop and job._place.start.determinism != "none" and not job.is_drained:
             self._settle()
             say(job, f"asked to stop; a restart goes on from the newest in {self._folder}")

@@ -1,0 +1,372 @@
+"""The generations of a pipeline: its plan changes, or it starts again from a checkpoint.
+
+Stages cannot move one by one, so all workers change together. Those of the new plan start beside
+the running job; when all are ready, the running ones write their parts after the same step and
+leave, and the new ones go on from the parts (runtime/handover.py). Where the new ones fail, the
+plan before goes on from the same parts.
+"""
+
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Literal, Protocol
+
+from ..runtime import handover
+from ..schema.errors import HetflowError, ProblemError
+from ..schema.launch import LaunchConfig
+from ..schema.pipeline import FLUSHING
+from ..schema.resize import ResizeAnswer, ResizeRequest
+from .failures import Failure
+from .history import History, devices_of
+from .inbox import Inbox
+from .losses import MAX_TRIES
+from .supervise import Workers
+
+SAVED_EXIT_CODE = 128 + signal.SIGTERM
+FLUSHES = (*FLUSHING, "dualpipe", "dualpipe-v")
+
+
+class Store(Protocol):
+    """The launch's store."""
+
+    def read(self, key: str) -> str | None:
+        """What workers have left there."""
+
+    def write(self, key: str, value: str) -> None:
+        """Leave something for workers."""
+
+
+Start = Callable[[LaunchConfig, int, dict[str, int], bool], None]
+Cause = Callable[[LaunchConfig, dict[str, int]], Failure | None]
+
+
+@dataclass(slots=True)
+class _Side:
+    """The workers of one generation."""
+
+    config: LaunchConfig
+    number: int
+    ranks: dict[str, int]
+    began: float
+
+
+@dataclass(slots=True)
+class _Change:
+    """Another plan on its way. ``saved`` are those before who have written their parts."""
+
+    new: _Side
+    request: Path
+    detail: str
+    saved: set[str]
+    start_seconds: float = 0.0
+
+
+class Repartitions:
+    """Decides which plan's workers run.
+
+    Args:
+        config: The plan at the start, lowered.
+        workers: The worker processes.
+        inbox: Requests.
+        store: Where workers say how far they are.
+        start: Starts a generation: config, number, rank by name, whether its workers wait for
+            their turn.
+        cause: The first cause among failures, given a moment to be seen.
+        restarts: Whether a launch starts again from the last checkpoint when a worker dies.
+        parts: The launch's own folder for parts, emptied when all have read them.
+        warn: Tells the user something that does not end the launch.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        workers: Workers,
+        inbox: Inbox,
+        store: Store,
+        start: Start,
+        *,
+        cause: Cause,
+        restarts: bool,
+        parts: Path,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._workers, self._inbox, self._store, self._start = workers, inbox, store, start
+        self._cause, self._restarts, self._parts, self._warn = cause, restarts, parts, warn
+        ranks = {str(slot.rank): slot.rank for slot in config.workers}
+        self._now = _Side(config, 0, ranks, time.monotonic())
+        self._phase: Literal["starting", "running", "coming", "saving", "joining"] = "starting"
+        self._change: _Change | None = None
+        self._names = (str(number) for number in count(config.world_size))
+        self._highest = 0
+        self._tries: tuple[str | None, int] = (None, 0)
+        self._restarted: tuple[str, tuple[str, ...], float] | None = None
+        inbox.show(config)
+        self.history = History()
+        self.history.add(0, "start", "the launch", config, ranks, joined=tuple(ranks))
+
+    def tick(self, wait_seconds: float) -> Failure | None:
+        """Take in what has happened, after so long; a failure that ends the launch."""
+        time.sleep(wait_seconds)
+        failure = self._bury()
+        if failure is not None:
+            return failure
+        if self._phase == "starting":
+            self._begun()
+        if self._phase == "coming":
+            self._ask_to_save()
+        if self._phase == "saving":
+            self._let_go_on()
+        if self._phase == "joining":
+            self._arrive()
+        if self._phase != "starting":
+            self._serve()
+        return None
+
+    def _number(self, side: _Side, name: str) -> int:
+        return int(self._store.read(handover.key(side.number, name)) or 0)
+
+    def _all(self, side: _Side, name: str) -> bool:
+        return self._number(side, name) >= side.config.world_size
+
+    def _begun(self) -> None:
+        """All workers train, at the start or again."""
+        if not self._all(self._now, handover.TRAINING):
+            return
+        self._phase = "running"
+        self._inbox.show(self._now.config)
+        if self._restarted is not None:
+            detail, left, lost_at = self._restarted
+            self._restarted = None
+            shutil.rmtree(self._parts, ignore_errors=True)
+            self._remember("restart", detail, left, time.monotonic() - lost_at)
+
+    # Another plan
+
+    def _serve(self) -> None:
+        waiting = self._inbox.next()
+        if waiting is None:
+            return
+        path, request = waiting
+        try:
+            self._check(request)
+            self._begin(path, request.config)
+        except HetflowError as error:
+            answer = ResizeAnswer(status="refused", detail=error.message, hint=error.hint)
+            self._inbox.answer(path, answer)
+
+    def _check(self, request: ResizeRequest) -> None:
+        config = self._now.config
+        if self._change is not None:
+            raise ProblemError("a resize is in progress already", hint="ask again when it is done")
+        check_same_job(config, request.config)
+        if self._store.read(handover.key(self._now.number, f"job1/{handover.TRAINING}")):
+            raise ProblemError("the script prepares several models; such a job cannot be resized")
+        assert config.pipeline is not None
+        if config.determinism != "none" and config.pipeline.schedule not in FLUSHES:
+            raise ProblemError(
+                f"{config.pipeline.schedule} has no flush to change its plan at without changing "
+                f"the bits that --determinism {config.determinism} promises",
+                hint="launch with --determinism none, or with a schedule that flushes",
+            )
+
+    def _begin(self, path: Path, config: LaunchConfig) -> None:
+        """Start the workers of the new plan beside the running ones.
+
+        Raises:
+            HetflowError: The machine lacks the devices.
+        """
+        new = self._next(config)
+        self._start(new.config, new.number, new.ranks, True)
+        self._change = _Change(new, path, f"asked for {devices_of(config)}", set())
+        self._phase = "coming"
+
+    def _next(self, config: LaunchConfig) -> _Side:
+        self._highest += 1
+        ranks = {next(self._names): slot.rank for slot in config.workers}
+        return _Side(config, self._highest, ranks, time.monotonic())
+
+    def _ask_to_save(self) -> None:
+        change = self._change
+        if change is None or not self._all(change.new, handover.READY):
+            return
+        change.start_seconds = time.monotonic() - change.new.began
+        for name in self._now.ranks:
+            self._workers.signal(name, handover.SIGNAL)
+        self._phase = "saving"
+
+    def _let_go_on(self) -> None:
+        change = self._change
+        if change is None or change.saved < set(self._now.ranks):
+            return
+        self._store.write(handover.key(change.new.number, handover.GO), "1")
+        self._workers.show(_first(change.new))
+        self._phase = "joining"
+
+    def _arrive(self) -> None:
+        change = self._change
+        if change is None or not self._all(change.new, handover.TRAINING):
+            return
+        stopped = self._store.read(handover.key(self._now.number, handover.STOPPED_AT))
+        pause = time.monotonic() - float(stopped) if stopped else None
+        left = tuple(self._now.ranks)
+        self._now, self._change, self._phase = change.new, None, "running"
+        self._tries = (None, 0)
+        shutil.rmtree(self._parts, ignore_errors=True)
+        self._inbox.show(self._now.config)
+        self._remember("resize", change.detail, left, pause)
+        answer = ResizeAnswer(
+            status="done",
+            detail=f"{devices_of(self._now.config)} from now on",
+            generation=self._now.number,
+            joined=tuple(self._now.ranks),
+            left=left,
+            start_seconds=change.start_seconds,
+            pause_seconds=pause,
+        )
+        self._inbox.answer(change.request, answer)
+
+    def _cancel(self, why: str) -> None:
+        """Give the new plan up."""
+        change, self._change = self._change, None
+        if change is None:
+            return
+        self._end(change.new)
+        self._inbox.answer(change.request, ResizeAnswer(status="failed", detail=why))
+        self._phase = "running"
+
+    # Failures
+
+    def _bury(self) -> Failure | None:
+        """Take note of those who left; a failure that the launch cannot survive."""
+        change, failed = self._change, set[str]()
+        for failure in self._workers.failures():
+            name = str(failure.rank)
+            if self._phase == "saving" and name in self._now.ranks:
+                if failure.exit_code == SAVED_EXIT_CODE and change is not None:
+                    change.saved.add(name)
+                    self._workers.forget(name)
+                    continue
+            failed.add(name)
+        if not failed:
+            return None
+        if change is None or failed & self._now.ranks.keys():
+            return self._recover()
+        cause = self._cause(change.new.config, change.new.ranks)
+        why = f"the new plan's workers failed: {cause.sentence() if cause else 'no cause known'}"
+        if self._phase == "coming":
+            self._cancel(why)
+        else:
+            self._go_back(why)
+        return None
+
+    def _recover(self) -> Failure | None:
+        cause = self._cause(self._now.config, self._now.ranks)
+        if cause is None or not self._can_restart(cause):
+            return cause
+        self._cancel("a worker was lost meanwhile")
+        again = self._again(cause.sentence())
+        self._warn(f"{again}; starting again from the last checkpoint")
+        return None
+
+    def _can_restart(self, cause: Failure) -> bool:
+        """Whether a worker died that nothing in the script stopped; at most so often in one place.
+
+        A generation that comes as far as a newer checkpoint than the one before counts anew.
+        """
+        by_signal = cause.exit_code > 128 and cause.exit_code - 128 in signal.valid_signals()
+        if not self._restarts or not (by_signal or cause.lost_peer):
+            return False
+        found = self._store.read(handover.key(self._now.number, handover.FOUND))
+        place, tries = self._tries
+        self._tries = (found, tries + 1 if found == place else 1)
+        return self._tries[1] <= MAX_TRIES
+
+    def _go_back(self, why: str) -> None:
+        """The workers before are gone, but their parts are there."""
+        self._cancel(why)
+        again = self._again(f"back to the plan before: {why}")
+        self._warn(again)
+
+    def _again(self, detail: str) -> str:
+        """Start the workers of the plan anew, from the newest checkpoint."""
+        left, lost_at = tuple(self._now.ranks), time.monotonic()
+        if self._restarted is not None:  # it had not come back from the loss before
+            lost_at = self._restarted[2]
+        self._end(self._now)
+        self._now = self._next(self._now.config)
+        self._phase, self._restarted = "starting", (detail, left, lost_at)
+        self._start(self._now.config, self._now.number, self._now.ranks, False)
+        self._workers.show(_first(self._now))
+        return detail
+
+    def _end(self, side: _Side) -> None:
+        for name in side.ranks:
+            if self._workers.is_held(name):
+                self._workers.forget(name)
+
+    # Common
+
+    def _remember(
+        self,
+        kind: Literal["resize", "restart"],
+        detail: str,
+        left: tuple[str, ...],
+        pause_seconds: float | None,
+    ) -> None:
+        now = self._now
+        self.history.add(
+            now.number,
+            kind,
+            detail,
+            now.config,
+            now.ranks,
+            joined=tuple(now.ranks),
+            left=left,
+            pause_seconds=pause_seconds,
+        )
+
+    def settle(self) -> None:
+        """All workers are done: nobody is left to hand over."""
+        self._cancel("the run ended before the new plan's workers could take over")
+
+    @property
+    def where(self) -> tuple[int, int, int]:
+        """Where the last generation reports: its size, its number, the last restart."""
+        return self._now.config.world_size, self._now.number, self._now.number
+
+    @property
+    def only_newcomers_left(self) -> bool:
+        """Whether everyone who trains is done."""
+        return all(self._workers.is_done(name) for name in self._now.ranks)
+
+
+def check_same_job(config: LaunchConfig, other: LaunchConfig) -> None:
+    """Refuse a plan that a running pipeline cannot change to.
+
+    Raises:
+        ProblemError: Of another model, batch or microbatches, or no pipeline.
+    """
+    if config.pipeline is None or other.pipeline is None:
+        raise ProblemError("a pipeline changes to a pipeline plan only")
+    if other.model != config.model:
+        raise ProblemError(f"the plan is of {other.model}, the run trains {config.model}")
+    own, theirs = _microbatches(config), _microbatches(other)
+    if own != theirs:
+        raise ProblemError(
+            f"the new plan has {len(theirs)} microbatches of {max(theirs.values())} samples, the "
+            f"job has {len(own)} of {max(own.values())}",
+            hint="a resize keeps the microbatches; solve with the same ones",
+        )
+
+
+def _microbatches(config: LaunchConfig) -> dict[int, int]:
+    """Samples of each microbatch of a batch."""
+    return {node.index: node.batch_size for slot in config.workers for node in slot.virtual_nodes}
+
+
+def _first(side: _Side) -> str:
+    return min(side.ranks, key=side.ranks.__getitem__)

@@ -1,0 +1,194 @@
+"""A running pipeline changes its plan, or starts again from a checkpoint within the launch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetflow.launcher.repartition import check_same_job
+from hetflow.runtime.lower import lower
+from hetflow.schema import files
+from hetflow.schema.errors import ProblemError
+from hetflow.schema.pipeline import PipelinePlan
+
+HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
+SCRIPT = Path(__file__).with_name("pipeline_script.py")
+EPOCHS, STEPS = 3, 15
+
+
+def one_stage(plan: PipelinePlan) -> PipelinePlan:
+    layers = tuple(layer for stage in plan.stages for layer in stage.layers)
+    return replace(plan, stages=(replace(plan.stages[0], layers=layers, num_in_flight=1),))
+
+
+def other_cut(plan: PipelinePlan) -> PipelinePlan:
+    first, second = plan.stages
+    return replace(plan, stages=(replace(first, layers=("0",)), replace(second, layers=("1", "2"))))
+
+
+class Run:
+    """A launch of the script in a folder of its own."""
+
+    def __init__(
+        self, folder: Path, plan: PipelinePlan, *options: str, holds: tuple[int, ...] = ()
+    ) -> None:
+        folder.mkdir()
+        self.folder, self.run = folder, folder / "run"
+        files.write(folder / "plan.json", plan)
+        command = [*HETFLOW, "launch", *options, "-o", str(self.run), str(folder / "plan.json")]
+        command += [str(SCRIPT), str(folder), str(EPOCHS), *map(str, holds)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+
+    def notes(self) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
+        """(step, rank, workers, process, samples) of every step of every worker."""
+        found = []
+        for path in self.folder.glob("steps-*"):
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):
+                    step, rank, size, *samples = map(int, line.split())
+                    found.append((step, rank, size, int(path.name[6:]), tuple(samples)))
+        return sorted(found)
+
+    def samples(self) -> dict[int, set[tuple[int, ...]]]:
+        """What was trained on in each step, over all workers and attempts."""
+        return {
+            step: {note[4] for note in self.notes() if note[0] == step}
+            for step in range(1, STEPS + 1)
+        }
+
+    def wait_for_step(self, number: int, workers: int) -> None:
+        deadline = time.monotonic() + 120
+        while sum(note[0] == number for note in self.notes()) < workers:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def resize(self, plan: PipelinePlan, *, go: int) -> dict[str, Any]:
+        """Ask for a plan; let the workers go on when they were asked to hand over; the answer."""
+        files.write(self.folder / "next.json", plan, force=True)
+        before = len(list(self.folder.glob("asked-*")))
+        size = self.notes()[-1][2]
+        asked = subprocess.Popen(
+            [*HETFLOW, "resize", str(self.run), "--json", "--plan", str(self.folder / "next.json")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        deadline = time.monotonic() + 120
+        while len(list(self.folder.glob("asked-*"))) < before + size and asked.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        self.go(go)
+        out, err = asked.communicate(timeout=120)
+        assert asked.returncode in (0, 1), err
+        answer: dict[str, Any] = json.loads(out)
+        return answer
+
+    def go(self, step: int) -> None:
+        (self.folder / f"go-{step}").touch()
+
+    def end(self) -> dict[str, torch.Tensor]:
+        """Parameters of a run that succeeded."""
+        _, err = self.process.communicate(timeout=200)
+        assert self.process.returncode == 0, err
+        found: dict[str, torch.Tensor] = torch.load(self.folder / "end.pt", weights_only=True)
+        return found
+
+    def record(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.run / "run.json").read_text())
+        return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, two_stages: PipelinePlan) -> Run:
+    run = Run(tmp_path_factory.mktemp("whole") / "a", two_stages)
+    run.end()
+    return run
+
+
+def assert_alike(run: Run, undisturbed: Run) -> None:
+    own, theirs = run.end(), undisturbed.end()
+    for name, value in theirs.items():
+        torch.testing.assert_close(own[name], value, rtol=0, atol=1e-10)
+    assert run.samples() == undisturbed.samples()
+
+
+def test_a_pipeline_goes_from_two_workers_to_one_and_back(
+    tmp_path: Path, two_stages: PipelinePlan, undisturbed: Run
+) -> None:
+    run = Run(tmp_path / "a", two_stages, holds=(2, 8))
+    run.wait_for_step(2, workers=2)
+    answer = run.resize(one_stage(two_stages), go=2)
+    assert (answer["status"], answer["joined"], answer["left"]) == ("done", ["2"], ["0", "1"])
+    run.wait_for_step(8, workers=1)
+    answer = run.resize(two_stages, go=8)
+    assert (answer["status"], answer["joined"], answer["left"]) == ("done", ["3", "4"], ["2"])
+    assert_alike(run, undisturbed)
+    generations = run.record()["generations"]
+    assert [g["kind"] for g in generations] == ["start", "resize", "resize"]
+    assert [len(g["workers"]) for g in generations] == [2, 1, 2]
+    assert all(0 < g["pause_seconds"] < 30 for g in generations[1:])
+    steps = sorted((step, size) for step, rank, size, _, _ in run.notes() if rank == 0)
+    assert [step for step, _ in steps] == list(range(1, STEPS + 1))  # none is made twice
+    assert {size for step, size in steps if 5 <= step <= 8} == {1}
+    assert run.record()["world_size"] == 2
+    assert not (run.run / "handover").exists()
+    assert not (run.run / "control").exists()
+
+
+def test_a_killed_worker_is_replaced_from_the_last_checkpoint(
+    tmp_path: Path, two_stages: PipelinePlan, undisturbed: Run
+) -> None:
+    options = ("--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2")
+    run = Run(tmp_path / "a", two_stages, *options, holds=(5,))
+    run.wait_for_step(5, workers=2)
+    os.kill(next(pid for _, rank, _, pid, _ in run.notes() if rank == 1), signal.SIGKILL)
+    run.go(5)
+    assert_alike(run, undisturbed)
+    record, generations = run.record(), run.record()["generations"]
+    assert [g["kind"] for g in generations] == ["start", "restart"]
+    assert generations[1]["detail"] == "worker 1 (stage 1, cpu:slow) was killed by SIGKILL"
+    assert generations[1]["joined"] == ["2", "3"]
+    assert 0 < generations[1]["pause_seconds"] < 30
+    assert record["parameters_digest"] == undisturbed_digest(undisturbed)
+    made = [note[0] for note in run.notes() if note[1] == 0]
+    assert made.count(5) == 2
+    assert made.count(4) == made.count(6) == 1
+
+
+def undisturbed_digest(undisturbed: Run) -> str:
+    found: str = undisturbed.record()["parameters_digest"]
+    return found
+
+
+@pytest.mark.slow
+def test_a_plan_whose_workers_fail_leaves_the_job_as_it_was(
+    tmp_path: Path, two_stages: PipelinePlan, undisturbed: Run
+) -> None:
+    wrong = replace(two_stages.stages[1], layers=("7",))
+    run = Run(tmp_path / "a", two_stages, holds=(2,))
+    run.wait_for_step(2, workers=2)
+    answer = run.resize(replace(two_stages, stages=(two_stages.stages[0], wrong)), go=2)
+    assert answer["status"] == "failed"
+    assert answer["detail"].startswith("the new plan's workers failed: worker ")
+    assert_alike(run, undisturbed)
+    assert [g["kind"] for g in run.record()["generations"]] == ["start", "restart"]
+
+
+def test_other_microbatches_or_models_are_refused(two_stages: PipelinePlan) -> None:
+    config = lower(two_stages)
+    check_same_job(config, lower(other_cut(two_stages)))
+    with pytest.raises(ProblemError, match="has 2 microbatches of 4 samples, the job has 4 of 2"):
+        check_same_job(config, lower(replace(two_stages, microbatches=2, microbatch_size=4)))
+    with pytest.raises(ProblemError, match="the plan is of x, the run trains small"):
+        check_same_job(config, lower(replace(two_stages, model="x")))
