@@ -61,7 +61,8 @@ def launch(
         Literal["stop", "shrink", "replace"] | None,
         typer.Option(
             help="When a worker dies or hangs: stop the launch, shrink to the others, or also "
-            "replace it [default: shrink for split plans on one host, else stop]."
+            "replace it [default: shrink for split plans on one host, replace (from the last "
+            "checkpoint) for pipelines with --checkpoint, else stop]."
         ),
     ] = None,
     heartbeat: Annotated[

@@ -125,7 +125,7 @@ def test_a_killed_worker_ends_all_is_named_and_a_restart_ends_as_if_undisturbed(
     plan: Path, two_stages: PipelinePlan, whole, schedule: str
 ) -> None:
     files.write(plan, dataclasses.replace(two_stages, schedule=schedule), force=True)
-    died = launch(plan, "die", "5", flags=saving(plan), run="died")
+    died = launch(plan, "die", "5", flags=(*saving(plan), "--on-failure", "stop"), run="died")
     assert died.returncode == 137
     assert "worker 1 (stage 1, cpu:slow) was killed by SIGKILL" in died.stderr
     record = json.loads((plan.parent / "died" / "run.json").read_text())

@@ -146,6 +146,7 @@ def test_a_pipeline_goes_from_two_workers_to_one_and_back(
     assert not (run.run / "control").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced_from_the_last_checkpoint(
     tmp_path: Path, two_stages: PipelinePlan, undisturbed: Run
 ) -> None:

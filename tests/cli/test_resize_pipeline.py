@@ -1,0 +1,59 @@
+"""``hetflow resize`` of a running pipeline: which plan is asked for."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetflow.launcher.inbox import Inbox
+from hetflow.runtime.lower import lower
+from hetflow.schema import files
+from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.profile import Profile
+
+from .test_pipeline import LINK, layered, solve
+
+Hetflow = Callable[..., Any]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, make_profile: Callable[..., Profile]) -> Path:
+    target = tmp_path / "layered"
+    target.mkdir()
+    files.write(target / "v100.json", layered(make_profile("V100", 1.0)))
+    return target
+
+
+@pytest.fixture
+def plan(hetflow: Hetflow, folder: Path, tmp_path: Path) -> PipelinePlan:
+    asked = ("--strategy", "pipeline", "--no-replication", *LINK, "-o", tmp_path / "plan.json")
+    assert solve(hetflow, folder, *asked).code == 0
+    return files.read(tmp_path / "plan.json", PipelinePlan)
+
+
+def test_profiles_cut_the_model_anew_for_the_same_microbatches(
+    hetflow: Hetflow, folder: Path, plan: PipelinePlan, tmp_path: Path
+) -> None:
+    box = Inbox(tmp_path)
+    box.show(lower(plan))
+    ask = ("resize", tmp_path, "--no-wait", "--gpus", "1xV100")
+    refused = hetflow(*ask)
+    assert refused.code == 2
+    assert "a pipeline is cut anew from the profiles of its layers" in refused.stderr
+    assert "--profiles" in refused.stderr
+    assert hetflow(*ask, "--profiles", folder).code == 0
+    found = box.next()
+    assert found is not None
+    config = found[1].config
+    assert config.world_size == 1
+    assert config.pipeline is not None
+    assert config.pipeline.schedule == plan.schedule
+    assert config.pipeline.num_microbatches == plan.microbatches
+    files.write(tmp_path / "other.json", replace(plan, microbatch_size=plan.microbatch_size * 2,
+                                                 microbatches=plan.microbatches // 2))  # fmt: skip
+    other = hetflow("resize", tmp_path, "--no-wait", "--plan", tmp_path / "other.json")
+    assert other.code == 2
+    assert "the new plan has 4 microbatches of 16 samples, the job has 8 of 8" in other.stderr
+    box.close()
