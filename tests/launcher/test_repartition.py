@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from hetflow.launcher.repartition import check_same_job
+from hetflow.launcher.failures import Failure
+from hetflow.launcher.inbox import Inbox, ask
+from hetflow.launcher.repartition import Repartitions, check_same_job
+from hetflow.launcher.request import LaunchRequest
 from hetflow.runtime.lower import lower
 from hetflow.schema import files
-from hetflow.schema.errors import ProblemError
+from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.pipeline import PipelinePlan
 
 HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
@@ -184,6 +188,125 @@ def test_a_plan_whose_workers_fail_leaves_the_job_as_it_was(
     assert answer["detail"].startswith("the new plan's workers failed: worker ")
     assert_alike(run, undisturbed)
     assert [g["kind"] for g in run.record()["generations"]] == ["start", "restart"]
+
+
+class Processes:
+    """Workers without processes: what they were started for, and how they left."""
+
+    def __init__(self, plan: PipelinePlan, folder: Path, *, restarts: bool) -> None:
+        self.config = lower(plan)
+        self.box = Inbox(folder)
+        self.codes: dict[str, int] = {"0": 0, "1": 0}
+        self.store: dict[str, str] = {"hetflow/0/training": "2"}
+        self.told: list[str] = []
+        self.generations = Repartitions(
+            self.config, self, self.box, self, self._start,  # type: ignore[arg-type]
+            cause=lambda config, ranks: next(iter(self.failures())),
+            restarts=restarts, parts=folder / "handover", warn=self.told.append,
+        )  # fmt: skip
+        self.generations.tick(0)
+
+    def _start(self, config: Any, number: int, ranks: dict[str, int], follows: bool) -> None:
+        self.codes |= dict.fromkeys(ranks, 0)
+        self.started = (number, tuple(ranks), follows)
+
+    def failures(self) -> list[Failure]:
+        return [Failure(exit_code=c, error="", rank=int(n)) for n, c in self.codes.items() if c]
+
+    def forget(self, name: str) -> None:
+        del self.codes[name]
+
+    def is_held(self, name: str) -> bool:
+        return name in self.codes
+
+    def show(self, name: str) -> None:
+        assert name in self.codes
+
+    def signal(self, name: str, number: int) -> None:
+        self.codes[name] = 143  # it saves and leaves
+
+    def read(self, key: str) -> str | None:
+        return self.store.get(key)
+
+    def write(self, key: str, value: str) -> None:
+        self.store[key] = value
+
+    def fail(self, name: str, code: int) -> Failure | None:
+        self.codes[name] = code
+        return self.generations.tick(0)
+
+
+@pytest.fixture
+def processes(tmp_path: Path, two_stages: PipelinePlan) -> Iterator[Callable[[bool], Processes]]:
+    made: list[Processes] = []
+
+    def make(restarts: bool) -> Processes:
+        made.append(Processes(two_stages, tmp_path, restarts=restarts))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.box.close()
+
+
+def test_restarts_from_one_checkpoint_are_three_and_a_newer_one_counts_anew(
+    processes: Callable[[bool], Processes],
+) -> None:
+    workers = processes(True)
+    name = 0
+    for number, found in enumerate(["none", "a", "a", "b", "b", "b"]):
+        workers.store[f"hetflow/{number}/checkpoint"] = found
+        assert workers.fail(str(name), 137) is None
+        name += 2
+        assert workers.started == (number + 1, (str(name), str(name + 1)), False)
+        assert set(workers.codes) == {str(name), str(name + 1)}
+    workers.store["hetflow/6/checkpoint"] = "b"
+    failure = workers.fail(str(name), 137)
+    assert failure is not None
+    assert failure.exit_code == 137
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(False, 137), (True, 1)])
+def test_without_a_checkpoint_or_by_an_error_of_the_script_the_launch_ends(
+    processes: Callable[[bool], Processes], restarts: bool, code: int
+) -> None:
+    failure = processes(restarts).fail("1", code)
+    assert failure is not None
+    assert failure.exit_code == code
+
+
+def test_newcomers_that_fail_before_or_after_their_turn_leave_the_plan_before(
+    tmp_path: Path, two_stages: PipelinePlan, processes: Callable[[bool], Processes]
+) -> None:
+    workers = processes(False)
+    ask(tmp_path, lower(one_stage(two_stages)))
+    workers.generations.tick(0)
+    assert workers.started == (1, ("2",), True)
+    assert workers.fail("2", 1) is None
+    assert workers.codes == {"0": 0, "1": 0}  # as it was
+    ask(tmp_path, lower(one_stage(two_stages)))
+    workers.generations.tick(0)
+    workers.store["hetflow/2/ready"] = "1"
+    workers.generations.tick(0)
+    assert workers.codes == {"0": 143, "1": 143, "3": 0}
+    assert "hetflow/2/go" not in workers.store
+    workers.generations.tick(0)
+    assert workers.store["hetflow/2/go"] == "1"
+    assert workers.fail("3", 1) is None
+    assert workers.started == (3, ("4", "5"), False)
+    assert workers.codes == {"4": 0, "5": 0}
+
+
+def test_a_pipeline_without_a_checkpoint_cannot_be_replaced(two_stages: PipelinePlan) -> None:
+    asked = LaunchRequest(
+        plan=two_stages, config=lower(two_stages), script=("t.py",), folder=Path("r")
+    )
+    assert asked.policy == "stop"
+    assert replace(asked, checkpoint=Path("c")).policy == "replace"
+    with pytest.raises(TargetError, match="has none to start from"):
+        replace(asked, on_failure="replace")
+    with pytest.raises(TargetError, match="a pipeline cannot go on without a worker that dies"):
+        replace(asked, on_failure="shrink", checkpoint=Path("c"))
 
 
 def test_other_microbatches_or_models_are_refused(two_stages: PipelinePlan) -> None:

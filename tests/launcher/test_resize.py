@@ -353,7 +353,7 @@ def test_closed_sockets_are_opened_again(tmp_path: Path, undisturbed_long: str) 
 
 def test_a_launch_that_cannot_be_resized_says_what_can(tmp_path: Path) -> None:
     box = inbox.Inbox(tmp_path)
-    with pytest.raises(TargetError, match="only split plans on one host") as caught:
+    with pytest.raises(TargetError, match="only launches on one host") as caught:
         inbox.current(tmp_path)
     assert "--checkpoint" in caught.value.hint
     box.close()
