@@ -1,15 +1,19 @@
 """One digest a model: the same virtual nodes on unlike mappings, at a level of determinism.
 
 Each mapping is a launch of its own; each digest is taken of the final parameters, buffers,
-optimizer state and losses. Printed as the table of docs/determinism.md.
+optimizer state and losses. Two more launches a model change while they train: resizes from four
+workers to two to three of two emulated types, and SIGKILLs of three workers of four, both after
+steps drawn from a seed. Printed as the table of docs/determinism.md; exit code 1 where a row has
+two digests.
 
-    python benchmarks/digest_table.py --level elastic
+    python benchmarks/digest_table.py --levels elastic heterogeneous
 """
 
 import argparse
 import hashlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -32,7 +36,8 @@ VIRTUAL_NODES = 8
 NODE_SAMPLES = 4
 BATCH = VIRTUAL_NODES * NODE_SAMPLES
 NUM_SAMPLES = 2 * BATCH + 5  # the last batch leaves some virtual nodes without samples
-EPOCHS = 2
+EPOCHS = 5
+HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
 SPEEDS = {"cpu:fast": 0.5, "cpu:slow": 0.125}
 # Virtual nodes of each worker, with its emulated type.
 MAPPINGS: dict[str, list[tuple[str, int]]] = {
@@ -42,29 +47,49 @@ MAPPINGS: dict[str, list[tuple[str, int]]] = {
     "4 workers": [("cpu:fast", 2)] * 4,
     "2 types": [("cpu:fast", 6), ("cpu:slow", 2)],
 }
+MODELS = ("CNN", "transformer", "embeddings")
+RESIZES = [[("cpu:fast", 4)] * 2, [("cpu:fast", 4), ("cpu:slow", 2), ("cpu:slow", 2)]]
+NUM_KILLS = 3
+LIMIT_SECONDS = 300.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two mappings")
+    parser.add_argument("--quick", action="store_true", help="two mappings, no changes")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here")
-    parser.add_argument("--level", default="elastic", help="static, elastic or heterogeneous")
+    parser.add_argument("--levels", nargs="+", default=["elastic", "heterogeneous"])
+    parser.add_argument("--seed", type=int, default=0, help="of the steps of resizes and kills")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--only", help=argparse.SUPPRESS)
     parser.add_argument("--stop-after", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.train:
-        train_all(arguments.train, arguments.stop_after)
+        train_all(arguments.train, arguments.only, arguments.stop_after)
         return
-    names = ["1 worker", "3 uneven"] if arguments.quick else list(MAPPINGS)
-    with tempfile.TemporaryDirectory() as folder:
-        digests = {
-            name: launch(MAPPINGS[name], arguments.level, Path(folder) / str(number))
-            for number, name in enumerate(names)
-        }
-    document = {"benchmark": "digest_table", "level": arguments.level, "digests": digests}
+    levels = ["elastic"] if arguments.quick else arguments.levels
+    digests = {level: measure(level, arguments.seed, quick=arguments.quick) for level in levels}
+    document = {"benchmark": "digest_table", "seed": arguments.seed, "digests": digests}
     if arguments.json:
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
     print(table(digests))
+    if any(len(set(row)) > 1 for rows in digests.values() for row in by_model(rows).values()):
+        raise SystemExit(1)
+
+
+def measure(level: str, seed: int, *, quick: bool) -> dict[str, dict[str, str]]:
+    """Digests by column, then model."""
+    names = ["1 worker", "3 uneven"] if quick else list(MAPPINGS)
+    with tempfile.TemporaryDirectory() as folder:
+        digests = {
+            name: launch(MAPPINGS[name], level, Path(folder) / str(number))
+            for number, name in enumerate(names)
+        }
+        for name, disturb in () if quick else (("resizes", resize), ("SIGKILLs", kill)):
+            digests[name] = {
+                model: Moving(Path(folder) / name / model, level, model).digest(disturb, seed)
+                for model in MODELS
+            }
+    return digests
 
 
 def plan_of(workers: Sequence[tuple[str, int]]) -> SplitPlan:
@@ -117,19 +142,127 @@ def run(
     arguments: Sequence[str] = (),
 ) -> "subprocess.CompletedProcess[str]":
     """One launch of this file's training, as it ended."""
+    command = command_of(workers, level, folder, options, arguments)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+    )
+
+
+def command_of(
+    workers: Sequence[tuple[str, int]],
+    level: str,
+    folder: Path,
+    options: Sequence[str] = (),
+    arguments: Sequence[str] = (),
+) -> list[str]:
+    """The command of a launch in a folder of its own."""
     folder.mkdir(parents=True)
     files.write(folder / "plan.json", plan_of(workers))
-    command = [sys.executable, "-m", "hetflow.cli.main", "launch", "--determinism", level]
+    command = [*HETFLOW, "launch", "--determinism", level]
     command += [*options, "-o", str(folder / "run"), str(folder / "plan.json")]
-    command += [__file__, "--train", str(folder / "digests.json"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return [*command, __file__, "--train", str(folder / "digests.json"), *arguments]
 
 
-def train_all(result: Path, stop_after: int | None) -> None:
+class Moving:
+    """A launch of one model on four workers that change while it trains.
+
+    Its workers append "STEP PID" to ``progress``, and go on only below the step in ``limit``.
+    """
+
+    def __init__(self, folder: Path, level: str, model: str) -> None:
+        command = command_of(MAPPINGS["4 workers"], level, folder, arguments=["--only", model])
+        self.folder, self.model = folder, model
+        (folder / "progress").touch()
+        self.allow(0)
+        self.output = folder / "output"
+        with self.output.open("w") as stream:
+            self.process = subprocess.Popen(command, stdout=stream, stderr=stream)
+
+    def digest(self, disturb: "Callable[[Moving, random.Random], list[str]]", seed: int) -> str:
+        """Let things happen to it; its digest."""
+        try:
+            expected = disturb(self, random.Random(f"{seed} {self.model}"))
+            self.allow(1 << 30)
+            if self.process.wait(LIMIT_SECONDS):
+                raise SystemExit(self.output.read_text())
+        finally:
+            self.process.kill()
+        record = json.loads((self.folder / "run" / "run.json").read_text())
+        kinds = [generation["kind"] for generation in record["generations"][1:]]
+        if kinds != expected:
+            raise SystemExit(f"{self.model}: {expected} should have happened, and {kinds} did")
+        found: str = json.loads((self.folder / "digests.json").read_text())[self.model]
+        return found
+
+    def allow(self, limit: int) -> None:
+        """Let the workers go on up to a step."""
+        self.limit = limit
+        (self.folder / "limit.new").write_text(str(limit))
+        (self.folder / "limit.new").replace(self.folder / "limit")
+
+    def workers_at(self, step: int) -> set[int]:
+        """The processes that have completed a step; at 0, those that are about to begin."""
+        lines = (self.folder / "progress").read_text().splitlines()
+        return {int(line.split()[1]) for line in lines if line.split()[0] == str(step)}
+
+    def wait(self, is_there: Callable[[], object], *, goes_on: bool = False) -> None:
+        """Wait for something, stopped at the limit or with a step about every half second."""
+        began = at = time.monotonic()
+        while not is_there():
+            if self.process.poll() is not None or time.monotonic() > began + LIMIT_SECONDS:
+                raise SystemExit(self.output.read_text() or "nothing happens")
+            if goes_on and time.monotonic() > at + 0.5:
+                at = time.monotonic()
+                self.allow(self.limit + 1)
+            time.sleep(0.01)
+
+
+def resize(launch: Moving, draw: random.Random) -> list[str]:
+    """From four workers to two, and to three of two types, after random steps."""
+    present = len(MAPPINGS["4 workers"])
+    newcomers = 0
+    for number, workers in enumerate(RESIZES):
+        launch.allow(launch.limit + draw.randint(1, 3))
+        step = launch.limit
+        launch.wait(lambda: len(launch.workers_at(step)) >= present)  # noqa: B023
+        plan = launch.folder / f"plan-{number}.json"
+        files.write(plan, plan_of(workers))
+        asked = subprocess.Popen(
+            [*HETFLOW, "resize", str(launch.folder / "run"), "--plan", str(plan)],
+            stdout=subprocess.DEVNULL,
+        )
+        newcomers += sum(kind == "cpu:slow" for kind, _ in workers)
+        launch.wait(lambda: len(launch.workers_at(0)) >= 4 + newcomers)  # noqa: B023
+        launch.wait(lambda: asked.poll() is not None, goes_on=True)  # noqa: B023
+        if asked.returncode:
+            raise SystemExit("the resize did not come about")
+        present = len(workers)
+    return ["resize"] * len(RESIZES)
+
+
+def kill(launch: Moving, draw: random.Random) -> list[str]:
+    """SIGKILL three of four workers, one after another, soon after random steps."""
+    alive: set[int] = set()
+    for _ in range(NUM_KILLS):
+        launch.allow(launch.limit + draw.randint(1, 3))
+        step = launch.limit
+        launch.wait(lambda: len(launch.workers_at(step)) >= max(len(alive), 1))  # noqa: B023
+        alive = alive or launch.workers_at(step)
+        launch.allow(launch.limit + draw.randint(0, 1))
+        time.sleep(draw.uniform(0.0, 0.03))
+        victim = draw.choice(sorted(alive))
+        alive.remove(victim)
+        os.kill(victim, signal.SIGKILL)
+    return ["failure"] * NUM_KILLS
+
+
+def train_all(result: Path, only: str | None, stop_after: int | None) -> None:
     """What each worker runs: the models one after another, each a job of its own."""
-    digests = {name: train(*make(), stop_after) for name, make in models().items()}
-    if os.environ.get("HETFLOW_SLOT", "0") == "0":
-        result.write_text(json.dumps(digests))
+    moving = result.parent if only else None
+    wanted = {name: make for name, make in models().items() if only in (None, name)}
+    found = {name: train(*make(), stop_after, moving) for name, make in wanted.items()}
+    if all(is_main for _, is_main in found.values()):
+        result.write_text(json.dumps({name: digest for name, (digest, _) in found.items()}))
 
 
 def models() -> dict[str, Callable[[], tuple]]:
@@ -203,8 +336,8 @@ class Losses:
         self.values = list(state["values"])
 
 
-def train(model, dataset, stop_after) -> str:  # type: ignore[no-untyped-def]
-    """Train one model; digest of all that training leaves."""
+def train(model, dataset, stop_after, moving) -> tuple[str, bool]:  # type: ignore[no-untyped-def]
+    """Train one model; digest of all that training leaves, and whether this is the first worker."""
     import torch
     from torch import nn
     from torch.utils.data import DataLoader
@@ -218,6 +351,7 @@ def train(model, dataset, stop_after) -> str:  # type: ignore[no-untyped-def]
     loader = DataLoader(dataset, batch_size=BATCH, shuffle=True)
     losses = Losses()
     job.register(scheduler, losses)
+    hold(moving, 0)
     for _ in range(EPOCHS):
         for batch in job.batches(loader):
             loss = job.backward(lambda x, y: nn.functional.cross_entropy(model(x), y), batch)
@@ -226,6 +360,7 @@ def train(model, dataset, stop_after) -> str:  # type: ignore[no-untyped-def]
             scheduler.step()
             optimizer.zero_grad()
             losses.values.append(loss.item())
+            hold(moving, job.num_steps)
             if job.num_steps == stop_after:
                 if job.is_main:
                     os.kill(os.getppid(), signal.SIGTERM)
@@ -235,16 +370,32 @@ def train(model, dataset, stop_after) -> str:  # type: ignore[no-untyped-def]
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
     told = json.dumps([digest_of(tensors), losses.values, scheduler.state_dict()["_last_lr"]])
-    return hashlib.sha256(told.encode()).hexdigest()
+    return hashlib.sha256(told.encode()).hexdigest(), job.is_main
 
 
-def table(digests: dict[str, dict[str, str]]) -> str:
-    """A Markdown table: a row a model, a column a mapping."""
-    names = list(digests)
-    rows = [f"| model | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for model in digests[names[0]]:
-        found = [digests[name][model] for name in names]
-        rows.append(f"| {model} | {' | '.join(f'`{digest[:12]}`' for digest in found)} |")
+def hold(moving: Path | None, step: int) -> None:
+    """Say that a step is complete, and wait until there may be another."""
+    if moving is None:
+        return
+    with (moving / "progress").open("a") as stream:
+        stream.write(f"{step} {os.getpid()}\n")
+    while step and step >= int((moving / "limit").read_text()):
+        time.sleep(0.01)
+
+
+def by_model(digests: dict[str, dict[str, str]]) -> dict[str, list[str]]:
+    """Rows: the digests of a model in order of columns."""
+    return {model: [found[model] for found in digests.values()] for model in MODELS}
+
+
+def table(levels: dict[str, dict[str, dict[str, str]]]) -> str:
+    """A Markdown table: a row a level and model, a column a mapping."""
+    names = list(next(iter(levels.values())))
+    rows = [f"| level, model | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for level, digests in levels.items():
+        for model, found in by_model(digests).items():
+            cells = " | ".join(f"`{digest[:8]}`" for digest in found)
+            rows.append(f"| {level}, {model} | {cells} |")
     return "\n".join(rows)
 
 

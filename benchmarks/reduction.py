@@ -2,7 +2,8 @@
 
 Every candidate runs a whole step's gradient work without the model: each pass adds its gradient
 into the buffer (as backward does), then the workers exchange. Seconds are medians over rounds in
-which the candidates take turns. Bytes are what one worker sends, buffers what it holds beside the
+which the candidates take turns; CPU seconds are a worker's, of all its threads (mean over workers),
+in all and of the exchange alone. Bytes are what one worker sends, buffers what it holds beside the
 gradient buffer. The last part is a whole training step against DistributedDataParallel.
 
     python benchmarks/reduction.py --quick
@@ -12,12 +13,12 @@ import argparse
 import json
 import os
 import socket
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -62,12 +63,18 @@ class Bench:
             dtype: torch.zeros(numel, dtype=dtype) for dtype in (torch.int64, torch.double)
         }
         self.kept = [torch.zeros(numel) for _ in self.own]
+        self.passes_ended_at = 0.0  # CPU seconds of this process
+
+    def passes_end(self) -> None:
+        """All gradients are in their buffers: what follows is the exchange."""
+        self.passes_ended_at = time.process_time()
 
     def all_reduce(self) -> None:
         """What plain data parallelism does; the bits depend on the mapping."""
         self.flat.zero_()
         for gradient in self.gradients:
             self.flat.add_(gradient)
+        self.passes_end()
         dist.all_reduce(self.flat)
 
     def invariant_tree(self) -> None:
@@ -82,6 +89,7 @@ class Bench:
             tree.enter(node)
             self.flat.add_(gradient)
             tree.leave()
+        self.passes_end()
         tree.settle()
         tree.launch(0, 0, len(self.flat))
         tree.wait()
@@ -94,6 +102,7 @@ class Bench:
         """Slice owners add g0, g1, g2, ...: a buffer for each virtual node of the device."""
         for buffer, gradient in zip(self.kept, self.gradients, strict=True):
             buffer.zero_().add_(gradient)
+        self.passes_end()
         part = len(self.flat) // self.size
         sent = torch.stack([buffer.view(self.size, part) for buffer in self.kept], 1).reshape(-1)
         lengths = [len(nodes) * part for nodes in self.holdings]
@@ -111,6 +120,7 @@ class Bench:
         for gradient in self.gradients:
             self.flat.zero_().add_(gradient)
             total.add_((self.flat.double() * 2.0**GRID_BITS).round_().long())
+        self.passes_end()
         dist.all_reduce(total)
         self.flat.copy_(total.double().mul_(2.0**-GRID_BITS))
 
@@ -120,6 +130,7 @@ class Bench:
         for gradient in self.gradients:
             self.flat.zero_().add_(gradient)
             total.add_(self.flat.double().add_(to_grid).sub_(to_grid))
+        self.passes_end()
         dist.all_reduce(total)
         self.flat.copy_(total)
 
@@ -220,11 +231,15 @@ def exchange_worker(
     """Time the candidates on one mapping, and hold the tree to the serial sum."""
     bench = Bench(counts, rank, numel)
     seconds: dict[str, list[float]] = {name: [] for name in CANDIDATES}
+    cpu: dict[str, list[tuple[float, float]]] = {name: [] for name in CANDIDATES}
     for number in range(rounds + 1):
         for name in CANDIDATES:
+            began = time.process_time()
             taken = timed(getattr(bench, name))
+            ended = time.process_time()
             if number:
                 seconds[name].append(taken)
+                cpu[name].append((ended - began, ended - bench.passes_ended_at))
     bench.invariant_tree()
     expected = tree_sum([gradient_of(node, numel) for node in range(sum(counts))])
     assert torch.equal(bench.flat, expected), "the tree's bits depend on the mapping"
@@ -232,13 +247,22 @@ def exchange_worker(
         {
             "virtual_nodes": list(counts),
             "candidate": name,
-            "seconds": statistics.median(seconds[name]),
+            "seconds": median(seconds[name]),
+            "cpu_seconds": mean_over_workers(median(a for a, _ in cpu[name])),
+            "exchange_cpu_seconds": mean_over_workers(median(b for _, b in cpu[name])),
             "over_all_reduce": over(seconds[name], seconds["all_reduce"]),
             "sent_bytes": bench.sent_bytes(name),
             "buffer_bytes": bench.buffer_bytes(name),
         }
         for name in CANDIDATES
     ]
+
+
+def mean_over_workers(value: float) -> float:
+    """The mean of all workers' values; all call it."""
+    total = torch.tensor(value, dtype=torch.double)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
 def tree_sum(values: list[Tensor]) -> Tensor:
@@ -272,7 +296,7 @@ def step_worker(
         {
             "model": name,
             "variant": variant,
-            "seconds": statistics.median(taken),
+            "seconds": median(taken),
             "base": base.get(variant, "ddp"),
             "over_base": over(taken, seconds[base.get(variant, "ddp")]),
         }
@@ -315,18 +339,20 @@ def timed(work: Callable[[], None]) -> float:
 
 def over(above: list[float], below: list[float]) -> float:
     """Median ratio of neighbouring runs."""
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
+    return median(a / b for a, b in zip(above, below, strict=True))
 
 
 def table(rows: list[dict], steps: list[dict]) -> str:
     lines = [
-        f"{'virtual nodes':<14} {'candidate':<16} {'ms':>8} {'/ plain':>8} {'sent MB':>8} MB held"
+        f"{'virtual nodes':<14} {'candidate':<20} {'ms':>8} {'/ plain':>8} {'CPU ms':>8} "
+        f"{'exchange':>8} {'sent MB':>8} MB held"
     ]
     for row in rows:
         held = "+".join(str(count) for count in row["virtual_nodes"])
         lines.append(
-            f"{held:<14} {row['candidate']:<16} {row['seconds'] * 1e3:8.1f} "
-            f"{row['over_all_reduce']:8.2f} {row['sent_bytes'] / 1e6:8.1f} "
+            f"{held:<14} {row['candidate']:<20} {row['seconds'] * 1e3:8.1f} "
+            f"{row['over_all_reduce']:8.2f} {row['cpu_seconds'] * 1e3:8.1f} "
+            f"{row['exchange_cpu_seconds'] * 1e3:8.1f} {row['sent_bytes'] / 1e6:8.1f} "
             f"{row['buffer_bytes'] / 1e6:7.1f}"
         )
     lines.append(f"{'whole step':<14} {'variant':<22} {'ms':>8}  ratio")

@@ -1,0 +1,121 @@
+"""Random faults over short runs, from a seed; every run must end with the same digest.
+
+python -m tests.faults.campaign --seed 1 --faults 100
+"""
+
+import argparse
+import re
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from .faults import KINDS, Story, stories
+from .run import Run, Violation
+
+
+def undisturbed(folder: Path) -> str:
+    """Digest of a run to which nothing happens."""
+    run = Run(folder, Story("stop", ("1xcpu:fast",), ()))
+    run.go()
+    return run.digest()
+
+
+def campaign(
+    folder: Path,
+    seed: int,
+    num_faults: int,
+    expected: str,
+    *,
+    say: Callable[[str], object] = lambda text: None,
+) -> Counter[str]:
+    """Go through the stories of a seed; how many faults of each kind, and how launches ended.
+
+    Args:
+        folder: Where runs have their folders; those of runs that ended well are removed.
+        seed: Of the stories.
+        num_faults: How many faults.
+        expected: The digest at the end.
+        say: Told after each run how it went.
+
+    Raises:
+        Violation: With the seed, the faults so far and the folder, to look at it and repeat it.
+    """
+    counts: Counter[str] = Counter()
+    for number, story in enumerate(stories(seed, num_faults)):
+        part = 0
+        while story.faults:
+            began, own = time.monotonic(), folder / f"seed-{seed}-run-{number}-{part}"
+            run = Run(own, story)
+            try:
+                left = run.go()
+                if run.digest() != expected:
+                    raise Violation(f"ended with digest {run.digest()}, not {expected}")
+            except Exception as error:
+                raise Violation(_report(seed, num_faults, run, error)) from error
+            counts += run.counts
+            say(
+                f"run {number}: {len(run.did)} faults by step {run.last_step}, "
+                f"{run.num_launches} launches, {time.monotonic() - began:.0f} s, the right digest"
+            )
+            shutil.rmtree(own)
+            story, part = replace(story, faults=tuple(left)), part + 1
+    return counts
+
+
+def _report(seed: int, num_faults: int, run: Run, error: Exception) -> str:
+    return "\n".join(
+        [
+            f"{type(error).__name__}: {error}",
+            f"seed {seed}, {run.folder}, --on-failure {run._story.on_failure}, faults so far:",
+            *(f"  {fault}" for fault in run.did),
+            "output of the last launch:",
+            *(f"  {line}" for line in run.output.read_text(errors="replace").splitlines()[-30:]),
+            f"repeat it with: python -m tests.faults.campaign --seed {seed} --faults {num_faults}",
+        ]
+    )
+
+
+def table(counts: Counter[str]) -> str:
+    """Faults by kind, and how commands ended."""
+    rows = [f"{kind:<16} {counts[kind]:4}" for kind in KINDS]
+    merged: Counter[str] = Counter()
+    for what, number in counts.items():
+        if what not in KINDS:
+            merged[re.sub(r"worker \d+", "worker N", what)] += number
+    rows += [f"{number:4} {what}" for what, number in sorted(merged.items())]
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--keep", type=Path, help="folder for runs; what failed stays there")
+    arguments = parser.parse_args()
+    folder = arguments.keep or Path(tempfile.mkdtemp(prefix="hetflow-faults-"))
+    began = time.monotonic()
+    expected = undisturbed(folder / f"undisturbed-{time.time_ns()}")
+    say = lambda text: print(text, flush=True)  # noqa: E731, T201
+    try:
+        counts = campaign(folder, arguments.seed, arguments.faults, expected, say=say)
+    except Violation as error:
+        sys.exit(str(error))
+    say(table(counts))
+    number = sum(counts[kind] for kind in KINDS)
+    cpu = sum(sum(resource.getrusage(who)[:2]) for who in (-1, 0))  # children and this process
+    say(
+        f"{number} faults from seed {arguments.seed} in {time.monotonic() - began:.0f} s "
+        f"({cpu:.0f} CPU s)"
+    )
+    if arguments.keep is None:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,403 @@
+"""One run of the campaign: a launch, faults, further launches, and what must hold at the end."""
+
+import contextlib
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from hetflow.schema import files
+from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+
+from .faults import MAPPINGS, Fault, Story, flip, tear
+from .processes import Processes, is_gone, send
+
+HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
+SCRIPT = Path(__file__).with_name("training.py")
+NODES, NODE_SAMPLES = 4, 4
+LIMIT_SECONDS = 150.0  # for any one thing to happen; a hang otherwise
+HEARTBEAT_SECONDS = 3.0
+CHECKPOINT_EVERY = 5
+FULL_DISK_BYTES = 128 << 10  # less than a checkpoint, more than any other file of a worker
+RUN_FILES = {"plan.json", "launch.json", "run.json", "logs"}
+
+
+class Violation(Exception):
+    """Something that must hold does not."""
+
+
+class Ended(Exception):
+    """The launch has ended by itself."""
+
+
+def plan_of(mapping: str) -> SplitPlan:
+    """Four virtual nodes on the devices of a specification; the first ones hold more."""
+    types = []
+    for part in mapping.split(","):
+        number, _, name = part.partition("x")
+        types += [name] * int(number)
+    counts = [NODES // len(types) + (n < NODES % len(types)) for n in range(len(types))]
+    return SplitPlan(
+        model="faults",
+        global_batch_size=NODES * NODE_SAMPLES,
+        groups=tuple(
+            DeviceGroup(
+                device_type=name,
+                num_devices=1,
+                device_batch_size=number * NODE_SAMPLES,
+                virtual_nodes=number,
+                virtual_node_batch_size=NODE_SAMPLES,
+            )
+            for name, number in zip(types, counts, strict=True)
+        ),
+        predicted=Prediction(step_seconds=0.01, samples_per_second=1600.0),
+        proof=Proof(
+            termination="feasible", objective=0.01, lower_bound=None, gap=None, method="by hand"
+        ),
+    )
+
+
+class Run:
+    """A run that goes through a story.
+
+    Args:
+        folder: Of its own; made here.
+        story: What happens.
+    """
+
+    def __init__(self, folder: Path, story: Story) -> None:
+        for name in ("saved", "tmp"):
+            (folder / name).mkdir(parents=True)
+        self.folder, self.run, self.saved = folder, folder / "run", folder / "saved"
+        self._story, self._processes = story, Processes(uuid.uuid4().hex)
+        self._processes.environment["TMPDIR"] = str(folder / "tmp")
+        self.did: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.num_launches = self.last_step = 0
+        self._steps: list[tuple[int, int]] = []
+        self._read = 0
+        self._limit = 0
+        self._next_trickle, self._pause_seconds = 0.0, 0.1
+        self.allow(1)
+
+    # The launch
+
+    def launch(self) -> None:
+        """Start, or start again with the same folders on the story's next mapping."""
+        mapping = self._story.mappings[self.num_launches % len(self._story.mappings)]
+        self.num_launches += 1
+        plan = self.folder / "plan.json"
+        files.write(plan, plan_of(mapping), force=True)
+        options = ["--determinism", "elastic", "--on-failure", self._story.on_failure]
+        options += ["--checkpoint", str(self.saved), "--checkpoint-every", str(CHECKPOINT_EVERY)]
+        options += ["--heartbeat", str(HEARTBEAT_SECONDS), "--timeout", "60", "--force"]
+        self.output = self.folder / f"launch-{self.num_launches}.txt"
+        self._restart_progress()
+        with self.output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [*HETFLOW, "launch", *options, "-o", self.run, plan, SCRIPT, self.folder],
+                env=self._processes.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _restart_progress(self) -> None:
+        with (self.folder / "progress").open("wb"):
+            self._steps, self._read = [], 0  # those who write to it append
+
+    def allow(self, step: int) -> None:
+        """Let the workers go on up to a step."""
+        self._limit = max(self._limit, step)
+        new = self.folder / "limit.new"
+        new.write_text(str(self._limit))
+        new.rename(self.folder / "limit")
+
+    def steps(self) -> list[tuple[int, int]]:
+        """(step, process) of every step that a worker completed since the last start."""
+        with (self.folder / "progress").open() as stream:
+            stream.seek(self._read)
+            text = stream.read()
+        whole = text[: text.rfind("\n") + 1]
+        self._read += len(whole)
+        self._steps += [(int(s), int(p)) for s, p in map(str.split, whole.splitlines())]
+        return self._steps
+
+    def step(self) -> int:
+        """The step completed last."""
+        found = self.steps()
+        return found[-1][0] if found else 0
+
+    def wait(self, is_there: Callable[[], object], what: str) -> None:
+        """Wait for something while training slowly goes on.
+
+        Raises:
+            Ended: The launch ends meanwhile.
+            Violation: It does not happen within the limit.
+        """
+        deadline = time.monotonic() + LIMIT_SECONDS
+        self._pause_seconds = 0.1
+        while not is_there():
+            if self.process.poll() is not None:
+                raise Ended
+            if time.monotonic() > deadline:
+                raise Violation(f"hang: no {what} within {LIMIT_SECONDS:g} s")
+            self._trickle()
+
+    def _trickle(self) -> None:
+        time.sleep(0.01)
+        if time.monotonic() > self._next_trickle:
+            self._next_trickle = time.monotonic() + self._pause_seconds
+            self._pause_seconds = min(1.5 * self._pause_seconds, 1.0)
+            self.allow(max(self._limit, self.step()) + 1)
+
+    def wait_for_progress(self) -> None:
+        """Wait for one more completed step."""
+        before = len(self.steps())
+        self.wait(lambda: len(self.steps()) > before, "step")
+
+    def wait_for_end(self, what: str) -> int:
+        """Wait until the launch is over and all its processes are gone; its exit code."""
+        with contextlib.suppress(Ended):
+            self.wait(lambda: False, what)
+        left = self._processes.wait_until_gone(15)
+        if left:
+            raise Violation(f"orphans after {what}: {left}")
+        return self.process.returncode
+
+    # The story
+
+    def go(self) -> list[Fault]:
+        """Go through the story and check the end; faults for which the run was too short."""
+        faults, hurried = list(self._story.faults), False
+        self.launch()
+        try:
+            while faults:
+                fired = False
+                try:
+                    if not hurried:
+                        base = self.step()
+                        if not base:
+                            self.wait(self.step, "first step")
+                            base = self.step()
+                        self.allow(base + faults[0].steps)
+                        self.wait(lambda: self.step() >= base + faults[0].steps, "step")  # noqa: B023
+                    time.sleep(faults[0].seconds)
+                    fired, fault = True, faults.pop(0)
+                    self.did.append(f"{fault} (launch {self.num_launches})")
+                    self.counts[fault.kind] += 1
+                    hurried = self.do(fault)
+                except Ended:
+                    hurried = False
+                    if self._ended_well(fired=fired):
+                        break
+                    self.launch()
+            self.last_step = self.step()
+            self.allow(1 << 30)
+            while not self._ended_well(fired=True, code=self.wait_for_end("the last step")):
+                self.launch()
+            self._check_what_is_left()
+        finally:
+            self._processes.end()
+        return faults
+
+    def do(self, fault: Fault) -> bool:
+        """Let it happen, and see training go on; whether the next comes without waiting."""
+        {
+            "kill": self._kill,
+            "freeze": self._freeze,
+            "pause": self._pause,
+            "slow link": self._slow_link,
+            "cut": self._cut,
+            "full disk": self._full_disk,
+            "resize": self._resize,
+            "resize, kill": self._resize,
+            "all killed": self._kill_all,
+            "SIGTERM": self._terminate,
+            "launcher killed": self._kill_launcher,
+            "torn": self._break_checkpoint,
+            "bit flip": self._break_checkpoint,
+        }[fault.kind](fault)
+        if fault.kind in ("kill", "cut") and fault.second < 0.3:
+            return True
+        self.wait_for_progress()
+        return False
+
+    def _pick(self, fault: Fault, *, trained: bool = False) -> int | None:
+        """A worker; ``trained`` leaves those out that are on their way in."""
+        found = self._processes.workers()
+        if trained:
+            known = {pid for _, pid in self.steps()}
+            found = [pid for pid in found if pid in known]
+        return found[int(fault.first * len(found))] if found else None
+
+    def _kill(self, fault: Fault) -> None:
+        pid = self._pick(fault)
+        if pid is not None:
+            send(pid, signal.SIGKILL)
+
+    def _freeze(self, fault: Fault) -> None:
+        pid = self._pick(fault, trained=True)
+        if pid is not None:
+            send(pid, signal.SIGSTOP)
+            self.wait(lambda: is_gone(pid), "end of a frozen worker")
+
+    def _pause(self, fault: Fault) -> None:
+        candidates = [*self._processes.workers(), self.process.pid]
+        pid = candidates[int(fault.first * len(candidates))]
+        send(pid, signal.SIGSTOP)
+        time.sleep(0.2 + 0.6 * fault.second)
+        send(pid, signal.SIGCONT)
+
+    def _slow_link(self, fault: Fault) -> None:
+        pid = self._pick(fault)
+        for _ in range(10 if pid is not None else 0):
+            send(pid, signal.SIGSTOP)
+            time.sleep(0.05)
+            send(pid, signal.SIGCONT)
+            time.sleep(0.05)
+            self._trickle()
+
+    def _cut(self, fault: Fault) -> None:
+        pid = self._pick(fault, trained=True)
+        if pid is not None:
+            asked = self.folder / f"cut-{pid}"
+            asked.touch()
+            gone = lambda: not asked.exists() or is_gone(pid)  # noqa: E731
+            self.wait(gone, "cut connections")
+            asked.unlink(missing_ok=True)
+
+    def _full_disk(self, fault: Fault) -> None:
+        limited = self._processes.workers()
+        everything = resource.RLIM_INFINITY
+        for pid in limited:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, everything))
+        until = self.step() + CHECKPOINT_EVERY + fault.steps
+        self.allow(until)
+        self.wait(lambda: self.step() >= until or self.step() < until - 50, "step on a full disk")
+        for pid in limited:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (everything, everything))
+
+    def _resize(self, fault: Fault) -> None:
+        gpus = MAPPINGS[int(fault.first * len(MAPPINGS))]
+        before = set(self._processes.workers())
+        asked = subprocess.Popen(
+            [*HETFLOW, "resize", self.run, "--gpus", gpus, "--timeout", "100"],
+            env=self._processes.environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            if fault.kind == "resize, kill":
+                while asked.poll() is None and set(self._processes.workers()) <= before:
+                    time.sleep(0.2)
+                    self.wait(lambda: True, "newcomer")
+                until = time.monotonic() + 4 * fault.second
+                self.wait(lambda: asked.poll() is not None or time.monotonic() > until, "moment")
+                self._kill(fault)
+            self.wait(lambda: asked.poll() is not None, "answer to a resize")
+        finally:
+            _, said = asked.communicate(timeout=LIMIT_SECONDS)
+            self.counts[f"resizes with exit code {asked.returncode}"] += 1
+            check_words(said, asked.returncode, "resize", (0, 1, 2))
+
+    def _kill_all(self, fault: Fault) -> None:
+        for pid in self._processes.workers():
+            send(pid, signal.SIGKILL)
+        self._restart_progress()
+
+    def _terminate(self, fault: Fault) -> None:
+        self.process.terminate()
+        code = self.wait_for_end("SIGTERM")
+        if code == 143 and not list(self.saved.glob("step-*")):
+            raise Violation("SIGTERM left no checkpoint")
+        raise Ended
+
+    def _kill_launcher(self, fault: Fault) -> None:
+        self.process.kill()
+        self.wait_for_end("SIGKILL of the launcher")
+        raise Ended
+
+    def _break_checkpoint(self, fault: Fault) -> None:
+        self.wait(self._checkpoints, "checkpoint")
+        by_launcher = int(fault.first * 1000) % 2
+        if by_launcher:
+            self.process.kill()
+            self.wait_for_end("SIGKILL of the launcher")
+        else:
+            self._kill_all(fault)
+            gone = lambda: self.process.poll() is not None or not self.steps()  # noqa: E731
+            self.wait(gone, "end of the workers")
+        newest = self._checkpoints()[-1]
+        {"torn": tear, "bit flip": flip}[fault.kind](newest, fault)
+        if by_launcher:
+            self.launch()
+        self.wait(self.steps, "step")
+        # A bit of the manifest may say the same in another way, such as 1E-05.
+        is_harmless = fault.kind == "bit flip" and fault.first >= 0.7
+        if not is_harmless and "is broken" not in self._said():
+            raise Violation(f"{fault}: nobody said that {newest} is broken")
+
+    def _checkpoints(self) -> list[Path]:
+        return sorted(self.saved.glob("step-*"))
+
+    def _said(self) -> str:
+        logs = [*(self.run / "logs").glob("*.err"), self.output]
+        return "".join(path.read_text(errors="replace") for path in logs)
+
+    # What must hold
+
+    def _ended_well(self, *, fired: bool, code: int | None = None) -> bool:
+        """Look at a launch that is over: whether it succeeded. A failure must explain itself."""
+        code = self.wait_for_end("the launch's end") if code is None else code
+        if code == 0:
+            return True
+        if code != -signal.SIGKILL:
+            said = self.output.read_text(errors="replace")
+            line = check_words(said, code, "launch", (1, 137, 143))
+            self.counts[f"launch ended: {line} (exit code {code})"] += 1
+        if self.num_launches > len(self._story.faults) + 5:
+            raise Violation("it never ends well")
+        return False
+
+    def _check_what_is_left(self) -> None:
+        left = {path.name for path in self.run.iterdir()} - RUN_FILES
+        left |= {p.name for p in (self.run / "logs").iterdir() if not p.name.startswith("rank")}
+        for path in self.saved.iterdir():
+            whole = path.name.startswith("step-") and {p.name for p in path.iterdir()} == {
+                "tensors.bin",
+                "manifest.json",
+            }
+            left |= set() if whole else {f"saved/{path.name}"}
+        # torch keeps a cache of its own there, under the user's name.
+        temporary = {path.name for path in (self.folder / "tmp").iterdir()}
+        left |= {name for name in temporary if not name.startswith("torchinductor_")}
+        left |= set(self._processes.shared_memory())
+        if left:
+            raise Violation(f"left behind: {', '.join(sorted(left))}")
+        if json.loads((self.run / "run.json").read_text())["status"] != "done":
+            raise Violation("run.json does not say that the run is done")
+
+    def digest(self) -> str:
+        """Digest of all that training left."""
+        return (self.folder / "digest").read_text()
+
+
+def check_words(said: str, code: int, command: str, allowed: tuple[int, ...]) -> str:
+    """A command that failed says so in one line, without a traceback; that line.
+
+    Raises:
+        Violation: It does not.
+    """
+    lines = [line for line in said.splitlines() if line.startswith("hetflow: ")]
+    if code not in allowed or "Traceback" in said or (code and not lines):
+        raise Violation(f"{command} ended with exit code {code} and said:\n{said[-3000:]}")
+    return lines[-1].removeprefix("hetflow: ") if lines else ""
