@@ -1,0 +1,85 @@
+"""A hundred random faults (slow), and the campaign's own parts."""
+
+import subprocess
+import sys
+import uuid
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from .campaign import campaign, table, undisturbed
+from .faults import KINDS, Fault, flip, stories, tear
+from .processes import Processes
+from .run import Violation, check_words, plan_of
+
+
+def test_a_seed_tells_the_same_stories_with_every_kind_of_fault() -> None:
+    found = stories(1, 1000)
+    assert found == stories(1, 1000)
+    assert found != stories(2, 1000)
+    faults = [fault for story in found for fault in story.faults]
+    assert len(faults) == 1000
+    assert {fault.kind for fault in faults} == set(KINDS)
+
+
+def test_mappings_share_the_virtual_nodes() -> None:
+    plan = plan_of("2xcpu:fast,1xcpu:slow")
+    held = [(group.device_type, group.virtual_nodes) for group in plan.groups]
+    assert held == [("cpu:fast", 2), ("cpu:fast", 1), ("cpu:slow", 1)]
+
+
+@pytest.mark.parametrize("first", [0.2, 0.9])
+@pytest.mark.parametrize("second", [0.05, 0.5, 0.999])
+def test_a_broken_checkpoint_is_another_one(tmp_path: Path, first: float, second: float) -> None:
+    def content() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    for damage in (tear, flip):
+        for name in ("tensors.bin", "manifest.json"):
+            (tmp_path / name).write_bytes(bytes(range(100)))
+        before = content()
+        damage(tmp_path, Fault("", 1, 0.0, first, second))
+        assert content() != before
+
+
+def test_processes_are_found_by_their_mark_and_by_nothing_else() -> None:
+    own, other = Processes(uuid.uuid4().hex), Processes(uuid.uuid4().hex)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with subprocess.Popen(command, env=own.environment) as sleeper:
+        try:
+            while sleeper.pid not in own.alive():  # until it has its own environment
+                pass
+            assert own.wait_until_gone(0.1) == [sleeper.pid]
+            assert other.alive() == {}
+            own.end()
+            assert own.wait_until_gone(10) == []
+        finally:
+            sleeper.kill()
+
+
+def test_words_that_explain_nothing_are_a_violation() -> None:
+    assert check_words("x\nhetflow: lost\n", 1, "launch", (1,)) == "lost"
+    for said, code in (("", 1), ("hetflow: a\nTraceback\n", 1), ("hetflow: a", 9)):
+        with pytest.raises(Violation, match="launch ended with exit code"):
+            check_words(said, code, "launch", (1,))
+
+
+def test_the_table_names_every_kind() -> None:
+    found = table(Counter({"kill": 3, "launch ended: worker 12 died": 1, "launch ended: x": 2}))
+    assert all(kind in found for kind in KINDS)
+    assert "   1 launch ended: worker N died" in found
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return undisturbed(tmp_path_factory.mktemp("undisturbed") / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_runs_with_faults_end_with_the_digest_of_an_undisturbed_one(
+    tmp_path: Path, seed: int, expected: str
+) -> None:
+    counts = campaign(tmp_path, seed, 25, expected)
+    assert sum(counts[kind] for kind in KINDS) == 25
