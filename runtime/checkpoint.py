@@ -203,6 +203,12 @@ def found(folder: Path) -> list[Path]:
     return [path for _, path in sorted(named, reverse=True)]
 
 
+def tidy(folder: Path) -> None:
+    """Remove what writers left half done that were killed; call it where nobody writes."""
+    for path in [*folder.glob(".making-*"), *folder.glob("step-*/.making-*")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _write_tensors(path: Path, tensors: list[Tensor]) -> tuple[list[dict[str, Any]], str, int]:
     entries, digest, at = [], hashlib.sha256(), 0
     with path.open("wb") as stream:

@@ -68,6 +68,7 @@ class Checkpoints:
         if not self.has_folder or place.is_outside:
             return None
         if place.rank == 0:
+            checkpoint.tidy(self._folder)
             found, broken = checkpoint.newest(self._folder, self._reader())
             for sentence in broken:
                 say(self._job, f"warning: {sentence}")

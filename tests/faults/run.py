@@ -21,7 +21,7 @@ from .processes import Processes, is_gone, send
 HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
 SCRIPT = Path(__file__).with_name("training.py")
 NODES, NODE_SAMPLES = 4, 4
-LIMIT_SECONDS = 150.0  # for any one thing to happen; a hang otherwise
+LIMIT_SECONDS = 200.0  # for any one thing to happen; a hang otherwise
 HEARTBEAT_SECONDS = 3.0
 CHECKPOINT_EVERY = 5
 FULL_DISK_BYTES = 128 << 10  # less than a checkpoint, more than any other file of a worker
@@ -84,7 +84,6 @@ class Run:
         self._read = 0
         self._limit = 0
         self._next_trickle, self._pause_seconds = 0.0, 0.1
-        self.allow(1)
 
     # The launch
 
@@ -110,6 +109,9 @@ class Run:
     def _restart_progress(self) -> None:
         with (self.folder / "progress").open("wb"):
             self._steps, self._read = [], 0  # those who write to it append
+        saved = self._checkpoints()
+        self._limit = 0  # they go back to the newest checkpoint
+        self.allow(1 + (int(saved[-1].name.removeprefix("step-")) if saved else 0))
 
     def allow(self, step: int) -> None:
         """Let the workers go on up to a step."""
@@ -154,7 +156,8 @@ class Run:
         if time.monotonic() > self._next_trickle:
             self._next_trickle = time.monotonic() + self._pause_seconds
             self._pause_seconds = min(1.5 * self._pause_seconds, 1.0)
-            self.allow(max(self._limit, self.step()) + 1)
+            if self.step() >= self._limit - 1:
+                self.allow(self._limit + 1)
 
     def wait_for_progress(self) -> None:
         """Wait for one more completed step."""

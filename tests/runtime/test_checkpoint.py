@@ -104,6 +104,17 @@ def test_old_ones_go_and_a_crash_in_mid_write_leaves_the_last(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000003", "step-000000004"]
 
 
+def test_what_killed_writers_left_half_done_goes(tmp_path: Path) -> None:
+    whole = write(tmp_path, 4)
+    for left in (tmp_path / ".making-step-000000009", whole / ".making-part-0-of-2"):
+        left.mkdir()
+        (left / "tensors.bin").touch()
+    checkpoint.tidy(tmp_path)
+    checkpoint.tidy(tmp_path / "absent")
+    assert [path.name for path in tmp_path.rglob(".making*")] == []
+    assert checkpoint.read(whole).state["step"] == 4
+
+
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileError, match="the checkpoint was not written") as caught:
