@@ -21,7 +21,7 @@ from ..schema.resize import ResizeAnswer, ResizeRequest
 from ..schema.run import GenerationKind
 from .change import Change
 from .failures import Failure
-from .heartbeat import Limits, hung
+from .heartbeat import Limits, hung, silence_of
 from .history import History, devices_of
 from .inbox import Inbox
 from .losses import MAX_TRIES, Losses, reformed
@@ -263,6 +263,14 @@ class Generations:
         for name, why in hung(lines, self._limits, time.monotonic()):
             self._losses.causes[name] = f"{self._who(name)} {why}"
             self._workers.kill(name)
+        change = self._change
+        for name in change.joining if change is not None else []:
+            line = self._workers.lines().get(name)
+            # How long one takes to start is its own affair: only silence counts.
+            why_silent = silence_of(line, self._limits, time.monotonic()) if line else None
+            if why_silent is not None and name not in self._losses.causes:
+                self._losses.causes[name] = f"newcomer {name} {why_silent}"
+                self._workers.kill(name)
 
     def _who(self, name: str) -> str:
         return f"worker {name} ({self.config.workers[self._ranks[name]].device_type})"
@@ -277,10 +285,12 @@ class Generations:
                 self._workers.forget(name)
             elif self._change is not None and name in self._change.joining:
                 if self._phase == "changing":
-                    self._cancel(f"a newcomer failed: {failure.sentence()}")
+                    why = self._losses.causes.pop(name, failure.sentence())
+                    self._cancel(f"a newcomer failed: {why}")
                 elif self._on_failure == "stop":
                     return failure
                 else:
+                    self._losses.causes.setdefault(name, failure.sentence())
                     self._break_off()
             elif self._can_restart(failure):
                 self._restart_all(failure, name)
@@ -343,7 +353,7 @@ class Generations:
         if self._phase != "breaking":
             self._losses.begin(is_again=self._phase == "forming")
             self._phase = "breaking"
-            self._cancel("a worker was lost meanwhile")
+            self._cancel("; ".join(self._losses.causes.values()) or "a worker was lost meanwhile")
             self._tell(self._alive(), "abort", generation=self._highest)
 
     def _recover_if_known(self) -> Failure | None:

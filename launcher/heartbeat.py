@@ -27,11 +27,17 @@ def hung(lines: Mapping[str, Line], limits: Limits, now: float) -> Iterator[tupl
     """
     others_wait = any(line.is_waiting for line in lines.values())
     for name, line in lines.items():
-        if line.heard_at is None:
-            continue
-        silent = now - line.heard_at
-        if silent > limits.heartbeat_seconds:
-            yield name, f"gave no sign of life for {silent:.1f} s and was killed"
-        elif others_wait and not line.is_waiting:
+        silent = silence_of(line, limits, now)
+        if silent is not None:
+            yield name, silent
+        elif others_wait and not line.is_waiting and line.heard_at is not None:
             if now - line.moved_at > limits.progress_seconds:
                 yield name, f"got no further for {limits.progress_seconds:g} s and was killed"
+
+
+def silence_of(line: Line, limits: Limits, now: float) -> str | None:
+    """What to say of a worker that was heard once and not for too long; else None."""
+    silent = 0.0 if line.heard_at is None else now - line.heard_at
+    if silent <= limits.heartbeat_seconds:
+        return None
+    return f"gave no sign of life for {silent:.1f} s and was killed"

@@ -83,7 +83,7 @@ if awkward:
     loader = DataLoader(Pictures(), batch_size=BATCH, sampler=sampler, num_workers=1)
 in_order = DataLoader(Pictures(), batch_size=BATCH)
 progress = HERE / f"steps-{os.getpid()}"
-sys.stdout.write("prepared\n")
+sys.stdout.write(f"prepared {os.getpid()}\n")
 sys.stdout.flush()
 for _ in range(epochs):
     for batch in job.batches(loader):

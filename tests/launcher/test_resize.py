@@ -1,6 +1,7 @@
 """Resizes and failures of running launches, seen from outside; and the pure parts of them."""
 
 import json
+import os
 import random
 import signal
 from dataclasses import replace
@@ -317,6 +318,23 @@ def test_a_stopped_worker_is_killed_and_the_others_go_on(
     assert launch.digest() == undisturbed_long
     failure = launch.record()["generations"][1]
     assert "worker 1 (cpu:fast) gave no sign of life for 3" in failure["detail"]
+
+
+@pytest.mark.slow
+def test_a_newcomer_that_freezes_does_not_hold_the_resize_up(
+    tmp_path: Path, undisturbed: str
+) -> None:
+    launch = Launch(tmp_path / "run", [4, 4], "--heartbeat", "3", holds=[2])
+    launch.wait_for_step(2, workers=2)
+    asked = launch.resize_later("--gpus", "3xcpu:fast")
+    launch.wait_for_newcomers(3)
+    newcomer = int(next((launch.run / "logs").glob("rank2.out")).read_text().split()[1])
+    os.kill(newcomer, signal.SIGSTOP)
+    _, err = asked.communicate(timeout=100)
+    assert asked.returncode == 1
+    assert "not resized: newcomer 2 gave no sign of life for 3" in err
+    launch.go(2)
+    assert launch.digest() == undisturbed
 
 
 CUTS = """
