@@ -324,7 +324,7 @@ def test_a_stopped_worker_is_killed_and_the_others_go_on(
 def test_a_newcomer_that_freezes_does_not_hold_the_resize_up(
     tmp_path: Path, undisturbed: str
 ) -> None:
-    launch = Launch(tmp_path / "run", [4, 4], "--heartbeat", "3", holds=[2])
+    launch = Launch(tmp_path / "run", [4, 4], "--heartbeat", "6", holds=[2])
     launch.wait_for_step(2, workers=2)
     asked = launch.resize_later("--gpus", "3xcpu:fast")
     launch.wait_for_newcomers(3)
@@ -332,7 +332,7 @@ def test_a_newcomer_that_freezes_does_not_hold_the_resize_up(
     os.kill(newcomer, signal.SIGSTOP)
     _, err = asked.communicate(timeout=100)
     assert asked.returncode == 1
-    assert "not resized: newcomer 2 gave no sign of life for 3" in err
+    assert "not resized: newcomer 2 gave no sign of life for 6" in err
     launch.go(2)
     assert launch.digest() == undisturbed
 
