@@ -25,6 +25,8 @@ def priorities(allocation: Floats, received_seconds: Floats, worker_seconds: Flo
     Returns:
         Priorities [types, jobs]; ``NEVER_RAN`` times X where t is 0.
     """
+    if received_seconds.min(initial=1.0) > 0:
+        return allocation * worker_seconds[:, None] / received_seconds
     had = received_seconds > 0
     ratio = allocation * worker_seconds[:, None] / np.where(had, received_seconds, 1.0)
     answer: Floats = np.where(had, ratio, NEVER_RAN * allocation)

@@ -174,6 +174,7 @@ class Rounds:
         passed = 0.0 if self.last_reset is None else self.now - self.last_reset
         active.deficit = active.deficit + active.share * passed - active.received + self.head_start
         self.take_shares()
+        active.share = np.ascontiguousarray(active.share)  # jobs side by side, as in all else
         active.received = np.full_like(active.share, self.head_start)
         self.worker_seconds = active.received.sum(axis=1)
         self.last_reset, self.changed = self.now, False
