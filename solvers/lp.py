@@ -212,9 +212,17 @@ class LinearSession:
         """Change the upper bound of one column."""
         self._highs.changeColBounds(column, 0.0, high)
 
+    def shut_column(self, column: int) -> None:
+        """Fix a column at 0."""
+        self._highs.changeColCost(column, 0.0)
+        self._highs.changeColBounds(column, 0.0, 0.0)
+
     def solve(self) -> LinearAnswer | None:
         """Maximise; None where HiGHS finds no optimum (infeasible, unbounded, numbers)."""
         self._highs.run()
+        if self._highs.getModelStatus() != self._optimal:
+            self._highs.clearSolver()  # the old basis may be what leads astray
+            self._highs.run()
         if self._highs.getModelStatus() != self._optimal:
             return None
         solution = self._highs.getSolution()

@@ -43,6 +43,10 @@ class Cut(Protocol):
         """How fast the excess falls as levels go back in a direction [rows]."""
         ...
 
+    def pays(self, levels: Floats) -> Floats:
+        """What one job of each row pays, as a part of the pool's worth [rows]."""
+        ...
+
     def priced(self, levels: Floats) -> tuple[Floats, Floats, Floats]:
         """Prices of throughput [rows], of resources and of time [rows] that say so."""
         ...
@@ -86,6 +90,16 @@ class Limits(Protocol[AnyCut]):
         ...
 
 
+def best_levels(merged: Merged) -> Floats:
+    """The level of each row on its fastest column, alone or in company [rows]."""
+    best = merged.small.rate
+    if merged.pairing is not None:
+        beside = merged.pairing.rate.max(axis=1)[merged.pairing.kind]
+        best = np.maximum(best, np.where(best > 0, beside, 0.0))
+    levels: Floats = best.max(axis=1) / merged.small.level
+    return levels
+
+
 class Alone:
     """Rows without space sharing: each pays the least cost of its own throughput."""
 
@@ -93,7 +107,7 @@ class Alone:
         self.small = small
         self.stride, self.precision = len(small.count), 1e-11
         self.best = small.rate.max(axis=1) / small.level
-        self.price = np.zeros(len(small.capacity))
+        self.price, self.priced = np.zeros(len(small.capacity)), 0
 
     def base(self, levels: Floats) -> Floats:
         """Programs ask for whole levels from nothing."""
@@ -133,9 +147,10 @@ class Alone:
         return bool((self.price[cut.price > 0] > 0).all())
 
     def settle(self, levels: Floats, cut: "LeastCost", active: Bools) -> tuple[Bools, "LeastCost"]:
-        """All prices so far still bind; only their sum shows that every way up costs something."""
-        self.price = self.price + cut.price
-        return levels >= self.caps() * (1.0 - AT_CAP), cut
+        """All prices so far still bind; only their mean shows that every way up costs something."""
+        self.price, self.priced = self.price + cut.price, self.priced + 1
+        proof = LeastCost(self.small, self.price / self.priced)
+        return levels >= self.caps() * (1.0 - AT_CAP), proof
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +162,12 @@ class LeastCost:
 
     def excess(self, levels: Floats) -> float:
         """What the levels cost, beyond the pool."""
+        return float(self.small.count @ self.pays(levels)) - 1.0
+
+    def pays(self, levels: Floats) -> Floats:
+        """The least cost of each row's throughput."""
         paid = rents(self.small, self.price)
-        cost = least_cost(self.small.rate, paid, self.small.level * levels)
-        return float(self.small.count @ cost) - 1.0
+        return least_cost(self.small.rate, paid, self.small.level * levels)
 
     def slope(self, levels: Floats, direction: Floats) -> float:
         """By what a step less saves."""
@@ -174,11 +192,8 @@ class Paired:
         assert merged.pairing is not None
         self.merged, self.pairing = merged, merged.pairing
         self.stride, self.precision = 1, 1e-9
-        kind = self.pairing.kind
-        beside = self.pairing.rate.max(axis=1)[kind]
-        best = np.maximum(merged.small.rate, np.where(merged.small.rate > 0, beside, 0.0))
-        self.best: Floats = best.max(axis=1) / merged.small.level
-        self.pairs: PairTimes | None = None
+        self.best = best_levels(merged)
+        self._open: shared.Open | None = None
 
     def base(self, levels: Floats) -> Floats:
         """Programs ask for the way from the levels had last."""
@@ -189,19 +204,21 @@ class Paired:
         return self.best
 
     def solve(self, start: Floats, end: Floats, cut: "Linear | None") -> tuple[Solution, PairTimes]:
-        """See Limits; the simplex method over pairs that pay."""
+        """See Limits; the simplex method over pairs that pay, from the last basis."""
         small = self.merged.small
         rise = np.where(end - start > LAST_BITS * self.best, end - start, 0.0)
         program = replace(
             small, floor=small.level * start, level=small.level * rise, demands=end > 0
         )
+        if self._open is None:
+            self._open = shared.Open(program, self.pairing)
         try:
-            found, self.pairs = shared.solve(program, self.pairing, self.pairs)
+            found, pairs = self._open.solve(program)
         except BackendError:
             program = replace(program, floor=program.floor * (1.0 - self.precision))
-            found, self.pairs = shared.solve(program, self.pairing, self.pairs)
+            found, pairs = self._open.solve(program)
         owed = float(small.count @ (found.job_prices * program.floor))
-        return replace(found, bound=found.bound + owed), self.pairs
+        return replace(found, bound=found.bound + owed), pairs
 
     def cut(self, found: Solution) -> "Linear":
         """See Limits."""
@@ -243,6 +260,11 @@ class Linear:
     def excess(self, levels: Floats) -> float:
         """What the levels are worth, beyond what can be."""
         return float(self.share(levels).sum()) - 1.0
+
+    def pays(self, levels: Floats) -> Floats:
+        """By the prices of throughput."""
+        each: Floats = self.job * self.small.level * levels / self.bound
+        return each
 
     def slope(self, levels: Floats, direction: Floats) -> float:
         """By the prices of throughput."""

@@ -46,21 +46,32 @@ class PairTimes:
 class _Master:
     """The program over singles and the pairs added so far, in row totals."""
 
-    def __init__(self, program: Program, pairing: Pairing) -> None:
+    def __init__(self, program: Program, pairing: Pairing, row: Floats | None = None) -> None:
         self.program, self.pairing = program, pairing
         rows, kinds = len(program.count), len(program.capacity)
         self.session = LinearSession()
-        self.row = np.maximum(program.rate.max(axis=1), 1e-300)
+        self.row = np.maximum(program.rate.max(axis=1), 1e-300) if row is None else row
         self.gain_unit = float(np.abs(program.gain).max()) or 1.0
         infinite = np.full(rows, np.inf)
         self.session.add_rows(-infinite, program.count)
         self.session.add_rows(np.full(kinds, -np.inf), program.capacity)
-        low = np.where(program.demands, program.count * program.floor / self.row, -np.inf)
-        self.session.add_rows(low, infinite)
+        self.session.add_rows(_least(program, self.row), infinite)
         m, c = np.nonzero(program.rate > 0)
         self.singles = (m, c)
         self.a, self.b, self.c = (np.zeros(0, np.int64) for _ in range(3))
+        self.columns, self.at = 0, np.zeros(0, np.int64)  # of pairs
         self._add(m, None, c)
+        self._add_level()
+
+    def ask(self, program: Program) -> None:
+        """Go on with other levels, floors and demands, from the last basis."""
+        before = _least(self.program, self.row)
+        self.program, low = program, _least(program, self.row)
+        first = len(program.count) + len(program.capacity)
+        for m in np.flatnonzero(low != before).tolist():
+            self.session.set_row(first + m, float(low[m]), np.inf)
+        if self.has_level:
+            self.session.shut_column(self.level_at)
         self._add_level()
 
     def _add(self, m: Ints, other: Ints | None, c: Ints) -> None:
@@ -77,6 +88,7 @@ class _Master:
         for k in range(len(p.capacity)):
             entries.append((np.full(number, rows + k), p.usage[m, c] * p.resources[k, c]))
         self.session.add_columns(cost / self.gain_unit, *_compressed(entries, number))
+        self.columns += number
 
     def _add_level(self) -> None:
         p, rows = self.program, len(self.program.count)
@@ -84,18 +96,20 @@ class _Master:
         if not self.has_level:
             return
         demand = -np.where(p.demands, p.count * p.level / self.row, 0.0)
-        self.unit = 1.0 / np.abs(demand).max()
+        self.unit = 1.0 / (float(np.abs(demand).max()) or 1.0)
         index = np.concatenate((rows + np.arange(len(p.capacity)), rows + len(p.capacity)
                                 + np.arange(rows)))  # fmt: skip
         values = np.concatenate((-p.level_capacity, demand)) * self.unit
         kept = values != 0
         self.session.add_columns(np.ones(1), np.zeros(1), index[kept], values[kept])
+        self.level_at, self.columns = self.columns, self.columns + 1
 
     def _rate(self, m: Ints, beside: Ints, c: Ints) -> Floats:
         rates: Floats = self.pairing.rate[self.pairing.kind[m], self.pairing.kind[beside], c]
         return rates
 
     def add_pairs(self, a: Ints, b: Ints, c: Ints) -> None:
+        self.at = np.concatenate((self.at, self.columns + np.arange(len(a))))
         self._add(a, b, c)
         self.a = np.concatenate((self.a, a))
         self.b = np.concatenate((self.b, b))
@@ -120,6 +134,12 @@ class _Master:
         y = np.maximum(-answer.prices[rows + kinds :], 0.0) / self.row
         scale = self.unit if self.has_level else self.gain_unit
         return answer, u * scale, y * scale, price * scale
+
+
+def _least(program: Program, row: Floats) -> Floats:
+    """What the demand rows must reach at least, in their units [rows]."""
+    low: Floats = np.where(program.demands, program.count * program.floor / row, -np.inf)
+    return low
 
 
 def _compressed(entries: list[tuple[Ints, Floats]], number: int) -> tuple[Ints, Ints, Floats]:
@@ -149,25 +169,50 @@ def solve(
     Raises:
         BackendError: HiGHS finds no optimum.
     """
-    master = _Master(program, pairing)
-    whole = len(program.count) <= FULL_ROWS
-    if whole:
-        master.add_pairs(*_all_pairs(program, pairing))
-    elif seed is not None:
-        master.add_distinct(seed)
-    elif program.floor.any() and not master.is_feasible():
-        master.add_distinct(_pairs_for_floors(program, pairing))
-    known = set(zip(master.a.tolist(), master.b.tolist(), master.c.tolist(), strict=True))
-    rounds = 0
-    while True:
-        answer, u, y, price = master.solve()
-        rounds += 1
-        fresh = set() if whole else _paying(program, pairing, u, y, price) - known
-        if not fresh or rounds >= MAX_ROUNDS:
-            break
-        known |= fresh
-        master.add_pairs(*(np.array(side) for side in zip(*sorted(fresh), strict=True)))
-    return _read(master, answer, u, y, price, rounds)
+    return Open(program, pairing, seed).solve(program)
+
+
+class Open:
+    """A program held open: other levels, floors and demands, solved from the last basis."""
+
+    def __init__(
+        self,
+        program: Program,
+        pairing: Pairing,
+        seed: PairTimes | None = None,
+        row: Floats | None = None,
+    ) -> None:
+        """Start with the pairs of ``seed``; demands are measured in ``row`` [rows], best rates."""
+        self._pairing = pairing
+        self._master = master = _Master(program, pairing, row)
+        self._whole = len(program.count) <= FULL_ROWS
+        if self._whole:
+            master.add_pairs(*_all_pairs(program, pairing))
+        elif seed is not None:
+            master.add_distinct(seed)
+        elif program.floor.any() and not master.is_feasible():
+            master.add_distinct(_pairs_for_floors(program, pairing))
+        self._known = {*zip(master.a.tolist(), master.b.tolist(), master.c.tolist(), strict=True)}
+
+    def solve(self, program: Program) -> tuple[Solution, PairTimes]:
+        """Maximise a program that differs from the first in levels, floors and demands alone.
+
+        Raises:
+            BackendError: HiGHS finds no optimum.
+        """
+        master, rounds = self._master, 0
+        if program is not master.program:
+            master.ask(program)
+        while True:
+            answer, u, y, price = master.solve()
+            rounds += 1
+            fresh = set() if self._whole else _paying(program, self._pairing, u, y, price)
+            fresh -= self._known
+            if not fresh or rounds >= MAX_ROUNDS:
+                break
+            self._known |= fresh
+            master.add_pairs(*(np.array(side) for side in zip(*sorted(fresh), strict=True)))
+        return _read(master, answer, u, y, price, rounds)
 
 
 def _pairs_for_floors(program: Program, pairing: Pairing) -> PairTimes:
@@ -187,16 +232,20 @@ def _pairs_for_floors(program: Program, pairing: Pairing) -> PairTimes:
     return solve(lift, free)[1]
 
 
-def solve_alone(program: Program) -> Solution:
-    """Maximise without pairs, by the simplex method: for programs without an interior."""
+def nobody(program: Program) -> Pairing:
+    """Nobody shares with anybody."""
     columns = program.rate.shape[1]
-    nobody = Pairing(
+    return Pairing(
         kind=np.zeros(len(program.count), dtype=np.int64),
         rate=np.zeros((1, 1, columns)),
         worth=np.zeros_like(program.rate),
         charge=np.zeros(columns),
     )
-    found, _ = solve(program, nobody)
+
+
+def solve_alone(program: Program) -> Solution:
+    """Maximise without pairs, by the simplex method: for programs without an interior."""
+    found, _ = solve(program, nobody(program))
     return replace(found, time_prices=None, method="HiGHS simplex")
 
 
@@ -322,7 +371,7 @@ def _read(
     number = len(master.singles[0])
     x = np.zeros_like(program.rate)
     x[master.singles] = values[:number] / program.count[master.singles[0]]
-    time = values[number + master.has_level :]
+    time = values[master.at]
     used = np.flatnonzero(time > 0)
     pairs = PairTimes(a=master.a[used], b=master.b[used], column=master.c[used], time=time[used])
     share = _overuse(program, x, pairs)

@@ -9,27 +9,31 @@ can go. One program at a point beyond it gives prices; these refute every point 
 above a lower one; a few such steps (Newton's method, from above) end where nothing is refuted.
 There the jobs that would pay for a little more are stuck; the others rise on, on columns that
 cost nothing. Without space sharing each such stage prices a further resource, so there are at
-most as many stages as resources, each of a few programs of O(jobs x types) an iteration.
+most as many stages as resources, each of a few programs of O(jobs x types) an iteration. Where
+that breaks down, or its own prices do not prove every level, ``stepwise`` answers.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ...schema.errors import BackendError
 from ...schema.jobs import Entity
-from . import shared
-from .bottlenecks import AT_CAP, NOTHING, Alone, AnyCut, Cut, Limits, Paired
-from .engine import NO_PAIRS, LevelProof, Merged, Outcome
+from . import shared, stepwise
+from .bottlenecks import AT_CAP, NOTHING, Alone, AnyCut, Cut, Limits, Paired, best_levels
+from .engine import NO_PAIRS, Merged, Outcome
 from .instance import Instance
 from .program import Floats, Ints, Program, Solution, dual_bound, gap_between
 from .shared import PairTimes
+from .stages import Stage, level_proofs, unproved
+from .stepwise import Risen
 from .tree import Path, Tree
 
 # Levels too high by this part may be so by rounding.
 ROUNDING = 1e-9
 MAX_STEPS = 60
+# A quick answer with a larger gap is not taken.
+QUICK_GAP = 1e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +57,52 @@ def fill(instance: Instance, goal: Fill) -> Outcome:
     shares. Its ``levels`` prove the others.
 
     Raises:
-        BackendError: A program broke down.
+        BackendError: A program broke down, in both ways to the answer.
     """
     merged = Merged.of(instance, instance.program(level=goal.unit), _alike(goal))
     first = merged.first
     tree = Tree(goal.entities, goal.entity[first], goal.weight[first], merged.small.count)
-    if merged.pairing is None:
-        return _rise(merged, tree, Alone(merged.small))
-    return _rise(merged, tree, Paired(merged))
+    quick, error, loose = None, None, 0
+    try:
+        if merged.pairing is None:
+            quick, loose = _outcome(merged, _rise(merged, tree, Alone(merged.small)))
+        else:
+            quick, loose = _outcome(merged, _rise(merged, tree, Paired(merged)))
+    except BackendError as broken:
+        error = broken
+    if quick is not None and not loose and quick.gap <= QUICK_GAP:
+        return quick
+    try:
+        slow, left = _outcome(merged, stepwise.rise(merged, tree, best_levels(merged)))
+    except BackendError:
+        if quick is None:
+            raise error or BackendError("water filling found no answer") from None
+        return quick
+    return slow if quick is None or (left, slow.gap) < (loose, quick.gap) else quick
 
 
-def _rise(merged: Merged, tree: Tree, limits: Limits[AnyCut]) -> Outcome:
+def _outcome(merged: Merged, risen: Risen) -> tuple[Outcome, int]:
+    """Levels as time fractions of every job, and the number of rows that nothing proves."""
+    small, level, pairs = merged.small, risen.level, risen.pairs
+    method = f"{risen.found.method.split(',')[0]}; water filling, {risen.method}"
+    found = replace(risen.found, method=f"{method}, {risen.programs} programs")
+    found = _scored(merged, _no_more_than(merged, found, small.level * level), pairs, risen.first)
+    asked = replace(
+        merged.program,
+        level=risen.first[0].level[merged.row_of],
+        demands=risen.first[0].demands[merged.row_of],
+    )
+    outcome = replace(merged, program=asked).outcome(found, pairs)
+    gap = max(outcome.gap, found.gap)
+    reached = outcome.throughput[merged.first] / small.level
+    loose = unproved(small, best_levels(merged), risen.stages, level, reached, gap)
+    return replace(outcome, levels=level_proofs(merged, risen.stages), gap=gap), int(loose.sum())
+
+
+def _rise(merged: Merged, tree: Tree, limits: Limits[AnyCut]) -> Risen:
     """Follow the levels from one shared bottleneck to the next."""
     small = merged.small
-    cuts: list[tuple[AnyCut, Floats]] = []
+    stages: list[Stage] = []
     level, active = np.zeros(len(small.count)), small.demands.copy()
     found, pairs, programs = None, NO_PAIRS, 0
     start: tuple[Program, Floats, Floats, Floats] | None = None
@@ -81,22 +117,18 @@ def _rise(merged: Merged, tree: Tree, limits: Limits[AnyCut]) -> Outcome:
         if cut is None:
             break
         fresh = not limits.binds_already(cut)
-        stuck, cut = limits.settle(level, cut, rising)
+        stuck, proof = limits.settle(level, cut, rising)
         rising &= ~stuck
         if not fresh and (rising == active).all():
             raise BackendError("water filling lost its way: prices that bind stop nobody")
+        stages.append(Stage(proof=proof, level=level, active=active))
         active = rising
-        cuts.append((cut, level))
     assert found is not None
     assert start is not None
-    method = f"{found.method.split(',')[0]}; water filling, {len(cuts)} shared bottlenecks"
-    found = replace(found, method=f"{method}, {programs} programs")
-    found = _scored(merged, _no_more_than(merged, found, small.level * level), pairs, start)
-    asked = replace(
-        merged.program, level=start[0].level[merged.row_of], demands=start[0].demands[merged.row_of]
-    )
-    outcome = replace(merged, program=asked).outcome(found, pairs)
-    return replace(outcome, levels=_proofs(merged, cuts), gap=max(outcome.gap, found.gap))
+    return Risen(
+        level=level, found=found, pairs=pairs, stages=tuple(stages), first=start,
+        programs=programs, method=f"{len(stages)} shared bottlenecks",
+    )  # fmt: skip
 
 
 def _alike(goal: Fill) -> Ints:
@@ -198,26 +230,6 @@ def _first_level(
         rent[stuck] = caps[stuck] * small.level[stuck]
     unit = float(small.count @ (job * program.level))
     return program, job / unit, price / unit, rent / unit
-
-
-def _proofs(merged: Merged, cuts: Sequence[tuple[Cut, Floats]]) -> tuple[LevelProof, ...]:
-    """Each shared bottleneck's prices by job; without space sharing with all before it."""
-    proofs: list[LevelProof] = []
-    before = np.zeros(len(merged.small.capacity))
-    for cut, level in cuts:
-        job, price, time = cut.priced(level)
-        if merged.pairing is None:
-            before = before + price
-            proofs.append(LevelProof(resource_prices=before / (len(proofs) + 1)))
-        else:
-            proofs.append(
-                LevelProof(
-                    resource_prices=price,
-                    job_prices=job[merged.row_of],
-                    time_prices=time[merged.row_of],
-                )
-            )
-    return tuple(proofs)
 
 
 def _no_more_than(merged: Merged, found: Solution, throughput: Floats) -> Solution:

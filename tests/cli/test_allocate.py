@@ -95,3 +95,39 @@ def test_bad_usage_is_one_clear_error(run):
         run("--gpus", "1xV100", "--policy", "foo")
     with pytest.raises(HetflowError, match="runs on none of T4"):
         run("--gpus", "1xT4")
+
+
+PRICED = """{"schema": "hetflow.cluster/1", "device_types": {"V100": {"dollars_per_hour": 2.0},
+"K80": {"dollars_per_hour": 0.5}}, "servers": [{"count": 1, "devices": {"V100": 1, "K80": 1}}]}"""
+
+
+@pytest.mark.parametrize(
+    ("slos", "says", "mend"),
+    [
+        ((100.0, 400.0), "job 'j0' needs 10 steps/s for its SLO, but its fastest devices give 4",
+         "make its SLO at least 2.5 times as long"),
+        ((300.0, 400.0), "at best 85.7143 % of the throughput they need; 2 jobs bind ('j0', 'j1')",
+         "make every SLO 1.16667 times as long, or grow the pool"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("policy", ["min_cost_slo", "min_cost_ratio_slo", "min_dollars_slo"])
+def test_slos_that_cannot_be_met_say_which_and_by_how_much(
+    tmp_path, capsys, policy, slos, says, mend
+):
+    jobs = (
+        Job(id="j0", model="m", steps=1000.0, slo_seconds=slos[0]),
+        Job(id="j1", model="m", steps=1000.0, slo_seconds=slos[1]),
+        Job(id="j2", model="m", steps=100.0),
+    )
+    files.write(tmp_path / "jobs.json", Jobs(jobs=jobs))
+    files.write(tmp_path / "rates.json", RATES)
+    (tmp_path / "cluster.json").write_text(PRICED)
+    target = tmp_path / "allocation.json"
+    call = ["allocate", str(tmp_path / "jobs.json"), "--throughputs", str(tmp_path / "rates.json"),
+            "--cluster", str(tmp_path / "cluster.json"), "--policy", policy]  # fmt: skip
+    assert main.run([*call, "-o", str(target)]) == 3
+    line, hint = capsys.readouterr().err.splitlines()
+    assert line.startswith("hetflow: ")
+    assert says in line
+    assert hint == f"hint: {mend}"
+    assert not target.exists()

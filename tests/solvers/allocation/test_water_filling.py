@@ -8,8 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hetflow.checks.allocation import check
+from hetflow.schema.errors import BackendError
 from hetflow.schema.jobs import Entity
-from hetflow.solvers.allocation import allocate, instance_of
+from hetflow.solvers.allocation import allocate, instance_of, water
 
 seeds = st.integers(0, 10_000)
 drawn = settings(max_examples=8, deadline=None, derandomize=True)
@@ -107,6 +108,66 @@ def test_levels_of_a_deep_hierarchy_with_fifo_inside(seed, draw, oracle):
     assert levels == pytest.approx(wanted, rel=1e-5, abs=1e-6 * wanted.max())
 
 
+def mixed(seed, draw, *, space_sharing=False):
+    """A problem of any size and shape up to 39 jobs, on up to five types, in a deep tree."""
+    rng = np.random.default_rng(seed)
+    number = int(rng.integers(1, 40))
+    models, types = int(rng.integers(1, number + 1)), int(rng.integers(1, 6))
+    agnostic = rng.random() < 0.25
+    return draw(
+        seed, num_jobs=number, num_models=models, num_types=types, entities=GUESTS,
+        space_sharing=space_sharing, heterogeneity="agnostic" if agnostic else "aware",
+    )  # fmt: skip
+
+
+GUESTS = (
+    *TREE,
+    Entity(name="g1", parent="guests"),
+    Entity(name="g2", parent="guests", weight=4.0),
+    Entity(name="g3", parent="g2", policy="fifo"),
+)
+
+
+@pytest.mark.parametrize("seed", [51, 387, 632, 677])
+@pytest.mark.parametrize("policy", ["las_water_filling", "hierarchical"])
+def test_problems_that_once_broke_down_or_went_unproved(seed, policy, draw):
+    """51: prices seven orders apart; the others: programs without an optimum."""
+    problem = mixed(seed, draw)
+    found = allocate(problem, policy)
+    assert check(found, problem) == []
+    assert found.certificate.termination == "optimal"
+
+
+@pytest.mark.parametrize("space_sharing", [False, True])
+@settings(drawn, max_examples=5)
+@given(seed=st.integers(0, 10_000))
+def test_where_the_quick_way_breaks_down_the_slow_one_gives_the_same_levels(
+    seed, space_sharing, draw
+):
+    problem = mixed(seed, draw, space_sharing=space_sharing)
+    quick = allocate(problem, "hierarchical")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(water, "_highest", breaks_down)
+        slow = allocate(problem, "hierarchical")
+    assert "level by level" in slow.certificate.method
+    assert check(slow, problem) == []
+    assert slow.certificate.termination == "optimal"
+    if problem.heterogeneity == "agnostic":
+        return  # levels are unique to that eye; throughputs are the true ones
+    best = {job.id: max(rates_of(problem, job).values()) for job in problem.jobs.jobs}
+    for name, throughput in quick.throughputs.items():
+        assert slow.throughputs[name] == pytest.approx(throughput, rel=1e-5, abs=1e-5 * best[name])
+
+
+def breaks_down(*_):
+    raise BackendError("no optimum")
+
+
+def rates_of(problem, job):
+    table = {(e.model, e.scale_factor): e.steps_per_second for e in problem.throughputs.models}
+    return table[job.model, job.scale_factor]
+
+
 LARGE = st.integers(10_000, 20_000)
 QUEUES = (
     *TREE,
@@ -158,6 +219,35 @@ def test_the_checker_sees_a_level_that_could_be_higher(draw):
         level, x=shares, throughputs=dict(zip(level.x, least.tolist(), strict=True))
     )
     assert any("nothing shows" in fault for fault in check(slower, problem))
+
+
+@pytest.mark.parametrize("space_sharing", [False, True])
+@pytest.mark.parametrize("policy", ["las_water_filling", "hierarchical"])
+def test_the_checker_refuses_a_job_in_the_middle_a_thousandth_too_low(policy, space_sharing, draw):
+    """Each job that is not at its own best, lowered by 1e-3 with all else as it was."""
+    problem = draw(11, num_jobs=20, entities=TREE, space_sharing=space_sharing)
+    found = allocate(problem, policy)
+    assert check(found, problem) == []
+    order = sorted(found.throughputs, key=lambda name: found.throughputs[name])
+    tried = 0
+    for name in order[5:15]:
+        if not found.x[name] or max(found.x[name].values()) == 0.0:
+            continue
+        row = {column: time * 0.999 for column, time in found.x[name].items()}
+        lost = sum(
+            (time - row[column]) * rates_of(problem, job).get(column, 0.0)
+            for job in problem.jobs.jobs
+            if job.id == name
+            for column, time in found.x[name].items()
+        )
+        lower = {**found.throughputs, name: found.throughputs[name] - lost}
+        if lost < 5e-4 * found.throughputs[name]:
+            continue
+        worse = dataclasses.replace(found, x={**found.x, name: row}, throughputs=lower)
+        faults = check(worse, problem)
+        assert any(f"job {name!r}: nothing shows" in fault for fault in faults)
+        tried += 1
+    assert tried >= 3
 
 
 @pytest.mark.slow
