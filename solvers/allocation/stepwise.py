@@ -92,7 +92,8 @@ class _Held:
     def __init__(self, small: Program, pairing: Pairing, best: Floats) -> None:
         self.pairing, self.best, self.programs = pairing, best, 0
         self.open: shared.Open | None = None
-        self.row, self.pairs, self.age = np.maximum(small.rate.max(axis=1), 1e-300), NO_PAIRS, 0
+        self.rates = self.row = np.maximum(small.rate.max(axis=1), 1e-300)
+        self.pairs, self.age = NO_PAIRS, 0
 
     def solve(self, program: Program) -> tuple[Solution, PairTimes]:
         """Solve, again on another scale where that was far off."""
@@ -117,7 +118,10 @@ class _Held:
                 return held.solve(relaxed if part else program)
             except BackendError:
                 continue
-        return held.solve(replace(program, floor=program.floor * (1.0 - MOST_RELAXED)))
+        # Last, from no basis, on the scale of the best rates.
+        self.row, self.age = self.rates, 0
+        self.open = shared.Open(program, self.pairing, self.pairs)
+        return self.open.solve(replace(program, floor=program.floor * (1.0 - MOST_RELAXED)))
 
 
 def _first(
