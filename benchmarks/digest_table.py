@@ -206,13 +206,14 @@ class Moving:
         return {int(line.split()[1]) for line in lines if line.split()[0] == str(step)}
 
     def wait(self, is_there: Callable[[], object], *, goes_on: bool = False) -> None:
-        """Wait for something, stopped at the limit or with a step about every half second."""
+        """Wait for something, stopped at the limit or with a step ever more seldom."""
         began = at = time.monotonic()
+        pause_seconds = 0.5
         while not is_there():
             if self.process.poll() is not None or time.monotonic() > began + LIMIT_SECONDS:
                 raise SystemExit(self.output.read_text() or "nothing happens")
-            if goes_on and time.monotonic() > at + 0.5:
-                at = time.monotonic()
+            if goes_on and time.monotonic() > at + pause_seconds:
+                at, pause_seconds = time.monotonic(), 2 * pause_seconds
                 self.allow(self.limit + 1)
             time.sleep(0.01)
 
