@@ -5,7 +5,16 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_cases import best_flat, best_nested, chain, flat_problems, levels
+from partition_cases import (
+    best_flat,
+    best_nested,
+    chain,
+    enlarged,
+    flat_problems,
+    levels,
+    objective,
+    same,
+)
 
 from hetflow.checks.pipeline import check
 from hetflow.schema.errors import InfeasibleError, ProblemError
@@ -13,21 +22,6 @@ from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.pipeline import solve
 
 FEW = settings(max_examples=120, deadline=None, derandomize=True)
-
-
-def objective(problem: PipelineProblem, method: str = "auto") -> float | None:
-    try:
-        plan = solve(problem, method=method)
-    except InfeasibleError:
-        return None
-    assert check(plan, problem) == []
-    return plan.proof.objective
-
-
-def same(found: float | None, expected: float | None) -> bool:
-    if found is None or expected is None:
-        return found is expected
-    return found == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 @FEW
@@ -87,26 +81,6 @@ def test_more_never_hurts(problem, what):
     if before is not None:
         assert after is not None
         assert after <= before * (1 + 1e-9) + 1e-15
-
-
-def enlarged(problem: PipelineProblem, what: str) -> PipelineProblem:
-    pool = problem.pools[0]
-    first, last = pool.levels[0], pool.levels[-1]
-    if what == "bandwidth":
-        faster = tuple(
-            dataclasses.replace(level, bytes_per_second=level.bytes_per_second * 2)
-            for level in pool.levels
-        )
-        pool = dataclasses.replace(pool, levels=faster)
-    elif what == "memory" and pool.memory_bytes is not None:
-        pool = dataclasses.replace(pool, memory_bytes=pool.memory_bytes + 15)
-    elif what == "devices":
-        more = dataclasses.replace(first, num_components=first.num_components + 1)
-        pool = dataclasses.replace(pool, levels=(more, *pool.levels[1:]))
-    elif what == "servers":
-        more = dataclasses.replace(last, num_components=last.num_components + 1)
-        pool = dataclasses.replace(pool, levels=(*pool.levels[:-1], more))
-    return dataclasses.replace(problem, pools=(pool, *problem.pools[1:]))
 
 
 @FEW

@@ -6,8 +6,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_cases import chain, flat_problems, levels, plan_of
-from test_pipeline import enlarged, same
+from partition_cases import chain, enlarged, flat_problems, levels, plan_of, same
 
 from hetflow.checks.pipeline import check, seconds_per_input, stage_memory, timed_stage
 from hetflow.schedules.of_plan import schedule_of, times_of

@@ -1,7 +1,7 @@
 """The released optimizer's stored answers, and the optima of two formulas on its profiles."""
 
 import pytest
-from pipeline_cases import published_cases, published_graph
+from partition_cases import published_cases, published_graph
 
 from hetflow.checks.pipeline import check, stage_memory
 from hetflow.schema.errors import InfeasibleError

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_cases import chain, levels
+from partition_cases import chain, levels
 
 from hetflow.checks.pipeline import check
 from hetflow.schema.errors import InfeasibleError, ProblemError

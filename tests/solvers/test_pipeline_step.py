@@ -6,8 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_cases import best_flat, chain, flat_problems, levels
-from test_pipeline import enlarged, same
+from partition_cases import best_flat, chain, enlarged, flat_problems, levels, same
 
 from hetflow.checks.pipeline import check
 from hetflow.costs.pipeline_step import StepStage, flush_step_seconds

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipeline_cases import best_flat, chain, flat_problems, levels, plan_of
-from test_pipeline import objective, same
+from partition_cases import best_flat, chain, flat_problems, levels, objective, plan_of, same
 
 from hetflow.checks.pipeline import check, stage_memory
 from hetflow.schema.errors import ProblemError

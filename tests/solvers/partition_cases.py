@@ -1,5 +1,6 @@
 """Small pipeline problems and every plan there is for them."""
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
@@ -8,9 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from hetflow.checks.pipeline import seconds_per_input, stage_memory, timed_stage
+from hetflow.checks.pipeline import check, seconds_per_input, stage_memory, timed_stage
 from hetflow.costs.pipeline_step import StepStage, flush_step_seconds
 from hetflow.profilers.importers import read_graph, without_placeholders
+from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.pipeline import (
     FLUSHING,
     DevicePool,
@@ -22,6 +24,7 @@ from hetflow.schema.pipeline import (
     TopologyLevel,
 )
 from hetflow.schema.plan import Prediction, Proof
+from hetflow.solvers.pipeline import solve
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "pipedream"
 
@@ -284,3 +287,38 @@ def published_graph(model: str):
     if not path.exists():
         pytest.skip(f"no reference data at {path}")
     return without_placeholders(read_graph(path.read_text()))
+
+
+def objective(problem: PipelineProblem, method: str = "auto") -> float | None:
+    try:
+        plan = solve(problem, method=method)
+    except InfeasibleError:
+        return None
+    assert check(plan, problem) == []
+    return plan.proof.objective
+
+
+def same(found: float | None, expected: float | None) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    return found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def enlarged(problem: PipelineProblem, what: str) -> PipelineProblem:
+    pool = problem.pools[0]
+    first, last = pool.levels[0], pool.levels[-1]
+    if what == "bandwidth":
+        faster = tuple(
+            dataclasses.replace(level, bytes_per_second=level.bytes_per_second * 2)
+            for level in pool.levels
+        )
+        pool = dataclasses.replace(pool, levels=faster)
+    elif what == "memory" and pool.memory_bytes is not None:
+        pool = dataclasses.replace(pool, memory_bytes=pool.memory_bytes + 15)
+    elif what == "devices":
+        more = dataclasses.replace(first, num_components=first.num_components + 1)
+        pool = dataclasses.replace(pool, levels=(more, *pool.levels[1:]))
+    elif what == "servers":
+        more = dataclasses.replace(last, num_components=last.num_components + 1)
+        pool = dataclasses.replace(pool, levels=(*pool.levels[:-1], more))
+    return dataclasses.replace(problem, pools=(pool, *problem.pools[1:]))
