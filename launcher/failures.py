@@ -55,7 +55,8 @@ class Failure:
     @classmethod
     def from_text(cls, text: bytes | str) -> "Failure":
         """Read it back."""
-        return cls(**json.loads(text))
+        entries = json.loads(text)
+        return cls(**{**entries, "stages": tuple(entries["stages"])})
 
     def as_error(self) -> LaunchError:
         """The error that ends the command, with the worker's own exit code."""
