@@ -86,8 +86,8 @@ def launch(
     """
     from ..launcher.controller import launch as run
     from ..launcher.controller import plan_commands
-    from ..launcher.lower import check_level, lower
     from ..launcher.request import LaunchRequest, Rendezvous, default_folder
+    from ..runtime.lower import check_level, lower
 
     found = _read_plan(plan)
     several = nnodes > 1 or node_rank is not None or rdzv_endpoint is not None

@@ -80,8 +80,8 @@ def _mapping(
 ) -> "LaunchConfig":
     """The launch's own virtual nodes on the devices asked for."""
     from ..launcher.inbox import current
-    from ..launcher.lower import lower
     from ..launcher.mapping import renumbered, spread
+    from ..runtime.lower import lower
     from ..schema import files
     from ..schema.errors import ProblemError
     from ..schema.plan import SplitPlan
@@ -106,8 +106,8 @@ def _recut(
     now: "LaunchConfig", gpus: str | None, plan: Path | None, profiles: Path | None
 ) -> "LaunchConfig":
     """Another pipeline plan of the same microbatches, given or solved for the devices."""
-    from ..launcher.lower import lower
     from ..launcher.repartition import check_same_job
+    from ..runtime.lower import lower
     from ..schema import files
     from ..schema.errors import ProblemError
     from ..schema.pipeline import PipelinePlan

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..schema.schedule_names import PlannedSchedule
 from .common import ForceFlag, JsonFlag, emit_file, note
 
 Method = Literal["exact", "cbc", "highs"]
@@ -50,18 +51,7 @@ def solve(
         float | None, typer.Option(min=0.001, help="Seconds for the MILP; exit 4 if it runs out.")
     ] = None,
     schedule: Annotated[
-        Literal[
-            "auto",
-            "gpipe",
-            "1f1b",
-            "interleaved",
-            "zb-h1",
-            "zb-h2",
-            "zb-v",
-            "pipedream",
-            "pipedream-vertical-sync",
-            "2bw",
-        ],
+        Literal["auto", PlannedSchedule],
         typer.Option(help="Pipeline: the schedule; auto takes the fastest of those that flush."),
     ] = "1f1b",
     chunks_per_device: Annotated[

@@ -37,6 +37,11 @@ class Failure:
     stages: tuple[int, ...] = ()
     sentence_of_ours: str | None = None
 
+    @property
+    def by_signal(self) -> bool:
+        """Whether it was killed: nothing in the script stopped it."""
+        return _is_signal(self.exit_code)
+
     def sentence(self) -> str:
         """One line: who, how, and its own error."""
         if self.sentence_of_ours is not None:
@@ -93,9 +98,13 @@ def _staged(stages: Sequence[int]) -> str:
 
 
 def _manner(code: int) -> str:
-    if code > 128 and code - 128 in signal.valid_signals():
+    if _is_signal(code):
         return f"was killed by {signal.Signals(code - 128).name}"
     return f"failed with exit code {code}"
+
+
+def _is_signal(code: int) -> bool:
+    return code > 128 and code - 128 in signal.valid_signals()
 
 
 def exit_code_of(returncode: int) -> int:

@@ -7,7 +7,6 @@ new generation without it goes on from there.
 """
 
 import select
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -98,7 +97,7 @@ class Generations:
             return failure
         if self._phase == "breaking":
             return self._recover_if_known()
-        if self._phase in ("running", "starting") or self._change is not None:
+        if self._phase == "running" or self._change is not None:
             self._serve()
         return None
 
@@ -153,7 +152,7 @@ class Generations:
     # Resizes
 
     def _serve(self) -> None:
-        waiting = self._inbox.next() if self._phase != "starting" else None
+        waiting = self._inbox.next()
         if waiting is None:
             return
         path, request = waiting
@@ -312,9 +311,8 @@ class Generations:
 
     def _is_mendable(self, failure: Failure) -> bool:
         """Whether a worker died that nothing in the script stopped."""
-        by_signal = failure.exit_code > 128 and failure.exit_code - 128 in signal.valid_signals()
         going_on = self._on_failure != "stop" and self._closed is None
-        return going_on and by_signal and self._phase != "starting"
+        return going_on and failure.by_signal and self._phase != "starting"
 
     def _can_survive(self, failure: Failure) -> bool:
         alive = [name for name in self._alive() if name != str(failure.rank)]

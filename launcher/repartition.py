@@ -7,7 +7,6 @@ plan before goes on from the same parts.
 """
 
 import shutil
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from .inbox import Inbox
 from .losses import MAX_TRIES
 from .supervise import Workers
 
-SAVED_EXIT_CODE = 128 + signal.SIGTERM
 FLUSHES = (*FLUSHING, "dualpipe", "dualpipe-v")
 
 
@@ -246,7 +244,7 @@ class Repartitions:
         for failure in self._workers.failures():
             name = str(failure.rank)
             if self._phase == "saving" and name in self._now.ranks:
-                if failure.exit_code == SAVED_EXIT_CODE and change is not None:
+                if failure.exit_code == handover.STOPPED_EXIT_CODE and change is not None:
                     change.saved.add(name)
                     self._workers.forget(name)
                     continue
@@ -277,8 +275,7 @@ class Repartitions:
 
         A generation that comes as far as a newer checkpoint than the one before counts anew.
         """
-        by_signal = cause.exit_code > 128 and cause.exit_code - 128 in signal.valid_signals()
-        if not self._restarts or not (by_signal or cause.lost_peer):
+        if not self._restarts or not (cause.by_signal or cause.lost_peer):
             return False
         found = self._store.read(handover.key(self._now.number, handover.FOUND))
         place, tries = self._tries

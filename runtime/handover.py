@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 SIGNAL = signal.SIGUSR1
+STOPPED_EXIT_CODE = 128 + signal.SIGTERM  # of a worker that was asked to save and leave
 READY = "ready"  # how many workers wait for their turn
 GO = "go"
 TRAINING = "training"  # how many workers have come to where their state is from

@@ -20,11 +20,10 @@ from torch import Tensor
 from ..schema.errors import FileError, TargetError
 from . import checkpoint, parts
 from .checkpoint import Checkpoint
+from .handover import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
     from .job import Job
-
-STOPPED_EXIT_CODE = 128 + signal.SIGTERM
 
 
 class _Opened:

@@ -6,18 +6,8 @@ from .errors import ProblemError
 from .layer_trace import LayerTrace
 from .plan import Prediction, Proof
 from .records import Bytes, Count, Index, Name, PositiveRate, Seconds, record, register_keys
+from .schedule_names import PlannedSchedule as PlannedSchedule
 
-PlannedSchedule = Literal[
-    "gpipe",
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-    "pipedream",
-    "pipedream-vertical-sync",
-    "2bw",
-]
 StageCost = Literal["ring", "thesis", "published"]
 Solved = Literal["flat", "nested"]
 CutRule = Literal["edges", "released"]

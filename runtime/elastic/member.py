@@ -19,7 +19,7 @@ import torch
 from ..checkpoint import Checkpoint
 from ..data import Batch, is_drawn
 from ..group import Place, close_group, enter_generation, enter_handover, num_groups, uses_nccl
-from ..saving import STOPPED_EXIT_CODE
+from ..handover import STOPPED_EXIT_CODE
 from ..worker import is_lost_peer
 from . import transfer
 from .control import Control, Message

@@ -21,7 +21,8 @@ from torch import Tensor
 from ...schema.errors import TargetError
 from .. import checkpoint, handover, parts
 from ..checkpoint import Checkpoint
-from ..saving import STOPPED_EXIT_CODE, Checkpoints, say
+from ..handover import STOPPED_EXIT_CODE
+from ..saving import Checkpoints, say
 
 if TYPE_CHECKING:
     from .job import PipelineJob

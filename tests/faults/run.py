@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hetflow.schema import files
-from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.schema.plan import SplitPlan
 
+from ..launcher.elastic_runs import plan_of as plan_by_hand
 from .faults import MAPPINGS, Fault, Story, flip, tear
 from .processes import Processes, is_gone, send
 
@@ -43,24 +44,7 @@ def plan_of(mapping: str) -> SplitPlan:
         number, _, name = part.partition("x")
         types += [name] * int(number)
     counts = [NODES // len(types) + (n < NODES % len(types)) for n in range(len(types))]
-    return SplitPlan(
-        model="faults",
-        global_batch_size=NODES * NODE_SAMPLES,
-        groups=tuple(
-            DeviceGroup(
-                device_type=name,
-                num_devices=1,
-                device_batch_size=number * NODE_SAMPLES,
-                virtual_nodes=number,
-                virtual_node_batch_size=NODE_SAMPLES,
-            )
-            for name, number in zip(types, counts, strict=True)
-        ),
-        predicted=Prediction(step_seconds=0.01, samples_per_second=1600.0),
-        proof=Proof(
-            termination="feasible", objective=0.01, lower_bound=None, gap=None, method="by hand"
-        ),
-    )
+    return plan_by_hand(counts, types, model="faults", samples=NODE_SAMPLES)
 
 
 class Run:

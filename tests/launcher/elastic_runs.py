@@ -19,19 +19,25 @@ NODES, NODE_SAMPLES = 8, 2
 STEPS_AN_EPOCH = 3
 
 
-def plan_of(nodes: Sequence[int], types: Sequence[str] = ()) -> SplitPlan:
-    """One device for each number of virtual nodes."""
+def plan_of(
+    nodes: Sequence[int],
+    types: Sequence[str] = (),
+    *,
+    model: str = "elastic",
+    samples: int = NODE_SAMPLES,
+) -> SplitPlan:
+    """One device for each number of virtual nodes of so many samples."""
     names = types or ["cpu:fast"] * len(nodes)
     return SplitPlan(
-        model="elastic",
-        global_batch_size=NODES * NODE_SAMPLES,
+        model=model,
+        global_batch_size=sum(nodes) * samples,
         groups=tuple(
             DeviceGroup(
                 device_type=name,
                 num_devices=1,
-                device_batch_size=number * NODE_SAMPLES,
+                device_batch_size=number * samples,
                 virtual_nodes=number,
-                virtual_node_batch_size=NODE_SAMPLES,
+                virtual_node_batch_size=samples,
             )
             for name, number in zip(names, nodes, strict=True)
         ),
