@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ..schema.errors import HetflowError
-from .common import ForceFlag, emit, note
+from .common import ForceFlag, JsonFlag, emit, emit_json, note
 
 
 def export(
@@ -15,6 +15,7 @@ def export(
         Path | None, typer.Option("--output", "-o", help="Write it here, else to stdout.")
     ] = None,
     force: ForceFlag = False,
+    json: JsonFlag = False,
 ) -> None:
     """Write a profile's layers as PipeDream's graph.txt.
 
@@ -29,8 +30,10 @@ def export(
     if profile.layers is None:
         raise HetflowError(f"{file}: holds no layers", hint="run `hetflow profile --layers`")
     text = write_graph(profile.layers)
-    if output is None:
+    if output is not None:
+        files.write_text(output, text, force=force)
+        note(f"{len(profile.layers.nodes)} layers written to {output}")
+    if json:
+        emit_json({"model": profile.model, "layers": len(profile.layers.nodes), "graph": text})
+    elif output is None:
         emit(text)
-        return
-    files.write_text(output, text, force=force)
-    note(f"{len(profile.layers.nodes)} layers written to {output}")

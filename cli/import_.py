@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import ForceFlag, emit_file, note
+from .common import ForceFlag, JsonFlag, emit_file, note
 
 if TYPE_CHECKING:
     from ..schema.profile import LayerGraph
@@ -32,6 +32,7 @@ def import_(
         Path | None, typer.Option("--output", "-o", help="Write the profile here, else to stdout.")
     ] = None,
     force: ForceFlag = False,
+    json: JsonFlag = False,
 ) -> None:
     """Turn PipeDream's graph.txt into a profile with layers.
 
@@ -56,7 +57,10 @@ def import_(
         device_memory_bytes=pool.device_types[device_type].memory_bytes or 1,
         source=file.name,
     )
-    emit_file(profile, output, force=force)
+    if output is not None:
+        emit_file(profile, output, force=force)
+    if output is None or json:
+        emit_file(profile, None, force=False)
     if output is not None:
         note(f"{len(graph.nodes)} layers written to {output}; next: hetflow solve --profiles")
 

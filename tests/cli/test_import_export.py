@@ -49,6 +49,10 @@ def test_there_and_back(run, tmp_path):
     written = run("export", str(target))
     assert written.splitlines()[0].startswith("n2 -- Linear -- forward_compute_time=1.5")
     assert written.splitlines()[-1] == "\tn2 -- n3"
+    document = json.loads(run("export", str(target), "--json"))
+    assert document == {"model": "tiny", "layers": 2, "graph": written}
+    both = run("import", str(source), *flags, "-o", str(target), "--force", "--json")
+    assert files.from_json(both, Profile) == files.read(target, Profile) == profile
 
 
 def test_an_existing_output_is_kept(run, tmp_path):

@@ -12,7 +12,7 @@ from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import Profile
 
 COMMANDS = (
-    "demo", "devices", "doctor", "profile", "solve", "check", "launch",
+    "demo", "devices", "doctor", "profile", "solve", "check", "launch", "resize",
     "allocate", "simulate", "show", "import", "export",
 )  # fmt: skip
 Hetflow = Callable[..., Any]
@@ -183,3 +183,4 @@ def test_every_command_has_help_with_an_example(hetflow: Hetflow) -> None:
         answer = hetflow(command, "--help")
         assert answer.code == 0
         assert f"hetflow {command}" in answer.stdout.split("Options", 1)[0].split("\n", 2)[2]
+        assert "--json" in answer.stdout, command
