@@ -10,6 +10,8 @@ from math import isclose, prod
 from ..costs import pipeline as costs
 from ..schedules.of_plan import schedule_of, times_of
 from ..schedules.timing import time_schedule
+from ..schedules.validate import validate
+from ..schema.errors import ProblemError
 from ..schema.pipeline import (
     CHUNKED,
     FLUSHING,
@@ -49,7 +51,7 @@ def check(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     faults = _header_faults(plan, problem) + _layer_faults(plan, problem)
     if faults:
         return faults
-    faults = _device_faults(plan, problem) + _memory_faults(plan, problem)
+    faults = _device_faults(plan, problem) + _memory_faults(plan, problem) or _schedule_faults(plan)
     return faults or _claim_faults(plan, problem)
 
 
@@ -176,6 +178,15 @@ def _memory_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
                 f"{used - limit:.0f} too many"
             )
     return faults
+
+
+def _schedule_faults(plan: PipelinePlan) -> list[str]:
+    """Dependencies, deadlocks, bounds and weight versions of what the plan would run."""
+    try:
+        schedule = schedule_of(plan)
+    except ProblemError:  # what it claims per input may hold all the same; launch refuses it
+        return []
+    return [f"schedule: {fault}" for fault in validate(schedule)]
 
 
 def _claim_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:

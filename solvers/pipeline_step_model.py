@@ -120,10 +120,6 @@ class StepModel:
             self._rows[key] = found
         return self._rows[key]
 
-    def input_seconds(self, first: int, link: int) -> float:
-        """Both transfers of a microbatch over the boundary at a cut."""
-        return float(self.transfer[link, first])
-
     def left_of(self, kind: Kind, first: int, link: int) -> Floats:
         """[cuts] g of the stages that begin at a cut."""
         curve = self.left(kind)
