@@ -6,6 +6,7 @@ not proved optimal; ``launch`` passes on the failing worker's code; 130 and 143 
 
 import sys
 import traceback
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -126,9 +127,11 @@ def _report_usage(error: Exception) -> int:
 def _report(message: str, hint: str | None, code: int) -> int:
     if Settings.debug:
         traceback.print_exc()
-    sys.stderr.write(f"hetflow: {' '.join(message.split())}\n")
+    lines = [f"hetflow: {' '.join(message.split())}\n"]
     if hint:
-        sys.stderr.write(f"hint: {' '.join(hint.split())}\n")
+        lines.append(f"hint: {' '.join(hint.split())}\n")
+    with suppress(BrokenPipeError):  # whoever read has seen enough; the code stays the error's
+        sys.stderr.write("".join(lines))
     return code
 
 

@@ -1,6 +1,9 @@
 """``hetflow solve``, ``check`` and ``show`` as a user meets them."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,3 +187,14 @@ def test_every_command_has_help_with_an_example(hetflow: Hetflow) -> None:
         assert answer.code == 0
         assert f"hetflow {command}" in answer.stdout.split("Options", 1)[0].split("\n", 2)[2]
         assert "--json" in answer.stdout, command
+
+
+def test_an_error_that_nobody_reads_keeps_its_exit_code(tmp_path: Path) -> None:
+    """As in ``hetflow ... 2>&1 | head -1``: the reader may be gone before the second line."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "hetflow", "show", str(tmp_path / "nowhere.json")]
+    try:
+        assert subprocess.run(command, stdout=writer, stderr=writer).returncode == 2
+    finally:
+        os.close(writer)
