@@ -4,11 +4,15 @@ Each global batch is cut into the virtual nodes' shares, as in training, so a de
 activations of one share at a time, and the passes (and their bits) are the same on any mapping.
 Each worker runs its own shares of a global batch; then their outputs travel, one pass after
 another, to where the script reads them.
+
+A global batch is one operation of all workers (elastic/member.py): where one of them dies, those
+who are left run its virtual nodes' shares again. Workers begin it by agreeing which batch it is:
+a worker that follows a dead main one has had no outputs yet, so all begin at the first again.
 """
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 
 # Streams of samples are keyed by epoch; predictions draw alike in every call.
 PREDICTION_EPOCH = -1
+
+_LEAVES = -1  # in place of a step: a worker has left its loop
 
 
 class Prediction:
@@ -54,55 +60,95 @@ class Prediction:
         self._job, self._sampler, self._passes = job, sampler, passes
         self._function, self._on_all = function, on_all
         self._place = job._place
+        self._merged = {slot.name: slot.current() for slot in job._buffers.slots}
         self._steps = job.num_steps
+        self._given, self._got_outputs = 0, False
+        self._source: Iterator[Any] = iter(())
+        self._source_step: int | None = None
+        self._own: dict[tuple[int, int], tuple[bytes, list[Tensor]]] = {}
+        self._outputs: list[Any] = []
 
     def __iter__(self) -> Iterator[Any]:
-        source = feed(iter(self._passes), self._job.device)
-        for step in range(self._sampler.num_steps):
-            if not self._all_go_on(True):
-                return
-            outputs = self._outputs(step, source)
+        num_steps = self._sampler.num_steps
+        # Those who wait for the main worker at the end are there if it dies before.
+        while num_steps and 0 <= (step := self._take_part()) < num_steps:
             try:
-                for item in outputs:
-                    if self._on_all or self._job.is_main:
-                        yield item
+                yield from self._outputs
             except GeneratorExit:
-                for _ in outputs:  # what the others send of this batch
-                    pass
-                self._all_go_on(False)
+                self._take_part(leaves=True)
                 raise
             if self._job.num_steps != self._steps:
                 raise TargetError(
                     "the job took a step inside a loop over job.predict",
                     hint="finish the loop first; list(job.predict(...)) does",
                 )
+            if self._got_outputs:
+                self._given = step + 1
 
-    def _all_go_on(self, own: bool) -> bool:
-        """Whether no worker has left the loop: who leaves ends it for all."""
+    @property
+    def _wants_outputs(self) -> bool:
+        return self._on_all or self._job.is_main
+
+    def _take_part(self, *, leaves: bool = False) -> int:
+        """Run a global batch with the others; its number, or that of none where it is over."""
+        return self._job._together(lambda: self._run_batch(leaves=leaves))
+
+    def _run_batch(self, *, leaves: bool) -> int:
+        if self._place is not self._job._place:  # the model has the buffers of training again
+            self._place, self._source_step = self._job._place, None
+            self._job._buffers.install(self._merged)
+        # Who wants no outputs goes along with who does.
+        wanted = self._given if self._wants_outputs else self._sampler.num_steps
+        step = self._least(_LEAVES if leaves else wanted)
+        if 0 <= step < self._sampler.num_steps:
+            self._got_outputs, self._outputs = self._wants_outputs, self._gather(step)
+            if self._job._member is not None:
+                self._least(step)  # nobody goes on before all outputs are where they are wanted
+        return step
+
+    def _least(self, number: int) -> int:
+        """The least over the workers."""
         if not self._place.distributed or self._job._finished:
-            return own
-        flag = torch.tensor(int(own), device=self._job.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        return bool(flag)
+            return number
+        least = torch.tensor(number, device=self._job.device)
+        with self._waiting():
+            dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        return int(least)
 
-    def _outputs(self, step: int, source: Iterator[Any]) -> Iterator[Any]:
-        """The outputs of a global batch in order of its samples, wherever they are wanted."""
+    def _waiting(self) -> AbstractContextManager[None]:
+        member = self._job._member
+        return member.waiting() if member is not None else nullcontext()
+
+    def _gather(self, step: int) -> list[Any]:
+        """The outputs of a global batch in order of its samples, where they are wanted."""
         job, sampler = self._job, self._sampler
         num_samples, passes = sampler.passes(step)
-        own: dict[int, tuple[bytes, list[Tensor]]] = {}
+        if self._source_step != step:
+            sampler.first_step, self._source = step, feed(iter(self._passes), job.device)
+        self._source_step = None
+        own = {key: output for key, output in self._own.items() if key[0] == step}
+        self._own = own
         with self._evaluating():
             for item in passes:
-                own[item.virtual_node] = self._run(step, item.virtual_node, next(source))
+                inputs, key = next(self._source), (step, item.virtual_node)
+                if key not in own:  # else kept from before another worker was lost
+                    own[key] = self._run(step, item.virtual_node, inputs)
+        self._source_step = step + 1
         # The workers ran unlike passes, and the script may draw now.
         seed_streams(job._seed, "predicted", job.num_steps, step)
         shares = share_out(num_samples, sampler.batch_sizes)
+        outputs = []
         for node in (node for node, share in enumerate(shares) if share):
-            header, tensors = own.pop(node, (b"", []))
+            header, tensors = own.get((step, node), (b"", []))
             holder = job._place_of_nodes[node]
             if self._place.distributed:
-                header, tensors = deliver(header, tensors, holder, self._place, on_all=self._on_all)
+                with self._waiting():
+                    header, tensors = deliver(
+                        header, tensors, holder, self._place, on_all=self._on_all
+                    )
             if header:
-                yield checkpoint.decode(json.loads(header)["outputs"], tensors)
+                outputs.append(checkpoint.decode(json.loads(header)["outputs"], tensors))
+        return outputs
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -449,8 +449,10 @@ class Job:
             # The others have done this before this worker came.
             sampler.set_epoch(PREDICTION_EPOCH, [])
             return Prediction(self, sampler, passes, function, on_all=on_all)
-        order = epoch_order(loader, self._seed, PREDICTION_EPOCH, self._broadcast)
-        self._totals.check_same_length(len(order))
+        order = self._together(
+            lambda: epoch_order(loader, self._seed, PREDICTION_EPOCH, self._broadcast)
+        )
+        self._together(lambda: self._totals.check_same_length(len(order)))
         sampler.set_epoch(PREDICTION_EPOCH, order)
         self.sync_buffers()
         return Prediction(self, sampler, passes, function, on_all=on_all)

@@ -10,7 +10,8 @@ all do it again under the new mapping. Virtual nodes' buffers of the dead come f
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -121,13 +122,19 @@ class Member:
         if num_groups() > 1:
             self._control.close("the script has process groups of its own")
         totals.wants_move = self._control.announced is not None and not self._control.is_closed
-        self._control.is_waiting = True
-        try:
+        with self.waiting():
             if not self._survives:
                 return totals.exchange()
             totals.extra = self.mirror.found
             self.mirror.launch(_holdings(job._place), job.rank)
             return totals.exchange(self.mirror.wait)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, this worker waits for the others: the controller finds who keeps them waiting."""
+        self._control.is_waiting = True
+        try:
+            yield
         finally:
             self._control.is_waiting = False
 
@@ -206,12 +213,9 @@ class Member:
             found = control.recovery
             return found is not None and found["generation"] > max(control.broken, reported[0])
 
-        control.is_waiting = True
-        try:
+        with self.waiting():
             tick()
             control.wait(is_there, tick)
-        finally:
-            control.is_waiting = False
         assert control.recovery is not None
         return control.recovery
 

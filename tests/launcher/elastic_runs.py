@@ -70,7 +70,7 @@ class Launch:
         holds: Sequence[int] = (),
         script: Path = SCRIPT,
     ) -> None:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.run = folder, folder / "run"
         files.write(folder / "plan.json", plan_of(nodes))
         command = [*HETFLOW, "launch", "--determinism", "elastic", *options, "-o", str(self.run)]

@@ -1,0 +1,70 @@
+"""Deaths between steps: in ``job.predict``, and in collectives of the script's own."""
+
+import os
+import signal
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from .elastic_runs import Launch, wait_until
+
+SCRIPT = Path(__file__).with_name("outside_script.py")
+
+
+def launch_of(folder: Path, nodes: list[int], *options: str, stops: dict[int, str]) -> Launch:
+    """A launch in which a worker stops at the place that ``stops`` names for it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, place in stops.items():
+        (folder / f"stop-{name}").write_text(place)
+    return Launch(folder, nodes, *options, epochs=3, script=SCRIPT)
+
+
+def kill_where_it_stops(launch: Launch, name: int, number: int = signal.SIGKILL) -> None:
+    stopped = launch.folder / f"stopped-{name}"
+    wait_until(lambda: launch.process.poll() is not None or stopped.exists())
+    assert launch.process.poll() is None, launch.process.communicate()[1]
+    wait_until(stopped.read_text)
+    os.kill(int(stopped.read_text()), number)
+    (launch.folder / f"stop-{name}").unlink()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The digest of a run in which nobody dies, by what it does between epochs."""
+
+    @cache
+    def digest_of(what: str) -> str:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("WHAT", what)
+            return launch_of(tmp_path_factory.mktemp("whole"), [8], stops={}).digest()
+
+    return digest_of
+
+
+@pytest.mark.parametrize(
+    ("what", "name", "place"),
+    [
+        ("all", 1, "pass"),
+        ("main", 0, "body"),
+        pytest.param("main", 1, "pass", marks=pytest.mark.slow),
+        pytest.param("main", 0, "pass", marks=pytest.mark.slow),
+        pytest.param("all", 0, "body", marks=pytest.mark.slow),
+    ],
+)
+def test_a_death_in_a_prediction_leaves_the_outputs_as_they_were(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: Callable[[str], str],
+    what: str,
+    name: int,
+    place: str,
+) -> None:
+    monkeypatch.setenv("WHAT", what)
+    launch = launch_of(tmp_path / "run", [3, 3, 2], stops={name: place})
+    kill_where_it_stops(launch, name)
+    assert launch.digest() == undisturbed(what)
+    generations = launch.record()["generations"]
+    assert [g["kind"] for g in generations] == ["start", "failure"]
+    assert generations[1]["left"] == [str(name)]
