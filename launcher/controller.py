@@ -94,7 +94,7 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
         workers = Workers(
             request.folder,
             stdout_to_stderr=request.stdout_to_stderr,
-            has_lines=request.is_elastic,
+            has_lines=request.is_elastic or request.hands_over,
             survives=request.survives,
         )
         run = _Run(request, hosts, workers, signals, warn)
@@ -154,7 +154,7 @@ class _Run:
             hosts.started()
             if request.is_elastic:
                 self._seats = {str(seat.slot.rank): seat for seat in seats}
-                self.generations = self._make_generations(self._inbox)
+                self.generations = self._make_generations(self._inbox, hosts)
             elif request.hands_over:
                 self.generations = self._make_repartitions(self._inbox, hosts)
             failure = self._supervise() or hosts.wait_for_others(self._watch)
@@ -179,15 +179,21 @@ class _Run:
         if self._inbox is not None:
             self._inbox.close()
 
-    def _make_generations(self, inbox: Inbox) -> Generations:
+    @property
+    def _limits(self) -> Limits:
+        return Limits(self._request.heartbeat_seconds, self._request.timeout_seconds)
+
+    def _make_generations(self, inbox: Inbox, hosts: Alone | Together) -> Generations:
         request = self._request
+        assert isinstance(hosts, Alone)
         return Generations(
             request.config,
             self._workers,
             inbox,
+            hosts,
             self._start_newcomers,
             on_failure=request.policy,
-            limits=Limits(request.heartbeat_seconds, request.timeout_seconds),
+            limits=self._limits,
             restart=self._restart if request.checkpoint is not None else None,
             warn=self._warn,
         )
@@ -203,6 +209,7 @@ class _Run:
             self._start_generation,
             cause=lambda config, ranks: _cause(self._workers, config, ranks),
             restarts=request.policy == "replace",
+            limits=self._limits if request.policy != "stop" else None,
             parts=request.folder / HANDOVER,
             warn=self._warn,
         )
@@ -265,7 +272,8 @@ class _Run:
         if self.generations is not None:
             failure = self.generations.tick(POLL_SECONDS)
             if failure is not None:
-                if failure.sentence_of_ours or isinstance(self.generations, Repartitions):
+                is_known = failure.sentence_of_ours or failure.why
+                if is_known or isinstance(self.generations, Repartitions):
                     return failure
                 return _cause(self._workers, self._request.config) or failure
             if self.generations.only_newcomers_left:

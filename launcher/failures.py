@@ -19,8 +19,8 @@ class Failure:
     """How one worker (or a whole launch, where ``rank`` is None) ended badly.
 
     ``lost_peer`` says that the worker failed only because another was gone; ``stages`` are those
-    that a pipeline's worker holds; ``sentence_of_ours`` is why the controller ended it, where it
-    did.
+    that a pipeline's worker holds; ``why`` is why the controller ended it, where it did;
+    ``sentence_of_ours`` is the whole story, where it takes more than this worker's.
     """
 
     exit_code: int
@@ -35,6 +35,7 @@ class Failure:
     lost_peer: bool = False
     interrupted: bool = False
     stages: tuple[int, ...] = ()
+    why: str = ""
     sentence_of_ours: str | None = None
 
     @property
@@ -50,6 +51,8 @@ class Failure:
             return self.error
         who = f"worker {self.rank} ({_staged(self.stages)}{self.device_type}"
         where = f" on {self.host})" if self.host and self.host != socket.gethostname() else ")"
+        if self.why:
+            return f"{who}{where} {self.why}"
         said = f": {self.error}" if self.error else ""
         return f"{who}{where} {_manner(self.exit_code)}{said}"
 
@@ -66,7 +69,7 @@ class Failure:
     def as_error(self) -> LaunchError:
         """The error that ends the command, with the worker's own exit code."""
         hint = f"its whole output: {self.log}" if self.log else None
-        unexplained = not self.interrupted and self.sentence_of_ours is None
+        unexplained = not (self.interrupted or self.why or self.sentence_of_ours)
         if self.exit_code == 128 + signal.SIGKILL and unexplained:
             hint = f"if you did not kill it, the host may be out of memory; {hint}"
         error = LaunchError(self.sentence(), hint=self.hint or hint, exit_code=self.exit_code)
@@ -112,8 +115,13 @@ def exit_code_of(returncode: int) -> int:
     return 128 - returncode if returncode < 0 else returncode
 
 
-def failure_of(rank: int, device_type: str, returncode: int, described: Path, log: Path) -> Failure:
-    """The failure of one dead worker, from its exit status and what it wrote down."""
+def failure_of(
+    rank: int, device_type: str, returncode: int, described: Path, log: Path, *, why: str = ""
+) -> Failure:
+    """The failure of one dead worker, from its exit status and what it wrote down.
+
+    ``why`` is why the controller ended it, where it did.
+    """
     own = _described(described)
     code = exit_code_of(returncode)
     return Failure(
@@ -128,6 +136,7 @@ def failure_of(rank: int, device_type: str, returncode: int, described: Path, lo
         # One that wrote nothing died too suddenly to; it can hardly have died of the others.
         at_seconds=float(own.get("at_seconds", 0.0)),
         lost_peer=bool(own.get("lost_peer", False)),
+        why=why,
     )
 
 

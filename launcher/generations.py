@@ -20,12 +20,13 @@ from ..schema.resize import ResizeAnswer, ResizeRequest
 from ..schema.run import GenerationKind
 from .change import Change
 from .failures import Failure
-from .heartbeat import Limits, hung, silence_of
+from .heartbeat import Limits, Watch
 from .history import History, devices_of
 from .inbox import Inbox
-from .losses import MAX_TRIES, Losses, reformed
+from .losses import Losses, reformed
 from .mapping import renumbered, seated
 from .request import OnFailure
+from .restarts import Store, Tries
 from .supervise import Workers
 
 Start = Callable[[LaunchConfig, int, dict[str, int], Sequence[str]], None]
@@ -39,6 +40,7 @@ class Generations:
         config: The mapping at the start.
         workers: The worker processes; their names are their first ranks.
         inbox: Requests.
+        store: Where workers say what they go on from.
         start: Starts workers: config, generation, rank by name, names to start.
         on_failure: Whether a launch goes on without a worker that died.
         limits: When a worker counts as hung.
@@ -51,6 +53,7 @@ class Generations:
         config: LaunchConfig,
         workers: Workers,
         inbox: Inbox,
+        store: Store,
         start: Start,
         *,
         on_failure: OnFailure,
@@ -59,8 +62,8 @@ class Generations:
         warn: Callable[[str], None],
     ) -> None:
         self._workers, self._inbox, self._start, self._warn = workers, inbox, start, warn
-        self._on_failure = on_failure
-        self._limits = limits
+        self._on_failure, self._is_fragile = on_failure, False
+        self._watch, self._tries = Watch(workers, limits), Tries(store)
         self.number, self.config = 0, config
         self.restarted_at = 0
         self._restart = restart
@@ -74,10 +77,8 @@ class Generations:
         self._left: set[str] = set()
         self._names = (str(number) for number in count(config.world_size))
         self._losses = Losses()
-        self._finished: set[str] = set()
         self._closed: str | None = None
         self._wanted: LaunchConfig | None = None
-        self._num_restarts = 0
         inbox.show(config)
         self.history = History()
         self._remember("start", "the launch", joined=tuple(self._ranks))
@@ -118,10 +119,8 @@ class Generations:
             self._break_off()
             if message["generation"] == self._highest:  # else it will say so of this one, too
                 self._losses.operations[name] = message["operation"]
-        elif kind == "finished":
-            self._finished.add(name)  # its interpreter is about to end, and its heartbeat with it
         elif kind == "fragile":
-            self._on_failure = "stop"
+            self._is_fragile = True
         elif kind == "closed":
             self._closed = message["why"]
             if change is not None:
@@ -254,29 +253,29 @@ class Generations:
     # Failures
 
     def _kill_hung(self) -> None:
-        if self._phase == "starting" or self._on_failure == "stop" or self._closed is not None:
+        if self._phase == "starting" or not (self._survives or self._restarts):
             return
-        silent = self._losses.causes.keys() | self._finished
-        watched = [name for name in self._ranks if name not in silent]
-        lines = {n: line for n, line in self._workers.lines().items() if n in watched}
-        for name, why in hung(lines, self._limits, time.monotonic()):
-            self._losses.causes[name] = f"{self._who(name)} {why}"
-            self._workers.kill(name)
-        change = self._change
-        for name in change.joining if change is not None else []:
-            line = self._workers.lines().get(name)
-            # How long one takes to start is its own affair: only silence counts.
-            why_silent = silence_of(line, self._limits, time.monotonic()) if line else None
-            if why_silent is not None and name not in self._losses.causes:
-                self._losses.causes[name] = f"newcomer {name} {why_silent}"
-                self._workers.kill(name)
+        self._watch.trained(self._ranks)
+        if self._change is not None:
+            self._watch.silent(self._change.joining)
+
+    @property
+    def _survives(self) -> bool:
+        """Whether the others go on when a worker dies in a step."""
+        return self._on_failure != "stop" and self._closed is None and not self._is_fragile
+
+    @property
+    def _restarts(self) -> bool:
+        """Whether all start again where the others cannot go on."""
+        return self._on_failure != "stop" and self._restart is not None
 
     def _who(self, name: str) -> str:
         return f"worker {name} ({self.config.workers[self._ranks[name]].device_type})"
 
     def _bury(self) -> Failure | None:
         """Take note of the dead; the first failure that the launch cannot survive."""
-        for failure in self._workers.failures():
+        # Who died comes before who only lost it.
+        for failure in sorted(self._workers.failures(), key=lambda failure: failure.lost_peer):
             name = str(failure.rank)
             if name not in self._workers.lines():  # given up together with another
                 continue
@@ -284,59 +283,61 @@ class Generations:
                 self._workers.forget(name)
             elif self._change is not None and name in self._change.joining:
                 if self._phase == "changing":
-                    why = self._losses.causes.pop(name, failure.sentence())
-                    self._cancel(f"a newcomer failed: {why}")
-                elif self._on_failure == "stop":
+                    self._cancel(f"a newcomer failed: {failure.sentence()}")
+                elif not self._survives:
                     return failure
                 else:
                     self._losses.causes.setdefault(name, failure.sentence())
                     self._break_off()
-            elif self._can_restart(failure):
-                self._restart_all(failure, name)
-            elif not self._can_survive(failure):
-                return self._explained(failure, name)
-            else:
+            elif self._can_survive(failure):
                 self._losses.bury(name, failure.sentence())
                 self._workers.forget(name)
                 self._break_off()
+            elif self._can_restart(failure):
+                self._losses.bury(name, failure.sentence())
+                self._restart_all(self._losses.sentence)
+            else:
+                return self._explained(failure, name)
         return None
 
     def _explained(self, failure: Failure, name: str) -> Failure:
-        """With why the controller ended it, or whose loss it did not survive."""
-        cause = self._losses.causes.get(name)
-        if cause is None and failure.lost_peer and self._losses.causes:
-            outside = f"{self._who(name)} could not go on without it outside of a step"
-            cause = f"{self._losses.sentence}; {outside}"
-        return replace(failure, sentence_of_ours=cause) if cause else failure
-
-    def _is_mendable(self, failure: Failure) -> bool:
-        """Whether a worker died that nothing in the script stopped."""
-        going_on = self._on_failure != "stop" and self._closed is None
-        return going_on and failure.by_signal and self._phase != "starting"
+        """With whose loss it did not survive."""
+        if not (failure.lost_peer and self._losses.dead):
+            return failure
+        outside = f"{self._who(name)} could not go on without it outside of a step"
+        hint = "with --checkpoint and --checkpoint-every all would start again from the last one"
+        return replace(
+            failure,
+            sentence_of_ours=f"{self._losses.sentence}; {outside}",
+            hint=failure.hint if self._restart is not None else hint,
+        )
 
     def _can_survive(self, failure: Failure) -> bool:
+        """Whether a worker died that nothing in the script stopped, and others hold the state."""
         alive = [name for name in self._alive() if name != str(failure.rank)]
         done = any(self._workers.is_done(name) for name in alive)
-        return self._is_mendable(failure) and bool(alive) and not done
+        has_trained = self._phase != "starting"
+        return self._survives and failure.by_signal and has_trained and bool(alive) and not done
 
     def _can_restart(self, failure: Failure) -> bool:
-        """Whether nobody is left who holds the state, and a checkpoint may."""
-        alone = self._alive() in ([str(failure.rank)], [])
-        tries_left = self._restart is not None and self._num_restarts < MAX_TRIES
-        return self._is_mendable(failure) and alone and tries_left
+        """Whether a worker died, or could not do without one that did, and there are tries left."""
+        is_lost = failure.by_signal or (failure.lost_peer and bool(self._losses.dead))
+        mendable = self._restarts and is_lost and self._phase != "starting"
+        return mendable and self._tries.take(self.restarted_at)
 
-    def _restart_all(self, failure: Failure, name: str) -> None:
+    def _restart_all(self, cause: str) -> None:
         """Start everybody anew; they go on from the last checkpoint."""
         assert self._restart is not None
-        self._losses.bury(name, failure.sentence())
-        cause, left = self._losses.sentence, tuple(self._losses.dead)
+        self._cancel("a worker was lost meanwhile")
+        left = tuple(self._ranks)
+        for name in filter(self._workers.is_held, left):
+            self._workers.forget(name)
         self._losses.forget()
-        self._workers.forget(name)
-        self._cancel("the last worker was lost meanwhile")
-        self._num_restarts += 1
         self._highest += 1
         self.number, self.restarted_at = self._highest, self._highest
         self._phase, self._joined = "starting", set()
+        self._closed, self._is_fragile = None, False
+        self.config, self._wanted = self._wanted or self.config, None
         self._ranks = {next(self._names): slot.rank for slot in self.config.workers}
         self._restart(self.config, self.number, self._ranks)
         self._workers.show(_first(self._ranks))
@@ -376,7 +377,7 @@ class Generations:
     def _replace(self) -> None:
         """Start a replacement of who was lost, beside the others."""
         wanted, self._wanted = self._wanted, None
-        if self._on_failure != "replace" or wanted is None:
+        if self._on_failure != "replace" or not self._survives or wanted is None:
             return
         try:
             self._begin(wanted, None, "replaces who was lost", "replace")

@@ -13,14 +13,15 @@ class Line:
     """One worker's line. ``heard_at`` and ``moved_at`` are monotonic seconds.
 
     ``operation`` and ``is_waiting`` are what the last heartbeat said; ``moved_at`` is when that
-    changed.
+    changed. ``is_finished`` says that its interpreter is about to end, and its heartbeat with it.
     """
 
     def __init__(self) -> None:
         self._own, self.theirs = socket.socketpair()
         self._own.setblocking(False)
         self._rest = b""
-        self.is_open = True
+        self.is_open, self.is_finished = True, False
+        self.began = time.monotonic()
         self.heard_at: float | None = None
         self.moved_at = 0.0
         self.operation, self.is_waiting = -1, False
@@ -65,6 +66,7 @@ class Line:
 
     def _note(self, message: dict[str, Any]) -> None:
         self.heard_at = time.monotonic()
+        self.is_finished = self.is_finished or message["kind"] == "finished"
         if message["kind"] != "beat":
             return
         found = (message["operation"], message["waiting"])

@@ -12,7 +12,7 @@ from .mapping import without
 
 # How long a worker that lost its connections waits for a death to be seen.
 CAUSE_SECONDS = 1.0
-MAX_TRIES = 3
+MAX_TRIES = 3  # at one step
 
 
 @dataclass(slots=True)

@@ -20,9 +20,10 @@ from ..schema.launch import LaunchConfig
 from ..schema.pipeline import FLUSHING
 from ..schema.resize import ResizeAnswer, ResizeRequest
 from .failures import Failure
+from .heartbeat import Limits, Watch
 from .history import History, devices_of
 from .inbox import Inbox
-from .losses import MAX_TRIES
+from .restarts import Tries
 from .supervise import Workers
 
 FLUSHES = (*FLUSHING, "dualpipe", "dualpipe-v")
@@ -75,6 +76,7 @@ class Repartitions:
             their turn.
         cause: The first cause among failures, given a moment to be seen.
         restarts: Whether a launch starts again from the last checkpoint when a worker dies.
+        limits: When a worker counts as hung; None to leave it as it is.
         parts: The launch's own folder for parts, emptied when all have read them.
         warn: Tells the user something that does not end the launch.
     """
@@ -89,6 +91,7 @@ class Repartitions:
         *,
         cause: Cause,
         restarts: bool,
+        limits: Limits | None,
         parts: Path,
         warn: Callable[[str], None],
     ) -> None:
@@ -100,7 +103,8 @@ class Repartitions:
         self._change: _Change | None = None
         self._names = (str(number) for number in count(config.world_size))
         self._highest = 0
-        self._tries: tuple[str | None, int] = (None, 0)
+        self._tries = Tries(store)
+        self._watch = Watch(workers, limits) if limits is not None else None
         self._restarted: tuple[str, tuple[str, ...], float] | None = None
         inbox.show(config)
         self.history = History()
@@ -109,6 +113,7 @@ class Repartitions:
     def tick(self, wait_seconds: float) -> Failure | None:
         """Take in what has happened, after so long; a failure that ends the launch."""
         time.sleep(wait_seconds)
+        self._kill_silent()
         failure = self._bury()
         if failure is not None:
             return failure
@@ -123,6 +128,14 @@ class Repartitions:
         if self._phase != "starting":
             self._serve()
         return None
+
+    def _kill_silent(self) -> None:
+        """A worker that is stopped or frozen is killed; what follows is as for any death."""
+        for line in self._workers.lines().values():
+            line.receive()
+        if self._watch is not None:
+            self._watch.trained(self._now.ranks)
+            self._watch.silent(self._change.new.ranks if self._change is not None else ())
 
     def _number(self, side: _Side, name: str) -> int:
         return int(self._store.read(handover.key(side.number, name)) or 0)
@@ -212,7 +225,7 @@ class Repartitions:
         pause = time.monotonic() - float(stopped) if stopped else None
         left = tuple(self._now.ranks)
         self._now, self._change, self._phase = change.new, None, "running"
-        self._tries = (None, 0)
+        self._tries.forget()
         shutil.rmtree(self._parts, ignore_errors=True)
         self._inbox.show(self._now.config)
         self._remember("resize", change.detail, left, pause)
@@ -271,16 +284,9 @@ class Repartitions:
         return None
 
     def _can_restart(self, cause: Failure) -> bool:
-        """Whether a worker died that nothing in the script stopped; at most so often in one place.
-
-        A generation that comes as far as a newer checkpoint than the one before counts anew.
-        """
-        if not self._restarts or not (cause.by_signal or cause.lost_peer):
-            return False
-        found = self._store.read(handover.key(self._now.number, handover.FOUND))
-        place, tries = self._tries
-        self._tries = (found, tries + 1 if found == place else 1)
-        return self._tries[1] <= MAX_TRIES
+        """Whether a worker died that nothing in the script stopped, and there are tries left."""
+        mendable = self._restarts and (cause.by_signal or cause.lost_peer)
+        return mendable and self._tries.take(self._now.number)
 
     def _go_back(self, why: str) -> None:
         """The workers before are gone, but their parts are there."""

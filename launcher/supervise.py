@@ -64,6 +64,7 @@ class Workers:
         self._processes: dict[str, Process] = {}
         self._lines: dict[str, Line] = {}
         self._types: dict[str, str] = {}
+        self._killed: dict[str, str] = {}
         self._shown = "0"
         self._tees: list[threading.Thread] = []
 
@@ -120,9 +121,17 @@ class Workers:
         """The lines to the workers."""
         return self._lines
 
-    def kill(self, name: str) -> None:
-        """End a worker and what it started, at once; it may be stopped."""
+    def kill(self, name: str, why: str = "") -> None:
+        """End a worker and what it started, at once; it may be stopped.
+
+        Its failure says ``why``, the first that was given.
+        """
+        self._killed.setdefault(name, why)
         signal_group(self._processes[name], signal.SIGKILL)
+
+    def is_stopped(self, name: str) -> bool:
+        """Whether a signal has stopped it."""
+        return _is_stopped(self._processes[name].pid)
 
     def signal(self, name: str, number: int) -> None:
         """Send a worker a signal, unless it is gone."""
@@ -164,6 +173,7 @@ class Workers:
                 process.returncode,
                 failure_path(self._folder, name),
                 self.logs(name)[1],
+                why=self._killed.get(name, ""),
             )
             for name, process in self._processes.items()
             if process.poll() not in (None, 0)

@@ -68,3 +68,39 @@ def test_a_death_in_a_prediction_leaves_the_outputs_as_they_were(
     generations = launch.record()["generations"]
     assert [g["kind"] for g in generations] == ["start", "failure"]
     assert generations[1]["left"] == [str(name)]
+
+
+def test_a_death_in_a_collective_of_the_script_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHAT", "own")
+    launch = launch_of(tmp_path / "run", [4, 4], stops={1: "own"})
+    kill_where_it_stops(launch, 1)
+    code, err = launch.end()
+    assert code == 1
+    said = [line for line in err.splitlines() if line.startswith(("hetflow: worker 1", "hint"))]
+    assert said == [
+        "hetflow: worker 1 (cpu:fast) was killed by SIGKILL; worker 0 (cpu:fast) could not go on "
+        "without it outside of a step",
+        "hint: with --checkpoint and --checkpoint-every all would start again from the last one",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_with_a_checkpoint_all_start_again_after_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    undisturbed: Callable[[str], str],
+    number: int,
+) -> None:
+    monkeypatch.setenv("WHAT", "own")
+    options = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2"]
+    options += ["--heartbeat", "3"]
+    launch = launch_of(tmp_path / "run", [4, 4], *options, stops={1: "own"})
+    kill_where_it_stops(launch, 1, number)
+    assert launch.digest() == undisturbed("own")
+    generations = launch.record()["generations"]
+    assert [g["kind"] for g in generations] == ["start", "restart"]
+    assert (generations[1]["left"], generations[1]["joined"]) == (["0", "1"], ["2", "3"])
+    assert "worker 0 (cpu:fast)" in generations[1]["detail"]

@@ -23,6 +23,8 @@ from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.pipeline import PipelinePlan
 
+from ..faults.processes import is_gone
+
 HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
 SCRIPT = Path(__file__).with_name("pipeline_script.py")
 EPOCHS, STEPS = 3, 15
@@ -171,6 +173,27 @@ def test_a_killed_worker_is_replaced_from_the_last_checkpoint(
     assert made.count(4) == made.count(6) == 1
 
 
+@pytest.mark.slow
+def test_a_frozen_worker_is_found_by_its_heartbeat(
+    tmp_path: Path, two_stages: PipelinePlan, undisturbed: Run
+) -> None:
+    options = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2"]
+    options += ["--heartbeat", "3"]
+    run = Run(tmp_path / "a", two_stages, *options, holds=(5,))
+    run.wait_for_step(5, workers=2)
+    pid = next(note[3] for note in run.notes() if note[1] == 1)
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while not is_gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    run.go(5)
+    assert_alike(run, undisturbed)
+    generations = run.record()["generations"]
+    assert [g["kind"] for g in generations] == ["start", "restart"]
+    said = "worker 1 (stage 1, cpu:slow) gave no sign of life for "
+    assert generations[1]["detail"].startswith(said)
+
+
 def undisturbed_digest(undisturbed: Run) -> str:
     found: str = undisturbed.record()["parameters_digest"]
     return found
@@ -202,13 +225,16 @@ class Processes:
         self.generations = Repartitions(
             self.config, self, self.box, self, self._start,  # type: ignore[arg-type]
             cause=lambda config, ranks: next(iter(self.failures())),
-            restarts=restarts, parts=folder / "handover", warn=self.told.append,
+            restarts=restarts, limits=None, parts=folder / "handover", warn=self.told.append,
         )  # fmt: skip
         self.generations.tick(0)
 
     def _start(self, config: Any, number: int, ranks: dict[str, int], follows: bool) -> None:
         self.codes |= dict.fromkeys(ranks, 0)
         self.started = (number, tuple(ranks), follows)
+
+    def lines(self) -> dict[str, Any]:
+        return {}
 
     def failures(self) -> list[Failure]:
         return [Failure(exit_code=c, error="", rank=int(n)) for n, c in self.codes.items() if c]
