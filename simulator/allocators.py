@@ -39,8 +39,8 @@ class PolicyAllocator:
         Args:
             policy: The policy.
             agnostic: Show it one rate a job for all types.
-            blind: As the published agnostic policies: rate 1, types that cannot run the job
-                included.
+            blind: As the published agnostic policies: the rate on the pool's first type
+                everywhere, types that cannot run the job included.
             shares_space: Whether pairs of jobs may share devices.
         """
         self.shares_space = shares_space
@@ -61,7 +61,8 @@ class PolicyAllocator:
         types = len(pool.types)
         rate = active.rate[:types].T
         if self.blind:
-            rate = np.where(active.scale[:, None] <= pool.capacity, 1.0, 0.0)
+            known = np.where(rate[:, 0] > 0, rate[:, 0], rate.max(axis=1))
+            rate = np.where(active.scale[:, None] <= pool.capacity, known[:, None], 0.0)
         deadlines = [
             np.inf
             if job.slo_seconds is None or job.id in active.given_up

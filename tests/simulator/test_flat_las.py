@@ -1,4 +1,4 @@
-"""Agnostic LAS over classes of jobs against the same policy job by job."""
+"""Agnostic LAS over classes of jobs against the same policy job by job; what blind policies see."""
 
 from collections.abc import Callable
 
@@ -103,3 +103,16 @@ def test_mixes_are_not_flat(three_types: Pool, job: MakeJob) -> None:
         shares(pool, [job(0, model="even")], allocator_named("las", agnostic=True))
     blind = allocator_named("las", agnostic=True, columns=True)
     assert shares(pool, [job(0, model="even")], blind).shape == (4, 1)
+
+
+def test_blind_policies_see_each_job_at_its_rate_on_the_first_type(job: MakeJob) -> None:
+    table = Throughputs(
+        models=(
+            ModelThroughput(model="quick", scale_factor=1, steps_per_second={"a": 10.0, "b": 1.0}),
+            ModelThroughput(model="slow", scale_factor=1, steps_per_second={"a": 1.0, "b": 1.0}),
+        )
+    )
+    pool = Pool(throughputs=table, num_devices={"a": 1})
+    jobs = [job(0, model="quick", steps=36_000.0), job(1, model="slow", steps=1_800.0)]
+    allocator = allocator_named("makespan", agnostic=True, blind=True)
+    assert shares(pool, jobs, allocator)[0] == pytest.approx([2 / 3, 1 / 3], rel=1e-5)
