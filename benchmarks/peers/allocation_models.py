@@ -158,13 +158,15 @@ class Cvxpy:
         elif level.any():
             z, unit = cvxpy.Variable(), 1.0 / (level / row).max()
             limits.append(reached >= floor / row + level / row * unit * z)
-            goal = unit * z
+            goal = z  # of the order of one: ECOS's tolerance is absolute
         else:
             limits.append(reached >= floor / row)
             goal = gain @ x
         problem = cvxpy.Problem(cvxpy.Maximize(goal), limits)
         problem.solve(solver="HIGHS" if whole is not None else "ECOS")
-        return float(problem.value), None if whole is None else chosen.value
+        if whole is not None:
+            return float(problem.value), chosen.value
+        return float(problem.value) * (unit if level.any() else 1.0), None
 
     def fairest(self, jobs: Instance, model: Model) -> float:
         """The least largest rho, as one convex program."""
