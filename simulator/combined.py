@@ -42,7 +42,7 @@ class CombinedRounds(Rounds):
     def take_shares(self) -> None:
         """Let the policy share the pool, pairs included."""
         shares = self.allocator.allocate(self.active, self.now)
-        self.active.share = shares.x
+        self.active.share[:] = shares.x
         if shares.pairs is None or not len(shares.pairs.a):
             self.pairs = PairShares()
             return
@@ -77,7 +77,7 @@ class CombinedRounds(Rounds):
             ranked,
             paired,
             self.up,
-            None if joint else self._type_order(),
+            None if joint else self.type_order(),
             active.deficit if options.convention == "published" else None,
         )
 
@@ -144,13 +144,14 @@ class CombinedRounds(Rounds):
         self.partners = self._partners(chosen)
         self.note(work.job, work.column, self.moved[work.job], work.seconds)
         kind[struck] = NOWHERE  # it restarts
-        active.last_type = kind
+        active.last_type[:] = kind
         start, number = self.now, len(active)
-        self.now = start + self._length(work.seconds)
+        self.now = start + self.length(work.seconds)
         if done.any():
             gone = work.job[done]
             self.outcomes.extend(active.remove(gone, start + work.seconds[done], self.hourly))
             self.pairs.drop(gone, number)
+            self.num_done += len(gone)
             self.changed = True
 
     def _ids(self, chosen: Chosen) -> list[tuple[str, ...]]:

@@ -83,11 +83,10 @@ def choose(priority: Floats, scale: Ints, free: Ints) -> Ints:
 
 def choose_by_type(
     priority: Floats, ties: Floats | None, scale: Ints, free: Ints, order: list[int]
-) -> tuple[Ints, bool]:
+) -> Ints:
     """One type after another, in the order given: each to the jobs of highest priority there.
 
-    Returns the type of each job [jobs], and whether nobody was passed over: then priorities
-    did not matter, only who may run where.
+    Returns the type of each job [jobs].
 
     Args:
         priority: As for ``choose``.
@@ -98,14 +97,13 @@ def choose_by_type(
         order: The order in which types are served.
     """
     chosen = np.full(len(scale), NOWHERE, dtype=np.int64)
-    contested, may_run = False, priority > -np.inf
+    may_run = priority > -np.inf
     alike = bool((scale == 1).all())
     for kind in order:
         open_ = ((chosen == NOWHERE) & may_run[kind]).nonzero()[0]
         if (len(open_) if alike else int(scale[open_].sum())) <= free[kind]:
             chosen[open_] = kind
             continue
-        contested = True
         urgency = -priority[kind][open_]
         if ties is None:
             ranked = open_[urgency.argsort(kind="stable")]
@@ -113,24 +111,35 @@ def choose_by_type(
             ranked = open_[np.lexsort((-ties[kind][open_], urgency))]
         taken = ranked[: free[kind]] if alike else take(ranked, scale, int(free[kind]))
         chosen[taken] = kind
-    return chosen, not contested
+    return chosen
 
 
 def take(ranked: Ints, scale: Ints, free: int) -> Ints:
     """Of ranked jobs, each in turn that still fits on ``free`` devices."""
-    needs = scale[ranked]
+    return _fitting(ranked, scale[ranked], free)[0]
+
+
+def take_first(ranked: Ints, scale: Ints, free: int) -> tuple[Ints, bool]:
+    """As ``take``, in order of place; and whether anybody was passed over."""
+    taken, passed = _fitting(ranked, scale[ranked], free)
+    taken.sort()
+    return taken, passed
+
+
+def _fitting(ranked: Ints, needs: Ints, free: int) -> tuple[Ints, bool]:
     total = needs.cumsum()
     fits = int(total.searchsorted(free, side="right"))
-    taken = [ranked[:fits]]
+    if fits == len(ranked):
+        return ranked, False
     if fits:
         free -= int(total[fits - 1])
-    start = fits + 1
-    while free > 0 and start < len(ranked):
-        offset = int((needs[start:] <= free).argmax())
-        place = start + offset
-        if needs[place] > free:
-            break
-        taken.append(ranked[place : place + 1])
-        free -= int(needs[place])
-        start = place + 1
-    return taken[0] if len(taken) == 1 else np.concatenate(taken)
+    if free <= 0:
+        return ranked[:fits], True
+    more = []
+    for place, need in enumerate(needs[fits + 1 :].tolist(), start=fits + 1):
+        if need <= free:
+            more.append(place)
+            free -= need
+            if free <= 0:
+                break
+    return (np.concatenate((ranked[:fits], ranked[more])) if more else ranked[:fits]), True

@@ -8,6 +8,7 @@ serve device types one after another, fastest first (at random under agnostic po
 ``selection="joint"`` ranks all pairs of job and type together, the other reading of algorithm 2.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,6 +29,7 @@ from .shares import Allocator
 
 ANY_SHARE = 1e-300
 _NOBODY: Ints = np.zeros(0, dtype=np.int64)
+_NEAR = 1e-6  # apart, so that sums kept from job to job tell types' order
 STEPS_LEFT = 1e-9  # of a step: rounding of its own additions, not work
 
 
@@ -90,6 +92,7 @@ def simulate_rounds(
         ProblemError: The trace makes no sense, or a job runs nowhere.
     """
     from .combined import CombinedRounds
+    from .quick import QuickRounds, is_plain
 
     options = options or RoundOptions()
     if options.servers is not None and pool.uses_mixes:
@@ -97,11 +100,12 @@ def simulate_rounds(
     if pool.consolidated is not None and (options.servers is None or allocator.shares_space):
         raise ProblemError("placement counts where jobs run alone on several servers")
     combined = allocator.shares_space or len(pool.columns) > len(pool.types)
-    rounds = CombinedRounds if combined else Rounds
+    rounds = CombinedRounds if combined else QuickRounds if is_plain(options) else Rounds
     cluster = rounds(Queue(jobs), pool, allocator, options)
     while cluster.step():
         if on_progress is not None:
-            on_progress(len(cluster.outcomes), cluster.now)
+            on_progress(cluster.num_done, cluster.now)
+    cluster.settle()
     return cluster.result()
 
 
@@ -135,8 +139,7 @@ class Rounds:
         # one with a large share that has had its first round.
         self.head_start = options.round_seconds / 2.0
         self.order: list[int] | None = None
-        self.settled = False
-        self.again: tuple[Ints, Ints] | None = None
+        self.num_done = 0
         self.begin()
 
     def begin(self) -> None:
@@ -144,39 +147,46 @@ class Rounds:
 
     def step(self) -> bool:
         """One round; False when all jobs are done."""
-        if not len(self.active):
+        if not self.active.present:
             if self.queue.next is None:
                 return False
             self.now = max(self.now, self.queue.next_seconds)
         arrived = self.queue.until(self.now)
         if arrived:
-            self.active.add(arrived, self.head_start)
-            self.order = None
-            self.worker_seconds += self.head_start * len(arrived)
-            self.changed = True
+            self.admit(arrived)
         self._allocate()
         if self.failures is not None:
             self.up = self.failures.up(self.pool.capacity, self.now)
         if self.num_rounds >= self.options.max_rounds:
             raise ProblemError(f"not done after {self.options.max_rounds} rounds; check the load")
         self.num_rounds += 1
-        self.settled = False
         self.run_round()
-        if self.settled:
-            self._repeat()
         return True
+
+    def admit(self, jobs: list[Job]) -> None:
+        """Let jobs in; they have no share before the next allocation."""
+        self.active.add(jobs, self.head_start)
+        self.order = None
+        self.worker_seconds += self.head_start * len(jobs)
+        self.changed = True
+
+    def settle(self) -> None:
+        """Bring all books up to date, where a kind of rounds puts that off."""
 
     def _allocate(self) -> None:
         due = self.last_reset is None or self.now - self.last_reset >= self.options.reset_seconds
         if not (self.changed and due):
             return
+        self.settle()
         active = self.active
-        passed = 0.0 if self.last_reset is None else self.now - self.last_reset
-        active.deficit = active.deficit + active.share * passed - active.received + self.head_start
+        if self.options.convention == "published":  # by the text nobody asks for it
+            passed = 0.0 if self.last_reset is None else self.now - self.last_reset
+            active.deficit[:] = (
+                active.deficit + active.share * passed - active.received + self.head_start
+            )
         self.take_shares()
-        active.share = np.ascontiguousarray(active.share)  # jobs side by side, as in all else
-        active.received = np.full_like(active.share, self.head_start)
-        self.worker_seconds = active.received.sum(axis=1)
+        active.received[:] = self.head_start
+        self.worker_seconds[:] = active.received.sum(axis=1)
         self.last_reset, self.changed = self.now, False
         self.num_allocations += 1
 
@@ -195,21 +205,19 @@ class Rounds:
         if self.options.selection == "joint":
             return choose(ranked, active.scale, free)
         ties = active.deficit if self.options.convention == "published" else None
-        order = self._type_order()
-        chosen, settled = choose_by_type(ranked, ties, active.scale, free, order)
-        quiet = self.failures is None and self.servers is None and not self.options.records_spans
-        if self.allocator.agnostic:  # the order is drawn anew each time: it must not matter
-            settled = settled and bool((np.isfinite(ranked).sum(axis=0) <= 1).all())
-        self.settled = settled and quiet
-        return chosen
+        return choose_by_type(ranked, ties, active.scale, free, self.type_order())
 
-    def _type_order(self) -> list[int]:
+    def type_order(self) -> list[int]:
         """Fastest first, by the mean rate of the jobs present relative to each one's best."""
         if self.allocator.agnostic:
             return self._with_apart(self.random.permutation(len(self.pool.types)).tolist())
         if self.order is None:
-            speed = self.active.relative[: len(self.pool.types)].sum(axis=1)
-            self.order = self._with_apart(np.argsort(-speed, kind="stable").tolist())
+            speed = self.active.speed[: len(self.pool.types)]
+            ranked = sorted(range(len(speed)), key=speed.__getitem__, reverse=True)
+            if any(speed[a] - speed[b] < _NEAR for a, b in itertools.pairwise(ranked)):
+                exact = self.active.exact_speed()[: len(speed)]
+                ranked = np.argsort(-exact, kind="stable").tolist()
+            self.order = self._with_apart(ranked)
         return self.order
 
     def _with_apart(self, order: list[int]) -> list[int]:
@@ -231,7 +239,7 @@ class Rounds:
             close, relocated = self.seat(ids, kind, active.scale[runs])
             rate, moved = rate * self.spread_rate(runs, kind, close), moved | relocated
         lost = options.restart_seconds * moved
-        seconds, steps = self._work(rate, active.left[runs], lost)
+        seconds, steps = self.work(rate, active.left[runs], lost)
         scale = active.scale[runs]
         struck = self._strike(kind, scale)
         steps[struck] = 0.0
@@ -246,62 +254,14 @@ class Rounds:
         self.busy += np.bincount(kind, weights=spent, minlength=len(self.busy))
         self.note(runs, kind, moved, seconds)
         chosen[runs[struck]] = NOWHERE  # it restarts
-        active.last_type = chosen
+        active.last_type[:] = chosen
         start = self.now
-        self.now = start + self._length(seconds)
+        self.now = start + self.length(seconds)
         if done.any():
             gone = active.remove(runs[done], start + seconds[done], self.hourly)
             self.outcomes.extend(gone)
-            self.changed, self.settled, self.order = True, False, None
-        elif self.settled:
-            self.again = runs, kind
-
-    def _repeat(self) -> None:
-        """Run the round that was just run again and again, as long as nothing can differ.
-
-        Where no job was passed over, the next round chooses the same; so until a job arrives or
-        ends, or an allocation is due, only the books go on. They do by the same additions in the
-        same order as round by round, so that results are the same to the last digit.
-        """
-        assert self.again is not None
-        active, options, (runs, kind) = self.active, self.options, self.again
-        rate, scale = active.rate[kind, runs], active.scale[runs]
-        nothing = np.zeros(len(runs))
-        seconds, steps = self._work(rate, np.full(len(runs), np.inf), nothing)
-        spent = seconds * scale
-        received = spent if options.convention == "published" else seconds
-        types = len(self.busy)
-        worked = np.bincount(kind, weights=received, minlength=len(self.worker_seconds))
-        busy = np.bincount(kind, weights=spent, minlength=types)
-        length = self._length(seconds)
-        left, held = active.left[runs], active.held[kind, runs]
-        had = active.received[kind, runs]
-        next_arrival = self.queue.next_seconds
-        due = float("inf")
-        if self.changed and self.last_reset is not None:
-            due = self.last_reset + options.reset_seconds
-        while self.now < next_arrival and not self._is_due(due):
-            after = left - steps
-            if after.min(initial=np.inf) <= STEPS_LEFT or self.num_rounds >= options.max_rounds:
-                break
-            if self.allocator.agnostic:
-                self._type_order()  # keeps its place in the random stream
-            left = after
-            held += seconds
-            had += received
-            self.worker_seconds += worked
-            self.busy += busy
-            self.now = self.now + length
-            self.num_rounds += 1
-        active.left[runs] = left
-        active.held[kind, runs] = held
-        active.received[kind, runs] = had
-
-    def _is_due(self, due: float) -> bool:
-        """Whether an allocation would come now; by the same comparison as ``_allocate``."""
-        if due == float("inf") or self.last_reset is None:
-            return False
-        return self.now - self.last_reset >= self.options.reset_seconds
+            self.num_done += len(gone)
+            self.changed, self.order = True, None
 
     def seat(
         self,
@@ -330,7 +290,7 @@ class Rounds:
         usage = np.where(np.arange(len(self.up))[:, None] == kind, scale, 0)
         return self.failures.strike(self.up, usage, self.now, self.options.round_seconds)
 
-    def _work(self, rate: Floats, left: Floats, lost: Floats) -> tuple[Floats, Floats]:
+    def work(self, rate: Floats, left: Floats, lost: Floats) -> tuple[Floats, Floats]:
         """Seconds each job works in a round, restart included, and the steps it makes."""
         possible = rate * (self.options.round_seconds - lost)
         if self.options.convention == "published":
@@ -338,7 +298,7 @@ class Rounds:
         steps = np.minimum(possible, left)
         return steps / rate + lost, steps
 
-    def _length(self, seconds: Floats) -> float:
+    def length(self, seconds: Floats) -> float:
         """How long the round lasts: until its last job ends, or its full length."""
         if self.options.convention == "published" and len(seconds):
             return float(seconds.max())

@@ -7,6 +7,7 @@ from ..solvers.allocation.engine import spread
 from ..solvers.allocation.shared import PairTimes
 from ..solvers.allocation.warm import WarmMaxMin
 from .active import Active
+from .priorities import Ints
 from .shares import Shares
 
 
@@ -31,7 +32,8 @@ class WarmLas:
         self._program: WarmMaxMin | None = None
         self._classes: dict[tuple[int, float], int] = {}
         self._keys: list[tuple[str, int]] = []
-        self._counts: list[int] = []
+        self._counts = np.zeros(0, dtype=np.int64)
+        self._of_kind = np.zeros(0, dtype=np.int64)  # -1: no class yet; where weights do not count
 
     def allocate(self, active: Active, now_seconds: float) -> Shares:
         """Move the counts of classes to the jobs present, and go on from the last basis.
@@ -43,26 +45,40 @@ class WarmLas:
             raise ProblemError("the warm solver knows device types only; mixes need warm=False")
         if self._program is None:
             self._program = WarmMaxMin(active.pool.capacity.astype(float))
-        weights = active.weight if self.weighted else np.ones(len(active))
-        keys = list(zip(active.kind.tolist(), weights.tolist(), strict=True))
-        for i, key in enumerate(keys):
-            if key not in self._classes:
-                self._add_class(self._program, active, i, key)
-        of = np.array([self._classes[key] for key in keys])
-        counts = np.bincount(of, minlength=len(self._counts)).tolist()
-        for number, (old, new) in enumerate(zip(self._counts, counts, strict=True)):
-            if old != new:
-                self._program.set_count(number, new)
+        of = self._classes_of(self._program, active)
+        counts = np.bincount(of, minlength=len(self._counts))
+        changed = (counts != self._counts).nonzero()[0]
+        self._program.set_counts(changed, counts[changed])
         self._counts = counts
         _, times = self._program.solve()
-        x = (times[of] / np.array(counts)[of][:, None]).T
+        x = (times[of] / counts[of][:, None]).T
         if not self.shares_space:
             return Shares(x)
         a, b, column, time = self._program.pair_times()
-        present = np.array(counts)
-        kept = (present[a] > 0) & (present[b] > 0)  # absent classes may keep a tolerance of time
+        kept = (counts[a] > 0) & (counts[b] > 0)  # absent classes may keep a tolerance of time
         totals = PairTimes(a=a[kept], b=b[kept], column=column[kept], time=time[kept])
-        return Shares(x, spread(totals, of, present.astype(float)))
+        return Shares(x, spread(totals, of, counts.astype(float)))
+
+    def _classes_of(self, program: WarmMaxMin, active: Active) -> Ints:
+        """The class of each job [jobs]; new ones are added in the order of their first jobs."""
+        kinds = active.kind
+        if self.weighted:
+            keys = list(zip(kinds.tolist(), active.weight.tolist(), strict=True))
+            for i, key in enumerate(keys):
+                if key not in self._classes:
+                    self._add_class(program, active, i, key)
+            return np.array([self._classes[key] for key in keys])
+        more = len(active.kinds) - len(self._of_kind)
+        self._of_kind = np.append(self._of_kind, np.full(more, -1)) if more else self._of_kind
+        of: Ints = self._of_kind[kinds]
+        if of.min() >= 0:
+            return of
+        for i in (of < 0).nonzero()[0].tolist():
+            kind = int(kinds[i])
+            if self._of_kind[kind] < 0:
+                self._add_class(program, active, i, (kind, 1.0))
+                self._of_kind[kind] = len(self._counts) - 1
+        return self._of_kind[kinds]
 
     def _add_class(
         self, program: WarmMaxMin, active: Active, i: int, key: tuple[int, float]
@@ -73,7 +89,7 @@ class WarmLas:
         number = program.add_class(rate, scale, key[1] * equal / scale)
         job = active.jobs[i]
         self._classes[key] = number
-        self._counts.append(0)
+        self._counts = np.append(self._counts, 0)
         self._keys.append((job.model, job.scale_factor))
         if not self.shares_space:
             return

@@ -208,6 +208,10 @@ class LinearSession:
         """Change the bounds of one row."""
         self._highs.changeRowBounds(row, low, high)
 
+    def set_rows(self, rows: Any, low: Any, high: Any) -> None:
+        """Change the bounds of some rows."""
+        self._highs.changeRowsBounds(len(rows), rows.astype(self._np.int32), low, high)
+
     def set_column(self, column: int, high: float) -> None:
         """Change the upper bound of one column."""
         self._highs.changeColBounds(column, 0.0, high)
@@ -217,8 +221,12 @@ class LinearSession:
         self._highs.changeColCost(column, 0.0)
         self._highs.changeColBounds(column, 0.0, 0.0)
 
-    def solve(self) -> LinearAnswer | None:
-        """Maximise; None where HiGHS finds no optimum (infeasible, unbounded, numbers)."""
+    def solve(self, with_prices: bool = True) -> LinearAnswer | None:
+        """Maximise; None where HiGHS finds no optimum (infeasible, unbounded, numbers).
+
+        Args:
+            with_prices: Whether to read the prices, which take a moment; else there are none.
+        """
         self._highs.run()
         if self._highs.getModelStatus() != self._optimal:
             self._highs.clearSolver()  # the old basis may be what leads astray
@@ -229,5 +237,5 @@ class LinearSession:
         return LinearAnswer(
             float(self._highs.getObjectiveValue()),
             self._np.array(solution.col_value),
-            self._np.array(solution.row_dual),
+            self._np.array(solution.row_dual if with_prices else []),
         )

@@ -96,13 +96,15 @@ class WarmMaxMin:
             self.pair_of.append((a, b, kind))
             self._columns += 1
 
-    def set_count(self, number: int, count: int) -> None:
-        """Say how many jobs a class holds now."""
-        row = len(self.capacity) + 2 * number
-        self.session.set_row(row, -np.inf, float(count))
-        self.session.set_coefficient(row + 1, 0, -count * self.level[number])
-        for column in self.twins.get(number, ()):  # nobody shares with itself
-            self.session.set_column(column, np.inf if count > 1 else 0.0)
+    def set_counts(self, classes: Ints, counts: Ints) -> None:
+        """Say how many jobs some classes hold now [classes]."""
+        rows = len(self.capacity) + 2 * classes
+        self.session.set_rows(rows, np.full(len(rows), -np.inf), counts.astype(float))
+        for number, count in zip(classes.tolist(), counts.tolist(), strict=True):
+            row = len(self.capacity) + 2 * number
+            self.session.set_coefficient(row + 1, 0, -count * self.level[number])
+            for column in self.twins.get(number, ()):  # nobody shares with itself
+                self.session.set_column(column, np.inf if count > 1 else 0.0)
 
     def solve(self) -> tuple[float, Floats]:
         """The objective, and each class's total time on each type [classes, types].
@@ -110,7 +112,7 @@ class WarmMaxMin:
         Raises:
             BackendError: HiGHS finds no optimum; with no job present there is none.
         """
-        answer = self.session.solve()
+        answer = self.session.solve(with_prices=False)
         if answer is None:
             raise BackendError("HiGHS found no optimum of the warm program")
         times = np.zeros((len(self.level), len(self.capacity)))

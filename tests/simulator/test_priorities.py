@@ -12,6 +12,7 @@ from hetflow.simulator.priorities import (
     fill_idle,
     priorities,
     take,
+    take_first,
 )
 
 EXAMPLE = np.array([[0.6, 0.2, 0.2], [0.4, 0.6, 0.0], [0.0, 0.2, 0.8]])  # types x jobs
@@ -50,16 +51,16 @@ def test_job_that_does_not_fit_is_passed() -> None:
     chosen = choose(ranked, np.array([2, 4, 1]), np.array([3]))
     assert chosen.tolist() == [0, NOWHERE, 0]
     assert take(np.array([0, 1, 2]), np.array([2, 4, 1]), 3).tolist() == [0, 2]
+    taken, passed = take_first(np.array([2, 1, 0]), np.array([2, 4, 1]), 3)
+    assert (taken.tolist(), passed) == ([0, 2], True)
 
 
 def test_priorities_matter_only_where_devices_are_short() -> None:
     ranked = np.array([[3.0, 1.0, -np.inf], [2.0, 5.0, 1.0]])
-    chosen, settled = choose_by_type(ranked, None, np.ones(3, int), np.array([2, 1]), [0, 1])
+    chosen = choose_by_type(ranked, None, np.ones(3, int), np.array([2, 1]), [0, 1])
     assert chosen.tolist() == [0, 0, 1]
-    assert settled
-    chosen, settled = choose_by_type(ranked, None, np.ones(3, int), np.array([1, 2]), [0, 1])
+    chosen = choose_by_type(ranked, None, np.ones(3, int), np.array([1, 2]), [0, 1])
     assert chosen.tolist() == [0, 1, 1]
-    assert not settled
 
 
 def test_idle_devices_go_to_the_relatively_fastest() -> None:
@@ -86,8 +87,8 @@ def test_no_device_is_oversubscribed_and_none_left_idle(
     order = list(range(len(free)))
     for chosen in (
         choose(ranked, scale, free),
-        choose_by_type(ranked, None, scale, free, order)[0],
-        choose_by_type(ranked, -ranked, scale, free, order)[0],
+        choose_by_type(ranked, None, scale, free, order),
+        choose_by_type(ranked, -ranked, scale, free, order),
     ):
         used = np.array([scale[chosen == kind].sum() for kind in order])
         assert (used <= free).all()

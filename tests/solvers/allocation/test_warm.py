@@ -22,7 +22,7 @@ def test_warm_answers_equal_cold_ones():
     for _ in range(40):
         changed = int(rng.integers(5))
         counts[changed] = max(0, counts[changed] + int(rng.choice([1, 1, -1])))
-        warm.set_count(changed, int(counts[changed]))
+        warm.set_counts(np.array([changed]), counts[[changed]])
         if not counts.any():
             continue
         objective, times = warm.solve()

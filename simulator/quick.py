@@ -1,0 +1,308 @@
+"""Rounds on a flat pool, fast: the same choices and the same digits as ``Rounds``.
+
+What a round needs lies ready until jobs come or an allocation is made: rates, what a whole round
+brings, who fills idle devices. Starts and moves are written into the books when these are needed.
+Where nobody is passed over, the choice is kept, and a long stretch of such rounds is one addition
+each; all additions are those of ``Rounds``, in the same order.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..schema.jobs import Job
+from .priorities import NOWHERE, Floats, Ints, take_first
+from .rounds import STEPS_LEFT, RoundOptions, Rounds
+
+_LOG = 64  # rounds whose books may wait
+_FEW = 8
+_NOBODY: Ints = np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Who runs [running jobs], by column, then place; what a whole round brings to each."""
+
+    runs: Ints
+    column: Ints
+    flat: Ints
+    steps: Floats
+    seconds: Floats
+    charged: Floats
+    worked: Floats
+    busy: Floats
+
+
+def is_plain(options: RoundOptions) -> bool:
+    """Whether no servers, failures or spans have to be watched round by round."""
+    return (
+        options.selection == "by_type"
+        and options.servers is None
+        and options.failure_seconds is None
+        and not options.records_spans
+    )
+
+
+class QuickRounds(Rounds):
+    """Rounds over flat arrays.
+
+    A place in a [columns, places] array counts as column * room + place. ``where`` holds who ran
+    where in the rounds whose starts and moves are not yet in the books [rounds, places], the
+    first row what was before; ``ended`` jobs that are done and their finish; ``again`` the choice
+    that the next round would make once more.
+    """
+
+    def begin(self) -> None:
+        """Nothing lies ready yet."""
+        self.starts: list[float] = []
+        self.where = np.zeros((0, 0), dtype=np.int16)
+        self.ended: list[tuple[int, float]] = []
+        self.stale = self.alike = True
+        self.free = self.pool.capacity.tolist()
+        self.kinds = 0
+        self.counts: tuple[int, ...] = ()
+        self.column = np.zeros(0, dtype=np.int64)
+        self.again: _Choice | None = None
+        self.published = self.options.convention == "published"
+
+    def admit(self, jobs: list[Job]) -> None:
+        """Let jobs in."""
+        active, before = self.active, len(self.active)
+        if not active.has_room(len(jobs)):
+            self._write()
+            self.stale = True
+        super().admit(jobs)
+        self.again = None
+        if len(active.kinds) > self.kinds:
+            self._learn()
+        if self.stale:
+            return
+        for place, kind in enumerate(active.kind[before:].tolist(), start=before):
+            self.ready[:, :, place] = self.of_kind[1:, :, kind]
+            self.least_first[:, place] = 0.0
+        self.alike = self.alike and all(job.scale_factor == 1 for job in jobs)
+        if self.published:
+            self._take_turns()
+
+    def take_shares(self) -> None:
+        """Let the policy share the pool."""
+        super().take_shares()
+        self.stale = True
+
+    def _learn(self) -> None:
+        """What a kind of jobs makes in a whole round, and its rank without a share."""
+        active, options = self.active, self.options
+        fresh = [active.fresh(kind) for kind in range(len(active.kinds))]
+        rate, relative = (np.array(side).T for side in zip(*fresh, strict=True))
+        scale = np.array([key[1] for key in active.kinds])
+        runs = rate > 0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            seconds, steps = self.work(rate, np.full(rate.shape, np.inf), np.zeros(rate.shape))
+        with_share = np.where(runs, 0.0, np.inf)
+        fills = np.where(runs, 2.0 - relative, np.inf)
+        if not options.fills_idle:
+            fills[:] = np.inf
+        elif self.published:
+            fills = with_share
+        self.of_kind = np.array((with_share, fills, rate, steps, seconds, seconds * scale))
+        self.kinds = len(active.kinds)
+
+    def _prepare(self) -> None:
+        active, number = self.active, len(self.active)
+        everything = self.of_kind.take(active.ints[2], axis=2)
+        self.ready = everything[1:]
+        self.rank = self.ready[0]
+        share = active.pairs[3]
+        np.copyto(self.rank, everything[0], where=share > 0)
+        self.rank[:, number:] = np.inf
+        self.rank[:, active.gone] = np.inf
+        self.least_first = -share
+        self.rate, self.steps, self.seconds, self.spent = self.ready[1:].reshape(4, -1)
+        self.received, self.held = active.pairs[2], active.pairs[5].reshape(-1)
+        self.had = self.received.reshape(-1)
+        self.urgency = np.empty_like(self.rank)
+        self.rows = list(self.urgency)
+        self.alike = bool((active.scale == 1).all())
+        self.turn: Ints | None = None
+        if self.published:
+            self._take_turns()
+        if self.where.shape[1] != active.room:
+            self.where = np.full((_LOG + 1, active.room), NOWHERE, dtype=np.int16)
+        self.where[0] = NOWHERE
+        self.where[0, :number] = active.last_type
+        self.again, self.stale = None, False
+
+    def _take_turns(self) -> None:
+        """Of equal priorities the larger deficit goes first, then the place."""
+        self.turn = np.tile(np.arange(self.active.room), (len(self.rows), 1))
+        number = len(self.active)
+        self.turn[:, :number] = (-self.active.deficit).argsort(axis=1, kind="stable")
+
+    def run_round(self) -> None:
+        """Choose who runs, and let them work for a round."""
+        if self.stale:
+            self._prepare()
+        choice = self.again
+        if choice is None:
+            choice = self._choose_anew()
+        elif self.allocator.agnostic:
+            self.type_order()  # keeps its place in the random stream
+        active, options, runs, flat = self.active, self.options, choice.runs, choice.flat
+        left_of = active.floats[0]
+        had = left_of[runs]
+        left = had - choice.steps
+        seconds, charged, worked, busy = choice.seconds, choice.charged, choice.worked, choice.busy
+        done: Ints | None = None
+        if options.restart_seconds or (len(left) and left.min() <= STEPS_LEFT):
+            moved = self.where[len(self.starts)][runs] != choice.column
+            seconds, steps = self.work(self.rate[flat], had, options.restart_seconds * moved)
+            left = had - steps
+            spent = seconds * active.scale[runs]
+            charged = spent if self.published else seconds
+            worked, busy = self._sums(choice.column, charged), self._sums(choice.column, spent)
+            done = (left <= STEPS_LEFT).nonzero()[0]
+        left_of[runs] = left
+        self.had[flat] += charged
+        self.held[flat] += seconds
+        self.worker_seconds += worked
+        self.busy += busy
+        self.starts.append(self.now)
+        self.where[len(self.starts)][runs] = choice.column
+        start = self.now
+        self.now = start + self.length(seconds)
+        if len(self.starts) >= _LOG:
+            self._write()
+        if done is not None and len(done):
+            self._end(runs[done], start + seconds[done])
+        elif self.again is not None:
+            self._repeat(choice)
+
+    def _sums(self, column: Ints, values: Floats) -> Floats:
+        return np.bincount(column, weights=values, minlength=len(self.busy)).astype(
+            np.float64, copy=False
+        )
+
+    def _choose_anew(self) -> "_Choice":
+        urgency = self.urgency  # minus the priorities: the least goes first
+        np.multiply(self.least_first, self.worker_seconds[:, None], out=urgency)
+        np.divide(urgency, self.received, out=urgency)
+        np.add(urgency, self.rank, out=urgency)
+        order, rows, room = self.type_order(), self.rows, self.active.room
+        parts: list[Ints] = [_NOBODY] * len(order)
+        contested = False
+        for turn, kind in enumerate(order, start=1):
+            chosen, passed = self._first(kind)
+            contested = contested or passed
+            for later in order[turn:]:
+                rows[later][chosen] = np.inf
+            parts[kind] = chosen
+        counts = tuple(map(len, parts))
+        if counts != self.counts:
+            self.counts, self.column = counts, np.arange(len(parts)).repeat(counts)
+        runs = np.concatenate(parts)
+        column = self.column
+        flat = column * room + runs
+        seconds, spent = self.seconds[flat], self.spent[flat]
+        charged = spent if self.published else seconds
+        worked = self._sums(column, charged)
+        busy = worked if self.published or self.alike else self._sums(column, spent)
+        choice = _Choice(runs, column, flat, self.steps[flat], seconds, charged, worked, busy)
+        if not contested and self._order_is_fixed():
+            self.again = choice
+        return choice
+
+    def _first(self, kind: int) -> tuple[Ints, bool]:
+        """The jobs of one type in order of place, and whether others had wanted it."""
+        row, free = self.rows[kind], self.free[kind]
+        if self.turn is None:
+            ranked = row.argsort(kind="stable")
+        else:
+            turn = self.turn[kind]
+            ranked = turn[row[turn].argsort(kind="stable")]
+        if self.alike:
+            if free < len(row) and row[ranked[free]] < np.inf:
+                chosen = ranked[:free]
+                chosen.sort()
+                return chosen, True
+            return (row < np.inf).nonzero()[0], False
+        number = int(row[ranked].searchsorted(np.inf))
+        return take_first(ranked[:number], self.active.ints[0], free)
+
+    def _end(self, places: Ints, finish: Floats) -> None:
+        order = places.argsort()
+        ended = places[order].tolist()
+        self.ended.extend(zip(ended, finish[order].tolist(), strict=True))
+        self.active.leave(ended)
+        for place in ended:
+            self.rank[:, place] = np.inf
+            self.least_first[:, place] = 0.0
+        self.num_done += len(ended)
+        self.changed, self.order, self.again = True, None, None
+
+    def settle(self) -> None:
+        """Bring all books up to date, and say what became of the jobs that are done."""
+        self._write()
+        if self.ended:
+            self.outcomes.extend(
+                self.active.outcome(place, finish, self.hourly) for place, finish in self.ended
+            )
+            self.ended = []
+            self.active.sweep()
+            self.stale = True
+
+    def _write(self) -> None:
+        """Write who started or moved when into the books."""
+        number, active = len(self.starts), self.active
+        if not number:
+            return
+        where = self.where[: number + 1, : len(active)]
+        after = where[1:]
+        rounds, places = ((after != where[:-1]) & (after != NOWHERE)).nonzero()
+        times = np.bincount(places, minlength=len(active))
+        for place in ((active.started < 0) & (times > 0)).nonzero()[0].tolist():
+            active.started[place] = self.starts[rounds[places == place][0]]
+            times[place] -= 1
+        active.restarts += times
+        active.last_type = after[-1]
+        self.where[0] = self.where[number]
+        self.where[1 : number + 1] = NOWHERE
+        self.starts = []
+
+    def _order_is_fixed(self) -> bool:
+        """Whether types may be served in any order: where it is drawn anew each time."""
+        if not self.allocator.agnostic:
+            return True
+        return bool(((self.rank < np.inf).sum(axis=0) <= 1).all())
+
+    def _repeat(self, choice: "_Choice") -> None:
+        """Run the round that was just run again and again, as long as nothing can differ.
+
+        Nobody was passed over, so the next round chooses the same; until a job arrives or ends,
+        or an allocation is due, only the books go on: one addition a round to all of them. Short
+        of ``_FEW`` rounds from there they go on one by one.
+        """
+        until, length = self.queue.next_seconds, self.length(choice.seconds)
+        if self.changed and self.last_reset is not None:
+            until = min(until, self.last_reset + self.options.reset_seconds)
+        sure = min((until - self.now) / length, self.options.max_rounds - self.num_rounds) - 2
+        if sure < _FEW:
+            return
+        runs, flat, types = choice.runs, choice.flat, len(self.busy)
+        left = self.active.floats[0][runs]
+        sure = int(min(sure, (left / choice.steps).min(initial=np.inf) - 2, 1e9))
+        if sure < _FEW:
+            return
+        parts = (left, self.held[flat], self.had[flat], self.worker_seconds, self.busy)
+        books = np.concatenate((*parts, [self.now]))
+        each = (-choice.steps, choice.seconds, choice.charged, choice.worked, choice.busy)
+        change = np.concatenate((*each, [length]))
+        for _ in range(sure):
+            books += change
+        if self.allocator.agnostic:  # the orders that so many rounds would have drawn
+            orders = np.tile(np.arange(len(self.pool.types)), (sure, 1))
+            self.random.permuted(orders, axis=1)
+        self.num_rounds += sure
+        cuts = np.cumsum([len(runs), len(runs), len(runs), types, types])
+        left, held, had, self.worker_seconds[:], self.busy[:], now = np.split(books, cuts)
+        self.active.floats[0][runs], self.held[flat], self.had[flat] = left, held, had
+        self.now = float(now[0])
