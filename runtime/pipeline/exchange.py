@@ -12,7 +12,7 @@ from torch import Tensor
 from .transport import Line, Transport
 
 _MOST_WORKERS = 16
-_TAG = 3
+_TAG = 5
 
 
 class Exchange:
@@ -24,32 +24,33 @@ class Exchange:
 
     def __init__(self, transport: Transport | None, world_size: int, length: int) -> None:
         self._transport = transport
-        self._peers: list[tuple[Line, Tensor]] = []
+        self._peers: list[tuple[Line, Line, Tensor]] = []
         self._receiving: list[dist.Work] = []
         by_messages = transport is not None and world_size <= _MOST_WORKERS
         self._all = torch.zeros((world_size if by_messages else 1, length), dtype=torch.float64)
         self.own = self._all[0]
         if transport is not None and by_messages:
             self.own = self._all[transport.rank]
+            own = transport.rank
             self._peers = [
-                (Line(transport.host, rank, _TAG), self._all[rank])
+                (transport.line(own, rank, _TAG), transport.line(rank, own, _TAG), self._all[rank])
                 for rank in range(world_size)
-                if rank != transport.rank
+                if rank != own
             ]
 
     def expect(self) -> None:
         """Post the receives of the next sum."""
         if not self._receiving:
-            self._receiving = [line.receive(vector) for line, vector in self._peers]
+            self._receiving = [line.receive(vector) for _, line, vector in self._peers]
 
     def sum(self) -> Tensor:
         """[length] the sum over all workers, added in order of ranks: the same bits everywhere."""
         if not self._peers:
             if self._transport is not None:
-                dist.all_reduce(self.own, group=self._transport.host)
+                dist.all_reduce(self.own, group=self._transport.up)
             return self.own.clone()
         self.expect()
-        sending = [line.send(self.own) for line, _ in self._peers]
+        sending = [line.send(self.own) for line, _, _ in self._peers]
         for work in self._receiving + sending:
             work.wait()
         self._receiving = []

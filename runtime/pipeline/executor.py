@@ -1,7 +1,6 @@
 """Run a schedule's lists: nothing here decides what happens when (schedules/operations.py)."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +12,7 @@ from ...schedules.operations import ACTIVATIONS, RECEIVES, SENDS, Kind, Operatio
 from ...schema.errors import ProblemError
 from .channels import Inbox, Outbox
 from .messages import Message
-from .transport import Channel, Line, Transport
+from .transport import Channel, Lines, Transport
 
 NOTHING: Message = ((), ())
 
@@ -71,14 +70,7 @@ class _Program:
             )
             for op in operations
         ]
-        self._expected: dict[int, dict[tuple[int, bool], int]] = {}
-
-    def expected_from(self, place: int) -> dict[tuple[int, bool], int]:
-        """Messages by (peer, whether activations) that are due from a place in the list on."""
-        if place not in self._expected:
-            due = [step for step in self.steps[place:] if step.operation.kind in RECEIVES]
-            self._expected[place] = dict(Counter(step.channel for step in due))
-        return self._expected[place]
+        self.channels = {step.channel for step in self.steps if step.operation.kind in RECEIVES}
 
 
 _SENT_BY = {
@@ -108,14 +100,17 @@ class Executor:
         return self._program is None or self._next == len(self._program.steps)
 
     def begin(self, schedule: Schedule) -> tuple[Operation, ...]:
-        """Start a schedule; receives are posted from here on, ahead of need.
+        """Start a schedule; receives are posted from the first one on, ahead of need.
 
         Returns:
             This rank's list.
         """
         if self._program is None or self._program.schedule is not schedule:
             self._program = _Program(schedule, self._rank)
-        self._go_on(0)
+            for peer, activation in self._program.channels - self._inboxes.keys():
+                lines = self._lines((peer, self._rank, activation))
+                self._inboxes[peer, activation] = Inbox(lines)
+        self._next = 0
         return schedule.ranks[self._rank]
 
     def shorten(self, schedule: Schedule) -> tuple[Operation, ...]:
@@ -128,21 +123,8 @@ class Executor:
         before, now = (whole.ranks[self._rank] for whole in (self._program.schedule, schedule))
         if before[: self._next] != now[: self._next]:
             raise ProblemError(f"{schedule.name} of fewer microbatches does not begin alike")
-        for inbox in self._inboxes.values():
-            inbox.expect_none()
         self._program = _Program(schedule, self._rank)
-        self._go_on(self._next)
         return now[self._next :]
-
-    def _go_on(self, place: int) -> None:
-        """Run the program from this place in the list on."""
-        assert self._program is not None
-        self._next = place
-        for (peer, activation), number in self._program.expected_from(place).items():
-            if (peer, activation) not in self._inboxes:
-                lines = self._lines((peer, self._rank, activation))
-                self._inboxes[peer, activation] = Inbox(*lines)
-            self._inboxes[peer, activation].expect(number)
 
     def run(self, passes: Passes, before: int | None = None) -> None:
         """Run the list, or up to where a microbatch from ``before`` on is asked for."""
@@ -173,12 +155,12 @@ class Executor:
         assert self._program is not None
         if step.channel not in self._outboxes:
             peer, activation = step.channel
-            self._outboxes[step.channel] = Outbox(*self._lines((self._rank, peer, activation)))
+            self._outboxes[step.channel] = Outbox(self._lines((self._rank, peer, activation)))
         self._outboxes[step.channel].send(values, limit=self._program.most_under_way)
 
-    def _lines(self, channel: Channel) -> tuple[Line, Line | None, torch.device]:
+    def _lines(self, channel: Channel) -> Lines:
         assert self._transport is not None
-        return (*self._transport.lines(channel), self._transport.device)
+        return self._transport.lines(channel)
 
     def _forward(self, step: _Step, passes: Passes) -> None:
         op = step.operation

@@ -48,7 +48,7 @@ class Layout:
             start = -(-end // ALIGNMENT) * ALIGNMENT
         return cls(tuple(parts))
 
-    def rooms(self, payload: Tensor) -> tuple[Value, ...]:
+    def places(self, payload: Tensor) -> tuple[Value, ...]:
         """Where each tensor stands in a payload, as views of it; other values as they are."""
         return tuple(
             part.value
@@ -59,15 +59,15 @@ class Layout:
 
     def read(self, payload: Tensor) -> Message:
         """The values of a message; tensors are views of its payload."""
-        return self.rooms(payload), self._wants
+        return self.places(payload), self._wants
 
 
-def write(values: tuple[Value, ...], rooms: tuple[Value, ...]) -> None:
-    """Copy the tensors of a message to where they stand in its payload (``Layout.rooms``)."""
-    for value, room in zip(values, rooms, strict=True):
-        if isinstance(room, Tensor) and room.numel():
+def write(values: tuple[Value, ...], places: tuple[Value, ...]) -> None:
+    """Copy the tensors of a message to where they stand in its payload (``Layout.places``)."""
+    for value, place in zip(values, places, strict=True):
+        if isinstance(place, Tensor) and place.numel():
             assert isinstance(value, Tensor)
-            room.copy_(value.detach())
+            place.copy_(value.detach())
 
 
 def key_of(values: tuple[Value, ...]) -> tuple[Any, ...]:

@@ -210,7 +210,7 @@ class Synchroniser:
         table: Table = np.zeros((NUM_ROWS, len(self._parameters)))
         self._fill(table, norms)
         assert self._transport is not None
-        dist.all_reduce(torch.from_numpy(table), group=self._transport.host)
+        dist.all_reduce(torch.from_numpy(table), group=self._transport.up)
         return table
 
     def _loss_sums(self) -> list[float]:

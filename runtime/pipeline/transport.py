@@ -1,5 +1,9 @@
 """What messages travel over: gloo between hosts, NCCL between devices that have it.
 
+There are two gloo groups: messages to higher ranks go over one, to lower ranks over the other. A
+group's thread turns in a circle while another thread holds the lock of the connection that has
+news for it, so one that both ways share costs a core whenever messages cross.
+
 With NCCL, payloads go from device to device, over a group of two for each channel: a group has
 one queue, and two workers that send to each other over one would both wait for ever.
 """
@@ -35,28 +39,58 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
+class Lines:
+    """One channel, seen from one end.
+
+    Attributes:
+        frames: What every message is announced on.
+        aside: What is no frame: a group hands out transfers of one tag in order.
+        payloads: The payloads that are not in frames.
+        device: Where payloads stand.
+    """
+
+    frames: Line
+    aside: Line
+    payloads: Line
+    device: torch.device
+
+    @property
+    def are_joined(self) -> bool:
+        """Whether payloads may be in frames."""
+        return self.payloads is self.aside
+
+
+@dataclass(frozen=True, slots=True)
 class Transport:
     """The groups of one worker.
 
     Attributes:
         rank: This worker.
-        host: All workers, on their CPUs.
+        up: All workers, on their CPUs: to higher ranks.
+        down: The same, to lower ranks.
         device: Where payloads stand.
-        payloads: [channels] the group of its two ends; empty where payloads travel by ``host``.
+        payloads: [channels] the group of its two ends; empty where payloads travel by the hosts.
     """
 
     rank: int
-    host: dist.ProcessGroup
+    up: dist.ProcessGroup
+    down: dist.ProcessGroup
     device: torch.device
     payloads: dict[Channel, dist.ProcessGroup]
 
-    def lines(self, channel: Channel) -> tuple[Line, Line | None]:
-        """A channel's line for frames, and the one for payloads where they travel apart."""
-        source, destination, activation = channel
+    def line(self, source: int, destination: int, tag: int) -> Line:
+        """A line between the hosts of this worker and another."""
         peer = destination if source == self.rank else source
-        host = Line(self.host, peer, 1 if activation else 2)
+        return Line(self.up if source < destination else self.down, peer, tag)
+
+    def lines(self, channel: Channel) -> Lines:
+        """A channel's lines."""
+        source, destination, activation = channel
+        tag = 1 if activation else 2
+        frames, aside = (self.line(source, destination, tag + more) for more in (0, 2))
         group = self.payloads.get(channel)
-        return host, None if group is None else Line(group, int(peer > self.rank))
+        payloads = aside if group is None else Line(group, int(frames.peer > self.rank))
+        return Lines(frames, aside, payloads, self.device)
 
 
 def transport_of(place: Place, stages: Sequence[Sequence[int]]) -> Transport | None:
@@ -68,11 +102,12 @@ def transport_of(place: Place, stages: Sequence[Sequence[int]]) -> Transport | N
     """
     if not place.distributed:
         return None
-    host = subgroup(place, backend="gloo")
+    up, down = (subgroup(place, backend="gloo") for _ in range(2))
     backend = payload_backend(place.device, dist.get_backend())
     if backend is None:
-        return Transport(place.rank, host, torch.device("cpu"), {})
-    return connect(place, host, channels_of(stages), backend)
+        return Transport(place.rank, up, down, torch.device("cpu"), {})
+    payloads = connect(place, channels_of(stages), backend)
+    return Transport(place.rank, up, down, place.device, payloads)
 
 
 def payload_backend(device: torch.device, default: str) -> str | None:
@@ -85,15 +120,15 @@ def payload_backend(device: torch.device, default: str) -> str | None:
 
 
 def connect(
-    place: Place, host: dist.ProcessGroup, channels: Sequence[Channel], backend: str
-) -> Transport:
-    """A transport with a group for each channel. Every worker makes all groups, in one order."""
+    place: Place, channels: Sequence[Channel], backend: str
+) -> dict[Channel, dist.ProcessGroup]:
+    """[channels of this worker] a group for each. Every worker makes all groups, in one order."""
     payloads: dict[Channel, dist.ProcessGroup] = {}
     for channel in channels:
         group = subgroup(place, sorted(channel[:2]), backend=backend)
         if place.rank in channel[:2]:
             payloads[channel] = group
-    return Transport(place.rank, host, place.device, payloads)
+    return payloads
 
 
 def channels_of(stages: Sequence[Sequence[int]]) -> list[Channel]:

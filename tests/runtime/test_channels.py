@@ -9,7 +9,13 @@ import torch.distributed as dist
 
 from hetflow.runtime.pipeline.channels import Inbox, Outbox
 from hetflow.runtime.pipeline.exchange import Exchange
-from hetflow.runtime.pipeline.transport import Line, Transport, channels_of, payload_backend
+from hetflow.runtime.pipeline.transport import (
+    Line,
+    Lines,
+    Transport,
+    channels_of,
+    payload_backend,
+)
 from hetflow.schema.errors import TargetError
 
 CPU = torch.device("cpu")
@@ -42,16 +48,18 @@ def gloo_pair(store: dist.Store) -> list[dist.ProcessGroup]:
 
 @pytest.fixture(params=["inside", "apart"])
 def channel(request):
-    """(outbox, inbox, sending lines): payloads inside the frames, or by a line of their own."""
+    """(outbox, inbox, its sending lines): payloads in the frames, or by a line of their own."""
     store = dist.HashStore()
     hosts = gloo_pair(dist.PrefixStore("host", store))
-    sending = [Counting(Line(hosts[0], 1, 1))]
-    receiving = [Line(hosts[1], 0, 1)]
-    if request.param == "apart":
-        devices = gloo_pair(dist.PrefixStore("device", store))
-        sending.append(Counting(Line(devices[0], 1)))
-        receiving.append(Line(devices[1], 0))
-    return Outbox(*sending), Inbox(*receiving), sending
+    devices = gloo_pair(dist.PrefixStore("device", store)) if request.param == "apart" else None
+
+    def lines(end: int) -> Lines:
+        frames, aside = (Counting(Line(hosts[end], 1 - end, tag)) for tag in (1, 3))
+        payloads = Counting(Line(devices[end], 1 - end)) if devices else aside
+        return Lines(frames, aside, payloads, CPU)
+
+    sending = lines(0)
+    return Outbox(sending), Inbox(lines(1)), sending
 
 
 MESSAGES = [
@@ -73,7 +81,6 @@ MESSAGES = [
 def test_whatever_is_sent_arrives(channel) -> None:
     outbox, inbox, _ = channel
     order = [*MESSAGES, *MESSAGES[::-1], *(MESSAGES[i] for i in (0, 0, 2, 2, 0, 1, 8, 9, 10, 8))]
-    inbox.expect(len(order))
     for values in order:
         outbox.send(values)
         found, wants = inbox.take()
@@ -93,26 +100,45 @@ def test_whatever_is_sent_arrives(channel) -> None:
 
 def test_a_known_layout_costs_one_transfer_of_header_and_payload(channel) -> None:
     outbox, inbox, lines = channel
-    inbox.expect(4)
-    for size in (3, 3, 3, 5):
-        outbox.send((torch.ones(size, dtype=torch.float64),))
+    sizes = [24] * 4 + [40] + [16] * 17
+    for size in sizes:
+        outbox.send((torch.ones(size // 8, dtype=torch.float64),))
         inbox.take()
-    frames, apart = lines[0].sizes, [line.sizes for line in lines[1:]]
-    if apart:
-        assert apart == [[24, 24, 24, 40]]
-        assert [size for size in frames if size == 64] == [64] * 4
-        assert len(frames) == 4 + 2  # two descriptions
+    frames = [size - 64 for size in lines.frames.sizes]
+    if lines.are_joined:
+        # The first two, then as the first, as the second, and as the last of each block of eight.
+        assert frames == [0, 0] + [24] * 16 + [16] * 4
+        # Descriptions, and what the frames have no room for.
+        assert [size for size in lines.aside.sizes if size < 64 and size % 8 == 0] == [24, 24, 40]
     else:
-        # Header, description, payload; twice all in one; then room of the last size, in vain.
-        assert frames[2:5] == [24, 64 + 24, 64 + 24]
-        assert frames[5] == 64 + 24
-        assert frames[-1] == 40
-        assert len(frames) == 3 + 1 + 1 + 3
+        assert frames == [0] * len(sizes)
+        assert lines.payloads.sizes == sizes
+    assert len(lines.aside.sizes) == 3 + (3 if lines.are_joined else 0)
+
+
+def posted_after(channel, message, number):
+    """How many receives are posted after each of so many messages."""
+    outbox, inbox, _ = channel
+    counts = []
+    for _ in range(number):
+        outbox.send((message,))
+        inbox.take()
+        counts.append(len(inbox._posted))
+    outbox.flush()
+    return counts
+
+
+def test_receives_of_small_messages_are_posted_in_bursts(channel) -> None:
+    assert posted_after(channel, torch.ones(3), 12) == [9, 16, *range(15, 8, -1), 16, 15, 14]
+
+
+def test_few_receives_of_large_messages_are_posted_ahead(channel) -> None:
+    counts = posted_after(channel, torch.ones(1 << 17), 4)
+    assert counts == ([2] * 4 if channel[2].are_joined else [9, 16, 15, 14])
 
 
 def test_messages_sent_ahead_stay_in_order_and_are_let_go(channel) -> None:
     outbox, inbox, _ = channel
-    inbox.expect(20)
     for number in range(20):
         outbox.send((torch.full((4,), float(number)),), limit=3)
         if number >= 2:
@@ -126,7 +152,6 @@ def test_messages_sent_ahead_stay_in_order_and_are_let_go(channel) -> None:
 
 def test_a_lost_message_is_noticed(channel) -> None:
     outbox, inbox, _ = channel
-    inbox.expect(2)
     outbox.send((torch.ones(4),))
     inbox.take()
     outbox._number += 1
@@ -135,10 +160,20 @@ def test_a_lost_message_is_noticed(channel) -> None:
         inbox.take()
 
 
+def test_a_message_of_another_size_than_its_values_is_refused(channel) -> None:
+    outbox, inbox, _ = channel
+    outbox.send((torch.ones(4),))
+    inbox.take()
+    outbox._layout.num_bytes = 32
+    outbox.send((torch.ones(4),))
+    with pytest.raises(TargetError, match="rank 0 sent 32 bytes in message 1, whose values have 16"):
+        inbox.take()
+
+
 def test_waiting_ends() -> None:
     hosts = gloo_pair(dist.HashStore())
-    inbox = Inbox(Line(hosts[1], 0, 1))
-    inbox.expect(1)
+    frames, aside = (Line(hosts[1], 0, tag) for tag in (1, 3))
+    inbox = Inbox(Lines(frames, aside, aside, CPU))
     with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
         inbox.take()
 
@@ -149,8 +184,8 @@ def test_other_things_cannot_cross(channel) -> None:
 
 
 def test_numbers_are_summed_alike_on_all_workers() -> None:
-    hosts = gloo_pair(dist.HashStore())
-    ends = [Exchange(Transport(rank, hosts[rank], CPU, {}), 2, 3) for rank in range(2)]
+    up, down = gloo_pair(dist.HashStore()), gloo_pair(dist.HashStore())
+    ends = [Exchange(Transport(rank, up[rank], down[rank], CPU, {}), 2, 3) for rank in range(2)]
     one, two = torch.tensor([0.1, 1, 0]).double(), torch.tensor([0.2, -1, 5]).double()
     for _ in range(3):
         for end, own in zip(ends, (one, two), strict=True):
@@ -186,10 +221,15 @@ def test_every_channel_has_a_queue_of_its_own() -> None:
     assert len(channels_of([(0, 1), (0, 1)])) == 4
 
 
-def test_lines_lead_to_the_other_end() -> None:
-    host, device = object(), object()
-    apart = Transport(2, host, CPU, {(2, 0, False): device})
-    frames, payloads = apart.lines((2, 0, False))
-    assert (frames.group, frames.peer) == (host, 0)
-    assert (payloads.group, payloads.peer) == (device, 0)
-    assert apart.lines((0, 2, True)) == (Line(host, 0, 1), None)
+def test_lines_lead_to_the_other_end_by_the_group_of_their_way() -> None:
+    up, down, device = object(), object(), object()
+    apart = Transport(2, up, down, CPU, {(2, 0, False): device})
+    lines = apart.lines((2, 0, False))
+    assert (lines.frames.group, lines.frames.peer) == (down, 0)
+    assert (lines.payloads.group, lines.payloads.peer) == (device, 0)
+    assert not lines.are_joined
+    lines = apart.lines((0, 2, True))
+    assert (lines.frames.group, lines.frames.peer) == (up, 0)
+    assert lines.are_joined
+    both = [apart.lines((1, 2, way)) for way in (True, False)]
+    assert len({line.tag for found in both for line in (found.frames, found.aside)}) == 4
