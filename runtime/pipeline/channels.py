@@ -31,28 +31,29 @@ HEADER_BYTES = ALIGNMENT
 
 
 class _Frame(NamedTuple):
-    """A frame that serves again for messages of one layout, once it has left."""
+    """A buffer for messages of one layout, and where things stand in it."""
 
     whole: Tensor
     header: memoryview
+    payload: Tensor
     layout: Layout
-    places: tuple[Value, ...] | None
-    """Where the values stand; None if they follow by themselves."""
+    values: tuple[Value, ...]
+    """Places of the values; empty if they do not fit in."""
 
     @classmethod
     def of(cls, layout: Layout, room: int) -> "_Frame":
-        """A frame with so much room."""
-        whole = _frame(room)
-        fits = layout.num_bytes <= room
-        places = layout.places(whole[HEADER_BYTES:]) if fits else None
-        return cls(whole, whole.numpy().data, layout, places)
+        """A frame with so much room for payload."""
+        whole = torch.empty(HEADER_BYTES + room, dtype=torch.uint8)
+        payload = whole[HEADER_BYTES:]
+        values = layout.places(payload) if layout.num_bytes <= room else ()
+        return cls(whole, whole.numpy().data, payload, layout, values)
 
 
 class Outbox:
     """The sending end of a channel. Buffers are kept until they have left."""
 
     def __init__(self, lines: Lines) -> None:
-        self._lines = lines
+        self._lines, self._are_joined = lines, lines.are_joined
         self._key: tuple[Any, ...] | None = None
         self._layout = Layout(())
         self._number, self._rooms = 0, Rooms()
@@ -77,18 +78,19 @@ class Outbox:
             self._key, self._layout, self._free = key, Layout.of(key), []
         frame, size = self._frame(self._rooms.ahead[0]), self._layout.num_bytes
         _NUMBERS.pack_into(frame.header, 0, self._number, len(text), size)
-        if frame.places is not None:
-            write(values, frame.places)
+        fits = size <= self._rooms.ahead[0]
+        if fits:
+            write(values, frame.values)
         parts = [(self._lines.frames.send(frame.whole), frame.whole)]
         if text:
             description = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             parts.append((self._lines.aside.send(description), description))
-        if frame.places is None:
+        if not fits:
             payload = torch.empty(size, dtype=torch.uint8, device=self._lines.device)
             write(values, self._layout.places(payload))
             parts.append((self._lines.payloads.send(payload), payload))
         self._number += 1
-        self._rooms.passed(size if self._lines.are_joined else 0)
+        self._rooms.passed(size if self._are_joined else 0)
         self._leaving.append((parts, frame))
         while limit is not None and len(self._leaving) > limit:
             self._let_go()
@@ -118,10 +120,10 @@ class Inbox:
     """The receiving end: the receives of the messages that come next are posted."""
 
     def __init__(self, lines: Lines) -> None:
-        self._lines = lines
+        self._lines, self._are_joined = lines, lines.are_joined
         self._layout = Layout(())
         self._number, self._rooms = 0, Rooms()
-        self._posted: deque[tuple[dist.Work, Tensor]] = deque()
+        self._posted: deque[tuple[dist.Work, _Frame]] = deque()
         self._post()
 
     def take(self) -> Message:
@@ -133,33 +135,35 @@ class Inbox:
         """
         work, frame = self._posted.popleft()
         work.wait()
-        number, num_described, size = _NUMBERS.unpack_from(frame.numpy().data)
-        sender = f"rank {self._lines.frames.peer}"
+        number, num_described, size = _NUMBERS.unpack_from(frame.header)
         if number != self._number:
-            raise TargetError(f"{sender} sent message {number} where {self._number} was due")
+            raise self._refusal(f"message {number} where {self._number} was due")
         if num_described:
             text = torch.empty(num_described, dtype=torch.uint8)
             self._lines.aside.receive(text).wait()
             self._layout = Layout.of(undescribe(text.numpy().tobytes()))
-        if size != self._layout.num_bytes:
-            raise TargetError(
-                f"{sender} sent {size} bytes in message {number}, whose values have "
-                f"{self._layout.num_bytes}"
+        layout = self._layout
+        if size != layout.num_bytes:
+            raise self._refusal(
+                f"{size} bytes in message {number}, whose values have {layout.num_bytes}"
             )
-        payload = frame[HEADER_BYTES:]
         if size > self._rooms.ahead[0]:
             payload = torch.empty(size, dtype=torch.uint8, device=self._lines.device)
             self._lines.payloads.receive(payload).wait()
+            values = layout.places(payload)
+        else:
+            values = frame.values if frame.layout is layout else layout.places(frame.payload)
         self._number += 1
-        self._rooms.passed(size if self._lines.are_joined else 0)
+        self._rooms.passed(size if self._are_joined else 0)
         self._post()
-        return self._layout.read(payload)
+        return values, layout.wants
 
     def _post(self) -> None:
-        while len(self._posted) < len(self._rooms.ahead):
-            frame = _frame(self._rooms.ahead[len(self._posted)])
-            self._posted.append((self._lines.frames.receive(frame), frame))
+        # Places are looked up here, many in a row, and not between two passes.
+        ahead = self._rooms.ahead
+        while len(self._posted) < len(ahead):
+            frame = _Frame.of(self._layout, ahead[len(self._posted)])
+            self._posted.append((self._lines.frames.receive(frame.whole), frame))
 
-
-def _frame(room: int) -> Tensor:
-    return torch.empty(HEADER_BYTES + room, dtype=torch.uint8)
+    def _refusal(self, sent: str) -> TargetError:
+        return TargetError(f"rank {self._lines.frames.peer} sent {sent}")

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from ...schedules.counting import peak_in_flight
 from ...schedules.operations import ACTIVATIONS, RECEIVES, SENDS, Kind, Operation, Schedule
 from ...schema.errors import ProblemError

@@ -27,12 +27,12 @@ class _Part(NamedTuple):
 
 
 class Layout:
-    """How the values of a message stand in its payload."""
+    """How the values of a message stand in its payload, and which of them want a gradient."""
 
     def __init__(self, parts: tuple[_Part, ...]) -> None:
         self.parts = parts
         self.num_bytes = max((part.end for part in parts), default=0)
-        self._wants = tuple(part.wants for part in parts)
+        self.wants = tuple(part.wants for part in parts)
 
     @classmethod
     def of(cls, key: tuple[Any, ...]) -> "Layout":
@@ -57,15 +57,11 @@ class Layout:
             for part in self.parts
         )
 
-    def read(self, payload: Tensor) -> Message:
-        """The values of a message; tensors are views of its payload."""
-        return self.places(payload), self._wants
-
 
 def write(values: tuple[Value, ...], places: tuple[Value, ...]) -> None:
     """Copy the tensors of a message to where they stand in its payload (``Layout.places``)."""
     for value, place in zip(values, places, strict=True):
-        if isinstance(place, Tensor) and place.numel():
+        if isinstance(place, Tensor):
             assert isinstance(value, Tensor)
             place.copy_(value.detach())
 

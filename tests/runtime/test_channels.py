@@ -166,7 +166,9 @@ def test_a_message_of_another_size_than_its_values_is_refused(channel) -> None:
     inbox.take()
     outbox._layout.num_bytes = 32
     outbox.send((torch.ones(4),))
-    with pytest.raises(TargetError, match="rank 0 sent 32 bytes in message 1, whose values have 16"):
+    with pytest.raises(
+        TargetError, match="rank 0 sent 32 bytes in message 1, whose values have 16"
+    ):
         inbox.take()
 
 
