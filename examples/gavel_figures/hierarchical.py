@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from hetflow.profilers.importers_gavel import read_gavel_throughputs
+from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Entity
 from hetflow.solvers.allocation import make_instance, policy_named, solve
 
@@ -72,4 +73,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except HetflowError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)

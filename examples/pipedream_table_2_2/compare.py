@@ -6,7 +6,7 @@ The folder holds PipeDream's published profiles (msr-fiddle/pipedream, profiler/
 models of the table, VGG-16, ResNet-50 and GNMT are among them.
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from hetflow.profilers.importers import read_graph, without_placeholders
@@ -67,7 +67,11 @@ def matches(table: str, config: str) -> bool:
 
 def main() -> None:
     """Print the table as markdown."""
-    folder = Path(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("profiles", type=Path, help="folder of PipeDream's *.graph.txt")
+    folder = parser.parse_args().profiles
+    if not any(folder.glob("*.graph.txt")):
+        parser.error(f"{folder}: no *.graph.txt there; give the folder of PipeDream's profiles")
     names = [f"{cost}, {solved}" for solved, cost in PRICES]
     print("| model | servers | table 2.2 | " + " | ".join(names) + " | straight, ring |")
     print("|---" * (len(names) + 4) + "|")

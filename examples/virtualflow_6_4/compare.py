@@ -7,6 +7,7 @@ speed follows the GPUs they hold; every figure is printed for several of each. R
 the assumptions, and what the paper's own numbers say about the second.
 """
 
+import argparse
 import itertools
 import statistics
 import sys
@@ -131,5 +132,6 @@ def _row(static: SimulationMetrics, elastic: SimulationMetrics) -> tuple[float, 
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     three_jobs()
     twenty_jobs()

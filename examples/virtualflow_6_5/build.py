@@ -3,6 +3,7 @@
 README.md in this folder derives every number. Run ``python build.py`` to write them again.
 """
 
+import argparse
 from pathlib import Path
 
 from hetflow.schema.files import write
@@ -50,5 +51,6 @@ def _point(device_type: str, size: int) -> BatchPoint:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for name in SLOWDOWN:
         write(Path(__file__).parent / f"{name}.json", profile(name), force=True)

@@ -3,6 +3,7 @@
 Run ``python compare.py``; it needs nothing but the two profiles beside it.
 """
 
+import argparse
 from pathlib import Path
 
 from hetflow.checks.batch_split import check
@@ -67,6 +68,7 @@ def _groups(
 
 def main() -> None:
     """Print what hetflow recommends beside the paper, then table 4 by predicted step time."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     alone = table_4_seconds()["V100 only"]
     for name, pool in POOLS.items():
         asked = problem(pool)
