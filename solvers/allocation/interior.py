@@ -6,13 +6,10 @@ iteration costs O(rows x columns x types). The central path ends in the analytic
 optimal face: of many optima this method returns that one, always the same.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from ...schema.errors import BackendError
 from .program import (
-    Bools,
     Floats,
     Program,
     Solution,
@@ -32,22 +29,37 @@ _SHORT = 0.3
 _TINY = 1e-300
 
 
-@dataclass(slots=True)
 class _Point:
-    """Primal (x, s, v, w, z) and dual (r, u, y, price): products of like letters go to zero.
+    """A point, or a step: primal (x, s, v, w) and dual (r, u, y, price), and z.
 
-    Arrays stand columns first ([columns, rows]), which numpy sums fastest.
+    Products of like letters go to zero. The letters are views of two vectors, so that what
+    happens to all of them is one operation. x and r stand columns first ([columns, rows]), which
+    numpy sums fastest.
     """
 
-    x: Floats
-    r: Floats
-    s: Floats
-    u: Floats
-    v: Floats
-    y: Floats
-    w: Floats
-    price: Floats
-    z: float
+    __slots__ = ("dual", "price", "primal", "r", "rows", "s", "u", "v", "w", "x", "y", "z")
+
+    def __init__(self, columns: int, rows: int, primal: Floats, dual: Floats, z: float) -> None:
+        self.primal, self.dual, self.z = primal, dual, z
+        self.rows = (columns, rows)
+        first, last = columns * rows, (columns + 2) * rows
+        self.x, self.r = primal[:first].reshape(self.rows), dual[:first].reshape(self.rows)
+        self.s, self.u = primal[first : first + rows], dual[first : first + rows]
+        self.v, self.y = primal[first + rows : last], dual[first + rows : last]
+        self.w, self.price = primal[last:], dual[last:]
+
+    def empty_like(self) -> "_Point":
+        """A point of the same shape, nothing in it yet."""
+        return _Point(*self.rows, np.empty_like(self.primal), np.empty_like(self.dual), 0.0)
+
+    def moved(self, step: "_Point", primal: float, dual: float) -> "_Point":
+        """This point after parts of a step."""
+        return _Point(
+            *self.rows,
+            self.primal + primal * step.primal,
+            self.dual + dual * step.dual,
+            self.z + primal * step.z,
+        )
 
 
 class _Scaled:
@@ -75,6 +87,11 @@ class _Scaled:
         self.level_unit = 1.0 / max(float(level.max()), _TINY) if self.has_level else 1.0
         self.level = level * self.level_unit
         self.level_capacity = program.level_capacity * self.level_unit / self.unit
+        self.holes = None if self.runs.all() else ~self.runs
+        self.idle = None if self.demands.all() else ~self.demands
+        each = self.runs.sum(axis=0) + 1.0 + self.demands
+        self.number = self.count @ each + len(self.capacity)
+        self.level_counts = self.count * self.level
 
 
 def solve(program: Program, accepted_gap: float = ACCEPTED_GAP) -> Solution:
@@ -107,8 +124,10 @@ def _iterate(program: Program) -> Solution | None:
             best = found if best is None or found.gap < best.gap else best
             if best.gap < TOLERANCE or idle >= _PATIENCE:
                 break
-        if not _advance(scaled, point):
+        after = _advance(scaled, point)
+        if after is None:
             break
+        point = after
     return best
 
 
@@ -134,44 +153,44 @@ def _start(p: _Scaled) -> _Point:
     unit = max(float(y.max()), float(np.abs(p.gain).max()))
     u = np.full(len(p.count), max(float(worth.max()), 0.0) + unit)
     r = np.where(p.runs, np.maximum(u - worth, 0.1 * unit), 1.0)
-    return _Point(x, r, 1.0 - x.sum(axis=0), u, np.where(p.demands, v, 1.0), y, w, price, z)
+    v = np.where(p.demands, v, 1.0)
+    primal = np.concatenate((x.ravel(), 1.0 - x.sum(axis=0), v, w))
+    dual = np.concatenate((r.ravel(), u, y, price))
+    return _Point(len(x), len(p.count), primal, dual, z)
 
 
-def _mean_product(p: _Scaled, at: _Point) -> float:
-    rows = (at.x * at.r).sum(axis=0) + at.s * at.u + at.v * at.y
-    number = p.count @ (p.runs.sum(axis=0) + 1.0 + p.demands) + len(p.capacity)
-    return float((p.count @ rows + at.w @ at.price) / number)
+def _mean_product(p: _Scaled, at: _Point, product: Floats) -> float:
+    columns, rows = at.rows
+    last = (columns + 2) * rows
+    each = np.add.reduce(product[:last].reshape(columns + 2, rows), axis=0)
+    return float((p.count @ each + at.w @ at.price) / p.number)
 
 
-def _advance(p: _Scaled, at: _Point) -> bool:
-    """One predictor-corrector step in place; False where the numbers gave out."""
+def _advance(p: _Scaled, at: _Point) -> _Point | None:
+    """The point after one predictor-corrector step; None where the numbers gave out."""
+    product = at.primal * at.dual
     system = _System(p, at)
     if not system.sound:
-        return False
-    mu = _mean_product(p, at)
-    step = system.direction(-at.x * at.r, -at.s * at.u, -at.v * at.y, -at.w * at.price)
-    primal, dual = _lengths(p, at, step, 1.0)
-    after = _moved(at, step, primal, dual)
-    target = mu * (max(_mean_product(p, after), 0.0) / max(mu, _TINY)) ** 3
-    centred = (
-        target - at.x * at.r, target - at.s * at.u, target - at.v * at.y, target - at.w * at.price
-    )  # fmt: skip
-    second = (step.x * step.r, step.s * step.u, step.v * step.y, step.w * step.price)
-    step = system.direction(*(a - b for a, b in zip(centred, second, strict=True)))
+        return None
+    reach = _Reach(p, at)
+    mu = _mean_product(p, at, product)
+    step = system.direction(-product)
+    after = at.moved(step, *reach.lengths(step, 1.0))
+    ahead = _mean_product(p, after, after.primal * after.dual)
+    target = mu * (max(ahead, 0.0) / max(mu, _TINY)) ** 3
+    centred = target - product
+    step = system.direction(centred - step.primal * step.dual)
     if not np.isfinite(step.z) or not np.isfinite(step.price).all():
-        return False
-    primal, dual = _lengths(p, at, step, _STEP)
+        return None
+    primal, dual = reach.lengths(step, _STEP)
     if primal * dual < _SHORT:
         # One row's second-order term may block all others: take the part of it that serves.
-        plain = system.direction(*centred)
+        plain = system.direction(centred)
         choices = [_between(plain, step, part) for part in (0.5, 0.2, 0.05, 0.0)]
-        lengths = [(primal, dual), *(_lengths(p, at, each, _STEP) for each in choices)]
+        lengths = [(primal, dual), *(reach.lengths(each, _STEP) for each in choices)]
         best = max(range(len(lengths)), key=lambda i: lengths[i][0] * lengths[i][1])
         step, (primal, dual) = [step, *choices][best], lengths[best]
-    moved = _moved(at, step, primal, dual)
-    at.x, at.r, at.s, at.u = moved.x, moved.r, moved.s, moved.u
-    at.v, at.y, at.w, at.price, at.z = moved.v, moved.y, moved.w, moved.price, moved.z
-    return True
+    return at.moved(step, primal, dual)
 
 
 class _System:
@@ -184,23 +203,32 @@ class _System:
 
     def __init__(self, p: _Scaled, at: _Point) -> None:
         self.p, self.at = p, at
-        self.d = np.where(p.runs, at.x / at.r, 0.0)
-        total = self.d.sum(axis=0)
-        self.mean = (self.d * p.rate).sum(axis=0) / np.maximum(total, _TINY) * p.demands
+        self.d = at.x / at.r  # 0 where a row does not run
+        total = np.add.reduce(self.d, axis=0)
+        self.mean = np.add.reduce(self.d * p.rate, axis=0) / np.maximum(total, _TINY)
+        self.y = np.maximum(at.y, _TINY)
+        self.vy = at.v / self.y
+        if p.idle is not None:
+            self.mean[p.idle] = self.vy[p.idle] = 0.0
         self.apart = p.rate - self.mean
-        spread = (self.d * self.apart**2).sum(axis=0)
+        slack = np.add.reduce(self.d * np.square(self.apart), axis=0) + self.vy
         su = at.s / at.u
-        self.vy = np.where(p.demands, at.v / np.maximum(at.y, _TINY), 0.0)
-        slack = spread + self.vy
-        a, c = total + su, slack + su * self.mean**2
-        det = np.where(p.demands, a * slack + su * self.mean**2 * total, 1.0)
-        self.ia = np.where(p.demands, c / det, 1.0 / a)
-        self.ib = np.where(p.demands, -su * self.mean / det, 0.0)
-        self.ic = np.where(p.demands, a / det, 0.0)
+        a, sm = total + su, su * np.square(self.mean)
+        det = a * slack + sm * total
+        if p.idle is not None:
+            det[p.idle] = 1.0
+        self.ia, self.ib, self.ic = (slack + sm) / det, -su * self.mean / det, a / det
+        if p.idle is not None:
+            self.ia[p.idle] = 1.0 / a[p.idle]
+            self.ib[p.idle] = self.ic[p.idle] = 0.0
         ds = self.d * p.usage
         self.q = p.resources @ ds
-        self.k = p.resources @ (ds * self.apart) * p.demands
+        self.k = p.resources @ (ds * self.apart)
+        if p.idle is not None:
+            self.k[:, p.idle] = 0.0
         self._assemble(ds)
+        if self.sound:
+            self._mend()
 
     def _assemble(self, ds: Floats) -> None:
         p, n = self.p, self.p.count
@@ -209,115 +237,117 @@ class _System:
         self.alpha_z, self.beta_z = self.ib * p.level, self.ic * p.level
         size = len(p.capacity)
         matrix = np.zeros((size + 1, size + 1))
-        matrix[:size, :size] = (
-            -(p.resources * ((ds * p.usage) @ n)) @ p.resources.T
-            - np.diag(self.at.w / self.at.price)
-            - (self.q * n) @ self.alpha_l.T
-            + (self.k * n) @ self.beta_l.T
-        )
+        block = -(p.resources * ((ds * p.usage) @ n)) @ p.resources.T
+        block.reshape(-1)[:: size + 1] -= self.at.w / self.at.price
+        block -= (self.q * n) @ self.alpha_l.T
+        block += (self.k * n) @ self.beta_l.T
+        matrix[:size, :size] = block
         if p.has_level:
             matrix[:size, size] = (
                 -self.q @ (n * self.alpha_z) + self.k @ (n * self.beta_z) - p.level_capacity
             )
-            matrix[size, :size] = self.beta_l @ (n * p.level) - p.level_capacity
+            matrix[size, :size] = self.beta_l @ p.level_counts - p.level_capacity
             matrix[size, size] = n @ (p.level * self.beta_z)
         else:
             matrix[size, size] = 1.0
-        self.matrix = matrix
         self.sound = bool(np.isfinite(matrix).all())
+        self.unit = 1.0 / np.sqrt(np.maximum(np.abs(matrix.diagonal()), _TINY))
+        self.balanced = matrix * self.unit[:, None] * self.unit
 
-    def direction(self, xi_x: Floats, xi_s: Floats, xi_v: Floats, xi_w: Floats) -> _Point:
-        """The step whose products change by the given amounts and that mends infeasibility."""
-        p, at, n = self.p, self.at, self.p.count
+    def _mend(self) -> None:
+        """By how much the point is infeasible, the same for every direction from it."""
+        p, at = self.p, self.at
         reduced = at.u - at.y * p.rate + p.usage * (p.resources.T @ at.price)[:, None] - p.gain
-        fd = np.where(p.runs, reduced - at.r, 0.0)
-        e = np.where(p.runs, xi_x / at.r, 0.0) - self.d * fd
-        f1 = 1.0 - at.x.sum(axis=0) - at.s
-        f2 = p.floor + p.level * at.z - (p.rate * at.x).sum(axis=0) + at.v
-        su, vy = xi_s / at.u, np.where(p.demands, xi_v / np.maximum(at.y, _TINY), 0.0)
-        h = f1 - e.sum(axis=0) - su
-        k = f2 - self.mean * f1 - (self.apart * e).sum(axis=0) + vy + self.mean * su
-        f3 = p.capacity + p.level_capacity * at.z - p.resources @ ((at.x * p.usage) @ n) - at.w
+        self.fd = reduced - at.r
+        if p.holes is not None:
+            self.fd[p.holes] = 0.0
+        self.dfd = self.d * self.fd
+        self.f1 = 1.0 - np.add.reduce(at.x, axis=0) - at.s
+        reached = np.add.reduce(p.rate * at.x, axis=0)
+        f2 = p.floor + p.level * at.z - reached + at.v
+        self.f2 = f2 - self.mean * self.f1
+        used = p.resources @ ((at.x * p.usage) @ p.count)
+        self.f3 = p.capacity + p.level_capacity * at.z - used - at.w
+        if p.has_level:
+            self.spent = p.count @ (p.level * at.y) - p.level_capacity @ at.price
+
+    def direction(self, change: Floats) -> _Point:
+        """The step whose products change by ``change`` (all) and that mends infeasibility."""
+        p, at, n = self.p, self.at, self.p.count
+        xi = _Point(*at.rows, change, at.dual, 0.0)
+        step = at.empty_like()
+        first = xi.x / at.r
+        if p.holes is not None:
+            first[p.holes] = 0.0
+        e = first - self.dfd
+        su, vy = xi.s / at.u, xi.v / self.y
+        if p.idle is not None:
+            vy[p.idle] = 0.0
+        h = self.f1 - np.add.reduce(e, axis=0) - su
+        k = self.f2 - np.add.reduce(self.apart * e, axis=0) + vy + self.mean * su
         alpha = -self.ia * h + self.ib * k
         beta = -self.ib * h + self.ic * k
         size = len(p.capacity)
         right = np.zeros(size + 1)
-        right[:size] = f3 - p.resources @ ((e * p.usage) @ n) - xi_w / at.price
+        right[:size] = self.f3 - p.resources @ ((e * p.usage) @ n) - xi.w / at.price
         right[:size] += self.q @ (n * alpha) - self.k @ (n * beta)
         if p.has_level:
-            spent = n @ (p.level * at.y) - p.level_capacity @ at.price
-            right[size] = 1.0 - spent - n @ (p.level * beta)
-        answer = _solved(self.matrix, right)
+            right[size] = 1.0 - self.spent - n @ (p.level * beta)
+        answer = _solved(self.balanced, right * self.unit) * self.unit
         dl, dz = answer[:size], float(answer[size])
         alpha = alpha + dl @ self.alpha_l + self.alpha_z * dz
         beta = beta + dl @ self.beta_l + self.beta_z * dz
-        change = alpha - beta * self.apart + p.usage * (p.resources.T @ dl)[:, None]
-        dr = np.where(p.runs, fd + change, 0.0)
-        dx = np.where(p.runs, (xi_x - at.x * dr) / at.r, 0.0)
-        du = alpha + self.mean * beta
-        ds = (xi_s - at.s * du) / at.u
-        dv = np.where(p.demands, vy - self.vy * beta, 0.0)
-        dw = (xi_w - at.w * dl) / at.price
-        return _Point(dx, dr, ds, du, dv, beta, dw, dl, dz)
+        lent = p.usage * (p.resources.T @ dl)[:, None]
+        np.add(self.fd, alpha - beta * self.apart + lent, out=step.r)
+        if p.holes is not None:
+            step.r[p.holes] = 0.0
+        np.divide(xi.x - at.x * step.r, at.r, out=step.x)
+        if p.holes is not None:
+            step.x[p.holes] = 0.0
+        np.add(alpha, self.mean * beta, out=step.u)
+        np.divide(xi.s - at.s * step.u, at.u, out=step.s)
+        np.subtract(vy, self.vy * beta, out=step.v)
+        step.y[:], step.price[:], step.z = beta, dl, dz
+        np.divide(xi.w - at.w * dl, at.price, out=step.w)
+        return step
 
 
-def _solved(matrix: Floats, right: Floats) -> Floats:
-    unit = 1.0 / np.sqrt(np.maximum(np.abs(np.diag(matrix)), _TINY))
-    balanced = matrix * unit[:, None] * unit
+def _solved(balanced: Floats, right: Floats) -> Floats:
     try:
-        answer = np.linalg.solve(balanced, right * unit)
+        answer: Floats = np.asarray(np.linalg.solve(balanced, right), dtype=np.float64)
     except np.linalg.LinAlgError:
-        answer = np.linalg.lstsq(balanced, right * unit, rcond=None)[0]
-    result: Floats = answer * unit
-    return result
+        answer = np.asarray(np.linalg.lstsq(balanced, right, rcond=None)[0], dtype=np.float64)
+    return answer
 
 
-def _lengths(p: _Scaled, at: _Point, step: _Point, keep: float) -> tuple[float, float]:
-    primal = max(
-        _shrink(at.x, step.x), _shrink(at.s, step.s), _shrink(at.v, step.v), _shrink(at.w, step.w)
-    )
-    dual = max(
-        _shrink(at.r, step.r),
-        _shrink(at.u, step.u),
-        _shrink(at.y, step.y, p.demands),
-        _shrink(at.price, step.price),
-    )
-    return min(1.0, keep / max(primal, _TINY)), min(1.0, keep / max(dual, _TINY))
+class _Reach:
+    """How far a step may go from a point until something is 0."""
 
+    def __init__(self, p: _Scaled, at: _Point) -> None:
+        self.primal = at.primal if p.holes is None else np.where(at.primal > 0, at.primal, 1.0)
+        self.dual = at.dual if p.idle is None else np.where(at.dual > 0, at.dual, 1.0)
 
-def _shrink(value: Floats, change: Floats, where: Bools | None = None) -> float:
-    """How many times its own size the most reduced entry would lose."""
-    ratio = -change / np.where(value > 0, value, 1.0)
-    return float(ratio.max() if where is None else np.where(where, ratio, 0.0).max())
+    def lengths(self, step: _Point, keep: float) -> tuple[float, float]:
+        """Parts of the step, primal and dual, that ``keep`` everything positive; 1 at most."""
+        primal = -float(np.minimum.reduce(step.primal / self.primal))
+        dual = -float(np.minimum.reduce(step.dual / self.dual))
+        return min(1.0, keep / max(primal, _TINY)), min(1.0, keep / max(dual, _TINY))
 
 
 def _between(first: _Point, second: _Point, part: float) -> _Point:
-    mixed = (
-        (1.0 - part) * getattr(first, name) + part * getattr(second, name)
-        for name in ("x", "r", "s", "u", "v", "y", "w", "price", "z")
-    )
-    return _Point(*mixed)
-
-
-def _moved(at: _Point, step: _Point, primal: float, dual: float) -> _Point:
     return _Point(
-        at.x + primal * step.x,
-        at.r + dual * step.r,
-        at.s + primal * step.s,
-        at.u + dual * step.u,
-        at.v + primal * step.v,
-        at.y + dual * step.y,
-        at.w + primal * step.w,
-        at.price + dual * step.price,
-        at.z + primal * step.z,
+        *first.rows,
+        (1.0 - part) * first.primal + part * second.primal,
+        (1.0 - part) * first.dual + part * second.dual,
+        (1.0 - part) * first.z + part * second.z,
     )
 
 
 def _is_near(p: _Scaled, at: _Point) -> bool:
     """Whether a look at the true gap is worth its time."""
-    number = float(p.count @ (p.runs.sum(axis=0) + 1.0 + p.demands)) + len(p.capacity)
     value = abs(at.z) if p.has_level else float((p.gain * at.x).sum(axis=0) @ p.count)
-    return bool(_mean_product(p, at) * number < 1e-6 * max(abs(value), p.least_value))
+    near = _mean_product(p, at, at.primal * at.dual) * p.number
+    return bool(near < 1e-6 * max(abs(value), p.least_value))
 
 
 def _read(program: Program, p: _Scaled, at: _Point, iteration: int) -> Solution:
