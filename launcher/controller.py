@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..runtime.handover import STOPPED_EXIT_CODE
 from ..runtime.record import Status, WorkerReport, assemble
 from ..schema import files
 from ..schema.launch import LaunchConfig
@@ -254,18 +255,29 @@ class _Run:
         self._start_newcomers(config, number, ranks, list(ranks), joins=False)
 
     def _supervise(self) -> Failure | None:
-        request, workers, signals = self._request, self._workers, self._signals
-        while not workers.all_done():
-            if signals.received is not None:
-                if request.checkpoint is not None and signals.received == signal.SIGTERM:
-                    workers.let_save(signals, request.grace_seconds)
-                return interruption(signals.received)
+        while not self._workers.all_done():
+            number = self._signals.received or self._hosts.stop_elsewhere()
+            if number is not None:
+                return self._stop(number)
             failure = self._look_after()
             if failure is not None:
-                return failure
+                has_saved = failure.exit_code == STOPPED_EXIT_CODE
+                asked = self._hosts.stop_elsewhere(at_once=True) if has_saved else None
+                return failure if asked is None else self._stop(asked)
         if isinstance(self.generations, Repartitions):
             self.generations.tick(0.0)  # the last to come may be done before they were seen
         return None
+
+    def _stop(self, number: int) -> Failure:
+        """End for a signal, here or on another host; after a checkpoint, if it leaves the time."""
+        request, signals = self._request, self._signals
+        if number == signal.SIGTERM and request.checkpoint is not None:
+            if signals.received is not None:
+                self._hosts.tell_stop(number)
+            count, until = signals.count, time.monotonic() + request.grace_seconds
+            self._workers.let_save(signals, request.grace_seconds)
+            self._hosts.wait_until_saved(lambda: signals.count == count, until)
+        return interruption(number)
 
     def _look_after(self) -> Failure | None:
         """Wait a little, and take in what has happened meanwhile."""

@@ -66,6 +66,16 @@ class Alone:
         """Nobody else to tell: this host's failure is the first."""
         return failure
 
+    def tell_stop(self, number: int) -> None:
+        """Nobody else to ask."""
+
+    def stop_elsewhere(self, *, at_once: bool = False) -> int | None:
+        """There is no elsewhere."""
+        return None
+
+    def wait_until_saved(self, goes_on: Callable[[], bool], until: float) -> None:
+        """Nobody to wait for."""
+
     def wait_for_others(self, watch: Watch) -> Failure | None:
         """Nobody to wait for."""
         return None
@@ -89,7 +99,7 @@ class Together:
         self._config, self._place = config, rendezvous
         self.is_first = rendezvous.node_rank == 0
         self._store: Any = None
-        self._last_beat = 0.0
+        self._last_beat = self._last_look = 0.0
         self._heard: dict[int, tuple[bytes, float]] = {}
 
     def join(self, watch: Watch) -> tuple[Sequence[WorkerSlot], Meeting]:
@@ -183,6 +193,41 @@ class Together:
             return self._silent_node(now) if self.is_first else None
         except RuntimeError:
             return Failure(exit_code=1, error="node 0 is gone, and the store with it")
+
+    def tell_stop(self, number: int) -> None:
+        """Have every host save and leave, for a signal that came here."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set("stop", str(number))
+
+    def stop_elsewhere(self, *, at_once: bool = False) -> int | None:
+        """The signal for which another host asks all to save and leave.
+
+        Args:
+            at_once: Ask the store now; else about once a second.
+        """
+        now = time.monotonic()
+        if not at_once and now - self._last_look < BEAT_SECONDS:
+            return None
+        self._last_look = now
+        with contextlib.suppress(RuntimeError):
+            if self._store.check(["stop"]):
+                return int(self._store.get("stop"))
+        return None
+
+    def wait_until_saved(self, goes_on: Callable[[], bool], until: float) -> None:
+        """This host's workers have left; node 0 keeps the store until those of all have.
+
+        Args:
+            goes_on: Whether to wait on.
+            until: Monotonic seconds of the end of the grace time; others began a little later.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"saved/{self._place.node_rank}", "1")
+            waiting = [f"saved/{node}" for node in range(self._place.num_nodes)]
+            while self.is_first and goes_on() and not self._store.check(waiting):
+                if time.monotonic() > until + 2 * BEAT_SECONDS:
+                    return
+                time.sleep(0.05)
 
     def _silent_node(self, now: float) -> Failure | None:
         for node in range(1, self._place.num_nodes):

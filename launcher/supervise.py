@@ -12,10 +12,10 @@ from typing import IO, Any
 
 from .failures import Failure, failure_of
 from .line import Line
+from .output import follow, tee
 from .spawn import Process, WorkerCommand, failure_path, signal_group, start
 
 GRACE_SECONDS = 5.0
-FOLLOW_SECONDS = 0.05
 
 
 class Signals:
@@ -86,7 +86,7 @@ class Workers:
             reads, writes, (out, err), self._consoles, strict=True
         ):
             os.close(write)
-            self._begin(_tee, read, log, console)
+            self._begin(tee, read, log, console)
         return process
 
     def _start_on(
@@ -115,7 +115,8 @@ class Workers:
             return
         self._shown, process = name, self._processes[name]
         for log, console in zip(self.logs(name), self._consoles, strict=True):
-            self._begin(_follow, log, console, process, lambda: self._shown == name)
+            is_over = lambda: process.poll() is not None  # noqa: E731
+            self._begin(follow, log, console, is_over, lambda: self._shown == name)
 
     def lines(self) -> dict[str, Line]:
         """The lines to the workers."""
@@ -223,8 +224,8 @@ class Workers:
         for process in self._processes.values():
             signal_group(process, signal.SIGKILL)
             process.wait()
-        for tee in self._tees:
-            tee.join(timeout=2)
+        for thread in self._tees:
+            thread.join(timeout=2)
 
 
 def _is_stopped(pid: int) -> bool:
@@ -234,42 +235,3 @@ def _is_stopped(pid: int) -> bool:
     except (OSError, IndexError):
         return False
     return state in "Tt"
-
-
-def _tee(read: int, log: Path, console: IO[str]) -> None:
-    """Copy a pipe to a log and to the console, until its writers are gone."""
-    with os.fdopen(read, "rb", buffering=0) as pipe, log.open("ab", buffering=0) as kept:
-        shows = True
-        while chunk := pipe.read(1 << 16):
-            kept.write(chunk)
-            shows = shows and _show(chunk, console)
-
-
-def _follow(log: Path, console: IO[str], process: Process, goes_on: Callable[[], bool]) -> None:
-    """Show what is added to a log, until its worker is gone or another is shown."""
-    with log.open("rb", buffering=0) as kept:
-        kept.seek(0, os.SEEK_END)
-        shows = True
-        while shows and goes_on():
-            is_over = process.poll() is not None
-            chunk = kept.read(1 << 16)
-            if chunk:
-                shows = _show(chunk, console)
-            elif is_over:
-                return
-            else:
-                time.sleep(FOLLOW_SECONDS)
-
-
-def _show(chunk: bytes, console: IO[str]) -> bool:
-    """Write to the console; say whether it is still there (a closed pipe is not an error)."""
-    try:
-        binary = getattr(console, "buffer", None)
-        if binary is not None:
-            binary.write(chunk)
-        else:
-            console.write(chunk.decode("utf-8", errors="replace"))
-        console.flush()
-    except (OSError, ValueError):
-        return False
-    return True

@@ -82,10 +82,14 @@ class Run:
     def resize(self, plan: PipelinePlan, *, go: int) -> dict[str, Any]:
         """Ask for a plan; let the workers go on when they were asked to hand over; the answer."""
         files.write(self.folder / "next.json", plan, force=True)
+        return self.ask("--plan", str(self.folder / "next.json"), go=go)
+
+    def ask(self, *options: str, go: int) -> dict[str, Any]:
+        """``hetflow resize`` with these options, and the same."""
         before = len(list(self.folder.glob("asked-*")))
         size = self.notes()[-1][2]
         asked = subprocess.Popen(
-            [*HETFLOW, "resize", str(self.run), "--json", "--plan", str(self.folder / "next.json")],
+            [*HETFLOW, "resize", str(self.run), "--json", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -122,10 +126,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, two_stages: PipelinePl
     return run
 
 
-def assert_alike(run: Run, undisturbed: Run) -> None:
+def assert_same_parameters(run: Run, undisturbed: Run) -> None:
     own, theirs = run.end(), undisturbed.end()
     for name, value in theirs.items():
         torch.testing.assert_close(own[name], value, rtol=0, atol=1e-10)
+
+
+def assert_alike(run: Run, undisturbed: Run) -> None:
+    assert_same_parameters(run, undisturbed)
     assert run.samples() == undisturbed.samples()
 
 
@@ -150,6 +158,51 @@ def test_a_pipeline_goes_from_two_workers_to_one_and_back(
     assert run.record()["world_size"] == 2
     assert not (run.run / "handover").exists()
     assert not (run.run / "control").exists()
+
+
+WORKLOAD = """
+import torch
+from torch import nn
+
+def workload():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    batch = lambda n: (torch.randn(n, 6, dtype=torch.float64), torch.randint(3, (n,)))
+    return model, batch, lambda model, b: nn.functional.cross_entropy(model(b[0]), b[1])
+"""
+
+
+@pytest.mark.slow
+def test_profile_solve_launch_and_resize_to_other_devices(tmp_path: Path, undisturbed: Run) -> None:
+    def hetflow(*arguments: str) -> None:
+        done = subprocess.run(
+            [*HETFLOW, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+    (tmp_path / "model.py").write_text(WORKLOAD)
+    devices = ("--device", "cpu:fast=0.5", "--device", "cpu:slow=0.25", "--name", "small")
+    how = ("--layers", "--microbatch-size", "2", "--batch-sizes", "2,8", "--quick")
+    hetflow("profile", "model.py:workload", *devices, *how)
+    asked = ("--profiles", "profiles", "--gpus", "1xcpu:fast,1xcpu:slow", "--batch-size", "8")
+    pipeline = ("--strategy", "pipeline", "--num-stages", "2", "--microbatch-size", "2")
+    hetflow("solve", *asked, *pipeline, "-o", "plan.json")
+    run = Run(tmp_path / "a", files.read(tmp_path / "plan.json", PipelinePlan), holds=(2, 8))
+    profiles = ("--profiles", str(tmp_path / "profiles"))
+    run.wait_for_step(2, workers=2)
+    answer = run.ask("--gpus", "1xcpu:fast", *profiles, go=2)
+    assert (answer["status"], answer["detail"]) == ("done", "1xcpu:fast from now on")
+    run.wait_for_step(8, workers=1)
+    answer = run.ask("--gpus", "2xcpu:slow", *profiles, go=8)
+    assert answer["status"] == "done"  # on one of them, where measured to be faster
+    assert_same_parameters(run, undisturbed)
+    for step, parts in run.samples().items():  # a stage may have got replicas
+        whole = sorted(sample for part in parts for sample in part)
+        assert whole == sorted(*undisturbed.samples()[step]), step
+    final = undisturbed.record()["final_loss"]
+    assert run.record()["final_loss"] == pytest.approx(final, rel=1e-10)
+    kinds = [[w["device_type"] for w in g["workers"]] for g in run.record()["generations"]]
+    assert sorted(kinds[0]) == ["cpu:fast", "cpu:slow"]
+    assert (kinds[1], set(kinds[2])) == (["cpu:fast"], {"cpu:slow"})
 
 
 @pytest.mark.slow

@@ -1,0 +1,84 @@
+"""Workers' output on our own streams: whole lines, whatever pieces they come in."""
+
+import os
+import threading
+import time
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+
+import pytest
+
+from hetflow.launcher import output
+from hetflow.launcher.output import Lines, follow, tee
+
+
+class Console(TextIOWrapper):
+    """A stream that remembers its writes."""
+
+    def __init__(self) -> None:
+        self.raw_bytes = BytesIO()
+        super().__init__(self.raw_bytes)
+
+    def text(self) -> str:
+        return self.raw_bytes.getvalue().decode()
+
+
+def test_two_streams_in_pieces_do_not_mix_within_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "PARTIAL_SECONDS", 60.0)  # however busy the machine is
+    console, pipes, threads = Console(), [os.pipe(), os.pipe()], []
+    for number, (read, _) in enumerate(pipes):
+        arguments = (read, tmp_path / f"log{number}", console)
+        threads.append(threading.Thread(target=tee, args=arguments))
+        threads[-1].start()
+    for _ in range(50):
+        for piece in range(4):
+            for number, (_, write) in enumerate(pipes):
+                os.write(write, [b"of ", b"stream ", b"%d" % number, b"\n"][piece])
+    for _, write in pipes:
+        os.close(write)
+    for thread in threads:
+        thread.join(timeout=10)
+    lines = console.text().splitlines()
+    assert sorted(lines) == ["of stream 0"] * 50 + ["of stream 1"] * 50
+    assert (tmp_path / "log0").read_text() == "of stream 0\n" * 50
+
+
+def test_the_beginning_of_a_line_is_shown_when_nothing_follows(tmp_path: Path) -> None:
+    console, (read, write) = Console(), os.pipe()
+    thread = threading.Thread(target=tee, args=(read, tmp_path / "log", console))
+    thread.start()
+    os.write(write, b"50 %\rready? ")
+    deadline = time.monotonic() + 10
+    while console.text() != "50 %\rready? " and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert console.text() == "50 %\rready? "
+    os.close(write)
+    thread.join(timeout=10)
+
+
+def test_a_log_is_followed_to_its_end_by_lines(tmp_path: Path) -> None:
+    console, log = Console(), tmp_path / "log"
+    log.write_text("before\n")
+    is_over = threading.Event()
+    arguments = (log, console, is_over.is_set, lambda: True)
+    thread = threading.Thread(target=follow, args=arguments)
+    thread.start()
+    time.sleep(2 * output.FOLLOW_SECONDS)
+    with log.open("a") as stream:
+        stream.write("a line\nand its")
+    time.sleep(2 * output.FOLLOW_SECONDS)
+    with log.open("a") as stream:
+        stream.write(" end")
+    is_over.set()
+    thread.join(timeout=10)
+    assert console.text() == "a line\nand its end"
+
+
+def test_a_console_that_is_gone_is_no_error() -> None:
+    console = Console()
+    lines = Lines(console)
+    console.close()
+    lines.add(b"a line\n")
+    assert not lines.is_open
