@@ -62,7 +62,7 @@ def launch(
         typer.Option(
             help="When a worker dies or hangs: stop the launch, shrink to the others, or also "
             "replace it [default: shrink for split plans on one host, replace (from the last "
-            "checkpoint) for pipelines with --checkpoint, else stop]."
+            "checkpoint) for pipelines and several hosts with --checkpoint, else stop]."
         ),
     ] = None,
     heartbeat: Annotated[

@@ -12,7 +12,7 @@ from typing import Any
 from ..runtime.handover import STOPPED_EXIT_CODE
 from ..runtime.record import Status, WorkerReport, assemble
 from ..schema import files
-from ..schema.launch import LaunchConfig
+from ..schema.launch import LaunchConfig, WorkerSlot
 from ..schema.run import Generation, RunEvent, RunRecord
 from .devices import Seat, crowding, seat_workers
 from .failures import Failure, first_cause, interruption, silence, tail_of
@@ -20,6 +20,7 @@ from .generations import Generations
 from .heartbeat import Limits
 from .hosts import Alone, Together
 from .inbox import Inbox
+from .regroup import Regroup
 from .repartition import Repartitions
 from .request import (
     HANDOVER,
@@ -88,14 +89,15 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
     began = time.monotonic()
     with Signals() as signals:
         hosts = (
-            Together(request.config, request.rendezvous)
+            Together(request.config, request.rendezvous, request.policy)
             if request.rendezvous
             else Alone(request.config)
         )
         workers = Workers(
             request.folder,
             stdout_to_stderr=request.stdout_to_stderr,
-            has_lines=request.is_elastic or request.hands_over,
+            has_lines=request.is_elastic or request.hands_over or request.regroups,
+            changes=request.is_elastic,
             survives=request.survives,
         )
         run = _Run(request, hosts, workers, signals, warn)
@@ -138,7 +140,7 @@ class _Run:
         self._signals, self._warn = signals, warn
         self._inbox: Inbox | None = None
         self._seats: dict[str, Seat] = {}
-        self.generations: Generations | Repartitions | None = None
+        self.generations: Generations | Repartitions | Regroup | None = None
 
     def train(self) -> Failure | None:
         """Start the workers and see them through; None when all of them succeeded."""
@@ -158,6 +160,8 @@ class _Run:
                 self.generations = self._make_generations(self._inbox, hosts)
             elif request.hands_over:
                 self.generations = self._make_repartitions(self._inbox, hosts)
+            elif request.regroups:
+                self.generations = self._make_regroup(slots, hosts)
             failure = self._supervise() or hosts.wait_for_others(self._watch)
         except _Interrupted:
             failure = interruption(self._signals.received or 2)
@@ -212,6 +216,20 @@ class _Run:
             restarts=request.policy == "replace",
             limits=self._limits if request.policy != "stop" else None,
             parts=request.folder / HANDOVER,
+            warn=self._warn,
+        )
+
+    def _make_regroup(self, slots: Sequence[WorkerSlot], hosts: Alone | Together) -> Regroup:
+        assert isinstance(hosts, Together)
+        return Regroup(
+            self._request.config,
+            slots,
+            self._workers,
+            hosts,
+            self._restart,
+            cause=lambda config, ranks: _cause(self._workers, config, ranks),
+            limits=self._limits,
+            interrupted=self._watch,
             warn=self._warn,
         )
 
@@ -285,7 +303,7 @@ class _Run:
             failure = self.generations.tick(POLL_SECONDS)
             if failure is not None:
                 is_known = failure.sentence_of_ours or failure.why
-                if is_known or isinstance(self.generations, Repartitions):
+                if is_known or not isinstance(self.generations, Generations):
                     return failure
                 return _cause(self._workers, self._request.config) or failure
             if self.generations.only_newcomers_left:

@@ -15,11 +15,12 @@ from ..schema.files import to_json
 from ..schema.launch import LaunchConfig, WorkerSlot
 from .devices import base_type, inventory
 from .failures import Failure
-from .request import Rendezvous
+from .request import OnFailure, Rendezvous
 from .spawn import Meeting
 from .store import hold_store, interface_towards, join_store, listen, prefixed, read_reports
 
 BEAT_SECONDS = 1.0
+ENDED_SECONDS = 30.0  # in which every host has seen a failure and ended its workers
 SILENCE_SECONDS = 15.0
 FAREWELL_SECONDS = 4.0
 
@@ -93,10 +94,19 @@ class Alone:
 
 
 class Together:
-    """One of several hosts. Node 0 holds the store, deals the slots, and collects reports."""
+    """One of several hosts. Node 0 holds the store, deals the slots, and collects reports.
 
-    def __init__(self, config: LaunchConfig, rendezvous: Rendezvous) -> None:
-        self._config, self._place = config, rendezvous
+    Args:
+        config: The launch.
+        rendezvous: Where the hosts meet.
+        policy: What to do when a worker dies, the same on every host.
+    """
+
+    def __init__(
+        self, config: LaunchConfig, rendezvous: Rendezvous, policy: OnFailure = "stop"
+    ) -> None:
+        self._config, self._place, self._policy = config, rendezvous, policy
+        self._generation = 0
         self.is_first = rendezvous.node_rank == 0
         self._store: Any = None
         self._last_beat = self._last_look = 0.0
@@ -113,6 +123,7 @@ class Together:
         own = {
             "host": socket.gethostname(),
             "plan": _digest(self._config),
+            "policy": self._policy,
             "devices": place.devices if place.devices is not None else inventory(),
         }
         self._store.set(f"agent/{place.node_rank}", json.dumps(own))
@@ -155,6 +166,8 @@ class Together:
                 return {"error": error.message}
         if len({agent["plan"] for agent in agents}) > 1:
             return {"error": "the hosts were given different plans; give all the same file"}
+        if len({agent["policy"] for agent in agents}) > 1:
+            return {"error": "give every host the same --on-failure and --checkpoint"}
         try:
             devices = [agent["devices"] for agent in agents]
             return {"slots": deal_slots(self._config, devices)}
@@ -188,8 +201,8 @@ class Together:
         self._last_beat = now
         try:
             self._store.set(f"beat/{self._place.node_rank}", f"{now}")
-            if self._store.check(["failure"]):
-                return Failure.from_text(self._store.get("failure"))
+            if self._store.check([self._failure]):
+                return Failure.from_text(self._store.get(self._failure))
             return self._silent_node(now) if self.is_first else None
         except RuntimeError:
             return Failure(exit_code=1, error="node 0 is gone, and the store with it")
@@ -240,12 +253,60 @@ class Together:
                 return Failure(exit_code=1, error=f"node {node} has fallen silent")
         return None
 
+    @property
+    def _failure(self) -> str:
+        """The key of what ended the generation."""
+        return f"failure/{self._generation}"
+
+    @property
+    def _again(self) -> str:
+        """The key of whether there is a next one."""
+        return f"again/{self._generation}"
+
+    def read(self, key: str) -> str | None:
+        """What workers have left in the store."""
+        store = self._store.underlying_store
+        return store.get(key).decode() if store.check([key]) else None
+
+    def starts_again(self, may: Callable[[], bool], watch: Watch) -> bool:
+        """Whether all hosts start their workers anew; those of this host are gone.
+
+        Args:
+            may: Whether there may be one more try; node 0 asks it, once all are gone everywhere.
+            watch: Raises where a signal came.
+        """
+        try:
+            self._store.set(f"ended/{self._generation}/{self._place.node_rank}", "1")
+            if self.is_first:
+                answer = self._all_have_ended(watch) and may()
+                self._store.set(self._again, "yes" if answer else "no")
+            found = self._get(self._again, "node 0's answer", watch)
+        except (LaunchError, RuntimeError):
+            return False
+        if found == b"yes":
+            self._generation += 1
+            self._heard = {}
+        return found == b"yes"
+
+    def _all_have_ended(self, watch: Watch) -> bool:
+        """Wait until no host has a worker of this generation; False where one is done already."""
+        deadline = time.monotonic() + ENDED_SECONDS
+        nodes = range(self._place.num_nodes)
+        waiting = [f"ended/{self._generation}/{node}" for node in nodes]
+        while not self._store.check(waiting):
+            watch()
+            done = any(self._store.check([f"done/{node}"]) for node in nodes)
+            if done or time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
     def tell_failure(self, failure: Failure) -> Failure:
         """Stop every host. The first to tell wins, save that a cause outranks its echo."""
         try:
-            told = Failure.from_text(self._store.compare_set("failure", "", failure.to_text()))
+            told = Failure.from_text(self._store.compare_set(self._failure, "", failure.to_text()))
             if told.lost_peer and not failure.lost_peer:
-                self._store.set("failure", failure.to_text())
+                self._store.set(self._failure, failure.to_text())
                 return failure
             if failure.lost_peer and told.lost_peer:
                 return self._better_cause(told)
@@ -258,7 +319,7 @@ class Together:
         deadline = time.monotonic() + 3
         while told.lost_peer and time.monotonic() < deadline:
             time.sleep(0.1)
-            told = Failure.from_text(self._store.get("failure"))
+            told = Failure.from_text(self._store.get(self._failure))
         return told
 
     def wait_for_others(self, watch: Watch) -> Failure | None:
@@ -280,6 +341,8 @@ class Together:
         if self._store is None:
             return
         with contextlib.suppress(RuntimeError):
+            if self.is_first:
+                self._store.set(self._again, "no")
             self._store.set(f"left/{self._place.node_rank}", "1")
             others = [f"left/{node}" for node in range(self._place.num_nodes)]
             deadline = time.monotonic() + FAREWELL_SECONDS
@@ -291,8 +354,9 @@ class Together:
     def reports(
         self, world_size: int | None = None, generation: int = 0, restarted_at: int = 0
     ) -> list[WorkerReport]:
-        """What all workers measured; for node 0. Workers on several hosts stay as they are."""
-        return read_reports(self._store.underlying_store, self._config.world_size)
+        """What the workers of the last generation measured; for node 0."""
+        size = self._config.world_size
+        return read_reports(self._store.underlying_store, size, generation, restarted_at)
 
 
 def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[list[int]]:

@@ -97,6 +97,11 @@ class LaunchRequest:
         return self.rendezvous is None and self.config.pipeline is not None
 
     @property
+    def regroups(self) -> bool:
+        """Whether all hosts together start again from a checkpoint when a worker dies."""
+        return self.rendezvous is not None and self.policy == "replace"
+
+    @property
     def survives(self) -> bool:
         """Whether the others of the launch go on when a worker dies."""
         return self.is_elastic and self.on_failure != "stop"
@@ -104,22 +109,22 @@ class LaunchRequest:
     @property
     def policy(self) -> OnFailure:
         """What to do when a worker dies, with the default resolved."""
-        if self.hands_over:
-            return self.on_failure or ("replace" if self.checkpoint is not None else "stop")
-        return self.on_failure or "shrink"
+        if self.is_elastic:
+            return self.on_failure or "shrink"
+        return self.on_failure or ("replace" if self.checkpoint is not None else "stop")
 
     def __post_init__(self) -> None:
         if self.is_elastic or self.on_failure in ("stop", None):
             return
         what = "pipeline" if self.config.pipeline is not None else "launch on several hosts"
-        if not self.hands_over or self.on_failure == "shrink":
+        if self.on_failure == "shrink":
             raise TargetError(
                 f"a {what} cannot go on without a worker that dies",
-                hint="leave --on-failure out; with --checkpoint a new launch goes on",
+                hint="give --on-failure replace: all start again from the last --checkpoint",
             )
         if self.checkpoint is None:
             raise TargetError(
-                "a pipeline starts again from a checkpoint, and has none to start from",
+                f"a {what} starts again from a checkpoint, and has none to start from",
                 hint="give --checkpoint DIR too, and --checkpoint-every N",
             )
 

@@ -165,6 +165,7 @@ def start(
     stderr: int | IO[bytes],
     *,
     line: int | None = None,
+    changes: bool = False,
     survives: bool = False,
 ) -> "Process":
     """Start one worker in its own session; it dies with this process, however that dies.
@@ -174,9 +175,11 @@ def start(
         stdout: Where its output goes.
         stderr: Where its errors go.
         line: Its end of the line to the controller, if it has one.
+        changes: Whether other workers may come and go.
         survives: Whether it goes on when other workers die.
     """
     extra = {names.CONTROL: str(line)} if line is not None else {}
+    extra |= {names.CHANGES: "1"} if changes else {}
     extra |= {names.SURVIVES: "1"} if survives else {}
     return subprocess.Popen(
         command.arguments,

@@ -47,6 +47,7 @@ class Workers:
         folder: The run's folder.
         stdout_to_stderr: Show their stdout on stderr.
         has_lines: Whether each has a line to the controller.
+        changes: Whether others may come and go while they train.
         survives: Whether they go on when others die.
     """
 
@@ -56,11 +57,12 @@ class Workers:
         *,
         stdout_to_stderr: bool,
         has_lines: bool = False,
+        changes: bool = False,
         survives: bool = False,
     ) -> None:
         self._folder = folder
         self._stdout_to_stderr = stdout_to_stderr
-        self._has_lines, self._survives = has_lines, survives
+        self._has_lines, self._changes, self._survives = has_lines, changes, survives
         self._processes: dict[str, Process] = {}
         self._lines: dict[str, Line] = {}
         self._types: dict[str, str] = {}
@@ -96,7 +98,9 @@ class Workers:
             return start(command, out, err)
         line = self._lines[command.name] = Line()
         number = line.theirs.fileno()
-        process = start(command, out, err, line=number, survives=self._survives)
+        process = start(
+            command, out, err, line=number, changes=self._changes, survives=self._survives
+        )
         line.started()
         return process
 

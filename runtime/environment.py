@@ -31,6 +31,7 @@ CHECKPOINT = "HETFLOW_CHECKPOINT"
 CHECKPOINT_EVERY = "HETFLOW_CHECKPOINT_EVERY"
 CONTROL = "HETFLOW_CONTROL"  # descriptor of the line to the controller
 WORKER = "HETFLOW_WORKER"  # this worker's name there
+CHANGES = "HETFLOW_CHANGES"  # whether workers may come and go while the job trains
 SURVIVES = "HETFLOW_SURVIVES"  # whether the job goes on when workers die
 JOINS = "HETFLOW_JOINS"  # the generation that a worker started later will join
 HANDOVER = "HETFLOW_HANDOVER"  # where a pipeline writes its parts when its plan changes

@@ -151,7 +151,7 @@ class Job:
             distributed=place.distributed,
             invariant=_invariant_of(place),
             is_first=place.rank == 0,
-            keeps_carried=place.control is not None,
+            keeps_carried=place.control is not None and place.control.changes,
         )
 
     @property

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from ...schema import files
 from ...schema.launch import LaunchConfig
-from ..environment import CONTROL, SURVIVES, WORKER
+from ..environment import CHANGES, CONTROL, SURVIVES, WORKER
 from .sockets import Connections
 
 BEAT_SECONDS = 0.5
@@ -34,14 +34,15 @@ class Control:
     Args:
         line: Connected to the controller.
         worker: This worker's name there; ranks change, names stay.
+        changes: Whether workers may come and go; else the line has heartbeats only.
         survives: Whether the job goes on when others die.
     """
 
     _of_process: ClassVar["Control | None"] = None
 
-    def __init__(self, line: socket.socket, worker: str, *, survives: bool) -> None:
+    def __init__(self, line: socket.socket, worker: str, *, changes: bool, survives: bool) -> None:
         self._line, self._sending = line, threading.Lock()
-        self.worker, self.survives = worker, survives
+        self.worker, self.changes, self.survives = worker, changes, survives
         self.num_jobs = 0
         self.is_closed = False
         self._changed = threading.Condition()
@@ -64,6 +65,7 @@ class Control:
             cls._of_process = cls(
                 socket.socket(fileno=int(number)),
                 os.environ.get(WORKER, "0"),
+                changes=os.environ.get(CHANGES) == "1",
                 survives=os.environ.get(SURVIVES) == "1",
             )
         return cls._of_process

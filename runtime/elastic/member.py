@@ -63,12 +63,12 @@ class Member:
     def of(cls, job: "Job") -> "Member | None":
         """The part of a job; None where no controller of ours can change its workers.
 
-        A script's second job and pipelines stay as they are.
+        A script's second job stays as it is.
         """
         control = job._place.control
-        if control is None or control.num_jobs > 1 or job._place.start.config is None:
+        if control is None or not control.changes or control.num_jobs > 1:
             return None
-        return cls(job, control) if job._place.start.config.pipeline is None else None
+        return cls(job, control)
 
     def _check_backend(self) -> None:
         """NCCL does not tell the host when an exchange is complete, so nobody could agree."""

@@ -1,6 +1,7 @@
 """Faults, drawn from a seed: what is done, and when."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +15,20 @@ KINDS = {
     "full disk": 9,  # no worker can write a checkpoint (RLIMIT_FSIZE), for some steps
     "resize": 9,
     "resize, kill": 6,  # and a worker or a newcomer dies on the way
+    "resize, freeze": 3,  # a newcomer is stopped as soon as it is there
+    "kill in predict": 6,  # SIGKILL of a worker that is in its part of a prediction
     "all killed": 4,  # every worker
     "SIGTERM": 4,  # of the launch
     "launcher killed": 4,  # SIGKILL
     "torn": 7,  # the newest checkpoint is cut short, or a file of it is gone; all starts again
     "bit flip": 7,  # one bit of the newest checkpoint; all starts again
 }
+# What happens to a pipeline: nobody can go on, all start again from the last checkpoint.
+PIPELINE_KINDS = {
+    **{"kill": 4, "freeze": 4, "pause": 2, "slow link": 1, "cut": 2},
+    **{"all killed": 1, "SIGTERM": 1, "launcher killed": 1},
+}
+PIPELINE = "pipeline"  # in place of a mapping: two stages
 MAPPINGS = [
     *("2xcpu:fast", "3xcpu:fast", "4xcpu:fast", "1xcpu:fast,1xcpu:slow"),
     *("1xcpu:fast,2xcpu:slow", "2xcpu:fast,2xcpu:slow"),
@@ -55,23 +64,38 @@ class Story:
     mappings: tuple[str, ...]
     faults: tuple[Fault, ...]
 
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether it is a pipeline's."""
+        return self.mappings[0] == PIPELINE
+
 
 def stories(seed: int, num_faults: int, faults_a_run: int = 25) -> list[Story]:
-    """Runs with so many faults in all; the same for the same arguments."""
+    """Runs with so many faults, a fifth of them in pipelines; the same for the same arguments."""
     draw = random.Random(seed)
     found = []
+    for_pipelines = num_faults // 5
+    num_faults -= for_pipelines
     while num_faults > 0:
         number = min(num_faults, faults_a_run)
         num_faults -= number
         kinds = draw.choices(list(KINDS), list(KINDS.values()), k=number)
-        faults = tuple(
-            Fault(kind, draw.randint(1, 6), draw.uniform(0, 0.05), draw.random(), draw.random())
-            for kind in kinds
-        )
+        faults = _faults(draw, kinds)
         policy = draw.choice(["shrink", "shrink", "replace"])
         mappings = tuple(draw.choice(MAPPINGS) for _ in range(4))
         found.append(Story(policy, mappings, faults))
+    if for_pipelines:
+        weights = list(PIPELINE_KINDS.values())
+        kinds = draw.choices(list(PIPELINE_KINDS), weights, k=for_pipelines)
+        found.append(Story("replace", (PIPELINE,), _faults(draw, kinds)))
     return found
+
+
+def _faults(draw: random.Random, kinds: Sequence[str]) -> tuple[Fault, ...]:
+    return tuple(
+        Fault(kind, draw.randint(1, 6), draw.uniform(0, 0.05), draw.random(), draw.random())
+        for kind in kinds
+    )
 
 
 def tear(checkpoint: Path, fault: Fault) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hetflow.schema import files
+from hetflow.schema.pipeline import PipelinePlan, StagePlan
 from hetflow.schema.plan import SplitPlan
 
 from ..launcher.elastic_runs import plan_of as plan_by_hand
@@ -47,6 +48,41 @@ def plan_of(mapping: str) -> SplitPlan:
     return plan_by_hand(counts, types, model="faults", samples=NODE_SAMPLES)
 
 
+def pipeline_plan() -> PipelinePlan:
+    """Two stages of the model, and four microbatches."""
+    layers = (tuple("01234"), tuple("567"))
+    stages = tuple(
+        StagePlan(
+            layers=own,
+            num_replicas=1,
+            device_type="cpu:fast",
+            first_device=number,
+            num_in_flight=2 - number,
+            weight_versions=1,
+            seconds_per_input=0.001,
+            compute_seconds=0.001,
+            output_seconds=0.0,
+            memory_bytes=1000,
+        )
+        for number, own in enumerate(layers)
+    )
+    split = plan_of("2xcpu:fast")
+    return PipelinePlan(
+        model=split.model,
+        global_batch_size=split.global_batch_size,
+        microbatch_size=NODE_SAMPLES,
+        microbatches=NODES,
+        schedule="1f1b",
+        recompute=False,
+        stages=stages,
+        predicted=split.predicted,
+        proof=split.proof,
+        noam=2,
+        stage_cost="ring",
+        solved="flat",
+    )
+
+
 class Run:
     """A run that goes through a story.
 
@@ -76,15 +112,18 @@ class Run:
         mapping = self._story.mappings[self.num_launches % len(self._story.mappings)]
         self.num_launches += 1
         plan = self.folder / "plan.json"
-        files.write(plan, plan_of(mapping), force=True)
-        options = ["--determinism", "elastic", "--on-failure", self._story.on_failure]
+        is_pipeline = self._story.is_pipeline
+        files.write(plan, pipeline_plan() if is_pipeline else plan_of(mapping), force=True)
+        level = "static" if is_pipeline else "elastic"
+        options = ["--determinism", level, "--on-failure", self._story.on_failure]
         options += ["--checkpoint", str(self.saved), "--checkpoint-every", str(CHECKPOINT_EVERY)]
         options += ["--heartbeat", str(HEARTBEAT_SECONDS), "--timeout", "60", "--force"]
         self.output = self.folder / f"launch-{self.num_launches}.txt"
         self._restart_progress()
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
-                [*HETFLOW, "launch", *options, "-o", self.run, plan, SCRIPT, self.folder],
+                [*HETFLOW, "launch", *options, "-o", self.run, plan, SCRIPT, self.folder]
+                + (["pipeline"] if is_pipeline else []),
                 env=self._processes.environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -204,6 +243,8 @@ class Run:
             "full disk": self._full_disk,
             "resize": self._resize,
             "resize, kill": self._resize,
+            "resize, freeze": self._resize,
+            "kill in predict": self._kill_in_predict,
             "all killed": self._kill_all,
             "SIGTERM": self._terminate,
             "launcher killed": self._kill_launcher,
@@ -283,10 +324,14 @@ class Run:
             text=True,
         )
         try:
-            if fault.kind == "resize, kill":
+            if fault.kind != "resize":
                 while asked.poll() is None and set(self._processes.workers()) <= before:
                     time.sleep(0.2)
                     self.wait(lambda: True, "newcomer")
+            if fault.kind == "resize, freeze":
+                for pid in set(self._processes.workers()) - before:
+                    send(pid, signal.SIGSTOP)
+            elif fault.kind == "resize, kill":
                 until = time.monotonic() + 4 * fault.second
                 self.wait(lambda: asked.poll() is not None or time.monotonic() > until, "moment")
                 self._kill(fault)
@@ -295,6 +340,24 @@ class Run:
             _, said = asked.communicate(timeout=LIMIT_SECONDS)
             self.counts[f"resizes with exit code {asked.returncode}"] += 1
             check_words(said, asked.returncode, "resize", (0, 1, 2))
+
+    def _kill_in_predict(self, fault: Fault) -> None:
+        hold = self.folder / "hold-predict"
+        hold.touch()
+        try:
+            self.wait(self._predicting, "prediction")
+            found = self._predicting()
+            if found:
+                send(found[int(fault.first * len(found))], signal.SIGKILL)
+        finally:
+            hold.unlink()
+            for path in self.folder.glob("predicting-*"):
+                path.unlink()
+
+    def _predicting(self) -> list[int]:
+        """The workers that are in a prediction and wait there."""
+        noted = {int(path.name[11:]) for path in self.folder.glob("predicting-*")}
+        return [pid for pid in self._processes.workers() if pid in noted]
 
     def _kill_all(self, fault: Fault) -> None:
         for pid in self._processes.workers():
@@ -359,11 +422,10 @@ class Run:
         left = {path.name for path in self.run.iterdir()} - RUN_FILES
         left |= {p.name for p in (self.run / "logs").iterdir() if not p.name.startswith("rank")}
         for path in self.saved.iterdir():
-            whole = path.name.startswith("step-") and {p.name for p in path.iterdir()} == {
-                "tensors.bin",
-                "manifest.json",
-            }
-            left |= set() if whole else {f"saved/{path.name}"}
+            folders = list(path.iterdir()) if self._story.is_pipeline else [path]
+            files_in = [{p.name for p in folder.iterdir()} for folder in folders]
+            whole = all(names == {"tensors.bin", "manifest.json"} for names in files_in)
+            left |= set() if path.name.startswith("step-") and whole else {f"saved/{path.name}"}
         # torch keeps a cache of its own there, under the user's name.
         temporary = {path.name for path in (self.folder / "tmp").iterdir()}
         left |= {name for name in temporary if not name.startswith("torchinductor_")}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from .campaign import campaign, table, undisturbed
-from .faults import KINDS, Fault, flip, stories, tear
+from .campaign import Expected, campaign, table, undisturbed
+from .faults import KINDS, PIPELINE_KINDS, Fault, flip, stories, tear
 from .processes import Processes
 from .run import Violation, check_words, plan_of
 
@@ -21,6 +21,12 @@ def test_a_seed_tells_the_same_stories_with_every_kind_of_fault() -> None:
     faults = [fault for story in found for fault in story.faults]
     assert len(faults) == 1000
     assert {fault.kind for fault in faults} == set(KINDS)
+
+
+def test_a_fifth_of_the_faults_are_for_pipelines() -> None:
+    (last,) = [story for story in stories(3, 60) if story.is_pipeline]
+    assert len(last.faults) == 12
+    assert {fault.kind for fault in last.faults} <= PIPELINE_KINDS.keys() <= KINDS.keys()
 
 
 def test_mappings_share_the_virtual_nodes() -> None:
@@ -72,14 +78,14 @@ def test_the_table_names_every_kind() -> None:
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
     return undisturbed(tmp_path_factory.mktemp("undisturbed") / "run")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_runs_with_faults_end_with_the_digest_of_an_undisturbed_one(
-    tmp_path: Path, seed: int, expected: str
+    tmp_path: Path, seed: int, expected: Expected
 ) -> None:
     counts = campaign(tmp_path, seed, 25, expected)
     assert sum(counts[kind] for kind in KINDS) == 25

@@ -1,8 +1,10 @@
 """What the fault campaign trains: batch-norm, dropout, a schedule, draws of its own; 400 steps.
 
-``training.py FOLDER``: after each step it appends "STEP PID" to ``FOLDER/progress``, and it goes on
-only while ``FOLDER/limit`` is above it. It shuts its connections down when ``FOLDER/cut-PID``
-comes. The first worker writes ``FOLDER/digest`` of all that training leaves.
+``training.py FOLDER [pipeline]``: after each step it appends "STEP PID" to ``FOLDER/progress``, and
+it goes on only while ``FOLDER/limit`` is above it. It shuts its connections down when
+``FOLDER/cut-PID`` comes. Split runs predict after each epoch; while ``FOLDER/hold-predict`` is
+there, a worker in its part of that leaves ``predicting-PID`` and waits. The first worker writes
+``FOLDER/digest`` of all that training leaves.
 """
 
 import hashlib
@@ -61,6 +63,13 @@ def hold(step: int) -> None:
         time.sleep(0.01)
 
 
+def predicted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    while (HERE / "hold-predict").exists():
+        (HERE / f"predicting-{os.getpid()}").touch()
+        time.sleep(0.01)
+    return model(x).sum(1)
+
+
 threading.Thread(target=cut_when_asked, daemon=True).start()
 torch.manual_seed(3)
 model = nn.Sequential(
@@ -75,6 +84,8 @@ job.register(scheduler, log)
 pictures = torch.randn(NUM_SAMPLES, 3, 6, 6, generator=torch.Generator().manual_seed(4))
 dataset = TensorDataset(pictures, torch.arange(NUM_SAMPLES) % 4)
 loader = DataLoader(dataset, batch_size=BATCH, shuffle=True)
+in_order = DataLoader(dataset, batch_size=BATCH)
+is_pipeline = "pipeline" in sys.argv
 with (HERE / "progress").open("a") as progress:
     for _ in range(EPOCHS):
         for batch in job.batches(loader):
@@ -93,6 +104,9 @@ with (HERE / "progress").open("a") as progress:
         scheduler.step()
         with job.evaluation():
             log.values.append(float(model(pictures[:1]).sum()))
+        if not is_pipeline:
+            parts = list(job.predict(in_order, predicted, on_all=True))
+            log.values.append(float(torch.cat(parts).sum()) if parts else 0.0)
 job.finish()
 tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
 for index, state in optimizer.state_dict()["state"].items():

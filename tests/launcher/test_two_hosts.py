@@ -1,10 +1,18 @@
 """Signals and deaths in launches over two hosts."""
 
+import json
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from .elastic_runs import Launch
+from hetflow.launcher.request import LaunchRequest, Rendezvous
+from hetflow.runtime.lower import lower
+from hetflow.schema.errors import TargetError
+
+from .elastic_runs import Launch, plan_of
 from .two_hosts import Hosts
 
 LONG = 8
@@ -27,10 +35,58 @@ def test_a_notice_to_one_host_saves_and_ends_all(
     assert hosts.end() == [143, 143]
     for said in hosts.said():
         assert "hetflow: interrupted by SIGTERM; all workers are stopped\n" in said
-    saved = list((tmp_path / "saved").glob("step-*"))
-    assert len(saved) == 1
     last = max(step for step, _, _ in hosts.steps())
-    assert saved[0].name == f"step-{last:010d}" or saved[0].name.endswith(str(last))
+    saved = [int(path.name[5:]) for path in (tmp_path / "saved").glob("step-*")]
+    assert saved == [last]
     again = Hosts(tmp_path / "a", 1, [5, 3], *saving, epochs=LONG)
     assert again.end() == [0, 0], again.said()
     assert (tmp_path / "a" / "digest").read_text() == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rank", "number", "said"),
+    [
+        (0, signal.SIGKILL, "worker 0 (cpu:fast) was killed by SIGKILL"),
+        (1, signal.SIGSTOP, "worker 1 (cpu:slow) gave no sign of life for "),
+    ],
+)
+def test_a_death_on_one_host_starts_all_again_from_the_last_checkpoint(
+    tmp_path: Path, undisturbed: str, rank: int, number: int, said: str
+) -> None:
+    saving = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "3"]
+    options = (*saving, "--heartbeat", "5")
+    hosts = Hosts(tmp_path / "a", 0, [5, 3], *options, seconds=0.1, epochs=LONG)
+    hosts.wait_for_step(4)
+    os.kill(hosts.pid_of(rank), number)
+    assert hosts.end() == [0, 0], hosts.said()
+    assert (tmp_path / "a" / "digest").read_text() == undisturbed
+    record = json.loads((hosts.runs[0] / "run.json").read_text())
+    assert [g["kind"] for g in record["generations"]] == ["start", "restart"]
+    assert record["generations"][1]["detail"].startswith(said)
+    assert record["generations"][1]["joined"] == ["2", "3"]
+    assert [device["rank"] for device in record["devices"]] == [0, 1]
+    assert all("starting again from the last checkpoint" in text for text in hosts.said())
+
+
+@pytest.mark.slow
+def test_a_death_without_a_checkpoint_ends_all_hosts(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path / "a", 0, [5, 3], seconds=0.2, epochs=LONG)
+    hosts.wait_for_step(2)
+    os.kill(hosts.pid_of(0), signal.SIGKILL)
+    assert hosts.end() == [137, 137]
+    assert all("worker 0 (cpu:fast) was killed by SIGKILL\n" in text for text in hosts.said())
+
+
+def test_what_several_hosts_cannot_do_is_refused(tmp_path: Path) -> None:
+    place = Rendezvous.parse(2, 0, "127.0.0.1:29400", None)
+    plan = plan_of([4, 4])
+    asked = LaunchRequest(
+        plan=plan, config=lower(plan), script=("t.py",), folder=tmp_path, rendezvous=place
+    )
+    assert asked.policy == "stop"
+    assert replace(asked, checkpoint=tmp_path).policy == "replace"
+    with pytest.raises(TargetError, match="several hosts cannot go on without a worker that dies"):
+        replace(asked, on_failure="shrink", checkpoint=tmp_path)
+    with pytest.raises(TargetError, match="several hosts starts again from a checkpoint, and has"):
+        replace(asked, on_failure="replace")
