@@ -4,11 +4,13 @@ Three parts. The bound of pipeline_step_model.py, a sum and a maximum, is minimi
 sums under one limit on the maximum after another, as DAPPLE's and Alpa's planners do: the limits
 between which the bound could still beat the best plan are halved until none is left. Every plan
 met on the way is timed. A best-first tree then closes what is left between bound and step, or
-says how much it is.
+says how much it is. Where few such tables are affordable, plans are looked for among some of the
+cuts and runs of devices first (pipeline_step_coarse.py).
 """
 
 import heapq
 from collections.abc import Sequence
+from functools import partial
 from math import ceil
 
 import numpy as np
@@ -18,17 +20,22 @@ from .pipeline_graph import PlacedStage, Search, final_states
 from .pipeline_line import objective
 from .pipeline_prices import Prices, Slopes
 from .pipeline_space import Space
+from .pipeline_step_coarse import improve
 from .pipeline_step_model import StepModel
 from .pipeline_step_tables import Sums, Tables
 from .pipeline_step_tree import EXACT, Budget, Incumbent, Tree
 
 LIMITS_WORK = 1e7
 """Entries (moves x cuts) that the tables of one model may cost over all limits."""
+RELAXED_WORK = 3e8
+"""Entries of the one table that bounds what has no other: about ten seconds."""
 TREE_WORK = 1.5e7
 """Entries that a tree may look at."""
 TREE_PASSES = 3e5
 """Passes of steps that a tree may replay."""
-_MOST_LIMITS, _MOST_PESSIMISTIC = 24, 8
+COARSE_WORK = 2e7
+"""Entries of all tables over some cuts and runs of devices, for one model."""
+_MOST_LIMITS, _MOST_PESSIMISTIC, _COARSE_LIMITS = 24, 8, 12
 _HEAVIER = (1.0,)
 _PAIRS_AT_ONCE = 10  # pairs of cuts cost a tenth of a window's entries
 
@@ -53,9 +60,16 @@ def best_step(
     for prices, placed in known:
         best.offer(problem, prices, placed)
     affordable = int(LIMITS_WORK / _cost(tables[0], space))
+    if affordable < _MOST_LIMITS and tables[0].is_line:
+        for prices in tables:
+            entries = COARSE_WORK / _COARSE_LIMITS
+            improve(problem, prices, space, best, partial(_sweep, problem), entries)
     if affordable < 1:
-        bound = min(_busiest(problem, prices, space, search, best) for prices in tables)
-        return best, min(best.seconds, bound)
+        bounds = [
+            max(_busiest(problem, prices, space, search, best), _relaxed(problem, prices, space))
+            for prices in tables
+        ]
+        return best, min([best.seconds, *bounds])
     models = [
         Tables(StepModel(problem, prices, pessimistic=False), space, final) for prices in tables
     ]
@@ -81,8 +95,18 @@ def _cost(prices: Prices, space: Space) -> float:
     return len(space.moves) * (size if prices.is_line else size * size / _PAIRS_AT_ONCE)
 
 
+def _relaxed(problem: PipelineProblem, prices: Prices, space: Space) -> float:
+    """The least sum of the bound alone, memory left out; 0 where even that costs too much."""
+    if not prices.is_line or _cost(prices, space) > RELAXED_WORK:
+        return 0.0
+    model = StepModel(problem, prices, pessimistic=False)
+    final = final_states(problem, space)
+    found = Tables(model, space, final).sums(np.inf, relaxed=True)
+    return float(found.whole[final].min()) * (1 - EXACT)
+
+
 def _sweep(
-    problem: PipelineProblem, tables: Tables, best: Incumbent, most_limits: int
+    problem: PipelineProblem, tables: Tables, best: Incumbent, most_limits: int = _COARSE_LIMITS
 ) -> tuple[float, list[Sums]]:
     """Halve the limits that may still hold a better plan; a bound, and the sums found.
 

@@ -14,11 +14,12 @@ from .pipeline_space import Space
 from .pipeline_step_model import Ints, Kind, StepModel
 
 SLACK = 1e-12
+_ENTRIES = 1 << 18  # of a batch's tables: they stay in a core's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Moves whose targets use equally many devices, by target.
+    """Moves whose targets use equally many devices, by target; some of them where they are many.
 
     ``row``, ``kind``, ``pool``, ``span``: [moves]; ``heads``: where each of ``targets`` begins;
     ``rows`` are those with one of the targets as their source.
@@ -45,28 +46,33 @@ class Batches:
     row_need: Ints
 
     @classmethod
-    def of(cls, space: Space, kinds: list[Kind], kind: Ints) -> "Batches":
+    def of(cls, space: Space, kinds: list[Kind], kind: Ints, num_cuts: int) -> "Batches":
         """Number the rows, and cut the moves into batches; ``kind`` is each move's."""
         moves = space.moves
         rows, row = moves.numbered("source", "pool", "need")
         source, pool, need = np.array(rows, np.int64).reshape(-1, 3).T
         target = moves.target
         totals = np.array([sum(state.used) for state in space.states], np.int64)
+        most = max(_ENTRIES // num_cuts, 1)
         batches = []
         for total in np.unique(totals[target]).tolist():
-            part = np.flatnonzero(totals[target] == total)
-            heads = np.flatnonzero(np.diff(target[part], prepend=-1))
-            batches.append(
-                Batch(
-                    row=row[part],
-                    kind=kind[part],
-                    pool=moves.pool[part],
-                    span=moves.span[part],
-                    heads=heads,
-                    targets=target[part][heads],
-                    rows=np.flatnonzero(totals[source] == total),
+            of_total = np.flatnonzero(totals[target] == total)
+            rows_of_total = np.flatnonzero(totals[source] == total)
+            for part in _parts(of_total, target[of_total], most):
+                heads = np.flatnonzero(np.diff(target[part], prepend=-1))
+                targets = target[part][heads]
+                ends = np.searchsorted(source[rows_of_total], [targets[0], targets[-1] + 1])
+                batches.append(
+                    Batch(
+                        row=row[part],
+                        kind=kind[part],
+                        pool=moves.pool[part],
+                        span=moves.span[part],
+                        heads=heads,
+                        targets=targets,
+                        rows=rows_of_total[slice(*ends)],
+                    )
                 )
-            )
         return cls(
             batches=tuple(batches),
             kinds=tuple(kinds),
@@ -75,6 +81,14 @@ class Batches:
             row_pool=pool,
             row_need=need,
         )
+
+
+def _parts(moves: Ints, target: Ints, most: int) -> list[Ints]:
+    """Cut moves between targets into parts of about ``most``."""
+    begins = np.flatnonzero(np.diff(target, prepend=-1))
+    # The first target that begins in each stretch of ``most`` moves.
+    _, first = np.unique(begins // most, return_index=True)
+    return np.split(moves, begins[first][1:])
 
 
 class Windows:
@@ -88,10 +102,11 @@ class Windows:
         # [levels, rows, cuts + 1] minima of 2^level values from each cut on.
         shape = (int(log[size]) + 1, len(batched.row_source), size + 1)
         self.minima = np.full(shape, np.inf)
+        self.window, distinct = _windows(model, batched.kinds)
         links = len(model.transfer) if model.pessimistic else 1
-        # [kinds, links, cuts]
+        # [windows, links, cuts]
         last = np.array(
-            [[_last(model, kind, link, limit) for link in range(links)] for kind in batched.kinds]
+            [[_last(model, kind, link, limit) for link in range(links)] for kind in distinct]
         )
         length = last - np.arange(size)
         self.begin = np.minimum(np.arange(size) + 1, size)
@@ -117,12 +132,13 @@ class Windows:
     def least(self, batch: Batch, link: Ints) -> Floats:
         """[moves, cuts] the least value at the ends that each begin may have."""
         of_link = link if self.model.pessimistic else np.zeros_like(link)
-        row, level = batch.row[:, None], self.level[batch.kind, of_link]
+        window = self.window[batch.kind]
+        row, level = batch.row[:, None], self.level[window, of_link]
         totals: Floats = np.minimum(
             self.minima[level, row, self.begin[None, :]],
-            self.minima[level, row, self.end[batch.kind, of_link]],
+            self.minima[level, row, self.end[window, of_link]],
         )
-        totals[self.is_empty[batch.kind, of_link]] = np.inf
+        totals[self.is_empty[window, of_link]] = np.inf
         return totals
 
     def whole(self, batch: Batch) -> Floats:
@@ -132,11 +148,62 @@ class Windows:
         if not model.pessimistic:
             totals = totals + self.ends[batch.kind, None] * model.weights[None, 1:]
         of_link = batch.span if model.pessimistic else np.zeros_like(batch.span)
-        last = self.first_of_link[batch.kind, of_link] - 1
+        last = self.first_of_link[self.window[batch.kind], of_link] - 1
         totals = np.minimum.accumulate(totals, axis=1)
         least = totals[np.arange(len(last)), np.maximum(last, 0)]
         found: Floats = np.where(last >= 0, least, np.inf) - model.compute[batch.pool, 0]
         return found
+
+
+class Suffixes:
+    """``Windows`` where a stage may end at every cut behind its begin: one row serves all moves.
+
+    A bound of plans that memory or a limit restricts, too.
+    """
+
+    behind: Floats
+
+    def __init__(self, model: StepModel, batched: Batches) -> None:
+        self.model, self.batched = model, batched
+        # [rows, cuts] the least value behind each cut.
+        self.minima = np.full((len(batched.row_source), model.size), np.inf)
+        self.ends = np.array([model.end(kind) for kind in batched.kinds])
+
+    def fill(self, behind: Floats, rows: Ints) -> None:
+        """As ``Windows.fill``."""
+        self.behind = behind
+        values = self._values(rows)
+        self.minima[rows, :-1] = np.minimum.accumulate(values[:, :0:-1], axis=1)[:, ::-1]
+
+    def least(self, batch: Batch, link: Ints) -> Floats:
+        """As ``Windows.least``; the same for all links."""
+        found: Floats = self.minima[batch.row]
+        return found
+
+    def whole(self, batch: Batch) -> Floats:
+        """As ``Windows.whole``."""
+        totals = self._values(batch.row) + self.ends[batch.kind, None] * self.model.weights
+        found: Floats = totals[:, 1:].min(axis=1) - self.model.compute[batch.pool, 0]
+        return found
+
+    def _values(self, rows: Ints) -> Floats:
+        batched = self.batched
+        found: Floats = self.behind[batched.row_source[rows], batched.row_need[rows]]
+        return found + self.model.compute[batched.row_pool[rows]]
+
+
+def _windows(model: StepModel, kinds: tuple[Kind, ...]) -> tuple[Ints, list[Kind]]:
+    """Which kinds may end where the same one of them may: [kinds] numbers, and those."""
+    number: dict[Kind, int] = {}
+    found: list[int] = []
+    distinct: list[Kind] = []
+    for kind in kinds:
+        key = kind if model.pessimistic else kind._replace(num_replicas=0, span=0)
+        if key not in number:
+            number[key] = len(distinct)
+            distinct.append(kind)
+        found.append(number[key])
+    return np.array(found), distinct
 
 
 def _last(model: StepModel, kind: Kind, link: int, limit: float) -> Ints:

@@ -14,7 +14,7 @@ from .pipeline_cuts import Floats
 from .pipeline_graph import PlacedStage
 from .pipeline_space import Move, Space
 from .pipeline_step_model import Ints, Kind, StepModel
-from .pipeline_step_ranges import SLACK, Batches, Squares, Windows
+from .pipeline_step_ranges import SLACK, Batches, Squares, Suffixes, Windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,20 +40,22 @@ class Tables:
         self.kinds = [model.kind(*row) for row in found]
         self.num_links = len(space.bandwidths)
         self.into = np.searchsorted(space.moves.target, np.arange(len(space.states) + 1)).tolist()
-        self._batched = Batches.of(space, self.kinds, self.kind)
+        self._batched = Batches.of(space, self.kinds, self.kind, model.size)
 
     def kind_of(self, number: int) -> Kind:
         """The kind of a move."""
         return self.kinds[int(self.kind[number])]
 
-    def sums(self, limit: float) -> Sums:
-        """The least sums where no stage has more than ``limit`` seconds left."""
+    def sums(self, limit: float, *, relaxed: bool = False) -> Sums:
+        """The least sums where no stage has more than ``limit`` seconds left.
+
+        ``relaxed``, for an infinite limit: without the limits of memory, several times as fast.
+        """
         states, model, batched = len(self.space.states), self.model, self._batched
         behind = np.full((states, self.num_links, model.size), np.inf)
         behind[0, :, -1] = 0.0
         whole = np.full(states, np.inf)
-        make = Windows if model.is_line else Squares
-        ranges = make(model, batched, limit)
+        ranges = self._ranges(limit, relaxed=relaxed)
         ranges.fill(behind, batched.first_rows)
         for batch in batched.batches:
             compute = model.compute[batch.pool]
@@ -67,6 +69,16 @@ class Tables:
             whole[batch.targets] = np.minimum.reduceat(ranges.whole(batch), batch.heads)
             ranges.fill(behind, batch.rows)
         return Sums(limit, behind, whole)
+
+    def _ranges(self, limit: float, *, relaxed: bool) -> Suffixes | Windows | Squares:
+        model = self.model
+        if not model.is_line:
+            return Squares(model, self._batched, limit)
+        limits = (pool.memory_bytes for pool in model.problem.pools)
+        free = relaxed or all(limit is None for limit in limits)
+        if free and np.isinf(limit) and not model.pessimistic:
+            return Suffixes(model, self._batched)
+        return Windows(model, self._batched, limit)
 
     def options(
         self, move: Move, kind: Kind, first: int, link: int, behind: Floats, limit: float

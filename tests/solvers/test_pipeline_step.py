@@ -15,6 +15,7 @@ from hetflow.schedules.registry import generate
 from hetflow.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
+from hetflow.solvers import pipeline_step
 from hetflow.solvers.pipeline import solve
 
 FEW = settings(max_examples=50, deadline=None, derandomize=True)
@@ -117,6 +118,50 @@ def test_a_gap_is_stated_where_the_search_ends_early():
     assert plan.proof.termination == "feasible"
     assert 0 < plan.proof.lower_bound < plan.proof.objective
     assert plan.proof.gap == pytest.approx(1 - plan.proof.lower_bound / plan.proof.objective)
+
+
+@settings(FEW, max_examples=60)
+@given(step_problems())
+def test_a_problem_too_large_for_tables_has_a_plan_and_a_bound_that_hold(problem):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_step, "LIMITS_WORK", 0.0)
+        patch.setattr(pipeline_step, "COARSE_WORK", 500.0)
+        try:
+            plan = solve(problem)
+        except InfeasibleError:
+            return
+    least = best_flat(problem)
+    assert check(plan, problem) == []
+    assert plan.proof.lower_bound <= least * (1 + 1e-9)
+    assert plan.proof.objective >= least * (1 - 1e-9)
+
+
+def test_a_large_pool_is_searched_beyond_its_few_tables():
+    # 36 devices: three tables of all cuts and runs of devices are affordable, and find 3,455 s.
+    large = unlike(40, 12)
+    plan = solve(large)
+    assert check(plan, large) == []
+    assert plan.proof.termination == "feasible"
+    assert plan.proof.objective < 3200
+    assert 0 < plan.proof.gap < 0.35
+
+
+def unlike(num_layers: int, count: int) -> PipelineProblem:
+    """Three types of so many devices, one, two and three times as slow."""
+    draw = random.Random(0)
+    times = [(draw.uniform(1, 10), draw.uniform(2, 20)) for _ in range(num_layers)]
+    sizes = [(draw.randint(10**5, 10**8), draw.randint(10**4, 10**7)) for _ in times]
+    problem = chain(times, sizes, levels((count, 1e7)), num_microbatches=64)
+    pools = tuple(
+        dataclasses.replace(
+            problem.pools[0],
+            device_type=name,
+            forward_seconds=tuple(slowness * forward for forward, _ in times),
+            backward_seconds=tuple(slowness * backward for _, backward in times),
+        )
+        for name, slowness in (("A", 1.0), ("B", 2.0), ("C", 3.0))
+    )
+    return dataclasses.replace(problem, pools=pools, inter_bytes_per_second=1e6)
 
 
 @pytest.mark.parametrize("change", [{"schedule": "pipedream"}, {"stage_cost": "thesis"}])
