@@ -14,7 +14,8 @@ A training script needs five changed lines, and still runs under plain ``python`
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .job import Job, prepare
+    from .job import Job
+    from .start import prepare
 
 __all__ = ["Job", "prepare"]
 
@@ -22,7 +23,7 @@ __all__ = ["Job", "prepare"]
 def __getattr__(name: str) -> object:
     """Load the job, and torch with it, when first asked for: planning starts without torch."""
     if name in __all__:
-        from . import job
+        from . import job, start
 
-        return getattr(job, name)
+        return job.Job if name == "Job" else start.prepare
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,7 @@ nodes of a device add into it, so memory does not grow with their number, and a 
 all-reduce is a slice of it: nothing is copied.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from ..schema.errors import TargetError
 from .invariant import InvariantSum
 
-BUCKET_BYTES = 25 << 20
+# A first bucket that is soon full lets the exchange of a small model begin within backward, as in
+# DistributedDataParallel. Over gloo buckets of 4 MB cost no more CPU time than of 25 MB
+# (benchmarks/reduction.py), and bound the room for the others' subtrees (invariant.py).
+FIRST_BUCKET_BYTES = 1 << 20
+BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
@@ -43,7 +47,7 @@ class GradientReducer:
         parameters: Name and parameter, each parameter once, same order on every worker.
         group: The process group; None for a single worker, which reduces nothing.
         distributed: Whether to reduce at all; by default whether a group is initialised.
-        bucket_bytes: Least size of a bucket, in bytes.
+        bucket_bytes: Least size of a bucket, in bytes; by default by the kind of device.
         invariant: Sums virtual nodes in an order that no mapping changes; then ``enter`` and
             ``leave`` stand around each pass. By default an ordinary all-reduce.
         is_first: Whether this worker contributes gradients of earlier steps; by default the
@@ -57,7 +61,7 @@ class GradientReducer:
         group: dist.ProcessGroup | None = None,
         *,
         distributed: bool | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         invariant: InvariantSum | None = None,
         is_first: bool | None = None,
         keeps_carried: bool = False,
@@ -250,20 +254,23 @@ class GradientReducer:
         flat = torch.zeros(-(-total // unit) * unit, dtype=dtype, device=device)
         self.flats.append(flat)
         start, offset = 0, 0
+        usual = self._bucket_bytes or BUCKET_BYTES.get(device.type, BUCKET_BYTES["cuda"])
         bucket: list[int] = []
         for index in members:
             parameter = self._parameters[index]
             self._views[index] = _view_like(flat, offset, parameter)
             bucket.append(index)
             offset += parameter.numel()
-            if (offset - start) * flat.element_size() >= self._bucket_bytes or offset == total:
+            least = usual if self._buckets else min(usual, FIRST_BUCKET_BYTES)
+            if (offset - start) * flat.element_size() >= least or offset == total:
                 end = len(flat) if offset == total else offset // unit * unit
-                self._add_bucket(flat, start, end, bucket)
-                start, bucket = end, []
+                for cut in _cuts(start, end, usual // flat.element_size(), unit):
+                    # Further buckets of a large parameter are ready with the first.
+                    self._add_bucket(flat, *cut, bucket)
+                    bucket = []
+                start = end
 
     def _add_bucket(self, whole: Tensor, start: int, end: int, members: list[int]) -> None:
-        if start == end:
-            return
         flat = whole[start:end]
         for index in members:
             self._bucket_of[index] = len(self._buckets)
@@ -307,6 +314,14 @@ class GradientReducer:
         work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
         if work is not None:
             self._works.append(work)
+
+
+def _cuts(start: int, end: int, usual: int, unit: int) -> Iterator[tuple[int, int]]:
+    """About equal parts of a stretch, of about the usual length, ending at multiples of unit."""
+    parts = max(round((end - start) / max(usual, 1)), 1)
+    length = max(-(-(end - start) // (parts * unit)) * unit, unit)
+    for at in range(start, end, length):
+        yield at, min(at + length, end)
 
 
 def _view_like(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:

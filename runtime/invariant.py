@@ -21,8 +21,8 @@ from torch import Tensor
 from .exchange import Collectives, Exchange, Messages, TwoTrees
 from .subtrees import Turn, turns_of
 
-# Buckets whose received slices are held at once; the fifth waits until the first is summed.
-MAX_IN_FLIGHT = 4
+# Buckets whose received slices are held at once; the third waits until the first is summed.
+MAX_IN_FLIGHT = 2
 _ROUNDED_ONCE = (torch.float32, torch.float64)  # by every all-reduce alike
 
 

@@ -1,4 +1,4 @@
-"""The API of a training script: ``prepare``, ``job.batches``, ``job.backward``."""
+"""What a training script calls: ``job.batches``, ``job.backward`` and the rest."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -22,68 +22,21 @@ from .data import (
     is_drawn,
     pass_loader,
 )
-from .determinism import apply_level, check_level, is_invariant, refusal_of
+from .determinism import refusal_of
 from .elastic.member import Member
-from .emulation import PassHolder
-from .environment import read_environment
 from .epoch import Epoch
 from .gradients import GradientReducer
-from .group import Place, join
+from .group import Place
 from .inference import PREDICTION_EPOCH, Prediction
-from .invariant import InvariantSum
-from .lower import check_pipeline_level
 from .measurements import StepClock
+from .places import batch_sizes_of, holders_of, invariant_of, pass_holder_of
 from .saving import Checkpoints
-from .setup import broadcast_state, check_model, named_parameters, place_model
+from .setup import broadcast_state, named_parameters
 from .streams import seed_streams
 from .totals import StepTotals
 
 LossFunction = Callable[..., Any]
 Answer = TypeVar("Answer")
-
-
-def prepare(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    seed: int | None = None,
-    device: torch.device | str | None = None,
-    overlap: bool = True,
-) -> "Job":
-    """Join the launch this process belongs to, and get the model ready for it.
-
-    Under plain ``python`` the job is one worker with one virtual node that holds the whole batch.
-    The model (and the optimizer's state) is moved to ``job.device``; where several workers run,
-    every parameter and buffer starts with the first worker's value. The model itself is not
-    wrapped: call it, save it and evaluate it as before.
-
-    Args:
-        model: The model to train; not wrapped in DistributedDataParallel.
-        optimizer: Its optimizer; parameters it holds beside the model's are trained as well.
-        seed: Seed of the job's random streams; by default the launch's (0 under plain python).
-        device: Where to run; by default what the plan says, else the model's device, or the
-            first CUDA device where the model still stands on the CPU.
-        overlap: Whether the last backward of a step overlaps with gradient synchronisation.
-
-    Raises:
-        TargetError: A model that hetflow cannot train correctly, or an environment that does not
-            fit the plan.
-    """
-    check_model(model)
-    start = read_environment()
-    place = join(start, place_model(model, start.config, device))
-    check_level(model, start.determinism, place)
-    apply_level(start.determinism)
-    seed = start.seed if seed is None else seed
-    if start.config is not None and start.config.pipeline is not None:
-        from .pipeline.job import PipelineJob
-
-        check_pipeline_level(start.determinism)
-        job: Job = PipelineJob(model, optimizer, place, start.config.pipeline, seed=seed)
-    else:
-        job = Job(model, optimizer, place, seed=seed, overlap=overlap)
-    job._go_on()
-    return job
 
 
 class Job:
@@ -114,9 +67,9 @@ class Job:
         self._parameters = named_parameters(model, optimizer)
         broadcast_state(model, optimizer, self._parameters, place)
         self._clock = StepClock(place.device)
-        self._holder = _holder_of(place)
+        self._holder = pass_holder_of(place)
         config = place.start.config
-        self._batch_sizes = _batch_sizes(place)
+        self._batch_sizes = batch_sizes_of(place)
         self.take(place)
         self._totals = StepTotals(self._reducer, place, len(self._batch_sizes) or 1)
         self._global_batch_size = config.global_batch_size if config else None
@@ -144,12 +97,12 @@ class Job:
         """Take a place among the workers: its rank, its virtual nodes, its part of the sums."""
         self._place, slot = place, place.slot
         self.rank, self.world_size = place.rank, place.world_size
-        self._place_of_nodes = _holders(place)
+        self._place_of_nodes = holders_of(place)
         self._local = [node.index for node in slot.virtual_nodes] if slot else [0]
         self._reducer = GradientReducer(
             self._parameters,
             distributed=place.distributed,
-            invariant=_invariant_of(place),
+            invariant=invariant_of(place),
             is_first=place.rank == 0,
             keeps_carried=place.control is not None and place.control.changes,
         )
@@ -172,6 +125,17 @@ class Job:
     def _together(self, function: Callable[[], Answer]) -> Answer:
         """Run what needs all workers; where one is lost, again among those who are left."""
         return function() if self._member is None else self._member.run(function)
+
+    def _meeting(self, function: Callable[[], Answer]) -> Answer:
+        """``_together`` for what may need no exchange: nobody is ahead of the others by it."""
+
+        def meet() -> Answer:
+            answer = function()
+            if self._member is not None:
+                self._totals.meet()
+            return answer
+
+        return self._together(meet)
 
     @property
     def is_main(self) -> bool:
@@ -211,8 +175,10 @@ class Job:
 
         if self._member is not None and self._member.is_behind:
             return self._member.order_of(self._calls, loader, draw)
-        order = self._together(draw)
-        self._together(lambda: self._totals.check_same_length(len(order)))
+        return self._together(lambda: self._checked(draw()))
+
+    def _checked(self, order: list[int]) -> list[int]:
+        self._totals.check_same_length(len(order))
         return order
 
     def _pass_loader(
@@ -396,7 +362,7 @@ class Job:
         if self._member is not None and self._member.is_behind:
             return
         self._notice_written()
-        merged = self._together(
+        merged = self._meeting(
             lambda: self._buffers.merged(
                 self._totals.all_reduce if self._place.distributed else None
             )
@@ -450,9 +416,10 @@ class Job:
             sampler.set_epoch(PREDICTION_EPOCH, [])
             return Prediction(self, sampler, passes, function, on_all=on_all)
         order = self._together(
-            lambda: epoch_order(loader, self._seed, PREDICTION_EPOCH, self._broadcast)
+            lambda: self._checked(
+                epoch_order(loader, self._seed, PREDICTION_EPOCH, self._broadcast)
+            )
         )
-        self._together(lambda: self._totals.check_same_length(len(order)))
         sampler.set_epoch(PREDICTION_EPOCH, order)
         self.sync_buffers()
         return Prediction(self, sampler, passes, function, on_all=on_all)
@@ -468,41 +435,3 @@ class Job:
             self._join()
             self._finished = True
             finish(self)
-
-
-def _holders(place: Place) -> list[int]:
-    """The rank that holds each virtual node."""
-    config = place.start.config
-    slots = config.workers if config is not None else ()
-    ranks = {node.index: slot.rank for slot in slots for node in slot.virtual_nodes}
-    return [ranks[node] for node in sorted(ranks)] or [0]
-
-
-def _holder_of(place: Place) -> PassHolder | None:
-    config, slot = place.start.config, place.slot
-    if config is None or slot is None:
-        return None
-    for device in config.emulated:
-        if device.device_type == slot.device_type:
-            return PassHolder.of(device)
-    return None
-
-
-def _invariant_of(place: Place) -> InvariantSum | None:
-    config = place.start.config
-    if config is None or not is_invariant(config.determinism):
-        return None
-    holdings = [[node.index for node in slot.virtual_nodes] for slot in config.workers]
-    if any(nodes != sorted(nodes) for nodes in holdings):
-        raise TargetError("a worker must run its virtual nodes in order of their index")
-    return InvariantSum(holdings, place.rank)
-
-
-def _batch_sizes(place: Place) -> tuple[int, ...]:
-    """Samples of every virtual node of the job, by index; empty under plain python."""
-    config = place.start.config
-    if config is None:
-        return ()
-    # The stages of a pipeline run the same microbatches, so an index may stand more than once.
-    sizes = {node.index: node.batch_size for slot in config.workers for node in slot.virtual_nodes}
-    return tuple(sizes[index] for index in sorted(sizes))

@@ -219,7 +219,7 @@ class Checkpoints:
     def _state(self) -> dict[str, Any] | None:
         """What to write; called on every worker. None on a worker that does not write."""
         job = self._job
-        buffers = job._together(
+        buffers = job._meeting(
             lambda: job._buffers.capture(job._place_of_nodes, job._place.distributed)
         )
         return self._with(buffers) if job.is_main else None
@@ -253,13 +253,22 @@ class Checkpoints:
 
     def _restore(self) -> None:
         assert self._found is not None
-        job, state = self._job, self._found.state
+        self._restore_trained(self._found.state)
+        self._restore_rest(self._found.state)
+
+    def _restore_trained(self, state: dict[str, Any]) -> None:
+        job = self._job
         with torch.no_grad():
             for name, parameter in job._parameters.items():
                 parameter.copy_(state["parameters"][name])
         if job._optimizer is not None and state["optimizer"] is not None:
             job._optimizer.load_state_dict(state["optimizer"])
-        self._restore_rest(state)
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Take another worker's parameters, optimizer and what is registered, as they are now."""
+        self._restore_trained(state)
+        for thing, saved in zip(self._registered, state["registered"], strict=True):
+            thing.load_state_dict(saved)
 
     def _restore_rest(self, state: dict[str, Any]) -> None:
         """All but parameters and optimizer, of which a worker may hold a part only."""

@@ -98,26 +98,21 @@ class StepTotals:
 
     def finish(self) -> Tensor:
         """Wait for all gradients; make them the mean; return the mean loss of the step."""
+        return self.close(self.exchange())
+
+    def exchange(self, wait: Callable[[], None] = lambda: None) -> Tensor:
+        """Add up the sums while gradients are on their way, and wait for both.
+
+        Args:
+            wait: Waits for what else must be here.
+        """
         self._note_step()
         sums = self._own_sums()
         work = dist.all_reduce(sums, async_op=True) if self._place.distributed else None
         self._reducer.wait()
+        wait()
         if work is not None:
             work.wait()
-        return self.close(sums)
-
-    def exchange(self, wait: Callable[[], None] = lambda: None) -> Tensor:
-        """Wait for all gradients, then add up the sums: who has them knows that all are ready.
-
-        Args:
-            wait: Waits for what else must be here before.
-        """
-        self._note_step()
-        self._reducer.wait()
-        wait()
-        sums = self._own_sums()
-        if self._place.distributed:
-            dist.all_reduce(sums)
         return sums
 
     def _note_step(self) -> None:
@@ -180,13 +175,11 @@ class StepTotals:
         mean: Tensor = loss / weight
         return mean
 
-    @property
-    def extras(self) -> list[float]:
-        """The sums of ``extra`` over the workers, of the last step."""
-        if not self.extra or self._sums is None:
-            return []
+    def extras_of(self, sums: Tensor) -> list[float]:
+        """What ``extra`` came to in sums over the workers."""
         start = _NODES + 2 * self._num_nodes
-        return [float(flag) for flag in self._sums[start : start + len(self.extra)]]
+        found: list[float] = sums[start : start + len(self.extra)].tolist()
+        return found
 
     @property
     def num_moving(self) -> int:
@@ -210,6 +203,11 @@ class StepTotals:
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor in place over the workers."""
         dist.all_reduce(tensor)
+
+    def meet(self) -> None:
+        """Wait until all workers are here."""
+        if self._place.distributed:
+            dist.all_reduce(torch.zeros(1, device=self._place.device))
 
     def check_same_length(self, length: int) -> None:
         """Refuse an epoch whose length differs between workers: it would hang.

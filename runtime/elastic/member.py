@@ -1,9 +1,9 @@
 """One worker's part in a job whose workers change: operations, losses, resizes.
 
 All workers do the same operations in the same order: draw an order, take a step, merge buffers.
-Each ends with an exchange that completes nowhere before everybody has reached it, so when one
-is lost, workers differ by one operation at most. Those behind get its result from one ahead (a
-step's gradients are complete on them, only its sums are missing); where nobody has completed it,
+Each holds an exchange that completes nowhere before everybody has reached it, so when one
+is lost, workers differ by one operation at most. Those behind get its result from one ahead (of a
+step: behind.py); where nobody has completed it,
 all do it again under the new mapping. Virtual nodes' buffers of the dead come from the mirror.
 (VirtualFlow 4.1 and 7, with the step in progress as the only loss.)
 """
@@ -21,8 +21,10 @@ from ..checkpoint import Checkpoint
 from ..data import Batch, is_drawn
 from ..group import Place, close_group, enter_generation, enter_handover, num_groups, uses_nccl
 from ..handover import STOPPED_EXIT_CODE
+from ..places import holdings_of
 from ..worker import is_lost_peer
 from . import transfer
+from .behind import Behind
 from .control import Control, Message
 from .mirror import Mirror
 
@@ -49,6 +51,8 @@ class Member:
     def __init__(self, job: "Job", control: Control) -> None:
         self._job, self._control = job, control
         self._last: Any = None
+        self._last_is_step = False
+        self._behind = Behind(job)
         self._next: Message | None = None
         self._arrived: Place | None = None
         self._position: dict[str, int] | None = None
@@ -88,7 +92,10 @@ class Member:
         if not self._has_said_so:  # before its first operation nobody could go on without it
             self._has_said_so = True
             self._control.send("joined", generation=self._control.generation)
+        self._behind.settle()
         while True:
+            if function == self._switch and self._next is None:
+                return None  # type: ignore[return-value]  # given up, and not an operation
             has_begun = False
             try:
                 if self._control.is_broken:
@@ -111,13 +118,13 @@ class Member:
     def _agree(self, answer: Any, batch: Batch | None) -> None:
         """The operation is complete: all workers can be brought to its end from here on."""
         self._control.num_operations += 1
-        self._last = answer
+        self._last, self._last_is_step = answer, batch is not None
         if batch is not None:
             batch.is_done = True
             self.mirror.commit()
 
     def exchange(self) -> torch.Tensor:
-        """End a step's passes: gradients and mirrored buffers, then the sums that commit it."""
+        """End a step's passes: gradients, mirrored buffers and sums, all on their way at once."""
         job, totals = self._job, self._job._totals
         if num_groups() > 1:
             self._control.close("the script has process groups of its own")
@@ -126,8 +133,12 @@ class Member:
             if not self._survives:
                 return totals.exchange()
             totals.extra = self.mirror.found
-            self.mirror.launch(_holdings(job._place), job.rank)
-            return totals.exchange(self.mirror.wait)
+            self.mirror.launch(holdings_of(job._place), job.rank)
+            sums = totals.exchange(self.mirror.wait)
+            if totals.extra and self.mirror.grow(totals.extras_of(sums)):
+                self.mirror.launch(holdings_of(job._place), job.rank)
+                self.mirror.wait()
+            return sums
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -141,16 +152,9 @@ class Member:
     def stepped(self) -> None:
         """A step is complete on this worker: note what its sums say."""
         totals = self._job._totals
-        if self._survives and any(totals.extras) and self.mirror.grow(totals.extras):
-            self.run(self._gather)
         announced = self._control.announced
         if announced is not None and totals.num_moving == self._job.world_size:
             self._next = announced
-
-    def _gather(self) -> None:
-        self.mirror.launch(_holdings(self._job._place), self._job.rank)
-        self.mirror.wait()
-        self.mirror.commit()
 
     def boundary(self) -> None:
         """Between two steps: change the workers, if all of them have been told to."""
@@ -176,26 +180,32 @@ class Member:
             Whether this worker was behind, and then the result of the operation it was in.
         """
         self._next = None
+        if batch is not None and has_begun:
+            self._job._reducer.undo()
+            self.mirror.undo()
         while True:
             self._control.connections.cut()
             close_group()
             message = self._await_recovery()
             try:
                 place = enter_generation(self._job._place, message, self._control)
-                answer = self._catch_up(message)
+                found = self._catch_up(message)
                 break
             except Exception as error:
                 if not self._is_loss(error):
                     raise
         is_behind = self._control.worker in message["behind"]
         if is_behind:
-            self._agree(answer, batch)
+            if found["state"] is not None:
+                self.mirror.names = found["mirrored"]
+                self.mirror.reset(found["state"]["state"]["buffers"])
+                self._behind.take(found["state"])
+            self._agree(found["answer"], batch)
         elif batch is not None and has_begun:
-            self._job._reducer.undo()
             self._job._clock.undo_step()
         self._move(place, again=not is_behind)
         self._control.send("joined", generation=message["generation"])
-        return is_behind, answer
+        return is_behind, found["answer"] if is_behind else None
 
     def _await_recovery(self) -> Message:
         """Say that this generation is lost, and wait for the controller to say who goes on."""
@@ -219,14 +229,17 @@ class Member:
         assert control.recovery is not None
         return control.recovery
 
-    def _catch_up(self, message: Message) -> Any:
+    def _catch_up(self, message: Message) -> dict[str, Any]:
         """Bring the result of the last operation to those who lack it."""
         ranks, behind = message["ranks"], message["behind"]
         if self._control.worker in behind:
-            return transfer.receive(ranks[message["donor"]])["answer"]
+            found: dict[str, Any] = transfer.receive(ranks[message["donor"]])
+            return found
         if behind and self._control.worker == message["donor"]:
-            transfer.send({"answer": self._last}, [ranks[worker] for worker in behind])
-        return None
+            state = self._behind.give(self.mirror.state()) if self._last_is_step else None
+            told = {"answer": self._last, "state": state, "mirrored": self.mirror.names}
+            transfer.send(told, [ranks[worker] for worker in behind])
+        return {}
 
     def _stop_if_asked(self) -> None:
         if self._job._totals.wants_stop:
@@ -299,21 +312,12 @@ class Member:
 
     def _state(self) -> dict[str, Any]:
         """All that a newcomer needs, as a checkpoint has it."""
-        job, saver = self._job, self._job._checkpoints
-        assert saver is not None
-        epoch = job._open_epoch
-        header, state = saver.describe(self.mirror.state())
+        epoch = self._job._open_epoch
         return {
-            "header": header,
-            "state": state,
+            **self._behind.give(self.mirror.state()),
             "operations": self._control.num_operations + 1,
             "mirrored": self.mirror.names,
             "order": torch.tensor(epoch.order) if epoch is not None and epoch.is_drawn else None,
-            "gradients": {
-                name: parameter.grad
-                for name, parameter in job._parameters.items()
-                if parameter.grad is not None
-            },
         }
 
     # Newcomers
@@ -370,9 +374,3 @@ class Member:
         if call < self._position["call"]:
             return range(len(loader.sampler))  # type: ignore[arg-type]
         return self._order if is_drawn(loader) and self._order is not None else draw()
-
-
-def _holdings(place: Place) -> list[list[int]]:
-    """The virtual nodes of each worker, by rank."""
-    assert place.start.config is not None
-    return [[node.index for node in slot.virtual_nodes] for slot in place.start.config.workers]

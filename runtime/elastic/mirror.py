@@ -21,7 +21,8 @@ class Mirror:
     """One row of bytes for each virtual node: its buffers that passes change.
 
     Batch-norm's are mirrored from the start. Others join when a pass first changes one: the
-    step's sums carry ``found``, and ``grow`` takes in what any worker found.
+    step's sums carry ``found``, ``grow`` takes in what any worker found, and a second exchange
+    brings it before the step is agreed on.
 
     Args:
         buffers: This worker's buffers.
@@ -37,6 +38,7 @@ class Mirror:
         self._arriving: Tensor | None = None
         self._work: dist.Work | None = None
         self._order: list[int] = []
+        self._before: tuple[list[str], Tensor] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -59,8 +61,8 @@ class Mirror:
         rest = [slot.name for slot in self._buffers.slots if slot.name not in self.names]
         names = {name for name, flag in zip(rest, found, strict=True) if flag}
         if names:
-            state = self.state()
-            self.names += [name for name in rest if name in names]
+            state, self._before = self.state(), (self.names, self._rows)
+            self.names = self.names + [name for name in rest if name in names]
             self.reset(state)
         return bool(names)
 
@@ -121,8 +123,16 @@ class Mirror:
             self._work.wait()
             self._arriving, self._work = self._whole[self._kept], None
 
+    def undo(self) -> None:
+        """The step is not agreed on: what is on its way will not arrive."""
+        self._arriving, self._work = None, None
+        if self._before is not None:
+            self.names, self._rows = self._before
+            self._before = None
+
     def commit(self) -> None:
         """The step is agreed on: what arrived is what counts."""
+        self._before = None
         if self._arriving is not None:
             self._rows[self._order] = self._arriving.to(self._rows.device)
             self._arriving = None

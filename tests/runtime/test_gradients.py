@@ -70,3 +70,19 @@ def test_a_gradient_that_comes_twice_is_refused() -> None:
     reducer.launch_rest()
     reducer.wait()
     reducer.close()
+
+
+def test_a_large_parameter_is_reduced_in_parts() -> None:
+    """The room for others' gradients is of a few buckets, whatever the parameter."""
+    weight, bias = nn.Parameter(torch.ones(1003)), nn.Parameter(torch.ones(3))
+    reducer = GradientReducer([bias, weight], bucket_bytes=400)
+    launched: list[int] = []
+    reducer.begin()
+    reducer._launch_next, launch = lambda: (launched.append(1), launch()), reducer._launch_next
+    reducer.arm()
+    (2 * weight.sum() + bias.sum()).backward()
+    assert len(launched) == 11  # ten of the weight; what is cut off goes with the bias
+    reducer.finish()
+    assert weight.grad.tolist() == [2.0] * 1003
+    assert bias.grad.tolist() == [1.0] * 3
+    reducer.close()

@@ -1,0 +1,57 @@
+"""What a worker's place says: who holds which virtual node, and how its sums are made."""
+
+from ..schema.errors import TargetError
+from .determinism import is_invariant
+from .emulation import PassHolder
+from .group import Place
+from .invariant import InvariantSum
+
+
+def holdings_of(place: Place) -> list[list[int]]:
+    """The virtual nodes of each worker, by rank."""
+    assert place.start.config is not None
+    return [[node.index for node in slot.virtual_nodes] for slot in place.start.config.workers]
+
+
+def holders_of(place: Place) -> list[int]:
+    """The rank that holds each virtual node."""
+    config = place.start.config
+    slots = config.workers if config is not None else ()
+    ranks = {node.index: slot.rank for slot in slots for node in slot.virtual_nodes}
+    return [ranks[node] for node in sorted(ranks)] or [0]
+
+
+def pass_holder_of(place: Place) -> PassHolder | None:
+    """What stretches the passes of an emulated device; None on a real one."""
+    config, slot = place.start.config, place.slot
+    if config is None or slot is None:
+        return None
+    for device in config.emulated:
+        if device.device_type == slot.device_type:
+            return PassHolder.of(device)
+    return None
+
+
+def invariant_of(place: Place) -> InvariantSum | None:
+    """This worker's part in sums that no mapping changes; None below those levels.
+
+    Raises:
+        TargetError: Virtual nodes are not in order.
+    """
+    config = place.start.config
+    if config is None or not is_invariant(config.determinism):
+        return None
+    holdings = holdings_of(place)
+    if any(nodes != sorted(nodes) for nodes in holdings):
+        raise TargetError("a worker must run its virtual nodes in order of their index")
+    return InvariantSum(holdings, place.rank)
+
+
+def batch_sizes_of(place: Place) -> tuple[int, ...]:
+    """Samples of every virtual node of the job, by index; empty under plain python."""
+    config = place.start.config
+    if config is None:
+        return ()
+    # The stages of a pipeline run the same microbatches, so an index may stand more than once.
+    sizes = {node.index: node.batch_size for slot in config.workers for node in slot.virtual_nodes}
+    return tuple(sizes[index] for index in sorted(sizes))

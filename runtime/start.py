@@ -1,0 +1,55 @@
+"""How a script becomes one worker of a launch."""
+
+import torch
+from torch import nn
+
+from .determinism import apply_level, check_level
+from .environment import read_environment
+from .group import join
+from .job import Job
+from .lower import check_pipeline_level
+from .setup import check_model, place_model
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+    overlap: bool = True,
+) -> Job:
+    """Join the launch this process belongs to, and get the model ready for it.
+
+    Under plain ``python`` the job is one worker with one virtual node that holds the whole batch.
+    The model (and the optimizer's state) is moved to ``job.device``; where several workers run,
+    every parameter and buffer starts with the first worker's value. The model itself is not
+    wrapped: call it, save it and evaluate it as before.
+
+    Args:
+        model: The model to train; not wrapped in DistributedDataParallel.
+        optimizer: Its optimizer; parameters it holds beside the model's are trained as well.
+        seed: Seed of the job's random streams; by default the launch's (0 under plain python).
+        device: Where to run; by default what the plan says, else the model's device, or the
+            first CUDA device where the model still stands on the CPU.
+        overlap: Whether the last backward of a step overlaps with gradient synchronisation.
+
+    Raises:
+        TargetError: A model that hetflow cannot train correctly, or an environment that does not
+            fit the plan.
+    """
+    check_model(model)
+    start = read_environment()
+    place = join(start, place_model(model, start.config, device))
+    check_level(model, start.determinism, place)
+    apply_level(start.determinism)
+    seed = start.seed if seed is None else seed
+    if start.config is not None and start.config.pipeline is not None:
+        from .pipeline.job import PipelineJob
+
+        check_pipeline_level(start.determinism)
+        job: Job = PipelineJob(model, optimizer, place, start.config.pipeline, seed=seed)
+    else:
+        job = Job(model, optimizer, place, seed=seed, overlap=overlap)
+    job._go_on()
+    return job
