@@ -7,6 +7,7 @@ busy machine disturbs all alike. Ratios are of neighbouring blocks: wall time un
 worker is done, and CPU time of both workers. Bytes are counted by the kernel (headers included).
 
     python benchmarks/determinism_cost.py --quick
+    python benchmarks/determinism_cost.py --models digits-cnn:2,mlp:4  # steps of a few ms
 """
 
 import argparse
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -53,10 +54,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one small model, few rounds")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the document here")
-    parser.add_argument("--models", default=",".join(MODELS), help="which of the models")
+    parser.add_argument(
+        "--models", default=",".join(MODELS), help="which of the models; name:samples for others"
+    )
+    parser.add_argument(
+        "--variants", default="/".join(VARIANTS), help="which of them, with / between"
+    )
     arguments = parser.parse_args()
+    variants = ["ddp", "none", *(v for v in arguments.variants.split("/") if v in VARIANTS)]
     names = ["mlp"] if arguments.quick else arguments.models.split(",")
-    results = [row for name in names for row in measure(name, 4 if arguments.quick else None)]
+    rounds = 4 if arguments.quick else None
+    results = [row for name in names for row in measure(name, rounds, dict.fromkeys(variants))]
     document = {
         "benchmark": "determinism_cost",
         "torch": torch.__version__,
@@ -69,14 +77,16 @@ def main() -> None:
     print(table(results))
 
 
-def measure(name: str, rounds: int | None) -> list[dict[str, object]]:
+def measure(
+    name: str, rounds: int | None, variants: Iterable[str] = VARIANTS
+) -> list[dict[str, object]]:
     """A row for each variant."""
-    size, steps, usual = MODELS[name]
-    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
+    size, steps, usual = case_of(name)
+    found: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         launches = {
             variant: stack.enter_context(launched(name, variant, Path(folder) / str(number)))
-            for number, variant in enumerate(VARIANTS)
+            for number, variant in enumerate(variants)
         }
         for number in range((rounds or usual) + WARM_UP):
             order = list(launches) if number % 2 else list(reversed(launches))
@@ -103,6 +113,13 @@ def measure(name: str, rounds: int | None) -> list[dict[str, object]]:
     ]
 
 
+def case_of(name: str) -> tuple[int, int, int]:
+    """Samples of a worker, steps of a block, rounds; of a name with its own samples or without."""
+    model, _, samples = name.partition(":")
+    size, steps, rounds = MODELS[model]
+    return int(samples or size), steps * (4 if samples else 1), rounds
+
+
 def ratio(above: list[dict], below: list[dict], key: str) -> dict[str, float]:
     values = [a[key] / b[key] for a, b in zip(above, below, strict=True)]
     first, middle, third = statistics.quantiles(values, n=4)
@@ -113,7 +130,7 @@ def ratio(above: list[dict], below: list[dict], key: str) -> dict[str, float]:
 def launched(name: str, variant: str, folder: Path) -> Iterator[list[socket.socket]]:
     """One variant's workers, at rest between blocks."""
     folder.mkdir()
-    files.write(folder / "plan.json", plan_of(MODELS[name][0]))
+    files.write(folder / "plan.json", plan_of(case_of(name)[0]))
     alone = ["unshare", "--map-root-user", "--net"] if has_networks() else []
     level, *options = VARIANTS[variant]
     command = [*alone, sys.executable, __file__, "launch", "--determinism", level, *options]
@@ -223,9 +240,9 @@ def wire_bytes() -> int:
 
 def parts(name: str) -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset, Callable]:
     torch.manual_seed(0)
-    model, make_batch, loss = factory_of(name)()
+    model, make_batch, loss = factory_of(name.partition(":")[0])()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    return model, optimizer, TensorDataset(*make_batch(MODELS[name][0] * WORKERS * 8)), loss
+    return model, optimizer, TensorDataset(*make_batch(case_of(name)[0] * WORKERS * 8)), loss
 
 
 def ddp_stepper(name: str) -> Callable[[], None]:
@@ -233,7 +250,7 @@ def ddp_stepper(name: str) -> Callable[[], None]:
     dist.init_process_group("gloo")
     wrapped = DistributedDataParallel(model)
     sampler = DistributedSampler(dataset, shuffle=True)
-    loader = DataLoader(dataset, batch_size=MODELS[name][0], sampler=sampler)
+    loader = DataLoader(dataset, batch_size=case_of(name)[0], sampler=sampler)
     source = (batch for _ in iter(int, 1) for batch in loader)
 
     def step() -> None:
@@ -247,7 +264,7 @@ def ddp_stepper(name: str) -> Callable[[], None]:
 def job_stepper(name: str) -> Callable[[], None]:
     model, optimizer, dataset, loss = parts(name)
     job = hf.prepare(model, optimizer)
-    loader = DataLoader(dataset, batch_size=MODELS[name][0] * WORKERS, shuffle=True)
+    loader = DataLoader(dataset, batch_size=case_of(name)[0] * WORKERS, shuffle=True)
     source = (batch for _ in iter(int, 1) for batch in job.batches(loader))
 
     def step() -> None:
