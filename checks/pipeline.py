@@ -72,6 +72,13 @@ def _header_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
         faults.append(f"recompute is {plan.recompute}, the problem says {problem.recompute}")
     if plan.solved == "nested":
         faults += _nesting_faults(plan, problem)
+    counts = [stage.num_replicas for stage in plan.stages]
+    too_many = problem.schedule == "2bw" and sum(counts) > problem.most_workers
+    if not all(map(problem.may_replicate, counts)) or too_many:
+        faults.append(
+            f"launch cannot run {problem.num_microbatches} microbatches of {problem.schedule} on "
+            f"replicas {counts}"
+        )
     if problem.num_stages not in (None, len(plan.stages)):
         faults.append(f"{len(plan.stages)} stages, the problem asks for {problem.num_stages}")
     return faults

@@ -81,6 +81,7 @@ def solve_pipeline(
         state_bytes_per_weight_byte=state_bytes_per_weight_byte,
         objective=objective,
         num_model_chunks=num_model_chunks,
+        launchable=not nested,
     )
     plan = solve(problem)
     faults = check(plan, problem)

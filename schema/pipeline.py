@@ -109,6 +109,9 @@ class PipelineProblem:
             ``bottleneck`` the slowest stage or boundary. None takes ``step`` wherever it exists:
             flat ``ring`` prices and a schedule that flushes.
         num_model_chunks: v, stages on a device of ``interleaved``; None tries 2 to 4.
+        launchable: Only plans that ``hetflow launch`` runs (flat). Every replica has a microbatch
+            of each batch; without flushes it has the same ones of each, so replicas divide them,
+            and 2BW, which keeps two versions, uses no more devices than there are microbatches.
     """
 
     model: Name
@@ -130,6 +133,7 @@ class PipelineProblem:
     num_stages: Count | None = None
     objective: Objective | None = None
     num_model_chunks: Count | None = None
+    launchable: bool = False
 
     def __post_init__(self) -> None:
         _check_pools(self)
@@ -157,6 +161,20 @@ class PipelineProblem:
     def num_devices(self) -> int:
         """Devices over all pools."""
         return sum(pool.num_devices for pool in self.pools)
+
+    @property
+    def most_workers(self) -> int:
+        """Devices that a plan may use."""
+        is_bounded = self.launchable and self.schedule == "2bw"
+        return min(self.num_devices, self.num_microbatches) if is_bounded else self.num_devices
+
+    def may_replicate(self, num_replicas: int) -> bool:
+        """Whether a stage may have so many replicas."""
+        if not self.launchable:
+            return True
+        if self.schedule in FLUSHING:
+            return num_replicas <= self.num_microbatches
+        return self.num_microbatches % num_replicas == 0
 
 
 def _check_pools(problem: PipelineProblem) -> None:
@@ -253,6 +271,8 @@ def _check_choices(problem: PipelineProblem) -> None:
             "no step to minimise, only a steady state",
             hint="use the bottleneck objective, or a schedule that flushes with flat ring prices",
         )
+    if problem.launchable and problem.solved == "nested":
+        raise ProblemError("plans that can be launched are sought flat", hint="solve flat")
     if problem.num_stages is not None and problem.num_stages > size:
         raise ProblemError(
             f"{size} layers cannot fill {problem.num_stages} stages; ask for at most {size}"

@@ -22,7 +22,9 @@ def explain(
         search: The method to ask whether a larger memory would do.
     """
     if search(problem, prices, space, float("inf")) is None:
-        return InfeasibleError(_counts(problem), hint="use fewer workers or stages, or at_most")
+        more = ", or another batch" if problem.launchable else ""
+        hint = f"use fewer workers or stages, or at_most{more}"
+        return InfeasibleError(_counts(problem), hint=hint)
     low, high = 0.0, 1.0
     while search(problem, prices, space, high) is None:
         low, high = high, high * 4
@@ -42,6 +44,7 @@ def _counts(problem: PipelineProblem) -> str:
         f"{'exactly ' if problem.workers == 'exactly' else ''}{problem.num_devices} devices"
         + (f" in {problem.num_stages} stages" if problem.num_stages else "")
         + ("" if problem.replication else " without replicated stages")
+        + (f" with {problem.num_microbatches} microbatches" if problem.launchable else "")
     )
 
 

@@ -37,7 +37,7 @@ def layouts(problem: PipelineProblem) -> Iterator[Layout]:
     """Every layout of the problem's pools; with ``exactly``, those that use all devices."""
     widest = max(pool.num_devices for pool in problem.pools) if problem.replication else 1
     seen = set()
-    for replicas in range(1, widest + 1):
+    for replicas in filter(problem.may_replicate, range(1, widest + 1)):
         most = [pool.num_devices // replicas for pool in problem.pools]
         for order in permutations(range(len(problem.pools))):
             for counts in product(*(range(most[pool] + 1) for pool in order)):

@@ -38,6 +38,7 @@ def pipeline_problem(
     state_bytes_per_weight_byte: float = 1.0,
     objective: Objective | None = None,
     num_model_chunks: int | None = None,
+    launchable: bool = False,
 ) -> PipelineProblem:
     """Match profiles with layers to a cluster's devices.
 
@@ -62,6 +63,7 @@ def pipeline_problem(
         state_bytes_per_weight_byte: Gradients and optimizer state.
         objective: None takes the step where there is one.
         num_model_chunks: Stages on a device of ``interleaved``.
+        launchable: Only what ``hetflow launch`` runs.
 
     Raises:
         ProblemError: A type without a profile or without layers, unlike layers, a bandwidth
@@ -100,6 +102,7 @@ def pipeline_problem(
         state_bytes_per_weight_byte=state_bytes_per_weight_byte,
         objective=objective,
         num_model_chunks=num_model_chunks,
+        launchable=launchable,
     )
 
 

@@ -169,7 +169,10 @@ class _Builder:
         self.may_skip = not exactly
         self.by_stage = problem.num_stages is not None
         has_gaps = any(len(pool.levels) > 1 for pool in problem.pools) and self.may_skip
-        self.by_worker = limited and problem.schedule != "gpipe" and has_gaps
+        # Memory depends on the workers behind a stage, and so may how many more there can be.
+        counts_workers = limited and problem.schedule != "gpipe"
+        counts_workers |= problem.most_workers < problem.num_devices
+        self.by_worker = counts_workers and has_gaps
         self.by_pool = len(self.pools) > 1
         self.known_runs: dict[tuple[int, int], Ints] = {}
         digits = [pool.size + 1 for pool in self.pools]
@@ -240,19 +243,22 @@ class _Builder:
                     targets = targets + step[:, None] * self.worth[num_pools + 1]
                 if self.by_stage:
                     targets = targets + self.worth[num_pools + 2]
+                used_by_all = workers[here, None] + replicas
+                allowed = used_by_all <= self.problem.most_workers
                 for count in np.unique(taken).tolist():
-                    reached = np.unique(targets[:, taken == count])
+                    reached = np.unique(targets[allowed & (taken == count)])
                     waiting.setdefault(total + count, []).append(reached)
                 columns = (
-                    codes[here, None], targets, number, replicas, first, span, own_gap,
-                    workers[here, None] + replicas,
+                    codes[here, None], targets, number, replicas, first, span, own_gap, used_by_all,
                 )  # fmt: skip
-                wide = [np.broadcast_to(column, shape).reshape(-1) for column in columns]
+                wide = [np.broadcast_to(column, shape)[allowed] for column in columns]
                 found.append(np.stack(wide))
         return found
 
     def _runs(self, pool: _Pool, number: int, used: int) -> Ints:
         key = (number, used)
         if key not in self.known_runs:
-            self.known_runs[key] = pool.runs(used, self.may_skip, self.problem.replication)
+            runs = pool.runs(used, self.may_skip, self.problem.replication)
+            may = [self.problem.may_replicate(count) for count in runs[1].tolist()]
+            self.known_runs[key] = runs[:, may]
         return self.known_runs[key]

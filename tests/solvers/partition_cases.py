@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from hetflow.checks.pipeline import check, seconds_per_input, stage_memory, timed_stage
 from hetflow.costs.pipeline_step import StepStage, flush_step_seconds
 from hetflow.profilers.importers import read_graph, without_placeholders
-from hetflow.schema.errors import InfeasibleError
+from hetflow.runtime.lower_pipeline import lower_pipeline
+from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import (
     FLUSHING,
     DevicePool,
@@ -100,6 +102,7 @@ def flat_problems(draw, *, graphs: bool = True) -> PipelineProblem:
         workers=draw(st.sampled_from(["at_most", "at_most", "exactly"])),
         replication=draw(st.sampled_from([True, True, False])),
         recompute=draw(st.sampled_from([False, True, None])),
+        launchable=draw(st.booleans()),
     )
 
 
@@ -197,6 +200,30 @@ def replayed_step(plan: PipelinePlan, problem: PipelineProblem) -> float:
     )
 
 
+def launches(problem: PipelineProblem, replicas: tuple[int, ...]) -> bool:
+    """Whether the runtime takes stages of so many replicas."""
+    return _launches(problem.schedule, problem.num_microbatches, replicas)
+
+
+@cache
+def _launches(schedule: str, num_microbatches: int, replicas: tuple[int, ...]) -> bool:
+    topology = levels((sum(replicas), 1.0))
+    line = chain(
+        [(1.0, 1.0)] * len(replicas),
+        [(1, 1)] * len(replicas),
+        topology,
+        schedule=schedule,
+        num_microbatches=num_microbatches,
+    )
+    names = [(layer.id,) for layer in line.layers]
+    placed = [("V100", sum(replicas[:i]), count) for i, count in enumerate(replicas)]
+    try:
+        lower_pipeline(plan_of(line, names, placed, recompute=False))
+    except ProblemError:
+        return False
+    return True
+
+
 def best_flat(problem: PipelineProblem) -> float | None:
     """The least objective over every plan, or None where none fits."""
     judge = replayed_step if problem.minimises == "step" else seconds_per_input
@@ -209,6 +236,8 @@ def best_flat(problem: PipelineProblem) -> float | None:
             if problem.workers == "exactly" and sum(m for *_, m in placed) < problem.num_devices:
                 continue
             if problem.num_stages not in (None, len(stages)):
+                continue
+            if problem.launchable and not launches(problem, tuple(m for *_, m in placed)):
                 continue
             for recompute in options:
                 plan = plan_of(problem, stages, placed, recompute)

@@ -1,6 +1,7 @@
 """The partition solver against every plan of small instances, and its properties."""
 
 import dataclasses
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -17,8 +18,9 @@ from partition_cases import (
 )
 
 from hetflow.checks.pipeline import check
+from hetflow.runtime.lower_pipeline import lower_pipeline
 from hetflow.schema.errors import InfeasibleError, ProblemError
-from hetflow.schema.pipeline import PipelineProblem
+from hetflow.schema.pipeline import SPLIT_BACKWARD, PipelineProblem, PlannedSchedule
 from hetflow.solvers.pipeline import solve
 
 FEW = settings(max_examples=120, deadline=None, derandomize=True)
@@ -48,7 +50,12 @@ def nested_problems(draw) -> PipelineProblem:
         flat.pools[0], levels=levels(*((m, draw(rates)) for m in shape)), memory_bytes=None
     )
     return dataclasses.replace(
-        flat, pools=(pool,), schedule="pipedream", solved="nested", recompute=False
+        flat,
+        pools=(pool,),
+        schedule="pipedream",
+        solved="nested",
+        recompute=False,
+        launchable=False,
     )
 
 
@@ -92,6 +99,40 @@ def test_an_exact_number_of_stages(problem, count):
         return
     problem = dataclasses.replace(problem, num_stages=count, objective="bottleneck")
     assert same(objective(problem), best_flat(problem))
+
+
+@FEW
+@given(flat_problems(), st.sampled_from([*get_args(PlannedSchedule)]))
+def test_what_is_planned_to_be_launched_can_be(problem, schedule):
+    chosen = {"launchable": True, "schedule": schedule, "stage_cost": "ring"}
+    if schedule in SPLIT_BACKWARD:
+        chosen["recompute"] = False
+    problem = dataclasses.replace(problem, **chosen)
+    try:
+        plan = solve(problem)
+    except InfeasibleError:
+        return
+    assert check(plan, problem) == []
+    assert len(lower_pipeline(plan).workers) <= problem.num_devices
+
+
+def test_replicas_divide_the_microbatches_where_nothing_flushes():
+    # Four replicas are fastest; of six microbatches they would get other ones in each batch.
+    asked = {"schedule": "pipedream", "num_microbatches": 6}
+    problem = chain([(1.0, 2.0)], [(1, 0)], levels((4, 1.0)), **asked)
+    assert [stage.num_replicas for stage in solve(problem).stages] == [4]
+    launchable = dataclasses.replace(problem, launchable=True)
+    plan = solve(launchable)
+    assert [stage.num_replicas for stage in plan.stages] == [3]
+    assert "launch cannot run" in check(solve(problem), launchable)[0]
+
+
+def test_2bw_uses_no_more_devices_than_microbatches():
+    asked = {"schedule": "2bw", "num_microbatches": 2, "launchable": True}
+    problem = chain([(1.0, 2.0)] * 4, [(1, 0)] * 4, levels((4, 1.0)), **asked)
+    assert sum(stage.num_replicas for stage in solve(problem).stages) == 2
+    with pytest.raises(InfeasibleError, match="exactly 4 devices with 2 microbatches"):
+        solve(dataclasses.replace(problem, workers="exactly"))
 
 
 def test_figure_2_7_replicates_the_slow_stage():
