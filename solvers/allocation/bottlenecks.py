@@ -188,8 +188,15 @@ class LeastCost:
 class Paired:
     """Rows that share: prices of time and throughput count, as a program gave them."""
 
-    def __init__(self, merged: Merged) -> None:
+    def __init__(self, merged: Merged, *, keeps_basis: bool = True) -> None:
+        """Start with no program.
+
+        Args:
+            merged: The rows.
+            keeps_basis: Whether each program goes on from the last one's basis.
+        """
         assert merged.pairing is not None
+        self.keeps_basis = keeps_basis
         self.merged, self.pairing = merged, merged.pairing
         self.stride, self.precision = 1, 1e-9
         self.best = best_levels(merged)
@@ -210,7 +217,7 @@ class Paired:
         program = replace(
             small, floor=small.level * start, level=small.level * rise, demands=end > 0
         )
-        if self._open is None:
+        if self._open is None or not self.keeps_basis:
             self._open = shared.Open(program, self.pairing)
         try:
             found, pairs = self._open.solve(program)

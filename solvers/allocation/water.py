@@ -10,9 +10,11 @@ above a lower one; a few such steps (Newton's method, from above) end where noth
 There the jobs that would pay for a little more are stuck; the others rise on, on columns that
 cost nothing. Without space sharing each such stage prices a further resource, so there are at
 most as many stages as resources, each of a few programs of O(jobs x types) an iteration. Where
-that breaks down, or its own prices do not prove every level, ``stepwise`` answers.
+that breaks down, or its own prices do not prove every level, ``stepwise`` answers (with space
+sharing after another try, in which no program starts from the last one's basis).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -62,16 +64,18 @@ def fill(instance: Instance, goal: Fill) -> Outcome:
     merged = Merged.of(instance, instance.program(level=goal.unit), _alike(goal))
     first = merged.first
     tree = Tree(goal.entities, goal.entity[first], goal.weight[first], merged.small.count)
-    quick, error, loose = None, None, 0
-    try:
-        if merged.pairing is None:
-            quick, loose = _outcome(merged, _rise(merged, tree, Alone(merged.small)))
-        else:
-            quick, loose = _outcome(merged, _rise(merged, tree, Paired(merged)))
-    except BackendError as broken:
-        error = broken
-    if quick is not None and not loose and quick.gap <= QUICK_GAP:
-        return quick
+    quick: Outcome | None = None
+    error, loose = None, 0
+    for way in _quick_ways(merged):
+        try:
+            found, left = _outcome(merged, way(tree))
+        except BackendError as broken:
+            error = broken
+            continue
+        if not left and found.gap <= QUICK_GAP:
+            return found
+        if quick is None or (left, found.gap) < (loose, quick.gap):
+            quick, loose = found, left
     try:
         slow, left = _outcome(merged, stepwise.rise(merged, tree, best_levels(merged)))
     except BackendError:
@@ -79,6 +83,16 @@ def fill(instance: Instance, goal: Fill) -> Outcome:
             raise error or BackendError("water filling found no answer") from None
         return quick
     return slow if quick is None or (left, slow.gap) < (loose, quick.gap) else quick
+
+
+def _quick_ways(merged: Merged) -> list[Callable[[Tree], Risen]]:
+    """Ways along the path; where bases of programs before lead astray, each starts from none."""
+    if merged.pairing is None:
+        return [lambda tree: _rise(merged, tree, Alone(merged.small))]
+    return [
+        lambda tree: _rise(merged, tree, Paired(merged)),
+        lambda tree: _rise(merged, tree, Paired(merged, keeps_basis=False)),
+    ]
 
 
 def _outcome(merged: Merged, risen: Risen) -> tuple[Outcome, int]:

@@ -128,6 +128,13 @@ GUESTS = (
 )
 
 
+def test_a_basis_that_leads_astray_is_left_behind(draw):
+    problem = mixed(165, draw, space_sharing=True)
+    found = allocate(problem, "hierarchical")
+    assert check(found, problem) == []
+    assert "shared bottlenecks" in found.certificate.method
+
+
 @pytest.mark.parametrize("seed", [51, 387, 632, 677])
 @pytest.mark.parametrize("policy", ["las_water_filling", "hierarchical"])
 def test_problems_that_once_broke_down_or_went_unproved(seed, policy, draw):
