@@ -6,12 +6,13 @@ import numpy as np
 
 from ..schema.errors import ProblemError
 from ..solvers.allocation.engine import solve_alone
+from ..solvers.allocation.flat import centre
 from ..solvers.allocation.program import Program
 from .active import Active
-from .priorities import Floats
+from .priorities import Floats, Ints
 from .shares import Shares
 
-Key = tuple[float, int, bytes]
+Key = tuple[float, int, tuple[bool, ...]]
 
 
 class FlatLas:
@@ -21,8 +22,8 @@ class FlatLas:
     scale factor and set of types are alike whatever their models. Of several optima: the analytic
     centre of the optimal face, which depends on how many jobs each class has and on nothing else.
     Where the jobs that run anywhere fill the pool it is known: every job gets the same part
-    of each type, X_mj = C_j / (N s_m). Elsewhere the interior point method finds it, once for
-    each tuple of counts.
+    of each type, X_mj = C_j / (N s_m). Elsewhere Newton's method finds it, once for each tuple of
+    counts.
     """
 
     agnostic = True
@@ -37,7 +38,9 @@ class FlatLas:
         """
         self.name = "las_weighted" if weighted else "las"
         self.weighted, self.blind = weighted, blind
-        self._solved: dict[tuple[tuple[Key, int], ...], dict[Key, Floats]] = {}
+        self._solved: dict[tuple[tuple[Key, int], ...], dict[Key, list[float]]] = {}
+        self._numbers: dict[tuple[int, float], int] = {}
+        self._keys: list[Key] = []
 
     def allocate(self, active: Active, now_seconds: float) -> Shares:
         """Count the classes present and give each job its class's share; O(jobs).
@@ -48,42 +51,83 @@ class FlatLas:
         if active.pool.uses_mixes:
             raise ProblemError("agnostic LAS knows device types only; mixes need `las`")
         capacity, number = active.pool.capacity, len(active)
-        runs = active.scale <= capacity[:, None] if self.blind else active.rate > 0
-        filled = number * active.scale.min() >= capacity.sum()
-        if filled and not self.weighted and runs.all():
-            return Shares(capacity[:, None] / (number * active.scale))
-        weight = active.weight if self.weighted else np.ones(number)
-        keys: list[Key] = [
-            (w, s, mask.tobytes())
-            for w, s, mask in zip(weight.tolist(), active.scale.tolist(), runs.T, strict=True)
-        ]
-        counts = Counter(keys)
+        if not self.weighted and number * active.scale.min() >= capacity.sum():
+            runs = active.scale <= capacity[:, None] if self.blind else active.rate > 0
+            if runs.all():
+                return Shares(capacity[:, None] / (number * active.scale))
+        group = self._groups(active)
+        present = np.bincount(group, minlength=len(self._keys)).tolist()
+        counts: Counter[Key] = Counter()
+        for key, jobs in zip(self._keys, present, strict=True):
+            if jobs:
+                counts[key] += jobs
         state = tuple(sorted(counts.items()))
         if state not in self._solved:
-            self._solved[state] = self._centre(counts, capacity.astype(float))
+            self._solved[state] = self._centre(state, capacity.astype(float))
         found = self._solved[state]
-        return Shares(np.array([found[key] for key in keys]).T)
+        table = np.zeros((len(capacity), len(present)))
+        for place, (key, jobs) in enumerate(zip(self._keys, present, strict=True)):
+            if jobs:
+                table[:, place] = found[key]
+        return Shares(table[:, group])
 
-    def _centre(self, counts: Counter[Key], capacity: Floats) -> dict[Key, Floats]:
-        """Time fractions [types] of a job of each class; O(classes x types) an iteration."""
-        scale = np.array([float(s) for _, s, _ in counts])
-        rate = np.array([np.frombuffer(mask, dtype=bool) for _, _, mask in counts]).astype(float)
-        level = np.array([w for w, _, _ in counts]) / scale
+    def _groups(self, active: Active) -> Ints:
+        """A number for each job, the same for jobs of one kind and weight [jobs]."""
+        weight = active.weight.tolist() if self.weighted else [1.0] * len(active)
+        numbers = self._numbers
+        group = [
+            numbers.setdefault(pair, len(numbers))
+            for pair in zip(active.kind.tolist(), weight, strict=True)
+        ]
+        for place, number in enumerate(group):
+            if number == len(self._keys):
+                scale, w = int(active.scale[place]), float(weight[place])
+                runs = scale <= active.pool.capacity if self.blind else active.rate[:, place] > 0
+                self._keys.append((w, scale, tuple(runs.tolist())))
+        return np.array(group)
+
+    def _centre(
+        self, state: tuple[tuple[Key, int], ...], capacity: Floats
+    ) -> dict[Key, list[float]]:
+        """Time fractions [types] of a job of each class."""
+        keys = [key for key, _ in state]
+        counts = [float(number) for _, number in state]
+        scale = [float(s) for _, s, _ in keys]
+        runs = [mask for *_, mask in keys]
+        level = [w / s for w, s, _ in keys]
         if self.blind:  # throughput(m, X^equal) at rate 1 is the part of the pool that fits
-            level = level * (rate @ capacity) / capacity.sum()
-        found = solve_alone(
-            Program(
-                count=np.array([float(number) for number in counts.values()]),
-                rate=rate,
-                usage=np.repeat(scale[:, None], len(capacity), axis=1),
-                gain=np.zeros_like(rate),
-                resources=np.eye(len(capacity)),
-                capacity=capacity,
-                level=level,
-                floor=np.zeros_like(scale),
-                demands=np.ones(len(scale), dtype=bool),
-                level_weight=1.0,
-                level_capacity=np.zeros_like(capacity),
-            )
+            part = [float(capacity[list(mask)].sum() / capacity.sum()) for mask in runs]
+            level = [one * fits for one, fits in zip(level, part, strict=True)]
+        found = centre(counts, scale, runs, level, capacity.tolist())
+        if found is None:
+            found = _near_centre(counts, scale, runs, level, capacity)
+        return dict(zip(keys, found, strict=True))
+
+
+def _near_centre(
+    counts: list[float],
+    scale: list[float],
+    runs: list[tuple[bool, ...]],
+    level: list[float],
+    capacity: Floats,
+) -> list[list[float]]:
+    """By the interior point method, which ends before the centre but does not give out."""
+    rate = np.array(runs, dtype=float)
+    zero = np.zeros(len(scale))
+    found = solve_alone(
+        Program(
+            count=np.array(counts),
+            rate=rate,
+            usage=np.repeat(np.array(scale)[:, None], len(capacity), axis=1),
+            gain=np.zeros_like(rate),
+            resources=np.eye(len(capacity)),
+            capacity=capacity,
+            level=np.array(level),
+            floor=zero,
+            demands=np.ones(len(scale), dtype=bool),
+            level_weight=1.0,
+            level_capacity=np.zeros_like(capacity),
         )
-        return dict(zip(counts, found.x, strict=True))
+    )
+    answer: list[list[float]] = found.x.tolist()
+    return answer

@@ -1,0 +1,204 @@
+"""LAS with one rate everywhere: the level in closed form, the analytic centre by Newton's method.
+
+A job of class c asks for sum_j x_cj >= p_c z on the types it runs on, so the best z is the least of
+1 / p_c and, by Hall's condition, of C(S) / (what the classes that run on S alone ask for) over sets
+of types S. What is tight in every optimum is known from that, and the centre of the rest maximises
+the sum of the logarithms of all other slacks: a smooth problem with as many coupled unknowns as
+types. In plain Python, which is faster than arrays of a few numbers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MAX_ITERATIONS = 60
+_TIGHT = 1e-12
+_DONE = 1e-11  # relative change of the last step
+_KEEP = 0.9
+_RIDGE = 1e-13
+
+Row = list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """A class of equal jobs: how many, devices of each, types open to it, time it has.
+
+    Its total time is ``low`` where that equals ``high``, and between them otherwise.
+    """
+
+    count: float
+    scale: float
+    types: list[int]
+    low: float
+    high: float
+
+
+def centre(
+    counts: Sequence[float],
+    scales: Sequence[float],
+    runs: Sequence[Sequence[bool]],
+    levels: Sequence[float],
+    capacity: Sequence[float],
+) -> list[Row] | None:
+    """Time fractions [classes, types] of a job of each class at the centre of the optimal face.
+
+    O(classes x types^2) an iteration, about ten; sets of types that matter are unions of ``runs``.
+
+    Args:
+        counts: Jobs of each class.
+        scales: Devices that a job asks for.
+        runs: Whether a job runs on each type [classes, types].
+        levels: Time p that one unit of z asks of a job.
+        capacity: Devices of each type.
+
+    Returns:
+        The fractions, feasible to about 1e-11; None where the numbers gave out.
+    """
+    open_ = [{j for j, able in enumerate(row) if able} for row in runs]
+    asks = [n * s * p for n, s, p in zip(counts, scales, levels, strict=True)]
+    limits = _limits(open_, asks, capacity)
+    z = min(1.0 / max(levels), min(limits.values()))
+    tight = [set(union) for union, limit in limits.items() if limit <= z * (1.0 + _TIGHT)]
+    classes = []
+    for n, s, mine, p in zip(counts, scales, open_, levels, strict=True):
+        stuck = any(mine <= union for union in tight) or p * z >= 1.0 - _TIGHT
+        low = min(p * z, 1.0)
+        types = mine.difference(*(union for union in tight if not mine <= union))
+        classes.append(_Class(n, s, sorted(types), low, low if stuck else 1.0))
+    full = set().union(*tight) if tight else set()
+    return _newton(classes, list(capacity), [j in full for j in range(len(capacity))])
+
+
+def _limits(
+    open_: list[set[int]], asks: list[float], capacity: Sequence[float]
+) -> dict[frozenset[int], float]:
+    """How high each union of the classes' types lets z be."""
+    unions: set[frozenset[int]] = set()
+    for mine in {frozenset(one) for one in open_}:
+        unions |= {mine | other for other in unions} | {mine}
+    return {
+        union: sum(capacity[j] for j in union)
+        / sum(ask for mine, ask in zip(open_, asks, strict=True) if mine <= union)
+        for union in unions
+    }
+
+
+def _newton(classes: list[_Class], capacity: Row, full: list[bool]) -> list[Row] | None:
+    """From a point that need not fill the pool rightly; steps keep all slacks positive."""
+    types = range(len(capacity))
+    x = []
+    for one in classes:
+        room = sum(capacity[j] for j in one.types)
+        time = 0.5 * (one.low + one.high)
+        x.append([time * capacity[j] / room if j in one.types else 0.0 for j in types])
+    used = [
+        sum(c.count * c.scale * row[j] for c, row in zip(classes, x, strict=True)) for j in types
+    ]
+    w = [0.0 if full[j] else max(capacity[j] - used[j], 0.1 * capacity[j]) for j in types]
+    price = [0.0 if full[j] else 1.0 / w[j] for j in types]
+    mu = [0.0] * len(classes)
+    for _ in range(MAX_ITERATIONS):
+        step = _step(classes, capacity, full, x, w, price, mu)
+        if step is None:
+            return None
+        dx, dw, dprice, dmu = step
+        change, part = 0.0, 1.0
+        for one, row, drow in zip(classes, x, dx, strict=True):
+            for j in one.types:
+                ratio = drow[j] / row[j]
+                change = max(change, abs(ratio))
+                part = min(part, -_KEEP / ratio) if ratio < -_KEEP else part
+            if one.high > one.low:
+                total, gain = sum(row), sum(drow)
+                ratio = gain / ((one.high if gain > 0 else one.low) - total)
+                part = min(part, _KEEP / ratio) if ratio > _KEEP else part
+        for j in types:
+            if not full[j]:
+                ratio = dw[j] / w[j]
+                change = max(change, abs(ratio))
+                part = min(part, -_KEEP / ratio) if ratio < -_KEEP else part
+        x = [[a + part * b for a, b in zip(*rows, strict=True)] for rows in zip(x, dx, strict=True)]
+        w = [a + part * b for a, b in zip(w, dw, strict=True)]
+        price = [a + part * b for a, b in zip(price, dprice, strict=True)]
+        mu = [a + part * b for a, b in zip(mu, dmu, strict=True)]
+        if change < _DONE:
+            return x
+    return None
+
+
+def _step(
+    classes: list[_Class],
+    capacity: Row,
+    full: list[bool],
+    x: list[Row],
+    w: Row,
+    price: Row,
+    mu: Row,
+) -> tuple[list[Row], Row, Row, Row] | None:
+    """Newton's step on -1/x + phi' + s price + mu = 0 and the rows' and types' totals."""
+    size = len(capacity)
+    types = range(size)
+    matrix = [[0.0] * size for _ in types]
+    right = [0.0] * size
+    for j in types:
+        matrix[j][j] = w[j] * w[j]
+        right[j] = 2.0 * w[j] - w[j] * w[j] * price[j] - capacity[j]
+    parts, largest = [], 0.0
+    for one, row, m in zip(classes, x, mu, strict=True):
+        total = sum(row)
+        if one.high > one.low:
+            above, below = 1.0 / (one.high - total), 1.0 / (total - one.low)
+            slope, give, miss = above - below, 1.0 / (above * above + below * below), 0.0
+        else:
+            slope, give, miss = m, 0.0, one.low - total
+        square = [value * value for value in row]
+        off = [
+            value - value * value * (slope + one.scale * price[j]) if value else 0.0
+            for j, value in enumerate(row)
+        ]  # x^2 r
+        pivot = sum(square) + give
+        lift = (sum(off) - miss) / pivot
+        parts.append((square, off, pivot, lift))
+        n_s = one.count * one.scale
+        n_ss = n_s * one.scale
+        for j in one.types:
+            right[j] += n_s * (row[j] + off[j] - square[j] * lift)
+            line, weight = matrix[j], n_ss * square[j]
+            line[j] += weight
+            largest = max(largest, weight, matrix[j][j])
+            weight /= pivot
+            for k in one.types:
+                line[k] -= weight * square[k]
+    for j in types:  # all prices of a full pool may shift together
+        matrix[j][j] += _RIDGE * largest
+    dprice = _solved(matrix, right)
+    if dprice is None:
+        return None
+    dx, dmu = [], []
+    for one, (square, off, pivot, lift) in zip(classes, parts, strict=True):
+        nu = lift - one.scale * sum(b * d for b, d in zip(square, dprice, strict=True)) / pivot
+        dx.append(
+            [a - b * (one.scale * d + nu) for a, b, d in zip(off, square, dprice, strict=True)]
+        )
+        dmu.append(0.0 if one.high > one.low else nu)
+    dw = [w[j] - w[j] * w[j] * (price[j] + dprice[j]) for j in types]
+    return dx, dw, dprice, dmu
+
+
+def _solved(matrix: list[Row], right: Row) -> Row | None:
+    """Solve a positive definite system; None where rounding says that it is none."""
+    size = len(right)
+    rows = [[*line, value] for line, value in zip(matrix, right, strict=True)]
+    for j in range(size):
+        pivot = rows[j][j]
+        if not pivot > 0.0:
+            return None
+        for k in range(j + 1, size):
+            factor = rows[k][j] / pivot
+            if factor:
+                rows[k] = [a - factor * b for a, b in zip(rows[k], rows[j], strict=True)]
+    answer = [0.0] * size
+    for j in reversed(range(size)):
+        rest = sum(rows[j][k] * answer[k] for k in range(j + 1, size))
+        answer[j] = (rows[j][size] - rest) / rows[j][j]
+    return answer
