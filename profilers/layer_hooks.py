@@ -19,9 +19,9 @@ from .layer_passes import (
     detached,
     measure_piece,
     measuring_seconds,
-    tensors_in,
     weight_row,
 )
+from .nests import tensors_in
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .bench import Bench
 from .layer_memory import Footprint, Ledger, footprint
+from .nests import mapped, tensors_in
 
 if TYPE_CHECKING:
     from ..runtime.pipeline.layered import LayeredModel
@@ -91,20 +92,21 @@ class _Inputs:
     """One pass's inputs: leaves that get gradients, and copies that in-place layers may write."""
 
     def __init__(self, values: Sequence[Any]) -> None:
-        import torch
+        self.leaves: list[Any] = []
+        self.pairs: list[tuple[Any, Any]] = []
 
-        self.leaves = [_leaf(value) for value in values]
-        self.copies = [v.clone() if isinstance(v, torch.Tensor) else v for v in self.leaves]
-        self.pairs = [
-            (copy, value)
-            for copy, value in zip(self.copies, values, strict=True)
-            if isinstance(copy, torch.Tensor)
-        ]
+        def copied(tensor: Any) -> Any:
+            leaf = tensor.detach().requires_grad_(tensor.is_floating_point())
+            self.leaves.append(leaf)
+            self.pairs.append((leaf.clone(), tensor))
+            return self.pairs[-1][0]
+
+        self.copies = [mapped(copied, value) for value in values]
 
     @property
     def gradient_bytes(self) -> int:
         """Of all inputs that got a gradient."""
-        grads = [getattr(leaf, "grad", None) for leaf in self.leaves]
+        grads = [leaf.grad for leaf in self.leaves]
         return sum(g.numel() * g.element_size() for g in grads if g is not None)
 
 
@@ -144,30 +146,9 @@ def _ones(results: list[Any]) -> list[Any]:
     return [torch.ones_like(result) for result in results]
 
 
-def _leaf(value: Any) -> Any:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return value.detach().requires_grad_(value.is_floating_point())
-    return value
-
-
 def detached(value: Any) -> Any:
     """A value cut from its graph, on the same memory."""
-    return value.detach() if hasattr(value, "detach") else value
-
-
-def tensors_in(value: Any) -> list[Any]:
-    """The tensors of a nested answer, in order."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return (
-        [t for entry in value for t in tensors_in(entry)] if isinstance(value, tuple | list) else []
-    )
+    return mapped(lambda tensor: tensor.detach(), value)
 
 
 def traced_rows(

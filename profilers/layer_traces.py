@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..schema.errors import TargetError
 from ..schema.layer_trace import LayerTrace, TracedInput
 from .bench import Bench
-from .layer_passes import tensors_in
+from .nests import tensors_in
 from .targets import one_line
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from ..schema.profile import LayerGraph, LayerNode
 from .bench import Bench
 from .layer_hooks import hooked_rows
 from .layer_memory import Ledger, footprint
-from .layer_passes import Row, tensors_in, traced_rows
+from .layer_passes import Row, traced_rows
 from .layer_traces import call_of, find_layers
+from .nests import tensors_in
 
 
 def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str, Any]:
