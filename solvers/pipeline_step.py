@@ -25,7 +25,7 @@ from .pipeline_step_model import StepModel
 from .pipeline_step_tables import Sums, Tables
 from .pipeline_step_tree import EXACT, Budget, Incumbent, Tree
 
-LIMITS_WORK = 1e7
+LIMITS_WORK = 5e7
 """Entries (moves x cuts) that the tables of one model may cost over all limits."""
 RELAXED_WORK = 3e8
 """Entries of the one table that bounds what has no other: about ten seconds."""
@@ -59,8 +59,9 @@ def best_step(
     final, best = final_states(problem, space), Incumbent()
     for prices, placed in known:
         best.offer(problem, prices, placed)
-    affordable = int(LIMITS_WORK / _cost(tables[0], space))
-    if affordable < _MOST_LIMITS and tables[0].is_line:
+    cost = _cost(tables[0], space)
+    affordable = int(LIMITS_WORK / cost)
+    if cost > COARSE_WORK / _COARSE_LIMITS / 4 and tables[0].is_line:
         for prices in tables:
             entries = COARSE_WORK / _COARSE_LIMITS
             improve(problem, prices, space, best, partial(_sweep, problem), entries)

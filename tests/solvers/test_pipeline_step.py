@@ -137,7 +137,7 @@ def test_a_problem_too_large_for_tables_has_a_plan_and_a_bound_that_hold(problem
 
 
 def test_a_large_pool_is_searched_beyond_its_few_tables():
-    # 36 devices: three tables of all cuts and runs of devices are affordable, and find 3,455 s.
+    # 36 devices: few tables of all cuts and runs of devices are affordable; three find 3,455 s.
     large = unlike(40, 12)
     plan = solve(large)
     assert check(plan, large) == []
