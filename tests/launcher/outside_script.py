@@ -2,8 +2,9 @@
 
 ``outside_script.py RESULT EPOCHS SECONDS``, as elastic_script.py takes them. With WHAT set to
 ``main`` or ``all`` it predicts after each epoch, for the main worker or for all; with ``own`` it
-calls a collective of its own. A worker whose file ``stop-NAME`` is there stops in the middle of
-that, leaves ``stopped-NAME`` with its process id, and waits. The outputs go into RESULT.
+calls a collective of its own, with ``group`` in a process group of its own. A worker whose file
+``stop-NAME`` is there stops in the middle of that, leaves ``stopped-NAME`` with its process id,
+and waits. The outputs go into RESULT.
 """
 
 import hashlib
@@ -64,15 +65,16 @@ def predicted(x: torch.Tensor) -> torch.Tensor:
     return model(x).sum(1) + torch.rand(len(x))
 
 
+group = dist.new_group() if what == "group" and job.world_size > 1 else None
 for epoch in range(epochs):
     for batch in job.batches(loader):
         job.backward(lambda x: model(x).square().mean(), batch)
         optimizer.step()
         optimizer.zero_grad()
-    if what == "own":
+    if what in ("own", "group"):
         hold("own")
         if job.world_size > 1:
-            dist.all_reduce(torch.ones(1))
+            dist.all_reduce(torch.ones(1), group=group)
     elif len(log.values) == epoch:  # else the others have done it before this worker came
         outputs = []
         for number, part in enumerate(job.predict(in_order, predicted, on_all=what == "all")):

@@ -46,8 +46,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
 @pytest.mark.parametrize(
     ("what", "name", "place"),
     [
-        ("all", 1, "pass"),
         ("main", 0, "body"),
+        pytest.param("all", 1, "pass", marks=pytest.mark.slow),
         pytest.param("main", 1, "pass", marks=pytest.mark.slow),
         pytest.param("main", 0, "pass", marks=pytest.mark.slow),
         pytest.param("all", 0, "body", marks=pytest.mark.slow),
@@ -87,20 +87,21 @@ def test_a_death_in_a_collective_of_the_script_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(("what", "number"), [("own", signal.SIGKILL), ("group", signal.SIGSTOP)])
 def test_with_a_checkpoint_all_start_again_after_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     undisturbed: Callable[[str], str],
+    what: str,
     number: int,
 ) -> None:
-    monkeypatch.setenv("WHAT", "own")
+    monkeypatch.setenv("WHAT", what)
     options = ["--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "2"]
     options += ["--heartbeat", "3"]
     launch = launch_of(tmp_path / "run", [4, 4], *options, stops={1: "own"})
     kill_where_it_stops(launch, 1, number)
-    assert launch.digest() == undisturbed("own")
+    assert launch.digest() == undisturbed(what)
     generations = launch.record()["generations"]
     assert [g["kind"] for g in generations] == ["start", "restart"]
     assert (generations[1]["left"], generations[1]["joined"]) == (["0", "1"], ["2", "3"])
-    assert "worker 0 (cpu:fast)" in generations[1]["detail"]
+    assert generations[1]["detail"].startswith("worker 1 (cpu:fast) ")
