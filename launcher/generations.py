@@ -253,11 +253,11 @@ class Generations:
     # Failures
 
     def _kill_hung(self) -> None:
-        if self._phase == "starting" or not (self._survives or self._restarts):
+        if not (self._survives or self._restarts):
             return
-        self._watch.trained(self._ranks)
+        self._watch.look(self._ranks)
         if self._change is not None:
-            self._watch.silent(self._change.joining)
+            self._watch.look(self._change.joining)
 
     @property
     def _survives(self) -> bool:
@@ -322,8 +322,7 @@ class Generations:
     def _can_restart(self, failure: Failure) -> bool:
         """Whether a worker died, or could not do without one that did, and there are tries left."""
         is_lost = failure.by_signal or (failure.lost_peer and bool(self._losses.dead))
-        mendable = self._restarts and is_lost and self._phase != "starting"
-        return mendable and self._tries.take(self.restarted_at)
+        return self._restarts and is_lost and self._tries.take(self.restarted_at)
 
     def _restart_all(self, cause: str) -> None:
         """Start everybody anew; they go on from the last checkpoint."""

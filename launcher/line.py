@@ -13,14 +13,16 @@ class Line:
     """One worker's line. ``heard_at`` and ``moved_at`` are monotonic seconds.
 
     ``operation`` and ``is_waiting`` are what the last heartbeat said; ``moved_at`` is when that
-    changed. ``is_finished`` says that its interpreter is about to end, and its heartbeat with it.
+    changed. ``is_prepared`` says that the script has come to ``hf.prepare``, ``is_finished`` that
+    its interpreter is about to end, and its heartbeat with it.
     """
 
     def __init__(self) -> None:
         self._own, self.theirs = socket.socketpair()
         self._own.setblocking(False)
         self._rest = b""
-        self.is_open, self.is_finished = True, False
+        self.is_open = True
+        self.is_prepared, self.is_finished = False, False
         self.began = time.monotonic()
         self.heard_at: float | None = None
         self.moved_at = 0.0
@@ -69,6 +71,7 @@ class Line:
         self.is_finished = self.is_finished or message["kind"] == "finished"
         if message["kind"] != "beat":
             return
+        self.is_prepared = message["prepared"]
         found = (message["operation"], message["waiting"])
         if found != (self.operation, self.is_waiting):
             self.operation, self.is_waiting = found

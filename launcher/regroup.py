@@ -67,7 +67,7 @@ class Regroup:
         time.sleep(wait_seconds)
         for line in self._workers.lines().values():
             line.receive()
-        self._watch.trained(self._ranks)
+        self._watch.look(self._ranks)
         failure = self._cause(self._config, self._ranks) or self._hosts.failure_elsewhere()
         if failure is None or self._was_asked_to_stop(failure):
             return failure

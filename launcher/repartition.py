@@ -134,8 +134,8 @@ class Repartitions:
         for line in self._workers.lines().values():
             line.receive()
         if self._watch is not None:
-            self._watch.trained(self._now.ranks)
-            self._watch.silent(self._change.new.ranks if self._change is not None else ())
+            self._watch.look(self._now.ranks)
+            self._watch.look(self._change.new.ranks if self._change is not None else ())
 
     def _number(self, side: _Side, name: str) -> int:
         return int(self._store.read(handover.key(side.number, name)) or 0)

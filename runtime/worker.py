@@ -19,6 +19,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from ..schema.errors import HetflowError
+from .elastic.control import Control
 from .environment import DETERMINISM, FAILURE, SEED
 
 _OF_THE_GROUP = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> None:
     code = [0]
     # Registered first, so it runs last: after everything the script registered.
     atexit.register(_leave_at_once_if_failed, code)
+    Control.of_process()  # its heart beats from here on, however long the script takes to prepare
     _seed_script()
     try:
         if arguments[0] == "-m":

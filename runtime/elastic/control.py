@@ -109,7 +109,12 @@ class Control:
         while True:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_SECONDS
-                self.send("beat", operation=self.num_operations, waiting=self.is_waiting)
+                self.send(
+                    "beat",
+                    prepared=self.num_jobs > 0,
+                    operation=self.num_operations,
+                    waiting=self.is_waiting,
+                )
             ready, _, _ = select.select([self._line], [], [], BEAT_SECONDS)
             if not ready:
                 continue

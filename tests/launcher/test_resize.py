@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -332,7 +333,7 @@ def test_a_newcomer_that_freezes_does_not_hold_the_resize_up(
     os.kill(newcomer, signal.SIGSTOP)
     _, err = asked.communicate(timeout=100)
     assert asked.returncode == 1
-    assert "gave no sign of life for 6" in err
+    assert re.search("worker 2 .*(gave no sign of life|was stopped) for 6", err)
     launch.go(2)
     assert launch.digest() == undisturbed
 
@@ -346,7 +347,7 @@ runpy.run_path(SCRIPT, run_name="__main__")
 
 
 @pytest.mark.slow
-def test_a_newcomer_that_is_stopped_before_its_first_heartbeat_is_given_up(
+def test_a_newcomer_that_is_stopped_before_it_prepares_is_given_up(
     tmp_path: Path, undisturbed: str
 ) -> None:
     script = tmp_path / "stops.py"
@@ -355,7 +356,8 @@ def test_a_newcomer_that_is_stopped_before_its_first_heartbeat_is_given_up(
     launch.wait_for_step(2, workers=2)
     done = launch.resize("--gpus", "3xcpu:fast")
     assert done.returncode == 1
-    assert "not resized: a newcomer failed: worker 2 (cpu:fast) was stopped for 3" in done.stderr
+    said = "not resized: a newcomer failed: worker 2 (cpu:fast) was stopped for 3."
+    assert said in done.stderr
     launch.go(2)
     assert launch.digest() == undisturbed
     assert "generations" not in launch.record()  # nothing changed
