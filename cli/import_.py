@@ -49,7 +49,7 @@ def import_(
     graph = read_graph(read_text(file), microbatch_size=microbatch_size, name=str(file))
     if not keep_placeholders:
         graph = without_placeholders(graph)
-    _refuse_cycle(graph, file)
+    _refuse_broken(graph, file)
     profile = profile_of(
         graph,
         model=model or file.name.split(".")[0],
@@ -65,11 +65,14 @@ def import_(
         note(f"{len(graph.nodes)} layers written to {output}; next: hetflow solve --profiles")
 
 
-def _refuse_cycle(graph: "LayerGraph", file: Path) -> None:
+def _refuse_broken(graph: "LayerGraph", file: Path) -> None:
+    """Refuse a graph with a cycle or in several parts, which nothing could be planned for."""
     from ..schema.errors import ProblemError
+    from ..schema.pipeline import check_joined
     from ..solvers.pipeline_problems import layers_of_graph
 
     try:
-        layers_of_graph(graph)
+        layers, edges, _ = layers_of_graph(graph)
+        check_joined([layer.id for layer in layers], edges)
     except ProblemError as error:
         raise ProblemError(f"{file}: {error.message}", hint=error.hint) from None

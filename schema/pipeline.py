@@ -1,5 +1,6 @@
 """Pipeline partitions: what the solver is asked (thesis 2.4.1) and what it answers."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from .errors import ProblemError
@@ -201,7 +202,6 @@ def _check_pools(problem: PipelineProblem) -> None:
 
 def _check_graph(problem: PipelineProblem) -> None:
     size = len(problem.layers)
-    group = list(range(size))
     for source, target in problem.links:
         if source >= size or target >= size:
             raise ProblemError(f"edge {source} -> {target} names a layer that does not exist")
@@ -210,13 +210,28 @@ def _check_graph(problem: PipelineProblem) -> None:
                 f"edge {problem.layers[source].id} -> {problem.layers[target].id} goes backwards; "
                 "order the layers topologically"
             )
-        _join(group, source, target)
-    roots = {_root(group, layer) for layer in range(size)}
-    if len(roots) > 1:
-        odd = next(i for i in range(size) if _root(group, i) != _root(group, 0))
+    check_joined([layer.id for layer in problem.layers], problem.links)
+
+
+def check_joined(names: Sequence[str], links: Iterable[tuple[int, int]]) -> None:
+    """Refuse a graph in several parts.
+
+    Args:
+        names: Of the layers.
+        links: Which layer feeds which, as positions in ``names``.
+
+    Raises:
+        ProblemError: Names a layer that nothing joins to the first one.
+    """
+    group = list(range(len(names)))
+    for source, target in links:
+        group[_root(group, source)] = _root(group, target)
+    roots = [_root(group, layer) for layer in range(len(names))]
+    if len(set(roots)) > 1:
+        odd = next(name for name, root in zip(names, roots, strict=True) if root != roots[0])
         raise ProblemError(
-            f"the layer graph falls into {len(roots)} parts: nothing joins "
-            f"{problem.layers[odd].id} to {problem.layers[0].id}",
+            f"the layer graph falls into {len(set(roots))} parts: nothing joins {odd} to "
+            f"{names[0]}",
             hint="add the missing edges, or plan the parts one by one",
         )
 
@@ -226,10 +241,6 @@ def _root(group: list[int], layer: int) -> int:
         group[layer] = group[group[layer]]
         layer = group[layer]
     return layer
-
-
-def _join(group: list[int], one: int, other: int) -> None:
-    group[_root(group, one)] = _root(group, other)
 
 
 def _has_step(problem: PipelineProblem) -> bool:

@@ -80,3 +80,13 @@ def test_a_cycle_is_refused_and_nothing_is_written(run, tmp_path):
         run("import", str(source), "--device-type", "V100", "--device-memory", "16GB",
             "-o", str(target))  # fmt: skip
     assert not target.exists()
+
+
+def test_a_graph_in_parts_is_refused_and_the_unreached_layer_named(run, tmp_path):
+    source, target = tmp_path / "parts.graph.txt", tmp_path / "v100.json"
+    alone = TEXT.splitlines()[1].replace("n2", "n9")
+    source.write_text(f"{TEXT}{alone}\n")
+    with pytest.raises(ProblemError, match="falls into 2 parts: nothing joins n9 to n2"):
+        run("import", str(source), "--device-type", "V100", "--device-memory", "16GB",
+            "-o", str(target))  # fmt: skip
+    assert not target.exists()
