@@ -6,16 +6,23 @@ asked for on some worker. One that is asked for anew is told then and there, by 
 
 import math
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+
+from ...schema.errors import TargetError
+from ..group import Place
 
 # In this order in all tables.
 NORMS = (2.0, 1.0, math.inf)
 NUM_ROWS = 1 + len(NORMS)
+PATIENCE_SECONDS = 30.0
+"""For workers that must ask as well: they are all behind the same step."""
 Table = NDArray[np.float64]
 """[NUM_ROWS, parameters] whether a parameter has a gradient, and its norms."""
 
@@ -28,9 +35,10 @@ class ToldNorms:
         asked: Those that this worker's script has asked for, ever.
     """
 
-    def __init__(self, tell: Callable[[], Table]) -> None:
+    def __init__(self, tell: Callable[[], Table], place: Place) -> None:
         """``tell`` makes a table of all norms as they are now; all workers run it together."""
-        self._tell = tell
+        self._tell, self._place = tell, place
+        self._num_meetings = 0
         self.wanted = set(NORMS)
         self.asked: set[float] = set()
         self._known: set[float] = set()
@@ -46,6 +54,7 @@ class ToldNorms:
         if norm not in self._ratios:
             self.asked.add(norm)
             if norm not in self._known:
+                self._meet(norm)
                 # Gradients may have been scaled since (clipped, unscaled): ratios are the same.
                 self.take(self._tell(), set(NORMS))
             two, row = self._table[1], self._table[1 + NORMS.index(norm)]
@@ -53,6 +62,27 @@ class ToldNorms:
             found = np.divide(row, two, out=np.ones_like(two), where=usable)
             self._ratios[norm] = found.tolist()
         return self._ratios[norm][index]
+
+    def _meet(self, norm: float) -> None:
+        """Wait until all workers ask, so that one which does not is named and not waited for.
+
+        Raises:
+            TargetError: Some do not.
+        """
+        store, rank = self._place.store, self._place.rank
+        assert store is not None
+        signs = [f"norms/{self._num_meetings}/{r}" for r in range(self._place.world_size)]
+        self._num_meetings += 1
+        store.set(signs[rank], "")
+        try:
+            store.wait(signs, timedelta(seconds=PATIENCE_SECONDS))
+        except dist.DistStoreError:
+            absent = [str(r) for r, sign in enumerate(signs) if not store.check([sign])]
+            raise TargetError(
+                f"worker {rank} asks for the {norm:g}-norm of all gradients for the first time, "
+                f"and {PATIENCE_SECONDS:g} s later worker {', '.join(absent)} does not",
+                hint="ask on every worker, or for the 2-norm, which all are told in each step",
+            ) from None
 
 
 def norms_of(gradients: Sequence[Tensor], norms: Sequence[float]) -> Tensor:

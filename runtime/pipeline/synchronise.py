@@ -56,7 +56,7 @@ class Synchroniser:
             for i, (name, parameter) in enumerate(self._parameters)
             if self._holders(name)[0] == place.rank
         ]
-        self._norms = ToldNorms(lambda: self._tell(NORMS))
+        self._norms = ToldNorms(lambda: self._tell(NORMS), place)
         here = [(i, self._parameters[i][1]) for i in apart[place.rank]]
         self._stand_ins = StandIns(here, self._norms)
         self._own = [(n, p) for n, p in self._parameters if n in ownership.own]

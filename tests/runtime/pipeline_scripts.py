@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from hetflow import runtime as hf
-from hetflow.schema.errors import HetflowError
+from hetflow.runtime.pipeline import norms as told
+from hetflow.schema.errors import HetflowError, TargetError
 
 
 def start(kind="momentum", name="chain"):
@@ -62,6 +63,17 @@ def turns(argument):
                 optimizer.step()
                 optimizer.zero_grad()
     return model, job, noted
+
+
+def alone(argument):
+    """A norm that one worker asks for, and only after the first step."""
+    model, _, job = start()
+    told.PATIENCE_SECONDS = 0.5
+    for batch in job.batches(loader()):
+        job.backward(loss_of(model, False), batch)
+    if not job.is_main:
+        raise TargetError("the main worker asks by itself")
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1, math.inf)
 
 
 ORDERS = [2.0, 2.0, math.inf, 1.0, 2.0, math.inf]

@@ -51,6 +51,7 @@ OTHERS = {
     "stash-scaled": ("scaled:", "pipedream", plans.CHAIN2, 6),
     "rest": ("one_epoch:27", "interleaved", plans.CHAIN4, 6),
     "lbfgs": ("one_epoch:24,lbfgs", "1f1b", plans.CHAIN2, 6),
+    "alone": ("alone:", "1f1b", plans.CHAIN2, 6),
 }
 
 
@@ -176,3 +177,10 @@ def test_what_would_come_out_otherwise_is_refused(number: str, said: str, two: l
     for answer in two:
         assert said in answer[number]["error"]
         assert "\n" not in answer[number]["error"]
+
+
+def test_a_norm_that_one_worker_asks_for_is_not_waited_for(two: list[dict]) -> None:
+    assert two[0]["alone"]["error"].startswith(
+        "worker 0 asks for the inf-norm of all gradients for the first time, and 0.5 s later "
+        "worker 1 does not"
+    )
