@@ -51,8 +51,8 @@ def check(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     faults = _header_faults(plan, problem) + _layer_faults(plan, problem)
     if faults:
         return faults
-    faults = _device_faults(plan, problem) + _memory_faults(plan, problem) or _schedule_faults(plan)
-    return faults or _claim_faults(plan, problem)
+    faults = _device_faults(plan, problem) + _memory_faults(plan, problem)
+    return faults or _schedule_faults(plan, problem) or _claim_faults(plan, problem)
 
 
 def _header_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
@@ -187,12 +187,13 @@ def _memory_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     return faults
 
 
-def _schedule_faults(plan: PipelinePlan) -> list[str]:
+def _schedule_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     """Dependencies, deadlocks, bounds and weight versions of what the plan would run."""
     try:
         schedule = schedule_of(plan)
-    except ProblemError:  # what it claims per input may hold all the same; launch refuses it
-        return []
+    except ProblemError as error:
+        # A plan that is not to be launched may be one of its steady state alone.
+        return [f"schedule: {error.message}"] if problem.launchable else []
     return [f"schedule: {fault}" for fault in validate(schedule)]
 
 
