@@ -122,8 +122,14 @@ class GradientReducer:
         if self._invariant is not None:
             self._invariant.begin()
         with torch.no_grad():
+            is_fresh = all(self._parameters[index].grad is None for index in self._views)
+            for flat in self.flats if is_fresh else ():
+                flat.zero_()
             for index, view in self._views.items():
-                self._attach(index, view)
+                if is_fresh:
+                    self._parameters[index].grad = view
+                else:
+                    self._attach(index, view)
 
     def _attach(self, index: int, view: Tensor) -> None:
         parameter = self._parameters[index]

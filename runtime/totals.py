@@ -100,20 +100,27 @@ class StepTotals:
         """Wait for all gradients; make them the mean; return the mean loss of the step."""
         return self.close(self.exchange())
 
-    def exchange(self, wait: Callable[[], None] = lambda: None) -> Tensor:
+    def exchange(self, start: Callable[[Tensor], Callable[[], Tensor]] | None = None) -> Tensor:
         """Add up the sums while gradients are on their way, and wait for both.
 
         Args:
-            wait: Waits for what else must be here.
+            start: Begins to add them up over the workers, and returns what waits for it; by
+                default an all-reduce.
         """
         self._note_step()
-        sums = self._own_sums()
-        work = dist.all_reduce(sums, async_op=True) if self._place.distributed else None
+        wait = (start or self._start)(self._own_sums())
         self._reducer.wait()
-        wait()
-        if work is not None:
-            work.wait()
-        return sums
+        return wait()
+
+    def _start(self, sums: Tensor) -> Callable[[], Tensor]:
+        work = dist.all_reduce(sums, async_op=True) if self._place.distributed else None
+
+        def wait() -> Tensor:
+            if work is not None:
+                work.wait()
+            return sums
+
+        return wait
 
     def _note_step(self) -> None:
         unused = self._reducer.unused()

@@ -133,12 +133,16 @@ class Member:
             if not self._survives:
                 return totals.exchange()
             totals.extra = self.mirror.found
-            self.mirror.launch(holdings_of(job._place), job.rank)
-            sums = totals.exchange(self.mirror.wait)
+            sums = totals.exchange(self._start if self.mirror.names else None)
             if totals.extra and self.mirror.grow(totals.extras_of(sums)):
                 self.mirror.launch(holdings_of(job._place), job.rank)
                 self.mirror.wait()
             return sums
+
+    def _start(self, sums: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin the exchange of the mirrored buffers, with the sums in the same message."""
+        self.mirror.launch(holdings_of(self._job._place), self._job.rank, sums)
+        return self.mirror.wait
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

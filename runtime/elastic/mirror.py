@@ -2,8 +2,8 @@
 
 Batch-norm statistics live where their virtual node runs; when that worker dies they would be
 lost. They are small, so each step all workers exchange the buffers that passes have changed,
-while gradients are on their way. What arrives counts only once the step is agreed on; until then
-the rows of the step before are kept, so that the step can be done again.
+while gradients are on their way, and the step's sums with them. What arrives counts only once the
+step is agreed on; until then what arrived before is kept, so that the step can be done again.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ..buffers import BufferSlot, VirtualNodeBuffers
 from ..exchange import all_gather
+
+_ALIGNMENT = 16  # the largest element, so that a part of a message can be seen as its own type
 
 
 class Mirror:
@@ -34,16 +36,17 @@ class Mirror:
     def __init__(self, buffers: VirtualNodeBuffers, num_nodes: int) -> None:
         self._buffers, self._num_nodes = buffers, num_nodes
         self.names = [slot.name for slot in buffers.slots if slot.writes_silently]
-        self._rows = self._start()
-        self._arriving: Tensor | None = None
+        self._held = self._start()
+        self._message: _Message | None = None
+        self._arriving: _Rows | None = None
+        self._spare: Tensor | None = None
         self._work: dist.Work | None = None
-        self._order: list[int] = []
-        self._before: tuple[list[str], Tensor] | None = None
+        self._before: tuple[list[str], _Rows] | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of one virtual node's row."""
-        return self._rows.shape[1]
+        return sum(_padded(slot.base) for slot in self._slots)
 
     @property
     def _slots(self) -> list[BufferSlot]:
@@ -61,93 +64,167 @@ class Mirror:
         rest = [slot.name for slot in self._buffers.slots if slot.name not in self.names]
         names = {name for name, flag in zip(rest, found, strict=True) if flag}
         if names:
-            state, self._before = self.state(), (self.names, self._rows)
+            state, self._before = self.state(), (self.names, self._held)
             self.names = self.names + [name for name in rest if name in names]
             self.reset(state)
         return bool(names)
 
-    def _start(self) -> Tensor:
+    def _start(self) -> "_Rows":
         """All rows from the values that nobody has changed."""
+        return self._rows_of([[slot.base for slot in self._slots]] * self._num_nodes)
+
+    def _rows_of(self, values: Sequence[Sequence[Tensor]]) -> "_Rows":
         slots = self._slots
-        if not slots:
-            return torch.empty((self._num_nodes, 0), dtype=torch.uint8)
-        return torch.cat([slot.bytes_of(slot.base) for slot in slots]).repeat(self._num_nodes, 1)
+        device = slots[0].base.device if slots else None
+        whole = torch.zeros((len(values), self.num_bytes), dtype=torch.uint8, device=device)
+        for row, entries in zip(whole, values, strict=True):
+            _write(_parts_of(row, slots), entries)
+        return _Rows(whole, [(node, 0) for node in range(len(values))])
 
     def reset(self, state: dict[str, Any]) -> None:
         """Take all virtual nodes' buffers from what ``VirtualNodeBuffers.capture`` returned."""
-        rows = []
-        for own in state["nodes"]:
-            rows.append([own.get(name, state["base"][name]) for name in self.names])
-        if self.names and rows:
-            device = self._slots[0].base.device
-            self._rows = torch.stack(
-                [torch.cat([BufferSlot.bytes_of(v.to(device)) for v in row]) for row in rows]
+        self._message = None
+        if self.names and state["nodes"]:
+            base = state["base"]
+            self._held = self._rows_of(
+                [[own.get(name, base[name]) for name in self.names] for own in state["nodes"]]
             )
 
     def rewrite(self, written: Sequence[BufferSlot]) -> None:
         """The script wrote buffers between steps: they are every virtual node's value now."""
-        at = 0
-        for slot in self._slots:
-            value = slot.bytes_of(slot.base)
-            if slot in written:
-                self._rows[:, at : at + len(value)] = value
-            at += len(value)
+        slots = self._slots
+        for node in range(self._num_nodes):
+            for part, slot in zip(_parts_of(self._held.row(node), slots), slots, strict=True):
+                if slot in written:
+                    part.copy_(slot.base)
 
-    def launch(self, holdings: Sequence[Sequence[int]], rank: int) -> None:
+    def launch(
+        self, holdings: Sequence[Sequence[int]], rank: int, sums: Tensor | None = None
+    ) -> None:
         """Start the exchange after this worker's passes.
 
         Args:
             holdings: The virtual nodes of each worker, by rank.
             rank: This worker.
+            sums: What all workers add up along with it: float64, each entry exact in any order.
         """
-        if not self.num_bytes:
-            self._arriving, self._work = None, None
-            return
-        self._order = [node for nodes in holdings for node in nodes]
-        most = max(len(nodes) for nodes in holdings)
-        own = self._rows.new_zeros((most, self.num_bytes))
-        for row, node in zip(own, holdings[rank], strict=False):
-            torch.cat([slot.bytes_of(slot.value_of(node)) for slot in self._slots], out=row)
-        kept = [n * most + i for n, nodes in enumerate(holdings) for i in range(len(nodes))]
-        if len(holdings) == 1:
-            self._arriving, self._work = own[: len(kept)], None
-            return
-        on_host = own.cpu() if own.is_cuda and dist.get_backend() == "gloo" else own
-        whole = on_host.new_empty((len(holdings) * most, self.num_bytes))
-        self._work = all_gather(whole, on_host, async_op=True)
-        self._sent, self._whole, self._kept = on_host, whole, kept
+        slots, length = self._slots, 0 if sums is None else len(sums)
+        known = self._message
+        if known is None or known.key != (holdings, rank, length):
+            known = self._message = _Message(holdings, rank, length, slots)
+            self._spare = None
+        if sums is not None:
+            known.sums.copy_(sums)
+        _write(known.parts, [slot.value_of(node) for node in holdings[rank] for slot in slots])
+        own = known.own
+        if len(holdings) > 1 and own.is_cuda and dist.get_backend() == "gloo":
+            own = own.cpu()
+        whole, self._spare = self._spare, None
+        if whole is None:
+            whole = torch.empty((len(holdings), len(own)), dtype=torch.uint8, device=own.device)
+        if len(holdings) > 1:
+            self._work = all_gather(whole.view(-1), own, async_op=True)
+        else:
+            whole[0] = own
+        self._arriving = _Rows(whole, known.places)
 
-    def wait(self) -> None:
-        """Wait until the others' rows are here."""
+    def wait(self) -> Tensor:
+        """Wait until the others' rows are here; what the sums come to."""
         if self._work is not None:
             self._work.wait()
-            self._arriving, self._work = self._whole[self._kept], None
+            self._work = None
+        assert self._arriving is not None
+        assert self._message is not None
+        length = self._message.sums.numel()
+        return self._arriving.whole[:, : length * 8].view(torch.float64).sum(0)
 
     def undo(self) -> None:
         """The step is not agreed on: what is on its way will not arrive."""
-        self._arriving, self._work = None, None
+        # A broken group may still write where it was told to.
+        self._message, self._arriving, self._spare, self._work = None, None, None, None
         if self._before is not None:
-            self.names, self._rows = self._before
+            self.names, self._held = self._before
             self._before = None
 
     def commit(self) -> None:
         """The step is agreed on: what arrived is what counts."""
         self._before = None
         if self._arriving is not None:
-            self._rows[self._order] = self._arriving.to(self._rows.device)
-            self._arriving = None
+            before, self._held, self._arriving = self._held, self._arriving, None
+            now = self._held.whole
+            if (before.whole.shape, before.whole.device) == (now.shape, now.device):
+                self._spare = before.whole
 
     def state(self) -> dict[str, Any]:
         """Every virtual node's buffers, in the form of ``VirtualNodeBuffers.capture``."""
         slots = self._slots
         nodes = []
-        for row in self._rows:
-            own, at = {}, 0
-            for slot in slots:
-                size = slot.base.numel() * slot.base.element_size()
-                value = row[at : at + size].clone().view(slot.base.dtype).reshape(slot.base.shape)
-                at += size
-                if not torch.equal(value, slot.base):
-                    own[slot.name] = value
+        for node in range(self._num_nodes):
+            own = {}
+            for slot, part in zip(slots, _parts_of(self._held.row(node), slots), strict=True):
+                if not torch.equal(part.to(slot.base.device), slot.base):
+                    own[slot.name] = part.clone()
             nodes.append(own)
         return {"base": {slot.name: slot.base for slot in self._buffers.slots}, "nodes": nodes}
+
+
+class _Rows:
+    """Rows of virtual nodes within messages: in which message each one is, from which byte."""
+
+    def __init__(self, whole: Tensor, places: Sequence[tuple[int, int]]) -> None:
+        self.whole, self._places = whole, places
+
+    def row(self, node: int) -> Tensor:
+        """A virtual node's row, and what follows it."""
+        message, at = self._places[node]
+        return self.whole[message, at:]
+
+
+class _Message:
+    """What this worker sends each step: sums, then its virtual nodes' rows; kept for the next."""
+
+    def __init__(
+        self,
+        holdings: Sequence[Sequence[int]],
+        rank: int,
+        num_sums: int,
+        slots: Sequence[BufferSlot],
+    ) -> None:
+        self.key = (holdings, rank, num_sums)
+        row = sum(_padded(slot.base) for slot in slots)
+        first = -(-num_sums * 8 // _ALIGNMENT) * _ALIGNMENT
+        most = max(len(nodes) for nodes in holdings)
+        device = slots[0].base.device if slots else None
+        self.own = torch.zeros(first + most * row, dtype=torch.uint8, device=device)
+        self.sums = self.own[: num_sums * 8].view(torch.float64)
+        self.parts = [
+            part
+            for number in range(len(holdings[rank]))
+            for part in _parts_of(self.own[first + number * row :], slots)
+        ]
+        places = {
+            node: (worker, first + number * row)
+            for worker, nodes in enumerate(holdings)
+            for number, node in enumerate(nodes)
+        }
+        self.places = [places[node] for node in sorted(places)]
+
+
+def _padded(value: Tensor) -> int:
+    return -(-value.numel() * value.element_size() // _ALIGNMENT) * _ALIGNMENT
+
+
+def _parts_of(row: Tensor, slots: Sequence[BufferSlot]) -> list[Tensor]:
+    """The buffers that begin a row, each of its own type and shape."""
+    parts, at = [], 0
+    for slot in slots:
+        size = slot.base.numel() * slot.base.element_size()
+        parts.append(row[at : at + size].view(slot.base.dtype).view(slot.base.shape))
+        at += _padded(slot.base)
+    return parts
+
+
+def _write(parts: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for part, value in zip(parts, values, strict=True):
+            part.copy_(value)
