@@ -73,18 +73,23 @@ class FlatLas:
 
     def _groups(self, active: Active) -> Ints:
         """A number for each job, the same for jobs of one kind and weight [jobs]."""
-        weight = active.weight.tolist() if self.weighted else [1.0] * len(active)
-        numbers = self._numbers
-        group = [
-            numbers.setdefault(pair, len(numbers))
-            for pair in zip(active.kind.tolist(), weight, strict=True)
-        ]
-        for place, number in enumerate(group):
+        scales = [scale for _, scale in active.kinds]
+        if not self.weighted:
+            for kind in range(len(self._keys), len(scales)):
+                self._keys.append(self._key(active, kind, 1.0, scales[kind]))
+            return active.kind
+        group = []
+        for pair in zip(active.kind.tolist(), active.weight.tolist(), strict=True):
+            number = self._numbers.setdefault(pair, len(self._numbers))
             if number == len(self._keys):
-                scale, w = int(active.scale[place]), float(weight[place])
-                runs = scale <= active.pool.capacity if self.blind else active.rate[:, place] > 0
-                self._keys.append((w, scale, tuple(runs.tolist())))
+                self._keys.append(self._key(active, *pair, scales[pair[0]]))
+            group.append(number)
         return np.array(group)
+
+    def _key(self, active: Active, kind: int, weight: float, scale: int) -> Key:
+        rate = active.fresh(kind)[0]
+        runs = scale <= active.pool.capacity if self.blind else rate > 0
+        return weight, scale, tuple(runs.tolist())
 
     def _centre(
         self, state: tuple[tuple[Key, int], ...], capacity: Floats
