@@ -37,7 +37,7 @@ class Case:
 
     ``policy`` counts for rounds only. ``window`` keeps the metrics to the jobs from one place
     in the trace up to another (the thesis: 4,000 to 5,000). ``optimum`` says which of several
-    optima LAS takes: ``centre``, the analytic centre, or ``vertex``, from a warm simplex (fast).
+    optima LAS takes: ``centre``, inside the optimal face, or ``vertex``, by a warm simplex (fast).
     ``space_sharing`` lets pairs of jobs share devices, in rounds. ``servers`` are the devices of
     each type on each server [types][servers]; None is one server that holds them all. With
     ``placement`` mixed policies see unconsolidated devices as columns of their own. Mixes of

@@ -16,8 +16,8 @@ OPTIMAL_GAP = 1e-6
 def allocate(problem: AllocationProblem, policy: str) -> Allocation:
     """Share the pool among the jobs as a policy asks, with a proof.
 
-    Deterministic. Of several optima: without space sharing the analytic centre of the optimal
-    face (equal jobs get equal shares); with it a vertex, spread evenly over equal jobs.
+    Deterministic. Of several optima: without space sharing a point inside the optimal face
+    (equal jobs get equal shares); with it a vertex, spread evenly over equal jobs.
 
     Args:
         problem: Jobs, throughputs, pool and options; ``heterogeneity`` agnostic solves the

@@ -141,8 +141,8 @@ def optimise(
 ) -> Outcome:
     """Maximise a program: equal jobs merged, solved, spread over the jobs again, rounded.
 
-    Of several optima: the analytic centre of the optimal face without space sharing, where
-    equal jobs also get equal shares; with it the vertex that HiGHS's simplex ends in.
+    Of several optima: a point inside the optimal face without space sharing, where equal jobs
+    also get equal shares; with it the vertex that HiGHS's simplex ends in.
     """
     merged = Merged.of(instance, program, worth=worth, charge=charge)
     return merged.outcome(*merged.solve(merged.small))

@@ -2,8 +2,9 @@
 
 Each row touches only its own two constraints (time, demand) and the few shared ones (one per
 device type, and z). Eliminating the rows leaves normal equations of that few unknowns, so an
-iteration costs O(rows x columns x types). The central path ends in the analytic centre of the
-optimal face: of many optima this method returns that one, always the same.
+iteration costs O(rows x columns x types). Of many optima it returns one inside the optimal face,
+always the same. That is not the face's analytic centre, where the central path ends: steps this
+long leave the path, and the gap closes before they are back.
 """
 
 import numpy as np
