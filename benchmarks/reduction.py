@@ -29,12 +29,14 @@ from torch.utils.data import DataLoader
 
 from hetflow import runtime as hf
 from hetflow.runtime.exchange import Collectives, all_gather
+from hetflow.runtime.gradients import BUCKET_BYTES
 from hetflow.runtime.invariant import InvariantSum
 from hetflow.runtime.pins import pins
 from hetflow.schema import files
 
 # Virtual nodes of each worker: 4 and 8 in all, even, uneven and not aligned with the tree.
 HOLDINGS = [(4, 4), (5, 3), (2, 2, 2, 2), (5, 2, 1)]
+BUCKET = BUCKET_BYTES["cpu"] // 4 // 24 * 24  # elements, a multiple of every number of workers
 GRID_BITS = 40  # fixed point: 24 bits of room above the largest gradient, 40 below
 RESNET18 = 11_689_512
 
@@ -91,7 +93,8 @@ class Bench:
             tree.leave()
         self.passes_end()
         tree.settle()
-        tree.launch(0, 0, len(self.flat))
+        for start in range(0, len(self.flat), BUCKET):
+            tree.launch(0, start, min(start + BUCKET, len(self.flat)))
         tree.wait()
 
     def tree_by_collectives(self) -> None:
@@ -148,7 +151,7 @@ class Bench:
         }[name]
 
     def received_bytes(self) -> int:
-        """The others' subtrees of the slice that this worker sums."""
+        """The others' subtrees of the slices that this worker sums, all at once."""
         others = sum(len(held) for held in self.tree._trees) - len(self.tree._trees[self.rank])
         return 0 if self.tree._has_two_trees else others * len(self.flat) * 4 // self.size
 
@@ -157,7 +160,7 @@ class Bench:
         one = len(self.flat) * 4
         return {
             "all_reduce": 0,
-            "invariant_tree": self.tree.num_spares * one + self.received_bytes(),
+            "invariant_tree": self.tree.num_spares * one + self.tree.num_received_bytes,
             "tree_by_collectives": self.tree.num_spares * one + self.received_bytes(),
             "chain": (len(self.own) - 1) * one,
             "fixed_point": 2 * one,
