@@ -58,7 +58,8 @@ def check(launch: Launch, undisturbed: str) -> None:
     assert launch.digest() == undisturbed
     generations = launch.record()["generations"]
     assert [g["kind"] for g in generations] == ["start", "failure"]
-    assert generations[1]["detail"] == "worker 2 (cpu:fast) was killed by SIGKILL"
+    # Data workers that lose their parent may still write a line.
+    assert generations[1]["detail"].startswith("worker 2 (cpu:fast) was killed by SIGKILL")
     done = [(step, pid) for _, step, _, _, pid in launch.steps()]
     assert len(done) == len(set(done))  # nobody did a step again that it had completed
 
