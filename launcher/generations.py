@@ -256,6 +256,8 @@ class Generations:
         if not (self._survives or self._restarts):
             return
         self._watch.look(self._ranks)
+        done = (name for name, line in self._workers.lines().items() if line.is_finished)
+        self._watch.look_at_leavers(filter(self._workers.is_held, self._left.union(done)))
         if self._change is not None:
             self._watch.look(self._change.joining)
 

@@ -57,14 +57,27 @@ class Watch:
         for name, why in found.items():
             self._workers.kill(name, f"{why} and was killed")
 
-    def _stuck(self, name: str, line: Line, now: float) -> str | None:
-        """What to say of a worker that has not come to ``hf.prepare`` and does not move."""
-        quiet = now - (line.began if line.heard_at is None else line.heard_at)
+    def look_at_leavers(self, names: Iterable[str]) -> None:
+        """End those who have nothing left to do and are stopped; how long they take is theirs."""
+        now = time.monotonic()
+        for name in names:
+            if why := self._stopped(name, now):
+                self._workers.kill(name, f"{why} while it left and was killed")
+
+    def _stopped(self, name: str, now: float) -> str | None:
+        """What to say of a worker that a signal has stopped for too long."""
         since = self._stopped_since.setdefault(name, now)
         if not self._workers.is_stopped(name):
             del self._stopped_since[name]
         elif now - since > self._limits.heartbeat_seconds:
-            return f"was stopped for {now - since:.1f} s while it started"
+            return f"was stopped for {now - since:.1f} s"
+        return None
+
+    def _stuck(self, name: str, line: Line, now: float) -> str | None:
+        """What to say of a worker that has not come to ``hf.prepare`` and does not move."""
+        quiet = now - (line.began if line.heard_at is None else line.heard_at)
+        if why := self._stopped(name, now):
+            return f"{why} while it started"
         if quiet > self._limits.progress_seconds:
             return f"gave no sign of life for {quiet:.1f} s while it started"
         return None

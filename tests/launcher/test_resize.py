@@ -18,7 +18,7 @@ from hetflow.runtime.lower import lower
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError, TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
-from .elastic_runs import SCRIPT, STEPS_AN_EPOCH, Launch, plan_of
+from .elastic_runs import SCRIPT, STEPS_AN_EPOCH, Launch, plan_of, wait_until
 
 
 def config_of(*workers: tuple[str, tuple[int, ...]]) -> LaunchConfig:
@@ -361,6 +361,30 @@ def test_a_newcomer_that_is_stopped_before_it_prepares_is_given_up(
     launch.go(2)
     assert launch.digest() == undisturbed
     assert "generations" not in launch.record()  # nothing changed
+
+
+STOPS_WHEN_IT_LEAVES = """
+import atexit, os, runpy, signal
+if os.environ["HETFLOW_WORKER"] == "1":
+    atexit.register(os.kill, os.getpid(), signal.SIGSTOP)
+runpy.run_path(SCRIPT, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_on_its_way_out_does_not_hold_the_launch_up(
+    tmp_path: Path, undisturbed: str
+) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text(STOPS_WHEN_IT_LEAVES.replace("SCRIPT", repr(str(SCRIPT))))
+    launch = Launch(tmp_path / "run", [4, 4], "--heartbeat", "2", holds=[2], script=script)
+    launch.wait_for_step(2, workers=2)
+    asked = launch.resize_later("--gpus", "1xcpu:fast")
+    wait_until(lambda: list((launch.run / "control").glob("request-*")))
+    launch.go(2)
+    asked.communicate(timeout=100)
+    assert asked.returncode == 0
+    assert launch.digest() == undisturbed
 
 
 CUTS = """
