@@ -70,10 +70,7 @@ def allocate(
     faults = check(allocation, problem)
     if faults:
         raise BackendError(f"the solver's own allocation fails its check: {'; '.join(faults[:3])}")
-    if output is not None:
-        emit_file(allocation, output, force=force)
-    if output is None or json:
-        emit_file(allocation, None, force=False)
+    emit_file(allocation, output, force=force, json=json)
     _tell(allocation, output)
     if allocation.certificate.termination != "optimal":
         raise typer.Exit(4)

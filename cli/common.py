@@ -55,14 +55,14 @@ def emit_json(document: Any) -> None:
     emit(json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False))
 
 
-def emit_file(value: Any, output: Path | None, *, force: bool) -> None:
-    """Write a record to a file, or to stdout where no file is named."""
+def emit_file(value: Any, output: Path | None, *, force: bool, json: bool = False) -> None:
+    """Write a record to a file; to stdout where no file is named, or ``json`` asks for it too."""
     from ..schema import files
 
-    if output is None:
-        emit(files.to_json(value))
-    else:
+    if output is not None:
         files.write(output, value, force=force)
+    if output is None or json:
+        emit(files.to_json(value))
 
 
 def register(app: typer.Typer, function: Callable[..., None], **options: Any) -> None:

@@ -57,10 +57,7 @@ def import_(
         device_memory_bytes=pool.device_types[device_type].memory_bytes or 1,
         source=file.name,
     )
-    if output is not None:
-        emit_file(profile, output, force=force)
-    if output is None or json:
-        emit_file(profile, None, force=False)
+    emit_file(profile, output, force=force, json=json)
     if output is not None:
         note(f"{len(graph.nodes)} layers written to {output}; next: hetflow solve --profiles")
 

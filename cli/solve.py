@@ -137,10 +137,7 @@ def solve(
         ),
     )
     plan = answer(question, strategy)
-    if output is not None:
-        emit_file(plan, output, force=force)
-    if output is None or json:
-        emit_file(plan, None, force=False)
+    emit_file(plan, output, force=force, json=json)
     note(table_of(plan))
     if output is not None:
         note(f"plan written to {output}; next: hetflow launch {output} SCRIPT")

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..runtime.handover import STOPPED_EXIT_CODE
 from ..runtime.record import Status, WorkerReport, assemble
 from ..schema import files
 from ..schema.launch import LaunchConfig, WorkerSlot
@@ -279,8 +278,7 @@ class _Run:
                 return self._stop(number)
             failure = self._look_after()
             if failure is not None:
-                has_saved = failure.exit_code == STOPPED_EXIT_CODE
-                asked = self._hosts.stop_elsewhere(at_once=True) if has_saved else None
+                asked = self._hosts.stop_behind(failure)
                 return failure if asked is None else self._stop(asked)
         if isinstance(self.generations, Repartitions):
             self.generations.tick(0.0)  # the last to come may be done before they were seen

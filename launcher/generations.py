@@ -227,6 +227,8 @@ class Generations:
         self.config, self._ranks = change.config, change.ranks
         self._tell(change.leaving, "leave")
         self._left |= set(change.leaving)
+        for name in self._workers.lines().keys() & change.leaving:
+            self._workers.lines()[name].is_finished = True
         self._workers.show(_first(self._ranks))
         self._inbox.show(self.config)
         pause = max(self._pauses, default=0.0)
@@ -256,8 +258,7 @@ class Generations:
         if not (self._survives or self._restarts):
             return
         self._watch.look(self._ranks)
-        done = (name for name, line in self._workers.lines().items() if line.is_finished)
-        self._watch.look_at_leavers(filter(self._workers.is_held, self._left.union(done)))
+        self._watch.look(self._left)
         if self._change is not None:
             self._watch.look(self._change.joining)
 

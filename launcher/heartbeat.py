@@ -45,39 +45,37 @@ class Watch:
         """End those of some workers that hang.
 
         How long one takes to start is its own affair, as long as it beats; what it imports may
-        keep its heart from beating for a while, so only a stopped one is given up soon.
+        keep its heart from beating for a while, so only a stopped one is given up soon. So is one
+        that has finished: how long its interpreter takes to end is its own affair too.
         """
         lines = self._workers.lines()
         watched = {name: lines[name] for name in names if name in lines}
         now = time.monotonic()
         found = dict(hung(watched, self._limits, now))
         for name, line in watched.items():
-            if not line.is_prepared and (why := self._stuck(name, line, now)):
+            if line.is_finished:
+                why = self._stopped(name, now, "left")
+            else:
+                why = None if line.is_prepared else self._stuck(name, line, now)
+            if why is not None:
                 found[name] = why
         for name, why in found.items():
             self._workers.kill(name, f"{why} and was killed")
 
-    def look_at_leavers(self, names: Iterable[str]) -> None:
-        """End those who have nothing left to do and are stopped; how long they take is theirs."""
-        now = time.monotonic()
-        for name in names:
-            if why := self._stopped(name, now):
-                self._workers.kill(name, f"{why} while it left and was killed")
-
-    def _stopped(self, name: str, now: float) -> str | None:
+    def _stopped(self, name: str, now: float, doing: str) -> str | None:
         """What to say of a worker that a signal has stopped for too long."""
         since = self._stopped_since.setdefault(name, now)
         if not self._workers.is_stopped(name):
             del self._stopped_since[name]
         elif now - since > self._limits.heartbeat_seconds:
-            return f"was stopped for {now - since:.1f} s"
+            return f"was stopped for {now - since:.1f} s while it {doing}"
         return None
 
     def _stuck(self, name: str, line: Line, now: float) -> str | None:
         """What to say of a worker that has not come to ``hf.prepare`` and does not move."""
         quiet = now - (line.began if line.heard_at is None else line.heard_at)
-        if why := self._stopped(name, now):
-            return f"{why} while it started"
+        if why := self._stopped(name, now, "started"):
+            return why
         if quiet > self._limits.progress_seconds:
             return f"gave no sign of life for {quiet:.1f} s while it started"
         return None

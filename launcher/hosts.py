@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..runtime.handover import STOPPED_EXIT_CODE
 from ..runtime.record import WorkerReport
 from ..schema.errors import LaunchError
 from ..schema.files import to_json
@@ -71,6 +72,10 @@ class Alone:
         """Nobody else to ask."""
 
     def stop_elsewhere(self, *, at_once: bool = False) -> int | None:
+        """There is no elsewhere."""
+        return None
+
+    def stop_behind(self, failure: Failure) -> int | None:
         """There is no elsewhere."""
         return None
 
@@ -226,6 +231,11 @@ class Together:
             if self._store.check(["stop"]):
                 return int(self._store.get("stop"))
         return None
+
+    def stop_behind(self, failure: Failure) -> int | None:
+        """The signal on another host for which a worker has saved and left; None for a failure."""
+        has_saved = failure.exit_code == STOPPED_EXIT_CODE
+        return self.stop_elsewhere(at_once=True) if has_saved else None
 
     def wait_until_saved(self, goes_on: Callable[[], bool], until: float) -> None:
         """This host's workers have left; node 0 keeps the store until those of all have.

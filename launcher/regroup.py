@@ -7,7 +7,6 @@ node 0 decides, once the last is gone, whether all start anew.
 import time
 from collections.abc import Callable, Sequence
 
-from ..runtime.handover import STOPPED_EXIT_CODE
 from ..schema.launch import LaunchConfig, WorkerSlot
 from .failures import Failure
 from .heartbeat import Limits, Watch
@@ -69,14 +68,9 @@ class Regroup:
             line.receive()
         self._watch.look(self._ranks)
         failure = self._cause(self._config, self._ranks) or self._hosts.failure_elsewhere()
-        if failure is None or self._was_asked_to_stop(failure):
+        if failure is None or self._hosts.stop_behind(failure) is not None:
             return failure
         return self._again(failure)
-
-    def _was_asked_to_stop(self, failure: Failure) -> bool:
-        """Whether a worker left because another host was told to stop."""
-        has_saved = failure.exit_code == STOPPED_EXIT_CODE
-        return has_saved and self._hosts.stop_elsewhere(at_once=True) is not None
 
     def _again(self, failure: Failure) -> Failure | None:
         """Start anew with all other hosts; the failure where that is not to be."""

@@ -75,6 +75,7 @@ class Control:
         self.num_jobs += 1
         if self.num_jobs > 1:
             self.close("the script prepares several models")
+        self._beat()  # from here on silence counts, not only a signal that stops this process
 
     def send(self, kind: str, **content: Any) -> None:
         """Tell the controller; a controller that is gone takes this process with it."""
@@ -104,17 +105,20 @@ class Control:
                     return
             tick()
 
+    def _beat(self) -> None:
+        self.send(
+            "beat",
+            prepared=self.num_jobs > 0,
+            operation=self.num_operations,
+            waiting=self.is_waiting,
+        )
+
     def _serve(self) -> None:
         rest, next_beat = b"", 0.0
         while True:
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_SECONDS
-                self.send(
-                    "beat",
-                    prepared=self.num_jobs > 0,
-                    operation=self.num_operations,
-                    waiting=self.is_waiting,
-                )
+                self._beat()
             ready, _, _ = select.select([self._line], [], [], BEAT_SECONDS)
             if not ready:
                 continue
