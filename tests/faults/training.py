@@ -23,22 +23,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
 from hetflow.runtime.digest import digest_of
+from hetflow.tests.launcher.saved_log import Log
 
 HERE = Path(sys.argv[1])
 EPOCHS, NUM_SAMPLES, BATCH = 80, 70, 16  # five steps an epoch, the last of six samples
-
-
-class Log:
-    """The loss of every step; saved, so whoever joins or goes on has them all."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def state_dict(self) -> dict:
-        return {"values": self.values}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.values = list(state["values"])
 
 
 def cut_when_asked() -> None:

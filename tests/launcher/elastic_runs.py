@@ -48,6 +48,13 @@ def plan_of(
     )
 
 
+def around_script(path: Path, first: str) -> Path:
+    """A script that does something first, then what ``elastic_script.py`` does."""
+    last = f'import runpy\nrunpy.run_path({str(SCRIPT)!r}, run_name="__main__")\n'
+    path.write_text(first + last)
+    return path
+
+
 def wait_until(happened: Callable[[], Any], seconds: float = 120) -> Any:
     """What ``happened`` returns, as soon as it is true."""
     deadline = time.monotonic() + seconds

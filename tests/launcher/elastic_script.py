@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 
 from hetflow import runtime as hf
 from hetflow.runtime.digest import digest_of
+from hetflow.tests.launcher.saved_log import Log
 
 NUM_SAMPLES, BATCH = 44, 16
 result, epochs, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
@@ -37,19 +38,6 @@ class Pictures(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         picture = torch.full((3, 6, 6), index / NUM_SAMPLES)
         return picture + 0.1 * torch.randn(3, 6, 6), index % 4
-
-
-class Log:
-    """The loss of every step; saved, so a worker that joins has them all."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def state_dict(self) -> dict:
-        return {"values": self.values}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.values = list(state["values"])
 
 
 class Scale(nn.Module):

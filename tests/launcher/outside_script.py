@@ -21,24 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
 from hetflow.runtime.digest import digest_of
+from hetflow.tests.launcher.saved_log import Log
 
 NUM_SAMPLES, BATCH = 48, 16
 result, epochs = Path(sys.argv[1]), int(sys.argv[2])
 what, worker = os.environ["WHAT"], os.environ["HETFLOW_WORKER"]
 stop = result.parent / f"stop-{worker}"
-
-
-class Log:
-    """What was computed between epochs; saved."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def state_dict(self) -> dict:
-        return {"values": self.values}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.values = list(state["values"])
 
 
 def hold(place: str) -> None:

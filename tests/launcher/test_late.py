@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from .elastic_runs import SCRIPT, Launch
+from .elastic_runs import Launch, around_script
 
 # One worker has all it needs to complete STEP but the last word. When the others have completed
 # it, its gradients are spoilt, another is killed, and it finds its own generation lost.
 LATE = """
-import os, runpy, signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from hetflow.runtime.elastic.control import Control
 from hetflow.runtime.elastic.member import Member
@@ -42,15 +42,13 @@ def agreed(self):
     stepped(self)
 
 GradientReducer.wait, Member.stepped = late, agreed
-runpy.run_path(<SCRIPT>, run_name="__main__")
 """
 
 
 def launched(folder: Path, step: int, worker: int) -> Launch:
     folder.mkdir()
-    script = folder / "late.py"
-    text = LATE.replace("<SCRIPT>", repr(str(SCRIPT)))
-    script.write_text(text.replace("<STEP>", str(step)).replace("<WORKER>", str(worker)))
+    first = LATE.replace("<STEP>", str(step)).replace("<WORKER>", str(worker))
+    script = around_script(folder / "late.py", first)
     return Launch(folder / "run", [4, 2, 2], script=script)
 
 

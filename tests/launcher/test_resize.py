@@ -18,7 +18,7 @@ from hetflow.runtime.lower import lower
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError, TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
-from .elastic_runs import SCRIPT, STEPS_AN_EPOCH, Launch, plan_of, wait_until
+from .elastic_runs import STEPS_AN_EPOCH, Launch, around_script, plan_of, wait_until
 
 
 def config_of(*workers: tuple[str, tuple[int, ...]]) -> LaunchConfig:
@@ -268,7 +268,7 @@ def test_scripts_that_make_a_change_awkward(
 
 
 HANGS = """
-import os, runpy, sys, time
+import os, sys, time
 import torch
 here = os.path.dirname(sys.argv[1])
 class Stuck(torch.optim.AdamW):
@@ -277,7 +277,6 @@ class Stuck(torch.optim.AdamW):
             time.sleep(0.1)
         return super().step(*arguments, **named)
 torch.optim.AdamW = Stuck
-runpy.run_path(SCRIPT, run_name="__main__")
 """
 
 
@@ -285,8 +284,7 @@ runpy.run_path(SCRIPT, run_name="__main__")
 def test_a_worker_that_hangs_in_its_own_code_is_killed(
     tmp_path: Path, undisturbed_long: str
 ) -> None:
-    script = tmp_path / "hangs.py"
-    script.write_text(HANGS.replace("SCRIPT", repr(str(SCRIPT))))
+    script = around_script(tmp_path / "hangs.py", HANGS)
     options = ["--timeout", "6"]
     launch = Launch(tmp_path / "run", [4, 4], *options, epochs=LONG, seconds=0.02, script=script)
     launch.wait_for_step(3, workers=2)
@@ -339,10 +337,9 @@ def test_a_newcomer_that_freezes_does_not_hold_the_resize_up(
 
 
 STOPS_ITSELF = """
-import os, runpy, signal, sys
+import os, signal
 if "HETFLOW_JOINS" in os.environ:
     os.kill(os.getpid(), signal.SIGSTOP)
-runpy.run_path(SCRIPT, run_name="__main__")
 """
 
 
@@ -350,8 +347,7 @@ runpy.run_path(SCRIPT, run_name="__main__")
 def test_a_newcomer_that_is_stopped_before_it_prepares_is_given_up(
     tmp_path: Path, undisturbed: str
 ) -> None:
-    script = tmp_path / "stops.py"
-    script.write_text(STOPS_ITSELF.replace("SCRIPT", repr(str(SCRIPT))))
+    script = around_script(tmp_path / "stops.py", STOPS_ITSELF)
     launch = Launch(tmp_path / "run", [4, 4], "--heartbeat", "3", holds=[2], script=script)
     launch.wait_for_step(2, workers=2)
     done = launch.resize("--gpus", "3xcpu:fast")
@@ -364,10 +360,9 @@ def test_a_newcomer_that_is_stopped_before_it_prepares_is_given_up(
 
 
 STOPS_WHEN_IT_LEAVES = """
-import atexit, os, runpy, signal
+import atexit, os, signal
 if os.environ["HETFLOW_WORKER"] == "1":
     atexit.register(os.kill, os.getpid(), signal.SIGSTOP)
-runpy.run_path(SCRIPT, run_name="__main__")
 """
 
 
@@ -375,8 +370,7 @@ runpy.run_path(SCRIPT, run_name="__main__")
 def test_a_worker_that_is_stopped_on_its_way_out_does_not_hold_the_launch_up(
     tmp_path: Path, undisturbed: str
 ) -> None:
-    script = tmp_path / "leaves.py"
-    script.write_text(STOPS_WHEN_IT_LEAVES.replace("SCRIPT", repr(str(SCRIPT))))
+    script = around_script(tmp_path / "leaves.py", STOPS_WHEN_IT_LEAVES)
     launch = Launch(tmp_path / "run", [4, 4], "--heartbeat", "2", holds=[2], script=script)
     launch.wait_for_step(2, workers=2)
     asked = launch.resize_later("--gpus", "1xcpu:fast")
@@ -388,7 +382,7 @@ def test_a_worker_that_is_stopped_on_its_way_out_does_not_hold_the_launch_up(
 
 
 CUTS = """
-import os, socket, threading, time, runpy, sys
+import os, socket, sys, threading, time
 def cut():
     while not os.path.exists(os.path.join(os.path.dirname(sys.argv[1]), "cut")):
         time.sleep(0.02)
@@ -402,14 +396,12 @@ def cut():
             pass
 if os.environ["HETFLOW_WORKER"] == "1":
     threading.Thread(target=cut, daemon=True).start()
-runpy.run_path(SCRIPT, run_name="__main__")
 """
 
 
 @pytest.mark.slow
 def test_closed_sockets_are_opened_again(tmp_path: Path, undisturbed_long: str) -> None:
-    script = tmp_path / "cuts.py"
-    script.write_text(CUTS.replace("SCRIPT", repr(str(SCRIPT))))
+    script = around_script(tmp_path / "cuts.py", CUTS)
     launch = Launch(tmp_path / "run", [4, 4], epochs=LONG, seconds=0.02, script=script)
     launch.wait_for_step(3, workers=2)
     (tmp_path / "run" / "cut").touch()

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from pipeline_cases import GLOBAL_BATCH_SIZE, OPTIMIZERS, build, data, loss_of
 from torch.utils.data import DataLoader
 
 from hetflow import runtime as hf
 from hetflow.runtime import saving
 from hetflow.schema.errors import HetflowError
+from hetflow.tests.runtime.pipeline_cases import GLOBAL_BATCH_SIZE, OPTIMIZERS, build, data, loss_of
 
 EPOCHS, ROWS = 2, 120
 

@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import torch
-from pipeline_cases import GLOBAL_BATCH_SIZE, OPTIMIZERS, build, data, loss_of
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 from hetflow import runtime as hf
 from hetflow.runtime.pipeline import norms as told
 from hetflow.schema.errors import HetflowError, TargetError
+from hetflow.tests.runtime.pipeline_cases import GLOBAL_BATCH_SIZE, OPTIMIZERS, build, data, loss_of
 
 
 def start(kind="momentum", name="chain"):

@@ -1,6 +1,5 @@
 """Pipelines train as one process does: real workers on gloo against the one-process run."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -15,10 +14,9 @@ from hetflow.schema import files
 from hetflow.schema.pipeline import PipelinePlan, StagePlan
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 
+from . import pipeline_cases as cases
+
 SCRIPT = Path(__file__).parent / "pipeline_cases.py"
-spec = importlib.util.spec_from_file_location("pipeline_cases", SCRIPT)
-cases = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cases)
 
 PREDICTED = Prediction(step_seconds=0.1, samples_per_second=240.0)
 PROOF = Proof(termination="feasible", objective=0.1, lower_bound=None, gap=None, method="by hand")

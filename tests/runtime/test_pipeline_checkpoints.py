@@ -1,6 +1,5 @@
 """Pipelines go on from their parts: same bits under the same plan, same training under another."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -15,21 +14,10 @@ import torch
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
 
+from . import pipeline_restarts as restarts
+from . import test_pipeline as plans
+
 HERE = Path(__file__).parent
-
-
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-cases = load("pipeline_cases")
-restarts = load("pipeline_restarts")
-plans = load("test_pipeline")
-
 CHAIN2, CHAIN3 = plans.CHAIN2, plans.CHAIN3
 MOVED2 = (("0",), ("1", "2", "3", "4", "5", "6"))
 # name: (model and optimizer, schedule, stages, replicas)

@@ -1,6 +1,5 @@
 """What a script does beside the model comes out under a pipeline as on one device."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -13,21 +12,10 @@ import torch
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
 
+from . import pipeline_scripts as scripts
+from . import test_pipeline as plans
+
 HERE = Path(__file__).parent
-
-
-def load(name: str):
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-cases = load("pipeline_cases")
-scripts = load("pipeline_scripts")
-plans = load("test_pipeline")
-
 # number: (case, schedule, stages, microbatches)
 AS_ONE = {
     "inf": ("clip:inf", "1f1b", plans.CHAIN2, 6),
