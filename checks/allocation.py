@@ -7,23 +7,29 @@ the objective are computed anew; the bound is proved anew from the certificate's
 from collections import defaultdict
 from math import fsum, inf, isclose
 
-from ..schema.jobs import Allocation, AllocationProblem, Job
+from ..schema.jobs import Allocation, AllocationProblem, Certificate, Job
+from .allocation_bounds import KNOWN, PRICED, bound_of, sense_of
 from .allocation_levels import unproved_levels
-from .allocation_policies import Pool, bound_of, objective_of
+from .allocation_policies import Pool, objective_of, spent_dollars
 
 TOLERANCE = 1e-6
 
 
 def check(allocation: Allocation, problem: AllocationProblem) -> list[str]:
-    """Find every fault of an allocation; none means that it is valid for the problem."""
+    """Find every fault of an allocation; none means that it is valid for the problem.
+
+    Of a policy that the checker does not know (not in ``KNOWN``) only what every allocation must
+    keep is judged, not its objective.
+    """
     pool = Pool(problem)
-    faults = _names(allocation, pool)
+    faults = _names(allocation, pool) + _lacks(allocation, pool)
     if faults:
         return faults
     faults += _times(allocation, pool)
     faults += _devices(allocation, pool)
     faults += _throughputs(allocation, pool)
     faults += _floors(allocation, pool)
+    faults += _budget(allocation, pool)
     faults += _objective(allocation, pool)
     return faults
 
@@ -42,6 +48,18 @@ def _names(allocation: Allocation, pool: Pool) -> list[str]:
     if allocation.pairs and not pool.problem.space_sharing:
         faults.append("jobs share devices, but space sharing is off")
     return sorted(faults)
+
+
+def _lacks(allocation: Allocation, pool: Pool) -> list[str]:
+    """What the policy's objective is made of and the problem does not say."""
+    faults = []
+    if allocation.policy in PRICED:
+        unpriced = pool.problem.num_devices.keys() - pool.problem.dollars_per_hour
+        faults += [f"{allocation.policy} counts dollars, and {n!r} has no price"
+                   for n in sorted(unpriced)]  # fmt: skip
+    if allocation.policy == "makespan_budget" and pool.problem.budget_dollars is None:
+        faults.append("makespan_budget keeps to a budget, and the problem has none")
+    return faults
 
 
 def _times(allocation: Allocation, pool: Pool) -> list[str]:
@@ -121,20 +139,45 @@ def _floors(allocation: Allocation, pool: Pool) -> list[str]:
     ]
 
 
+def _budget(allocation: Allocation, pool: Pool) -> list[str]:
+    """The budget of 6.4.3, where the policy sees true throughputs: dollars until all are done."""
+    budget = pool.problem.budget_dollars
+    if allocation.policy != "makespan_budget" or allocation.heterogeneity == "agnostic":
+        return []
+    assert budget is not None
+    makespan = objective_of(allocation, pool, effective_throughputs(allocation, pool)) or inf
+    dollars = spent_dollars(allocation, pool) / 3600.0 * makespan
+    return [] if dollars <= budget * (1 + 1e-9) else [f"{dollars} dollars, above {budget} (6.4.3)"]
+
+
 def _objective(allocation: Allocation, pool: Pool) -> list[str]:
+    """Objective and bound anew from the definitions; nothing of a policy that is not known."""
+    if allocation.policy not in KNOWN:
+        return []
     seen = pool.flat() if allocation.heterogeneity == "agnostic" else pool
-    certificate, faults = allocation.certificate, []
-    value = objective_of(allocation, seen, effective_throughputs(allocation, seen))
+    certificate, sense = allocation.certificate, sense_of(allocation.policy)
+    if certificate.sense != sense:
+        return [f"{allocation.policy} is a {sense}, not a {certificate.sense}"]
+    reached, faults = effective_throughputs(allocation, seen), []
+    value = objective_of(allocation, seen, reached)
     if value is not None and not isclose(value, certificate.objective, rel_tol=TOLERANCE):
         faults.append(f"objective {certificate.objective} stated, {value} computed")
     bound = bound_of(allocation, seen)
     if certificate.bound is not None and bound is not None:
-        better = certificate.sense == "max"
-        weak = bound > certificate.bound if better else bound < certificate.bound
+        weak = bound > certificate.bound if sense == "max" else bound < certificate.bound
         if weak and not isclose(bound, certificate.bound, rel_tol=TOLERANCE):
             faults.append(f"the prices prove {bound}, not the bound {certificate.bound}")
-    if certificate.bound is not None and certificate.termination == "optimal":
-        if not isclose(certificate.objective, certificate.bound, rel_tol=2 * TOLERANCE):
-            faults.append(f"called optimal, but {certificate.objective} is not near its bound")
-        faults += unproved_levels(allocation, seen, effective_throughputs(allocation, seen))
+    if certificate.termination == "optimal":
+        faults += _optimality(certificate)
+        faults += unproved_levels(allocation, seen, reached)
     return faults
+
+
+def _optimality(certificate: Certificate) -> list[str]:
+    if certificate.bound is None or certificate.gap is None:
+        return ["called optimal, but without a bound and a gap"]
+    if not isclose(certificate.objective, certificate.bound, rel_tol=2 * TOLERANCE):
+        return [f"called optimal, but {certificate.objective} is not near its bound"]
+    if certificate.gap > 2 * TOLERANCE:
+        return [f"called optimal, but with a gap of {certificate.gap}"]
+    return []

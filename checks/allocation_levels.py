@@ -11,7 +11,8 @@ from itertools import accumulate
 from math import fsum, inf
 
 from ..schema.jobs import Allocation, LevelPrices
-from .allocation_policies import Pool, has_levels, level_tree, priced_capacity
+from .allocation_bounds import priced_capacity
+from .allocation_policies import Pool, has_levels, level_tree
 
 # No job could have risen by more than this part of its throughput (or twice it of its best).
 TOLERANCE = 1e-5

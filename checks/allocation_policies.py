@@ -1,4 +1,4 @@
-"""The policies' objectives and bounds by definition, for the checker of allocations.
+"""The policies' objectives by definition, for the checker of allocations.
 
 Every figure is written from the thesis's formula over one job at a time; nothing is shared
 with the solvers.
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import fsum, inf
 
-from ..schema.jobs import Allocation, AllocationProblem, Certificate, Job, LevelPrices
+from ..schema.jobs import Allocation, AllocationProblem, Job
 from .allocation_tree import Tree
 
 _APART, _TOGETHER = "/unconsolidated", "/consolidated"
@@ -240,7 +240,7 @@ def objective_of(allocation: Allocation, pool: Pool, reached: dict[str, float]) 
     level, worth = levels(policy, pool), worths(policy, pool)
     if level is not None:
         least = min(reached[name] / level[name] for name in pool.jobs if level[name] > 0)
-        return least if allocation.certificate.sense == "max" else _inverse(least)
+        return least if allocation.certificate.sense == "max" else inverse(least)
     if worth is not None:
         return _total(allocation, pool, worth)
     if policy == "finish_time_fairness":
@@ -248,15 +248,18 @@ def objective_of(allocation: Allocation, pool: Pool, reached: dict[str, float]) 
     if policy == "sjf":
         return min(job.steps / max(reached[name], 1e-300) for name, job in pool.jobs.items())
     if policy in ("min_dollars_slo", "min_cost_ratio", "min_cost_ratio_slo"):
-        spent = _spent(allocation, pool)
+        spent = spent_dollars(allocation, pool)
         earned = fsum(reached[name] / pool.best(name) for name in pool.jobs)
-        return spent if policy == "min_dollars_slo" else earned / spent
+        if policy == "min_dollars_slo":
+            return spent
+        return earned / spent if spent > 0 else 0.0
     if policy == "min_cost_per_job":
         return fsum(_per_dollar(allocation, pool, name, reached[name]) for name in pool.jobs)
     return None
 
 
-def _inverse(value: float) -> float:
+def inverse(value: float) -> float:
+    """1 / value, infinite at 0."""
     return 1.0 / value if value > 0 else inf
 
 
@@ -282,7 +285,8 @@ def _total(allocation: Allocation, pool: Pool, worth: dict[tuple[str, str], floa
     return fsum(terms)
 
 
-def _spent(allocation: Allocation, pool: Pool) -> float:
+def spent_dollars(allocation: Allocation, pool: Pool) -> float:
+    """Dollars per hour of all that is held."""
     alone = [
         pool.dollars(name, column) * time
         for name, shares in allocation.x.items()
@@ -299,88 +303,3 @@ def _spent(allocation: Allocation, pool: Pool) -> float:
 def _per_dollar(allocation: Allocation, pool: Pool, name: str, reached: float) -> float:
     spent = fsum(pool.dollars(name, c) * time for c, time in allocation.x[name].items())
     return reached / spent if spent > 0 else 0.0
-
-
-def bound_of(allocation: Allocation, pool: Pool) -> float | None:
-    """The bound that the certificate's prices prove, by weak duality.
-
-    None where the policy's proof is not of that form. For any prices y of throughput, lambda
-    of devices and u of time that leave no column a profit, no allocation is worth more than
-    sum capacity * lambda + sum u.
-    """
-    policy, certificate = allocation.policy, allocation.certificate
-    level, worth = levels(policy, pool), worths(policy, pool)
-    if policy == "makespan_budget" or (level is None and worth is None):
-        return None
-    y = {name: certificate.job_prices.get(name, 0.0) for name in pool.jobs}
-    value = priced_capacity(certificate, pool, worth)
-    if level is not None:
-        asked = fsum(y[name] * level[name] for name in pool.jobs)
-        value = value / asked if asked > 0 else inf
-        return value if certificate.sense == "max" else _inverse(value)
-    floors = {m: job.steps / (job.slo_seconds or inf) for m, job in pool.jobs.items()}
-    owed = fsum(y[m] * floors[m] for m in pool.jobs) if policy.endswith("_slo") else 0.0
-    return value - owed
-
-
-def priced_capacity(
-    prices: Certificate | LevelPrices,
-    pool: Pool,
-    worth: dict[tuple[str, str], float] | None = None,
-) -> float:
-    """What the pool and all jobs' time are worth at prices: no throughputs are worth more."""
-    worth = worth or {}
-    y = {name: prices.job_prices.get(name, 0.0) for name in pool.jobs}
-    rent = {
-        (m, c): fsum(n * prices.resource_prices.get(r, 0.0) for r, n in pool.holds(m, c).items())
-        for m in pool.jobs
-        for c in pool.columns
-    }
-    time: dict[str, float] = {}
-    for m in pool.jobs:
-        profits = [
-            (worth.get((m, c), 0.0) + y[m]) * pool.rate(m, c) - rent[m, c]
-            for c in pool.columns
-            if pool.rate(m, c) > 0
-        ]
-        time[m] = max(0.0, prices.time_prices.get(m, 0.0), *profits)
-    loss = 0.0
-    if pool.problem.space_sharing:
-        loss = max(0.0, _largest_pair_profit(pool, y, worth, rent, time)) / 2 * len(time)
-    paid = fsum(n * prices.resource_prices.get(r, 0.0) for r, n in pool.capacity.items())
-    return paid + fsum(time.values()) + loss
-
-
-def _largest_pair_profit(
-    pool: Pool,
-    y: dict[str, float],
-    worth: dict[tuple[str, str], float],
-    rent: dict[tuple[str, str], float],
-    time: dict[str, float],
-) -> float:
-    """The most that two jobs leave over on a column beside their time and its rent.
-
-    Jobs of one model and scale factor have the same rates, so of each only the two that leave
-    most beside a given partner can be in the best pair.
-    """
-    kinds: dict[tuple[str, int], list[str]] = {}
-    for name, job in pool.jobs.items():
-        kinds.setdefault((job.model, job.scale_factor), []).append(name)
-    largest, groups = 0.0, list(kinds.values())
-    for i, first in enumerate(groups):
-        for second in groups[i:]:
-            a, b = first[0], second[-1]
-            if a == b or pool.jobs[a].scale_factor != pool.jobs[b].scale_factor:
-                continue
-            for c in pool.columns:
-                rates = pool.pair_rates((a, b), c)
-                if max(rates) > 0 and pool.rate(a, c) > 0 and pool.rate(b, c) > 0:
-                    left = [
-                        sorted((worth.get((m, c), 0.0) + y[m]) * rate - time[m] for m in group)
-                        for group, rate in zip((first, second), rates, strict=True)
-                    ]
-                    own = (
-                        left[0][-1] + left[0][-2] if first is second else left[0][-1] + left[1][-1]
-                    )
-                    largest = max(largest, own - rent[a, c])
-    return largest

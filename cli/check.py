@@ -61,7 +61,7 @@ def check(
     if isinstance(found, Allocation):
         choices: dict[str, Any] = {"placement": placement, "budget_dollars": budget}
         faults = _allocation_faults(found, jobs, throughputs, pool, space_sharing, choices)
-        termination: str = found.certificate.termination
+        termination = _termination(found)
     elif isinstance(found, SplitPlan | PipelinePlan):
         faults = faults_of_plan(found, profiles, pool, model, link_bytes_per_second)
         termination = found.proof.termination
@@ -73,6 +73,20 @@ def check(
         emit(f"{plan}: valid ({termination})")
     if faults:
         raise HetflowError(f"{plan}: {'; '.join(faults)}")
+
+
+def _termination(allocation: "AllocationRecord") -> str:
+    """What is proved of an allocation that is valid.
+
+    Raises:
+        ProblemError: It names a policy that there is not.
+    """
+    from ..checks.allocation_bounds import KNOWN
+    from ..solvers.allocation import policy_named
+
+    if policy_named(allocation.policy).name in KNOWN:
+        return str(allocation.certificate.termination)
+    return f"the objective of {allocation.policy!r} is not judged: the checker does not know it"
 
 
 def _allocation_faults(

@@ -138,6 +138,7 @@ def least_curve(instance: Instance, goal: LeastCurve) -> Outcome:
     upper = goal.value(np.maximum(start, 1e-300))
     guess, lower = upper, goal.lowest
     best: Outcome | None = None
+    proof: Outcome | None = None
     cuts = 0
     while cuts < MAX_CUTS:
         cuts += 1
@@ -146,13 +147,18 @@ def least_curve(instance: Instance, goal: LeastCurve) -> Outcome:
         reached = goal.value(found.throughput)
         if best is None or reached < best.objective:
             best = replace(found, objective=reached)
-        lower = max(lower, _root(goal, found.job_prices, found.bound, lower, guess))
+        root = _root(goal, found.job_prices, found.bound, lower, guess)
+        if root > lower or proof is None:
+            lower, proof = max(lower, root), found
         if best.objective - lower <= PRECISION * best.objective:
             break
         guess = lower * (1 + PRECISION / 4)
     assert best is not None
+    assert proof is not None
     return replace(
         best, bound=lower, gap=max(0.0, 1 - lower / best.objective),
+        job_prices=proof.job_prices, resource_prices=proof.resource_prices,
+        time_prices=proof.time_prices,
         method=f"{best.method}; {cuts} cuts",
     )  # fmt: skip
 

@@ -73,6 +73,9 @@ def test_the_command_judges_what_was_written(run, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("hetflow: ")
     assert main.run(["check", str(target)]) == 2
     assert "--jobs FILE" in capsys.readouterr().err
+    target.write_text(json.dumps({**document, "policy": "lass"}))
+    assert main.run(judge) == 2
+    assert "no policy 'lass'; did you mean 'las'?" in capsys.readouterr().err
 
 
 def test_gavel_files_are_taken_as_they_are(run, tmp_path):

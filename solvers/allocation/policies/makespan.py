@@ -16,7 +16,10 @@ BUDGET_MARGIN = 1e-9  # the budget is kept to the last bit after rounding
 
 def _within_budget(jobs: Instance) -> MaxMin:
     if jobs.budget_dollars is None:
-        raise ProblemError("makespan_budget needs a budget", hint="give budget_dollars")
+        raise ProblemError(
+            "makespan_budget needs a budget",
+            hint="give --budget DOLLARS (budget_dollars in Python)",
+        )
     dollars = priced(jobs) / 3600.0
     with np.errstate(divide="ignore"):
         each = np.where(jobs.rate > 0, jobs.usage * dollars / jobs.rate, np.inf).min(axis=1)
