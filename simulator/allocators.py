@@ -12,6 +12,7 @@ from ..solvers.allocation.instance import CONSOLIDATED
 from .active import Active
 from .allox import AlloX
 from .baselines import FifoAnyType, GreedyFifo
+from .centre_las import CentreLas
 from .flat_las import FlatLas
 from .gandiva import Gandiva
 from .priorities import Floats, Ints
@@ -183,6 +184,8 @@ def allocator_named(
             return FlatLas(weighted=weighted, blind=blind)
         if warm and not agnostic:
             return WarmLas(weighted=weighted, shares_space=shares_space)
+        if not agnostic and not shares_space:
+            return CentreLas(weighted=weighted)
     known = [*all_policies(), *_OWN]
     if name not in known:
         guess = nearest(name, known)

@@ -39,6 +39,7 @@ class FlatLas:
         self.name = "las_weighted" if weighted else "las"
         self.weighted, self.blind = weighted, blind
         self._solved: dict[tuple[tuple[Key, int], ...], dict[Key, list[float]]] = {}
+        self._last: dict[Key, list[float]] = {}
         self._numbers: dict[tuple[int, float], int] = {}
         self._keys: list[Key] = []
 
@@ -64,7 +65,7 @@ class FlatLas:
         state = tuple(sorted(counts.items()))
         if state not in self._solved:
             self._solved[state] = self._centre(state, capacity.astype(float))
-        found = self._solved[state]
+        found = self._last = self._solved[state]
         table = np.zeros((len(capacity), len(present)))
         for place, (key, jobs) in enumerate(zip(self._keys, present, strict=True)):
             if jobs:
@@ -103,7 +104,8 @@ class FlatLas:
         if self.blind:  # throughput(m, X^equal) at rate 1 is the part of the pool that fits
             part = [float(capacity[list(mask)].sum() / capacity.sum()) for mask in runs]
             level = [one * fits for one, fits in zip(level, part, strict=True)]
-        found = centre(counts, scale, runs, level, capacity.tolist())
+        start = [self._last.get(key) for key in keys]
+        found = centre(counts, scale, runs, level, capacity.tolist(), start)
         if found is None:
             found = _near_centre(counts, scale, runs, level, capacity)
         return dict(zip(keys, found, strict=True))

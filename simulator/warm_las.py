@@ -41,23 +41,35 @@ class WarmLas:
         Raises:
             ProblemError: The pool has mixes of device types.
         """
+        program, of, counts = self.count(active)
+        self.tell(program, counts)
+        _, times = program.solve()
+        x = (times[of] / counts[of][:, None]).T
+        if not self.shares_space:
+            return Shares(x)
+        a, b, column, time = program.pair_times()
+        kept = (counts[a] > 0) & (counts[b] > 0)  # absent classes may keep a tolerance of time
+        totals = PairTimes(a=a[kept], b=b[kept], column=column[kept], time=time[kept])
+        return Shares(x, spread(totals, of, counts.astype(float)))
+
+    def count(self, active: Active) -> tuple[WarmMaxMin, Ints, Ints]:
+        """The program, the class of each job [jobs], and the jobs of each class [classes].
+
+        Raises:
+            ProblemError: The pool has mixes of device types.
+        """
         if active.pool.uses_mixes:
             raise ProblemError("the warm solver knows device types only; mixes need warm=False")
         if self._program is None:
             self._program = WarmMaxMin(active.pool.capacity.astype(float))
         of = self._classes_of(self._program, active)
-        counts = np.bincount(of, minlength=len(self._counts))
+        return self._program, of, np.bincount(of, minlength=len(self._counts))
+
+    def tell(self, program: WarmMaxMin, counts: Ints) -> None:
+        """Bring the program up to date with the jobs of each class [classes]."""
         changed = (counts != self._counts).nonzero()[0]
-        self._program.set_counts(changed, counts[changed])
+        program.set_counts(changed, counts[changed])
         self._counts = counts
-        _, times = self._program.solve()
-        x = (times[of] / counts[of][:, None]).T
-        if not self.shares_space:
-            return Shares(x)
-        a, b, column, time = self._program.pair_times()
-        kept = (counts[a] > 0) & (counts[b] > 0)  # absent classes may keep a tolerance of time
-        totals = PairTimes(a=a[kept], b=b[kept], column=column[kept], time=time[kept])
-        return Shares(x, spread(totals, of, counts.astype(float)))
 
     def _classes_of(self, program: WarmMaxMin, active: Active) -> Ints:
         """The class of each job [jobs]; new ones are added in the order of their first jobs."""

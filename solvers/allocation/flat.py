@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 MAX_ITERATIONS = 60
 _TIGHT = 1e-12
-_DONE = 1e-11  # relative change of the last step
+_DONE = 1e-7  # relative change of the last step; the next would be its square
 _KEEP = 0.9
 _RIDGE = 1e-13
 
@@ -39,6 +39,7 @@ def centre(
     runs: Sequence[Sequence[bool]],
     levels: Sequence[float],
     capacity: Sequence[float],
+    start: Sequence[Row | None] | None = None,
 ) -> list[Row] | None:
     """Time fractions [classes, types] of a job of each class at the centre of the optimal face.
 
@@ -50,6 +51,7 @@ def centre(
         runs: Whether a job runs on each type [classes, types].
         levels: Time p that one unit of z asks of a job.
         capacity: Devices of each type.
+        start: The centre of a similar problem, None for classes that it lacks.
 
     Returns:
         The fractions, feasible to about 1e-11; None where the numbers gave out.
@@ -66,7 +68,8 @@ def centre(
         types = mine.difference(*(union for union in tight if not mine <= union))
         classes.append(_Class(n, s, sorted(types), low, low if stuck else 1.0))
     full = set().union(*tight) if tight else set()
-    return _newton(classes, list(capacity), [j in full for j in range(len(capacity))])
+    begin = [None] * len(classes) if start is None else start
+    return _newton(classes, list(capacity), [j in full for j in range(len(capacity))], begin)
 
 
 def _limits(
@@ -83,14 +86,21 @@ def _limits(
     }
 
 
-def _newton(classes: list[_Class], capacity: Row, full: list[bool]) -> list[Row] | None:
+def _newton(
+    classes: list[_Class], capacity: Row, full: list[bool], start: Sequence[Row | None]
+) -> list[Row] | None:
     """From a point that need not fill the pool rightly; steps keep all slacks positive."""
     types = range(len(capacity))
     x = []
-    for one in classes:
+    for one, before in zip(classes, start, strict=True):
         room = sum(capacity[j] for j in one.types)
         time = 0.5 * (one.low + one.high)
-        x.append([time * capacity[j] / room if j in one.types else 0.0 for j in types])
+        row = [time * capacity[j] / room if j in one.types else 0.0 for j in types]
+        had = sum(before) if before else 0.0
+        if before and (one.low < had < one.high or one.low == one.high):
+            part = 1.0 if one.low < one.high else one.low / had
+            row = [part * before[j] or row[j] if j in one.types else 0.0 for j in types]
+        x.append(row)
     used = [
         sum(c.count * c.scale * row[j] for c, row in zip(classes, x, strict=True)) for j in types
     ]
