@@ -114,25 +114,26 @@ def _least_dollars(certificate: Certificate, pool: Pool) -> float:
     return _owed(certificate, pool) - priced_capacity(certificate, pool, charge=1.0)
 
 
-def _per_dollar(pool: Pool) -> dict[tuple[str, str], float]:
-    """Steps per second per dollar an hour of each job on each column that runs it."""
+def _per_dollar(pool: Pool) -> dict[str, float]:
+    """Steps per second per dollar an hour of each job on its cheapest column."""
     return {
-        (name, column): pool.rate(name, column) / pool.dollars(name, column)
+        name: max(
+            pool.rate(name, column) / pool.dollars(name, column)
+            for column in pool.columns
+            if pool.rate(name, column) > 0
+        )
         for name in pool.jobs
-        for column in pool.columns
-        if pool.rate(name, column) > 0
     }
 
 
 def _best_ratio(_: Certificate, pool: Pool) -> float:
     """Without SLOs or pairs no ratio of totals passes that of the best single column (5.4.2)."""
-    return max(each / pool.best(name) for (name, _), each in _per_dollar(pool).items())
+    return max(each / pool.best(name) for name, each in _per_dollar(pool).items())
 
 
 def _sum_of_ratios(_: Certificate, pool: Pool) -> float:
     """A job's ratio is at most that of its cheapest column (6.4.2)."""
-    each = _per_dollar(pool)
-    return fsum(max(v for (m, _), v in each.items() if m == name) for name in pool.jobs)
+    return fsum(_per_dollar(pool).values())
 
 
 def _ratio_under_slos(certificate: Certificate, pool: Pool) -> float:
@@ -140,23 +141,28 @@ def _ratio_under_slos(certificate: Certificate, pool: Pool) -> float:
     q = certificate.objective
     worth = {(m, c): 1.0 / pool.best(m) for m in pool.jobs for c in pool.columns}
     excess = priced_capacity(certificate, pool, worth, charge=q) - _owed(certificate, pool)
-    least = fsum(_floor(pool, name) * _cheapest_step(pool, name) for name in pool.jobs)
+    cheapest = _cheapest_steps(pool)
+    least = fsum(_floor(pool, name) * cheapest[name] for name in pool.jobs)
     bound = q + max(excess, 0.0) / least if least > 0 else inf
     return bound if pool.problem.space_sharing else min(bound, _best_ratio(certificate, pool))
 
 
-def _cheapest_step(pool: Pool, name: str) -> float:
-    """The least that a step per second costs an hour; in a pair a job pays half."""
-    costs = [1.0 / v for (m, _), v in _per_dollar(pool).items() if m == name]
-    if pool.problem.space_sharing:
-        others = {(job.model, job.scale_factor): job.id for job in pool.jobs.values()}
-        costs += [
+def _cheapest_steps(pool: Pool) -> dict[str, float]:
+    """The least that a step per second costs each job an hour; in a pair it pays half."""
+    alone = {name: 1.0 / each for name, each in _per_dollar(pool).items()}
+    if not pool.problem.space_sharing:
+        return alone
+    others = {(job.model, job.scale_factor): job.id for job in pool.jobs.values()}
+    shared = {
+        name: [
             pool.dollars(name, column) / 2 / rate
             for other in others.values()
             for column in pool.columns
             if (rate := pool.pair_rates((name, other), column)[0]) > 0
         ]
-    return min(costs)
+        for name in pool.jobs
+    }
+    return {name: min([alone[name], *shared[name]]) for name in pool.jobs}
 
 
 _OWN: dict[str, Callable[[Certificate, Pool], float]] = {

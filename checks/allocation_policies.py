@@ -96,7 +96,9 @@ class Pool:
         alone, apart = self._entries.get((job.model, job.scale_factor), ({}, {}))
         if column.endswith(_APART):
             device = column.removesuffix(_APART)
-            return apart.get(device, 0.0) if job.scale_factor > 1 else 0.0
+            if job.scale_factor == 1:  # consolidated anywhere, also beside the limit
+                return alone.get(device, 0.0) if device + _TOGETHER in self.capacity else 0.0
+            return apart.get(device, 0.0)
         only_apart = self.problem.placement == "unconsolidated" and job.scale_factor > 1
         return (apart if only_apart else alone).get(column, 0.0)
 

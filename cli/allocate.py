@@ -19,7 +19,15 @@ def allocate(
     throughputs: Annotated[
         Path, typer.Option(help="Throughputs (hetflow.throughputs/1), or Gavel's JSON table.")
     ],
-    policy: Annotated[str, typer.Option(help="las, makespan, fifo, hierarchical, ...")] = "las",
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="las, las_weighted, las_water_filling, hierarchical, makespan, makespan_budget, "
+            "finish_time_fairness, fifo, static_priority, sjf, max_throughput, "
+            "max_normalised_throughput, min_cost, min_cost_slo, min_cost_ratio, "
+            "min_cost_ratio_slo, min_cost_per_job or min_dollars_slo."
+        ),
+    ] = "las",
     gpus: Annotated[str | None, typer.Option(help="The pool, e.g. 36xv100,36xp100.")] = None,
     cluster: Annotated[
         Path | None, typer.Option(help="A cluster file instead of --gpus; holds prices.")
@@ -32,7 +40,10 @@ def allocate(
     ] = False,
     placement: Annotated[
         Literal["consolidated", "unconsolidated", "mixed"],
-        typer.Option(help="Which throughputs of jobs with several devices count."),
+        typer.Option(
+            help="Which throughputs of jobs with several devices count; mixed: both, with "
+            "servers as in 9x(4xv100) as many consolidated as these can hold."
+        ),
     ] = "consolidated",
     budget: Annotated[
         float | None, typer.Option(min=0.0, help="Dollars, for makespan_budget.")
@@ -91,15 +102,21 @@ def read_problem(
     Raises:
         HetflowError: A file that cannot be read, or jobs that do not fit the pool.
     """
-    from ..schema.jobs import AllocationProblem
+    from ..schema.jobs import AllocationProblem, consolidated_devices
 
+    table = read_throughputs(throughputs, pairs=space_sharing)
+    together: dict[str, int] = {}
+    if choices.get("placement") == "mixed" and pool.sizes is not None:
+        limits = consolidated_devices(table, pool.sizes)
+        together = dict(zip(pool.num_devices, limits, strict=True))
     prices = {n: t.dollars_per_hour for n, t in pool.device_types.items() if t.dollars_per_hour}
     return AllocationProblem(
         jobs=read_jobs(jobs),
-        throughputs=read_throughputs(throughputs, pairs=space_sharing),
+        throughputs=table,
         num_devices=pool.num_devices,
         dollars_per_hour=prices,
         space_sharing=space_sharing,
+        consolidated_devices=together,
         **choices,
     )
 

@@ -11,8 +11,7 @@ from ..schema.errors import HetflowError, ProblemError
 from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json, shows_progress
 
 if TYPE_CHECKING:
-    from ..schema.cluster import Cluster
-    from ..schema.jobs import Job
+    from ..schema.jobs import Entity, Job
     from ..schema.simulation import SimulationRun
     from ..simulator import Case
 
@@ -33,7 +32,11 @@ def simulate(
         Path | None, typer.Option(help="A cluster file instead of --gpus; holds prices.")
     ] = None,
     policy: Annotated[
-        str, typer.Option(help="las, makespan, fifo_greedy, ...; counts in rounds.")
+        str,
+        typer.Option(
+            help="As of `hetflow allocate`, or fifo_greedy, fifo_any_type, allox, gandiva; in "
+            "rounds."
+        ),
     ] = "las",
     scheduler: Annotated[
         str,
@@ -98,12 +101,13 @@ def simulate(
     for path in (output, plot):
         if path is not None:
             check_writable(path, force=force)
+    picture = None if plot is None else _picture_format(plot)
     pool = read_pool(gpus, cluster)
     prices = {n: t.dollars_per_hour for n, t in pool.device_types.items() if t.dollars_per_hour}
     base = Case(
         throughputs=read_throughputs(throughputs, pairs=space_sharing or policy == "gandiva"),
         num_devices=pool.num_devices,
-        servers=_servers(pool),
+        servers=pool.sizes,
         dollars_per_hour=prices,
         scheduler=scheduler,
         policy=policy,
@@ -123,25 +127,11 @@ def simulate(
     if (plot is not None or output is not None) and len(cases) > 1:
         raise ProblemError(f"--plot and -o take one run, this sweep has {len(cases)}")
     runs = _run(cases, trace, processes, with_jobs=output is not None or plot is not None)
-    if plot is not None:
-        _draw(runs[0], plot, force)
+    if plot is not None and picture is not None:
+        _draw(runs[0], plot, picture, force)
     if output is not None:
         emit_file(runs[0], output, force=force)
     _tell(runs, json)
-
-
-def _servers(pool: "Cluster") -> tuple[tuple[int, ...], ...] | None:
-    """Devices of each type on each server that has it; a flat pool has no servers to speak of."""
-    if pool.num_servers == 1:
-        return None
-    return tuple(
-        tuple(
-            group.devices[name]
-            for group in pool.servers
-            for _ in range(group.count if name in group.devices else 0)
-        )
-        for name in pool.num_devices
-    )
 
 
 def _window(text: str | None) -> tuple[int, int] | None:
@@ -197,8 +187,10 @@ def _run(
 
     if len(cases) > 1:
         return list(_watched(sweep(cases, processes), len(cases)))
-    case = cases[0]
-    jobs = None if case.trace is not None else _read_jobs(Path(trace), case)
+    case, jobs = cases[0], None
+    if case.trace is None:
+        jobs, entities = _read_jobs(Path(trace), case)
+        case = replace(case, entities=entities)
     total = case.trace.num_jobs if case.trace is not None else None
     if not shows_progress():
         return [report(case, run_case(case, jobs), trace, with_jobs=with_jobs)]
@@ -220,26 +212,36 @@ def _watched(runs: "Iterable[SimulationRun]", total: int) -> "Iterable[Simulatio
     return track(runs, "runs", total=total, console=Console(stderr=True), transient=True)
 
 
-def _read_jobs(path: Path, case: "Case") -> "Iterable[Job]":
+def _read_jobs(path: Path, case: "Case") -> "tuple[Iterable[Job], tuple[Entity, ...]]":
+    """A trace as a stream, and the entities of its hierarchy."""
     from ..profilers.importers_gavel import read_gavel_trace
     from ..profilers.importers_philly import PhillyTrace
     from ..schema import files
     from ..schema.jobs import Jobs
 
     if path.suffix == ".trace":
-        return read_gavel_trace(path)
+        return read_gavel_trace(path), ()
     if path.name.startswith("cluster_job_log"):
-        return PhillyTrace(path, case.throughputs, next(iter(case.num_devices)))
-    return files.read(path, Jobs).jobs
+        return PhillyTrace(path, case.throughputs, next(iter(case.num_devices))), ()
+    found = files.read(path, Jobs)
+    return found.jobs, found.entities
 
 
-def _draw(run: "SimulationRun", plot: Path, force: bool) -> None:
-    from ..reports.gantt import simulation_image
-    from ..schema.files import write_bytes
+def _picture_format(plot: Path) -> str:
+    """What to draw in; said before the run, as is that matplotlib is missing."""
+    from ..reports.plots import new_figure
 
     file_format = plot.suffix.lower().lstrip(".")
     if file_format not in ("png", "svg"):
         raise HetflowError(f"--plot {plot}: must end in .png or .svg", hint="rename the output")
+    new_figure()
+    return file_format
+
+
+def _draw(run: "SimulationRun", plot: Path, file_format: str, force: bool) -> None:
+    from ..reports.gantt import simulation_image
+    from ..schema.files import write_bytes
+
     write_bytes(plot, simulation_image(run, file_format), force=force)
 
 

@@ -29,7 +29,7 @@ def simulation_image(run: SimulationRun, file_format: str) -> bytes:
     upper, lower = figure.subplots(2, 1)
     _draw_spans(upper, run.spans)
     upper.set_xlabel("time (h)")
-    upper.set_ylabel("device-type lanes of jobs")
+    upper.set_ylabel("jobs, a lane a device type")
     times = sorted(job.completion_seconds / _HOUR for job in run.jobs)
     lower.step(times, [(i + 1) / len(times) for i in range(len(times))], where="post")
     lower.set_xscale("log")
@@ -43,10 +43,14 @@ def _draw_spans(axes: "Axes", spans: Sequence[Span]) -> None:
     lanes = _lanes(spans)
     colours = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(t for t, _ in lanes))}
     bars: Any = axes.broken_barh
+    named: set[str] = set()
     for lane, ((name, _), stretches) in enumerate(lanes.items()):
         hours = [(start / _HOUR, (end - start) / _HOUR) for start, end in stretches]
-        bars(hours, (lane, 0.9), facecolors=colours[name])
-    axes.set_title(", ".join(f"{colour}: {name}" for name, colour in colours.items()))
+        label = None if name in named else name
+        named.add(name)
+        bars(hours, (lane, 0.9), facecolors=colours[name], label=label)
+    if named:
+        axes.legend(loc="upper right", ncols=len(named), fontsize="small")
 
 
 def _lanes(spans: Sequence[Span]) -> dict[tuple[str, str], list[tuple[float, float]]]:

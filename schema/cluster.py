@@ -72,6 +72,23 @@ class Cluster:
         """Servers in all groups."""
         return sum(group.count for group in self.servers)
 
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...] | None:
+        """Devices of each type on each server that has it [types][servers].
+
+        None for a flat pool, which has no servers to speak of.
+        """
+        if self.num_servers == 1:
+            return None
+        return tuple(
+            tuple(
+                group.devices[name]
+                for group in self.servers
+                for _ in range(group.count if name in group.devices else 0)
+            )
+            for name in self.num_devices
+        )
+
     @classmethod
     def parse(cls, text: str) -> "Cluster":
         """Read a ``--gpus`` specification.

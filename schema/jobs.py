@@ -1,6 +1,6 @@
 """Jobs, their throughputs, the question of who runs where, and its answer (thesis chapter 5)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -157,6 +157,25 @@ class Throughputs:
         _refuse_twins(keys, "models: model and scale_factor")
 
 
+def consolidated_devices(
+    throughputs: Throughputs, servers: Sequence[Sequence[int]]
+) -> tuple[int, ...]:
+    """How many devices of each type jobs can hold consolidated at once [types].
+
+    The least over the scale factors that fit a server: jobs of 2 fill 2 of a server's 3 devices.
+
+    Args:
+        throughputs: They name the scale factors.
+        servers: Devices of each type on each server that has it [types][servers].
+    """
+    scales = sorted({entry.scale_factor for entry in throughputs.models})
+    answer = []
+    for sizes in servers:
+        fitting = [s for s in scales if 1 < s <= max(sizes)]
+        answer.append(min((sum(n // s * s for n in sizes) for s in fitting), default=sum(sizes)))
+    return tuple(answer)
+
+
 @record
 class AllocationProblem:
     """How to share a pool among jobs for the time being.
@@ -195,7 +214,7 @@ class AllocationProblem:
             )
         entry = rates.get((job.model, job.scale_factor))
         if entry is None and not mixes:
-            raise ProblemError(_no_throughput(job, list(rates)))
+            raise ProblemError(no_throughput(job, list(rates)))
         if not mixes and not any(self._runs(job, entry, name) for name in self.num_devices):
             known = [] if entry is None else [n for n, r in entry.steps_per_second.items() if r > 0]
             where = f" (its throughputs are for {', '.join(known)})" if known else ""
@@ -222,12 +241,13 @@ class AllocationProblem:
         return alone.get(name, 0.0) > 0
 
 
-def _no_throughput(job: Job, known: list[tuple[str, int]]) -> str:
+def no_throughput(job: Job, known: list[tuple[str, int]]) -> str:
+    """Say that a job's (model, scale factor) is not among those known, and what is nearest."""
     scales = sorted(scale for model, scale in known if model == job.model)
     if scales:
         return (
             f"job {job.id!r}: no throughput of {job.model!r} with {job.scale_factor} devices; "
-            f"measured with {', '.join(map(str, scales))}"
+            f"measured with {', '.join(map(str, scales))}; add it, or change its scale_factor"
         )
     guess = nearest(job.model, sorted({model for model, _ in known}))
     mend = f"did you mean {guess!r}?" if guess else "add it to the throughputs"

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..schema.errors import ProblemError
+from ..schema.jobs import Entity
 from ..schema.records import nearest
 from ..solvers.allocation import Instance, Policy, all_policies, make_instance, policy_named
 from ..solvers.allocation.instance import CONSOLIDATED
@@ -34,6 +35,7 @@ class PolicyAllocator:
         agnostic: bool = False,
         blind: bool = False,
         shares_space: bool = False,
+        entities: tuple[Entity, ...] = (),
     ) -> None:
         """Wrap a policy.
 
@@ -43,8 +45,10 @@ class PolicyAllocator:
             blind: As the published agnostic policies: the rate on the pool's first type
                 everywhere, types that cannot run the job included.
             shares_space: Whether pairs of jobs may share devices.
+            entities: The tree that jobs name their nodes of, for hierarchies.
         """
-        self.shares_space = shares_space
+        self.shares_space, self.entities = shares_space, entities
+        self._node = {entity.name: i for i, entity in enumerate(entities)}
         self.policy, self.agnostic, self.blind = policy, agnostic, blind
         self.name = policy.name
         self._isolated_rate: dict[str, tuple[float, float]] = {}
@@ -80,6 +84,9 @@ class PolicyAllocator:
         }
         if hourly is not None:
             given["dollars"] = hourly
+        if self.entities:
+            given["entities"] = self.entities
+            given["entity"] = np.array([self._node.get(j.entity or "", -1) for j in active.jobs])
         instance = make_instance(
             rate=rate,
             scale=active.scale.astype(float),
@@ -158,6 +165,7 @@ def allocator_named(
     blind: bool = False,
     shares_space: bool = False,
     seed: int = 0,
+    entities: tuple[Entity, ...] = (),
 ) -> Allocator:
     """The allocator of a policy's name.
 
@@ -169,9 +177,11 @@ def allocator_named(
         blind: See ``PolicyAllocator``.
         shares_space: Whether pairs of jobs may share devices.
         seed: Of what a policy draws at random.
+        entities: The tree of a hierarchy.
 
     Raises:
-        ProblemError: There is none of that name, or it does not share space.
+        ProblemError: There is none of that name, it does not share space, or it makes no sense
+            for jobs that come and go.
     """
     if name in _OWN:
         own = _OWN[name](seed)
@@ -191,6 +201,13 @@ def allocator_named(
         guess = nearest(name, known)
         mend = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
         raise ProblemError(f"no policy {name!r}; {mend}")
+    if name == "makespan_budget":
+        raise ProblemError(
+            "makespan_budget spends one budget on the jobs of one allocation; with jobs that come "
+            "and go it means nothing",
+            hint="use `hetflow allocate`, or min_cost_slo, or makespan",
+        )
     return PolicyAllocator(
-        policy_named(name), agnostic=agnostic, blind=blind, shares_space=shares_space
-    )
+        policy_named(name), agnostic=agnostic, blind=blind, shares_space=shares_space,
+        entities=entities,
+    )  # fmt: skip

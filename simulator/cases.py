@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..schema.errors import ProblemError
-from ..schema.jobs import Job, Throughputs
+from ..schema.jobs import Entity, Job, Throughputs, consolidated_devices
 from ..schema.records import nearest
 from ..schema.simulation import SimulationRun
 from .allocators import allocator_named
@@ -41,7 +41,8 @@ class Case:
     ``space_sharing`` lets pairs of jobs share devices, in rounds. ``servers`` are the devices of
     each type on each server [types][servers]; None is one server that holds them all. With
     ``placement`` mixed policies see unconsolidated devices as columns of their own. Mixes of
-    device types among the throughputs count under ``rounds``.
+    device types among the throughputs count under ``rounds``. ``entities`` are the tree of the
+    hierarchical policy.
     """
 
     throughputs: Throughputs
@@ -63,6 +64,7 @@ class Case:
     repair_seconds: float = 3600.0
     seed: int = 0
     window: tuple[int, int] | None = None
+    entities: tuple[Entity, ...] = ()
     records_spans: bool = False
 
     def __post_init__(self) -> None:
@@ -75,6 +77,7 @@ class Case:
                 f"space sharing is for rounds, {self.scheduler} runs every job on its own devices; "
                 "leave one of them out"
             )
+        self._refuse_what_goes_unheard()
         if self.placement == "mixed" and (
             self.servers is None or self.scheduler != "rounds" or self.space_sharing
         ):
@@ -83,18 +86,20 @@ class Case:
                 "servers, such as 9x(4xv100)"
             )
 
-
-def consolidated_devices(case: Case) -> tuple[int, ...]:
-    """How many devices of each type jobs can hold consolidated at once [types].
-
-    The least over the scale factors that fit a server: jobs of 2 fill 2 of a server's 3 devices.
-    """
-    scales = {entry.scale_factor for entry in case.throughputs.models}
-    answer = []
-    for sizes in case.servers or ():
-        fitting = [s for s in sorted(scales) if 1 < s <= max(sizes)]
-        answer.append(min((sum(n // s * s for n in sizes) for s in fitting), default=sum(sizes)))
-    return tuple(answer)
+    def _refuse_what_goes_unheard(self) -> None:
+        """Policies and failures are for rounds: elsewhere they would change nothing."""
+        if self.scheduler.endswith("rounds"):
+            return
+        unheard = {
+            f"policy {self.policy}": self.policy != "las",
+            "agnostic": self.agnostic,
+            "failures of devices": self.failure_seconds is not None,
+        }
+        for what, is_given in unheard.items():
+            if is_given:
+                raise ProblemError(
+                    f"{what}: for rounds only, {self.scheduler} would not heed it; leave it out"
+                )
 
 
 def run_case(
@@ -122,7 +127,7 @@ def run_case(
         num_devices=case.num_devices,
         dollars_per_hour=case.dollars_per_hour,
         uses_mixes=case.scheduler == "rounds" and bool(case.throughputs.mixes),
-        consolidated=consolidated_devices(case) if mixed else None,
+        consolidated=consolidated_devices(case.throughputs, case.servers or ()) if mixed else None,
     )
     if case.scheduler in _PROPOSALS:
         proposals = ProposalOptions(
@@ -158,6 +163,7 @@ def _in_rounds(
         blind=published and case.agnostic and not case.space_sharing,
         shares_space=case.space_sharing,
         seed=case.seed,
+        entities=case.entities,
     )
     options = RoundOptions(
         round_seconds=case.round_seconds,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..schema.errors import ProblemError
 from ..schema.jobs import Job
 from ..schema.simulation import JobOutcome, Span
 from .arrivals import Queue
@@ -40,6 +41,8 @@ class EventCluster:
     """Virtual time, and the books; subclasses say who gets what in ``schedule``."""
 
     def __init__(self, jobs: Iterable[Job], pool: Pool, resize_seconds: float) -> None:
+        if not 0 <= resize_seconds < float("inf"):
+            raise ProblemError(f"a resize must last >= 0 s and end, got {resize_seconds} s")
         self.queue, self.pool, self.resize_seconds = Queue(jobs), pool, resize_seconds
         self.none: Counts = (0,) * len(pool.types)
         self.running: list[Entry] = []

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..schema.errors import ProblemError
-from ..schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs
-from ..schema.records import nearest
+from ..schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs, no_throughput
 from ..solvers.allocation.instance import UNCONSOLIDATED, mix_name
 from .priorities import Floats, Ints
 
@@ -119,13 +118,7 @@ class Pool:
     def _look_up(self, job: Job) -> Floats:
         entry = self._entries.get((job.model, job.scale_factor))
         if entry is None:
-            models = sorted({model for model, _ in self._entries})
-            guess = job.model if job.model in models else nearest(job.model, models)
-            mend = f"; nearest is {guess!r}" if guess else ""
-            raise ProblemError(
-                f"job {job.id!r}: no throughput of {job.model!r} with {job.scale_factor} devices"
-                f"{mend}"
-            )
+            raise ProblemError(no_throughput(job, list(self._entries)))
         known = entry.steps_per_second
         rate = np.array([known.get(name, 0.0) for name in self.types])
         rate = np.where(job.scale_factor <= self.capacity, rate, 0.0)

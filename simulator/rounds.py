@@ -9,6 +9,7 @@ serve device types one after another, fastest first (at random under agnostic po
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -61,10 +62,17 @@ class RoundOptions:
     max_rounds: int = 10_000_000
 
     def __post_init__(self) -> None:
-        if self.round_seconds <= 0 or self.reset_seconds < 0 or self.restart_seconds < 0:
-            raise ProblemError("rounds must last > 0 s, resets and restarts >= 0 s")
-        if self.failure_seconds is not None and self.failure_seconds <= 0:
-            raise ProblemError(f"failure_seconds must be > 0, got {self.failure_seconds}")
+        at_least_0 = (self.reset_seconds, self.restart_seconds, self.repair_seconds)
+        if not 0 < self.round_seconds < math.inf or not all(0 <= t < math.inf for t in at_least_0):
+            raise ProblemError(
+                "rounds must last > 0 s, resets, restarts and repairs >= 0 s, all finite; got "
+                f"{self.round_seconds}, {', '.join(map(str, at_least_0))}"
+            )
+        if self.failure_seconds is not None and not 0 < self.failure_seconds < math.inf:
+            raise ProblemError(
+                f"the mean time between failures must be > 0 s and finite, got "
+                f"{self.failure_seconds}"
+            )
         if self.restart_seconds >= self.round_seconds:
             raise ProblemError(
                 f"a restart of {self.restart_seconds} s leaves nothing of a round of "

@@ -253,6 +253,7 @@ class _Columns:
         self.names = (*types, *apart, *(mix_name(dict(mix)) for mix in self.mixes))
         self.is_mix = np.array([i >= len(types) + len(apart) for i in range(len(self.names))])
         limits = problem.consolidated_devices if self.mixed else {}
+        self.limited = tuple(limits)
         unknown = [name for name in limits if name not in types]
         if unknown:
             raise ProblemError(f"consolidated_devices names {unknown[0]!r}, not in the pool")
@@ -282,8 +283,8 @@ class _Columns:
                 continue
             alone = entry.steps_per_second
             apart = entry.unconsolidated_steps_per_second or {}
-            if entry.scale_factor == 1:
-                apart = {}
+            if entry.scale_factor == 1:  # consolidated anywhere, also beside the limit
+                apart = {name: alone.get(name, 0.0) for name in self.limited}
             only = self.problem.placement == "unconsolidated" and entry.scale_factor > 1
             for c, name in enumerate(self.types):
                 table[row, c] = (apart if only else alone).get(name, 0.0)

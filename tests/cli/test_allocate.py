@@ -19,6 +19,7 @@ from hetflow.schema.jobs import (
     ModelThroughput,
     Throughputs,
 )
+from hetflow.solvers.allocation import all_policies
 
 JOBS = Jobs(jobs=tuple(Job(id=f"j{i}", model="m", steps=10.0 + i) for i in range(3)))
 RATES = Throughputs(
@@ -98,6 +99,33 @@ def test_bad_usage_is_one_clear_error(run):
         run("--gpus", "1xV100", "--policy", "foo")
     with pytest.raises(HetflowError, match="runs on none of T4"):
         run("--gpus", "1xT4")
+
+
+def test_servers_limit_what_is_consolidated(run, tmp_path):
+    """On servers of 3 and 1 two jobs of 2 cannot both be consolidated; a job of 1 fits anywhere."""
+    both = ModelThroughput(
+        model="m", scale_factor=2, steps_per_second={"V100": 8.0},
+        unconsolidated_steps_per_second={"V100": 5.0},
+    )  # fmt: skip
+    one = ModelThroughput(model="m", steps_per_second={"V100": 4.0})
+    files.write(tmp_path / "rates.json", Throughputs(models=(both, one)), force=True)
+    wide = tuple(Job(id=f"w{i}", model="m", steps=10.0, scale_factor=2) for i in range(2))
+    files.write(tmp_path / "jobs.json", Jobs(jobs=wide), force=True)
+    arguments = ("--gpus", "1x(3xV100),1x(1xV100)", "--policy", "max_throughput")
+    found = files.from_json(run(*arguments, "--placement", "mixed"), Allocation)
+    assert sum(found.throughputs.values()) == pytest.approx(8.0 + 5.0, rel=1e-9)
+    blind = files.from_json(run(*arguments), Allocation)
+    assert sum(blind.throughputs.values()) == pytest.approx(16.0, rel=1e-9)
+    single = tuple(Job(id=f"s{i}", model="m", steps=10.0) for i in range(4))
+    files.write(tmp_path / "jobs.json", Jobs(jobs=single), force=True)
+    found = files.from_json(run(*arguments, "--placement", "mixed"), Allocation)
+    assert sum(found.throughputs.values()) == pytest.approx(16.0, rel=1e-9)
+
+
+def test_help_names_every_policy(capsys):
+    assert main.run(["allocate", "--help"]) == 0
+    words = "".join(capsys.readouterr().out.split())
+    assert [name for name in all_policies() if name not in words] == []
 
 
 PRICED = """{"schema": "hetflow.cluster/1", "device_types": {"V100": {"dollars_per_hour": 2.0},

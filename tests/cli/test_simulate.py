@@ -1,6 +1,7 @@
 """``hetflow simulate`` from a file and from a recipe."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,14 @@ from hetflow.cli.common import register
 from hetflow.cli.simulate import simulate
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
-from hetflow.schema.jobs import ModelThroughput, PairThroughput, Throughputs
+from hetflow.schema.jobs import (
+    Entity,
+    Job,
+    Jobs,
+    ModelThroughput,
+    PairThroughput,
+    Throughputs,
+)
 from hetflow.schema.simulation import SimulationRun
 
 LINE = "conv\tpython train.py\tdata\t-n\t1\t4000\t1\t1\t-1.000000\t{}\n"
@@ -93,6 +101,15 @@ def test_bad_traces_write_nothing(
         ("static-single", ("--policy", "lass"), "did you mean 'las'"),
         ("static-single", ("--scheduler", "elastic", "--num-jobs", "3"), "one device type"),
         ("nowhere.trace", (), "no such file"),
+        ("static-single", ("--round-seconds", "nan"), "rounds must last > 0 s"),
+        ("static-single", ("--restart-seconds", "inf"), "all finite"),
+        ("static-single", ("--failure-hours", "nan"), "between failures must be > 0 s"),
+        ("static-single", ("--failure-hours", "1", "--repair-hours", "-1"), "repairs >= 0 s"),
+        ("static-single", ("--scheduler", "yarn", "--failure-hours", "1"), "yarn would not heed"),
+        ("static-single", ("--scheduler", "yarn", "--policy", "makespan"), "yarn would not heed"),
+        ("static-single", ("--scheduler", "yarn", "--agnostic"), "yarn would not heed"),
+        ("static-single", ("--scheduler", "yarn", "--restart-seconds", "nan"), "a resize must"),
+        ("static-single", ("--policy", "makespan_budget"), "one allocation"),
     ],
 )
 def test_bad_options(
@@ -101,6 +118,47 @@ def test_bad_options(
     result = CliRunner().invoke(app, _arguments(trace, table, *more))
     assert isinstance(result.exception, HetflowError)
     assert words in result.exception.message
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(
+    app: typer.Typer, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("the run began")
+
+    monkeypatch.setattr("hetflow.simulator.run_case", never)
+    result = CliRunner().invoke(
+        app, _arguments("static-single", table, "--plot", str(tmp_path / "run.gif"))
+    )
+    assert "must end in .png or .svg" in str(result.exception)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = CliRunner().invoke(
+        app, _arguments("static-single", table, "--plot", str(tmp_path / "run.png"))
+    )
+    assert isinstance(result.exception, HetflowError)
+    assert "matplotlib" in result.exception.message
+
+
+def test_a_hierarchy_of_entities(app: typer.Typer, table: Path, tmp_path: Path) -> None:
+    """Two teams of equal weight on one device: the FIFO team of two against a fair team of one.
+
+    Each team has half of the time until the fair one's job ends; the queue's second job starts
+    when its first is done.
+    """
+    entities = (Entity(name="queue", policy="fifo"), Entity(name="fair"))
+    jobs = tuple(
+        Job(id=name, model="conv", steps=28800.0, entity=team)
+        for name, team in (("q0", "queue"), ("q1", "queue"), ("f0", "fair"))
+    )
+    files.write(tmp_path / "jobs.json", Jobs(jobs=jobs, entities=entities))
+    arguments = [str(tmp_path / "jobs.json"), "--throughputs", str(table), "--gpus", "1xfast",
+                 "--policy", "hierarchical", "-o", str(tmp_path / "run.json")]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    done = {job.id: job for job in files.read(tmp_path / "run.json", SimulationRun).jobs}
+    assert done["q0"].finish_seconds == pytest.approx(14400.0, rel=0.06)
+    assert done["f0"].finish_seconds == pytest.approx(14400.0, rel=0.06)
+    assert done["q1"].start_seconds >= min(done[name].finish_seconds for name in ("q0", "f0"))
 
 
 def test_the_philly_trace(app: typer.Typer, table: Path, tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from hetflow.schema.errors import HetflowError
-from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
+from hetflow.schema.jobs import Job, ModelThroughput, Throughputs, consolidated_devices
 from hetflow.simulator import Case, run_case
-from hetflow.simulator.cases import consolidated_devices
 
 MakeJob = Callable[..., Job]
 TABLE = Throughputs(
@@ -64,9 +63,8 @@ def test_jobs_of_one_device_are_consolidated_anywhere(job: MakeJob) -> None:
 
 
 def test_how_many_devices_can_be_consolidated() -> None:
-    assert consolidated_devices(case("mixed")) == (2,)
-    wide = case("mixed", num_devices={"fast": 8}, servers=((4, 3, 1),))
-    assert consolidated_devices(wide) == (6,)
+    assert consolidated_devices(TABLE, ((3, 1),)) == (2,)
+    assert consolidated_devices(TABLE, ((4, 3, 1),)) == (6,)
 
 
 def test_placement_needs_servers() -> None:

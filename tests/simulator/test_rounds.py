@@ -153,7 +153,7 @@ def test_a_trace_is_read_as_a_stream(pool: Pool, job: MakeJob) -> None:
     [
         ({"arrival_seconds": 10.0}, "sort the trace by arrival"),
         ({"id": "0", "arrival_seconds": 200.0}, "appears twice"),
-        ({"model": "cnov", "arrival_seconds": 200.0}, "nearest is 'conv'"),
+        ({"model": "cnov", "arrival_seconds": 200.0}, "did you mean 'conv'"),
         ({"scale_factor": 8, "arrival_seconds": 200.0}, "no throughput of 'conv' with 8"),
     ],
 )

@@ -3,12 +3,15 @@
 With z = 1 / makespan both are one linear program; no search over the makespan is needed.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from ....schema.errors import InfeasibleError, ProblemError
-from ..goals import MaxMin
+from ..goals import MaxMin, Total, total
 from ..instance import Instance
 from ..policy import Policy, inverse
+from ..program import Floats
 from .cost import priced
 
 BUDGET_MARGIN = 1e-9  # the budget is kept to the last bit after rounding
@@ -21,9 +24,7 @@ def _within_budget(jobs: Instance) -> MaxMin:
             hint="give --budget DOLLARS (budget_dollars in Python)",
         )
     dollars = priced(jobs) / 3600.0
-    with np.errstate(divide="ignore"):
-        each = np.where(jobs.rate > 0, jobs.usage * dollars / jobs.rate, np.inf).min(axis=1)
-    least = float(each @ jobs.steps)
+    least = _least_dollars(jobs, dollars)
     if least > jobs.budget_dollars * (1 - 2 * BUDGET_MARGIN):
         raise InfeasibleError(
             f"a budget of {jobs.budget_dollars:.6g} dollars cannot finish the jobs: on the "
@@ -32,6 +33,24 @@ def _within_budget(jobs: Instance) -> MaxMin:
         )
     budget = jobs.budget_dollars * (1 - BUDGET_MARGIN)
     return MaxMin(level=jobs.steps, dollars=dollars, budget=budget)
+
+
+def _least_dollars(jobs: Instance, dollars: Floats) -> float:
+    """What the jobs cost at least, however long they take; ``dollars`` [columns] per second."""
+    if jobs.pair_rate is None:
+        with np.errstate(divide="ignore"):
+            each = np.where(jobs.rate > 0, jobs.usage * dollars / jobs.rate, np.inf).min(axis=1)
+        return float(each @ jobs.steps)
+    # Pairs split a price: a program without a limit on devices, at a pace that any column keeps.
+    beside = jobs.pair_rate[jobs.kind].reshape(jobs.num_jobs, -1)
+    rates = np.hstack((jobs.rate, beside))
+    pace = float((jobs.steps / np.where(rates > 0, rates, np.inf).min(axis=1)).max())
+    plenty = np.full(len(jobs.capacity), float((jobs.usage.max() * jobs.resources).sum()))
+    found = total(
+        replace(jobs, capacity=plenty * jobs.num_jobs),
+        Total(worth=np.zeros_like(jobs.rate), charge=dollars, floor=jobs.steps / pace),
+    )
+    return pace * -found.objective
 
 
 POLICIES = (

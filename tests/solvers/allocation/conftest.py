@@ -183,6 +183,7 @@ class Oracle:
 
     def __init__(self, problem: AllocationProblem) -> None:
         self.problem, self.jobs = problem, problem.jobs.jobs
+        self.spare = 1.0  # as if there were so many times the devices
         self.types = list(problem.num_devices)
         table = {(e.model, e.scale_factor): e.steps_per_second for e in problem.throughputs.models}
         self.columns: list[dict[int, float]] = []  # job -> rate
@@ -224,7 +225,7 @@ class Oracle:
         used = np.zeros((len(self.types), len(self.columns)))
         for i, (rates, name) in enumerate(zip(self.columns, self.where, strict=True)):
             used[self.types.index(name), i] = self.jobs[next(iter(rates))].scale_factor
-        devices = [float(self.problem.num_devices[name]) for name in self.types]
+        devices = [self.spare * self.problem.num_devices[name] for name in self.types]
         return np.vstack((time, used)), np.concatenate((np.ones(len(self.jobs)), devices))
 
     def maximise(

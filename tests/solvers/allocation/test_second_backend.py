@@ -142,26 +142,40 @@ def test_finish_time_fairness_by_bisection(seed, space_sharing, draw, oracle):
     confirmed(found, high)
 
 
-@drawn
+@pytest.mark.parametrize(("space_sharing", "part"), [(False, 1.2), (True, 0.9)])
+@settings(drawn, max_examples=8)
 @given(seed=seeds)
-def test_makespan_budget_by_explicit_search(seed, draw, oracle):
-    problem = draw(seed)
+def test_makespan_budget_by_explicit_search(seed, part, space_sharing, draw, oracle):
+    """Part of what the jobs cost alone on their cheapest types; in pairs less may do."""
+    problem = draw(seed, space_sharing=space_sharing)
     instance, other = instance_of(problem), oracle(problem)
     cost = instance.usage * instance.dollars / 3600
     with np.errstate(divide="ignore"):
-        least = np.where(instance.rate > 0, cost / instance.rate, np.inf).min(axis=1)
-    budget = 1.2 * float(least @ instance.steps)
+        each = np.where(instance.rate > 0, cost / instance.rate, np.inf).min(axis=1)
+    budget = part * float(each @ instance.steps)
     spent = -np.array([
         cost[next(iter(rates)), other.types.index(name)]
         for rates, name in zip(other.columns, other.where, strict=True)
     ])  # fmt: skip
-    low, high = 1.0 / other.max_min(instance.steps)[0], 1e12
-    for _ in range(100):
+    rows = other.throughput_rows()
+    pace = float((instance.steps / np.where(rows > 0, rows, np.inf).min(axis=1)).max())
+    other.spare = 1e3
+    least = -other.maximise(spent, floor=instance.steps / pace)[0] * pace
+    other.spare = 1.0
+    problem = draw(seed, budget_dollars=budget, space_sharing=space_sharing)
+    if least > budget:
+        with pytest.raises(InfeasibleError, match=f"cost {least:.4g}"[:-1]):
+            allocate(problem, "makespan_budget")
+        return
+    low, high = 1.0 / other.max_min(instance.steps)[0], 100 * pace
+    for _ in range(45):
         middle = np.sqrt(low * high)
         cheapest = other.maximise(spent, floor=instance.steps / middle)
         if cheapest is not None and -cheapest[0] * middle <= budget:
             high = middle
         else:
             low = middle
-    found = allocate(draw(seed, budget_dollars=budget), "makespan_budget")
+    found = allocate(problem, "makespan_budget")
+    assert check(found, problem) == []
     assert found.certificate.objective == pytest.approx(high, rel=1e-6)
+    assert found.certificate.bound == pytest.approx(high, rel=1e-6)
