@@ -172,7 +172,7 @@ def allocator_named(
     Args:
         name: A policy of ``solvers.allocation``, or a baseline such as ``fifo_greedy``.
         agnostic: Whether the policy is blind to what device types differ in.
-        warm: Whether LAS goes on from its last basis (fast); otherwise it is solved anew.
+        warm: Whether LAS ends in a vertex, from its last basis (fast), rather than in the centre.
         columns: Whether there are other columns than device types (mixes, placements).
         blind: See ``PolicyAllocator``.
         shares_space: Whether pairs of jobs may share devices.

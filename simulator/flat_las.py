@@ -50,7 +50,7 @@ class FlatLas:
             ProblemError: The pool has mixes of device types.
         """
         if active.pool.uses_mixes:
-            raise ProblemError("agnostic LAS knows device types only; mixes need `las`")
+            raise ProblemError("agnostic LAS knows device types only; mixes need columns=True")
         capacity, number = active.pool.capacity, len(active)
         if not self.weighted and number * active.scale.min() >= capacity.sum():
             runs = active.scale <= capacity[:, None] if self.blind else active.rate > 0

@@ -59,7 +59,7 @@ class WarmLas:
             ProblemError: The pool has mixes of device types.
         """
         if active.pool.uses_mixes:
-            raise ProblemError("the warm solver knows device types only; mixes need warm=False")
+            raise ProblemError("the warm solver knows device types only; mixes need columns=True")
         if self._program is None:
             self._program = WarmMaxMin(active.pool.capacity.astype(float))
         of = self._classes_of(self._program, active)

@@ -88,7 +88,7 @@ def test_a_job_alone_holds_the_mix(mixed_table: Throughputs, job: MakeJob) -> No
 def test_a_mix_pays_only_where_it_beats_sharing(mixed_table: Throughputs, job: MakeJob) -> None:
     pool = Pool(throughputs=mixed_table, num_devices={"fast": 1, "slow": 1}, uses_mixes=True)
     run = simulate_rounds(
-        [job(n, steps=7200.0) for n in range(2)], pool, allocator_named("las", warm=False)
+        [job(n, steps=7200.0) for n in range(2)], pool, allocator_named("las", columns=True)
     )
     # Two jobs on one type each make 6 steps a second, on the mix in turn only 5: 14,400 / 6.
     assert run.end_seconds == pytest.approx(2400.0, rel=0.1)
@@ -137,7 +137,7 @@ def test_mixes_never_oversubscribe(
     pool = Pool(throughputs=mixed_table, num_devices=devices, uses_mixes=True)
     jobs = [Job(id=str(i), model="conv", steps=one) for i, one in enumerate(steps)]
     options = RoundOptions(records_spans=True)
-    run = simulate_rounds(jobs, pool, allocator_named(policy, warm=False), options)
+    run = simulate_rounds(jobs, pool, allocator_named(policy, columns=True), options)
     assert sorted(done.id for done in run.jobs) == sorted(one.id for one in jobs)
     used: dict[tuple[float, str], int] = defaultdict(int)
     for span in run.spans:
