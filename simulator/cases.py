@@ -1,11 +1,15 @@
 """One run from its description, and many of them in parallel processes."""
 
+import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..schema.errors import ProblemError
+from ..schema.errors import BackendError, ProblemError
 from ..schema.jobs import Entity, Job, Throughputs, consolidated_devices
 from ..schema.records import nearest
 from ..schema.simulation import SimulationRun
@@ -214,12 +218,41 @@ def report(case: Case, run: Simulation, trace: str, *, with_jobs: bool = False) 
 
 
 def sweep(cases: Sequence[Case], processes: int = 1) -> Iterator[SimulationRun]:
-    """Run cases that draw their own traces, in order, in parallel processes where asked."""
+    """Run cases that draw their own traces, in order, in parallel processes where asked.
+
+    Whoever interrupts it, or is killed, leaves no process behind.
+
+    Raises:
+        BackendError: A process died, for want of memory perhaps.
+    """
     if processes <= 1 or len(cases) == 1:
         yield from map(_reported, cases)
         return
-    with ProcessPoolExecutor(max_workers=min(processes, len(cases))) as executor:
-        yield from executor.map(_reported, cases)
+    number, before = min(processes, len(cases)), multiprocessing.active_children()
+    with ProcessPoolExecutor(number, initializer=_die_with_parent) as executor:
+        try:
+            yield from executor.map(_reported, cases)
+        except BrokenProcessPool:
+            raise BackendError(
+                "a process of the sweep died, for want of memory perhaps; use fewer processes"
+            ) from None
+        except BaseException:
+            for child in multiprocessing.active_children():
+                if child not in before:
+                    child.terminate()
+            raise
+
+
+def _die_with_parent() -> None:
+    """End this process when the one that started it is gone: nobody would take its results."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _reported(case: Case) -> SimulationRun:

@@ -1,7 +1,11 @@
 """``hetflow simulate`` from a file and from a recipe."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -159,6 +163,48 @@ def test_a_hierarchy_of_entities(app: typer.Typer, table: Path, tmp_path: Path) 
     assert done["q0"].finish_seconds == pytest.approx(14400.0, rel=0.06)
     assert done["f0"].finish_seconds == pytest.approx(14400.0, rel=0.06)
     assert done["q1"].start_seconds >= min(done[name].finish_seconds for name in ("q0", "f0"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize(("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
+def test_an_interrupted_sweep_leaves_no_process(table: Path, how: int, code: int) -> None:
+    sweep = ("--loads", "4", "--seeds", "4", "--num-jobs", "200000", "--processes", "2")
+    call = [sys.executable, "-m", "hetflow", "simulate"]
+    call += _arguments("continuous-single", table, *sweep)
+    run = subprocess.Popen(call, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        children = _wait_for(lambda: _children(run.pid), lambda found: len(found) >= 2)
+        run.send_signal(how)
+        output, errors = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert run.returncode == code
+    assert output == b""
+    assert b"Traceback" not in errors
+    assert not _wait_for(
+        lambda: [pid for pid in children if _parent_of(pid) is not None], lambda left: not left
+    )
+
+
+def _wait_for(look: Callable[[], list[int]], is_enough: Callable[[list[int]], bool]) -> list[int]:
+    until = time.monotonic() + 30.0
+    while not is_enough(found := look()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def _children(parent: int) -> list[int]:
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    return [pid for pid in pids if _parent_of(pid) == parent]
+
+
+def _parent_of(pid: int) -> int | None:
+    """The parent of a process that runs."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return None
+    return None if state == "Z" else int(parent)
 
 
 def test_the_philly_trace(app: typer.Typer, table: Path, tmp_path: Path) -> None:
