@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from baselines import FaultyFifo, Isolated
+from baselines import GavelFifo, Isolated
 
 from hetflow.profilers.importers_gavel import read_gavel_throughputs
 from hetflow.schema.errors import HetflowError
@@ -106,7 +106,7 @@ def fifo(single: Case, seeds: int) -> None:
         at = replace(single, trace=replace(single.trace, jobs_per_hour=load), policy="fifo_greedy")
         title, paper = f"FIFO, continuous-single at {load:g}/h", f"2.7x (published {published})"
         compare(title, paper, replace(at, policy="fifo_any_type"), at, seeds)
-        compare(f"{title}, Gavel's code", paper, at, at, seeds, baseline=FaultyFifo)
+        compare(f"{title}, Gavel's code", paper, at, at, seeds, baseline=GavelFifo)
 
 
 def fairness(multiple: Case, seeds: int) -> None:
@@ -167,9 +167,7 @@ def makespan(single: Case, seeds: int, quick: bool) -> None:
             f"{name} FIFO on any type", paper, replace(static, policy="fifo_any_type"), static,
             seeds, "makespan",
         )  # fmt: skip
-        compare(
-            f"{name} FIFO of Gavel's code", paper, static, static, seeds, "makespan", FaultyFifo
-        )
+        compare(f"{name} FIFO of Gavel's code", paper, static, static, seeds, "makespan", GavelFifo)
         compare(
             f"{name} Gandiva", f"1.4x (published {over_gandiva})",
             replace(static, policy="gandiva"), static, seeds, "makespan",

@@ -4,14 +4,19 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
+from hetflow.simulator import Pool
+from hetflow.simulator.active import Active
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
-def load(folder: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(folder, EXAMPLES / folder / "compare.py")
+def load(folder: str, file: str = "compare.py") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(folder, EXAMPLES / folder / file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -59,3 +64,44 @@ def test_mixes_gain_while_devices_are_idle() -> None:
         run = figures.report(case, figures.run_case(case, jobs), "drawn")
         averages.append(run.metrics.average_jct_seconds)
     assert averages[1] < 0.9 * averages[0]
+
+
+def test_gavels_fifo_has_gavels_faults() -> None:
+    baselines = load("gavel_figures", "baselines.py")
+    models = tuple(
+        ModelThroughput(model="m", scale_factor=scale, steps_per_second={"k80": 1.0, "v100": 3.0})
+        for scale in (1, 2)
+    )
+    table = Throughputs(models=models)
+    both = Pool(throughputs=table, num_devices={"k80": 2, "v100": 2})
+    v100 = Pool(throughputs=table, num_devices={"v100": 2})
+
+    def held(pool: Pool, rule: Any, *jobs: tuple[str, int]) -> dict[str, str]:
+        active = Active(pool)
+        active.add(
+            [Job(id=id_, model="m", scale_factor=scale, steps=1.0) for id_, scale in jobs], 0.0
+        )
+        share = rule.allocate(active, 0.0).x
+        return {
+            job.id: pool.types[kind]
+            for number, job in enumerate(active.jobs)
+            for kind in range(len(pool.types))
+            if share[kind, number]
+        }
+
+    # What is drawn is not what is used, but for the mended one.
+    used = [
+        {kind for seed in range(8) for kind in held(both, rule(seed), ("1", 1), ("2", 1)).values()}
+        for rule in (
+            lambda seed: baselines.GavelFifo(both, seed),
+            lambda seed: baselines.GavelFifo(both, seed, mended=True),
+        )
+    ]
+    assert used == [{"v100"}, {"k80", "v100"}]
+    for ended, then in (("1", {"2", "3"}), ("2", {"1", "4"})):
+        rule = baselines.GavelFifo(v100, mended=True)
+        assert held(v100, rule, ("1", 1), ("2", 1)) == {"1": "v100", "2": "v100"}
+        stays = "2" if ended == "1" else "1"
+        # Job 3 wants both. Where 1 has ended, 2 is not counted yet: three devices of two are
+        # promised. Where 2 has ended, 1 is, and job 4 goes ahead.
+        assert held(v100, rule, (stays, 1), ("3", 2), ("4", 1)).keys() == then
