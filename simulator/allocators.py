@@ -9,7 +9,7 @@ from ..schema.errors import ProblemError
 from ..schema.jobs import Entity
 from ..schema.records import nearest
 from ..solvers.allocation import Instance, Policy, all_policies, make_instance, policy_named
-from ..solvers.allocation.instance import CONSOLIDATED
+from ..solvers.allocation.instance import CONSOLIDATED, isolated_rate
 from .active import Active
 from .allox import AlloX
 from .baselines import FifoAnyType, GreedyFifo
@@ -61,13 +61,16 @@ class PolicyAllocator:
         return Shares(found.x.T, found.pairs)
 
     def _instance(self, active: Active, now_seconds: float) -> Instance:
-        self._count_isolated(active)
         pool, hourly = active.pool, active.pool.hourly()
         types = len(pool.types)
         rate = active.rate[:types].T
+        isolated = active.isolated_rate()
         if self.blind:
             known = np.where(rate[:, 0] > 0, rate[:, 0], rate.max(axis=1))
             rate = np.where(active.scale[:, None] <= pool.capacity, known[:, None], 0.0)
+            # It believes this of the past too: steps made took less time alone than they did.
+            isolated = isolated_rate(rate, active.scale, pool.capacity)
+        self._count_isolated(active, isolated)
         deadlines = [
             np.inf
             if job.slo_seconds is None or job.id in active.given_up
@@ -101,9 +104,9 @@ class PolicyAllocator:
             instance = replace(instance, kind=kind, pair_rate=rates)
         return instance.flat() if self.agnostic and not self.blind else instance
 
-    def _count_isolated(self, active: Active) -> None:
+    def _count_isolated(self, active: Active, isolated: Floats) -> None:
         """Add to t^isolated what the steps since the last call would have taken in isolation."""
-        rates = active.isolated_rate().tolist()
+        rates = isolated.tolist()
         left = active.left.tolist()
         for i, job in enumerate(active.jobs):
             before = self._isolated_rate.get(job.id)

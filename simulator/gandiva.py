@@ -14,7 +14,10 @@ class Gandiva:
     While all jobs fit in the cluster nobody shares. Otherwise jobs that are in no pair are paired
     at random, where their scale factors are equal; a pair is broken up when it makes less than
     one of its jobs alone would: when the sum of both rates, each relative to alone, is below 1 on
-    average over the types (the published code sums over the types, so hardly ever breaks one up).
+    average over the types that run both.
+
+    The published code adds the types up instead, so it keeps whatever runs on all of them (on
+    three a third of one job's rate is enough), and breaks up what does not run on one.
     """
 
     name, agnostic, shares_space = "gandiva", False, True
@@ -80,7 +83,8 @@ class Gandiva:
         rates = active.pool.pair_rates(keys[0], keys[1])
         alone = active.rate[:, [a, b]].T
         runs = (alone > 0).all(axis=0)
-        if not runs.any() or (rates[:, runs] <= 0).any():
+        counted = np.ones_like(runs) if self.sums_types else runs
+        if not runs.any() or (rates[:, counted] <= 0).any():
             return 0.0
         gain = float((rates[:, runs] / alone[:, runs]).sum())
         return gain if self.sums_types else gain / int(runs.sum())
