@@ -151,11 +151,11 @@ def pair_table(active: Active) -> tuple[Ints, Floats]:
     return kind.reshape(-1), rates
 
 
-_OWN: dict[str, Callable[[int], Allocator]] = {
-    "allox": lambda _: AlloX(),
-    "gandiva": Gandiva,
-    "fifo_greedy": lambda _: GreedyFifo(),
-    "fifo_any_type": FifoAnyType,
+_OWN: dict[str, Callable[[int, bool], Allocator]] = {
+    "allox": lambda _, __: AlloX(),
+    "gandiva": lambda seed, published: Gandiva(seed, sums_types=published),
+    "fifo_greedy": lambda _, __: GreedyFifo(),
+    "fifo_any_type": lambda seed, _: FifoAnyType(seed),
 }
 
 
@@ -167,6 +167,7 @@ def allocator_named(
     columns: bool = False,
     blind: bool = False,
     shares_space: bool = False,
+    published: bool = False,
     seed: int = 0,
     entities: tuple[Entity, ...] = (),
 ) -> Allocator:
@@ -179,6 +180,7 @@ def allocator_named(
         columns: Whether there are other columns than device types (mixes, placements).
         blind: See ``PolicyAllocator``.
         shares_space: Whether pairs of jobs may share devices.
+        published: Whether Gandiva judges pairs as Gavel's code does (see ``Gandiva``).
         seed: Of what a policy draws at random.
         entities: The tree of a hierarchy.
 
@@ -187,7 +189,7 @@ def allocator_named(
             for jobs that come and go.
     """
     if name in _OWN:
-        own = _OWN[name](seed)
+        own = _OWN[name](seed, published)
         if shares_space and not own.shares_space:
             raise ProblemError(f"{name} runs every job alone; leave space sharing out")
         return own

@@ -166,6 +166,7 @@ def _in_rounds(
         columns=len(pool.columns) > len(pool.types),
         blind=published and case.agnostic and not case.space_sharing,
         shares_space=case.space_sharing,
+        published=published,
         seed=case.seed,
         entities=case.entities,
     )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
@@ -126,6 +127,44 @@ def test_gandiva_keeps_pairs_that_gain_and_breaks_those_that_lose(
     here = active(shared_table, {"fast": 1}, [job(n, model="rnn") for n in range(6)])
     found = {tuple(losing.allocate(here, 0.0).pairs.b.tolist()) for _ in range(8)}  # type: ignore[union-attr]
     assert len(found) > 1  # it goes on exploring
+
+
+def test_gandiva_of_the_published_code_adds_the_types_up(
+    shared_table: Throughputs, job: MakeJob
+) -> None:
+    """Two rnn make 0.8 of one on either type: 1.6 in sum. One type less, and it sees the loss."""
+
+    def partners(pool: dict[str, int]) -> set[tuple[int, ...]]:
+        here = active(shared_table, pool, [job(n, model="rnn") for n in range(6)])
+        gandiva = allocator_named("gandiva", published=True)
+        return {tuple(gandiva.allocate(here, 0.0).pairs.b.tolist()) for _ in range(8)}  # type: ignore[union-attr]
+
+    assert len(partners({"fast": 1, "slow": 1})) == 1
+    assert len(partners({"fast": 1})) > 1
+
+
+def test_gandiva_of_the_published_code_breaks_what_does_not_run_on_a_type(
+    shared_table: Throughputs, job: MakeJob
+) -> None:
+    only_fast = tuple(
+        replace(pair, steps_per_second={"fast": pair.steps_per_second["fast"]})
+        for pair in shared_table.pairs
+    )
+    models = tuple(
+        replace(entry, steps_per_second={"fast": entry.steps_per_second["fast"]})
+        for entry in shared_table.models
+    )
+    here = active(
+        replace(shared_table, models=models, pairs=only_fast),
+        {"fast": 1, "slow": 1},
+        [job(n, model="conv") for n in range(6)],
+    )
+
+    def partners(gandiva: Gandiva) -> set[tuple[int, ...]]:
+        return {tuple(gandiva.allocate(here, 0.0).pairs.b.tolist()) for _ in range(8)}  # type: ignore[union-attr]
+
+    assert len(partners(Gandiva())) == 1  # 1.5 of one alone
+    assert len(partners(Gandiva(sums_types=True))) > 1
 
 
 def test_fifo_and_static_priority(table: Throughputs, job: MakeJob) -> None:

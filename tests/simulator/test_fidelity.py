@@ -17,7 +17,12 @@ POLICIES = {
     "finish_time_fairness_perf": ("finish_time_fairness", False),
     "finish_time_fairness": ("finish_time_fairness", True),
 }
-SMALL = [("small_single_n60_lam1800_seed0.trace", policy, 0.03) for policy in POLICIES]
+# Counting t^isolated at the rates that jobs have, not at those the policy sees, gives +1.6 %.
+WITHIN = {"finish_time_fairness": 0.01}
+SMALL = [
+    ("small_single_n60_lam1800_seed0.trace", policy, WITHIN.get(policy, 0.03))
+    for policy in POLICIES
+]
 LARGE = [
     ("cont_single_n1000_lam640_seed0.trace", "fifo_perf", 0.01),
     ("cont_multi_n1000_lam1385_seed0.trace", "fifo_perf", 0.01),
