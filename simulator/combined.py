@@ -176,14 +176,11 @@ class CombinedRounds(Rounds):
         seconds = work.seconds[:number].copy()
         two = chosen.second >= 0
         seconds[two] = np.maximum(seconds[two], work.seconds[number:])
-        spent = seconds
-        if self.options.convention == "published":
-            spent = seconds * active.scale[chosen.first]
         alone = ~two
-        active.received[chosen.column[alone], chosen.first[alone]] += spent[alone]
-        self.pairs.received[chosen.pair[two]] += spent[two]
+        active.received[chosen.column[alone], chosen.first[alone]] += seconds[alone]
+        self.pairs.received[chosen.pair[two]] += seconds[two]
         columns = len(self.pool.columns)
-        self.worker_seconds += np.bincount(chosen.column, weights=spent, minlength=columns)
+        self.worker_seconds += np.bincount(chosen.column, weights=seconds, minlength=columns)
 
     def _struck(self, chosen: Chosen) -> Ints:
         if self.failures is None:

@@ -158,8 +158,8 @@ class QuickRounds(Rounds):
             seconds, steps = self.work(self.rate[flat], had, options.restart_seconds * moved)
             left = had - steps
             spent = seconds * active.scale[runs]
-            charged = spent if self.published else seconds
-            worked, busy = self._sums(choice.column, charged), self._sums(choice.column, spent)
+            charged, worked = seconds, self._sums(choice.column, seconds)
+            busy = self._sums(choice.column, spent)
             done = (left <= STEPS_LEFT).nonzero()[0]
         left_of[runs] = left
         self.had[flat] += charged
@@ -203,10 +203,9 @@ class QuickRounds(Rounds):
         column = self.column
         flat = column * room + runs
         seconds, spent = self.seconds[flat], self.spent[flat]
-        charged = spent if self.published else seconds
-        worked = self._sums(column, charged)
-        busy = worked if self.published or self.alike else self._sums(column, spent)
-        choice = _Choice(runs, column, flat, self.steps[flat], seconds, charged, worked, busy)
+        worked = self._sums(column, seconds)
+        busy = worked if self.alike else self._sums(column, spent)
+        choice = _Choice(runs, column, flat, self.steps[flat], seconds, seconds, worked, busy)
         if not contested and self._order_is_fixed():
             self.again = choice
         return choice

@@ -2,9 +2,9 @@
 
 Two conventions. ``text`` is the thesis: rounds of equal length, devices that nobody has a share
 of given to the jobs that are relatively fastest there. ``published`` is what Gavel's simulator
-does: whole steps, a round that ends with its last job, ties by accumulated deficit, received
-time counted in device-seconds. Both start a job's time at half a round after each allocation and
-serve device types one after another, fastest first (at random under agnostic policies);
+does: whole steps, a round that ends with its last job, ties by accumulated deficit. Both start a
+job's time at half a round after each allocation, count it once for all its devices, and serve
+device types one after another, fastest first (at random under agnostic policies);
 ``selection="joint"`` ranks all pairs of job and type together, the other reading of algorithm 2.
 """
 
@@ -256,9 +256,8 @@ class Rounds:
         active.left[runs] = left
         active.held[kind, runs] += seconds
         spent = seconds * scale
-        received = spent if options.convention == "published" else seconds
-        active.received[kind, runs] += received
-        self.worker_seconds += np.bincount(kind, weights=received, minlength=len(self.busy))
+        active.received[kind, runs] += seconds
+        self.worker_seconds += np.bincount(kind, weights=seconds, minlength=len(self.busy))
         self.busy += np.bincount(kind, weights=spent, minlength=len(self.busy))
         self.note(runs, kind, moved, seconds)
         chosen[runs[struck]] = NOWHERE  # it restarts
