@@ -69,7 +69,7 @@ class PolicyAllocator:
             known = np.where(rate[:, 0] > 0, rate[:, 0], rate.max(axis=1))
             rate = np.where(active.scale[:, None] <= pool.capacity, known[:, None], 0.0)
             # It believes this of the past too: steps made took less time alone than they did.
-            isolated = isolated_rate(rate, active.scale, pool.capacity)
+            isolated = isolated_rate(rate, active.scale.astype(float), pool.capacity.astype(float))
         self._count_isolated(active, isolated)
         deadlines = [
             np.inf
