@@ -187,6 +187,18 @@ class LinearSession:
         starts = self._np.zeros(len(low), self._np.int32)
         self._highs.addRows(len(low), low, high, 0, starts, *self._empty)
 
+    def add_full_rows(self, low: Any, starts: Any, columns: Any, values: Any) -> None:
+        """Add rows of at least ``low`` in compressed form, like ``add_columns``.
+
+        Raises:
+            BackendError: A coefficient is NaN or infinite, which no backend refuses.
+        """
+        if not (self._np.isfinite(values).all() and self._np.isfinite(low).all()):
+            raise BackendError("a coefficient of the program is not finite")
+        high = self._np.full(len(low), self._np.inf)
+        starts, columns = starts.astype(self._np.int32), columns.astype(self._np.int32)
+        self._highs.addRows(len(low), low, high, len(values), starts, columns, values)
+
     def add_columns(self, cost: Any, starts: Any, rows: Any, values: Any) -> None:
         """Add columns in compressed form: column i holds entries starts[i] to starts[i + 1].
 

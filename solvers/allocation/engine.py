@@ -102,11 +102,11 @@ class Merged:
         """The first job of each row [rows]."""
         return np.unique(self.row_of, return_index=True)[1]
 
-    def solve(self, small: Program, seed: PairTimes | None = None) -> tuple[Solution, PairTimes]:
+    def solve(self, small: Program) -> tuple[Solution, PairTimes]:
         """Solve a program over the rows; without space sharing the pair times are empty."""
         if self.pairing is None:
             return solve_alone(small), NO_PAIRS
-        return shared.solve(small, self.pairing, seed)
+        return shared.solve(small, self.pairing)
 
     def outcome(self, found: Solution, totals: PairTimes) -> Outcome:
         """A solution over the rows as time fractions of every job, feasible to the last bit."""

@@ -8,7 +8,7 @@ For rows m (jobs, or classes of equal jobs) and columns c (device types, placeme
                 T_m . x_m - p_m z >= b_m       where m has a demand        price y_m
                 x >= 0
 
-Space sharing adds columns that two rows share; ``pairs.py`` holds them.
+Space sharing adds columns that two rows share; ``pairs.py`` prices them.
 """
 
 from dataclasses import dataclass, replace
@@ -81,17 +81,14 @@ def merge(program: Program, kind: Ints | None = None) -> tuple[Program, Ints]:
         The smaller program, and for each old row the index of its new one.
     """
     kinds = program.demands if kind is None else kind
-    table = np.column_stack(
+    table: Floats = np.column_stack(
         (program.rate, program.usage, program.gain, program.level, program.floor,
          program.demands, kinds)
-    )  # fmt: skip
-    first: dict[bytes, int] = {}
-    row_of = np.fromiter(
-        (first.setdefault(row.tobytes(), len(first)) for row in table), np.int64, len(table)
-    )
-    if len(first) == len(table):
-        return program, row_of
+    ).astype(np.float64)  # fmt: skip
+    row_of = equal_rows(table)
     kept = np.unique(row_of, return_index=True)[1]
+    if len(kept) == len(table):
+        return program, row_of
     return replace(
         program,
         count=np.bincount(row_of, weights=program.count).astype(np.float64),
@@ -102,6 +99,27 @@ def merge(program: Program, kind: Ints | None = None) -> tuple[Program, Ints]:
         floor=program.floor[kept],
         demands=program.demands[kept],
     ), row_of
+
+
+def equal_rows(table: Floats) -> Ints:
+    """Numbers rows so that equal ones have one number, in order of their first [rows].
+
+    Rows are told apart by a weighted sum; only where unlike rows have the same sum, by their bytes.
+    """
+    weight = np.random.default_rng(0).uniform(1.0, 2.0, size=(table.shape[1],))
+    total = np.zeros(len(table))
+    with np.errstate(invalid="ignore", over="ignore"):
+        for column, part in zip(table.T, weight, strict=True):  # rounds rows alike
+            total += column * (part / max(float(np.abs(column).max(initial=0.0)), 1e-300))
+    _, first, of = np.unique(total, return_index=True, return_inverse=True)
+    of = of.reshape(-1)
+    if len(first) < len(table) and not (table[first[of]] == table).all():
+        seen: dict[bytes, int] = {}
+        return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in table])
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    numbers: Ints = rank[of]
+    return numbers
 
 
 def dual_bound(

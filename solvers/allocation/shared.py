@@ -1,175 +1,43 @@
 """Programs with space sharing: columns that two rows hold together, generated as they pay.
 
-The simplex method of HiGHS solves the program over the columns at hand; its prices tell which
-pair would earn most, and pairs join until none earns anything. Jobs of one kind differ only in
-their prices, so the best pair of two kinds is made of the best job of each.
+Rows that differ only in what they demand are solved as one group (``groups``). The simplex method
+of HiGHS solves the program over the columns and constraints at hand (``master``); constraints
+join until the groups' times suffice for each of their rows, pairs until none earns anything at
+the program's prices (``pairs``). Then the times are dealt out to the rows.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from ...schema.errors import BackendError
-from ..lp import LinearAnswer, LinearSession
+from .groups import Groups, deal, each_apart, grouped
+from .master import TOLERANCE, Master, Prices
+from .pairs import Company, Pairing, PairTimes
 from .program import Floats, Ints, Program, Solution, dual_bound, gap_between
 
+__all__ = [
+    "Open", "PairTimes", "Pairing", "bound_with_pairs", "nobody", "pair_time", "reach", "solve",
+    "solve_alone", "spare_prices",
+]  # fmt: skip
+
 MAX_ROUNDS = 500
-FULL_ROWS = 40  # up to so many rows, all pairs at once are cheaper than generating them
-TOLERANCE = 1e-9
+# Up to so many rows need no groups, and up to so many groups all pairs at once are cheaper than
+# generating them.
+FULL_ROWS = 40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pairing:
-    """Who may share, and what it earns.
-
-    ``kind`` [rows]; ``rate`` [kinds, kinds, columns] of the first kind beside the second;
-    ``worth`` [rows, columns] of a step to the objective; ``charge`` [columns] is what holding
-    one unit of a column costs it.
-    """
-
-    kind: Ints
-    rate: Floats
-    worth: Floats
-    charge: Floats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairTimes:
-    """Total time of pairs of rows on columns: row ``a``, row ``b``, ``column``, ``time``."""
-
-    a: Ints
-    b: Ints
-    column: Ints
-    time: Floats
-
-
-class _Master:
-    """The program over singles and the pairs added so far, in row totals."""
-
-    def __init__(self, program: Program, pairing: Pairing, row: Floats | None = None) -> None:
-        self.program, self.pairing = program, pairing
-        rows, kinds = len(program.count), len(program.capacity)
-        self.session = LinearSession()
-        self.row = np.maximum(program.rate.max(axis=1), 1e-300) if row is None else row
-        self.gain_unit = float(np.abs(program.gain).max()) or 1.0
-        infinite = np.full(rows, np.inf)
-        self.session.add_rows(-infinite, program.count)
-        self.session.add_rows(np.full(kinds, -np.inf), program.capacity)
-        self.session.add_rows(_least(program, self.row), infinite)
-        m, c = np.nonzero(program.rate > 0)
-        self.singles = (m, c)
-        self.a, self.b, self.c = (np.zeros(0, np.int64) for _ in range(3))
-        self.columns, self.at = 0, np.zeros(0, np.int64)  # of pairs
-        self._add(m, None, c)
-        self._add_level()
-
-    def ask(self, program: Program) -> None:
-        """Go on with other levels, floors and demands, from the last basis."""
-        before = _least(self.program, self.row)
-        self.program, low = program, _least(program, self.row)
-        first = len(program.count) + len(program.capacity)
-        for m in np.flatnonzero(low != before).tolist():
-            self.session.set_row(first + m, float(low[m]), np.inf)
-        if self.has_level:
-            self.session.shut_column(self.level_at)
-        self._add_level()
-
-    def _add(self, m: Ints, other: Ints | None, c: Ints) -> None:
-        p, rows, number = self.program, len(self.program.count), len(m)
-        first = p.rate[m, c] if other is None else self._rate(m, other, c)
-        entries = [(m, np.ones(number)), (rows + len(p.capacity) + m, first / self.row[m])]
-        cost = p.gain[m, c] if other is None else self.pairing.worth[m, c] * first
-        if other is not None:
-            second = self._rate(other, m, c)
-            entries.append((other, np.ones(number)))
-            entries.append((rows + len(p.capacity) + other, second / self.row[other]))
-            cost = cost + self.pairing.worth[other, c] * second
-            cost = cost - self.pairing.charge[c] * p.usage[m, c]
-        for k in range(len(p.capacity)):
-            entries.append((np.full(number, rows + k), p.usage[m, c] * p.resources[k, c]))
-        self.session.add_columns(cost / self.gain_unit, *_compressed(entries, number))
-        self.columns += number
-
-    def _add_level(self) -> None:
-        p, rows = self.program, len(self.program.count)
-        self.has_level = bool(p.level_weight)
-        if not self.has_level:
-            return
-        demand = -np.where(p.demands, p.count * p.level / self.row, 0.0)
-        self.unit = 1.0 / (float(np.abs(demand).max()) or 1.0)
-        index = np.concatenate((rows + np.arange(len(p.capacity)), rows + len(p.capacity)
-                                + np.arange(rows)))  # fmt: skip
-        values = np.concatenate((-p.level_capacity, demand)) * self.unit
-        kept = values != 0
-        self.session.add_columns(np.ones(1), np.zeros(1), index[kept], values[kept])
-        self.level_at, self.columns = self.columns, self.columns + 1
-
-    def _rate(self, m: Ints, beside: Ints, c: Ints) -> Floats:
-        rates: Floats = self.pairing.rate[self.pairing.kind[m], self.pairing.kind[beside], c]
-        return rates
-
-    def add_pairs(self, a: Ints, b: Ints, c: Ints) -> None:
-        self.at = np.concatenate((self.at, self.columns + np.arange(len(a))))
-        self._add(a, b, c)
-        self.a = np.concatenate((self.a, a))
-        self.b = np.concatenate((self.b, b))
-        self.c = np.concatenate((self.c, c))
-
-    def add_distinct(self, pairs: PairTimes) -> None:
-        triples = {*zip(pairs.a.tolist(), pairs.b.tolist(), pairs.column.tolist(), strict=True)}
-        if triples:
-            self.add_pairs(*(np.array(side) for side in zip(*sorted(triples), strict=True)))
-
-    def is_feasible(self) -> bool:
-        return self.session.solve() is not None
-
-    def solve(self) -> tuple[LinearAnswer, Floats, Floats, Floats]:
-        """The answer, and the prices of time u, demand y and resources."""
-        answer = self.session.solve()
-        if answer is None:
-            raise BackendError("HiGHS found no optimum of the allocation program")
-        rows, kinds = len(self.program.count), len(self.program.capacity)
-        u = np.maximum(answer.prices[:rows], 0.0)
-        price = np.maximum(answer.prices[rows : rows + kinds], 0.0)
-        y = np.maximum(-answer.prices[rows + kinds :], 0.0) / self.row
-        scale = self.unit if self.has_level else self.gain_unit
-        return answer, u * scale, y * scale, price * scale
-
-
-def _least(program: Program, row: Floats) -> Floats:
-    """What the demand rows must reach at least, in their units [rows]."""
-    low: Floats = np.where(program.demands, program.count * program.floor / row, -np.inf)
-    return low
-
-
-def _compressed(entries: list[tuple[Ints, Floats]], number: int) -> tuple[Ints, Ints, Floats]:
-    column = np.tile(np.arange(number), len(entries))
-    row = np.concatenate([index for index, _ in entries])
-    value = np.concatenate([values for _, values in entries])
-    # A row that pairs with itself holds both members: equal entries are added up.
-    height = int(row.max()) + 1 if len(row) else 1
-    key, place = np.unique(column * height + row, return_inverse=True)
-    total = np.bincount(place, weights=value)
-    kept = total != 0
-    key, total = key[kept], total[kept]
-    starts = np.searchsorted(key // height, np.arange(number))
-    return starts, key % height, total
-
-
-def solve(
-    program: Program, pairing: Pairing, seed: PairTimes | None = None
-) -> tuple[Solution, PairTimes]:
-    """Maximise over singles and pairs; exact, a vertex of the optimal face.
+def solve(program: Program, pairing: Pairing) -> tuple[Solution, PairTimes]:
+    """Maximise over singles and pairs; exact, a vertex of the groups' optimal face.
 
     Args:
         program: The program over rows alone.
         pairing: Who may share.
-        seed: Pairs to start from, such as those of a similar program's answer.
 
     Raises:
         BackendError: HiGHS finds no optimum.
     """
-    return Open(program, pairing, seed).solve(program)
+    return Open(program, pairing).solve(program)
 
 
 class Open:
@@ -182,17 +50,28 @@ class Open:
         seed: PairTimes | None = None,
         row: Floats | None = None,
     ) -> None:
-        """Start with the pairs of ``seed``; demands are measured in ``row`` [rows], best rates."""
-        self._pairing = pairing
-        self._master = master = _Master(program, pairing, row)
-        self._whole = len(program.count) <= FULL_ROWS
-        if self._whole:
-            master.add_pairs(*_all_pairs(program, pairing))
-        elif seed is not None:
-            master.add_distinct(seed)
-        elif program.floor.any() and not master.is_feasible():
-            master.add_distinct(_pairs_for_floors(program, pairing))
-        self._known = {*zip(master.a.tolist(), master.b.tolist(), master.c.tolist(), strict=True)}
+        """Start with no pairs, or few.
+
+        Args:
+            program: The program over rows alone.
+            pairing: Who may share.
+            seed: Pairs of rows to start from, such as those of a similar program's answer.
+            row: What demands are measured in [rows], best rates otherwise; given, every row is
+                a group of its own.
+        """
+        self._pairing, self._row = pairing, row
+        self._company = company_of(program, pairing)
+        rows = len(program.count)
+        apart = row is not None or rows <= FULL_ROWS
+        groups = each_apart(rows) if apart else grouped(program, pairing)
+        self._start(program, groups, _triples(program, groups, seed))
+
+    def _start(self, program: Program, groups: Groups, seed: set[tuple[int, int, int]]) -> None:
+        self._groups = groups
+        self._master = master = Master(program, self._pairing, groups, self._row)
+        self._whole = groups.number <= FULL_ROWS
+        self._known = master.all_pairs() if self._whole else seed
+        master.add_pairs(self._known)
 
     def solve(self, program: Program) -> tuple[Solution, PairTimes]:
         """Maximise a program that differs from the first in levels, floors and demands alone.
@@ -200,22 +79,78 @@ class Open:
         Raises:
             BackendError: HiGHS finds no optimum.
         """
-        master, rounds = self._master, 0
-        if program is not master.program:
-            master.ask(program)
+        if program is not self._master.program:
+            self._master.ask(program)
+        rounds = 0
         while True:
-            answer, u, y, price = master.solve()
-            rounds += 1
-            fresh = set() if self._whole else _paying(program, self._pairing, u, y, price)
-            fresh -= self._known
-            if not fresh or rounds >= MAX_ROUNDS:
+            rounds += self._optimise()
+            master = self._master
+            z = _level(master)
+            dealt = deal(program, self._pairing, self._groups, *master.times(), z)
+            if not dealt.clashes:
                 break
+            # A job would share with itself: its group is taken apart, and solved again.
+            apart = self._groups.split(dealt.clashes)
+            self._start(program, apart, _triples(program, apart, dealt.pairs))
+        return _read(
+            program, self._pairing, self._company, dealt.x, dealt.pairs, master.prices(), rounds
+        )
+
+    def _optimise(self) -> int:
+        master, rounds = self._master, 0
+        while True:
+            self._bounded()
+            rounds += 1
+            fresh = set() if self._whole else master.paying() - self._known
+            if not fresh or rounds >= MAX_ROUNDS:
+                return rounds
             self._known |= fresh
-            master.add_pairs(*(np.array(side) for side in zip(*sorted(fresh), strict=True)))
-        return _read(master, answer, u, y, price, rounds)
+            master.add_pairs(fresh)
+
+    def _bounded(self) -> None:
+        """Solve, adding constraints until none is broken."""
+        try:
+            self._separated()
+        except BackendError:
+            # Floors may be out of reach for the pairs at hand.
+            program = self._master.program
+            if self._whole or not program.floor.any():
+                raise
+            fresh = _pairs_for_floors(program, self._pairing, self._groups) - self._known
+            if not fresh:
+                raise
+            self._known |= fresh
+            self._master.add_pairs(fresh)
+            self._separated()
+
+    def _separated(self) -> None:
+        for _ in range(MAX_ROUNDS):
+            self._master.solve()
+            if not self._master.separate():
+                return
+        raise BackendError("the allocation program's constraints found no end")
 
 
-def _pairs_for_floors(program: Program, pairing: Pairing) -> PairTimes:
+def _level(master: Master) -> float:
+    return float(master.values[0]) * master.unit if master.program.level_weight else 0.0
+
+
+def _triples(
+    program: Program, groups: Groups, pairs: PairTimes | None
+) -> set[tuple[int, int, int]]:
+    """Pairs of rows as pairs of groups; no job is its own company."""
+    if pairs is None:
+        return set()
+    alone = np.bincount(groups.of, weights=program.count) < 2
+    a, b = groups.of[pairs.a], groups.of[pairs.b]
+    kept = (a != b) | ~alone[a]
+    low, high = np.minimum(a, b)[kept], np.maximum(a, b)[kept]
+    return {*zip(low.tolist(), high.tolist(), pairs.column[kept].tolist(), strict=True)}
+
+
+def _pairs_for_floors(
+    program: Program, pairing: Pairing, groups: Groups
+) -> set[tuple[int, int, int]]:
     """Pairs with which all floors can be met, where they can: those of a max-min program."""
     lift = replace(
         program,
@@ -229,7 +164,7 @@ def _pairs_for_floors(program: Program, pairing: Pairing) -> PairTimes:
     free = replace(
         pairing, worth=np.zeros_like(pairing.worth), charge=np.zeros_like(pairing.charge)
     )
-    return solve(lift, free)[1]
+    return _triples(program, groups, solve(lift, free)[1])
 
 
 def nobody(program: Program) -> Pairing:
@@ -245,81 +180,9 @@ def nobody(program: Program) -> Pairing:
 
 def solve_alone(program: Program) -> Solution:
     """Maximise without pairs, by the simplex method: for programs without an interior."""
-    found, _ = solve(program, nobody(program))
+    row = np.maximum(program.rate.max(axis=1), 1e-300)
+    found, _ = Open(program, nobody(program), row=row).solve(program)
     return replace(found, time_prices=None, method="HiGHS simplex")
-
-
-def _all_pairs(program: Program, pairing: Pairing) -> tuple[Ints, Ints, Ints]:
-    kind = pairing.kind
-    both = pairing.rate[kind[:, None], kind[None, :]]
-    useful = (both > 0) | (both.transpose(1, 0, 2) > 0)
-    useful &= (program.rate[:, None, :] > 0) & (program.rate[None, :, :] > 0)
-    useful &= program.usage[:, None, :] == program.usage[None, :, :]
-    useful &= np.triu(np.ones(both.shape[:2], bool))[:, :, None]
-    alone = np.flatnonzero(program.count < 2)
-    useful[alone, alone] = False
-    a, b, c = np.nonzero(useful)
-    return a, b, c
-
-
-class _Envelope:
-    """For kinds A, B and a column: the row of A that earns most beside a row of B."""
-
-    def __init__(self, program: Program, pairing: Pairing, u: Floats, y: Floats) -> None:
-        kinds, columns = len(pairing.rate), program.rate.shape[1]
-        shape = (kinds, kinds, columns)
-        self.best, self.second = np.full(shape, -np.inf), np.full(shape, -np.inf)
-        self.row, self.next = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        self.value: list[tuple[Ints, Floats]] = []
-        for a in range(kinds):
-            rows = np.flatnonzero(pairing.kind == a)
-            worth = y[rows, None] + pairing.worth[rows]
-            value = worth[:, None, :] * pairing.rate[a] - u[rows, None, None]
-            runs = (program.rate[rows] > 0)[:, None, :]
-            value = np.where(runs & ((pairing.rate[a] > 0) | (pairing.rate[:, a] > 0)), value,
-                             -np.inf)  # fmt: skip
-            self.value.append((rows, value))
-            if len(rows):
-                order = np.argsort(-value, axis=0, kind="stable")
-                self._keep(a, rows, value, order, program.count)
-
-    def _keep(self, a: int, rows: Ints, value: Floats, order: Ints, count: Floats) -> None:
-        first = order[0]
-        self.row[a], self.best[a] = rows[first], np.take_along_axis(value, order[:1], 0)[0]
-        # A partner of the same kind is the next row, or the same row where it has two members.
-        twin = count[rows[first]] >= 2
-        if len(rows) > 1:
-            after = np.take_along_axis(value, order[1:2], 0)[0]
-            self.next[a] = np.where(twin, rows[first], rows[order[1]])
-            self.second[a] = np.where(twin, self.best[a], after)
-        else:
-            self.next[a], self.second[a] = rows[first], np.where(twin, self.best[a], -np.inf)
-
-
-def _paying(
-    program: Program, pairing: Pairing, u: Floats, y: Floats, price: Floats
-) -> set[tuple[int, int, int]]:
-    """For every row the pair that would earn most, where it earns anything."""
-    envelope = _Envelope(program, pairing, u, y)
-    rent = price @ program.resources + pairing.charge
-    found: set[tuple[int, int, int]] = set()
-    for a, (rows, value) in enumerate(envelope.value):
-        if not len(rows):
-            continue
-        beside, partner = envelope.best[:, a].copy(), envelope.row[:, a].copy()
-        beside[a], partner[a] = envelope.second[a, a], envelope.next[a, a]
-        earned = value + beside - (program.usage[rows] * rent)[:, None, :]
-        if len(rows) > 1:  # the next row's own best partner is the first
-            own = rows[:, None] == partner[a]
-            earned[:, a][own & (program.count[rows] < 2)[:, None]] = -np.inf
-        flat = earned.reshape(len(rows), -1)
-        top = flat.argmax(axis=1)
-        unit = np.abs(value).max(where=np.isfinite(value), initial=1e-300)
-        for i in np.flatnonzero(flat[np.arange(len(rows)), top] > TOLERANCE * unit):
-            b, c = divmod(int(top[i]), program.rate.shape[1])
-            pair = sorted((int(rows[i]), int(partner[b, c])))
-            found.add((pair[0], pair[1], c))
-    return found
 
 
 def spare_prices(program: Program, pairing: Pairing, y: Floats, price: Floats, u: Floats) -> Floats:
@@ -328,8 +191,9 @@ def spare_prices(program: Program, pairing: Pairing, y: Floats, price: Floats, u
     All rows at once may be dearer by this; 0 where some column costs nothing, alone or in
     company.
     """
-    envelope = _Envelope(program, pairing, u, y)
-    helped = np.maximum(envelope.best.max(axis=0)[pairing.kind], 0.0)
+    company = company_of(program, pairing)
+    earned, _ = company.beside(company.lines(y[:, None] + pairing.worth, u))
+    helped = np.maximum(earned.max(axis=1), 0.0)
     rent = program.usage * (price @ program.resources + pairing.charge)
     left = rent - helped + u[:, None] - (y[:, None] + pairing.worth) * program.rate
     beside = pairing.rate.max(axis=1)[pairing.kind]
@@ -340,8 +204,18 @@ def spare_prices(program: Program, pairing: Pairing, y: Floats, price: Floats, u
     return spare
 
 
+def company_of(program: Program, pairing: Pairing) -> Company:
+    """Rows as each other's company."""
+    return Company(pairing.rate, pairing.kind, program.rate > 0, program.usage, program.count < 2)
+
+
 def bound_with_pairs(
-    program: Program, pairing: Pairing, y: Floats, price: Floats, u: Floats
+    program: Program,
+    pairing: Pairing,
+    y: Floats,
+    price: Floats,
+    u: Floats,
+    company: Company | None = None,
 ) -> tuple[float, Floats, Floats, Floats]:
     """The upper bound that prices prove when rows may share; ``u`` [rows] prices time."""
     alone, fair, prices = dual_bound(program, y, price)
@@ -352,36 +226,32 @@ def bound_with_pairs(
     worth = program.gain + fair[:, None] * program.rate - program.usage * rent
     rent = rent + pairing.charge
     time = np.maximum(np.where(program.rate > 0, worth, 0.0).max(axis=1), u * scale)
-    envelope = _Envelope(program, pairing, time, fair)
-    usage = np.zeros((len(pairing.rate), program.rate.shape[1]))
-    usage[pairing.kind] = program.usage
-    beside = envelope.best.transpose(1, 0, 2)
-    beside = np.where(np.eye(len(usage), dtype=bool)[:, :, None], envelope.second, beside)
-    earned = envelope.best + beside - (usage * rent)[:, None, :]
-    time = time + max(0.0, float(earned.max())) / 2
+    company = company_of(program, pairing) if company is None else company
+    value = company.lines(fair[:, None] + pairing.worth, time)
+    time = time + max(0.0, company.surplus(value, rent)) / 2
     bound = program.capacity @ prices + program.count @ (time - fair * program.floor)
     return float(bound), fair, prices, time
 
 
 def _read(
-    master: _Master, answer: LinearAnswer, u: Floats, y: Floats, price: Floats, rounds: int
+    program: Program,
+    pairing: Pairing,
+    company: Company,
+    x: Floats,
+    pairs: PairTimes,
+    prices: Prices,
+    rounds: int,
 ) -> tuple[Solution, PairTimes]:
-    program, pairing = master.program, master.pairing
-    values = np.maximum(answer.values, 0.0)
-    number = len(master.singles[0])
-    x = np.zeros_like(program.rate)
-    x[master.singles] = values[:number] / program.count[master.singles[0]]
-    time = values[master.at]
-    used = np.flatnonzero(time > 0)
-    pairs = PairTimes(a=master.a[used], b=master.b[used], column=master.c[used], time=time[used])
     share = _overuse(program, x, pairs)
     x, pairs = x / share, replace(pairs, time=pairs.time / share)
     reached, gained = reach(program, pairing, x, pairs)
     rows = program.demands & (program.level > 0)
     slack = (reached - program.floor)[rows]
-    z = float((slack / program.level[rows]).min()) if rows.any() and master.has_level else 0.0
+    z = float((slack / program.level[rows]).min()) if rows.any() and program.level_weight else 0.0
     objective = gained + program.level_weight * z
-    bound, y, price, u = bound_with_pairs(program, pairing, y, price, u)
+    bound, y, price, u = bound_with_pairs(
+        program, pairing, prices.y, prices.resources, prices.u, company
+    )
     needed = np.maximum(program.floor, 1e-300)
     lacking = np.where(program.demands, (program.floor - reached) / needed, 0.0).max(initial=0.0)
     return Solution(
