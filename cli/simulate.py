@@ -218,11 +218,16 @@ def _read_jobs(path: Path, case: "Case") -> "tuple[Iterable[Job], tuple[Entity, 
     from ..profilers.importers_philly import PhillyTrace
     from ..schema import files
     from ..schema.jobs import Jobs
+    from ..schema.records import nearest
+    from ..simulator.draws import TraceKind
 
     if path.suffix == ".trace":
         return read_gavel_trace(path), ()
     if path.name.startswith("cluster_job_log"):
         return PhillyTrace(path, case.throughputs, next(iter(case.num_devices))), ()
+    guess = nearest(str(path), get_args(TraceKind))
+    if guess is not None and not path.exists():
+        raise ProblemError(f"{path}: no such file, and no kind to draw; did you mean {guess!r}?")
     found = files.read(path, Jobs)
     return found.jobs, found.entities
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..schema.errors import FileError, HetflowError
+from ..schema.errors import FileError, HetflowError, ProblemError
 from ..schema.files import read_text
 from ..schema.jobs import Job, ModelThroughput, PairThroughput, Throughputs
 
@@ -168,18 +168,27 @@ def _job(fields: list[str], index: int, where: str) -> Job:
             f"{where}: has {len(fields)} of {_FIELDS} fields; the trace may be truncated"
         )
     steps, scale, weight, slo, arrival = fields[5:]
+    slo_seconds = _number(slo, f"{where}: slo_seconds")
     try:
-        slo_seconds = float(slo)
         return Job(
             id=str(index),
             model=fields[0],
-            steps=float(steps),
-            scale_factor=int(scale),
-            priority_weight=float(weight),
+            steps=_number(steps, f"{where}: steps"),
+            scale_factor=int(_number(scale, f"{where}: scale_factor", is_whole=True)),
+            priority_weight=_number(weight, f"{where}: priority_weight"),
             slo_seconds=slo_seconds if slo_seconds > 0 else None,
-            arrival_seconds=float(arrival),
+            arrival_seconds=_number(arrival, f"{where}: arrival_seconds"),
         )
-    except HetflowError as error:
+    except ProblemError as error:
         raise FileError(f"{where}: {error.message}") from None
-    except ValueError as error:
-        raise FileError(f"{where}: {error}") from None
+
+
+def _number(text: str, where: str, *, is_whole: bool = False) -> float:
+    try:
+        value = int(text) if is_whole else float(text)
+    except ValueError:
+        kind = "a whole number" if is_whole else "a number"
+        raise FileError(f"{where}: must be {kind}, got {text[:60]!r}") from None
+    if not math.isfinite(value):
+        raise FileError(f"{where}: must be finite, got {text[:60]!r}")
+    return value

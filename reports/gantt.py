@@ -29,7 +29,7 @@ def simulation_image(run: SimulationRun, file_format: str) -> bytes:
     upper, lower = figure.subplots(2, 1)
     _draw_spans(upper, run.spans)
     upper.set_xlabel("time (h)")
-    upper.set_ylabel("jobs, a lane a device type")
+    upper.set_ylabel("jobs by type")
     times = sorted(job.completion_seconds / _HOUR for job in run.jobs)
     lower.step(times, [(i + 1) / len(times) for i in range(len(times))], where="post")
     lower.set_xscale("log")

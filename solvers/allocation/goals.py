@@ -11,10 +11,11 @@ import numpy as np
 from ...schema.errors import InfeasibleError, ProblemError
 from .engine import Outcome, optimise
 from .instance import Instance
-from .program import Bools, Floats
+from .program import Bools, Floats, Ints
 
 PRECISION = 1e-10
 MAX_CUTS = 60
+MAX_NAMED = 10  # jobs in a message
 # Floors are raised by so much where they have room: rounding then never breaks them.
 FLOOR_MARGIN = 2e-10
 
@@ -110,15 +111,18 @@ def _room(instance: Instance, floor: Floats) -> float:
     alone = np.flatnonzero(floor > best * (1 + PRECISION))
     if len(alone) and instance.pair_rate is None:
         first = alone[0]
+        whose = "its SLO" if len(alone) == 1 else "every SLO"
+        worst = float((floor / best)[alone].max())
         raise InfeasibleError(
             f"job {str(instance.ids[first])!r} needs {floor[first]:.6g} steps/s for its SLO, but "
-            f"its fastest devices give {best[first]:.6g} ({len(alone)} such jobs)",
-            hint=f"make its SLO at least {floor[first] / best[first]:.4g} times as long",
+            f"its fastest devices give {best[first]:.6g}{_others(instance, alone, floor / best)}",
+            hint=f"make {whose} at least {worst:.4g} times as long",
         )
     found = optimise(instance, instance.program(level=floor))
     if found.objective < 1.0 - PRECISION:
         binding = np.flatnonzero(found.job_prices * floor > 1e-6)
-        names = ", ".join(repr(str(instance.ids[i])) for i in binding[:3])
+        names = ", ".join(repr(str(instance.ids[i])) for i in binding[:MAX_NAMED])
+        names += ", ..." if len(binding) > MAX_NAMED else ""
         raise InfeasibleError(
             f"the SLOs cannot be met together: at best {100 * found.objective:.6g} % of the "
             f"throughput they need; {len(binding)} jobs bind ({names})",
@@ -126,6 +130,15 @@ def _room(instance: Instance, floor: Floats) -> float:
             "the pool",
         )
     return found.objective - 1.0
+
+
+def _others(instance: Instance, places: Ints, factor: Floats) -> str:
+    """The other jobs that alone ask for too much, and how many times too much."""
+    if len(places) == 1:
+        return ""
+    named = [f"{str(instance.ids[i])!r} {factor[i]:.4g}" for i in places[1 : MAX_NAMED + 1]]
+    more = ", ..." if len(places) > MAX_NAMED + 1 else ""
+    return f" ({len(places)} such jobs; times too much: {', '.join(named)}{more})"
 
 
 def least_curve(instance: Instance, goal: LeastCurve) -> Outcome:

@@ -82,6 +82,9 @@ def test_a_sweep_is_a_line_each_and_the_same_in_processes(app: typer.Typer, tabl
         (LINE.format(-3.0), "arrival_seconds"),
         (LINE.format(0.0).replace("4000", "-4000"), "steps"),
         ("", "holds no jobs"),
+        (LINE.format("soon"), "line 1: arrival_seconds: must be a number, got 'soon'"),
+        (LINE.format("nan"), "line 1: arrival_seconds: must be finite"),
+        (LINE.format(0.0).replace("\t1\t1\t", "\t1.5\t1\t"), "scale_factor: must be a whole"),
     ],
 )
 def test_bad_traces_write_nothing(
@@ -105,6 +108,7 @@ def test_bad_traces_write_nothing(
         ("static-single", ("--policy", "lass"), "did you mean 'las'"),
         ("static-single", ("--scheduler", "elastic", "--num-jobs", "3"), "one device type"),
         ("nowhere.trace", (), "no such file"),
+        ("continuos-single", (), "did you mean 'continuous-single'"),
         ("static-single", ("--round-seconds", "nan"), "rounds must last > 0 s"),
         ("static-single", ("--restart-seconds", "inf"), "all finite"),
         ("static-single", ("--failure-hours", "nan"), "between failures must be > 0 s"),

@@ -76,7 +76,7 @@ def test_a_trace_is_read():
         ("A\tpython3", "line 2: has 2 of 10 fields; the trace may be truncated"),
         (LINE.format(steps=1, slo=-1, arrival=-5), "line 2.*arrival_seconds: must be >= 0"),
         (LINE.format(steps=0, slo=-1, arrival=5), "line 2.*steps: must be > 0"),
-        (LINE.format(steps="x", slo=-1, arrival=5), "line 2: could not convert"),
+        (LINE.format(steps="x", slo=-1, arrival=5), "line 2: steps: must be a number"),
         (LINE.format(steps="nan", slo=-1, arrival=5), "line 2.*steps: must be"),
         (LINE.format(steps=1, slo=-1, arrival=0.5), "line 2: arrives at 0.5 s, before"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.schema import files
+from hetflow.schema import files, jobs, simulation
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import FileError, ProblemError
 from hetflow.schema.profile import BatchPoint, Profile, Sync
@@ -233,3 +233,14 @@ def test_a_cluster_file_reads(tmp_path: Path) -> None:
     cluster = files.from_json(json.dumps(document), Cluster)
     assert cluster.num_devices == {"V100": 16}
     assert json.loads(files.to_json(cluster)) == document
+
+
+def test_every_key_of_the_cluster_files_is_in_the_page_of_formats():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "formats.md").read_text()
+    records = (
+        jobs.Job, jobs.Entity, jobs.ModelThroughput, jobs.PairThroughput, jobs.MixThroughput,
+        jobs.Allocation, jobs.PairShare, jobs.Certificate, simulation.SimulationRun,
+        simulation.SimulationMetrics, simulation.JobOutcome, simulation.Span,
+    )  # fmt: skip
+    keys = {key for record in records for key in record.__dataclass_fields__}
+    assert sorted(key for key in keys if f"`{key}`" not in page and f"`{key}[" not in page) == []

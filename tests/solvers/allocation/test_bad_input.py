@@ -106,6 +106,12 @@ def test_slos_that_cannot_be_met_name_the_job_and_the_lack():
     with pytest.raises(InfeasibleError, match="'a' needs 20 steps/s .* give 10") as error:
         allocate(problem(alone, dollars_per_hour={"V100": 1.0, "K80": 1.0}), "min_cost_slo")
     assert "2 times as long" in error.value.hint
+    hasty = [Job(id=f"h{i}", model="m", steps=100.0, slo_seconds=5.0 - i) for i in range(3)]
+    with pytest.raises(
+        InfeasibleError, match="3 such jobs; times too much: 'h1' 2.5, 'h2' 3.333"
+    ) as error:
+        allocate(problem(*hasty, dollars_per_hour={"V100": 1.0, "K80": 1.0}), "min_cost_slo")
+    assert error.value.hint == "make every SLO at least 3.333 times as long"
     jobs = [Job(id=f"j{i}", model="m", steps=100.0, slo_seconds=12.5) for i in range(2)]
     with pytest.raises(InfeasibleError, match="at best 75 % .* 2 jobs bind") as error:
         allocate(problem(*jobs, dollars_per_hour={"V100": 1.0, "K80": 1.0}), "min_cost_slo")
