@@ -11,15 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..schema.jobs import Job
-from .priorities import NOWHERE, Floats, Ints, take_first
+from .priorities import NOWHERE, Floats, Ints
 from .rounds import STEPS_LEFT, RoundOptions, Rounds
 
 _LOG = 64  # rounds whose books may wait
 _FEW = 8
+_AHEAD = 256  # orders of types drawn at once
 _NOBODY: Ints = np.zeros(0, dtype=np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Choice:
     """Who runs [running jobs], by column, then place; what a whole round brings to each."""
 
@@ -29,7 +30,6 @@ class _Choice:
     steps: Floats
     seconds: Floats
     charged: Floats
-    worked: Floats
     busy: Floats
 
 
@@ -61,7 +61,9 @@ class QuickRounds(Rounds):
         self.free = self.pool.capacity.tolist()
         self.kinds = 0
         self.counts: tuple[int, ...] = ()
-        self.column = np.zeros(0, dtype=np.int64)
+        self.column = self.offset = np.zeros(0, dtype=np.int64)
+        self.orders: list[list[int]] = []
+        self.scales: list[int] = []
         self.again: _Choice | None = None
         self.published = self.options.convention == "published"
 
@@ -80,6 +82,7 @@ class QuickRounds(Rounds):
         for place, kind in enumerate(active.kind[before:].tolist(), start=before):
             self.ready[:, :, place] = self.of_kind[1:, :, kind]
             self.least_first[:, place] = 0.0
+        self.scales.extend(job.scale_factor for job in jobs)
         self.alike = self.alike and all(job.scale_factor == 1 for job in jobs)
         if self.published:
             self._take_turns()
@@ -122,7 +125,9 @@ class QuickRounds(Rounds):
         self.had = self.received.reshape(-1)
         self.urgency = np.empty_like(self.rank)
         self.rows = list(self.urgency)
-        self.alike = bool((active.scale == 1).all())
+        self.scales = active.scale.tolist()
+        self.alike = max(self.scales, default=1) == 1
+        self.counts = ()
         self.turn: Ints | None = None
         if self.published:
             self._take_turns()
@@ -145,26 +150,25 @@ class QuickRounds(Rounds):
         choice = self.again
         if choice is None:
             choice = self._choose_anew()
-        elif self.allocator.agnostic:
+        else:
             self.type_order()  # keeps its place in the random stream
         active, options, runs, flat = self.active, self.options, choice.runs, choice.flat
         left_of = active.floats[0]
         had = left_of[runs]
         left = had - choice.steps
-        seconds, charged, worked, busy = choice.seconds, choice.charged, choice.worked, choice.busy
+        seconds, charged, busy = choice.seconds, choice.charged, choice.busy
         done: Ints | None = None
-        if options.restart_seconds or (len(left) and left.min() <= STEPS_LEFT):
+        if options.restart_seconds or np.minimum.reduce(left, initial=np.inf) <= STEPS_LEFT:
             moved = self.where[len(self.starts)][runs] != choice.column
             seconds, steps = self.work(self.rate[flat], had, options.restart_seconds * moved)
             left = had - steps
             spent = seconds * active.scale[runs]
-            charged, worked = seconds, self._sums(choice.column, seconds)
+            charged = spent if self.published else seconds
             busy = self._sums(choice.column, spent)
             done = (left <= STEPS_LEFT).nonzero()[0]
         left_of[runs] = left
         self.had[flat] += charged
         self.held[flat] += seconds
-        self.worker_seconds += worked
         self.busy += busy
         self.starts.append(self.now)
         self.where[len(self.starts)][runs] = choice.column
@@ -183,49 +187,89 @@ class QuickRounds(Rounds):
         )
 
     def _choose_anew(self) -> "_Choice":
-        urgency = self.urgency  # minus the priorities: the least goes first
-        np.multiply(self.least_first, self.worker_seconds[:, None], out=urgency)
-        np.divide(urgency, self.received, out=urgency)
+        urgency = self.urgency  # minus X / t: the least goes first
+        np.divide(self.least_first, self.received, out=urgency)
         np.add(urgency, self.rank, out=urgency)
-        order, rows, room = self.type_order(), self.rows, self.active.room
-        parts: list[Ints] = [_NOBODY] * len(order)
-        contested = False
-        for turn, kind in enumerate(order, start=1):
-            chosen, passed = self._first(kind)
-            contested = contested or passed
-            for later in order[turn:]:
-                rows[later][chosen] = np.inf
-            parts[kind] = chosen
-        counts = tuple(map(len, parts))
+        order = self.type_order()
+        if self.alike:
+            contested, counts, runs = self._take_any(order)
+        else:
+            contested, counts, runs = self._take_fitting(order)
         if counts != self.counts:
-            self.counts, self.column = counts, np.arange(len(parts)).repeat(counts)
-        runs = np.concatenate(parts)
-        column = self.column
-        flat = column * room + runs
+            self.counts, self.column = counts, np.arange(len(counts)).repeat(counts)
+            self.offset = self.column * self.active.room
+        column, flat = self.column, self.offset + runs
         seconds, spent = self.seconds[flat], self.spent[flat]
-        worked = self._sums(column, seconds)
-        busy = worked if self.alike else self._sums(column, spent)
-        choice = _Choice(runs, column, flat, self.steps[flat], seconds, seconds, worked, busy)
+        charged = spent if self.published else seconds
+        choice = _Choice(
+            runs, column, flat, self.steps[flat], seconds, charged, self._sums(column, spent)
+        )
         if not contested and self._order_is_fixed():
             self.again = choice
         return choice
 
-    def _first(self, kind: int) -> tuple[Ints, bool]:
-        """The jobs of one type in order of place, and whether others had wanted it."""
-        row, free = self.rows[kind], self.free[kind]
+    def _ranked(self, kind: int) -> Ints:
+        row = self.rows[kind]
         if self.turn is None:
-            ranked = row.argsort(kind="stable")
-        else:
-            turn = self.turn[kind]
-            ranked = turn[row[turn].argsort(kind="stable")]
-        if self.alike:
+            return row.argsort(kind="stable")
+        turn = self.turn[kind]
+        answer: Ints = turn[row[turn].argsort(kind="stable")]
+        return answer
+
+    def _take_any(self, order: list[int]) -> tuple[bool, tuple[int, ...], Ints]:
+        """Jobs of one device: whether some had to wait, how many run on each type, and who."""
+        rows, contested = self.rows, False
+        parts: list[Ints] = [_NOBODY] * len(order)
+        for turn, kind in enumerate(order, start=1):
+            row, free = rows[kind], self.free[kind]
+            ranked = self._ranked(kind)
             if free < len(row) and row[ranked[free]] < np.inf:
                 chosen = ranked[:free]
                 chosen.sort()
-                return chosen, True
-            return (row < np.inf).nonzero()[0], False
-        number = int(row[ranked].searchsorted(np.inf))
-        return take_first(ranked[:number], self.active.ints[0], free)
+                contested = True
+            else:
+                chosen = (row < np.inf).nonzero()[0]
+            for later in order[turn:]:
+                rows[later][chosen] = np.inf
+            parts[kind] = chosen
+        return contested, tuple(map(len, parts)), np.concatenate(parts)
+
+    def _take_fitting(self, order: list[int]) -> tuple[bool, tuple[int, ...], Ints]:
+        """The same for jobs of several devices: each in turn that still fits."""
+        scales, contested = self.scales, False
+        parts: list[list[int]] = [[]] * len(order)
+        taken = set[int]()
+        for kind in order:
+            free, chosen = self.free[kind], list[int]()
+            wanted = int(np.count_nonzero(self.rows[kind] < np.inf))
+            for place in self._ranked(kind)[:wanted].tolist():
+                if place in taken:
+                    continue
+                need = scales[place]
+                if need <= free:
+                    chosen.append(place)
+                    free -= need
+                else:
+                    contested = True
+                    if not free:
+                        break
+            taken.update(chosen)
+            chosen.sort()
+            parts[kind] = chosen
+        counts = tuple(map(len, parts))
+        return contested, counts, np.array(sum(parts, []), dtype=np.int64)
+
+    def type_order(self) -> list[int]:
+        """As for plain rounds; orders drawn at random are drawn many at once."""
+        if not self.allocator.agnostic:
+            return self.order or super().type_order()
+        if not self.orders:
+            self.orders = self._drawn(_AHEAD).tolist()[::-1]
+        return self.orders.pop()
+
+    def _drawn(self, number: int) -> Ints:
+        orders: Ints = np.tile(np.arange(len(self.pool.types)), (number, 1))
+        return self.random.permuted(orders, axis=1)
 
     def _end(self, places: Ints, finish: Floats) -> None:
         order = places.argsort()
@@ -291,17 +335,19 @@ class QuickRounds(Rounds):
         sure = int(min(sure, (left / choice.steps).min(initial=np.inf) - 2, 1e9))
         if sure < _FEW:
             return
-        parts = (left, self.held[flat], self.had[flat], self.worker_seconds, self.busy)
+        parts = (left, self.held[flat], self.had[flat], self.busy)
         books = np.concatenate((*parts, [self.now]))
-        each = (-choice.steps, choice.seconds, choice.charged, choice.worked, choice.busy)
+        each = (-choice.steps, choice.seconds, choice.charged, choice.busy)
         change = np.concatenate((*each, [length]))
         for _ in range(sure):
             books += change
         if self.allocator.agnostic:  # the orders that so many rounds would have drawn
-            orders = np.tile(np.arange(len(self.pool.types)), (sure, 1))
-            self.random.permuted(orders, axis=1)
+            waiting = len(self.orders)
+            del self.orders[max(0, waiting - sure) :]
+            if sure > waiting:
+                self._drawn(sure - waiting)
         self.num_rounds += sure
-        cuts = np.cumsum([len(runs), len(runs), len(runs), types, types])
-        left, held, had, self.worker_seconds[:], self.busy[:], now = np.split(books, cuts)
+        cuts = np.cumsum([len(runs), len(runs), len(runs), types])
+        left, held, had, self.busy[:], now = np.split(books, cuts)
         self.active.floats[0][runs], self.held[flat], self.had[flat] = left, held, had
         self.now = float(now[0])

@@ -204,13 +204,16 @@ class Rounds:
 
     def _choose(self) -> Ints:
         active, free = self.active, self.up
-        ranked = priorities(active.share, active.received, self.worker_seconds)
+        joint = self.options.selection == "joint"
+        # All of one type have the same sum of t, so it orders types among each other only.
+        worked = self.worker_seconds if joint else np.ones(len(active.share))
+        ranked = priorities(active.share, active.received, worked)
         if self.options.fills_idle and self.options.convention == "text":
             ranked = fill_idle(ranked, active.relative)
         else:
             least = 0.0 if self.options.fills_idle else ANY_SHARE
             ranked = np.where((active.rate > 0) & (ranked >= least), ranked, -np.inf)
-        if self.options.selection == "joint":
+        if joint:
             return choose(ranked, active.scale, free)
         ties = active.deficit if self.options.convention == "published" else None
         return choose_by_type(ranked, ties, active.scale, free, self.type_order())
