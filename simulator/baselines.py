@@ -15,23 +15,37 @@ class GreedyFifo:
 
     name, agnostic, shares_space = "fifo_greedy", False, False
 
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._seen: Active | None = None
+        self._fastest: list[list[int]] = []  # types of each kind of jobs, fastest first
+
     def allocate(self, active: Active, now_seconds: float) -> Shares:
         """Give each job all of the time on one type, or none."""
-        share = np.zeros_like(active.rate)
+        if active is not self._seen:
+            self._seen, self._fastest = active, []
+        for number in range(len(self._fastest), len(active.kinds)):
+            rate = active.fresh(number)[0].tolist()
+            ranked = sorted(range(len(rate)), key=lambda kind: -rate[kind])
+            self._fastest.append([kind for kind in ranked if rate[kind] > 0])
         free = active.pool.capacity.tolist()
-        least = min(active.scale.tolist())
-        for job, (need, rate) in enumerate(
-            zip(active.scale.tolist(), active.rate.T.tolist(), strict=True)
-        ):
-            open_ = [kind for kind, left in enumerate(free) if left >= need]
-            if not open_:
+        scales = active.scale.tolist()
+        least, most = min(scales), max(free)
+        kinds, jobs = list[int](), list[int]()
+        for job, (need, number) in enumerate(zip(scales, active.kind.tolist(), strict=True)):
+            if need > most:
                 break
-            kind = max(open_, key=lambda kind: (rate[kind], -kind))
-            if rate[kind] > 0:
-                share[kind, job] = 1.0
-                free[kind] -= need
-                if max(free) < least:
+            for kind in self._fastest[number]:
+                if free[kind] >= need:
+                    free[kind] -= need
+                    kinds.append(kind)
+                    jobs.append(job)
+                    most = max(free)
                     break
+            if most < least:
+                break
+        share = np.zeros_like(active.rate)
+        share[kinds, jobs] = 1.0
         return Shares(share)
 
 

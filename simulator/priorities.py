@@ -116,30 +116,18 @@ def choose_by_type(
 
 def take(ranked: Ints, scale: Ints, free: int) -> Ints:
     """Of ranked jobs, each in turn that still fits on ``free`` devices."""
-    return _fitting(ranked, scale[ranked], free)[0]
-
-
-def take_first(ranked: Ints, scale: Ints, free: int) -> tuple[Ints, bool]:
-    """As ``take``, in order of place; and whether anybody was passed over."""
-    taken, passed = _fitting(ranked, scale[ranked], free)
-    taken.sort()
-    return taken, passed
-
-
-def _fitting(ranked: Ints, needs: Ints, free: int) -> tuple[Ints, bool]:
+    needs = scale[ranked]
     total = needs.cumsum()
     fits = int(total.searchsorted(free, side="right"))
     if fits == len(ranked):
-        return ranked, False
+        return ranked
     if fits:
         free -= int(total[fits - 1])
-    if free <= 0:
-        return ranked[:fits], True
     more = []
     for place, need in enumerate(needs[fits + 1 :].tolist(), start=fits + 1):
+        if free <= 0:
+            break
         if need <= free:
             more.append(place)
             free -= need
-            if free <= 0:
-                break
-    return (np.concatenate((ranked[:fits], ranked[more])) if more else ranked[:fits]), True
+    return np.concatenate((ranked[:fits], ranked[more])) if more else ranked[:fits]

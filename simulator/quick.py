@@ -15,14 +15,17 @@ from .priorities import NOWHERE, Floats, Ints
 from .rounds import STEPS_LEFT, RoundOptions, Rounds
 
 _LOG = 64  # rounds whose books may wait
-_FEW = 8
+_MOST = 1e9
 _AHEAD = 256  # orders of types drawn at once
 _NOBODY: Ints = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(slots=True)
 class _Choice:
-    """Who runs [running jobs], by column, then place; what a whole round brings to each."""
+    """Who runs [running jobs], by column, then place; what a whole round brings to each.
+
+    ``change`` is all of that in a row, once it has been asked for.
+    """
 
     runs: Ints
     column: Ints
@@ -31,6 +34,7 @@ class _Choice:
     seconds: Floats
     charged: Floats
     busy: Floats
+    change: Floats | None = None
 
 
 def is_plain(options: RoundOptions) -> bool:
@@ -41,6 +45,11 @@ def is_plain(options: RoundOptions) -> bool:
         and options.failure_seconds is None
         and not options.records_spans
     )
+
+
+def _whole(rounds: float) -> int:
+    """How many rounds are whole for certain, though sums of so many err in their last digits."""
+    return int(max(-1.0, min(rounds, _MOST) - (1e-6 if rounds < 1000.0 else 2.0)) // 1.0)
 
 
 class QuickRounds(Rounds):
@@ -65,6 +74,7 @@ class QuickRounds(Rounds):
         self.orders: list[list[int]] = []
         self.scales: list[int] = []
         self.again: _Choice | None = None
+        self.logged: _Choice | None = None
         self.published = self.options.convention == "published"
 
     def admit(self, jobs: list[Job]) -> None:
@@ -150,7 +160,7 @@ class QuickRounds(Rounds):
         choice = self.again
         if choice is None:
             choice = self._choose_anew()
-        else:
+        elif self.allocator.agnostic:
             self.type_order()  # keeps its place in the random stream
         active, options, runs, flat = self.active, self.options, choice.runs, choice.flat
         left_of = active.floats[0]
@@ -170,9 +180,11 @@ class QuickRounds(Rounds):
         self.had[flat] += charged
         self.held[flat] += seconds
         self.busy += busy
-        self.starts.append(self.now)
-        self.where[len(self.starts)][runs] = choice.column
         start = self.now
+        if choice is not self.logged:
+            self.logged = choice
+            self.starts.append(start)
+            self.where[len(self.starts)][runs] = choice.column
         self.now = start + self.length(seconds)
         if len(self.starts) >= _LOG:
             self._write()
@@ -211,9 +223,10 @@ class QuickRounds(Rounds):
     def _ranked(self, kind: int) -> Ints:
         row = self.rows[kind]
         if self.turn is None:
-            return row.argsort(kind="stable")
+            answer: Ints = row.argsort(kind="stable")
+            return answer
         turn = self.turn[kind]
-        answer: Ints = turn[row[turn].argsort(kind="stable")]
+        answer = turn[row[turn].argsort(kind="stable")]
         return answer
 
     def _take_any(self, order: list[int]) -> tuple[bool, tuple[int, ...], Ints]:
@@ -222,13 +235,11 @@ class QuickRounds(Rounds):
         parts: list[Ints] = [_NOBODY] * len(order)
         for turn, kind in enumerate(order, start=1):
             row, free = rows[kind], self.free[kind]
-            ranked = self._ranked(kind)
-            if free < len(row) and row[ranked[free]] < np.inf:
-                chosen = ranked[:free]
+            chosen = (row < np.inf).nonzero()[0]
+            if len(chosen) > free:
+                chosen = self._ranked(kind)[:free]
                 chosen.sort()
                 contested = True
-            else:
-                chosen = (row < np.inf).nonzero()[0]
             for later in order[turn:]:
                 rows[later][chosen] = np.inf
             parts[kind] = chosen
@@ -241,8 +252,12 @@ class QuickRounds(Rounds):
         taken = set[int]()
         for kind in order:
             free, chosen = self.free[kind], list[int]()
-            wanted = int(np.count_nonzero(self.rows[kind] < np.inf))
-            for place in self._ranked(kind)[:wanted].tolist():
+            wants = (self.rows[kind] < np.inf).nonzero()[0]
+            wanted = len(wants)
+            places = wants.tolist() if wanted <= free else []
+            if wanted > free or sum(map(scales.__getitem__, places)) > free:
+                places = self._ranked(kind)[:wanted].tolist()
+            for place in places:
                 if place in taken:
                     continue
                 need = scales[place]
@@ -321,24 +336,29 @@ class QuickRounds(Rounds):
         """Run the round that was just run again and again, as long as nothing can differ.
 
         Nobody was passed over, so the next round chooses the same; until a job arrives or ends,
-        or an allocation is due, only the books go on: one addition a round to all of them. Short
-        of ``_FEW`` rounds from there they go on one by one.
+        or an allocation is due, only the books go on: one addition a round to all of them.
         """
         until, length = self.queue.next_seconds, self.length(choice.seconds)
         if self.changed and self.last_reset is not None:
             until = min(until, self.last_reset + self.options.reset_seconds)
-        sure = min((until - self.now) / length, self.options.max_rounds - self.num_rounds) - 2
-        if sure < _FEW:
+        sure = min(
+            _whole((until - self.now) / length) + 1, self.options.max_rounds - self.num_rounds
+        )
+        if sure < 1:
             return
-        runs, flat, types = choice.runs, choice.flat, len(self.busy)
+        runs, flat = choice.runs, choice.flat
         left = self.active.floats[0][runs]
-        sure = int(min(sure, (left / choice.steps).min(initial=np.inf) - 2, 1e9))
-        if sure < _FEW:
+        rounds = (left - 2.0 * STEPS_LEFT) / choice.steps
+        sure = min(sure, _whole(float(np.minimum.reduce(rounds, initial=_MOST))))
+        if sure < 1:
             return
-        parts = (left, self.held[flat], self.had[flat], self.busy)
-        books = np.concatenate((*parts, [self.now]))
-        each = (-choice.steps, choice.seconds, choice.charged, choice.busy)
-        change = np.concatenate((*each, [length]))
+        if choice.change is None:
+            each = (-choice.steps, choice.seconds, choice.charged, choice.busy, (length,))
+            choice.change = np.concatenate(each)
+        change, number = choice.change, len(runs)
+        books = np.concatenate(
+            (left, self.held[flat], self.had[flat], self.busy, (self.now,))
+        )  # fmt: skip
         for _ in range(sure):
             books += change
         if self.allocator.agnostic:  # the orders that so many rounds would have drawn
@@ -347,7 +367,8 @@ class QuickRounds(Rounds):
             if sure > waiting:
                 self._drawn(sure - waiting)
         self.num_rounds += sure
-        cuts = np.cumsum([len(runs), len(runs), len(runs), types])
-        left, held, had, self.busy[:], now = np.split(books, cuts)
-        self.active.floats[0][runs], self.held[flat], self.had[flat] = left, held, had
-        self.now = float(now[0])
+        self.active.floats[0][runs] = books[:number]
+        self.held[flat] = books[number : 2 * number]
+        self.had[flat] = books[2 * number : 3 * number]
+        self.busy[:] = books[3 * number : -1]
+        self.now = float(books[-1])

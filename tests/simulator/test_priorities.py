@@ -12,7 +12,6 @@ from hetflow.simulator.priorities import (
     fill_idle,
     priorities,
     take,
-    take_first,
 )
 
 EXAMPLE = np.array([[0.6, 0.2, 0.2], [0.4, 0.6, 0.0], [0.0, 0.2, 0.8]])  # types x jobs
@@ -51,8 +50,6 @@ def test_job_that_does_not_fit_is_passed() -> None:
     chosen = choose(ranked, np.array([2, 4, 1]), np.array([3]))
     assert chosen.tolist() == [0, NOWHERE, 0]
     assert take(np.array([0, 1, 2]), np.array([2, 4, 1]), 3).tolist() == [0, 2]
-    taken, passed = take_first(np.array([2, 1, 0]), np.array([2, 4, 1]), 3)
-    assert (taken.tolist(), passed) == ([0, 2], True)
 
 
 def test_priorities_matter_only_where_devices_are_short() -> None:
