@@ -32,7 +32,6 @@ class _Choice:
     flat: Ints
     steps: Floats
     seconds: Floats
-    charged: Floats
     busy: Floats
     change: Floats | None = None
 
@@ -166,18 +165,16 @@ class QuickRounds(Rounds):
         left_of = active.floats[0]
         had = left_of[runs]
         left = had - choice.steps
-        seconds, charged, busy = choice.seconds, choice.charged, choice.busy
+        seconds, busy = choice.seconds, choice.busy
         done: Ints | None = None
         if options.restart_seconds or np.minimum.reduce(left, initial=np.inf) <= STEPS_LEFT:
             moved = self.where[len(self.starts)][runs] != choice.column
             seconds, steps = self.work(self.rate[flat], had, options.restart_seconds * moved)
             left = had - steps
-            spent = seconds * active.scale[runs]
-            charged = spent if self.published else seconds
-            busy = self._sums(choice.column, spent)
+            busy = self._sums(choice.column, seconds * active.scale[runs])
             done = (left <= STEPS_LEFT).nonzero()[0]
         left_of[runs] = left
-        self.had[flat] += charged
+        self.had[flat] += seconds
         self.held[flat] += seconds
         self.busy += busy
         start = self.now
@@ -211,11 +208,8 @@ class QuickRounds(Rounds):
             self.counts, self.column = counts, np.arange(len(counts)).repeat(counts)
             self.offset = self.column * self.active.room
         column, flat = self.column, self.offset + runs
-        seconds, spent = self.seconds[flat], self.spent[flat]
-        charged = spent if self.published else seconds
-        choice = _Choice(
-            runs, column, flat, self.steps[flat], seconds, charged, self._sums(column, spent)
-        )
+        busy = self._sums(column, self.spent[flat])
+        choice = _Choice(runs, column, flat, self.steps[flat], self.seconds[flat], busy)
         if not contested and self._order_is_fixed():
             self.again = choice
         return choice
@@ -353,7 +347,7 @@ class QuickRounds(Rounds):
         if sure < 1:
             return
         if choice.change is None:
-            each = (-choice.steps, choice.seconds, choice.charged, choice.busy, (length,))
+            each = (-choice.steps, choice.seconds, choice.seconds, choice.busy, (length,))
             choice.change = np.concatenate(each)
         change, number = choice.change, len(runs)
         books = np.concatenate(
