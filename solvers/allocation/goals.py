@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...schema.errors import InfeasibleError, ProblemError
+from . import interior
 from .engine import Outcome, optimise
 from .instance import Instance
 from .program import Bools, Floats, Ints
@@ -18,6 +19,8 @@ MAX_CUTS = 60
 MAX_NAMED = 10  # jobs in a message
 # Floors are raised by so much where they have room: rounding then never breaks them.
 FLOOR_MARGIN = 2e-10
+# Where this much room turns up, how much there is does not matter.
+ROOM = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +109,11 @@ def total(instance: Instance, goal: Total) -> Outcome:
 
 
 def _room(instance: Instance, floor: Floats) -> float:
-    """By how much all floors could be raised at once, relative; raises where none is met."""
+    """By how much all floors could be raised at once, relative, or ``ROOM`` if there is as much.
+
+    Raises:
+        InfeasibleError: They cannot be met at all.
+    """
     best = instance.rate.max(axis=1)
     alone = np.flatnonzero(floor > best * (1 + PRECISION))
     if len(alone) and instance.pair_rate is None:
@@ -118,7 +125,10 @@ def _room(instance: Instance, floor: Floats) -> float:
             f"its fastest devices give {best[first]:.6g}{_others(instance, alone, floor / best)}",
             hint=f"make {whose} at least {worst:.4g} times as long",
         )
-    found = optimise(instance, instance.program(level=floor))
+    program = instance.program(level=floor)
+    if instance.pair_rate is None and interior.can_reach(program, 1.0 + ROOM):
+        return ROOM
+    found = optimise(instance, program)
     if found.objective < 1.0 - PRECISION:
         binding = np.flatnonzero(found.job_prices * floor > 1e-6)
         names = ", ".join(repr(str(instance.ids[i])) for i in binding[:MAX_NAMED])

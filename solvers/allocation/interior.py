@@ -27,6 +27,9 @@ ACCEPTED_GAP = 1e-7
 _PATIENCE = 4
 _STEP = 0.9995
 _SHORT = 0.3
+_WORSE = 1e9  # where numbers gave out, so that they do not overflow as well
+# Centrality correctors: how many, up to which step, how much further, how far apart, for how much.
+_CORRECTORS, _LONG, _FURTHER, _APART, _GAIN = 3, 0.8, 0.3, 10.0, 0.01
 _TINY = 1e-300
 
 
@@ -132,6 +135,24 @@ def _iterate(program: Program) -> Solution | None:
     return best
 
 
+def can_reach(program: Program, level: float) -> bool:
+    """Whether time fractions turn up on the way to the largest z that support a z of ``level``.
+
+    That takes a few iterations where there is room; False says nothing.
+    """
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore", under="ignore"):
+        scaled = _Scaled(program)
+        point: _Point | None = _start(scaled)
+        for _ in range(MAX_ITERATIONS):
+            if point is None or _is_near(scaled, point):
+                return False
+            if point.z * scaled.level_unit > level:
+                if level_of(program, fit(program, point.x.T)) > level:
+                    return True
+            point = _advance(scaled, point)
+    return False
+
+
 def _start(p: _Scaled) -> _Point:
     allowed = np.maximum(p.runs.sum(axis=0), 1)
     x = np.where(p.runs, 0.5 / allowed, 0.0)
@@ -146,18 +167,33 @@ def _start(p: _Scaled) -> _Point:
     used = p.resources @ ((x * p.usage) @ p.count)
     v = np.maximum(reached - p.level * z, 1e-2 * np.abs(reached).max())
     w = np.maximum(p.capacity + p.level_capacity * z - used, 0.05)
-    total = float(p.count @ p.level) if p.has_level else float(p.count.sum())
-    y = np.where(p.demands, 1.0 / max(total, _TINY), 0.0)
+    u, r, y, price = _start_prices(p) if p.has_level else _start_prices_by_row(p)
+    v = np.where(p.demands, v, 1.0)
+    primal = np.concatenate((x.ravel(), 1.0 - x.sum(axis=0), v, w))
+    dual = np.concatenate((r.ravel(), u, y, price))
+    return _Point(len(x), len(p.count), primal, dual, z)
+
+
+def _start_prices(p: _Scaled) -> tuple[Floats, Floats, Floats, Floats]:
+    y = np.where(p.demands, 1.0 / max(float(p.count @ p.level), _TINY), 0.0)
     weight = float(p.count @ (y + p.gain.max(axis=0))) / len(p.capacity)
     price = np.full(len(p.capacity), weight)
     worth = p.gain + y * p.rate - p.usage * (p.resources.T @ price)[:, None]
     unit = max(float(y.max()), float(np.abs(p.gain).max()))
     u = np.full(len(p.count), max(float(worth.max()), 0.0) + unit)
-    r = np.where(p.runs, np.maximum(u - worth, 0.1 * unit), 1.0)
-    v = np.where(p.demands, v, 1.0)
-    primal = np.concatenate((x.ravel(), 1.0 - x.sum(axis=0), v, w))
-    dual = np.concatenate((r.ravel(), u, y, price))
-    return _Point(len(x), len(p.count), primal, dual, z)
+    return u, np.where(p.runs, np.maximum(u - worth, 0.1 * unit), 1.0), y, price
+
+
+def _start_prices_by_row(p: _Scaled) -> tuple[Floats, Floats, Floats, Floats]:
+    """Without z gains may lie decades apart: each row starts on its own scale."""
+    gain = np.abs(p.gain).max(axis=0)
+    price = np.full(len(p.capacity), max(float(p.count @ gain), _TINY) / len(p.capacity))
+    rent = p.usage * (p.resources.T @ price)[:, None]
+    unit = gain + rent.max(axis=0)
+    y = np.where(p.demands, unit, 0.0)
+    worth = p.gain + y * p.rate - rent
+    u = np.maximum(worth.max(axis=0), 0.0) + unit
+    return u, np.where(p.runs, np.maximum(u - worth, 0.1 * unit), 1.0), y, price
 
 
 def _mean_product(p: _Scaled, at: _Point, product: Floats) -> float:
@@ -178,19 +214,35 @@ def _advance(p: _Scaled, at: _Point) -> _Point | None:
     step = system.direction(-product)
     after = at.moved(step, *reach.lengths(step, 1.0))
     ahead = _mean_product(p, after, after.primal * after.dual)
-    target = mu * (max(ahead, 0.0) / max(mu, _TINY)) ** 3
+    target = mu * min(max(ahead, 0.0) / max(mu, _TINY), _WORSE) ** 3
     centred = target - product
-    step = system.direction(centred - step.primal * step.dual)
+    first = step.primal * step.dual
+    step = system.direction(centred - first)
     if not np.isfinite(step.z) or not np.isfinite(step.price).all():
         return None
     primal, dual = reach.lengths(step, _STEP)
-    if primal * dual < _SHORT:
+    if not p.has_level:
+        change = centred - first
+        for _ in range(_CORRECTORS):
+            if primal * dual > _LONG:
+                break
+            # Gondzio's corrector: a little further on, no product far from the target.
+            ahead_of = at.moved(step, min(1.0, primal + _FURTHER), min(1.0, dual + _FURTHER))
+            product = ahead_of.primal * ahead_of.dual
+            pull = np.clip(product, target / _APART, target * _APART) - product
+            change = change + np.maximum(pull, -_APART * target)
+            other = system.direction(change)
+            lengths = reach.lengths(other, _STEP)
+            if sum(lengths) < primal + dual + _GAIN:
+                break
+            step, (primal, dual) = other, lengths
+    elif primal * dual < _SHORT:
         # One row's second-order term may block all others: take the part of it that serves.
         plain = system.direction(centred)
         choices = [_between(plain, step, part) for part in (0.5, 0.2, 0.05, 0.0)]
-        lengths = [(primal, dual), *(reach.lengths(each, _STEP) for each in choices)]
-        best = max(range(len(lengths)), key=lambda i: lengths[i][0] * lengths[i][1])
-        step, (primal, dual) = [step, *choices][best], lengths[best]
+        reached = [(primal, dual), *(reach.lengths(each, _STEP) for each in choices)]
+        best = max(range(len(reached)), key=lambda i: reached[i][0] * reached[i][1])
+        step, (primal, dual) = [step, *choices][best], reached[best]
     return at.moved(step, primal, dual)
 
 

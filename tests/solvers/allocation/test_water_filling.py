@@ -145,6 +145,14 @@ def test_problems_that_once_broke_down_or_went_unproved(seed, policy, draw):
     assert found.certificate.termination == "optimal"
 
 
+@pytest.mark.parametrize("seed", [78, 122, 145, 298])
+def test_numbers_that_give_out_near_tight_slos_are_no_traceback(seed, draw):
+    problem = mixed(seed, draw)
+    found = allocate(problem, "min_dollars_slo")
+    assert check(found, problem) == []
+    assert found.certificate.termination == "optimal"
+
+
 @pytest.mark.parametrize("space_sharing", [False, True])
 @settings(drawn, max_examples=5)
 @given(seed=st.integers(0, 10_000))
