@@ -6,6 +6,7 @@ for callers that allocate thousands of times.
 
 from .answer import allocate, effective_throughput
 from .instance import Instance, instance_of, make_instance
+from .pair_estimates import fill_pairs
 from .policy import Policy, all_policies, policy_named, solve
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "all_policies",
     "allocate",
     "effective_throughput",
+    "fill_pairs",
     "instance_of",
     "make_instance",
     "policy_named",
