@@ -59,8 +59,11 @@ class CentreLas(WarmLas):
         return Shares(self._centre[:, of])
 
     def _from_last(self, face: Face, present: Ints) -> Floats | None:
+        open_ = (face.rate > 0).sum(axis=0)
+        if not open_.all():  # rounded prices shut a class out of every column: no centre to find
+            return None
         start = self._centre[:, present]
-        return centre(face, np.where(start > 0, start, 0.5 / (face.rate > 0).sum(axis=0)))
+        return centre(face, np.where(start > 0, start, 0.5 / open_))
 
 
 def _near_centre(face: Face, rate: Floats) -> Floats:
