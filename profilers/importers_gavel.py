@@ -111,6 +111,8 @@ def _add_pairs(
         if not isinstance(both, list) or len(both) != 2:
             raise FileError(f"{where}: must be two rates, got {str(both)[:60]}")
         first, second = _rate(both[0], where), _rate(both[1], where)
+        if other == key:  # nobody can tell which of the two is the first
+            first = second = (first + second) / 2
         if first > 0 and second > 0:
             shared.setdefault((key[0], other[0], key[1]), {})[device] = (first, second)
 

@@ -124,6 +124,16 @@ class PairThroughput:
     scale_factor: Count = 1
     steps_per_second: dict[str, tuple[Rate, Rate]]
 
+    def __post_init__(self) -> None:
+        if self.models[0] != self.models[1]:
+            return
+        for name, (first, second) in self.steps_per_second.items():
+            if first != second:
+                raise ProblemError(
+                    f"two jobs of {self.models[0]!r} on {name!r}: which is the first cannot be "
+                    f"told, so their rates must be equal, got {first} and {second}; give the mean"
+                )
+
 
 @record
 class MixThroughput:
@@ -155,6 +165,24 @@ class Throughputs:
     def __post_init__(self) -> None:
         keys = [f"{entry.model} x{entry.scale_factor}" for entry in self.models]
         _refuse_twins(keys, "models: model and scale_factor")
+        _refuse_contradictions(self.pairs)
+        mixed = [f"{m.model} x{m.scale_factor} on {sorted(m.devices.items())}" for m in self.mixes]
+        _refuse_twins(mixed, "mixes: model, scale_factor and devices")
+
+
+def _refuse_contradictions(pairs: tuple[PairThroughput, ...]) -> None:
+    """A pair may stand in both orders, as measured tables have it, but must say one thing."""
+    seen: dict[tuple[str, str, int, str], tuple[float, float]] = {}
+    for pair in pairs:
+        a, b = pair.models
+        for device, (first, second) in pair.steps_per_second.items():
+            rates = (first, second) if a <= b else (second, first)
+            known = seen.setdefault((min(a, b), max(a, b), pair.scale_factor, device), rates)
+            if known != rates:
+                raise ProblemError(
+                    f"pairs: {a!r} and {b!r} x{pair.scale_factor} on {device!r} appear twice with "
+                    "other rates; keep one"
+                )
 
 
 def consolidated_devices(

@@ -11,6 +11,7 @@ from hetflow.schema.jobs import (
     Entity,
     Job,
     Jobs,
+    MixThroughput,
     ModelThroughput,
     PairThroughput,
     Throughputs,
@@ -39,6 +40,23 @@ def test_a_rate_must_be_finite_and_not_negative(rate):
         ModelThroughput(model="m", steps_per_second={"V100": rate})
     with pytest.raises(ProblemError, match="must be"):
         PairThroughput(models=("m", "n"), steps_per_second={"V100": (rate, 1.0)})
+
+
+def test_pairs_and_mixes_say_one_thing():
+    with pytest.raises(ProblemError, match="two jobs of 'm' on 'V100': .* got 9.0 and 6.0"):
+        PairThroughput(models=("m", "m"), steps_per_second={"V100": (9.0, 6.0)})
+    pairs = [
+        PairThroughput(models=m, steps_per_second={"V100": (2.0, 1.0)})
+        for m in (("m", "n"), ("n", "m"))
+    ]
+    with pytest.raises(ProblemError, match="pairs: 'n' and 'm' x1 on 'V100' appear twice"):
+        Throughputs(models=(), pairs=tuple(pairs))
+    turned = PairThroughput(models=("n", "m"), steps_per_second={"V100": (1.0, 2.0)})
+    assert Throughputs(models=(), pairs=(pairs[0], turned)).pairs
+    mix = MixThroughput(model="m", devices={"V100": 1, "K80": 2}, steps_per_second=9.0)
+    other = MixThroughput(model="m", devices={"K80": 2, "V100": 1}, steps_per_second=8.0)
+    with pytest.raises(ProblemError, match="mixes: .* appears twice"):
+        Throughputs(models=(), mixes=(mix, other))
 
 
 def test_nan_in_a_file_is_refused():
