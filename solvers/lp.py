@@ -167,7 +167,13 @@ class LinearSession:
     It maximises. Columns are at least 0. Rows and columns are numbered as they were added.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, generates_columns: bool = False) -> None:
+        """Start with nothing.
+
+        Args:
+            generates_columns: Whether columns are added to an optimum to improve it; then the
+                primal simplex method goes on from there, else HiGHS chooses.
+        """
         import highspy
         import numpy
 
@@ -180,6 +186,8 @@ class LinearSession:
         ):  # fmt: skip
             self._highs.setOptionValue(name, value)
         self._highs.changeObjectiveSense(highspy.ObjSense.kMaximize)
+        self._dual, self._primal, self._grown = 1, 4, False
+        self._generates_columns = generates_columns
         self._empty: Any = (numpy.zeros(0, numpy.int32), numpy.zeros(0))
 
     def add_rows(self, low: Any, high: Any) -> None:
@@ -210,6 +218,7 @@ class LinearSession:
         number = len(cost)
         low, high = self._np.zeros(number), self._np.full(number, self._np.inf)
         starts, rows = starts.astype(self._np.int32), rows.astype(self._np.int32)
+        self._grown = True
         self._highs.addCols(number, cost, low, high, len(values), starts, rows, values)
 
     def set_coefficient(self, row: int, column: int, value: float) -> None:
@@ -239,6 +248,11 @@ class LinearSession:
         Args:
             with_prices: Whether to read the prices, which take a moment; else there are none.
         """
+        # A basis from before there were new columns is still a primal one.
+        if self._generates_columns:
+            strategy = self._primal if self._grown else self._dual
+            self._highs.setOptionValue("simplex_strategy", strategy)
+        self._grown = False
         self._highs.run()
         if self._highs.getModelStatus() != self._optimal:
             self._highs.clearSolver()  # the old basis may be what leads astray

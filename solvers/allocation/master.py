@@ -33,7 +33,12 @@ class Master:
     """
 
     def __init__(
-        self, program: Program, pairing: Pairing, groups: Groups, row: Floats | None = None
+        self,
+        program: Program,
+        pairing: Pairing,
+        groups: Groups,
+        row: Floats | None = None,
+        company: Company | None = None,
     ) -> None:
         """Start with singles.
 
@@ -42,6 +47,7 @@ class Master:
             pairing: Who may share.
             groups: Of rows.
             row: What demands are measured in [rows]; the best rates otherwise.
+            company: Of the groups, where it is known.
         """
         self.program, self.pairing, self.groups = program, pairing, groups
         self.first = groups.first
@@ -52,9 +58,8 @@ class Master:
         self.usage, self.worth = program.usage[self.first], pairing.worth[self.first]
         self.gain = program.gain[self.first]
         self.gain_unit = float(np.abs(program.gain).max()) or 1.0
-        self.company = Company(
-            pairing.rate, self.kind, program.rate[self.first] > 0, self.usage, self.count < 2
-        )
+        runs = program.rate[self.first] > 0
+        self.company = company or Company(pairing.rate, self.kind, runs, self.usage, self.count < 2)
         number, kinds = groups.number, len(program.capacity)
         self.demands_at = number + kinds
         # Demand j: group, rate u, and members as members[ends[j]:ends[j + 1]].
@@ -63,7 +68,7 @@ class Master:
         self.members = order
         self.ends = np.concatenate(([0], np.cumsum(np.bincount(groups.of))))
         self.known: set[tuple[float, bytes]] = set()
-        self.session = LinearSession()
+        self.session = LinearSession(generates_columns=True)
         self.session.add_rows(np.full(number, -np.inf), self.count)
         self.session.add_rows(np.full(kinds, -np.inf), program.capacity)
         self._measure()

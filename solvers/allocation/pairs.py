@@ -74,6 +74,8 @@ class Company:
         self.shut = ~(((self.rate > 0) | (back > 0)) & there[:, :, None])
         self.barred = self.shut[self.of] | ~runs[:, None, :]
         self.single = len(names) == len(kind)
+        self.ordered = self.single and bool((self.of == np.arange(len(kind))).all())
+        self.place = self.partner * most + self.back
 
     def lines(self, slope: Floats, price: Floats) -> Floats:
         """What members earn beside each partner [members, partners, columns].
@@ -91,67 +93,78 @@ class Company:
 
     def best(self, value: Floats) -> Floats:
         """The most that a member of a kind earns [kinds, partners, columns]."""
+        if self.single:
+            return value if self.ordered else value[self.order]
         most: Floats = np.maximum.reduceat(value[self.order], self.starts, axis=0)
         return most
 
-    def beside(self, value: Floats) -> tuple[Floats, Ints]:
-        """What each member's best companion earns, and who it is [members, partners, columns].
+    def beside(self, value: Floats) -> Floats:
+        """What each member's best companion earns [members, partners, columns].
 
         A job is no company to itself.
         """
-        best, who = self._first(value)
-        earned = best[self.partner, self.back]
+        best = self.best(value)
+        earned = best.reshape(-1, best.shape[2])[self.place].reshape(best.shape)
         earned[self.shut] = -np.inf
-        partner = who[self.partner, self.back]
-        at = np.flatnonzero(self.own >= 0)
-        mine = np.full(value.shape[::2], -np.inf)
-        owned = self.own[self.of] >= 0
-        mine[owned] = value[owned, self.own[self.of[owned]]]
-        top, top_who = np.full(best.shape[::2], -np.inf), np.zeros(best.shape[::2], np.int64)
-        top[at], top_who[at] = best[at, self.own[at]], who[at, self.own[at]]
-        itself = self.alone[:, None] & (top_who[self.of] == np.arange(len(value))[:, None])
-        if self.single:
-            second, second_who = np.full_like(top, -np.inf), np.zeros_like(top_who)
-        else:
-            without = np.where(itself, -np.inf, mine)[:, None, :]
-            most, holder = self._first(without)
-            second, second_who = most[:, 0], holder[:, 0]
-        earned, partner = earned[self.of], partner[self.of]
-        k = self.of[owned]
-        place = self.own[k]
-        earned[owned, place] = np.where(itself, second[self.of], top[self.of])[owned]
-        partner[owned, place] = np.where(itself, second_who[self.of], top_who[self.of])[owned]
-        return earned, partner
+        earned = earned if self.ordered else earned[self.of]
+        owned = np.flatnonzero(self.own[self.of] >= 0)
+        if len(owned):
+            earned[owned, self.own[self.of[owned]]] = self._own(value)[0][owned]
+        return earned
+
+    def _own(self, value: Floats) -> tuple[Floats, Ints]:
+        """The best companion of a member's own kind: its worth and who [members, columns]."""
+        members = np.arange(len(value))
+        own = self.own[self.of]
+        mine = np.where((own >= 0)[:, None], value[members, np.maximum(own, 0)], -np.inf)
+        top, who = self._first(mine)
+        itself = self.alone[:, None] & (who == members[:, None])
+        second, after = self._first(np.where(itself, -np.inf, mine))
+        return np.where(itself, second, top), np.where(itself, after, who)
 
     def _first(self, value: Floats) -> tuple[Floats, Ints]:
-        """The best member of each kind, the first of equals, and what it earns."""
-        best = self.best(value)
-        if self.single:
-            return best, np.broadcast_to(self.order[:, None, None], best.shape)
-        number = np.arange(len(value))[:, None, None]
-        ties = np.where(value == best[self.of], number, len(value))
+        """For each member the best of its kind, the first of equals [members, columns]."""
+        best = np.maximum.reduceat(value[self.order], self.starts, axis=0)[self.of]
+        ties = np.where(value == best, np.arange(len(value))[:, None], len(value) - 1)
         who: Ints = np.minimum.reduceat(ties[self.order], self.starts, axis=0)
-        return best, who
+        return best, who[self.of]
+
+    def _companion(self, value: Floats, member: Ints, partner: Ints, column: Ints) -> Ints:
+        """Who earns most beside members, at these partners and columns [some]."""
+        kind = self.of[member]
+        other, back = self.partner[kind, partner], self.back[kind, partner]
+        if self.single:
+            who = self.order[other]
+        else:
+            size = np.diff(np.append(self.starts, len(value)))
+            width = np.arange(int(size.max()))
+            some = self.order[np.minimum(self.starts[other, None] + width, len(value) - 1)]
+            earned = value[some, back[:, None], column[:, None]]
+            earned = np.where(width < size[other, None], earned, -np.inf)
+            who = some[np.arange(len(member)), earned.argmax(axis=1)]
+        itself = partner == self.own[kind]
+        if itself.any():
+            who = np.where(itself, self._own(value)[1][member, column], who)
+        return who
 
     def surplus(self, value: Floats, rent: Floats) -> float:
         """The most that any pair earns above its rent [columns]; no member twice if alone."""
-        earned, _ = self.beside(value)
+        return float(self._earned(value, rent).max(initial=-np.inf))
+
+    def _earned(self, value: Floats, rent: Floats) -> Floats:
+        earned = self.beside(value)
         earned += value
         earned -= (self.usage * rent)[:, None, :]
-        return float(earned.max(initial=-np.inf))
+        return earned
 
     def paying(self, value: Floats, rent: Floats, tolerance: float) -> set[tuple[int, int, int]]:
         """For every member the pair (a, b, column) that earns most, where it earns anything."""
-        earned, partner = self.beside(value)
-        earned += value
-        earned -= (self.usage * rent)[:, None, :]
-        flat = earned.reshape(len(value), -1)
+        flat = self._earned(value, rent).reshape(len(value), -1)
         top = flat.argmax(axis=1)
-        members = np.arange(len(value))
         unit = np.abs(value).max(axis=(1, 2), where=np.isfinite(value), initial=1e-300)
         unit = np.maximum.reduceat(unit[self.order], self.starts)[self.of]
-        kept = np.flatnonzero(flat[members, top] > tolerance * unit)
-        other = partner.reshape(len(value), -1)[kept, top[kept]]
-        column = top[kept] % value.shape[2]
-        low, high = np.minimum(kept, other), np.maximum(kept, other)
+        member = np.flatnonzero(flat[np.arange(len(value)), top] > tolerance * unit)
+        partner, column = np.divmod(top[member], value.shape[2])
+        other = self._companion(value, member, partner, column)
+        low, high = np.minimum(member, other), np.maximum(member, other)
         return {*zip(low.tolist(), high.tolist(), column.tolist(), strict=True)}

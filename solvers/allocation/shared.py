@@ -68,7 +68,10 @@ class Open:
 
     def _start(self, program: Program, groups: Groups, seed: set[tuple[int, int, int]]) -> None:
         self._groups = groups
-        self._master = master = Master(program, self._pairing, groups, self._row)
+        self._master = master = Master(
+            program, self._pairing, groups, self._row,
+            self._company if groups.number == len(groups.of) else None,
+        )  # fmt: skip
         self._whole = groups.number <= FULL_ROWS
         self._known = master.all_pairs() if self._whole else seed
         master.add_pairs(self._known)
@@ -192,7 +195,7 @@ def spare_prices(program: Program, pairing: Pairing, y: Floats, price: Floats, u
     company.
     """
     company = company_of(program, pairing)
-    earned, _ = company.beside(company.lines(y[:, None] + pairing.worth, u))
+    earned = company.beside(company.lines(y[:, None] + pairing.worth, u))
     helped = np.maximum(earned.max(axis=1), 0.0)
     rent = program.usage * (price @ program.resources + pairing.charge)
     left = rent - helped + u[:, None] - (y[:, None] + pairing.worth) * program.rate
