@@ -116,7 +116,7 @@ def run_case(
     Args:
         case: What to simulate.
         jobs: The trace, where the case draws none; may be a stream.
-        on_progress: Called with jobs done and virtual seconds, in rounds.
+        on_progress: Called with jobs done and virtual seconds.
 
     Raises:
         ProblemError: The trace or the case makes no sense.
@@ -139,14 +139,14 @@ def run_case(
             takes=case.scheduler == "easyscale-taking",
             resize_seconds=case.restart_seconds,
         )
-        return simulate_proposals(jobs, pool, proposals)
+        return simulate_proposals(jobs, pool, proposals, on_progress)
     if case.scheduler in ("elastic", "static-priority"):
         elastic = case.scheduler == "elastic"
         shares = FairShareOptions(
             scheduler="elastic" if elastic else "static_priority",
             resize_seconds=case.restart_seconds,
         )
-        return simulate_fair_share(jobs, pool, shares)
+        return simulate_fair_share(jobs, pool, shares, on_progress)
     return _in_rounds(case, jobs, pool, on_progress)
 
 

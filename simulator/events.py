@@ -1,6 +1,6 @@
 """A cluster that changes its mind when a job arrives or finishes, not in rounds."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,10 +77,13 @@ class EventCluster:
             free = [left - held for left, held in zip(free, entry.counts, strict=True)]
         return free
 
-    def run(self) -> Simulation:
-        """Run all jobs to their end."""
+    def run(self, on_progress: Callable[[int, float], None] | None = None) -> Simulation:
+        """Run all jobs to their end; ``on_progress`` hears of jobs done and virtual seconds."""
+        told = 0
         while self._step():
-            pass
+            if on_progress is not None and len(self.outcomes) > told:
+                told = len(self.outcomes)
+                on_progress(told, self.now)
         return Simulation(
             jobs=tuple(self.outcomes),
             num_devices=dict(self.pool.num_devices),

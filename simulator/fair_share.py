@@ -37,9 +37,14 @@ class FairShareOptions:
 
 
 def simulate_fair_share(
-    jobs: Iterable[Job], pool: Pool, options: FairShareOptions | None = None
+    jobs: Iterable[Job],
+    pool: Pool,
+    options: FairShareOptions | None = None,
+    on_progress: Callable[[int, float], None] | None = None,
 ) -> Simulation:
     """Run jobs to their end on one device type.
+
+    ``on_progress`` is called with jobs done and virtual seconds.
 
     Raises:
         ProblemError: The pool has several types, or the trace makes no sense.
@@ -48,7 +53,7 @@ def simulate_fair_share(
         raise ProblemError(
             f"fair sharing runs on one device type, the pool has {', '.join(pool.types)}"
         )
-    return _FairShare(jobs, pool, options or FairShareOptions()).run()
+    return _FairShare(jobs, pool, options or FairShareOptions()).run(on_progress)
 
 
 def fair_shares(weights: list[float], demands: list[int], free: int) -> list[int]:

@@ -56,9 +56,14 @@ class Proposal:
 
 
 def simulate_proposals(
-    jobs: Iterable[Job], pool: Pool, options: ProposalOptions | None = None
+    jobs: Iterable[Job],
+    pool: Pool,
+    options: ProposalOptions | None = None,
+    on_progress: Callable[[int, float], None] | None = None,
 ) -> Simulation:
     """Run jobs to their end.
+
+    ``on_progress`` is called with jobs done and virtual seconds.
 
     Raises:
         ProblemError: The trace or the serving jobs make no sense.
@@ -67,7 +72,7 @@ def simulate_proposals(
     times = [time for time, _ in options.serving]
     if times != sorted(times) or any(len(held) != len(pool.types) for _, held in options.serving):
         raise ProblemError("serving: give (seconds, devices of each type), in order of time")
-    return _Proposals(jobs, pool, options).run()
+    return _Proposals(jobs, pool, options).run(on_progress)
 
 
 @cache

@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, Throughputs
 from hetflow.simulator import (
+    SCHEDULERS,
+    Case,
     FairShareOptions,
     Pool,
     ProposalOptions,
+    run_case,
     simulate_fair_share,
     simulate_proposals,
 )
@@ -151,3 +154,15 @@ def test_proposals_never_oversubscribe(pool: Pool, job: MakeJob, takes: bool) ->
         now = [s for s in run.spans if s.start_seconds <= time < s.end_seconds]
         for name, number in pool.num_devices.items():
             assert sum(s.num_devices for s in now if s.device_type == name) <= number
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_every_mechanism_tells_how_far_it_is(
+    scheduler: str, table: Throughputs, job: MakeJob
+) -> None:
+    case = Case(throughputs=table, num_devices={"fast": 2}, scheduler=scheduler)
+    heard: list[tuple[int, float]] = []
+    run = run_case(case, [job(n, steps=9000.0) for n in range(5)], lambda *told: heard.append(told))
+    assert heard == sorted(heard)
+    assert heard[-1][0] == 5
+    assert heard[-1][1] >= run.end_seconds

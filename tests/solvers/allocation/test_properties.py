@@ -13,7 +13,8 @@ seeds = st.integers(0, 10_000)
 drawn = settings(max_examples=10, deadline=None, derandomize=True)
 ENTITIES = (Entity(name="a"), Entity(name="b", weight=2.0))
 SENSE = {"las": 1, "las_weighted": 1, "makespan": -1, "finish_time_fairness": -1,
-         "max_throughput": 1, "min_cost": 1, "fifo": 1}  # fmt: skip
+         "max_throughput": 1, "min_cost": 1, "fifo": 1, "static_priority": 1, "sjf": -1,
+         "max_normalised_throughput": 1, "las_water_filling": 1, "hierarchical": 1}  # fmt: skip
 
 
 @drawn
@@ -30,6 +31,17 @@ def test_sharing_incentive(seed, draw):
     alone = instance.isolated_seconds + steps / isolated
     rho = ((instance.elapsed_seconds + steps / isolated) / alone).max()
     assert allocate(problem, "finish_time_fairness").certificate.objective <= rho * (1 + 1e-9)
+    best, number = instance.rate.max(axis=1), len(steps)
+    place = np.empty(number)
+    place[np.argsort(-instance.weight, kind="stable")] = np.arange(number)
+    for policy, worth in (
+        ("max_throughput", np.ones(number)), ("max_normalised_throughput", 1 / best),
+        ("fifo", (number - np.arange(number)) / best), ("static_priority", (number - place) / best),
+    ):  # fmt: skip
+        naive = float(worth @ isolated)
+        assert allocate(problem, policy).certificate.objective >= naive * (1 - 1e-9)
+    first = float((steps / isolated).min())
+    assert allocate(problem, "sjf").certificate.objective <= first * (1 + 1e-9)
 
 
 @drawn
@@ -49,8 +61,9 @@ def test_water_filling_is_pareto_efficient(seed, draw, oracle):
 @drawn
 @given(seed=seeds)
 def test_colocation_is_never_worse(seed, policy, draw):
-    apart = allocate(draw(seed), policy).certificate.objective
-    together = allocate(draw(seed, space_sharing=True), policy).certificate.objective
+    apart = allocate(draw(seed, entities=ENTITIES), policy).certificate.objective
+    together = draw(seed, entities=ENTITIES, space_sharing=True)
+    together = allocate(together, policy).certificate.objective
     assert SENSE[policy] * (together - apart) >= -1e-9 * abs(apart)
 
 
