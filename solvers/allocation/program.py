@@ -176,7 +176,7 @@ def shortfall(program: Program, x: Floats, z: float) -> float:
     rows = program.demands & ((program.floor > 0) | (program.level > 0))
     needed = (program.floor + program.level * z)[rows]
     reached = (program.rate * x).sum(axis=1)[rows]
-    lacking = (needed - reached) / np.maximum(needed, 1e-300)
+    lacking = (needed - reached) / np.where(needed > 0, needed, np.inf)
     limit = program.capacity + program.level_capacity * z
     excess = (resource_use(program, x) - limit) / np.maximum(limit, 1e-300)
     return max(0.0, float(lacking.max(initial=0.0)), float(excess.max(initial=0.0)))

@@ -255,7 +255,7 @@ def _read(
     bound, y, price, u = bound_with_pairs(
         program, pairing, prices.y, prices.resources, prices.u, company
     )
-    needed = np.maximum(program.floor, 1e-300)
+    needed = np.where(program.floor > 0, program.floor, np.inf)
     lacking = np.where(program.demands, (program.floor - reached) / needed, 0.0).max(initial=0.0)
     return Solution(
         x=x,

@@ -5,8 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetflow.checks.allocation import check
 from hetflow.schema import files
-from hetflow.schema.jobs import Allocation, Entity
+from hetflow.schema.jobs import (
+    Allocation,
+    AllocationProblem,
+    Entity,
+    Job,
+    Jobs,
+    ModelThroughput,
+    Throughputs,
+)
 from hetflow.solvers.allocation import all_policies, allocate, instance_of
 
 seeds = st.integers(0, 10_000)
@@ -122,3 +131,30 @@ def test_every_policy_is_described_and_solves(draw):
         assert policy.unit
         if not name.endswith("_slo"):
             assert allocate(problem, name).certificate.termination == "optimal"
+
+
+@pytest.mark.parametrize("heterogeneity", ["aware", "agnostic"])
+@pytest.mark.parametrize("policy", sorted(set(all_policies()) - {"makespan_budget"}))
+def test_rates_and_weights_eighteen_orders_apart(policy, heterogeneity):
+    """Units are the user's own: a weight of 1e12, rates from 1e-9 to 1e9, nothing overflows."""
+    rates = {"a": {"V100": 4e-9, "K80": 1e-9}, "b": {"V100": 1.2e9, "K80": 4e8},
+             "c": {"V100": 100.0, "K80": 0.0}}  # fmt: skip
+    problem = AllocationProblem(
+        jobs=Jobs(
+            jobs=(
+                Job(id="a", model="a", steps=100.0, priority_weight=1e12, entity="x"),
+                Job(id="b", model="b", steps=100.0, entity="x"),
+                Job(id="c", model="c", steps=1e15, entity="y"),
+            ),
+            entities=(Entity(name="x", policy="fifo"), Entity(name="y")),
+        ),
+        throughputs=Throughputs(
+            models=tuple(ModelThroughput(model=m, steps_per_second=r) for m, r in rates.items())
+        ),
+        num_devices={"V100": 1, "K80": 1},
+        dollars_per_hour={"V100": 2.0, "K80": 1.0},
+        heterogeneity=heterogeneity,
+    )
+    found = allocate(problem, policy)
+    assert check(found, problem) == []
+    assert found.certificate.termination == "optimal"
