@@ -17,7 +17,8 @@ def allocate(problem: AllocationProblem, policy: str) -> Allocation:
     """Share the pool among the jobs as a policy asks, with a proof.
 
     Deterministic. Of several optima: without space sharing a point inside the optimal face
-    (equal jobs get equal shares); with it a vertex, spread evenly over equal jobs.
+    (equal jobs get equal shares); with it a vertex over groups of alike
+    jobs, dealt out by demand (``groups``) and spread evenly over equal jobs.
 
     Args:
         problem: Jobs, throughputs, pool and options; ``heterogeneity`` agnostic solves the

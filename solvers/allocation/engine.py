@@ -142,7 +142,7 @@ def optimise(
     """Maximise a program: equal jobs merged, solved, spread over the jobs again, rounded.
 
     Of several optima: a point inside the optimal face without space sharing, where equal jobs
-    also get equal shares; with it the vertex that HiGHS's simplex ends in.
+    also get equal shares; with it the vertex over groups of rows that HiGHS's simplex ends in.
     """
     merged = Merged.of(instance, program, worth=worth, charge=charge)
     return merged.outcome(*merged.solve(merged.small))
