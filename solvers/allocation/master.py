@@ -177,10 +177,6 @@ class Master:
         useful[alone, alone] = False
         return {*zip(*(side.tolist() for side in np.nonzero(useful)), strict=True)}
 
-    def is_feasible(self) -> bool:
-        """Whether the columns at hand meet all floors."""
-        return self.session.solve() is not None
-
     def solve(self) -> LinearAnswer:
         """The optimum over the columns and constraints at hand.
 
