@@ -46,8 +46,20 @@ def shows_progress() -> bool:
 
 
 def emit(text: str) -> None:
-    """Write the result to stdout."""
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    """Write the result to stdout; a reader that has gone has seen enough.
+
+    Raises:
+        FileError: It cannot be written: a full disk behind it, say.
+    """
+    try:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer would fail once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            message = f"stdout: the result could not be written: {error.strerror}"
+            raise FileError(message, hint="make room, or send it elsewhere") from None
 
 
 def emit_json(document: Any) -> None:

@@ -1,0 +1,43 @@
+"""Where stdout cannot take a result: one line, the right exit code, no traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FULL = Path("/dev/full")
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> list[str]:
+    """A command that prints a long document."""
+    lines = [
+        f"node{i} -- Linear -- forward_compute_time=1.0, backward_compute_time=2.0, "
+        "activation_size=10.0, parameter_size=10.0"
+        for i in range(1, 400)
+    ]
+    lines += [f"\tnode{i} -- node{i + 1}" for i in range(1, 399)]
+    (tmp_path / "graph.txt").write_text("\n".join(lines) + "\n")
+    options = ["--device-memory", "16GB", "--device-type", "v100"]
+    return [sys.executable, "-m", "hetflow", "import", str(tmp_path / "graph.txt"), *options]
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+def test_a_full_disk_behind_stdout_is_one_line(graph: list[str]) -> None:
+    with FULL.open("w") as full:
+        done = subprocess.run(graph, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    said = "hetflow: stdout: the result could not be written: No space left on device"
+    assert done.stderr.splitlines() == [said, "hint: make room, or send it elsewhere"]
+
+
+def test_a_reader_that_leaves_is_no_error(graph: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(graph, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
