@@ -75,7 +75,7 @@ def simulate(
         float, typer.Option(help="Lost by a job that restarts or is resized.")
     ] = 0.0,
     failure_hours: Annotated[
-        float | None, typer.Option(help="Mean time between failures of a device; in rounds.")
+        float | None, typer.Option(help="Mean time between failures of a device.")
     ] = None,
     repair_hours: Annotated[float, typer.Option(help="How long a failed device is gone.")] = 1.0,
     processes: Annotated[int, typer.Option(min=1, help="Sweeps run in so many.")] = 1,

@@ -15,6 +15,7 @@ from ..schema.records import nearest
 from ..schema.simulation import SimulationRun
 from .allocators import allocator_named
 from .draws import TraceOptions, draw_jobs
+from .failures import FailureOptions
 from .fair_share import FairShareOptions, simulate_fair_share
 from .metrics import summarise
 from .outcomes import Simulation
@@ -82,6 +83,8 @@ class Case:
                 "leave one of them out"
             )
         self._refuse_what_goes_unheard()
+        if self.failure_seconds is None:
+            FailureOptions(mean_seconds=1.0, repair_seconds=self.repair_seconds)
         if self.placement == "mixed" and (
             self.servers is None or self.scheduler != "rounds" or self.space_sharing
         ):
@@ -90,14 +93,22 @@ class Case:
                 "servers, such as 9x(4xv100)"
             )
 
+    @property
+    def failures(self) -> FailureOptions | None:
+        """When devices fail, drawn from the case's seed; None where they never do."""
+        if self.failure_seconds is None:
+            return None
+        return FailureOptions(
+            mean_seconds=self.failure_seconds, repair_seconds=self.repair_seconds, seed=self.seed
+        )
+
     def _refuse_what_goes_unheard(self) -> None:
-        """Policies and failures are for rounds: elsewhere they would change nothing."""
+        """Policies are for rounds: elsewhere they would change nothing."""
         if self.scheduler.endswith("rounds"):
             return
         unheard = {
             f"policy {self.policy}": self.policy != "las",
             "agnostic": self.agnostic,
-            "failures of devices": self.failure_seconds is not None,
         }
         for what, is_given in unheard.items():
             if is_given:
@@ -138,6 +149,7 @@ def run_case(
             scheduler=_PROPOSALS[case.scheduler],
             takes=case.scheduler == "easyscale-taking",
             resize_seconds=case.restart_seconds,
+            failures=case.failures,
         )
         return simulate_proposals(jobs, pool, proposals, on_progress)
     if case.scheduler in ("elastic", "static-priority"):
@@ -145,6 +157,7 @@ def run_case(
         shares = FairShareOptions(
             scheduler="elastic" if elastic else "static_priority",
             resize_seconds=case.restart_seconds,
+            failures=case.failures,
         )
         return simulate_fair_share(jobs, pool, shares, on_progress)
     return _in_rounds(case, jobs, pool, on_progress)
@@ -174,8 +187,7 @@ def _in_rounds(
         round_seconds=case.round_seconds,
         reset_seconds=case.reset_seconds,
         restart_seconds=case.restart_seconds,
-        failure_seconds=case.failure_seconds,
-        repair_seconds=case.repair_seconds,
+        failures=case.failures,
         convention="published" if published else "text",
         fills_idle=not case.policy.startswith(_LEAVES_IDLE),
         records_spans=case.records_spans,

@@ -9,11 +9,13 @@ from ..schema.errors import ProblemError
 from ..schema.jobs import Job
 from ..schema.simulation import JobOutcome, Span
 from .arrivals import Queue
+from .failures import FailureEvents, FailureOptions
 from .outcomes import Simulation
 from .pool import Pool
 
 Counts = tuple[int, ...]
 _DONE = 1e-9
+_MOST_FAILURES = 100_000  # without a job that ends between them
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class Entry:
     since: float = 0.0
     paused_until: float = 0.0
     resizes: int = 0
+    resized_at: float = -1.0
 
     @property
     def devices(self) -> int:
@@ -40,7 +43,13 @@ class Entry:
 class EventCluster:
     """Virtual time, and the books; subclasses say who gets what in ``schedule``."""
 
-    def __init__(self, jobs: Iterable[Job], pool: Pool, resize_seconds: float) -> None:
+    def __init__(
+        self,
+        jobs: Iterable[Job],
+        pool: Pool,
+        resize_seconds: float,
+        failures: FailureOptions | None,
+    ) -> None:
         if not 0 <= resize_seconds < float("inf"):
             raise ProblemError(f"a resize must last >= 0 s and end, got {resize_seconds} s")
         self.queue, self.pool, self.resize_seconds = Queue(jobs), pool, resize_seconds
@@ -53,6 +62,8 @@ class EventCluster:
         self.spans: list[Span] = []
         self.events = 0
         self.hourly = pool.hourly()
+        self.failures = None if failures is None else FailureEvents(failures, pool.capacity)
+        self._since_an_end = 0
 
     def schedule(self) -> None:
         """Move jobs between ``waiting`` and ``running`` and ``resize`` them."""
@@ -64,11 +75,18 @@ class EventCluster:
 
     def capacity(self) -> list[int]:
         """Devices by type that may be used now."""
-        return [int(number) for number in self.pool.capacity]
+        return self.pool.capacity.tolist() if self.failures is None else self.failures.up()
 
     def next_change_seconds(self) -> float:
         """When the capacity changes next; infinite where it never does."""
-        return float("inf")
+        return float("inf") if self.failures is None else self.failures.next_seconds
+
+    def lose(self, entry: Entry, kind: int) -> None:
+        """A device of a job is down: it stops to be resized, ``schedule`` says to what.
+
+        Its state is with its other devices, or in a checkpoint that is as new.
+        """
+        self._pause(entry)
 
     def free(self) -> list[int]:
         """Devices by type that nobody holds."""
@@ -91,6 +109,7 @@ class EventCluster:
             end_seconds=max((job.finish_seconds for job in self.outcomes), default=0.0),
             num_rounds=self.events,
             num_allocations=self.events,
+            num_failures=0 if self.failures is None else self.failures.number,
             spans=tuple(self.spans),
         )
 
@@ -103,9 +122,25 @@ class EventCluster:
             return False
         self._advance(until)
         self.events += 1
+        if self.failures is not None:
+            self._fail(self.failures)
         self.waiting.extend(self._enter(job) for job in self.queue.until(self.now))
         self.schedule()
         return True
+
+    def _fail(self, failures: FailureEvents) -> None:
+        for kind, place in failures.until(self.now):
+            self._since_an_end += 1
+            if self._since_an_end > _MOST_FAILURES:
+                raise ProblemError(
+                    f"{_MOST_FAILURES} failures of devices and no job that ended between them; "
+                    "make failures rarer or resizes shorter"
+                )
+            for entry in self.running:
+                if place < entry.counts[kind]:
+                    self.lose(entry, kind)
+                    break
+                place -= entry.counts[kind]
 
     def _enter(self, job: Job) -> Entry:
         entry = Entry(
@@ -134,6 +169,7 @@ class EventCluster:
         self.now = until
         done = [entry for entry in self.running if entry.left <= _DONE]
         self.running = [entry for entry in self.running if entry.left > _DONE]
+        self._since_an_end = 0 if done else self._since_an_end
         for entry in done:
             self._close_span(entry)
             self.outcomes.append(self._outcome(entry))
@@ -146,10 +182,21 @@ class EventCluster:
         if any(counts) and entry.started is None:
             entry.started = self.now
         elif any(counts):
-            entry.resizes += 1
-            entry.paused_until = self.now + self.resize_seconds
+            self._pause(entry)
+        elif entry.resized_at == self.now:  # it lost a device, and now the others too
+            entry.resizes, entry.resized_at = entry.resizes - 1, -1.0
         entry.counts, entry.since = counts, self.now
         entry.rate = self.rate_of(entry, counts) if any(counts) else 0.0
+
+    def _pause(self, entry: Entry) -> None:
+        entry.resizes += entry.resized_at != self.now  # what happens at once is one resize
+        entry.resized_at, entry.paused_until = self.now, self.now + self.resize_seconds
+
+    def stop(self, entry: Entry) -> None:
+        """Send a running job back to those that wait, in order of arrival."""
+        self.resize(entry, self.none)
+        self.running.remove(entry)
+        self.waiting = sorted([entry, *self.waiting], key=lambda e: e.job.arrival_seconds)
 
     def _close_span(self, entry: Entry) -> None:
         if self.now > entry.since:

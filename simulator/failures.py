@@ -1,16 +1,42 @@
 """Devices that fail and come back, drawn from a seed."""
 
+import heapq
+import math
+from dataclasses import dataclass
+
 import numpy as np
 
+from ..schema.errors import ProblemError
 from .priorities import Ints
 
 
-class Failures:
-    """Exponential times between failures of each device, a fixed time to repair."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureOptions:
+    """``mean_seconds`` between failures of a device, each gone for ``repair_seconds``.
 
-    def __init__(self, mean_seconds: float, repair_seconds: float, seed: int) -> None:
-        self.mean_seconds, self.repair_seconds = mean_seconds, repair_seconds
-        self.random = np.random.default_rng((seed, 1))
+    Raises:
+        ProblemError: Times that make no sense.
+    """
+
+    mean_seconds: float
+    repair_seconds: float = 3600.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mean_seconds < math.inf:
+            raise ProblemError(
+                f"the mean time between failures must be > 0 s and finite, got {self.mean_seconds}"
+            )
+        if not 0 <= self.repair_seconds < math.inf:
+            raise ProblemError(f"repairs must last >= 0 s and end, got {self.repair_seconds} s")
+
+
+class Failures:
+    """Exponential times between failures of each device, a fixed time to repair; by rounds."""
+
+    def __init__(self, options: FailureOptions) -> None:
+        self.mean_seconds, self.repair_seconds = options.mean_seconds, options.repair_seconds
+        self.random = np.random.default_rng((options.seed, 1))
         self.down: list[tuple[float, int]] = []  # (until, type)
         self.number = 0
 
@@ -46,3 +72,54 @@ class Failures:
                 if place < len(holders):
                     hit.add(int(holders[place]))
         return np.array(sorted(hit), dtype=np.int64)
+
+
+class FailureEvents:
+    """The same, each at its own second.
+
+    The next failure of the devices that are up is drawn anew when their number changes; the
+    exponential distribution has no memory, so each fails at its own rate.
+    """
+
+    def __init__(self, options: FailureOptions, capacity: Ints) -> None:
+        self.options, self.number = options, 0
+        self._up: list[int] = capacity.tolist()
+        self._random = np.random.default_rng((options.seed, 1))
+        self._repairs: list[tuple[float, int]] = []  # (when, type), a heap
+        self._next = self._drawn(0.0)
+
+    def _drawn(self, after: float) -> float:
+        if not any(self._up):
+            return math.inf
+        return after + self._random.exponential(self.options.mean_seconds / sum(self._up))
+
+    @property
+    def next_seconds(self) -> float:
+        """When a device fails or comes back."""
+        return min(self._next, self._repairs[0][0] if self._repairs else math.inf)
+
+    def up(self) -> list[int]:
+        """Devices by type that work."""
+        return list(self._up)
+
+    def until(self, now_seconds: float) -> list[tuple[int, int]]:
+        """Let time pass; the (type, place among those up) of each device that failed."""
+        hit = []
+        while (then := self.next_seconds) <= now_seconds:
+            if then < self._next:
+                self._up[heapq.heappop(self._repairs)[1]] += 1
+            else:
+                hit.append(self._failed(then))
+            self._next = self._drawn(then)
+        self.number += len(hit)
+        return hit
+
+    def _failed(self, then: float) -> tuple[int, int]:
+        place = int(self._random.integers(sum(self._up)))
+        kind = 0
+        while place >= self._up[kind]:
+            place -= self._up[kind]
+            kind += 1
+        self._up[kind] -= 1
+        heapq.heappush(self._repairs, (then + self.options.repair_seconds, kind))
+        return kind, place

@@ -19,6 +19,7 @@ from typing import Literal
 from ..schema.errors import ProblemError
 from ..schema.jobs import Job
 from .events import Counts, Entry, EventCluster
+from .failures import FailureOptions
 from .outcomes import Simulation
 from .pool import Pool
 
@@ -28,12 +29,14 @@ class FairShareOptions:
     """``elastic`` is algorithm 1; ``static_priority`` never resizes and never lets pass.
 
     ``resize_seconds`` stop a job whenever it is resized. ``efficiency`` maps (devices, demand)
-    to the part of the full rate.
+    to the part of the full rate. ``failures`` of devices: an elastic job goes on with fewer, any
+    other starts again, once it has all its devices, from where it was.
     """
 
     scheduler: Literal["elastic", "static_priority"] = "elastic"
     resize_seconds: float = 0.0
     efficiency: Callable[[int, int], float] = field(default=lambda n, demand: n / demand)
+    failures: FailureOptions | None = None
 
 
 def simulate_fair_share(
@@ -96,12 +99,18 @@ def _whole(exact: list[float], weights: list[float], free: int) -> list[int]:
 
 class _FairShare(EventCluster):
     def __init__(self, jobs: Iterable[Job], pool: Pool, options: FairShareOptions) -> None:
-        super().__init__(jobs, pool, options.resize_seconds)
+        super().__init__(jobs, pool, options.resize_seconds, options.failures)
         self.options = options
 
     def rate_of(self, entry: Entry, counts: Counts) -> float:
         full = float(self.pool.rate(entry.job)[0])
         return full * self.options.efficiency(counts[0], entry.job.scale_factor)
+
+    def lose(self, entry: Entry, kind: int) -> None:
+        if self.options.scheduler == "elastic":
+            super().lose(entry, kind)
+        else:
+            self.stop(entry)
 
     def schedule(self) -> None:
         self.waiting.sort(key=lambda e: (-e.job.priority_weight, e.job.arrival_seconds))

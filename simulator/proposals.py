@@ -24,6 +24,7 @@ from typing import Literal
 from ..schema.errors import ProblemError
 from ..schema.jobs import Job
 from .events import Counts, Entry, EventCluster
+from .failures import FailureOptions
 from .outcomes import Simulation
 from .pool import Pool
 
@@ -35,7 +36,8 @@ class ProposalOptions:
     ``takes`` lets jobs take devices from each other. ``serving`` lists (from time, devices by
     type that serving jobs hold from then on), in order. ``measured`` is the part of the estimated
     rate that a job really reaches on its devices; where an increment turns out slower than
-    before, the job falls back and does not ask again for it.
+    before, the job falls back and does not ask again for it. ``failures`` of devices: the job that
+    a device costs least yields one, a gang of ``yarn`` starts again from where it was.
     """
 
     scheduler: Literal["heterogeneous", "homogeneous", "yarn"] = "heterogeneous"
@@ -44,6 +46,7 @@ class ProposalOptions:
     resize_seconds: float = 0.0
     serving: tuple[tuple[float, Counts], ...] = ()
     measured: Callable[[Job, Counts], float] | None = None
+    failures: FailureOptions | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +97,7 @@ def est_rate(capability: tuple[float, ...], counts: Counts, max_p: int) -> float
 
 class _Proposals(EventCluster):
     def __init__(self, jobs: Iterable[Job], pool: Pool, options: ProposalOptions) -> None:
-        super().__init__(jobs, pool, options.resize_seconds)
+        super().__init__(jobs, pool, options.resize_seconds, options.failures)
         self.options = options
         self.refused: dict[str, set[Counts]] = {}
 
@@ -116,13 +119,19 @@ class _Proposals(EventCluster):
 
     def next_change_seconds(self) -> float:
         later = (time for time, _ in self.options.serving if time > self.now)
-        return min(later, default=float("inf"))
+        return min([super().next_change_seconds(), *later])
+
+    def lose(self, entry: Entry, kind: int) -> None:
+        if self.options.scheduler == "yarn":
+            self.stop(entry)
+        else:
+            super().lose(entry, kind)
 
     def schedule(self) -> None:
         if self.options.scheduler == "yarn":
             self._admit()
             return
-        self._yield_to_serving()
+        self._yield_what_is_lacking()
         while self._accept_best():
             pass
         if self.options.takes:
@@ -143,7 +152,7 @@ class _Proposals(EventCluster):
             self.resize(entry, tuple(need if kind == best else 0 for kind in range(len(free))))
             free[best] -= need
 
-    def _yield_to_serving(self) -> None:
+    def _yield_what_is_lacking(self) -> None:
         for kind, lacking in enumerate(self.free()):
             for _ in range(-lacking):
                 holders = [entry for entry in self.running if entry.counts[kind]]

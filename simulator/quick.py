@@ -41,7 +41,7 @@ def is_plain(options: RoundOptions) -> bool:
     return (
         options.selection == "by_type"
         and options.servers is None
-        and options.failure_seconds is None
+        and options.failures is None
         and not options.records_spans
     )
 

@@ -21,7 +21,7 @@ from ..schema.jobs import Job
 from ..schema.simulation import JobOutcome, Span
 from .active import Active
 from .arrivals import Queue
-from .failures import Failures
+from .failures import FailureOptions, Failures
 from .outcomes import Simulation
 from .pool import Pool
 from .priorities import NOWHERE, Bools, Floats, Ints, choose, choose_by_type, fill_idle, priorities
@@ -41,11 +41,11 @@ class RoundOptions:
     ``reset_seconds`` is the least time between allocations; ``restart_seconds`` is lost by a
     job that starts or changes its device type (a lease that is renewed loses nothing).
     ``fills_idle`` gives devices away that no job has a share of. ``records_spans`` keeps who
-    held what, for Gantt plots. ``failure_seconds`` is the mean time between failures of a device
-    (None: never); it is gone for ``repair_seconds``, and the job on it loses the round: it goes
-    back to the checkpoint at the round's start, and restarts. ``servers`` holds the devices of
-    each type on each server [types][servers]: jobs are then placed on servers, run at their
-    unconsolidated rate where they are spread, and restart when they move; None ignores placement.
+    held what, for Gantt plots. ``failures`` (None: never) cost the job on the device the
+    round: it goes back to the checkpoint at the round's start, and restarts. ``servers`` holds
+    the devices of each type on each server [types][servers]: jobs are then placed on servers, run
+    at their unconsolidated rate where they are spread, and restart when they move; None ignores
+    placement.
     """
 
     round_seconds: float = 360.0
@@ -55,23 +55,17 @@ class RoundOptions:
     selection: Literal["by_type", "joint"] = "by_type"
     fills_idle: bool = True
     records_spans: bool = False
-    failure_seconds: float | None = None
-    repair_seconds: float = 3600.0
+    failures: FailureOptions | None = None
     seed: int = 0
     servers: tuple[tuple[int, ...], ...] | None = None
     max_rounds: int = 10_000_000
 
     def __post_init__(self) -> None:
-        at_least_0 = (self.reset_seconds, self.restart_seconds, self.repair_seconds)
+        at_least_0 = (self.reset_seconds, self.restart_seconds)
         if not 0 < self.round_seconds < math.inf or not all(0 <= t < math.inf for t in at_least_0):
             raise ProblemError(
-                "rounds must last > 0 s, resets, restarts and repairs >= 0 s, all finite; got "
+                "rounds must last > 0 s, resets and restarts >= 0 s, all finite; got "
                 f"{self.round_seconds}, {', '.join(map(str, at_least_0))}"
-            )
-        if self.failure_seconds is not None and not 0 < self.failure_seconds < math.inf:
-            raise ProblemError(
-                f"the mean time between failures must be > 0 s and finite, got "
-                f"{self.failure_seconds}"
             )
         if self.restart_seconds >= self.round_seconds:
             raise ProblemError(
@@ -135,10 +129,7 @@ class Rounds:
         self.spans: list[Span] = []
         self.num_rounds = self.num_allocations = 0
         self.up = pool.capacity
-        self.failures = None
-        if options.failure_seconds is not None:
-            mean, repair = options.failure_seconds, options.repair_seconds
-            self.failures = Failures(mean, repair, options.seed)
+        self.failures = None if options.failures is None else Failures(options.failures)
         self.random = np.random.default_rng(options.seed)
         self.servers: Servers | None = None
         if options.servers is not None:

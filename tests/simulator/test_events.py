@@ -1,7 +1,9 @@
 """Elastic fair sharing (VirtualFlow algorithm 1) and EasyScale's proposals."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from hetflow.schema.jobs import Job, Throughputs
 from hetflow.simulator import (
     SCHEDULERS,
     Case,
+    FailureOptions,
     FairShareOptions,
     Pool,
     ProposalOptions,
@@ -18,6 +21,7 @@ from hetflow.simulator import (
     simulate_fair_share,
     simulate_proposals,
 )
+from hetflow.simulator.failures import FailureEvents
 from hetflow.simulator.fair_share import fair_shares
 from hetflow.simulator.proposals import est_rate
 
@@ -166,3 +170,62 @@ def test_every_mechanism_tells_how_far_it_is(
     assert heard == sorted(heard)
     assert heard[-1][0] == 5
     assert heard[-1][1] >= run.end_seconds
+
+
+FOUR = np.array([4])
+EVENTS = [name for name in SCHEDULERS if not name.endswith("rounds")]
+
+
+@pytest.mark.parametrize("scheduler", EVENTS)
+def test_a_failure_costs_the_repair_and_a_restart(
+    table: Throughputs, job: MakeJob, scheduler: str
+) -> None:
+    case = Case(
+        throughputs=table, num_devices={"fast": 1}, scheduler=scheduler, restart_seconds=30.0,
+        failure_seconds=3000.0, repair_seconds=500.0, seed=3,
+    )  # fmt: skip
+    run = run_case(case, [job(0, steps=80000.0)])
+    quiet = run_case(replace(case, failure_seconds=None), [job(0, steps=80000.0)])
+    assert run.num_failures > 3
+    assert run.end_seconds == pytest.approx(quiet.end_seconds + 530.0 * run.num_failures)
+    assert run.jobs[0].num_restarts == run.num_failures
+    assert run.busy_seconds["fast"] == pytest.approx(quiet.end_seconds + 30.0 * run.num_failures)
+
+
+@pytest.mark.parametrize("scheduler", EVENTS)
+def test_failures_never_leave_more_devices_held_than_are_up(
+    table: Throughputs, job: MakeJob, scheduler: str
+) -> None:
+    case = Case(
+        throughputs=table, num_devices={"fast": 4}, scheduler=scheduler, restart_seconds=30.0,
+        failure_seconds=4000.0, repair_seconds=1000.0, seed=1,
+    )  # fmt: skip
+    jobs = [
+        job(i, steps=20000.0, scale_factor=1 + i % 2, arrival_seconds=200.0 * i) for i in range(8)
+    ]
+    run = run_case(case, jobs)
+    assert run == run_case(case, jobs)
+    assert len(run.jobs) == 8
+    assert run.num_failures > 5
+    down = FailureEvents(FailureOptions(mean_seconds=4000.0, repair_seconds=1000.0, seed=1), FOUR)
+    for now in np.linspace(0.0, run.end_seconds, 400):
+        down.until(now)
+        held = sum(
+            span.num_devices for span in run.spans if span.start_seconds <= now < span.end_seconds
+        )
+        assert held <= down.up()[0]
+
+
+def test_devices_fail_at_their_own_rate() -> None:
+    options = FailureOptions(mean_seconds=100.0, repair_seconds=50.0)
+    events = FailureEvents(options, np.array([3, 1]))
+    kinds = [kind for kind, _ in events.until(1_500_000.0)]
+    # Up for 100 s on average, down for 50: each device fails 10,000 times.
+    assert kinds.count(0) == pytest.approx(30_000, rel=0.03)
+    assert kinds.count(1) == pytest.approx(10_000, rel=0.03)
+
+
+def test_failures_that_let_nothing_end_are_refused(single: Pool, job: MakeJob) -> None:
+    often = FailureOptions(mean_seconds=1e-9, repair_seconds=1.0)
+    with pytest.raises(HetflowError, match="make failures rarer"):
+        simulate_fair_share([job(0)], single, FairShareOptions(failures=often))

@@ -12,6 +12,7 @@ from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.schema.simulation import Span
 from hetflow.simulator import (
     Case,
+    FailureOptions,
     Pool,
     RoundOptions,
     TraceOptions,
@@ -43,7 +44,8 @@ def test_failures_lose_the_round_and_nothing_else(table: Throughputs, job: MakeJ
     pool = Pool(throughputs=table, num_devices={"fast": 4})
     jobs = [job(n, steps=40000.0, scale_factor=2) for n in range(4)]
     quiet = simulate_rounds(jobs, pool, allocator_named("las"))
-    options = RoundOptions(failure_seconds=20000.0, repair_seconds=1000.0, seed=5)
+    failures = FailureOptions(mean_seconds=20000.0, repair_seconds=1000.0, seed=5)
+    options = RoundOptions(failures=failures)
     failing = simulate_rounds(jobs, pool, allocator_named("las"), options)
     assert failing == simulate_rounds(jobs, pool, allocator_named("las"), options)
     assert failing.num_failures > 0
