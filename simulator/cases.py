@@ -2,10 +2,12 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -242,18 +244,41 @@ def sweep(cases: Sequence[Case], processes: int = 1) -> Iterator[SimulationRun]:
         yield from map(_reported, cases)
         return
     number, before = min(processes, len(cases)), multiprocessing.active_children()
-    with ProcessPoolExecutor(number, initializer=_die_with_parent) as executor:
-        try:
-            yield from executor.map(_reported, cases)
-        except BrokenProcessPool:
-            raise BackendError(
-                "a process of the sweep died, for want of memory perhaps; use fewer processes"
-            ) from None
-        except BaseException:
-            for child in multiprocessing.active_children():
-                if child not in before:
-                    child.terminate()
-            raise
+    executor: ProcessPoolExecutor | None = None
+    try:
+        with _later_interrupts():
+            executor = ProcessPoolExecutor(number, initializer=_die_with_parent)
+            futures = [executor.submit(_reported, case) for case in cases]
+        for future in futures:
+            yield future.result()
+    except BrokenProcessPool:
+        raise BackendError(
+            "a process of the sweep died, for want of memory perhaps; use fewer processes"
+        ) from None
+    except BaseException:
+        for child in multiprocessing.active_children():
+            if child not in before:
+                child.terminate()
+        raise
+    finally:
+        if executor is not None:
+            executor.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _later_interrupts() -> Iterator[None]:
+    """Keep ctrl-C for afterwards: in the middle of its start an executor cannot be shut down.
+
+    Processes that are started meanwhile never heed it; who started them ends them.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _die_with_parent() -> None:
