@@ -62,6 +62,7 @@ def check(launch: Launch, undisturbed: str) -> None:
     assert len(done) == len(set(done))  # nobody did a step again that it had completed
 
 
+@pytest.mark.slow
 def test_who_missed_the_end_of_a_step_gets_it_from_who_has_it(tmp_path: Path) -> None:
     whole = Launch(tmp_path / "whole", [8]).digest()
     check(launched(tmp_path / "late", step=2, worker=0), whole)

@@ -43,14 +43,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
     return digest_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "name", "place"),
     [
         ("main", 0, "body"),
-        pytest.param("all", 1, "pass", marks=pytest.mark.slow),
-        pytest.param("main", 1, "pass", marks=pytest.mark.slow),
-        pytest.param("main", 0, "pass", marks=pytest.mark.slow),
-        pytest.param("all", 0, "body", marks=pytest.mark.slow),
+        ("all", 1, "pass"),
+        ("main", 1, "pass"),
+        ("main", 0, "pass"),
+        ("all", 0, "body"),
     ],
 )
 def test_a_death_in_a_prediction_leaves_the_outputs_as_they_were(

@@ -80,6 +80,7 @@ def test_more_devices_than_virtual_nodes_are_refused_before_a_start(saved: Path)
     assert len(done.stderr.splitlines()) <= 2, done.stderr
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_the_earlier_checkpoints_and_the_run(saved: Path, tmp_path: Path) -> None:
     """Periodic checkpoints that do not fit are warnings; one that the script asks for is not."""
     folder = tmp_path / "full"
