@@ -49,6 +49,8 @@ class EventCluster:
         pool: Pool,
         resize_seconds: float,
         failures: FailureOptions | None,
+        *,
+        gangs: bool,
     ) -> None:
         if not 0 <= resize_seconds < float("inf"):
             raise ProblemError(f"a resize must last >= 0 s and end, got {resize_seconds} s")
@@ -62,6 +64,7 @@ class EventCluster:
         self.spans: list[Span] = []
         self.events = 0
         self.hourly = pool.hourly()
+        self.gangs = gangs  # whether a job runs on all its devices or on none
         self.failures = None if failures is None else FailureEvents(failures, pool.capacity)
         self._since_an_end = 0
 
@@ -80,13 +83,6 @@ class EventCluster:
     def next_change_seconds(self) -> float:
         """When the capacity changes next; infinite where it never does."""
         return float("inf") if self.failures is None else self.failures.next_seconds
-
-    def lose(self, entry: Entry, kind: int) -> None:
-        """A device of a job is down: it stops to be resized, ``schedule`` says to what.
-
-        Its state is with its other devices, or in a checkpoint that is as new.
-        """
-        self._pause(entry)
 
     def free(self) -> list[int]:
         """Devices by type that nobody holds."""
@@ -138,7 +134,11 @@ class EventCluster:
                 )
             for entry in self.running:
                 if place < entry.counts[kind]:
-                    self.lose(entry, kind)
+                    # Its state is with its other devices, or in a checkpoint that is as new.
+                    if self.gangs:
+                        self._stop(entry)
+                    else:
+                        self._pause(entry)
                     break
                 place -= entry.counts[kind]
 
@@ -192,7 +192,7 @@ class EventCluster:
         entry.resizes += entry.resized_at != self.now  # what happens at once is one resize
         entry.resized_at, entry.paused_until = self.now, self.now + self.resize_seconds
 
-    def stop(self, entry: Entry) -> None:
+    def _stop(self, entry: Entry) -> None:
         """Send a running job back to those that wait, in order of arrival."""
         self.resize(entry, self.none)
         self.running.remove(entry)

@@ -99,18 +99,13 @@ def _whole(exact: list[float], weights: list[float], free: int) -> list[int]:
 
 class _FairShare(EventCluster):
     def __init__(self, jobs: Iterable[Job], pool: Pool, options: FairShareOptions) -> None:
-        super().__init__(jobs, pool, options.resize_seconds, options.failures)
+        gangs = options.scheduler == "static_priority"
+        super().__init__(jobs, pool, options.resize_seconds, options.failures, gangs=gangs)
         self.options = options
 
     def rate_of(self, entry: Entry, counts: Counts) -> float:
         full = float(self.pool.rate(entry.job)[0])
         return full * self.options.efficiency(counts[0], entry.job.scale_factor)
-
-    def lose(self, entry: Entry, kind: int) -> None:
-        if self.options.scheduler == "elastic":
-            super().lose(entry, kind)
-        else:
-            self.stop(entry)
 
     def schedule(self) -> None:
         self.waiting.sort(key=lambda e: (-e.job.priority_weight, e.job.arrival_seconds))

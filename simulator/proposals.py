@@ -97,7 +97,8 @@ def est_rate(capability: tuple[float, ...], counts: Counts, max_p: int) -> float
 
 class _Proposals(EventCluster):
     def __init__(self, jobs: Iterable[Job], pool: Pool, options: ProposalOptions) -> None:
-        super().__init__(jobs, pool, options.resize_seconds, options.failures)
+        gangs = options.scheduler == "yarn"
+        super().__init__(jobs, pool, options.resize_seconds, options.failures, gangs=gangs)
         self.options = options
         self.refused: dict[str, set[Counts]] = {}
 
@@ -120,12 +121,6 @@ class _Proposals(EventCluster):
     def next_change_seconds(self) -> float:
         later = (time for time, _ in self.options.serving if time > self.now)
         return min([super().next_change_seconds(), *later])
-
-    def lose(self, entry: Entry, kind: int) -> None:
-        if self.options.scheduler == "yarn":
-            self.stop(entry)
-        else:
-            super().lose(entry, kind)
 
     def schedule(self) -> None:
         if self.options.scheduler == "yarn":

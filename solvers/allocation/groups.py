@@ -89,7 +89,7 @@ def deal(
         pairs: Total times of pairs of groups.
         z: The level that was reached.
     """
-    demand = np.where(program.demands, program.floor + program.level * z, 0.0)
+    demand = program.demand(z)
     if groups.number == len(groups.of):
         x = singles[groups.of] / program.count[:, None]
         first = groups.first
@@ -177,24 +177,12 @@ def _dealt(
     above = [[rate, time, place] for place, (rate, time, _) in enumerate(times)]
     above.reverse()  # slowest last
     for row, count, demand in jobs:
-        window, mass, reached = [], 0.0, 0.0
+        window: list[list[float]] = []
         # The slowest times at hand: those just below the gap, then those just above it.
-        while below and mass < count:
-            piece = below.pop()
-            part = min(piece[1], count - mass)
-            if part < piece[1]:
-                below.append([piece[0], piece[1] - part, piece[2]])
-            window.append([piece[0], part, piece[2]])
-            mass, reached = mass + part, reached + part * piece[0]
+        mass, reached = _take(window, below, count)
         window.reverse()
         start = 0
-        while above and mass < count:
-            piece = above.pop()
-            part = min(piece[1], count - mass)
-            if part < piece[1]:
-                above.append([piece[0], piece[1] - part, piece[2]])
-            window.append([piece[0], part, piece[2]])
-            mass, reached = mass + part, reached + part * piece[0]
+        mass, reached = _take(window, above, count, mass, reached)
         # Slide up until the mean is what the job demands.
         while reached < demand * count and above:
             low, high = window[start], above[-1]
@@ -216,6 +204,27 @@ def _dealt(
         for _, part, place in window[start:]:
             if part > 0.0:
                 yield row, part, times[int(place)][2]
+
+
+def _take(
+    window: list[list[float]],
+    pieces: list[list[float]],
+    count: float,
+    mass: float = 0.0,
+    reached: float = 0.0,
+) -> tuple[float, float]:
+    """Move times from the end of the pieces to the window until it holds ``count`` of time.
+
+    Returns what it then holds: time, and time by rate.
+    """
+    while pieces and mass < count:
+        piece = pieces.pop()
+        part = min(piece[1], count - mass)
+        if part < piece[1]:
+            pieces.append([piece[0], piece[1] - part, piece[2]])
+        window.append([piece[0], part, piece[2]])
+        mass, reached = mass + part, reached + part * piece[0]
+    return mass, reached
 
 
 def _put(pieces: list[list[float]], rate: float, time: float, place: float) -> None:

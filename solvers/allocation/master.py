@@ -102,24 +102,24 @@ class Master:
         self.low = np.where(number > 0, low, -np.inf)
         self.levels = level / scale
 
-    def _level_entries(self) -> tuple[Ints, Floats]:
+    def _level_column(self) -> tuple[Ints, Floats]:
+        """Choose the unit of z anew; the rows and values of its column in that unit."""
         p = self.program
+        self.unit = 1.0 / (float(np.abs(self.levels).max()) or 1.0)
         if not p.level_weight:
             return np.zeros(0, np.int64), np.zeros(0)
         rows = self.groups.number + np.arange(len(p.capacity) + len(self.levels))
         return rows, np.concatenate((-p.level_capacity, -self.levels)) * self.unit
 
     def _add_level(self) -> None:
-        self.unit = 1.0 / (float(np.abs(self.levels).max()) or 1.0)
-        rows, values = self._level_entries()
+        rows, values = self._level_column()
         kept = values != 0
         self.level_values = values
         cost = np.array([1.0 if self.program.level_weight else 0.0])
         self.session.add_columns(cost, np.zeros(1), rows[kept], values[kept])
 
     def _change_level(self) -> None:
-        self.unit = 1.0 / (float(np.abs(self.levels).max()) or 1.0)
-        rows, values = self._level_entries()
+        rows, values = self._level_column()
         for i in np.flatnonzero(values != self.level_values).tolist():
             self.session.set_coefficient(int(rows[i]), 0, float(values[i]))
         self.level_values = values
@@ -201,7 +201,7 @@ class Master:
             return False
         p, of = self.program, self.groups.of
         z = float(self.values[0]) * self.unit if p.level_weight else 0.0
-        demand = np.where(p.demands, p.floor + p.level * z, 0.0)
+        demand = p.demand(z)
         time, pair = self.values[1:], slice(self.singles, None)
         used = np.concatenate((self.a, self.b[pair]))
         rate = np.concatenate((self.rate_a, self.rate_b[pair])) / self.scale[used]

@@ -49,6 +49,10 @@ class Program:
         """The objective of time fractions ``x`` [rows, columns] and level ``z``."""
         return float(self.count @ (self.gain * x).sum(axis=1)) + self.level_weight * z
 
+    def demand(self, z: float) -> Floats:
+        """The throughput each row must reach at level ``z`` [rows]; 0 where it asks for none."""
+        return np.where(self.demands, self.floor + self.level * z, 0.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:

@@ -172,18 +172,23 @@ def test_every_mechanism_tells_how_far_it_is(
     assert heard[-1][1] >= run.end_seconds
 
 
-FOUR = np.array([4])
 EVENTS = [name for name in SCHEDULERS if not name.endswith("rounds")]
+
+
+def failing(table: Throughputs, scheduler: str, number: int, failures: FailureOptions) -> Case:
+    return Case(
+        throughputs=table, num_devices={"fast": number}, scheduler=scheduler, restart_seconds=30.0,
+        failure_seconds=failures.mean_seconds, repair_seconds=failures.repair_seconds,
+        seed=failures.seed,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("scheduler", EVENTS)
 def test_a_failure_costs_the_repair_and_a_restart(
     table: Throughputs, job: MakeJob, scheduler: str
 ) -> None:
-    case = Case(
-        throughputs=table, num_devices={"fast": 1}, scheduler=scheduler, restart_seconds=30.0,
-        failure_seconds=3000.0, repair_seconds=500.0, seed=3,
-    )  # fmt: skip
+    failures = FailureOptions(mean_seconds=3000.0, repair_seconds=500.0, seed=3)
+    case = failing(table, scheduler, 1, failures)
     run = run_case(case, [job(0, steps=80000.0)])
     quiet = run_case(replace(case, failure_seconds=None), [job(0, steps=80000.0)])
     assert run.num_failures > 3
@@ -196,10 +201,8 @@ def test_a_failure_costs_the_repair_and_a_restart(
 def test_failures_never_leave_more_devices_held_than_are_up(
     table: Throughputs, job: MakeJob, scheduler: str
 ) -> None:
-    case = Case(
-        throughputs=table, num_devices={"fast": 4}, scheduler=scheduler, restart_seconds=30.0,
-        failure_seconds=4000.0, repair_seconds=1000.0, seed=1,
-    )  # fmt: skip
+    failures = FailureOptions(mean_seconds=4000.0, repair_seconds=1000.0, seed=1)
+    case = failing(table, scheduler, 4, failures)
     jobs = [
         job(i, steps=20000.0, scale_factor=1 + i % 2, arrival_seconds=200.0 * i) for i in range(8)
     ]
@@ -207,7 +210,7 @@ def test_failures_never_leave_more_devices_held_than_are_up(
     assert run == run_case(case, jobs)
     assert len(run.jobs) == 8
     assert run.num_failures > 5
-    down = FailureEvents(FailureOptions(mean_seconds=4000.0, repair_seconds=1000.0, seed=1), FOUR)
+    down = FailureEvents(failures, np.array([4]))
     for now in np.linspace(0.0, run.end_seconds, 400):
         down.until(now)
         held = sum(

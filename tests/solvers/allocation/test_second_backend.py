@@ -28,9 +28,13 @@ def worth_cost(oracle, rows, worth):
     ])  # fmt: skip
 
 
-def confirmed(found, value):
+def confirm(problem, policy, value):
+    """What hetflow finds passes its check, and both its value and its bound are this one."""
+    found = allocate(problem, policy)
+    assert check(found, problem) == []
     assert found.certificate.objective == pytest.approx(value, rel=TOLERANCE)
     assert found.certificate.bound == pytest.approx(value, rel=TOLERANCE)
+    return found
 
 
 @pytest.mark.parametrize("space_sharing", [False, True])
@@ -41,12 +45,8 @@ def test_max_min_policies(seed, space_sharing, draw, oracle):
     instance, other = instance_of(problem), oracle(problem)
     fair = instance.equal / instance.scale
     for policy, level in (("las", fair), ("las_weighted", fair * instance.weight)):
-        found = allocate(problem, policy)
-        assert check(found, problem) == []
-        confirmed(found, other.max_min(level)[0])
-    found = allocate(problem, "makespan")
-    assert check(found, problem) == []
-    confirmed(found, 1.0 / other.max_min(instance.steps)[0])
+        confirm(problem, policy, other.max_min(level)[0])
+    confirm(problem, "makespan", 1.0 / other.max_min(instance.steps)[0])
 
 
 @pytest.mark.parametrize("space_sharing", [False, True])
@@ -68,9 +68,7 @@ def test_total_policies(seed, space_sharing, draw, oracle):
         "static_priority": heaviest[:, None] / best * one,
     }
     for policy, worth in worths.items():
-        found = allocate(problem, policy)
-        assert check(found, problem) == []
-        confirmed(found, other.maximise(worth_cost(other, rows, worth))[0])
+        confirm(problem, policy, other.maximise(worth_cost(other, rows, worth))[0])
 
 
 @pytest.mark.parametrize("space_sharing", [False, True])
@@ -87,9 +85,7 @@ def test_shortest_job_first(seed, space_sharing, draw, oracle):
     place = np.empty_like(best)
     place[order] = len(order) - np.arange(len(order))
     worth = (place / best)[:, None] * np.ones_like(instance.rate)
-    found = allocate(problem, "sjf")
-    assert check(found, problem) == []
-    confirmed(found, float((instance.steps / best).min()))
+    found = confirm(problem, "sjf", float((instance.steps / best).min()))
     cost = worth_cost(other, None, worth)
     earned = sum(place[m] / best[m] * each for m, each in enumerate(found.throughputs.values()))
     assert earned == pytest.approx(other.maximise(cost, floor=floor)[0], rel=1e-6)
@@ -105,17 +101,14 @@ def test_cost_policies_without_slos(seed, draw, oracle):
         instance.dollars[other.types.index(name)] * instance.scale[next(iter(rates))]
         for rates, name in zip(other.columns, other.where, strict=True)
     ])  # fmt: skip
-    found = allocate(problem, "min_cost_ratio")
-    assert check(found, problem) == []
-    confirmed(found, charnes_cooper(instance, other, spent, np.zeros(instance.num_jobs)))
-    found = allocate(problem, "min_cost_per_job")
-    assert check(found, problem) == []
+    no_floor = np.zeros(instance.num_jobs)
+    confirm(problem, "min_cost_ratio", charnes_cooper(instance, other, spent, no_floor))
     rows = other.throughput_rows()
     value = 0.0
     for m in range(instance.num_jobs):
         kept = [i for i, rates in enumerate(other.columns) if list(rates) == [m]]
         value += max(rows[m, i] / -spent[i] for i in kept)
-    confirmed(found, value)
+    confirm(problem, "min_cost_per_job", value)
 
 
 def as_an_agnostic_eye_sees_it(problem):
@@ -145,19 +138,13 @@ def test_agnostic_policies_are_the_same_ones_on_a_flat_matrix(seed, draw, oracle
         ("las_weighted", equal / instance.scale * instance.weight),
         ("las_water_filling", equal / instance.scale * instance.weight),
     ):
-        found = allocate(problem, policy)
-        assert check(found, problem) == []
-        confirmed(found, other.max_min(level)[0])
-    found = allocate(problem, "makespan")
-    assert check(found, problem) == []
-    confirmed(found, 1.0 / other.max_min(instance.steps)[0])
+        confirm(problem, policy, other.max_min(level)[0])
+    confirm(problem, "makespan", 1.0 / other.max_min(instance.steps)[0])
     for policy, worth in (
         ("max_throughput", one), ("fifo", order / equal[:, None] * one),
         ("max_normalised_throughput", one / equal[:, None]), ("min_cost", one / instance.dollars),
     ):  # fmt: skip
-        found = allocate(problem, policy)
-        assert check(found, problem) == []
-        confirmed(found, other.maximise(worth_cost(other, None, worth))[0])
+        confirm(problem, policy, other.maximise(worth_cost(other, None, worth))[0])
 
 
 @drawn
@@ -198,9 +185,7 @@ def test_mixed_placement_is_the_problem_with_twice_the_types(seed, draw):
             above.append([*rates, 1.0])
             room.append(0.0)
         best = linprog([0.0] * number + [-1.0], A_ub=above, b_ub=room, method="highs")
-        found = allocate(problem, policy)
-        assert check(found, problem) == []
-        confirmed(found, -best.fun if policy == "las" else 1.0 / -best.fun)
+        confirm(problem, policy, -best.fun if policy == "las" else 1.0 / -best.fun)
 
 
 def placed_columns(problem):
@@ -244,16 +229,10 @@ def test_cost_policies_under_slos(seed, space_sharing, draw, oracle):
         return
     if not floor.any():
         return
-    found = allocate(problem, "min_dollars_slo")
-    assert check(found, problem) == []
-    confirmed(found, -cheapest[0])
+    confirm(problem, "min_dollars_slo", -cheapest[0])
     worth = np.ones_like(instance.rate) / instance.dollars
-    found = allocate(problem, "min_cost_slo")
-    assert check(found, problem) == []
-    confirmed(found, other.maximise(worth_cost(other, None, worth), floor=floor)[0])
-    found = allocate(problem, "min_cost_ratio_slo")
-    assert check(found, problem) == []
-    confirmed(found, charnes_cooper(instance, other, spent, floor))
+    confirm(problem, "min_cost_slo", other.maximise(worth_cost(other, None, worth), floor=floor)[0])
+    confirm(problem, "min_cost_ratio_slo", charnes_cooper(instance, other, spent, floor))
 
 
 def charnes_cooper(instance, other, spent, floor):
@@ -293,9 +272,7 @@ def test_finish_time_fairness_by_bisection(seed, space_sharing, draw, oracle):
             high = rho
         else:
             low = rho
-    found = allocate(problem, "finish_time_fairness")
-    assert check(found, problem) == []
-    confirmed(found, high)
+    confirm(problem, "finish_time_fairness", high)
 
 
 @pytest.mark.parametrize(("space_sharing", "part"), [(False, 1.2), (True, 0.9)])
