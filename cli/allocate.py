@@ -1,6 +1,5 @@
 """``hetflow allocate``: who runs where, for what part of the time, with a proof."""
 
-import json as json_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -11,13 +10,13 @@ from .common import ForceFlag, JsonFlag, emit_file, note
 
 if TYPE_CHECKING:
     from ..schema.cluster import Cluster
-    from ..schema.jobs import Allocation, AllocationProblem, Jobs, Throughputs
+    from ..schema.jobs import Allocation, AllocationProblem
 
 
 def allocate(
-    jobs: Annotated[Path, typer.Argument(help="Jobs (hetflow.jobs/1), or a Gavel .trace.")],
+    jobs: Annotated[Path, typer.Argument(help="Jobs: hetflow.jobs/1, .csv, or a Gavel .trace.")],
     throughputs: Annotated[
-        Path, typer.Option(help="Throughputs (hetflow.throughputs/1), or Gavel's JSON table.")
+        Path, typer.Option(help="Throughputs (hetflow.throughputs/1, .csv, or Gavel's table).")
     ],
     policy: Annotated[
         str,
@@ -93,8 +92,8 @@ def read_problem(
     """The allocation problem of two files and a pool.
 
     Args:
-        jobs: Jobs, or a Gavel trace.
-        throughputs: Throughputs, or Gavel's table.
+        jobs: Jobs, also as a CSV or a Gavel trace.
+        throughputs: Throughputs, also as a CSV or Gavel's table.
         pool: The devices, with prices where policies need them.
         space_sharing: Whether pairs of jobs may share devices.
         choices: Other fields of ``AllocationProblem``.
@@ -103,8 +102,10 @@ def read_problem(
         HetflowError: A file that cannot be read, or jobs that do not fit the pool.
     """
     from ..schema.jobs import AllocationProblem, consolidated_devices
+    from .jobs_files import read_jobs, read_throughputs, spelled_as
 
     table = read_throughputs(throughputs, pairs=space_sharing)
+    pool = spelled_as(pool, table)
     together: dict[str, int] = {}
     if choices.get("placement") == "mixed" and pool.sizes is not None:
         limits = consolidated_devices(table, pool.sizes)
@@ -119,32 +120,6 @@ def read_problem(
         consolidated_devices=together,
         **choices,
     )
-
-
-def read_jobs(path: Path) -> "Jobs":
-    """Jobs from a hetflow file, or from a Gavel ``.trace``."""
-    from ..profilers.importers_gavel import read_gavel_trace
-    from ..schema import files
-    from ..schema.jobs import Jobs
-
-    if path.suffix == ".trace":
-        return Jobs(jobs=tuple(read_gavel_trace(path)))
-    return files.read(path, Jobs)
-
-
-def read_throughputs(path: Path, *, pairs: bool) -> "Throughputs":
-    """Throughputs from a hetflow file, or from Gavel's table."""
-    from ..profilers.importers_gavel import read_gavel_throughputs
-    from ..schema import files
-    from ..schema.jobs import Throughputs
-
-    try:
-        document = json_module.loads(files.read_text(path))
-    except ValueError:
-        document = {"schema": None}  # the strict reader says what is wrong with it
-    if isinstance(document, dict) and "schema" not in document:
-        return read_gavel_throughputs(path, pairs=pairs)
-    return files.read(path, Throughputs)
 
 
 def _tell(allocation: "Allocation", output: Path | None) -> None:

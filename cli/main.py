@@ -27,6 +27,7 @@ from . import (
     show,
     simulate,
     solve,
+    throughputs,
 )
 from .common import ENVIRONMENT_PREFIX, Settings, config_values, register
 
@@ -74,6 +75,7 @@ register(app, solve.solve, short_help="Find the best plan, with proof.")
 register(app, check.check, short_help="Verify a plan independently.")
 register(app, launch.launch, short_help="Train under a plan.", context_settings=_PASSED_ON)
 register(app, resize.resize, short_help="Change a running job's devices.")
+register(app, throughputs.throughputs, short_help="Profiles as throughputs of jobs.")
 register(app, allocate.allocate, short_help="Share a pool among jobs.")
 register(app, simulate.simulate, short_help="What would happen over weeks.")
 register(app, show.show, short_help="Any hetflow file as a table or a picture.")

@@ -20,12 +20,12 @@ def simulate(
     trace: Annotated[
         str,
         typer.Argument(
-            help="Jobs (hetflow.jobs/1), a Gavel .trace, Philly's cluster_job_log, or a kind to "
-            "draw: continuous-single, continuous-multiple, static-single, static-multiple."
+            help="Jobs (hetflow.jobs/1, .csv), a Gavel .trace, Philly's cluster_job_log, or a "
+            "kind to draw: continuous-single, continuous-multiple, static-single, static-multiple."
         ),
     ],
     throughputs: Annotated[
-        Path, typer.Option(help="Throughputs (hetflow.throughputs/1), or Gavel's JSON table.")
+        Path, typer.Option(help="Throughputs (hetflow.throughputs/1, .csv, or Gavel's table).")
     ],
     gpus: Annotated[str | None, typer.Option(help="The pool, e.g. 36xv100,36xp100.")] = None,
     cluster: Annotated[
@@ -95,17 +95,18 @@ def simulate(
     """
     from ..schema.files import check_writable
     from ..simulator import Case
-    from .allocate import read_throughputs
+    from .jobs_files import read_throughputs, spelled_as
     from .problems import read_pool
 
     for path in (output, plot):
         if path is not None:
             check_writable(path, force=force)
     picture = None if plot is None else _picture_format(plot)
-    pool = read_pool(gpus, cluster)
+    table = read_throughputs(throughputs, pairs=space_sharing or policy == "gandiva")
+    pool = spelled_as(read_pool(gpus, cluster), table)
     prices = {n: t.dollars_per_hour for n, t in pool.device_types.items() if t.dollars_per_hour}
     base = Case(
-        throughputs=read_throughputs(throughputs, pairs=space_sharing or policy == "gandiva"),
+        throughputs=table,
         num_devices=pool.num_devices,
         servers=pool.sizes,
         dollars_per_hour=prices,
@@ -216,19 +217,18 @@ def _read_jobs(path: Path, case: "Case") -> "tuple[Iterable[Job], tuple[Entity, 
     """A trace as a stream, and the entities of its hierarchy."""
     from ..profilers.importers_gavel import read_gavel_trace
     from ..profilers.importers_philly import PhillyTrace
-    from ..schema import files
-    from ..schema.jobs import Jobs
     from ..schema.records import nearest
     from ..simulator.draws import TraceKind
+    from .jobs_files import read_jobs
 
     if path.suffix == ".trace":
-        return read_gavel_trace(path), ()
+        return read_gavel_trace(path), ()  # a stream: it may be larger than memory
     if path.name.startswith("cluster_job_log"):
         return PhillyTrace(path, case.throughputs, next(iter(case.num_devices))), ()
     guess = nearest(str(path), get_args(TraceKind))
     if guess is not None and not path.exists():
         raise ProblemError(f"{path}: no such file, and no kind to draw; did you mean {guess!r}?")
-    found = files.read(path, Jobs)
+    found = read_jobs(path)
     return found.jobs, found.entities
 
 

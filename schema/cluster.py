@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import Literal
 
 from .errors import ProblemError
@@ -87,6 +88,28 @@ class Cluster:
                 for _ in range(group.count if name in group.devices else 0)
             )
             for name in self.num_devices
+        )
+
+    def spelled_as(self, known: Iterable[str]) -> "Cluster":
+        """The same pool, each device type spelled as the one known name that differs in case."""
+        names = list(dict.fromkeys(known))
+        spelling = {}
+        for name in self.device_types:
+            same = [other for other in names if other.lower() == name.lower()]
+            spelling[name] = same[0] if name not in names and len(same) == 1 else name
+        if len(set(spelling.values())) < len(spelling):
+            return self  # the pool itself tells v100 from V100
+        return Cluster(
+            device_types={spelling[name]: kind for name, kind in self.device_types.items()},
+            servers=tuple(
+                ServerGroup(
+                    count=group.count,
+                    devices={spelling[name]: n for name, n in group.devices.items()},
+                    intra_bytes_per_second=group.intra_bytes_per_second,
+                )
+                for group in self.servers
+            ),
+            inter_bytes_per_second=self.inter_bytes_per_second,
         )
 
     @classmethod

@@ -43,6 +43,7 @@ def split_problem(
         ProblemError: A device type has no profile, or the profiles are of several models.
         InfeasibleError: No profiled size fits the memory of any device.
     """
+    cluster = cluster.spelled_as(profile.device_type for profile in profiles)
     model = _only_model(profiles)
     by_type = _by_device_type(profiles)
     options, short = [], []

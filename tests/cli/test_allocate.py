@@ -97,7 +97,7 @@ def test_gavel_files_are_taken_as_they_are(run, tmp_path):
 def test_bad_usage_is_one_clear_error(run):
     with pytest.raises(ProblemError, match="no policy 'foo'"):
         run("--gpus", "1xV100", "--policy", "foo")
-    with pytest.raises(HetflowError, match="runs on none of T4"):
+    with pytest.raises(HetflowError, match="no throughput is for device type .T4."):
         run("--gpus", "1xT4")
 
 

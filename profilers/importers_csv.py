@@ -1,0 +1,213 @@
+"""Read jobs and throughputs from CSV files, as a spreadsheet or a scheduler's log exports them.
+
+Columns are named in the first line, in any order; docs/formats.md lists them. Every fault is
+reported with its line and column, all of a file at once.
+"""
+
+import csv
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from ..schema.errors import FileError, HetflowError, ProblemError
+from ..schema.files import read_text
+from ..schema.jobs import Entity, Job, Jobs, ModelThroughput, PairThroughput, Throughputs
+from ..schema.records import nearest
+
+MOST_FAULTS = 10
+
+Row = dict[str, Any]
+Column = Callable[[str], object]
+
+_JOB_COLUMNS: dict[str, Column] = {
+    "id": str,
+    "model": str,
+    "steps": float,
+    "scale_factor": int,
+    "arrival_seconds": float,
+    "priority_weight": float,
+    "slo_seconds": float,
+    "entity": str,
+}
+_RATE_COLUMNS: dict[str, Column] = {
+    "model": str,
+    "device_type": str,
+    "steps_per_second": float,
+    "scale_factor": int,
+    "unconsolidated_steps_per_second": float,
+    "shared_with": str,
+    "shared_with_steps_per_second": float,
+}
+
+
+def read_jobs_csv(path: Path) -> Jobs:
+    """Read jobs, one a line: ``model`` and ``steps``, and what else is known.
+
+    Without an ``id`` column jobs are called after their line. Every name in ``entity`` becomes an
+    entity of weight 1.
+
+    Raises:
+        FileError: The file cannot be read, a column is missing or unknown, or a value is none.
+    """
+    jobs, faults = [], []
+    for line, row in _rows(path, _JOB_COLUMNS, required=("model", "steps"), faults=faults):
+        try:
+            jobs.append(Job(**{"id": f"line {line}", **row}))
+        except ProblemError as error:
+            faults.append(f"line {line}: {error.message}")
+    _refuse(path, faults)
+    if not jobs:
+        raise FileError(f"{path}: holds no jobs")
+    ordered = sorted(jobs, key=lambda job: job.arrival_seconds)
+    names = dict.fromkeys(job.entity for job in ordered if job.entity is not None)
+    entities = tuple(Entity(name=name) for name in names)
+    return _made(path, lambda: Jobs(jobs=tuple(ordered), entities=entities))
+
+
+def read_throughputs_csv(path: Path) -> Throughputs:
+    """Read rates, one a line: ``model``, ``device_type`` and ``steps_per_second``.
+
+    A line with ``shared_with`` holds the rates of two models that share a device:
+    ``steps_per_second`` is that of ``model``, ``shared_with_steps_per_second`` the other's.
+
+    Raises:
+        FileError: As ``read_jobs_csv``; also a rate that is given twice.
+    """
+    alone: dict[tuple[str, int], dict[str, float]] = {}
+    apart: dict[tuple[str, int], dict[str, float]] = {}
+    shared: dict[tuple[str, str, int], dict[str, tuple[float, float]]] = {}
+    required, faults = ("model", "device_type", "steps_per_second"), []
+    for line, row in _rows(path, _RATE_COLUMNS, required=required, faults=faults):
+        model, device, scale = row["model"], row["device_type"], row.get("scale_factor", 1)
+        rate, other = row["steps_per_second"], row.get("shared_with")
+        if (other is None) != ("shared_with_steps_per_second" not in row):
+            faults.append(
+                f"line {line}: shared_with and shared_with_steps_per_second come together"
+            )
+            continue
+        if other is None:
+            known: dict[str, Any] = alone.setdefault((model, scale), {})
+            entry: Any = rate
+            if "unconsolidated_steps_per_second" in row:
+                spread = row["unconsolidated_steps_per_second"]
+                apart.setdefault((model, scale), {})[device] = spread
+        else:
+            known = shared.setdefault((model, other, scale), {})
+            entry = (rate, row["shared_with_steps_per_second"])
+        if device in known:
+            faults.append(f"line {line}: {model} x{scale} on {device} is given twice; keep one")
+        known[device] = entry
+    _refuse(path, faults)
+    if not alone:
+        raise FileError(f"{path}: holds no throughputs of models alone")
+    return _made(path, lambda: _throughputs(alone, apart, shared))
+
+
+def _throughputs(
+    alone: dict[tuple[str, int], dict[str, float]],
+    apart: dict[tuple[str, int], dict[str, float]],
+    shared: dict[tuple[str, str, int], dict[str, tuple[float, float]]],
+) -> Throughputs:
+    models = tuple(
+        ModelThroughput(
+            model=model,
+            scale_factor=scale,
+            steps_per_second=rates,
+            unconsolidated_steps_per_second=apart.get((model, scale)),
+        )
+        for (model, scale), rates in alone.items()
+    )
+    pairs = tuple(
+        PairThroughput(models=(a, b), scale_factor=scale, steps_per_second=rates)
+        for (a, b, scale), rates in shared.items()
+    )
+    return Throughputs(models=models, pairs=pairs)
+
+
+def _made(path: Path, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except HetflowError as error:
+        raise FileError(f"{path}: {error.message}") from None
+
+
+def _refuse(path: Path, faults: list[str]) -> None:
+    if faults:
+        more = len(faults) - MOST_FAULTS
+        said = faults[:MOST_FAULTS] + ([f"and {more} more faults"] if more > 0 else [])
+        raise FileError(f"{path}: {'; '.join(said)}")
+
+
+def _rows(
+    path: Path, columns: dict[str, Column], *, required: tuple[str, ...], faults: list[str]
+) -> Iterator[tuple[int, Row]]:
+    """The lines of a table as typed values; empty cells are left out.
+
+    Args:
+        path: The CSV file; a byte order mark is skipped.
+        columns: Name and type of every column there may be.
+        required: Those that there must be, with a value in each line.
+        faults: Faults of lines are added here; such a line is not handed out.
+
+    Raises:
+        FileError: The file is no CSV, or its first line names no such columns.
+    """
+    reader = csv.reader(StringIO(read_text(path).removeprefix("\ufeff")), strict=True)
+    try:
+        names = [name.strip() for name in next(reader, [])]
+        _check_header(path, names, columns, required)
+        for cells in reader:
+            if not any(cell.strip() for cell in cells):
+                continue
+            try:
+                yield reader.line_num, _row(names, cells, columns, required)
+            except ProblemError as error:
+                faults.append(f"line {reader.line_num}: {error.message}")
+    except csv.Error as error:
+        raise FileError(f"{path}: line {reader.line_num}: not valid CSV: {error}") from None
+
+
+def _check_header(
+    path: Path, names: list[str], columns: dict[str, Column], required: tuple[str, ...]
+) -> None:
+    wanted = ", ".join(columns)
+    for name in names:
+        if name not in columns:
+            guess = nearest(name, list(columns))
+            raise FileError(
+                f"{path}: line 1: unknown column {name[:60]!r}"
+                + (f"; did you mean {guess!r}?" if guess else ""),
+                hint=f"columns are {wanted}",
+            )
+        if names.count(name) > 1:
+            raise FileError(f"{path}: line 1: column {name!r} is there twice; keep one")
+    missing = [name for name in required if name not in names]
+    if missing:
+        raise FileError(
+            f"{path}: line 1: the first line must name the columns; {', '.join(missing)} missing",
+            hint=f"columns are {wanted}",
+        )
+
+
+def _row(
+    names: list[str], cells: list[str], columns: dict[str, Column], required: tuple[str, ...]
+) -> Row:
+    if len(cells) != len(names):
+        raise ProblemError(f"has {len(cells)} cells, the first line has {len(names)}")
+    row: Row = {}
+    for name, cell in zip(names, cells, strict=True):
+        text = cell.strip()
+        if text:
+            row[name] = _value(name, text, columns[name])
+        elif name in required:
+            raise ProblemError(f"{name}: must have a value")
+    return row
+
+
+def _value(name: str, text: str, kind: Column) -> object:
+    try:
+        return kind(text)
+    except ValueError:
+        wanted = "a whole number" if kind is int else "a number"
+        raise ProblemError(f"{name}: must be {wanted}, got {text[:60]!r}") from None
