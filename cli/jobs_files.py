@@ -1,6 +1,7 @@
 """Files of jobs and throughputs in every form that commands take; a pool spelled as they are."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from ..schema import files
@@ -77,14 +78,10 @@ def spelled_as(pool: Cluster, throughputs: Throughputs) -> Cluster:
     Raises:
         ProblemError: No throughput is for a type of the pool, whatever its case.
     """
-    known = list(
-        dict.fromkeys(
-            name
-            for entry in (*throughputs.models, *throughputs.pairs)
-            for name in entry.steps_per_second
-        )
-    )
-    known += [name for mix in throughputs.mixes for name in mix.devices if name not in known]
+    tables: list[Iterable[str]] = [entry.steps_per_second for entry in throughputs.models]
+    tables += [pair.steps_per_second for pair in throughputs.pairs]
+    tables += [mix.devices for mix in throughputs.mixes]
+    known = list(dict.fromkeys(name for table in tables for name in table))
     pool = pool.spelled_as(known)
     for name in pool.num_devices:
         if name not in known:

@@ -8,7 +8,7 @@ import csv
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..schema.errors import FileError, HetflowError, ProblemError
 from ..schema.files import read_text
@@ -19,6 +19,7 @@ MOST_FAULTS = 10
 
 Row = dict[str, Any]
 Column = Callable[[str], object]
+T = TypeVar("T")
 
 _JOB_COLUMNS: dict[str, Column] = {
     "id": str,
@@ -50,7 +51,8 @@ def read_jobs_csv(path: Path) -> Jobs:
     Raises:
         FileError: The file cannot be read, a column is missing or unknown, or a value is none.
     """
-    jobs, faults = [], []
+    jobs: list[Job] = []
+    faults: list[str] = []
     for line, row in _rows(path, _JOB_COLUMNS, required=("model", "steps"), faults=faults):
         try:
             jobs.append(Job(**{"id": f"line {line}", **row}))
@@ -77,7 +79,8 @@ def read_throughputs_csv(path: Path) -> Throughputs:
     alone: dict[tuple[str, int], dict[str, float]] = {}
     apart: dict[tuple[str, int], dict[str, float]] = {}
     shared: dict[tuple[str, str, int], dict[str, tuple[float, float]]] = {}
-    required, faults = ("model", "device_type", "steps_per_second"), []
+    required = ("model", "device_type", "steps_per_second")
+    faults: list[str] = []
     for line, row in _rows(path, _RATE_COLUMNS, required=required, faults=faults):
         model, device, scale = row["model"], row["device_type"], row.get("scale_factor", 1)
         rate, other = row["steps_per_second"], row.get("shared_with")
@@ -125,7 +128,7 @@ def _throughputs(
     return Throughputs(models=models, pairs=pairs)
 
 
-def _made(path: Path, make: Callable[[], Any]) -> Any:
+def _made(path: Path, make: Callable[[], T]) -> T:
     try:
         return make()
     except HetflowError as error:
