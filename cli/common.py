@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from ..schema.errors import FileError
 
 ENVIRONMENT_PREFIX = "HETFLOW"
 CONFIG_FILE = "hetflow.toml"
+LONGEST_LINE = 2000  # characters of an error or a warning
+_LONG_WORD = re.compile(r"\S{160,}")
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
 ForceFlag = Annotated[bool, typer.Option("--force", help="Overwrite an existing output.")]
@@ -28,6 +31,16 @@ class Settings:
     quiet = False
 
 
+def one_line(text: str) -> str:
+    """A message as one printable line of sane length, whatever file or option it quotes.
+
+    Control characters (an escape sequence in somebody's JSON, say) are shown, not obeyed.
+    """
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
+    line = _LONG_WORD.sub(lambda word: f"{word[0][:80]}...", line)
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}... (cut)"
+
+
 def note(message: str) -> None:
     """Tell a person something on stderr; silent in a pipe and under --quiet."""
     if sys.stderr.isatty() and not Settings.quiet:
@@ -37,7 +50,7 @@ def note(message: str) -> None:
 def warn(message: str) -> None:
     """Warn on stderr, also in a pipe: a result that needs the warning must not lose it."""
     if not Settings.quiet:
-        sys.stderr.write(f"hetflow: warning: {message}\n")
+        sys.stderr.write(f"hetflow: warning: {one_line(message)}\n")
 
 
 def shows_progress() -> bool:

@@ -41,11 +41,17 @@ def import_(
     """
     from ..profilers.importers import profile_of, read_graph, without_placeholders
     from ..schema.cluster import Cluster
+    from ..schema.errors import ProblemError
     from ..schema.files import check_writable, read_text
 
     if output is not None:
         check_writable(output, force=force)
     pool = Cluster.parse(f"{device_type}:1:{device_memory}")
+    if list(pool.device_types) != [device_type]:
+        raise ProblemError(
+            f"--device-type {device_type!r} is not the name of one device type",
+            hint="name it as in --gpus, for example V100",
+        )
     graph = read_graph(read_text(file), microbatch_size=microbatch_size, name=str(file))
     if not keep_placeholders:
         graph = without_placeholders(graph)

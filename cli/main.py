@@ -29,7 +29,7 @@ from . import (
     solve,
     throughputs,
 )
-from .common import ENVIRONMENT_PREFIX, Settings, config_values, register
+from .common import ENVIRONMENT_PREFIX, Settings, config_values, one_line, register
 
 app = typer.Typer(
     name="hetflow",
@@ -129,9 +129,9 @@ def _report_usage(error: Exception) -> int:
 def _report(message: str, hint: str | None, code: int) -> int:
     if Settings.debug:
         traceback.print_exc()
-    lines = [f"hetflow: {' '.join(message.split())}\n"]
+    lines = [f"hetflow: {one_line(message)}\n"]
     if hint:
-        lines.append(f"hint: {' '.join(hint.split())}\n")
+        lines.append(f"hint: {one_line(hint)}\n")
     with suppress(BrokenPipeError):  # whoever read has seen enough; the code stays the error's
         sys.stderr.write("".join(lines))
     return code

@@ -14,6 +14,7 @@ _ITEM = re.compile(
     rf"^(?:(?P<times>\d+)[xX*])?(?P<name>{_NAME})(?::(?P<count>\d+))?(?::(?P<memory>\d+(?:\.\d+)?[KMGT]i?B))?$"
 )
 _SERVERS = re.compile(r"^(?P<times>\d+)[xX*]\((?P<inside>[^()]*)\)$")
+MAX_DEVICES = 1_000_000  # in a pool; far above what exists, far below what overflows
 _GRAMMAR_HINT = "write for example 2xV100,8xP100, V100:2, V100:2:16GB or 4x(4xV100)"
 
 
@@ -58,6 +59,9 @@ class Cluster:
                     raise ProblemError(
                         f"servers[{index}].devices: {name!r} is not in device_types{mend}"
                     )
+        total = sum(self.num_devices.values())
+        if total > MAX_DEVICES:
+            raise ProblemError(f"the pool has {total} devices; at most {MAX_DEVICES}")
 
     @property
     def num_devices(self) -> dict[str, int]:
@@ -165,7 +169,9 @@ def _add_item(item: str, text: str, types: dict[str, DeviceType], into: Counter[
 
 
 def _positive(text: str, item: str) -> int:
-    number = int(text)
+    number = int(text) if len(text) <= len(str(MAX_DEVICES)) + 1 else MAX_DEVICES + 1
+    if number > MAX_DEVICES:
+        raise ProblemError(f"{item[:60]!r}: at most {MAX_DEVICES} devices make a pool")
     if number < 1:
         raise ProblemError(f"{item!r}: a count must be at least 1", hint="leave the entry out")
     return number

@@ -126,7 +126,7 @@ def _check_schema(data: dict[str, Any], expected: type, name: str) -> None:
         raise FileError(f'{name}: $.schema: missing; add "schema": "{wanted}"')
     if found != wanted:
         guess = nearest(str(found), list(_FORMATS))
-        mend = f"; did you mean {guess!r}?" if guess and found not in _FORMATS else ""
+        mend = f"; did you mean {guess!r}?" if guess and str(found) not in _FORMATS else ""
         raise FileError(f"{name}: $.schema: must be {wanted!r}, got {str(found)[:60]!r}{mend}")
     kind = str(data.get("kind"))
     if "kind" in fields and kind in _PLAN_KINDS and kind != fields["kind"].default:
@@ -171,10 +171,10 @@ def read_any(path: Path) -> Record:
     """Read a hetflow file of whatever schema it names."""
     text = read_text(path)
     data = _parse(text, str(path))
-    found = data.get("schema")
+    found = str(data.get("schema"))
     if found not in _FORMATS:
         raise FileError(
-            f"{path}: $.schema: must be one of {', '.join(_FORMATS)}, got {str(found)[:60]!r}"
+            f"{path}: $.schema: must be one of {', '.join(_FORMATS)}, got {found[:60]!r}"
         )
     is_plan = _FORMATS[found] in _PLAN_KINDS.values()
     expected = _plan_class(data, str(path)) if is_plan else _FORMATS[found]

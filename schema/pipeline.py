@@ -23,6 +23,8 @@ SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v")
 CHUNKED = ("interleaved", "zb-v")
 """Schedules that put several stages on a device."""
 
+MAX_MICROBATCHES = 1 << 16
+
 
 @record
 class PipelineLayer:
@@ -137,6 +139,7 @@ class PipelineProblem:
     launchable: bool = False
 
     def __post_init__(self) -> None:
+        _check_microbatches(self.num_microbatches)
         _check_pools(self)
         _check_graph(self)
         _check_choices(self)
@@ -176,6 +179,15 @@ class PipelineProblem:
         if self.schedule in FLUSHING:
             return num_replicas <= self.num_microbatches
         return self.num_microbatches % num_replicas == 0
+
+
+def _check_microbatches(number: int) -> None:
+    """Refuse a schedule that nobody could list: its events are as many as its microbatches."""
+    if number > MAX_MICROBATCHES:
+        raise ProblemError(
+            f"{number} microbatches in a step; at most {MAX_MICROBATCHES}",
+            hint="take larger microbatches (--microbatch-size) or a smaller batch",
+        )
 
 
 def _check_pools(problem: PipelineProblem) -> None:
@@ -407,6 +419,7 @@ class PipelinePlan:
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        _check_microbatches(self.microbatches)
         if not self.stages:
             raise ProblemError("a pipeline plan must hold at least one stage")
         if self.microbatch_size * self.microbatches != self.global_batch_size:

@@ -1,0 +1,269 @@
+"""Malformed input to every command, from a seed; each case must end as the CLI contract says.
+
+python -m tests.fuzz.campaign --seed 1 --cases 10000
+
+A case is a copy of good files (corpus.py) with one to three of them damaged (mutations.py), or
+with a hostile option, and one command run on it in a forked process. It must end within
+``LIMIT_SECONDS`` with exit code 0, 2, 3 or 4; without a traceback; with one line that says what
+is wrong; with no file half written, none beside the output, and none left by a hostile string.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetflow.cli.main import run
+from hetflow.schema import files
+from hetflow.schema.errors import HetflowError
+
+from . import corpus, mutations
+
+LIMIT_SECONDS = 10
+MEMORY_BYTES = 8 << 30
+WRITTEN = {corpus.OUTPUT, "out.txt", "run", "timeline.html", "trace.json", "curves.svg"}
+_LEFT_BY_FONTS = {".cache", ".config"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One command on damaged input."""
+
+    number: int
+    seed: int
+    command: corpus.Command
+    arguments: tuple[str, ...]
+    damaged: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"--seed {self.seed} --first {self.number} --cases 1: {self.command.name}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a case ended; ``faults`` is empty where the contract held."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    faults: tuple[str, ...] = ()
+
+
+def prepare(folder: Path, good: Path, seed: int, number: int) -> Case:
+    """Copy the good files to ``folder`` and damage what the case damages."""
+    draw = random.Random(f"{seed}:{number}")
+    command = corpus.pick(draw)
+    shutil.copytree(good, folder)
+    if corpus.CONFIG not in command.reads:
+        (folder / corpus.CONFIG).unlink()
+    arguments = list(command.arguments)
+    if command.options and draw.random() < 0.3:
+        name = draw.choice(command.options)
+        arguments[arguments.index(name) + 1] = mutations.option(draw)
+        return Case(number, seed, command, tuple(arguments), (name,))
+    names = draw.sample(command.reads, k=min(len(command.reads), draw.choice((1, 1, 2))))
+    for name in names:
+        path = folder / name
+        path.write_bytes(mutations.damage(path.read_bytes(), draw))
+    return Case(number, seed, command, tuple(arguments), tuple(names))
+
+
+def perform(case: Case, folder: Path) -> Outcome:
+    """Run the case in a forked process, so that its hang or death is its own."""
+    before = {path: path.read_bytes() for path in _files(folder)}
+    said, told = folder.parent / "stdout", folder.parent / "stderr"
+    began = time.monotonic()
+    child = os.fork()
+    if child == 0:
+        _in_child(case, folder, said, told)
+    status = _wait(child)
+    seconds = time.monotonic() - began
+    code = os.waitstatus_to_exitcode(status)
+    stdout = said.read_text(encoding="utf-8", errors="replace")
+    stderr = told.read_text(encoding="utf-8", errors="replace")
+    faults = (
+        *_faults_of_words(code, stdout, stderr, case),
+        *_faults_of_files(before, folder, code),
+    )
+    return Outcome(code, stdout, stderr, seconds, faults)
+
+
+def _in_child(case: Case, folder: Path, said: Path, told: Path) -> None:
+    """Run the command with files for stdout and stderr; never returns."""
+    code = 99
+    try:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        os.chdir(folder)
+        held = open(corpus.HELD)  # noqa: SIM115 (held until the process ends)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for descriptor, path in ((1, said), (2, told)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), descriptor)
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8")
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8")
+        code = run(list(case.arguments))
+    except BaseException:
+        # A fault that passed the command line's own net is the finding, whatever its class.
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def _wait(child: int) -> int:
+    """Wait for the child; after the limit kill its whole session."""
+    end = time.monotonic() + LIMIT_SECONDS
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status
+        time.sleep(0.002)
+    os.killpg(child, signal.SIGKILL)
+    return os.waitpid(child, 0)[1]
+
+
+def _faults_of_words(code: int, stdout: str, stderr: str, case: Case) -> list[str]:
+    faults = []
+    if code == -signal.SIGKILL:
+        return [f"hung for {LIMIT_SECONDS} s"]
+    if code not in (0, 2, 3, 4):
+        faults.append(f"exit code {code}")
+    if "Traceback" in stderr or "Traceback" in stdout:
+        faults.append("a traceback: " + stderr.strip().splitlines()[-2][:150])
+    lines = [line for line in stderr.splitlines() if not line.startswith("hetflow: warning: ")]
+    said = [line for line in lines if line.startswith("hetflow: ")]
+    if code in (2, 3) and (len(said) != 1 or len(lines) > 2):
+        faults.append(f"{len(said)} error lines of {len(lines)} lines")
+    if code == 0 and lines:
+        faults.append(f"words on stderr in a pipe: {lines[0][:100]}")
+    if any(not char.isprintable() and char not in "\n\t" for char in stderr):
+        faults.append("control characters on stderr")
+    if max((len(line) for line in stderr.splitlines()), default=0) > 4000:
+        faults.append("a line of over 4,000 characters")
+    if code == 0 and "--json" in case.arguments:
+        faults += _faults_of_json(stdout)
+    if code in (2, 3) and stdout.strip() and "--json" not in case.arguments:
+        faults.append("a result on stdout beside an error")
+    return faults
+
+
+def _faults_of_json(text: str) -> list[str]:
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no JSON")
+
+    try:
+        json.loads(text, parse_constant=refuse)
+    except ValueError as error:
+        return [f"stdout is not one JSON document: {error}"]
+    return []
+
+
+def _files(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob("*") if p.is_file() and p.parts[len(folder.parts)] not in
+            _LEFT_BY_FONTS]  # fmt: skip
+
+
+def _faults_of_files(before: dict[Path, bytes], folder: Path, code: int) -> list[str]:
+    """Input untouched, output whole or absent, nothing beside it."""
+    faults = []
+    after = set(_files(folder))
+    for path, content in before.items():
+        if path not in after:
+            faults.append(f"{path.name} is gone")
+        elif path.read_bytes() != content:
+            faults.append(f"{path.name} was changed")
+    for path in sorted(after - before.keys()):
+        name = path.relative_to(folder).parts[0]
+        if name == "pwned":
+            faults.append("a hostile string was run")
+        elif name.startswith("."):
+            faults.append(f"a temporary file is left: {name[:60]}")
+        elif code in (2, 3) and name in WRITTEN:
+            faults.append(f"an error, and {name} was written")
+        elif name == corpus.OUTPUT:
+            faults += _faults_of_output(path)
+    return faults
+
+
+def _faults_of_output(path: Path) -> list[str]:
+    try:
+        files.read_any(path)
+    except HetflowError as error:
+        return [f"an output that cannot be read back: {error.message[:200]}"]
+    return []
+
+
+def signature(fault: str) -> str:
+    """A fault without what differs from case to case, for counting."""
+    return re.sub(r"'[^']*'|\d+(\.\d+)?", "_", fault)[:110]
+
+
+def campaign(folder: Path, seed: int, first: int, cases: int) -> "list[tuple[Case, Outcome]]":
+    """Run cases ``first`` to ``first + cases - 1`` of a seed.
+
+    Returns:
+        Every case with its outcome, those whose contract broke among them.
+    """
+    good = folder / "good"
+    good.mkdir()
+    corpus.make(good)
+    done = []
+    for number in range(first, first + cases):
+        own = folder / "case"
+        case = prepare(own, good, seed, number)
+        done.append((case, perform(case, own)))
+        shutil.rmtree(own)
+    return done
+
+
+def report(done: "list[tuple[Case, Outcome]]") -> str:
+    """What broke, most frequent first, with one case of each to run again."""
+    counts: Counter[str] = Counter()
+    examples: dict[str, tuple[Case, str]] = {}
+    for case, outcome in done:
+        for fault in outcome.faults:
+            counts[signature(fault)] += 1
+            examples.setdefault(signature(fault), (case, outcome.stderr.strip()[-700:]))
+    codes = Counter(outcome.code for _, outcome in done)
+    case, slowest = max(done, key=lambda entry: entry[1].seconds)
+    lines = [
+        f"{len(done)} cases; exit codes {dict(sorted(codes.items()))}; "
+        f"slowest {slowest.seconds:.1f} s ({case})"
+    ]
+    for fault, count in counts.most_common():
+        case, stderr = examples[fault]
+        lines += [f"{count:6} {fault}", f"       {case}", f"       {stderr}"]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run a campaign; exit code 1 where a case broke the contract."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--cases", type=int, default=10_000)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        done = campaign(Path(folder), asked.seed, asked.first, asked.cases)
+    sys.stdout.write(report(done) + "\n")
+    return 1 if any(outcome.faults for _, outcome in done) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

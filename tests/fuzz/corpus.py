@@ -1,0 +1,320 @@
+"""Good files of every format, and the commands that read them. What the fuzzing starts from."""
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+from hetflow.cli.main import run
+from hetflow.schema import files
+from hetflow.schema.errors import HetflowError
+from hetflow.schema.jobs import Job, Jobs, ModelThroughput, PairThroughput, Throughputs
+from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync
+from hetflow.schema.run import DeviceRun, Generation, GenerationWorker, RunEvent, RunRecord
+
+HELD = "running/control/lock"  # whoever runs a case holds it: the run is alive then
+CONFIG = "hetflow.toml"  # removed where a command is not about it
+OUTPUT = "out.json"  # the name every command writes to, where it writes
+SCRIPT = "print('never run: --dry-run')\n"
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command on the corpus.
+
+    ``reads`` names the files that a case may damage; ``options`` the values in ``arguments``
+    that it may replace by something hostile. File names are relative to the case's folder.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    reads: tuple[str, ...]
+    options: tuple[str, ...] = ()
+
+
+_POOL = ("--gpus", "2xV100,4xP100")
+_PIPELINE = ("solve", "--strategy", "pipeline", "--profiles", "layered", "--gpus", "4xV100",
+             "--batch-size", "32", "--link-bytes-per-second", "1e9")  # fmt: skip
+_ALLOCATE = ("allocate", "jobs.json", "--throughputs", "throughputs.json", *_POOL)
+_SIMULATE = ("simulate", "--throughputs", "throughputs.json", "--gpus", "2xV100,2xP100")
+
+COMMANDS = (
+    Command(
+        "solve",
+        ("solve", "--profiles", "profiles", *_POOL, "--batch-size", "256", "-o", OUTPUT, "--json"),
+        ("profiles/v100.json", "profiles/p100.json"),
+        ("--gpus", "--batch-size", "--profiles"),
+    ),
+    Command(
+        "solve a cluster",
+        ("solve", "--profiles", "profiles", "--cluster", "cluster.json", "--batch-size", "64"),
+        ("cluster.json", "profiles/v100.json"),
+        ("--cluster", "--batch-size"),
+    ),
+    Command(
+        "solve waste",
+        ("solve", "--profiles", "profiles", *_POOL, "--batch-size", "128", "--objective", "waste",
+         "--virtual-nodes", "4", "--top", "3", "-o", OUTPUT),
+        ("profiles/v100.json",),
+        ("--virtual-nodes", "--top", "--objective"),
+    ),
+    Command(
+        "solve by MILP",
+        ("solve", "--profiles", "profiles", "--gpus", "1xV100,1xP100", "--batch-size", "64",
+         "--method", "highs", "--time-limit", "2"),
+        ("profiles/v100.json",),
+        ("--method", "--time-limit"),
+    ),
+    Command(
+        "solve pipeline",
+        (*_PIPELINE, "-o", OUTPUT),
+        ("layered/v100.json",),
+        ("--link-bytes-per-second", "--batch-size", "--gpus", "--strategy"),
+    ),
+    Command("check split", ("check", "split.json", "--profiles", "profiles", *_POOL, "--json"),
+            ("split.json", "profiles/v100.json"), ("--gpus", "--profiles")),
+    Command("check pipeline",
+            ("check", "pipeline.json", "--profiles", "layered", "--gpus", "4xV100",
+             "--link-bytes-per-second", "1e9"),
+            ("pipeline.json", "layered/v100.json"), ("--link-bytes-per-second", "--gpus")),
+    Command("check allocation",
+            ("check", "allocation.json", "--jobs", "jobs.json", "--throughputs",
+             "throughputs.json", *_POOL),
+            ("allocation.json", "jobs.json", "throughputs.json"), ("--gpus",)),
+    Command("allocate", (*_ALLOCATE, "-o", OUTPUT), ("jobs.json", "throughputs.json"),
+            ("--gpus", "--throughputs")),
+    Command("allocate makespan", (*_ALLOCATE, "--policy", "makespan", "--json"),
+            ("jobs.json", "throughputs.json"), ("--policy",)),
+    Command("allocate pairs", (*_ALLOCATE, "--space-sharing"), ("throughputs.json", "jobs.json")),
+    Command("allocate cost",
+            ("allocate", "jobs.json", "--throughputs", "throughputs.json", "--cluster",
+             "cluster.json", "--policy", "min_cost"), ("cluster.json", "jobs.json"), ("--policy",)),
+    Command("allocate a trace",
+            ("allocate", "jobs.trace", "--throughputs", "gavel.json", "--gpus", "2xv100,2xk80"),
+            ("jobs.trace", "gavel.json"), ("--throughputs",)),
+    Command("simulate jobs", (*_SIMULATE[:1], "jobs.json", *_SIMULATE[1:], "-o", OUTPUT, "--json"),
+            ("jobs.json", "throughputs.json"), ("--gpus",)),
+    Command("simulate a trace",
+            ("simulate", "jobs.trace", "--throughputs", "gavel.json", "--gpus", "2xv100,2xk80"),
+            ("jobs.trace", "gavel.json"), ("--gpus",)),
+    Command("simulate drawn",
+            ("simulate", "continuous-single", *_SIMULATE[1:], "--loads", "2", "--num-jobs", "5",
+             "--window", "1:3", "--round-seconds", "360", "--failure-hours", "50"),
+            ("throughputs.json",),
+            ("--loads", "--window", "--num-jobs", "--round-seconds", "--failure-hours")),
+    Command("simulate elastic",
+            ("simulate", "jobs.json", "--throughputs", "throughputs.json", "--gpus", "4xV100",
+             "--scheduler", "elastic"), ("jobs.json", "throughputs.json"), ("--scheduler",)),
+    Command("simulate philly",
+            ("simulate", "cluster_job_log", "--throughputs", "gavel.json", "--gpus", "4xv100"),
+            ("cluster_job_log",), ("--gpus",)),
+    *(Command(f"show {name}", ("show", name), (name,))
+      for name in ("split.json", "pipeline.json", "allocation.json", "jobs.json", "run.json",
+                   "throughputs.json", "simulation.json", "cluster.json", "launch.json")),
+    Command("show profile", ("show", "layered/v100.json", "--json"), ("layered/v100.json",)),
+    Command("show a timeline",
+            ("show", "pipeline.json", "--timeline", "--html", "timeline.html", "--trace",
+             "trace.json"), ("pipeline.json",), ("--html", "--trace")),
+    Command("show a picture", ("show", "profiles", "--plot", "curves.svg"),
+            ("profiles/v100.json",), ("--plot",)),
+    Command("launch split", ("launch", "--dry-run", "--devices", "2xcpu", "-o", "run",
+                             "on_cpu.json", "train.py"), ("on_cpu.json",), ("--devices",)),
+    Command("launch pipeline", ("launch", "--dry-run", "--devices", "2xcpu", "stages_on_cpu.json",
+                                "train.py", "--lr", "1"), ("stages_on_cpu.json",), ("--devices",)),
+    Command("resize", ("resize", "running", "--gpus", "1xV100,1xP100", "--timeout", "0.1"),
+            ("running/control/current.json", "running/plan.json"), ("--gpus",)),
+    Command("resize to a plan", ("resize", "running", "--plan", "split.json", "--no-wait"),
+            ("running/control/current.json", "split.json")),
+    Command("import", ("import", "graph.txt", "--device-type", "V100", "--device-memory", "16GB",
+                       "-o", OUTPUT), ("graph.txt",), ("--device-memory", "--device-type")),
+    Command("export", ("export", "layered/v100.json", "-o", "out.txt"), ("layered/v100.json",)),
+    Command("configured", ("solve", "--profiles", "profiles"),
+            (CONFIG, "profiles/p100.json")),
+)  # fmt: skip
+
+
+def make(folder: Path) -> None:
+    """Write the corpus: every file by the package's own commands where one makes it."""
+    for name in ("profiles", "layered", "cpus", "layered_cpus"):
+        (folder / name).mkdir()
+    files.write(folder / "profiles/v100.json", _profile("V100", 1.0))
+    files.write(folder / "profiles/p100.json", _profile("P100", 4.0))
+    files.write(folder / "layered/v100.json", _layered("V100"))
+    files.write(folder / "cpus/cpu.json", _profile("cpu", 9.0))
+    files.write(folder / "layered_cpus/cpu.json", _layered("cpu"))
+    (folder / "cluster.json").write_text(json.dumps(_CLUSTER, indent=1))
+    files.write(folder / "jobs.json", _jobs())
+    files.write(folder / "throughputs.json", _throughputs())
+    (folder / "gavel.json").write_text(json.dumps(_GAVEL))
+    (folder / "jobs.trace").write_text("".join(_trace_lines()))
+    (folder / "cluster_job_log").write_text(json.dumps([_philly(n) for n in range(4)], indent=1))
+    (folder / "graph.txt").write_text("\n".join(_graph_lines()) + "\n")
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / CONFIG).write_text('[solve]\ngpus = "2xV100"\nbatch-size = 64\n')
+    for name, arguments in _MADE.items():
+        made = tuple(str(folder / a) if (folder / a).exists() else a for a in arguments)
+        with redirect_stdout(StringIO()):
+            code = run([*made, "-o", str(folder / name), "--quiet"])
+        if code:
+            raise HetflowError(f"the corpus's {name} could not be made: exit code {code}")
+    files.write(folder / "run.json", _run_record(folder))
+    _make_running(folder)
+
+
+_MADE = {
+    "split.json": (
+        "solve", "--profiles", "profiles", "--gpus", "2xV100,4xP100", "--batch-size", "256"),
+    "pipeline.json": _PIPELINE,
+    "on_cpu.json": ("solve", "--profiles", "cpus", "--gpus", "2xcpu", "--batch-size", "64"),
+    "stages_on_cpu.json": (
+        "solve", "--strategy", "pipeline", "--profiles", "layered_cpus", "--gpus", "2xcpu",
+        "--batch-size", "32", "--link-bytes-per-second", "1e9"),
+    "allocation.json": _ALLOCATE,
+    "simulation.json": (
+        "simulate", "jobs.json", "--throughputs", "throughputs.json", "--gpus", "2xV100,2xP100"),
+}  # fmt: skip
+
+
+def _make_running(folder: Path) -> None:
+    """A run's folder as ``hetflow resize`` finds it, and its launch configuration."""
+    from hetflow.runtime.lower import lower
+
+    config = lower(files.read_plan(folder / "split.json"), seed=0)
+    files.write(folder / "launch.json", config)
+    (folder / "running/control").mkdir(parents=True)
+    (folder / HELD).touch()
+    (folder / "running/control/current.json").write_text((folder / "launch.json").read_text())
+    (folder / "running/plan.json").write_text((folder / "split.json").read_text())
+
+
+def _profile(device_type: str, slowness: float) -> Profile:
+    curve = tuple(
+        BatchPoint(
+            batch_size=size,
+            step_seconds=slowness * (0.002 + 0.001 * size),
+            peak_memory_bytes=(1 << 30) + size * (50 << 20),
+        )
+        for size in (8, 16, 32, 64)
+    )
+    return Profile(
+        model="resnet50", device_type=device_type, device_memory_bytes=16 << 30,
+        weight_bytes=100 << 20, update_seconds=0.004, batch_curve=curve,
+        sync=Sync(num_devices=2, sync_seconds=0.02), provenance={"torch": "2.13.0"},
+    )  # fmt: skip
+
+
+def _layered(device_type: str) -> Profile:
+    names = [f"layer{n}" for n in range(6)]
+    nodes = tuple(
+        LayerNode(id=name, op="Linear", forward_seconds=0.001 * (1 + n), backward_seconds=0.002,
+              activation_bytes=1 << 20, weight_bytes=4 << 20)
+        for n, name in enumerate(names)
+    )  # fmt: skip
+    edges = tuple(zip(names, names[1:], strict=False))
+    return Profile(
+        model="mlp", device_type=device_type, device_memory_bytes=16 << 30, weight_bytes=24 << 20,
+        update_seconds=0.001,
+        batch_curve=(BatchPoint(batch_size=8, step_seconds=0.03, peak_memory_bytes=1 << 30),),
+        layers=LayerGraph(microbatch_size=8, nodes=nodes, edges=edges),
+    )  # fmt: skip
+
+
+def _jobs() -> Jobs:
+    return Jobs(
+        jobs=tuple(
+            Job(id=f"job{n}", model=("conv", "rnn")[n % 2], steps=4000.0 * (n + 1),
+                arrival_seconds=500.0 * n, scale_factor=1)
+            for n in range(4)
+        )
+    )  # fmt: skip
+
+
+def _throughputs() -> Throughputs:
+    return Throughputs(
+        models=(
+            ModelThroughput(model="conv", steps_per_second={"V100": 4.0, "P100": 1.0}),
+            ModelThroughput(model="rnn", steps_per_second={"V100": 2.0, "P100": 1.5}),
+        ),
+        pairs=(
+            PairThroughput(models=("conv", "rnn"), steps_per_second={"V100": (3.0, 1.5)}),
+        ),
+    )  # fmt: skip
+
+
+def _run_record(folder: Path) -> RunRecord:
+    return RunRecord(
+        plan=files.read_plan(folder / "split.json"), status="done", exit_code=0, world_size=6,
+        wall_seconds=12.5, num_steps=40, predicted_step_seconds=0.1, measured_step_seconds=0.11,
+        step_seconds_error=-0.09, final_loss=0.5, parameters_digest="ab" * 32,
+        devices=(
+            DeviceRun(
+                rank=0, device_type="V100", host="a", num_samples=64, num_steps=40,
+                predicted_compute_seconds=0.08, pass_seconds=0.04, compute_seconds=0.08,
+                sync_seconds=0.01, update_seconds=0.002, step_seconds=0.11,
+                step_seconds_spread=0.001, peak_memory_bytes=1 << 30,
+            ),
+        ),
+        events=(RunEvent(kind="failure", at_seconds=2.0, detail="worker 3 was killed"),),
+        generations=(
+            Generation(
+                number=0, kind="start", at_seconds=0.0, detail="start",
+                workers=(GenerationWorker(name="w0", device_type="V100", virtual_nodes=(0,)),),
+            ),
+        ),
+    )  # fmt: skip
+
+
+_CLUSTER = {
+    "schema": "hetflow.cluster/1",
+    "device_types": {
+        "V100": {"memory_bytes": 17179869184, "dollars_per_hour": 2.48},
+        "P100": {"memory_bytes": 17179869184, "dollars_per_hour": 1.46},
+    },
+    "servers": [
+        {"count": 2, "devices": {"V100": 2}, "intra_bytes_per_second": 1.0e10},
+        {"count": 1, "devices": {"P100": 4}, "intra_bytes_per_second": 1.0e10},
+    ],
+    "inter_bytes_per_second": 1.25e9,
+}
+_CONV, _RNN = "('conv', 1)", "('rnn', 1)"
+_GAVEL = {
+    "v100": {_CONV: {"null": 4.0, _RNN: [3.0, 1.0]}, _RNN: {"null": 2.0, _CONV: [1.0, 3.0]}},
+    "k80": {_CONV: {"null": 1.0}, _RNN: {"null": 1.0}},
+}
+
+
+def _trace_lines() -> Iterator[str]:
+    for n in range(4):
+        model = ("conv", "rnn")[n % 2]
+        yield f"{model}\tpython train.py\tdata\t-n\t1\t4000\t1\t1\t-1.000000\t{500.0 * n}\n"
+
+
+def _philly(n: int) -> dict[str, object]:
+    return {
+        "status": "Pass", "vc": "ee9e8c", "jobid": f"application_{n}", "user": "ce2f4c",
+        "submitted_time": f"2017-10-09 05:{n:02d}:00",
+        "attempts": [
+            {
+                "start_time": "2017-10-09 23:00:00", "end_time": "2017-10-09 23:10:00",
+                "detail": [{"ip": "m1", "gpus": ["gpu0"]}],
+            }
+        ],
+    }  # fmt: skip
+
+
+def _graph_lines() -> Iterator[str]:
+    for n in range(1, 6):
+        yield (
+            f"node{n} -- Linear(in=8, out=8) -- forward_compute_time=1.5, "
+            f"backward_compute_time=2.0, activation_size=1024.0, parameter_size=4096.0"
+        )
+    for n in range(1, 5):
+        yield f"\tnode{n} -- node{n + 1}"
+
+
+def pick(draw: random.Random) -> Command:
+    """A command, each as likely."""
+    return draw.choice(COMMANDS)
