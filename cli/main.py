@@ -108,12 +108,22 @@ def run(arguments: list[str]) -> int:
         # The reader of the pipe has gone; leave quietly, as other tools do.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        # Files are checked where they are read; this is what no check foresees, such as a path
+        # longer than the system allows. Without a path it is no fault of the input.
+        if error.filename is None:
+            return _report_bug()
+        return _report(f"{error.filename}: {error.strerror}", None, 2)
     except Exception as error:
         if hasattr(error, "format_message"):  # the parser's own errors: bad usage
             return _report_usage(error)
-        traceback.print_exc()
-        return _report("this is a bug; please report it with the traceback above", None, 1)
+        return _report_bug()
     return answer if isinstance(answer, int) else 0
+
+
+def _report_bug() -> int:
+    traceback.print_exc()
+    return _report("this is a bug; please report it with the traceback above", None, 1)
 
 
 def _report_usage(error: Exception) -> int:

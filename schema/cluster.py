@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from .errors import ProblemError
-from .records import Count, PositiveRate, nearest, record, register_keys
+from .records import Count, PositiveBytes, PositiveRate, nearest, record, register_keys
 
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _NAME = r"[A-Za-z][\w.+-]*(?::[A-Za-z][\w.+-]*)?"
@@ -22,7 +22,7 @@ _GRAMMAR_HINT = "write for example 2xV100,8xP100, V100:2, V100:2:16GB or 4x(4xV1
 class DeviceType:
     """What one device of a type has and costs. Unknown is None."""
 
-    memory_bytes: Count | None = None
+    memory_bytes: PositiveBytes | None = None
     dollars_per_hour: PositiveRate | None = None
 
 

@@ -6,7 +6,17 @@ from typing import Any, Literal
 from .errors import ProblemError
 from .layer_trace import LayerTrace
 from .plan import Prediction, Proof
-from .records import Bytes, Count, Index, Name, PositiveRate, Seconds, record, register_keys
+from .records import (
+    Bytes,
+    Count,
+    Index,
+    Name,
+    PositiveBytes,
+    PositiveRate,
+    Seconds,
+    record,
+    register_keys,
+)
 from .schedule_names import PlannedSchedule as PlannedSchedule
 
 StageCost = Literal["ring", "thesis", "published"]
@@ -70,7 +80,7 @@ class DevicePool:
     forward_seconds: tuple[Seconds, ...]
     backward_seconds: tuple[Seconds, ...]
     update_seconds: Seconds = 0.0
-    memory_bytes: Count | None = None
+    memory_bytes: PositiveBytes | None = None
 
     def __post_init__(self) -> None:
         if not self.levels:

@@ -7,10 +7,11 @@ from .layer_trace import LayerTrace
 from .records import (
     Bytes,
     Count,
+    MeasuredSeconds,
     Name,
+    PositiveBytes,
+    PositiveMeasuredSeconds,
     PositiveRate,
-    PositiveSeconds,
-    Seconds,
     record,
     register_keys,
 )
@@ -25,7 +26,7 @@ class BatchPoint:
     """
 
     batch_size: Count
-    step_seconds: PositiveSeconds
+    step_seconds: PositiveMeasuredSeconds
     peak_memory_bytes: Bytes
 
 
@@ -45,8 +46,8 @@ class LayerNode:
 
     id: Name
     op: str
-    forward_seconds: Seconds
-    backward_seconds: Seconds
+    forward_seconds: MeasuredSeconds
+    backward_seconds: MeasuredSeconds
     activation_bytes: Bytes
     weight_bytes: Bytes
     stashed_bytes: Bytes | None = None
@@ -87,8 +88,8 @@ class Sync:
     """
 
     num_devices: Count
-    sync_seconds: Seconds
-    latency_seconds: Seconds | None = None
+    sync_seconds: MeasuredSeconds
+    latency_seconds: MeasuredSeconds | None = None
     bytes_per_second: PositiveRate | None = None
 
     def __post_init__(self) -> None:
@@ -126,9 +127,9 @@ class Profile:
     schema: Literal["hetflow.profile/1"] = "hetflow.profile/1"
     model: Name
     device_type: Name
-    device_memory_bytes: Count
+    device_memory_bytes: PositiveBytes
     weight_bytes: Bytes
-    update_seconds: Seconds
+    update_seconds: MeasuredSeconds
     batch_curve: tuple[BatchPoint, ...]
     layers: LayerGraph | None = None
     more_layers: tuple[LayerGraph, ...] = ()

@@ -16,10 +16,14 @@ from .errors import ProblemError
 
 T = TypeVar("T")
 
-Count = Annotated[int, Field(ge=1)]
-Index = Annotated[int, Field(ge=0)]
-Bytes = Annotated[int, Field(ge=0)]
+# Upper bounds stand far above what exists and far below what overflows in a product.
+Count = Annotated[int, Field(ge=1, le=10**12)]
+Index = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Bytes = Annotated[int, Field(ge=0, le=2**60)]
+PositiveBytes = Annotated[int, Field(ge=1, le=2**60)]
 Seconds = Annotated[float, Field(ge=0)]
+MeasuredSeconds = Annotated[float, Field(ge=0, le=1e12)]  # 30,000 years
+PositiveMeasuredSeconds = Annotated[float, Field(gt=0, le=1e12)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 PositiveRate = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]

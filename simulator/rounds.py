@@ -29,6 +29,7 @@ from .servers import Servers
 from .shares import Allocator
 
 ANY_SHARE = 1e-300
+LONGEST_ROUND = 1e7  # seconds, four months: events within a round are drawn one by one
 _NOBODY: Ints = np.zeros(0, dtype=np.int64)
 _NEAR = 1e-6  # apart, so that sums kept from job to job tell types' order
 STEPS_LEFT = 1e-9  # of a step: rounding of its own additions, not work
@@ -62,9 +63,12 @@ class RoundOptions:
 
     def __post_init__(self) -> None:
         at_least_0 = (self.reset_seconds, self.restart_seconds)
-        if not 0 < self.round_seconds < math.inf or not all(0 <= t < math.inf for t in at_least_0):
+        if not 0 < self.round_seconds <= LONGEST_ROUND or not all(
+            0 <= t < math.inf for t in at_least_0
+        ):
             raise ProblemError(
-                "rounds must last > 0 s, resets and restarts >= 0 s, all finite; got "
+                f"rounds must last > 0 s and at most {LONGEST_ROUND:g} s, resets and restarts "
+                ">= 0 s, all finite; got "
                 f"{self.round_seconds}, {', '.join(map(str, at_least_0))}"
             )
         if self.restart_seconds >= self.round_seconds:

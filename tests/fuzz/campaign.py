@@ -83,7 +83,7 @@ def prepare(folder: Path, good: Path, seed: int, number: int) -> Case:
 
 def perform(case: Case, folder: Path) -> Outcome:
     """Run the case in a forked process, so that its hang or death is its own."""
-    before = {path: path.read_bytes() for path in _files(folder)}
+    before = contents(folder)
     said, told = folder.parent / "stdout", folder.parent / "stderr"
     began = time.monotonic()
     child = os.fork()
@@ -95,8 +95,8 @@ def perform(case: Case, folder: Path) -> Outcome:
     stdout = said.read_text(encoding="utf-8", errors="replace")
     stderr = told.read_text(encoding="utf-8", errors="replace")
     faults = (
-        *_faults_of_words(code, stdout, stderr, case),
-        *_faults_of_files(before, folder, code),
+        *faults_of(code, stdout, stderr, case),
+        *faults_of_files(before, folder, code),
     )
     return Outcome(code, stdout, stderr, seconds, faults)
 
@@ -138,7 +138,8 @@ def _wait(child: int) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def _faults_of_words(code: int, stdout: str, stderr: str, case: Case) -> list[str]:
+def faults_of(code: int, stdout: str, stderr: str, case: Case) -> list[str]:
+    """What in the exit code and the words breaks the contract."""
     faults = []
     if code == -signal.SIGKILL:
         return [f"hung for {LIMIT_SECONDS} s"]
@@ -179,7 +180,12 @@ def _files(folder: Path) -> list[Path]:
             _LEFT_BY_FONTS]  # fmt: skip
 
 
-def _faults_of_files(before: dict[Path, bytes], folder: Path, code: int) -> list[str]:
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file of a case's folder with its content."""
+    return {path: path.read_bytes() for path in _files(folder)}
+
+
+def faults_of_files(before: dict[Path, bytes], folder: Path, code: int) -> list[str]:
     """Input untouched, output whole or absent, nothing beside it."""
     faults = []
     after = set(_files(folder))
@@ -234,21 +240,19 @@ def campaign(folder: Path, seed: int, first: int, cases: int) -> "list[tuple[Cas
 
 def report(done: "list[tuple[Case, Outcome]]") -> str:
     """What broke, most frequent first, with one case of each to run again."""
-    counts: Counter[str] = Counter()
-    examples: dict[str, tuple[Case, str]] = {}
+    found: dict[str, list[tuple[Case, Outcome]]] = {}
     for case, outcome in done:
         for fault in outcome.faults:
-            counts[signature(fault)] += 1
-            examples.setdefault(signature(fault), (case, outcome.stderr.strip()[-700:]))
+            found.setdefault(signature(fault), []).append((case, outcome))
     codes = Counter(outcome.code for _, outcome in done)
     case, slowest = max(done, key=lambda entry: entry[1].seconds)
     lines = [
         f"{len(done)} cases; exit codes {dict(sorted(codes.items()))}; "
         f"slowest {slowest.seconds:.1f} s ({case})"
     ]
-    for fault, count in counts.most_common():
-        case, stderr = examples[fault]
-        lines += [f"{count:6} {fault}", f"       {case}", f"       {stderr}"]
+    for fault, broken in sorted(found.items(), key=lambda entry: -len(entry[1])):
+        lines += [f"{len(broken):6} {fault}", *(f"       {case}" for case, _ in broken[:8])]
+        lines.append(f"       {broken[0][1].stderr.strip()[-700:]}")
     return "\n".join(lines)
 
 

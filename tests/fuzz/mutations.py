@@ -91,7 +91,7 @@ def damage(content: bytes, draw: random.Random) -> bytes:
         except (ValueError, RecursionError):
             content = _damage_lines(content, draw)
             continue
-        if draw.random() < 0.15:
+        if not isinstance(document, dict | list) or draw.random() < 0.15:
             content = _damage_bytes(content, draw)
         elif draw.random() < 0.4:
             content = _dumped(_change_a_number(document, draw))
