@@ -66,7 +66,7 @@ def simulate(
     loads: Annotated[
         str | None, typer.Option(help="Jobs per hour of drawn traces, e.g. 2,4,5.6.")
     ] = None,
-    num_jobs: Annotated[int, typer.Option(min=1, help="Of drawn traces.")] = 1000,
+    num_jobs: Annotated[int, typer.Option(min=1, max=10_000_000, help="Of drawn traces.")] = 1000,
     window: Annotated[
         str | None, typer.Option(help="Average over jobs FROM:TO of the trace, e.g. 4000:5000.")
     ] = None,

@@ -33,7 +33,9 @@ SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v")
 CHUNKED = ("interleaved", "zb-v")
 """Schedules that put several stages on a device."""
 
+# A schedule lists every pass of every replica: more is a mistake, and takes hours to draw.
 MAX_MICROBATCHES = 1 << 16
+MAX_REPLICAS = 1 << 16
 
 
 @record
@@ -437,6 +439,9 @@ class PipelinePlan:
                 f"{self.microbatches} microbatches of {self.microbatch_size} are not the global "
                 f"batch of {self.global_batch_size}"
             )
+        most = max(stage.num_replicas for stage in self.stages)
+        if most > MAX_REPLICAS:
+            raise ProblemError(f"a stage has {most} replicas; at most {MAX_REPLICAS}")
         names = [name for stage in self.stages for name in stage.layers]
         if len(set(names)) != len(names):
             twice = next(name for name in names if names.count(name) > 1)
