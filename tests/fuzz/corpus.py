@@ -89,6 +89,15 @@ COMMANDS = (
     Command("allocate makespan", (*_ALLOCATE, "--policy", "makespan", "--json"),
             ("jobs.json", "throughputs.json"), ("--policy",)),
     Command("allocate pairs", (*_ALLOCATE, "--space-sharing"), ("throughputs.json", "jobs.json")),
+    Command("allocate from CSV",
+            ("allocate", "jobs.csv", "--throughputs", "throughputs.csv", *_POOL),
+            ("jobs.csv", "throughputs.csv"), ("--gpus", "--throughputs")),
+    Command("simulate from CSV",
+            ("simulate", "jobs.csv", "--throughputs", "throughputs.csv", *_POOL),
+            ("jobs.csv", "throughputs.csv")),
+    Command("throughputs",
+            ("throughputs", "profiles", "--batch-size", "128", "--scale-factors", "1,2", "-o",
+             OUTPUT), ("profiles/v100.json",), ("--batch-size", "--scale-factors")),
     Command("allocate cost",
             ("allocate", "jobs.json", "--throughputs", "throughputs.json", "--cluster",
              "cluster.json", "--policy", "min_cost"), ("cluster.json", "jobs.json"), ("--policy",)),
@@ -149,6 +158,8 @@ def make(folder: Path) -> None:
     files.write(folder / "jobs.json", _jobs())
     files.write(folder / "throughputs.json", _throughputs())
     (folder / "gavel.json").write_text(json.dumps(_GAVEL))
+    (folder / "jobs.csv").write_text(_JOBS_CSV)
+    (folder / "throughputs.csv").write_text(_RATES_CSV)
     (folder / "jobs.trace").write_text("".join(_trace_lines()))
     (folder / "cluster_job_log").write_text(json.dumps([_philly(n) for n in range(4)], indent=1))
     (folder / "graph.txt").write_text("\n".join(_graph_lines()) + "\n")
@@ -284,6 +295,13 @@ _GAVEL = {
     "v100": {_CONV: {"null": 4.0, _RNN: [3.0, 1.0]}, _RNN: {"null": 2.0, _CONV: [1.0, 3.0]}},
     "k80": {_CONV: {"null": 1.0}, _RNN: {"null": 1.0}},
 }
+
+
+_JOBS_CSV = "id,model,steps,scale_factor,entity\na,conv,4000,1,x\nb,rnn,8000,2,y\nc,conv,900,1,x\n"
+_RATES_CSV = (
+    "model,device_type,steps_per_second,scale_factor\nconv,V100,4,1\nconv,P100,1,1\n"
+    "rnn,V100,2,2\nrnn,P100,1.5,2\n"
+)
 
 
 def _trace_lines() -> Iterator[str]:
