@@ -183,13 +183,15 @@ def read_any(path: Path) -> Record:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that is present, regular, of sane size, and UTF-8."""
+    """The text of a file that is present, of sane size, and UTF-8; a pipe is a file too."""
     try:
         if path.is_dir():
             raise FileError(f"{path}: is a folder, not a file")
-        if path.stat().st_size > MAX_FILE_BYTES:
+        with path.open("rb") as stream:  # a device or a pipe has no size to ask for beforehand
+            content = stream.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
             raise FileError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB; not a hetflow file")
-        return path.read_text(encoding="utf-8")
+        return content.decode("utf-8").replace("\r\n", "\n")
     except FileNotFoundError:
         raise FileError(f"{path}: no such file") from None
     except UnicodeDecodeError:
