@@ -51,6 +51,13 @@ def launch(
     checkpoint_every: Annotated[
         int, typer.Option(min=0, help="Steps between checkpoints [0: at SIGTERM and the end].")
     ] = 0,
+    restart_from_scratch: Annotated[
+        bool,
+        typer.Option(
+            "--restart-from-scratch",
+            help="Start at step 0; what is in the --checkpoint folder is kept aside there.",
+        ),
+    ] = False,
     grace: Annotated[
         int, typer.Option(min=0, help="Seconds after SIGTERM to write a checkpoint in.")
     ] = 30,
@@ -101,6 +108,7 @@ def launch(
         timeout_seconds=float(timeout),
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
+        from_scratch=restart_from_scratch,
         grace_seconds=float(grace),
         on_failure=on_failure,
         heartbeat_seconds=heartbeat,

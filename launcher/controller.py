@@ -292,7 +292,9 @@ class _Run:
                 self._hosts.tell_stop(number)
             count, until = signals.count, time.monotonic() + request.grace_seconds
             self._workers.let_save(signals, request.grace_seconds)
+            detail = self._workers.left_badly()
             self._hosts.wait_until_saved(lambda: signals.count == count, until)
+            return interruption(number, detail)
         return interruption(number)
 
     def _look_after(self) -> Failure | None:
@@ -331,6 +333,7 @@ def _commands(
         seed=request.config.seed,
         checkpoint=request.checkpoint.resolve() if request.checkpoint else None,
         checkpoint_every=request.checkpoint_every,
+        from_scratch=request.from_scratch,
         handover=(request.folder / HANDOVER).resolve() if request.hands_over else None,
         generation=generation,
     )

@@ -145,12 +145,13 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.lost_peer, failure.at_seconds))
 
 
-def interruption(number: int) -> Failure:
-    """The launch was told to stop."""
+def interruption(number: int, detail: str | None = None) -> Failure:
+    """The launch was told to stop; ``detail`` is what went wrong on the way out."""
     name = signal.Signals(number).name
+    rest = f"; {detail}" if detail else ""
     return Failure(
         exit_code=128 + number,
-        error=f"interrupted by {name}; all workers are stopped",
+        error=f"interrupted by {name}; all workers are stopped{rest}",
         at_seconds=time.monotonic(),
         interrupted=True,
     )

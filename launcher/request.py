@@ -82,6 +82,7 @@ class LaunchRequest:
     timeout_seconds: float = 600.0
     checkpoint: Path | None = None
     checkpoint_every: int = 0
+    from_scratch: bool = False
     grace_seconds: float = 30.0
     on_failure: OnFailure | None = None
     heartbeat_seconds: float = 30.0
@@ -158,6 +159,11 @@ def check_checkpoints(request: LaunchRequest) -> None:
         FileError: The folder is a file.
     """
     if request.checkpoint is None:
+        if request.from_scratch:
+            raise TargetError(
+                "--restart-from-scratch sets the checkpoints of a folder aside, and there is none",
+                hint="give --checkpoint DIR too",
+            )
         if request.checkpoint_every:
             raise TargetError(
                 f"--checkpoint-every {request.checkpoint_every} needs a folder",

@@ -74,6 +74,7 @@ def worker_commands(
     seed: int = 0,
     checkpoint: Path | None = None,
     checkpoint_every: int = 0,
+    from_scratch: bool = False,
     handover: Path | None = None,
     generation: "NewGeneration | None" = None,
 ) -> list[WorkerCommand]:
@@ -91,6 +92,7 @@ def worker_commands(
         seed: Seed of the script's own streams, where a level fixes them.
         checkpoint: Folder of checkpoints, if any.
         checkpoint_every: Steps between checkpoints; 0 for those that are asked for only.
+        from_scratch: Whether to set the checkpoints aside that are there, and start at step 0.
         handover: Where a pipeline writes its parts when its plan changes, if it can.
         generation: The generation that these workers join, where others train already.
     """
@@ -128,6 +130,7 @@ def worker_commands(
         if checkpoint is not None:
             settings[names.CHECKPOINT] = str(checkpoint)
             settings[names.CHECKPOINT_EVERY] = str(checkpoint_every)
+            settings |= {names.FROM_SCRATCH: "1"} if from_scratch else {}
         commands.append(
             WorkerCommand(
                 rank=rank,

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from .failures import Failure, failure_of
+from ..runtime.handover import STOPPED_EXIT_CODE
+from .failures import Failure, failure_of, first_cause
 from .line import Line
 from .output import follow, tee
 from .spawn import Process, WorkerCommand, failure_path, signal_group, start
@@ -212,6 +213,14 @@ class Workers:
             if time.monotonic() > deadline or signals.count > asked:
                 return
             time.sleep(0.02)
+
+    def left_badly(self) -> str | None:
+        """What kept a worker from saving and leaving, where something did."""
+        running = self.running()
+        if running:
+            return f"worker {running[0].rank} was not done within the grace time"
+        own = [f for f in self.failures() if f.exit_code != STOPPED_EXIT_CODE]
+        return first_cause(own).sentence() if own else None
 
     def stop(self, signals: Signals | None = None) -> None:
         """End every worker and what it started: SIGTERM, a grace, SIGKILL. No orphan stays."""

@@ -13,8 +13,9 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,11 @@ import torch
 from torch import Tensor
 
 from ..schema.errors import FileError, TargetError
+from .manifest import ALIGNMENT, DTYPES, FORMAT, BrokenCheckpoint, check_body, check_file
 
-FORMAT = "hetflow.checkpoint/1"
 KEPT = 2
-_ALIGNMENT = 64
-_NAME = re.compile(r"^step-(\d{9,})$")
-DTYPES = {
-    str(getattr(torch, name)).removeprefix("torch."): getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "bool"),
-        *("uint8", "int8", "int16", "int32", "int64", "float8_e4m3fn", "float8_e5m2"),
-    )
-}
+_NAME = re.compile(r"^step-([0-9]{9,})$")
+_NESTS = ("list", "tuple", "dict", "counter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +38,6 @@ class Checkpoint:
     path: Path
     header: dict[str, Any]
     state: Any
-
-
-class BrokenCheckpoint(Exception):
-    """It is torn or was changed; the message says how."""
 
 
 def encode(value: Any, tensors: list[Tensor], at: str = "state") -> Any:
@@ -77,17 +67,61 @@ def encode(value: Any, tensors: list[Tensor], at: str = "state") -> Any:
 
 
 def decode(value: Any, tensors: list[Tensor]) -> Any:
-    """What ``encode`` made, as it was."""
-    if not isinstance(value, dict):
+    """What ``encode`` made, as it was.
+
+    Raises:
+        BrokenCheckpoint: ``encode`` makes nothing like it.
+    """
+    rest = iter(range(len(tensors)))
+    try:
+        found = _decoded(value, tensors, rest)
+    except RecursionError:
+        raise BrokenCheckpoint("its state is nested too deeply") from None
+    if next(rest, None) is not None:
+        raise BrokenCheckpoint("it has tensors that its state does not name")
+    return found
+
+
+def _decoded(value: Any, tensors: list[Tensor], rest: Iterator[int]) -> Any:
+    """Every tensor is named once, in order, so that no two things share their memory."""
+    if value is None or isinstance(value, bool | int | float | str):
         return value
+    if not isinstance(value, dict) or len(value) != 1:
+        raise BrokenCheckpoint("its state holds what is neither a value nor a nest of values")
     ((kind, content),) = value.items()
     if kind == "tensor":
-        return tensors[content]
+        number = next(rest, None)
+        if number is None or type(content) is not int or content != number:
+            raise BrokenCheckpoint("its state does not name its tensors in order")
+        return tensors[number]
+    if kind not in _NESTS or not isinstance(content, list):
+        raise BrokenCheckpoint(f"its state holds a {str(kind)[:40]!r}, which is no nest of values")
     if kind in ("list", "tuple"):
-        items = [decode(item, tensors) for item in content]
+        items = [_decoded(item, tensors, rest) for item in content]
         return items if kind == "list" else tuple(items)
-    pairs = {decode(k, tensors): decode(v, tensors) for k, v in content}
-    return Counter(pairs) if kind == "counter" else pairs
+    return _mapping(kind, content, tensors, rest)
+
+
+def _mapping(kind: str, content: list[Any], tensors: list[Tensor], rest: Iterator[int]) -> Any:
+    pairs: dict[Any, Any] = {}
+    for pair in content:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BrokenCheckpoint(f"its state holds a {kind} that is not made of pairs")
+        key, entry = (_decoded(half, tensors, rest) for half in pair)
+        if not _is_key(key) or key in pairs:
+            raise BrokenCheckpoint(f"its state holds a {kind} with a key that cannot be one")
+        pairs[key] = entry
+    if kind == "dict":
+        return pairs
+    if not all(isinstance(number, int | float) for number in pairs.values()):
+        raise BrokenCheckpoint("its state holds a counter of what are no numbers")
+    return Counter(pairs)
+
+
+def _is_key(key: Any) -> bool:
+    if isinstance(key, tuple):
+        return all(_is_key(item) for item in key)
+    return key is None or isinstance(key, bool | int | float | str)
 
 
 def name_of(step: int) -> str:
@@ -95,24 +129,30 @@ def name_of(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def write(folder: Path, header: dict[str, Any], encoded: Any, tensors: list[Tensor]) -> Path:
+def write(
+    folder: Path,
+    header: dict[str, Any],
+    encoded: Any,
+    tensors: list[Tensor],
+    broken: Collection[Path] = (),
+) -> Path:
     """Write a checkpoint; afterwards it is complete on disk, or was never there.
 
-    Keeps the ``KEPT`` newest and removes older ones.
+    Keeps the ``KEPT`` newest that are good and removes older ones.
 
     Args:
         folder: Where checkpoints are.
         header: Plain values; ``step`` names the checkpoint.
         encoded: The state, from ``encode``.
         tensors: Its tensors, on the host.
+        broken: Checkpoints that are known to be of no use; they do not count as kept.
 
     Raises:
         FileError: The disk is full, or the folder cannot be written.
     """
     final = folder / name_of(header["step"])
     write_folder(final, header, encoded, tensors)
-    for old in found(folder)[KEPT:]:
-        shutil.rmtree(old, ignore_errors=True)
+    remove_old(folder, lambda path: path == final or path not in broken)
     return final
 
 
@@ -146,17 +186,14 @@ def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: lis
 
 
 def read(path: Path) -> Checkpoint:
-    """Read a checkpoint and verify every byte of it.
+    """Read a checkpoint and verify every byte of it, and that it has the form of one.
 
     Raises:
         BrokenCheckpoint: Something is missing, cut short or changed.
         FileError: It was written by a later hetflow.
     """
     body = read_manifest(path)
-    try:
-        data = bytearray((path / "tensors.bin").read_bytes())
-    except OSError as error:
-        raise BrokenCheckpoint(f"{Path(error.filename).name}: {error.strerror}") from None
+    data = bytearray(_content(path / "tensors.bin"))
     if len(data) != body["tensors_bytes"]:
         raise BrokenCheckpoint(f"tensors.bin has {len(data)} of {body['tensors_bytes']} bytes")
     if hashlib.sha256(data).hexdigest() != body["tensors_sha256"]:
@@ -168,39 +205,94 @@ def read(path: Path) -> Checkpoint:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The verified manifest of a checkpoint, without its tensors; see ``read``."""
     try:
-        document = json.loads((path / "manifest.json").read_bytes())
+        document = json.loads(_content(path / "manifest.json"))
         body, digest = document["manifest"], document["sha256"]
-    except OSError as error:
-        raise BrokenCheckpoint(f"{Path(error.filename).name}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+        is_as_written = _digest_of(body) == digest
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise BrokenCheckpoint("manifest.json is not complete") from None
-    if _digest_of(body) != digest:
+    if not is_as_written:
         raise BrokenCheckpoint("manifest.json does not match its checksum")
-    if body["schema"] != FORMAT:
-        raise FileError(f"{path}: must be {FORMAT}, got {body['schema']}")
+    schema = body.get("schema") if isinstance(body, dict) else None
+    if isinstance(schema, str) and schema != FORMAT and schema.startswith("hetflow.checkpoint/"):
+        raise FileError(f"{path}: must be {FORMAT}, got {schema[:40]}")
+    if schema != FORMAT:
+        raise BrokenCheckpoint(f"manifest.json is not of {FORMAT}")
+    check_body(body)
     found: dict[str, Any] = body
     return found
 
 
+def _content(path: Path) -> bytes:
+    check_file(path)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BrokenCheckpoint(f"{path.name}: {error.strerror}") from None
+
+
 def newest(
     folder: Path, read_one: Callable[[Path], Checkpoint] = read
-) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint, and a sentence for each broken one that is newer."""
-    broken: list[str] = []
+) -> tuple[Checkpoint | None, dict[Path, BrokenCheckpoint]]:
+    """The newest whole checkpoint, and what is wrong with each that is newer.
+
+    Raises:
+        FileError: The folder cannot be read, or holds a later hetflow's.
+    """
+    broken: dict[Path, BrokenCheckpoint] = {}
     for path in found(folder):
         try:
             return read_one(path), broken
         except BrokenCheckpoint as error:
-            broken.append(f"{path} is broken ({error}); using the one before")
+            broken[path] = error
     return None, broken
 
 
 def found(folder: Path) -> list[Path]:
-    """Checkpoints by their names, the newest first."""
-    if not folder.is_dir():
-        return []
-    named = [(int(m[1]), p) for p in folder.iterdir() if (m := _NAME.match(p.name))]
+    """Checkpoints by their names, the newest first.
+
+    Raises:
+        FileError: The folder cannot be read.
+    """
+    try:
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    except OSError as error:
+        raise FileError(f"{folder}: cannot be read: {error.strerror}") from None
+    named = [(int(match[1]), folder / name) for name in names if (match := _NAME.match(name))]
     return [path for _, path in sorted(named, reverse=True)]
+
+
+def remove_old(folder: Path, is_good: Callable[[Path], bool]) -> None:
+    """Remove all that is older than the ``KEPT`` newest good checkpoints."""
+    num_good = 0
+    for path in found(folder):
+        if num_good == KEPT:
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            num_good += is_good(path)
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Move all checkpoints to a folder of their own beside the new ones; None if there are none.
+
+    Raises:
+        FileError: They cannot be moved.
+    """
+    old = found(folder)
+    if not old:
+        return None
+    try:
+        number = next(n for n in count(1) if not (folder / f"before-{n}").exists())
+        aside = folder / f"before-{number}"
+        aside.mkdir()
+        for path in old:
+            path.rename(aside / path.name)
+        flush(folder)
+    except OSError as error:
+        raise FileError(
+            f"{folder}: the checkpoints there cannot be set aside: {error.strerror}",
+            hint="give another --checkpoint folder",
+        ) from None
+    return aside
 
 
 def tidy(folder: Path) -> None:
@@ -213,7 +305,7 @@ def _write_tensors(path: Path, tensors: list[Tensor]) -> tuple[list[dict[str, An
     entries, digest, at = [], hashlib.sha256(), 0
     with path.open("wb") as stream:
         for tensor in tensors:
-            padding = bytes(-at % _ALIGNMENT)
+            padding = bytes(-at % ALIGNMENT)
             data = bytes_of(tensor)
             at += len(padding)
             kind = str(tensor.dtype).removeprefix("torch.")

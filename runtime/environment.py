@@ -29,6 +29,7 @@ TIMEOUT = "HETFLOW_TIMEOUT"
 DETERMINISM = "HETFLOW_DETERMINISM"
 CHECKPOINT = "HETFLOW_CHECKPOINT"
 CHECKPOINT_EVERY = "HETFLOW_CHECKPOINT_EVERY"
+FROM_SCRATCH = "HETFLOW_RESTART_FROM_SCRATCH"  # "1": set checkpoints aside and start at step 0
 CONTROL = "HETFLOW_CONTROL"  # descriptor of the line to the controller
 WORKER = "HETFLOW_WORKER"  # this worker's name there
 CHANGES = "HETFLOW_CHANGES"  # whether workers may come and go while the job trains
@@ -45,6 +46,7 @@ class Start:
 
     ``rank`` is the launcher's; it equals the slot only where ``is_slot`` says so. ``config`` is
     None in a plain ``python`` run. ``plan`` is None where only a launch config was given.
+    ``from_scratch`` says to keep what the folder for checkpoints holds aside, and start at step 0.
     ``joins`` is the generation to join, of a worker that was started while the others train.
     ``follows`` says that it takes a pipeline over from them; ``handover_folder`` is where a
     pipeline that has no folder for checkpoints writes its parts then.
@@ -64,6 +66,7 @@ class Start:
     determinism: Determinism = "none"
     checkpoint_folder: Path | None = None
     checkpoint_every: int = 0
+    from_scratch: bool = False
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     joins: int | None = None
     handover_folder: Path | None = None
@@ -87,6 +90,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
             determinism=check_level(env.get(DETERMINISM) or "none"),
             checkpoint_folder=Path(env[CHECKPOINT]) if env.get(CHECKPOINT) else None,
             checkpoint_every=_integer(env, CHECKPOINT_EVERY, 0),
+            from_scratch=_is_from_scratch(env),
         )
     config, plan = read_plan(Path(env[PLAN]), seed, check_level(env.get(DETERMINISM) or "none"))
     rank, world_size, local_rank = _ranks(env)
@@ -110,6 +114,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
         determinism=config.determinism,
         checkpoint_folder=Path(env[CHECKPOINT]) if env.get(CHECKPOINT) else None,
         checkpoint_every=_integer(env, CHECKPOINT_EVERY, 0),
+        from_scratch=_is_from_scratch(env),
         run_folder=Path(env[RUN]) if env.get(RUN) else None,
         timeout_seconds=float(_integer(env, TIMEOUT, int(DEFAULT_TIMEOUT_SECONDS))),
         joins=_integer(env, JOINS, 0) or None,
@@ -211,6 +216,11 @@ def _refuse_many_without_plan(env: Mapping[str, str]) -> None:
             f"{env['WORLD_SIZE']} workers started without a plan",
             hint=f"set {PLAN} to a plan file, or use `hetflow launch PLAN SCRIPT`",
         )
+
+
+def _is_from_scratch(env: Mapping[str, str]) -> bool:
+    """What starts again within a launch goes on from the launch's own checkpoints."""
+    return env.get(FROM_SCRATCH) == "1" and not _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
 
 
 def _integer(env: Mapping[str, str], name: str, default: int) -> int:

@@ -19,7 +19,7 @@ from .group import Place, leave
 from .measurements import peak_memory_bytes
 from .record import WorkerReport, assemble, parse_report, report_text
 from .setup import final_tensors
-from .worker import Runner
+from .worker import Runner, fail_at_exit
 
 if TYPE_CHECKING:
     from .job import Job
@@ -55,8 +55,14 @@ def _end(job: "Job") -> None:
     if not Outcome.failed:
         try:
             job.finish()
-        except TargetError as error:
-            sys.stderr.write(f"hetflow: {error.message}\nhint: {error.hint}\n")
+        except BaseException as error:
+            # Python would print it and leave with exit code 0.
+            Outcome.failed = True
+            code = fail_at_exit(error)
+            if not Runner.active:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
     elif job._place.distributed and not Runner.active:
         # Collectives in flight would hold the interpreter until their time limit.
         sys.stdout.flush()
@@ -65,7 +71,11 @@ def _end(job: "Job") -> None:
 
 
 def finish(job: "Job") -> None:
-    """Wait until every worker is here; then report, and leave the process group."""
+    """Wait until every worker is here; then report, and leave the process group.
+
+    Raises:
+        FileError: All this is done, and the last checkpoint could not be written.
+    """
     job._clock.end_step()
     place = job._place
     if place.distributed and not dist.is_initialized():
@@ -86,6 +96,8 @@ def finish(job: "Job") -> None:
         place.control.send("finished")
     if place.start.config is not None:
         leave()
+    if job._checkpoints is not None:
+        job._checkpoints.close()
 
 
 def _meet(place: Place) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..schema.errors import TargetError
 from . import checkpoint
 from .data import PassSampler, feed
+from .manifest import DTYPES
 from .shares import share_out
 from .streams import seed_streams
 
@@ -168,7 +169,7 @@ class Prediction:
         encoded = checkpoint.encode(answer, tensors, "output")
         kinds = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
         for kind, _ in kinds:
-            if kind not in checkpoint.DTYPES:
+            if kind not in DTYPES:
                 raise TargetError(f"job.predict cannot carry a tensor of dtype {kind}")
         return json.dumps({"outputs": encoded, "tensors": kinds}).encode(), tensors
 
@@ -213,7 +214,7 @@ def deliver(
 def _split(data: Tensor, kinds: list[tuple[str, list[int]]]) -> list[Tensor]:
     tensors, at = [], 0
     for name, shape in kinds:
-        tensor = torch.empty(shape, dtype=checkpoint.DTYPES[name])
+        tensor = torch.empty(shape, dtype=DTYPES[name])
         size = tensor.numel() * tensor.element_size()
         _as_bytes(tensor).copy_(data[at : at + size])
         tensors.append(tensor)

@@ -2,14 +2,13 @@
 
 ``step-000000120`` then holds ``part-0-of-3`` to ``part-2-of-3``, each a folder as in
 checkpoint.py, complete and checksummed by itself (thesis 2.4.4). The checkpoint is complete when
-all parts are there, whole, and of one run. What they hold belongs to the model and not to the
-stages: put together they are the state that a split plan saves.
+all parts are there, whole, and of one run; whoever sees it first leaves the empty file ``complete``,
+which tells a checkpoint that lost a part from one whose writers died. What parts hold belongs to
+the model and not to the stages: put together they are the state that a split plan saves.
 """
 
 import hashlib
 import json
-import re
-import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +16,20 @@ from typing import Any
 
 from torch import Tensor
 
-from ..schema.errors import TargetError
+from ..schema.errors import FileError, TargetError
 from . import checkpoint
-from .checkpoint import BrokenCheckpoint, Checkpoint
+from .checkpoint import Checkpoint
+from .manifest import (
+    PART,
+    BrokenCheckpoint,
+    IncompleteCheckpoint,
+    check_part,
+    check_part_header,
+    check_whole,
+)
 
-_PART = re.compile(r"^part-(\d+)-of-(\d+)$")
+COMPLETE = "complete"  # an empty file: all parts have been there
+_OWN = ("part", "registered_sha256")  # what may differ between parts
 _OF_ONE_PART = ("part", "num_parts", "run", "registered_sha256")
 
 
@@ -46,7 +54,13 @@ def digest_of(encoded: Any, tensors: list[Tensor]) -> str:
     return digest.hexdigest()
 
 
-def write(folder: Path, header: dict[str, Any], encoded: Any, tensors: list[Tensor]) -> None:
+def write(
+    folder: Path,
+    header: dict[str, Any],
+    encoded: Any,
+    tensors: list[Tensor],
+    broken: Collection[Path] = (),
+) -> None:
     """Write one part; the ``KEPT`` newest complete checkpoints stay.
 
     Args:
@@ -55,6 +69,7 @@ def write(folder: Path, header: dict[str, Any], encoded: Any, tensors: list[Tens
             one run know each other, name the part.
         encoded: The state, from ``encode``.
         tensors: Its tensors, on the host.
+        broken: Checkpoints that are known to be of no use; they do not count as kept.
 
     Raises:
         FileError: The disk is full, or the folder cannot be written.
@@ -63,20 +78,39 @@ def write(folder: Path, header: dict[str, Any], encoded: Any, tensors: list[Tens
     name = f"part-{header['part']}-of-{header['num_parts']}"
     checkpoint.write_folder(whole / name, header, encoded, tensors)
     checkpoint.flush(folder)
-    _remove_old(folder)
+    if is_complete(whole):
+        _mark(whole)
+    checkpoint.remove_old(
+        folder, lambda path: (path == whole or path not in broken) and is_complete(path)
+    )
 
 
-def _remove_old(folder: Path) -> None:
-    """Whoever writes the last part of a checkpoint sees that it is complete."""
-    num_complete = 0
-    for path in checkpoint.found(folder):
-        if num_complete == checkpoint.KEPT:
-            shutil.rmtree(path, ignore_errors=True)
-            continue
-        try:
-            num_complete += bool(_headers(path))
-        except BrokenCheckpoint:
-            continue
+def _mark(whole: Path) -> None:
+    try:
+        (whole / COMPLETE).touch()
+    except OSError as error:
+        raise FileError(
+            f"{whole}: the checkpoint was not marked as complete: {error.strerror}",
+            hint="free space or give another --checkpoint",
+        ) from None
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a checkpoint is there, with all parts of one run, by its headers only."""
+    try:
+        parts = _parts_of(path)
+        if not parts:
+            checkpoint.read_manifest(path)
+        _check_one_run([_header_of(part) for part in parts])
+    except (BrokenCheckpoint, FileError):
+        return False
+    return True
+
+
+def _header_of(part: Path) -> dict[str, Any]:
+    header: dict[str, Any] = checkpoint.read_manifest(part)["header"]
+    check_part_header(part, header)
+    return header
 
 
 def reader(wanted: Wanted | None = None) -> Callable[[Path], Checkpoint]:
@@ -89,19 +123,13 @@ def reader(wanted: Wanted | None = None) -> Callable[[Path], Checkpoint]:
     def read(path: Path) -> Checkpoint:
         if _numbers(path):
             return _assembled(path, wanted)
-        return checkpoint.read(path)
+        if path.is_dir() and not any(path.iterdir()):
+            raise IncompleteCheckpoint("it has no part yet")
+        found = checkpoint.read(path)
+        check_whole(path, found.header, found.state)
+        return found
 
     return read
-
-
-def _headers(path: Path) -> list[Path]:
-    """The parts of a complete checkpoint, or the folder itself, by their headers only."""
-    parts = _parts_of(path)
-    if not parts:
-        checkpoint.read_manifest(path)
-        return [path]
-    _check_one_run([checkpoint.read_manifest(part)["header"] for part in parts])
-    return parts
 
 
 def _parts_of(path: Path) -> list[Path]:
@@ -118,14 +146,20 @@ def _parts_of(path: Path) -> list[Path]:
         return []
     total, there = max(numbers.items())
     missing = next(number for number in range(total) if number not in there)
-    raise BrokenCheckpoint(f"part-{missing}-of-{total} is missing")
+    kind = BrokenCheckpoint if (path / COMPLETE).exists() else IncompleteCheckpoint
+    raise kind(f"part-{missing}-of-{total} is missing")
 
 
 def _numbers(path: Path) -> dict[int, set[int]]:
     """The parts that are there, by how many there should be."""
     numbers: dict[int, set[int]] = {}
-    for entry in path.iterdir() if path.is_dir() else ():
-        if match := _PART.match(entry.name):
+    try:
+        names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+    except OSError as error:
+        raise BrokenCheckpoint(f"{path.name}: {error.strerror}") from None
+    for name in names:
+        match = PART.match(name)
+        if match and int(match[1]) < int(match[2]):
             numbers.setdefault(int(match[2]), set()).add(int(match[1]))
     return numbers
 
@@ -133,6 +167,10 @@ def _numbers(path: Path) -> dict[int, set[int]]:
 def _check_one_run(headers: list[dict[str, Any]]) -> None:
     if len({header["run"] for header in headers}) > 1:
         raise BrokenCheckpoint("its parts were written by different runs")
+    for header in headers:
+        for key, value in header.items():
+            if key not in _OWN and value != headers[0][key]:
+                raise BrokenCheckpoint(f"its parts differ in header.{key}")
 
 
 def _assembled(path: Path, wanted: Wanted | None) -> Checkpoint:
@@ -143,12 +181,17 @@ def _assembled(path: Path, wanted: Wanted | None) -> Checkpoint:
     for part in _parts_of(path):
         try:
             found = checkpoint.read(part)
+            check_part_header(part, found.header)
+            check_part(part, found.header, found.state)
         except BrokenCheckpoint as error:
             raise BrokenCheckpoint(f"{part.name}: {error}") from None
         headers.append(found.header)
         registered.append(found.state.pop("registered"))
         _merge(state, found, wanted.parameters if wanted else None)
     _check_one_run(headers)
+    for name in wanted.parameters if wanted else headers[0]["parameters"]:
+        if name in headers[0]["parameters"] and name not in state["parameters"]:
+            raise BrokenCheckpoint(f"no part holds state.parameters.{name}")
     header = {key: value for key, value in headers[0].items() if key not in _OF_ONE_PART}
     state["registered"] = registered[_part_registered(path, headers, wanted)]
     return Checkpoint(path, header, state)
@@ -167,6 +210,8 @@ def _merge(state: dict[str, Any], part: Checkpoint, names: Collection[str] | Non
     for index, value in (new["optimizer"] or {"state": {}})["state"].items():
         if names is None or order[index] in names:
             state["optimizer"]["state"][index] = _cloned(value)
+    if len(new["buffers"]["nodes"]) != len(state["buffers"]["nodes"]):
+        raise BrokenCheckpoint("its parts differ in state.buffers.nodes")
     state["buffers"]["base"] |= _cloned(new["buffers"]["base"])
     for node, own in zip(state["buffers"]["nodes"], new["buffers"]["nodes"], strict=True):
         node |= _cloned(own)
@@ -186,7 +231,8 @@ def _part_registered(path: Path, headers: list[dict[str, Any]], wanted: Wanted |
     """Whose registered things to take: anyone's where they are equal, as schedulers are."""
     if len({header["registered_sha256"] for header in headers}) == 1:
         return 0
-    if wanted is not None and headers[0]["stages"] == wanted.stages:
+    is_as_it_was = wanted is not None and headers[0]["stages"] == wanted.stages
+    if wanted is not None and is_as_it_was and wanted.part < len(headers):
         return wanted.part
     raise TargetError(
         f"{path}: what the script registers was not the same on all workers (an average of the "

@@ -11,19 +11,25 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ..schema.errors import FileError, TargetError
+from ..schema.errors import FileError, HetflowError, TargetError
 from . import checkpoint, parts
 from .checkpoint import Checkpoint
-from .handover import STOPPED_EXIT_CODE
+from .handover import FOUND, STOPPED_EXIT_CODE
+from .manifest import BrokenCheckpoint, IncompleteCheckpoint, shape_text
+from .restoring import check_buffers, load_optimizer, load_registered
+from .stopping import StopRequests
 
 if TYPE_CHECKING:
     from .job import Job
+
+
+_NONE = "none"  # what workers go on from, where there is no checkpoint
+_REFUSED = "checkpoints refused"
 
 
 class _Opened:
@@ -52,14 +58,15 @@ class Checkpoints:
         self._call, self._step, self._steps_before, self._length = 0, 0, 0, 0
         self._writing: threading.Thread | None = None
         self._failed: FileError | None = None
+        self._unwritten: list[int] = []  # steps whose checkpoints could not be written
+        self._broken: set[Path] = set()
         self._found = self._agree()
         if self._found is not None:
             check_fits(self._found, self._describe())
+            self._check_buffers(self._found)
             self._restore()
             say(job, f"going on from {self._found.path} (step {job.num_steps})")
-        if self.has_folder and threading.current_thread() is threading.main_thread():
-            for number in self._signals():
-                signal.signal(number, self._asked_to_stop)
+        self._stops = StopRequests(self._signals() if self.has_folder else [], self._ask_to_stop)
 
     def _agree(self) -> Checkpoint | None:
         """The first worker chooses; the others read the same one."""
@@ -67,24 +74,62 @@ class Checkpoints:
         if not self.has_folder or place.is_outside:
             return None
         if place.rank == 0:
-            checkpoint.tidy(self._folder)
-            found, broken = checkpoint.newest(self._folder, self._reader())
-            for sentence in broken:
-                say(self._job, f"warning: {sentence}")
-            if place.store is not None:
-                place.store.set("checkpoint", found.path.name if found else "none")
-            return found
+            return self._choose()
         assert place.store is not None
-        name = place.store.get("checkpoint").decode()
-        if name == "none":
+        name = place.store.get(FOUND).decode()
+        if name == _NONE:
             return None
+        if name == _REFUSED:
+            raise TargetError(place.store.get(_REFUSED).decode())
         try:
             return self._reader()(self._folder / name)
-        except checkpoint.BrokenCheckpoint as error:
+        except BrokenCheckpoint as error:
             raise FileError(
                 f"{self._folder / name}: worker {place.rank} cannot read it: {error}",
                 hint="give a --checkpoint folder that every worker sees",
             ) from None
+
+    def _choose(self) -> Checkpoint | None:
+        store = self._job._place.store
+        try:
+            found = self._newest()
+        except HetflowError as error:
+            if store is not None:  # else the others wait until their time limit
+                store.set(_REFUSED, error.message)
+                store.set(FOUND, _REFUSED)
+            raise
+        if store is not None:
+            store.set(FOUND, found.path.name if found else _NONE)
+        return found
+
+    def _newest(self) -> Checkpoint | None:
+        """What to go on from; None to start at step 0.
+
+        Raises:
+            FileError: There are checkpoints, and none is of use.
+        """
+        job, folder = self._job, self._folder
+        if job._place.start.from_scratch and self.is_asked_for:
+            aside = checkpoint.set_aside(folder)
+            if aside is not None:
+                say(job, f"starting from scratch; earlier checkpoints are kept in {aside}")
+            return None
+        checkpoint.tidy(folder)
+        found, broken = checkpoint.newest(folder, self._reader())
+        lost = {p: e for p, e in broken.items() if not isinstance(e, IncompleteCheckpoint)}
+        if found is None and lost:
+            raise unusable(folder, lost, can_restart=self.is_asked_for)
+        for path, error in broken.items():
+            going_on = f"going on from {found.path.name}" if found else "starting at step 0"
+            state = "was never complete" if path not in lost else "is broken"
+            say(job, f"warning: {path} {state} ({error}); {going_on}")
+        self._broken = set(broken)
+        return found
+
+    def _check_buffers(self, found: Checkpoint) -> None:
+        slots = self._job._buffers.slots
+        own = {slot.name: slot.base for slot in slots} or dict(self._job._model.named_buffers())
+        check_buffers(found.path, found.state["buffers"], own)
 
     @property
     def is_asked_for(self) -> bool:
@@ -128,7 +173,7 @@ class Checkpoints:
             if call < position["call"]:
                 return num_steps
             if call == position["call"]:
-                self._check_length(position, length)
+                self._check_position(position, length, num_steps)
                 self._restore()
                 first = position["step"]
                 if first == num_steps:
@@ -137,12 +182,27 @@ class Checkpoints:
         self._length = length
         return first
 
-    def _check_length(self, position: dict[str, int], length: int) -> None:
+    def _check_position(self, position: dict[str, int], length: int, num_steps: int) -> None:
+        """The script has come to where its state is from; does it stand there as it stood?"""
+        assert self._found is not None
+        name, saved = self._found.path.name, self._found.state["registered"]
         if position["step"] and position["length"] != length:
             raise TargetError(
-                f"the dataset has {length} samples, and had {position['length']} when "
-                f"{name_or_none(self._found)} was written in the middle of an epoch",
+                f"the dataset has {length} samples, and had {position['length']} when {name} was "
+                f"written in the middle of an epoch",
                 hint="give the same dataset, or start with an empty --checkpoint folder",
+            )
+        if position["step"] > num_steps:
+            raise TargetError(
+                f"{name} was written after step {position['step']} of an epoch, which has "
+                f"{num_steps} here",
+                hint="give the same loader, or start with an empty --checkpoint folder",
+            )
+        if len(saved) > len(self._registered):
+            raise TargetError(
+                f"the script registers {len(self._registered)} object(s), {self._found.path} has "
+                f"{len(saved)}",
+                hint="register the same objects in the same order, or start with an empty folder",
             )
 
     def entered(self, call: int, step: int) -> None:
@@ -155,9 +215,14 @@ class Checkpoints:
         if self.has_folder and self._job._totals.all_stop:
             self.save(wait=True)
             say(self._job, f"asked to stop; saved {self._folder}, step {self._job.num_steps}")
-            sys.exit(STOPPED_EXIT_CODE)
+            self.leave()
         if self._every and self._job.num_steps % self._every == 0:
             self.save(wait=False)
+
+    def leave(self) -> NoReturn:
+        """Stop, as asked, after the script's own handlers of the signal have had their turn."""
+        self._stops.pass_on()
+        sys.exit(STOPPED_EXIT_CODE)
 
     def epoch_done(self, call: int) -> None:
         """The epoch gave all its batches."""
@@ -196,12 +261,44 @@ class Checkpoints:
         return self._header(), self._with(buffers)
 
     def finish(self) -> None:
-        """Keep the final state, and wait until it is on disk."""
+        """Keep the final state, and wait until it is on disk; ``close`` says where it is not."""
         if not self.has_folder:
             return
+        self._end_as_saved()
         if self._found is None or self._job.num_steps != self._found.header["step"]:
             self.save(wait=False)
         self._settle()
+
+    def _end_as_saved(self) -> None:
+        """Where nothing was left to do, the end is the checkpoint's, whatever the script did."""
+        job = self._job
+        if self._found is None or (job._member is not None and job._member.is_behind):
+            return
+        self._restore()
+        call = self._found.header["position"]["call"]
+        if call > job._calls:
+            say(
+                job,
+                f"warning: {self._found.path} is of epoch {call}, and the script ends after "
+                f"{job._calls}; the state is the checkpoint's",
+            )
+
+    def close(self) -> None:
+        """The job is over and has reported: signals go where they went before it.
+
+        Raises:
+            FileError: The last checkpoint is not on disk.
+        """
+        self._stops.close()
+        if self._failed is not None:
+            raise self._failed
+        if self._unwritten:
+            steps = ", ".join(map(str, self._unwritten))
+            say(
+                self._job,
+                f"warning: checkpoints could not be written after step {steps}; the last one is "
+                f"on disk",
+            )
 
     def _describe(self) -> dict[str, Any]:
         """What must be the same where a run goes on; see ``check_fits``."""
@@ -236,15 +333,17 @@ class Checkpoints:
 
     def _put(self, header: dict[str, Any], encoded: Any, tensors: list[Tensor]) -> None:
         """Write to the disk."""
-        checkpoint.write(self._folder, header, encoded, tensors)
+        checkpoint.write(self._folder, header, encoded, tensors, self._broken)
 
     def _write(self, header: dict[str, Any], encoded: Any, tensors: list[Tensor]) -> None:
         try:
             self._put(header, encoded, tensors)
             self._failed = None
+            self._broken.discard(self._folder / checkpoint.name_of(header["step"]))
         except FileError as error:
             self._failed = error
-            say(self._job, f"warning: {error.message}")
+            self._unwritten.append(header["step"])
+            sys.stderr.write(f"hetflow: warning: {error.message}\n")
 
     def _settle(self) -> None:
         if self._writing is not None:
@@ -261,8 +360,15 @@ class Checkpoints:
         with torch.no_grad():
             for name, parameter in job._parameters.items():
                 parameter.copy_(state["parameters"][name])
-        if job._optimizer is not None and state["optimizer"] is not None:
-            job._optimizer.load_state_dict(state["optimizer"])
+        if job._optimizer is not None:
+            self._load_optimizer(job._optimizer.load_state_dict, state["optimizer"])
+
+    def _load_optimizer(
+        self, load: Callable[[dict[str, Any]], object], saved: dict[str, Any] | None
+    ) -> None:
+        path = self._found.path if self._found is not None else Path("the running job")
+        assert self._job._optimizer is not None
+        load_optimizer(path, self._job._optimizer, load, saved)
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Take another worker's parameters, optimizer and what is registered, as they are now."""
@@ -296,10 +402,22 @@ class Checkpoints:
                 f"the script registers object {number + 1}, {self._found.path} has {len(saved)}",
                 hint="register the same objects in the same order, or start with an empty folder",
             )
-        self._registered[number].load_state_dict(saved[number])
+        load_registered(self._found.path, number + 1, self._registered[number], saved[number])
 
-    def _asked_to_stop(self, number: int, frame: FrameType | None) -> None:
+    def _ask_to_stop(self) -> None:
         self._job._totals.wants_stop = True
+
+
+def unusable(
+    folder: Path, broken: Mapping[Path, BrokenCheckpoint], *, can_restart: bool
+) -> FileError:
+    """The refusal to start at step 0 beside checkpoints that cannot be read."""
+    named = "; ".join(f"{path.name}: {error}" for path, error in broken.items())
+    again = "give --restart-from-scratch (HETFLOW_RESTART_FROM_SCRATCH=1) to start at step 0"
+    return FileError(
+        f"{folder}: none of the checkpoints there can be used ({named})",
+        hint=f"put a whole one there, or {again}, which keeps these" if can_restart else None,
+    )
 
 
 def check_fits(found: Checkpoint, own: dict[str, Any]) -> None:
@@ -348,8 +466,7 @@ def name_or_none(found: Checkpoint | None) -> str:
 def shapes_of(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """What parameters a model has, for people and for comparison."""
     return {
-        name: f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-        for name, value in parameters.items()
+        name: shape_text(value) for name, value in parameters.items()
     }
 
 

@@ -16,7 +16,7 @@ import time
 import traceback
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 from ..schema.errors import HetflowError
 from .elastic.control import Control
@@ -31,12 +31,12 @@ class Runner:
 
     active = False
     told = False  # whether the launcher knows of a failure
+    code: ClassVar[list[int]] = [0]  # the exit code
 
 
 def main(arguments: list[str]) -> None:
     """Run ``SCRIPT ARGS`` or ``-m MODULE ARGS`` and leave with its exit code."""
-    Runner.active = True
-    code = [0]
+    Runner.active, code = True, Runner.code
     # Registered first, so it runs last: after everything the script registered.
     atexit.register(_leave_at_once_if_failed, code)
     Control.of_process()  # its heart beats from here on, however long the script takes to prepare
@@ -51,13 +51,34 @@ def main(arguments: list[str]) -> None:
         if code[0]:
             _mark_failed(stop, code[0])
     except BaseException as error:
-        code[0] = 130 if isinstance(error, KeyboardInterrupt) else 1
-        if isinstance(error, HetflowError):
-            code[0] = error.exit_code
-        _mark_failed(error, code[0])
-        _print(error)
+        fail(error)
     if code[0]:
         sys.exit(code[0])
+
+
+def fail(error: BaseException) -> None:
+    """Leave with an error's own exit code; write it down, and print it."""
+    code = 130 if isinstance(error, KeyboardInterrupt) else 1
+    if isinstance(error, HetflowError):
+        code = error.exit_code
+    Runner.code[0] = code
+    _mark_failed(error, code)
+    _print(error)
+
+
+def fail_at_exit(error: BaseException) -> int:
+    """The script ended well, and its job did not; the exit code."""
+    if isinstance(error, SystemExit):
+        Runner.code[0] = _code_of(error)
+        if Runner.code[0]:
+            _mark_failed(error, Runner.code[0])
+    elif isinstance(error, HetflowError) and not os.environ.get(FAILURE):
+        Runner.code[0] = error.exit_code
+        hint = f"hint: {error.hint}\n" if error.hint else ""
+        sys.stderr.write(f"hetflow: {error.message}\n{hint}")
+    else:
+        fail(error)
+    return Runner.code[0]
 
 
 def _seed_script() -> None:

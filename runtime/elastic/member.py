@@ -20,7 +20,6 @@ import torch
 from ..checkpoint import Checkpoint
 from ..data import Batch, is_drawn
 from ..group import Place, close_group, enter_generation, enter_handover, num_groups, uses_nccl
-from ..handover import STOPPED_EXIT_CODE
 from ..places import holdings_of
 from ..worker import is_lost_peer
 from . import transfer
@@ -248,7 +247,8 @@ class Member:
     def _stop_if_asked(self) -> None:
         if self._job._totals.wants_stop:
             self._job._finished = True
-            sys.exit(STOPPED_EXIT_CODE)
+            assert self._job._checkpoints is not None
+            self._job._checkpoints.leave()
 
     # Changes
 

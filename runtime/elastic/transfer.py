@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import checkpoint
+from ..manifest import DTYPES
 
 CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 64
@@ -90,7 +91,7 @@ def _chunks(parts: Sequence[Tensor]) -> Iterator[Tensor]:
 def _unpacked(data: Tensor, kinds: Sequence[tuple[str, list[int]]]) -> Iterator[Tensor]:
     at = 0
     for name, shape in kinds:
-        dtype = checkpoint.DTYPES[name]
+        dtype = DTYPES[name]
         size = torch.Size(shape).numel() * dtype.itemsize
         yield data[at : at + size].view(dtype).reshape(shape)
         at += size + -size % _ALIGNMENT

@@ -9,8 +9,8 @@ same steps whether or not the run is ever restarted, so a restarted run ends wit
 """
 
 import secrets
+import json
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...schema.errors import TargetError
+from ...schema.errors import FileError, TargetError
 from .. import checkpoint, handover, parts
 from ..checkpoint import Checkpoint
-from ..handover import STOPPED_EXIT_CODE
 from ..saving import Checkpoints, say
 
 if TYPE_CHECKING:
@@ -74,10 +73,31 @@ class StageCheckpoints(Checkpoints):
             handover.tell_training(store)
 
     def finish(self) -> None:
-        """Keep the final state, where the user gave a folder."""
+        """Keep the final state, where the user gave a folder; the first worker sees it whole."""
         self._tell_training()
         if self._is_asked_for:
             super().finish()
+            self._gather_unwritten()
+
+    def _gather_unwritten(self) -> None:
+        """Tell the first worker, whose words are shown, what the others could not write."""
+        job = self._job
+        store = job._place.store
+        if store is None:
+            return
+        if not job.is_main:
+            told = {"steps": self._unwritten, "failed": self._failed is not None}
+            store.set(f"unwritten/{job.rank}", json.dumps(told))
+            return
+        others = [json.loads(store.get(f"unwritten/{r}")) for r in range(1, job.world_size)]
+        self._unwritten = sorted({*self._unwritten, *(s for told in others for s in told["steps"])})
+        last = self._folder / checkpoint.name_of(job.num_steps)
+        is_known = self._failed is not None or any(told["failed"] for told in others)
+        if not is_known and not parts.is_complete(last):
+            self._failed = FileError(
+                f"{last}: only some of its {job.world_size} parts are there",
+                hint="give a --checkpoint folder that every worker sees",
+            )
 
     @staticmethod
     def _agree_on_run(job: "PipelineJob") -> str:
@@ -97,7 +117,7 @@ class StageCheckpoints(Checkpoints):
         if job._totals.all_stop and job._place.start.determinism != "none" and not job.is_drained:
             self._settle()
             say(job, f"asked to stop; a restart goes on from the newest in {self._folder}")
-            sys.exit(STOPPED_EXIT_CODE)
+            self.leave()
         super().boundary(call, step)
 
     def save(self, *, wait: bool) -> None:
@@ -137,7 +157,7 @@ class StageCheckpoints(Checkpoints):
         }
 
     def _put(self, header: dict[str, Any], encoded: Any, tensors: list[Tensor]) -> None:
-        parts.write(self._folder, header, encoded, tensors)
+        parts.write(self._folder, header, encoded, tensors, self._broken)
 
     def _restore(self) -> None:
         assert self._found is not None
@@ -145,7 +165,7 @@ class StageCheckpoints(Checkpoints):
         with torch.no_grad():
             for name in job._ownership.own:
                 job._parameters[name].copy_(state["parameters"][name])
-        if job.share is not None and state["optimizer"] is not None:
-            job.share.load_state_dict(state["optimizer"])
+        if job.share is not None:
+            self._load_optimizer(job.share.load_state_dict, state["optimizer"])
         job._synchroniser.late_loss = state.get("late_loss")
         self._restore_rest(state)

@@ -1,0 +1,212 @@
+"""Put what a checkpoint holds into the model's optimizer, its buffers and what is registered.
+
+The form of a checkpoint is known to be right (manifest.py). Here it meets the script's own objects,
+which take a state without looking at it closely: torch's optimizers and schedulers fail steps
+later on a moment of another shape, in the middle of the script's loop.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..schema.errors import HetflowError, TargetError
+from .manifest import shape_text
+
+# What a state_dict that fits another object, or none, makes load_state_dict raise.
+_MISFITS = (ValueError, KeyError, TypeError, RuntimeError, AttributeError, IndexError)
+_HINT = "give the checkpoint's own script and model, or another --checkpoint folder"
+
+
+def check_buffers(path: Path, saved: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+    """Refuse buffers of another model.
+
+    Raises:
+        TargetError: In one line, the first difference.
+    """
+    theirs = {name: shape_text(value) for name, value in saved["base"].items()}
+    ours = {name: shape_text(value) for name, value in own.items()}
+    for name in [*ours, *theirs]:
+        there, here = theirs.get(name, "absent"), ours.get(name, "absent")
+        if there != here:
+            raise TargetError(
+                f"{path} is of another model: the buffer {name} is {there} there and {here} here",
+                hint=_HINT,
+            )
+
+
+def load_optimizer(
+    path: Path,
+    optimizer: torch.optim.Optimizer,
+    load: Callable[[dict[str, Any]], object],
+    saved: dict[str, Any] | None,
+) -> None:
+    """Give an optimizer its state, and see that it can go on with it.
+
+    Args:
+        path: The checkpoint, for errors.
+        optimizer: The script's.
+        load: Takes the state: the optimizer's own ``load_state_dict``, or a share's.
+        saved: The state; None where the run that saved it had no optimizer.
+
+    Raises:
+        TargetError: It is another optimizer's.
+    """
+    if saved is None:
+        raise _misfit(path, "the optimizer", "it was saved without one")
+    if not isinstance(optimizer, torch.optim.Optimizer):  # what only looks like one
+        return _load(path, "the optimizer", load, saved)
+    settings = [_settings(group) for group in optimizer.param_groups]
+    _load(path, "the optimizer", load, saved)
+    for number, (group, before) in enumerate(zip(optimizer.param_groups, settings, strict=True)):
+        where = f"the optimizer's group {number}"
+        for name in optimizer.defaults:
+            if name not in group:
+                raise _misfit(path, where, f"{name} is absent")
+        differs = _difference(before, _settings(group)) or _fault_of_group(optimizer, group)
+        if differs:
+            raise _misfit(path, where, differs)
+
+
+def load_registered(path: Path, number: int, thing: Any, saved: Any) -> None:
+    """Give something that the script registered its state; ``number`` counts from 1.
+
+    What torch's own objects hold must be of the same kinds as before; other objects judge
+    themselves.
+
+    Raises:
+        TargetError: It cannot take it.
+    """
+    name = f"registered object {number} ({type(thing).__name__})"
+    if _is_of_torch(thing):
+        differs = _difference(thing.state_dict(), saved)
+        if differs:
+            raise _misfit(path, name, differs)
+    _load(path, name, thing.load_state_dict, saved)
+
+
+def _load(path: Path, name: str, load: Callable[[Any], object], saved: Any) -> None:
+    try:
+        load(saved)
+    except HetflowError:
+        raise
+    except _MISFITS as error:
+        said = " ".join(str(error).split())[:200]
+        raise _misfit(path, name, f"{type(error).__name__}: {said}") from error
+
+
+def _misfit(path: Path, name: str, why: str) -> TargetError:
+    return TargetError(f"{path}: {name} cannot take its state: {why}", hint=_HINT)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _is_of_torch(thing: object) -> bool:
+    return type(thing).__module__.partition(".")[0] == "torch"
+
+
+def _difference(own: Any, saved: Any, where: str = "state") -> str | None:
+    """Where what was saved is of another kind than what stands there now; None where nothing is."""
+    if own is None or saved is None:
+        return None  # an option that is not set
+    kind, found = _kind(own), _kind(saved)
+    if kind != found:
+        return f"{where} is a {type(saved).__name__} there and a {type(own).__name__} here"
+    if kind == "mapping":
+        pairs = [(f"{where}.{key}", own[key], saved[key]) for key in own if key in saved]
+    elif kind == "sequence":
+        if isinstance(own, tuple) and len(own) != len(saved):
+            return f"{where} has {len(saved)} entries there and {len(own)} here"
+        both = zip(own, saved, strict=False)
+        pairs = [(f"{where}[{number}]", *pair) for number, pair in enumerate(both)]
+    else:
+        return None
+    found_there = (_difference(here, there, place) for place, here, there in pairs)
+    return next(filter(None, found_there), None)
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return "number"
+    if isinstance(value, bool | int | float):
+        return "number"
+    if isinstance(value, Mapping):
+        return "mapping"
+    if isinstance(value, list | tuple):
+        return "sequence"
+    return type(value).__name__
+
+
+def _fault_of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
+    """Why one of torch's optimizers could not go on with a group and its parameters' state."""
+    expected: dict[int, dict[str, Any] | None] = {}
+    for parameter in group["params"] if _is_of_torch(optimizer) else ():
+        values = optimizer.state.get(parameter)
+        if not values:
+            continue
+        dimensions = parameter.dim()
+        try:
+            if dimensions not in expected:
+                expected[dimensions] = _state_after_a_step(optimizer, group, dimensions)
+        except _MISFITS as error:
+            return str(error)
+        fault = _fault_of(values, expected[dimensions], parameter)
+        if fault:
+            return f"{fault}, for a parameter of shape {list(parameter.shape)}"
+    return None
+
+
+def _fault_of(values: Any, expected: dict[str, Any] | None, parameter: Tensor) -> str | None:
+    """What of a parameter's state is not like that of one that took a step."""
+    if expected is None:
+        return None
+    found = {name for name, value in values.items() if value is not None}
+    if found != expected.keys():
+        return f"it must hold {', '.join(map(str, expected)) or 'nothing'}"
+    trial = _trial_shape(parameter.dim())
+    for name, value in expected.items():
+        if not isinstance(value, Tensor):
+            continue
+        saved = values[name]
+        if value.numel() == 1 and value.shape != trial:
+            is_fit = _kind(saved) == "number"
+        else:
+            is_fit = isinstance(saved, Tensor)
+            is_fit = is_fit and (value.shape != trial or saved.shape == parameter.shape)
+        if not is_fit:
+            return f"{name} is of another shape"
+    return None
+
+
+def _trial_shape(num_dimensions: int) -> torch.Size:
+    return torch.Size(range(2, 2 + num_dimensions))
+
+
+def _state_after_a_step(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], num_dimensions: int
+) -> dict[str, Any] | None:
+    """What one of torch's optimizers holds for a parameter, seen on one of its own.
+
+    None where it cannot be tried like that: one that needs a closure, or sparse gradients.
+
+    Raises:
+        ValueError: The settings make no sense.
+    """
+    takes = inspect.signature(type(optimizer)).parameters
+    settings = {name: value for name, value in group.items() if name in takes and name != "params"}
+    # On the host, whatever device the real parameters are on.
+    settings |= {name: None for name in ("foreach", "fused") if name in settings}
+    settings |= {"capturable": False} if "capturable" in settings else {}
+    trial = nn.Parameter(torch.zeros(_trial_shape(num_dimensions)))
+    trial.grad = torch.zeros_like(trial)
+    probe = type(optimizer)([trial], **settings)
+    try:
+        probe.step()
+    except (TypeError, RuntimeError):
+        return None
+    return {name: value for name, value in probe.state[trial].items() if value is not None}

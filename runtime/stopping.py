@@ -1,0 +1,83 @@
+"""Signals that ask a job to save and leave, between its start and its end.
+
+The script's own handlers are not lost: one that was there before is called when a job has saved,
+and is back in its place when the last job is over. A signal that comes later does what it does
+without hetflow; one that came too late for a job to save and leave then comes again.
+"""
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any, ClassVar
+
+from . import handover
+
+
+class StopRequests:
+    """The requests to one job. Only the main thread of a process can have them.
+
+    Args:
+        numbers: Which signals.
+        ask: Called when one comes, in the middle of whatever the script does.
+    """
+
+    _open: ClassVar[list["StopRequests"]] = []
+    _before: ClassVar[dict[int, Any]] = {}
+    _received: ClassVar[list[int]] = []
+
+    def __init__(self, numbers: Sequence[signal.Signals], ask: Callable[[], None]) -> None:
+        self._ask, self._numbers = ask, numbers
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in numbers:
+            before = signal.signal(number, _noted)
+            if before is not _noted:
+                self._before[number] = before
+        if numbers:
+            self._open.append(self)
+
+    def pass_on(self) -> None:
+        """Call the handlers that were there before any job, for the signals that came."""
+        for number in self._received:
+            handler = self._before[number]
+            if callable(handler):
+                handler(number, None)
+
+    def close(self) -> None:
+        """This job is over. With the last one, handlers are put back, save where the script set
+        one of its own since; and signals that nobody left for come again.
+        """
+        if self not in self._open:
+            return
+        self._open.remove(self)
+        if self._open:
+            return
+        for number, handler in self._before.items():
+            if signal.getsignal(number) is _noted:
+                signal.signal(number, _afterwards(number, handler))
+        late = [number for number in self._received if number != handover.SIGNAL]
+        self._before.clear()
+        self._received.clear()
+        for number in late:
+            sys.stdout.flush()
+            signal.raise_signal(number)
+
+    @classmethod
+    def note(cls, number: int) -> None:
+        """A signal came: ask all open jobs that want it."""
+        cls._received.append(number)
+        for requests in cls._open:
+            if number in requests._numbers:
+                requests._ask()
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    StopRequests.note(number)
+
+
+def _afterwards(number: int, before: Any) -> Any:
+    if number == handover.SIGNAL and before in (signal.SIG_DFL, None):
+        return signal.SIG_IGN  # a request that comes too late must not end the process
+    return signal.SIG_DFL if before is None else before
