@@ -27,6 +27,7 @@ from ..schema.errors import FileError, TargetError
 from .manifest import ALIGNMENT, DTYPES, FORMAT, BrokenCheckpoint, check_body, check_file
 
 KEPT = 2
+MAX_DEPTH = 200  # of nested values, well within what Python recurses
 _NAME = re.compile(r"^step-([0-9]{9,})$")
 _NESTS = ("list", "tuple", "dict", "counter")
 
@@ -40,12 +41,15 @@ class Checkpoint:
     state: Any
 
 
-def encode(value: Any, tensors: list[Tensor], at: str = "state") -> Any:
+def encode(value: Any, tensors: list[Tensor], at: str = "state", depth: int = 0) -> Any:
     """A nest of plain values as JSON; its tensors go to the list, on the host.
 
     Raises:
         TargetError: A value that is not plain data (a function, an object); says where.
     """
+    if depth > MAX_DEPTH:
+        raise TargetError(f"{at[:80]}...: is a nest of more than {MAX_DEPTH} values in another")
+    depth += 1
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -55,10 +59,12 @@ def encode(value: Any, tensors: list[Tensor], at: str = "state") -> Any:
         return value.item()
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [encode(item, tensors, f"{at}[{n}]") for n, item in enumerate(value)]}
+        return {kind: [encode(item, tensors, f"{at}[{n}]", depth) for n, item in enumerate(value)]}
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        pairs = [[encode(k, tensors), encode(v, tensors, f"{at}.{k}")] for k, v in value.items()]
+        pairs = [
+            [encode(k, tensors), encode(v, tensors, f"{at}.{k}", depth)] for k, v in value.items()
+        ]
         return {kind: pairs}
     raise TargetError(
         f"{at} is a {type(value).__name__}, which is no plain data",
@@ -73,19 +79,18 @@ def decode(value: Any, tensors: list[Tensor]) -> Any:
         BrokenCheckpoint: ``encode`` makes nothing like it.
     """
     rest = iter(range(len(tensors)))
-    try:
-        found = _decoded(value, tensors, rest)
-    except RecursionError:
-        raise BrokenCheckpoint("its state is nested too deeply") from None
+    found = _decoded(value, tensors, rest)
     if next(rest, None) is not None:
         raise BrokenCheckpoint("it has tensors that its state does not name")
     return found
 
 
-def _decoded(value: Any, tensors: list[Tensor], rest: Iterator[int]) -> Any:
+def _decoded(value: Any, tensors: list[Tensor], rest: Iterator[int], depth: int = 0) -> Any:
     """Every tensor is named once, in order, so that no two things share their memory."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if depth > MAX_DEPTH:
+        raise BrokenCheckpoint("its state is nested too deeply")
     if not isinstance(value, dict) or len(value) != 1:
         raise BrokenCheckpoint("its state holds what is neither a value nor a nest of values")
     ((kind, content),) = value.items()
@@ -97,17 +102,19 @@ def _decoded(value: Any, tensors: list[Tensor], rest: Iterator[int]) -> Any:
     if kind not in _NESTS or not isinstance(content, list):
         raise BrokenCheckpoint(f"its state holds a {str(kind)[:40]!r}, which is no nest of values")
     if kind in ("list", "tuple"):
-        items = [_decoded(item, tensors, rest) for item in content]
+        items = [_decoded(item, tensors, rest, depth + 1) for item in content]
         return items if kind == "list" else tuple(items)
-    return _mapping(kind, content, tensors, rest)
+    return _mapping(kind, content, tensors, rest, depth + 1)
 
 
-def _mapping(kind: str, content: list[Any], tensors: list[Tensor], rest: Iterator[int]) -> Any:
+def _mapping(
+    kind: str, content: list[Any], tensors: list[Tensor], rest: Iterator[int], depth: int
+) -> Any:
     pairs: dict[Any, Any] = {}
     for pair in content:
         if not isinstance(pair, list) or len(pair) != 2:
             raise BrokenCheckpoint(f"its state holds a {kind} that is not made of pairs")
-        key, entry = (_decoded(half, tensors, rest) for half in pair)
+        key, entry = (_decoded(half, tensors, rest, depth) for half in pair)
         if not _is_key(key) or key in pairs:
             raise BrokenCheckpoint(f"its state holds a {kind} with a key that cannot be one")
         pairs[key] = entry

@@ -144,7 +144,9 @@ def check_part(path: Path, header: Any, state: Any) -> None:
     _keys(state, "state", _STATE, _PART_STATE)
     _check_state(header, state)
     optimizer = state["optimizer"] or {"state": {}, "param_groups": []}
-    if sum(len(group["params"]) for group in optimizer["param_groups"]) != len(header["optimizer_order"]):
+    if sum(len(group["params"]) for group in optimizer["param_groups"]) != len(
+        header["optimizer_order"]
+    ):
         _broken("header.optimizer_order", "must name every parameter of the optimizer")
     if not all(isinstance(key, int) for key in optimizer["state"]):
         _broken("state.optimizer.state", "must be under the parameters' numbers")

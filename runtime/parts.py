@@ -2,9 +2,9 @@
 
 ``step-000000120`` then holds ``part-0-of-3`` to ``part-2-of-3``, each a folder as in
 checkpoint.py, complete and checksummed by itself (thesis 2.4.4). The checkpoint is complete when
-all parts are there, whole, and of one run; whoever sees it first leaves the empty file ``complete``,
-which tells a checkpoint that lost a part from one whose writers died. What parts hold belongs to
-the model and not to the stages: put together they are the state that a split plan saves.
+all parts are there, whole, and of one run; whoever sees it first leaves the empty file
+``complete``, which tells a checkpoint that lost a part from one whose writers died. What parts hold
+belongs to the model and not to the stages: put together they are the state that a split plan saves.
 """
 
 import hashlib

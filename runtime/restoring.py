@@ -63,9 +63,10 @@ def load_optimizer(
     _load(path, "the optimizer", load, saved)
     for number, (group, before) in enumerate(zip(optimizer.param_groups, settings, strict=True)):
         where = f"the optimizer's group {number}"
-        for name in optimizer.defaults:
-            if name not in group:
+        for name, value in before.items():
+            if name in optimizer.defaults and name not in group:
                 raise _misfit(path, where, f"{name} is absent")
+            group.setdefault(name, value)  # what a scheduler has added since
         differs = _difference(before, _settings(group)) or _fault_of_group(optimizer, group)
         if differs:
             raise _misfit(path, where, differs)
@@ -112,18 +113,20 @@ def _is_of_torch(thing: object) -> bool:
 
 def _difference(own: Any, saved: Any, where: str = "state") -> str | None:
     """Where what was saved is of another kind than what stands there now; None where nothing is."""
-    if own is None or saved is None:
-        return None  # an option that is not set
     kind, found = _kind(own), _kind(saved)
-    if kind != found:
+    if kind == "nothing" or (kind, found) == ("flag", "nothing"):
+        return None  # an option that is, or may be, left open
+    if kind != found and not {kind, found} <= {"number", "flag"}:
         return f"{where} is a {type(saved).__name__} there and a {type(own).__name__} here"
     if kind == "mapping":
         pairs = [(f"{where}.{key}", own[key], saved[key]) for key in own if key in saved]
+        if type(own) is dict and where != "state" and own.keys() != saved.keys():
+            return f"{where} has other entries there than here"
     elif kind == "sequence":
-        if isinstance(own, tuple) and len(own) != len(saved):
-            return f"{where} has {len(saved)} entries there and {len(own)} here"
         both = zip(own, saved, strict=False)
         pairs = [(f"{where}[{number}]", *pair) for number, pair in enumerate(both)]
+        if isinstance(own, tuple) and len(own) != len(saved):
+            return f"{where} has {len(saved)} entries there and {len(own)} here"
     else:
         return None
     found_there = (_difference(here, there, place) for place, here, there in pairs)
@@ -131,9 +134,11 @@ def _difference(own: Any, saved: Any, where: str = "state") -> str | None:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return "number"
-    if isinstance(value, bool | int | float):
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "flag"
+    if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
         return "number"
     if isinstance(value, Mapping):
         return "mapping"
@@ -174,7 +179,7 @@ def _fault_of(values: Any, expected: dict[str, Any] | None, parameter: Tensor) -
             continue
         saved = values[name]
         if value.numel() == 1 and value.shape != trial:
-            is_fit = _kind(saved) == "number"
+            is_fit = _kind(saved) in ("number", "flag")
         else:
             is_fit = isinstance(saved, Tensor)
             is_fit = is_fit and (value.shape != trial or saved.shape == parameter.shape)

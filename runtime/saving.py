@@ -221,6 +221,7 @@ class Checkpoints:
 
     def leave(self) -> NoReturn:
         """Stop, as asked, after the script's own handlers of the signal have had their turn."""
+        self._job._finished = True  # nothing more is to be done when the interpreter ends
         self._stops.pass_on()
         sys.exit(STOPPED_EXIT_CODE)
 
@@ -465,9 +466,7 @@ def name_or_none(found: Checkpoint | None) -> str:
 
 def shapes_of(parameters: Mapping[str, Tensor]) -> dict[str, str]:
     """What parameters a model has, for people and for comparison."""
-    return {
-        name: shape_text(value) for name, value in parameters.items()
-    }
+    return {name: shape_text(value) for name, value in parameters.items()}
 
 
 def say(job: "Job", sentence: str) -> None:

@@ -46,8 +46,9 @@ class StopRequests:
                 handler(number, None)
 
     def close(self) -> None:
-        """This job is over. With the last one, handlers are put back, save where the script set
-        one of its own since; and signals that nobody left for come again.
+        """This job is over; with the last one, everything is as before the first.
+
+        A handler that the script set since stays. Signals that nobody left for come again.
         """
         if self not in self._open:
             return

@@ -246,7 +246,6 @@ class Member:
 
     def _stop_if_asked(self) -> None:
         if self._job._totals.wants_stop:
-            self._job._finished = True
             assert self._job._checkpoints is not None
             self._job._checkpoints.leave()
 

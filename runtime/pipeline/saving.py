@@ -8,8 +8,8 @@ no message is on its way, and the state is as small as that of any other schedul
 same steps whether or not the run is ever restarted, so a restarted run ends with the same bits.
 """
 
-import secrets
 import json
+import secrets
 import signal
 from collections.abc import Callable
 from pathlib import Path

@@ -80,7 +80,7 @@ def _report(seed: int, num_faults: int, run: Run, error: Exception) -> str:
             f"seed {seed}, {run.folder}, --on-failure {run._story.on_failure}, faults so far:",
             *(f"  {fault}" for fault in run.did),
             "output of the last launch:",
-            *(f"  {line}" for line in run.output.read_text(errors="replace").splitlines()[-30:]),
+            *(f"  {line}" for line in run.output().splitlines()[-30:]),
             f"repeat it with: python -m tests.faults.campaign --seed {seed} --faults {num_faults}",
         ]
     )

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..runtime import crafted
+
 # How many of each there are in a hundred, about.
 KINDS = {
     "kill": 17,  # SIGKILL of a worker
@@ -22,13 +24,22 @@ KINDS = {
     "launcher killed": 4,  # SIGKILL
     "torn": 7,  # the newest checkpoint is cut short, or a file of it is gone; all starts again
     "bit flip": 7,  # one bit of the newest checkpoint; all starts again
+    "crafted": 4,  # the newest checkpoint holds nonsense, and its checksum is right
+    "all broken": 3,  # each checkpoint is cut short or has a bit flipped
+    "lost host": 0,  # SIGKILL of one of two launchers, and its workers with it
+    "disk full at the end": 0,  # of all workers, until the launch is over
+    "SIGTERM after finish": 0,  # of the launch or of a worker, when the job is over
 }
 # What happens to a pipeline: nobody can go on, all start again from the last checkpoint.
 PIPELINE_KINDS = {
-    **{"kill": 4, "freeze": 4, "pause": 2, "slow link": 1, "cut": 2},
+    **{"kill": 4, "freeze": 3, "pause": 2, "slow link": 1, "cut": 2, "full disk": 2},
     **{"all killed": 1, "SIGTERM": 1, "launcher killed": 1},
+    **{"torn": 1, "bit flip": 1, "crafted": 1, "all broken": 1},
 }
+HOSTS_KINDS = {"lost host": 5, "kill": 2, "SIGTERM": 1}  # one host's launch gets the SIGTERM
+LAST_KINDS = ("disk full at the end", "SIGTERM after finish")  # a run has one, as its last
 PIPELINE = "pipeline"  # in place of a mapping: two stages
+HOSTS = "hosts"  # two launchers, with a worker each
 MAPPINGS = [
     *("2xcpu:fast", "3xcpu:fast", "4xcpu:fast", "1xcpu:fast,1xcpu:slow"),
     *("1xcpu:fast,2xcpu:slow", "2xcpu:fast,2xcpu:slow"),
@@ -69,26 +80,41 @@ class Story:
         """Whether it is a pipeline's."""
         return self.mappings[0] == PIPELINE
 
+    @property
+    def is_on_hosts(self) -> bool:
+        """Whether it is of two launchers."""
+        return self.mappings[0] == HOSTS
+
 
 def stories(seed: int, num_faults: int, faults_a_run: int = 25) -> list[Story]:
-    """Runs with so many faults, a fifth of them in pipelines; the same for the same arguments."""
+    """Runs with so many faults; the same for the same arguments.
+
+    A fifth is for pipelines, and one in 25 for launches over two hosts.
+    """
     draw = random.Random(seed)
     found = []
-    for_pipelines = num_faults // 5
-    num_faults -= for_pipelines
-    while num_faults > 0:
-        number = min(num_faults, faults_a_run)
-        num_faults -= number
-        kinds = draw.choices(list(KINDS), list(KINDS.values()), k=number)
-        faults = _faults(draw, kinds)
+    others = {PIPELINE: num_faults // 5, HOSTS: num_faults // 25}
+    for_split = num_faults - sum(others.values())
+    while for_split > 0:
+        number = min(for_split, faults_a_run)
+        for_split -= number
         policy = draw.choice(["shrink", "shrink", "replace"])
         mappings = tuple(draw.choice(MAPPINGS) for _ in range(4))
-        found.append(Story(policy, mappings, faults))
-    if for_pipelines:
-        weights = list(PIPELINE_KINDS.values())
-        kinds = draw.choices(list(PIPELINE_KINDS), weights, k=for_pipelines)
-        found.append(Story("replace", (PIPELINE,), _faults(draw, kinds)))
+        found.append(Story(policy, mappings, _drawn(draw, KINDS, number)))
+    for name, kinds in ((PIPELINE, PIPELINE_KINDS), (HOSTS, HOSTS_KINDS)):
+        while others[name] > 0:
+            number = min(others[name], faults_a_run)
+            others[name] -= number
+            faults = _drawn(draw, kinds, number, has_last=name == PIPELINE)
+            found.append(Story("replace", (name,), faults))
     return found
+
+
+def _drawn(
+    draw: random.Random, kinds: dict[str, int], number: int, *, has_last: bool = True
+) -> tuple[Fault, ...]:
+    drawn = draw.choices(list(kinds), list(kinds.values()), k=number - has_last)
+    return _faults(draw, [*drawn, draw.choice(LAST_KINDS)] if has_last else drawn)
 
 
 def _faults(draw: random.Random, kinds: Sequence[str]) -> tuple[Fault, ...]:
@@ -96,6 +122,12 @@ def _faults(draw: random.Random, kinds: Sequence[str]) -> tuple[Fault, ...]:
         Fault(kind, draw.randint(1, 6), draw.uniform(0, 0.05), draw.random(), draw.random())
         for kind in kinds
     )
+
+
+def folder_to_harm(checkpoint: Path, fault: Fault) -> Path:
+    """The checkpoint itself, or one of its parts."""
+    parts = sorted(checkpoint.glob("part-*"))
+    return parts[int(fault.second * len(parts))] if parts else checkpoint
 
 
 def tear(checkpoint: Path, fault: Fault) -> None:
@@ -117,3 +149,18 @@ def flip(checkpoint: Path, fault: Fault) -> None:
         (byte,) = stream.read(1)
         stream.seek(bit // 8)
         stream.write(bytes([byte ^ 1 << bit % 8]))
+
+
+def craft(checkpoint: Path, fault: Fault) -> None:
+    """Put something into a checkpoint that no job writes, under a checksum that is right."""
+    manifest = crafted.content_of(checkpoint)
+    # Not the numbers of the state itself, nor a seed: one value of theirs is as good as another.
+    shallow = [at for at in crafted.places(manifest) if 1 <= len(at) <= 3 and at[0] != "state"]
+    shallow = [at for at in shallow if at[-1] not in ("seed", "registered_sha256")]
+    at = shallow[int(fault.first * len(shallow))]
+    value = [None, -1, 10**30, "x", [[]], {"tensor": -1}][int(fault.second * 6)]
+    for how in (crafted.replaced(value), crafted.removed):
+        harmed = crafted.changed(manifest, at, how)
+        if harmed != manifest:
+            break
+    crafted.put(checkpoint, harmed)

@@ -17,7 +17,8 @@ from hetflow.schema.pipeline import PipelinePlan, StagePlan
 from hetflow.schema.plan import SplitPlan
 
 from ..launcher.elastic_runs import plan_of as plan_by_hand
-from .faults import MAPPINGS, Fault, Story, flip, tear
+from ..launcher.test_hosts import free_port
+from .faults import MAPPINGS, Fault, Story, craft, flip, folder_to_harm, tear
 from .processes import Processes, is_gone, send
 
 HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
@@ -27,6 +28,9 @@ LIMIT_SECONDS = 200.0  # for any one thing to happen; a hang otherwise
 HEARTBEAT_SECONDS = 3.0
 CHECKPOINT_EVERY = 5
 FULL_DISK_BYTES = 128 << 10  # less than a checkpoint, more than any other file of a worker
+REFUSED = "none of the checkpoints there can be used"
+UNWRITTEN = "the checkpoint was not written"
+HOSTS_MAPPING = "1xcpu:fast,1xcpu:slow"
 RUN_FILES = {"plan.json", "launch.json", "run.json", "logs"}
 
 
@@ -103,6 +107,9 @@ class Run:
         self._steps: list[tuple[int, int]] = []
         self._read = 0
         self._limit = 0
+        self._launchers: list[subprocess.Popen[bytes]] = []
+        self._outputs: list[Path] = []
+        self._from_scratch = False
         self._next_trickle, self._pause_seconds = 0.0, 0.1
 
     # The launch
@@ -113,26 +120,57 @@ class Run:
         self.num_launches += 1
         plan = self.folder / "plan.json"
         is_pipeline = self._story.is_pipeline
+        mapping = HOSTS_MAPPING if self._story.is_on_hosts else mapping
         files.write(plan, pipeline_plan() if is_pipeline else plan_of(mapping), force=True)
         level = "static" if is_pipeline else "elastic"
         options = ["--determinism", level, "--on-failure", self._story.on_failure]
         options += ["--checkpoint", str(self.saved), "--checkpoint-every", str(CHECKPOINT_EVERY)]
         options += ["--heartbeat", str(HEARTBEAT_SECONDS), "--timeout", "60", "--force"]
-        self.output = self.folder / f"launch-{self.num_launches}.txt"
-        self._restart_progress()
-        with self.output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*HETFLOW, "launch", *options, "-o", self.run, plan, SCRIPT, self.folder]
-                + (["pipeline"] if is_pipeline else []),
-                env=self._processes.environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        options += ["--restart-from-scratch"] if self._from_scratch else []
+        self._restart_progress(from_scratch=self._from_scratch)
+        self._from_scratch = False
+        script = [str(SCRIPT), str(self.folder), *(["pipeline"] if is_pipeline else [])]
+        self._launchers, self._outputs = [], []
+        for host in self._hosts_options():
+            number = len(self._launchers)
+            run = self.run if number == 0 else self.folder / f"run-{number}"
+            command = [*HETFLOW, "launch", *options, *host, "-o", str(run), str(plan), *script]
+            self._start(command, self.folder / f"launch-{self.num_launches}-{number}.txt")
 
-    def _restart_progress(self) -> None:
+    def _hosts_options(self) -> list[list[str]]:
+        if not self._story.is_on_hosts:
+            return [[]]
+        shared = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+        types = ("cpu:slow", "cpu:fast")  # the first rank, which saves, is on host 1
+        return [
+            [*shared, "--node-rank", str(number), "--devices", f"1x{name}"]
+            for number, name in enumerate(types)
+        ]
+
+    def _start(self, command: list[str], output: Path) -> None:
+        with output.open("wb") as stream:
+            launcher = subprocess.Popen(
+                command, env=self._processes.environment, stdout=stream, stderr=subprocess.STDOUT
+            )
+        self._launchers.append(launcher)
+        self._outputs.append(output)
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        """The launcher, host 0's where there are two."""
+        return self._launchers[0]
+
+    def output(self) -> str:
+        """What the launchers have said."""
+        return "".join(path.read_text(errors="replace") for path in self._outputs)
+
+    def _is_over(self) -> bool:
+        return any(launcher.poll() is not None for launcher in self._launchers)
+
+    def _restart_progress(self, *, from_scratch: bool = False) -> None:
         with (self.folder / "progress").open("wb"):
             self._steps, self._read = [], 0  # those who write to it append
-        saved = self._checkpoints()
+        saved = [] if from_scratch else self._checkpoints()
         self._limit = 0  # they go back to the newest checkpoint
         self.allow(1 + (int(saved[-1].name.removeprefix("step-")) if saved else 0))
 
@@ -168,7 +206,7 @@ class Run:
         deadline = time.monotonic() + LIMIT_SECONDS
         self._pause_seconds = 0.1
         while not is_there():
-            if self.process.poll() is not None:
+            if self._is_over():
                 raise Ended
             if time.monotonic() > deadline:
                 raise Violation(f"hang: no {what} within {LIMIT_SECONDS:g} s")
@@ -188,13 +226,22 @@ class Run:
         self.wait(lambda: len(self.steps()) > before, "step")
 
     def wait_for_end(self, what: str) -> int:
-        """Wait until the launch is over and all its processes are gone; its exit code."""
+        """Wait until the launch is over and all its processes are gone; its exit code.
+
+        Of two launchers it is the first that is no success.
+        """
         with contextlib.suppress(Ended):
             self.wait(lambda: False, what)
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while any(launcher.poll() is None for launcher in self._launchers):
+            if time.monotonic() > deadline:
+                raise Violation(f"hang: only one launcher ended after {what}")
+            self._trickle()
         left = self._processes.wait_until_gone(15)
         if left:
             raise Violation(f"orphans after {what}: {left}")
-        return self.process.returncode
+        codes = [launcher.returncode for launcher in self._launchers]
+        return next(filter(None, codes), 0)
 
     # The story
 
@@ -224,11 +271,14 @@ class Run:
                     hurried = False
                     if self._ended_well(fired=fired):
                         break
+                    self._from_scratch = REFUSED in self.output()
                     self.launch()
             self.last_step = self.step()
             self.allow(1 << 30)
             while not self._ended_well(fired=True, code=self.wait_for_end("the last step")):
+                self._from_scratch = REFUSED in self.output()
                 self.launch()
+                self.allow(1 << 30)
             self._check_what_is_left()
         finally:
             self._processes.end()
@@ -252,6 +302,11 @@ class Run:
             "launcher killed": self._kill_launcher,
             "torn": self._break_checkpoint,
             "bit flip": self._break_checkpoint,
+            "crafted": self._break_checkpoint,
+            "all broken": self._break_checkpoint,
+            "lost host": self._lose_host,
+            "disk full at the end": self._full_disk_at_the_end,
+            "SIGTERM after finish": self._terminate_after_finish,
         }[fault.kind](fault)
         if fault.kind in ("kill", "cut") and fault.second < 0.3:
             return True
@@ -303,17 +358,64 @@ class Run:
             asked.unlink(missing_ok=True)
 
     def _full_disk(self, fault: Fault) -> None:
-        limited = self._processes.workers()
+        limited = self._limit_disk()
         everything = resource.RLIM_INFINITY
-        for pid in limited:
-            with contextlib.suppress(ProcessLookupError):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (FULL_DISK_BYTES, everything))
         until = self.step() + CHECKPOINT_EVERY + fault.steps
         self.allow(until)
         self.wait(lambda: self.step() >= until or self.step() < until - 50, "step on a full disk")
         for pid in limited:
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (everything, everything))
+
+    def _limit_disk(self) -> list[int]:
+        limited = self._processes.workers()
+        for pid in limited:
+            with contextlib.suppress(ProcessLookupError):
+                limits = (FULL_DISK_BYTES, resource.RLIM_INFINITY)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+        return limited
+
+    def _full_disk_at_the_end(self, fault: Fault) -> None:
+        self._limit_disk()
+        self.allow(1 << 30)
+        code = self.wait_for_end("the last step on a full disk")
+        if code != 2 or UNWRITTEN not in self.output():
+            raise Violation(f"the last checkpoint was not written: exit code {code}")
+        raise Ended
+
+    def _terminate_after_finish(self, fault: Fault) -> None:
+        hold = self.folder / "hold-finish"
+        hold.touch()
+        self.allow(1 << 30)
+        try:
+            self.wait(self._finished, "end of the job")
+            found = self._finished()
+            if fault.first < 0.5 or not found:
+                self.process.terminate()
+                code = self.wait_for_end("SIGTERM after the job's end")
+                if code != 143:
+                    raise Violation(f"SIGTERM after the job's end: exit code {code}")
+            else:
+                pid = found[int(fault.second * len(found))]
+                send(pid, signal.SIGTERM)
+                with contextlib.suppress(Ended):
+                    self.wait(lambda: is_gone(pid), "end of a worker after SIGTERM")
+        finally:
+            hold.unlink()
+            for path in self.folder.glob("finished-*"):
+                path.unlink()
+        raise Ended
+
+    def _finished(self) -> list[int]:
+        """The workers that wait after their job's end; none before all do."""
+        noted = {int(path.name[9:]) for path in self.folder.glob("finished-*")}
+        workers = self._processes.workers()
+        return workers if noted.issuperset(workers) else []
+
+    def _lose_host(self, fault: Fault) -> None:
+        self._launchers[int(fault.first * len(self._launchers))].kill()
+        self.wait_for_end("the loss of a host")
+        raise Ended
 
     def _resize(self, fault: Fault) -> None:
         gpus = MAPPINGS[int(fault.first * len(MAPPINGS))]
@@ -367,7 +469,7 @@ class Run:
         self._restart_progress()
 
     def _terminate(self, fault: Fault) -> None:
-        self.process.terminate()
+        self._launchers[int(fault.first * len(self._launchers))].terminate()
         code = self.wait_for_end("SIGTERM")
         # Nobody holds the stages of a worker that has just died: what was saved before counts.
         can_save = not (self._is_hurried and self._story.is_pipeline)
@@ -388,23 +490,31 @@ class Run:
             self.wait_for_end("SIGKILL of the launcher")
         else:
             self._kill_all(fault)
-            gone = lambda: self.process.poll() is not None or not self.steps()  # noqa: E731
+            gone = lambda: self._is_over() or not self.steps()  # noqa: E731
             self.wait(gone, "end of the workers")
-        newest = self._checkpoints()[-1]
-        {"torn": tear, "bit flip": flip}[fault.kind](newest, fault)
+        harm = {"torn": tear, "bit flip": flip, "crafted": craft}
+        checkpoints = self._checkpoints()
+        for path in checkpoints if fault.kind == "all broken" else checkpoints[-1:]:
+            harm.get(fault.kind, tear)(folder_to_harm(path, fault), fault)
         if by_launcher:
             self.launch()
-        self.wait(self.steps, "step")
+        with contextlib.suppress(Ended):
+            self.wait(self.steps, "step")
         # A bit of the manifest may say the same in another way, such as 1E-05.
         is_harmless = fault.kind == "bit flip" and fault.first >= 0.7
-        if not is_harmless and "is broken" not in self._said():
-            raise Violation(f"{fault}: nobody said that {newest} is broken")
+        if not is_harmless and "is broken" not in self._said() and REFUSED not in self.output():
+            raise Violation(f"{fault}: nobody said that {checkpoints[-1]} is broken")
+        if fault.kind == "all broken":
+            unnamed = [path.name for path in checkpoints if path.name not in self.output()]
+            if REFUSED not in self.output() or unnamed:
+                raise Violation(f"{fault}: not refused, or {unnamed} not named")
+        self.wait(self.steps, "step")
 
     def _checkpoints(self) -> list[Path]:
         return sorted(self.saved.glob("step-*"))
 
     def _said(self) -> str:
-        logs = [*(self.run / "logs").glob("*.err"), self.output]
+        logs = [*(self.run / "logs").glob("*.err"), *self._outputs]
         return "".join(path.read_text(errors="replace") for path in logs)
 
     # What must hold
@@ -414,10 +524,12 @@ class Run:
         code = self.wait_for_end("the launch's end") if code is None else code
         if code == 0:
             return True
-        if code != -signal.SIGKILL:
-            said = self.output.read_text(errors="replace")
-            line = check_words(said, code, "launch", (1, 137, 143))
-            self.counts[f"launch ended: {line} (exit code {code})"] += 1
+        for launcher, output in zip(self._launchers, self._outputs, strict=True):
+            if launcher.returncode not in (0, -signal.SIGKILL):
+                said = output.read_text(errors="replace")
+                line = check_words(said, launcher.returncode, "launch", (1, 2, 137, 143))
+                line = line.replace(str(self.folder), "FOLDER")
+                self.counts[f"launch ended: {line[:160]} (exit code {launcher.returncode})"] += 1
         if self.num_launches > len(self._story.faults) + 5:
             raise Violation("it never ends well")
         return False
@@ -426,7 +538,9 @@ class Run:
         left = {path.name for path in self.run.iterdir()} - RUN_FILES
         left |= {p.name for p in (self.run / "logs").iterdir() if not p.name.startswith("rank")}
         for path in self.saved.iterdir():
-            folders = list(path.iterdir()) if self._story.is_pipeline else [path]
+            if path.name.startswith("before-"):  # set aside, broken as they are
+                continue
+            folders = list(path.glob("part-*")) if self._story.is_pipeline else [path]
             files_in = [{p.name for p in folder.iterdir()} for folder in folders]
             whole = all(names == {"tensors.bin", "manifest.json"} for names in files_in)
             left |= set() if path.name.startswith("step-") and whole else {f"saved/{path.name}"}

@@ -7,9 +7,23 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+
+from hetflow.runtime import checkpoint, parts
+from hetflow.runtime.manifest import BrokenCheckpoint
 
 from .campaign import Expected, campaign, table, undisturbed
-from .faults import KINDS, PIPELINE_KINDS, Fault, flip, stories, tear
+from .faults import (
+    HOSTS_KINDS,
+    KINDS,
+    LAST_KINDS,
+    PIPELINE_KINDS,
+    Fault,
+    craft,
+    flip,
+    stories,
+    tear,
+)
 from .processes import Processes
 from .run import Violation, check_words, plan_of
 
@@ -23,10 +37,32 @@ def test_a_seed_tells_the_same_stories_with_every_kind_of_fault() -> None:
     assert {fault.kind for fault in faults} == set(KINDS)
 
 
-def test_a_fifth_of_the_faults_are_for_pipelines() -> None:
-    (last,) = [story for story in stories(3, 60) if story.is_pipeline]
-    assert len(last.faults) == 12
-    assert {fault.kind for fault in last.faults} <= PIPELINE_KINDS.keys() <= KINDS.keys()
+def test_some_of_the_faults_are_for_pipelines_and_some_for_two_hosts() -> None:
+    found = stories(3, 50)
+    (pipeline,) = [story for story in found if story.is_pipeline]
+    (hosts,) = [story for story in found if story.is_on_hosts]
+    assert (len(pipeline.faults), len(hosts.faults)) == (10, 2)
+    kinds = [fault.kind for fault in pipeline.faults]
+    assert set(kinds[:-1]) <= PIPELINE_KINDS.keys() <= KINDS.keys()
+    assert kinds[-1] in LAST_KINDS
+    assert {fault.kind for fault in hosts.faults} <= HOSTS_KINDS.keys() <= KINDS.keys()
+
+
+def test_what_is_crafted_is_broken_in_every_place(tmp_path: Path) -> None:
+    path, tensors = tmp_path / "step-000000001", list[torch.Tensor]()
+    header = {
+        "virtual_nodes": [4], "seed": 0, "parameters": {"a": "float32 [2]"}, "step": 1,
+        "position": {"call": 0, "step": 1, "length": 4},
+    }  # fmt: skip
+    state = {"parameters": {"a": torch.ones(2)}, "optimizer": None, "registered": []}
+    state |= {"buffers": {"base": {"b": torch.ones(1)}, "nodes": [{}]}, "last_weight": None}
+    encoded = checkpoint.encode(state, tensors)
+    for number in range(60):
+        checkpoint.write(tmp_path, header, encoded, tensors)
+        parts.reader()(path)
+        craft(path, Fault("crafted", 1, 0.0, number / 60, (number * 7 % 60) / 60))
+        with pytest.raises(BrokenCheckpoint):
+            parts.reader()(path)
 
 
 def test_mappings_share_the_virtual_nodes() -> None:

@@ -3,7 +3,8 @@
 ``training.py FOLDER [pipeline]``: after each step it appends "STEP PID" to ``FOLDER/progress``, and
 it goes on only while ``FOLDER/limit`` is above it. It shuts its connections down when
 ``FOLDER/cut-PID`` comes. Split runs predict after each epoch; while ``FOLDER/hold-predict`` is
-there, a worker in its part of that leaves ``predicting-PID`` and waits. The first worker writes
+there, a worker in its part of that leaves ``predicting-PID`` and waits. While ``FOLDER/hold-finish`` is
+there, a worker whose job is over leaves ``finished-PID`` and waits. The first worker writes
 ``FOLDER/digest`` of all that training leaves.
 """
 
@@ -96,6 +97,9 @@ with (HERE / "progress").open("a") as progress:
             parts = list(job.predict(in_order, predicted, on_all=True))
             log.values.append(float(torch.cat(parts).sum()) if parts else 0.0)
 job.finish()
+while (HERE / "hold-finish").exists():
+    (HERE / f"finished-{os.getpid()}").touch()
+    time.sleep(0.01)
 tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
 for index, state in optimizer.state_dict()["state"].items():
     tensors |= {f"optimizer.{index}.{key}": value for key, value in state.items()}

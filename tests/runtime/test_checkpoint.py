@@ -1,6 +1,12 @@
 """Checkpoints: whole or not there, and a run that goes on ends as if it had never stopped."""
 
+import errno
 import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +27,7 @@ digest_table = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(digest_table)
 
 NUM_SAMPLES, BATCH = 22, 8
+WRITE_FOLDER = checkpoint.write_folder
 
 
 def write(folder: Path, step: int, state: object = None) -> Path:
@@ -242,6 +249,165 @@ def test_other_models_seeds_and_data_are_refused_in_one_line(
     refused("the dataset has 30 samples, and had 22", length=30)
     monkeypatch.setenv("HETFLOW_SEED", "4")
     refused("was made with seed 0, this run has 4", epochs=1)
+
+
+def again(monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], dict, Job]:
+    """Start the same script again."""
+    monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    return train()
+
+
+def test_a_folder_of_broken_ones_is_refused_until_asked_to_start_from_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, expected, _ = train()
+    monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
+    monkeypatch.setenv("HETFLOW_CHECKPOINT_EVERY", "2")
+    train(stop_at=5)
+    for path, how in zip(sorted(tmp_path.iterdir()), ("torn", "flipped"), strict=True):
+        damaged(path, how)
+    there = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    with pytest.raises(FileError) as caught:
+        again(monkeypatch)
+    assert re.fullmatch(
+        f"{tmp_path}: none of the checkpoints there can be used "
+        r"\(step-000000004: tensors\.bin does not match its checksum; "
+        r"step-000000002: tensors\.bin has \d+ of \d+ bytes\)",
+        caught.value.message,
+    )
+    assert "--restart-from-scratch (HETFLOW_RESTART_FROM_SCRATCH=1)" in caught.value.hint
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == there
+    monkeypatch.setenv("HETFLOW_RESTART_FROM_SCRATCH", "1")
+    seen, found, _ = again(monkeypatch)
+    assert seen == whole
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert f"earlier checkpoints are kept in {tmp_path / 'before-1'}" in capsys.readouterr().err
+    kept = sorted(
+        str(p.relative_to(tmp_path / "before-1")) for p in tmp_path.rglob("before-1/**/*")
+    )
+    assert kept == there
+    # What torchrun starts again goes on from the run's own.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert again(monkeypatch)[0] == []
+
+
+def test_a_broken_one_does_not_count_as_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
+    monkeypatch.setenv("HETFLOW_CHECKPOINT_EVERY", "3")
+    train(stop_at=4)
+    shutil.copytree(tmp_path / "step-000000003", tmp_path / "step-000000005")
+    monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    train(stop_at=7)
+    said = "step-000000005 is broken (header.step is not what the folder's name says); going on"
+    assert said in capsys.readouterr().err
+    there = {path.name for path in tmp_path.iterdir()}
+    assert there == {"step-000000003", "step-000000005", "step-000000006"}
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, *calls: int) -> None:
+    """From now on the disk is full at these attempts to write a checkpoint, counted from 1."""
+    number = [0]
+
+    def write(*arguments: object) -> None:
+        number[0] += 1
+        is_full = number[0] in calls
+
+        def no_space(handle: int) -> None:
+            if is_full:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", no_space)
+            WRITE_FOLDER(*arguments)
+
+    monkeypatch.setattr(checkpoint, "write_folder", write)
+
+
+def test_the_last_one_that_cannot_be_written_is_an_error_and_earlier_ones_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
+    monkeypatch.setenv("HETFLOW_CHECKPOINT_EVERY", "4")
+    full_disk(monkeypatch, 1, 3)  # after steps 4 and 9 of 9
+    with pytest.raises(FileError, match="the checkpoint was not written: No space left") as caught:
+        train()
+    assert "step-000000009" in caught.value.message
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000000008"]
+    said = capsys.readouterr().err
+    assert said.count("warning") == 2
+    shutil.rmtree(tmp_path / "step-000000008")
+    full_disk(monkeypatch, 1, 2)
+    seen, _, job = again(monkeypatch)
+    assert job.num_steps == 9
+    warning = "warning: checkpoints could not be written after step 4, 8; the last one is on disk"
+    assert warning in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(FileError, match="cannot be read: Permission denied"):
+        checkpoint.newest(tmp_path)
+
+
+def test_a_run_that_was_over_ends_as_it_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
+    _, expected, first = train()
+    steps = first._checkpoints._registered[0].last_epoch
+    _, found, job = again(monkeypatch)
+    assert job._checkpoints._registered[0].last_epoch == steps
+    assert torch.equal(found["lr"], expected["lr"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+        _, found, _ = train(epochs=1)
+    assert torch.equal(found["lr"], expected["lr"])
+
+
+AT_EXIT = """
+import sys
+import torch
+from hetflow import runtime as hf
+from hetflow.runtime import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+model = torch.nn.Linear(2, 1)
+job = hf.prepare(model)
+for batch in job.batches(DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)):
+    job.backward(lambda x: model(x).mean(), batch)
+print("trained", flush=True)
+HOW
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("", 2, "hetflow: {}/step-000000002: the checkpoint was not written: "),
+        pytest.param("raise ValueError('own')", 1, "ValueError: own", marks=pytest.mark.slow),
+    ],
+)
+def test_a_script_that_ends_without_its_last_checkpoint_has_an_exit_code(
+    tmp_path: Path, how: str, code: int, said: str
+) -> None:
+    script, saved = tmp_path / "script.py", tmp_path / "saved"
+    saved.mkdir()
+    (saved / ".making-step-000000002").touch()  # a file where the folder should be
+    full = "checkpoint.tidy = checkpoint.shutil.rmtree = lambda *_, **__: None\n"
+    script.write_text(AT_EXIT.replace("model = ", full + "model = ").replace("HOW", how))
+    environment = {**os.environ, "HETFLOW_CHECKPOINT": str(saved)}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (code, "trained\n"), done.stderr
+    assert said.format(saved) in done.stderr
+    assert ("Traceback" in done.stderr) == (code == 1)
 
 
 def test_checkpoints_need_a_folder_and_things_with_state() -> None:
