@@ -86,7 +86,7 @@ def _check_entry(entry: Any, where: str, at: int) -> int:
         _broken(f"{where}.dtype", "is no type of tensors")
     _numbers(entry["shape"], f"{where}.shape")
     size = DTYPES[entry["dtype"]].itemsize
-    num_bytes = math.prod(entry["shape"]) * size
+    num_bytes: int = math.prod(entry["shape"]) * size
     most = math.prod(max(length, 1) for length in entry["shape"]) * size
     if most > MAX_NUMBER or len(entry["shape"]) > _MAX_DIMENSIONS:
         _broken(f"{where}.shape", "is larger than any tensor")

@@ -3,9 +3,9 @@
 ``training.py FOLDER [pipeline]``: after each step it appends "STEP PID" to ``FOLDER/progress``, and
 it goes on only while ``FOLDER/limit`` is above it. It shuts its connections down when
 ``FOLDER/cut-PID`` comes. Split runs predict after each epoch; while ``FOLDER/hold-predict`` is
-there, a worker in its part of that leaves ``predicting-PID`` and waits. While ``FOLDER/hold-finish`` is
-there, a worker whose job is over leaves ``finished-PID`` and waits. The first worker writes
-``FOLDER/digest`` of all that training leaves.
+there, a worker in its part of that leaves ``predicting-PID`` and waits. While
+``FOLDER/hold-finish`` is there, a worker whose job is over leaves ``finished-PID`` and waits. The
+first worker writes ``FOLDER/digest`` of all that training leaves.
 """
 
 import hashlib
