@@ -77,22 +77,18 @@ def write(
     whole = folder / checkpoint.name_of(header["step"])
     name = f"part-{header['part']}-of-{header['num_parts']}"
     checkpoint.write_folder(whole / name, header, encoded, tensors)
-    checkpoint.flush(folder)
-    if is_complete(whole):
-        _mark(whole)
+    try:
+        checkpoint.flush(folder)
+        if is_complete(whole):
+            (whole / COMPLETE).touch()
+    except OSError as error:
+        raise FileError(
+            f"{whole}: the checkpoint was not written: {error.strerror}",
+            hint="earlier checkpoints are untouched; free space or give another --checkpoint",
+        ) from None
     checkpoint.remove_old(
         folder, lambda path: (path == whole or path not in broken) and is_complete(path)
     )
-
-
-def _mark(whole: Path) -> None:
-    try:
-        (whole / COMPLETE).touch()
-    except OSError as error:
-        raise FileError(
-            f"{whole}: the checkpoint was not marked as complete: {error.strerror}",
-            hint="free space or give another --checkpoint",
-        ) from None
 
 
 def is_complete(path: Path) -> bool:

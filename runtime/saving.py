@@ -57,7 +57,7 @@ class Checkpoints:
         self._registered: list[Any] = []
         self._call, self._step, self._steps_before, self._length = 0, 0, 0, 0
         self._writing: threading.Thread | None = None
-        self._failed: FileError | None = None
+        self._failed: Exception | None = None
         self._unwritten: list[int] = []  # steps whose checkpoints could not be written
         self._broken: set[Path] = set()
         self._found = self._agree()
@@ -80,7 +80,8 @@ class Checkpoints:
         if name == _NONE:
             return None
         if name == _REFUSED:
-            raise TargetError(place.store.get(_REFUSED).decode())
+            message, _, hint = place.store.get(_REFUSED).decode().partition("\n")
+            raise TargetError(message, hint=hint or None)
         try:
             return self._reader()(self._folder / name)
         except BrokenCheckpoint as error:
@@ -95,7 +96,7 @@ class Checkpoints:
             found = self._newest()
         except HetflowError as error:
             if store is not None:  # else the others wait until their time limit
-                store.set(_REFUSED, error.message)
+                store.set(_REFUSED, f"{error.message}\n{error.hint or ''}")
                 store.set(FOUND, _REFUSED)
             raise
         if store is not None:
@@ -109,12 +110,12 @@ class Checkpoints:
             FileError: There are checkpoints, and none is of use.
         """
         job, folder = self._job, self._folder
+        checkpoint.tidy(folder)
         if job._place.start.from_scratch and self.is_asked_for:
             aside = checkpoint.set_aside(folder)
             if aside is not None:
                 say(job, f"starting from scratch; earlier checkpoints are kept in {aside}")
             return None
-        checkpoint.tidy(folder)
         found, broken = checkpoint.newest(folder, self._reader())
         lost = {p: e for p, e in broken.items() if not isinstance(e, IncompleteCheckpoint)}
         if found is None and lost:
@@ -237,7 +238,9 @@ class Checkpoints:
             FileError: It could not be written, where ``wait`` is set.
         """
         state = self._state()
-        if state is None:
+        if state is None:  # it is another worker's to write, also what this one could not
+            self._settle()
+            self._failed = None
             return
         header = self._header()
         tensors: list[Tensor] = []
@@ -290,16 +293,16 @@ class Checkpoints:
         Raises:
             FileError: The last checkpoint is not on disk.
         """
-        self._stops.close()
-        if self._failed is not None:
-            raise self._failed
-        if self._unwritten:
+        if self._unwritten and self._failed is None:
             steps = ", ".join(map(str, self._unwritten))
             say(
                 self._job,
                 f"warning: checkpoints could not be written after step {steps}; the last one is "
                 f"on disk",
             )
+        self._stops.close()
+        if self._failed is not None:
+            raise self._failed
 
     def _describe(self) -> dict[str, Any]:
         """What must be the same where a run goes on; see ``check_fits``."""
@@ -341,10 +344,10 @@ class Checkpoints:
             self._put(header, encoded, tensors)
             self._failed = None
             self._broken.discard(self._folder / checkpoint.name_of(header["step"]))
-        except FileError as error:
+        except Exception as error:  # whatever it is: the main thread raises it at the end
             self._failed = error
             self._unwritten.append(header["step"])
-            sys.stderr.write(f"hetflow: warning: {error.message}\n")
+            sys.stderr.write(f"hetflow: warning: {error}\n")
 
     def _settle(self) -> None:
         if self._writing is not None:
@@ -457,11 +460,6 @@ def _difference(theirs: dict[str, str], own: dict[str, str]) -> str:
 def _short(sizes: list[int]) -> str:
     alike = len(set(sizes)) == 1
     return f"{len(sizes)} x {sizes[0]}" if alike else "+".join(str(size) for size in sizes)
-
-
-def name_or_none(found: Checkpoint | None) -> str:
-    """The name of a checkpoint for a sentence."""
-    return found.path.name if found is not None else "the checkpoint"
 
 
 def shapes_of(parameters: Mapping[str, Tensor]) -> dict[str, str]:
