@@ -155,6 +155,8 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in ("HETFLOW_PLAN", "RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    for name, empty in (("_open", []), ("_before", {}), ("_received", [])):
+        monkeypatch.setattr(f"hetflow.runtime.stopping.StopRequests.{name}", empty)
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)

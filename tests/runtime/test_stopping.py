@@ -16,7 +16,10 @@ TERM = signal.SIGTERM
 
 
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
+def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Handlers as they are, and no jobs that other tests have left open."""
+    for name, empty in (("_open", []), ("_before", {}), ("_received", [])):
+        monkeypatch.setattr(StopRequests, name, empty)
     before = {number: signal.getsignal(number) for number in (TERM, SIGNAL)}
     yield
     for number, handler in before.items():
