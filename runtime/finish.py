@@ -34,6 +34,10 @@ class Outcome:
     hooked = False
 
 
+class GroupGone(TargetError):
+    """The script trained, and left nothing to report with: no more than the report is lost."""
+
+
 def at_exit(job: "Job") -> None:
     """Finish the job when the interpreter ends, unless the script failed."""
     atexit.register(_end, job)
@@ -55,6 +59,8 @@ def _end(job: "Job") -> None:
     if not Outcome.failed:
         try:
             job.finish()
+        except GroupGone as error:
+            sys.stderr.write(f"hetflow: {error.message}\nhint: {error.hint}\n")
         except BaseException as error:
             # Python would print it and leave with exit code 0.
             Outcome.failed = True
@@ -79,7 +85,8 @@ def finish(job: "Job") -> None:
     job._clock.end_step()
     place = job._place
     if place.distributed and not dist.is_initialized():
-        raise TargetError(
+        saves = job._checkpoints is not None and job._checkpoints.is_asked_for
+        raise (TargetError if saves else GroupGone)(
             "the script destroyed the process group before the job was finished",
             hint="leave destroy_process_group out, or call job.finish() before it",
         )
