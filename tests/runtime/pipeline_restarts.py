@@ -79,7 +79,8 @@ def run(folder, name):
     told = json.loads((folder / f"{name}.json").read_text())
     saving._Opened.jobs = 0
     os.environ["HETFLOW_PLAN"] = str(folder / told["plan"])
-    os.environ["HETFLOW_CHECKPOINT"] = str(folder / told["saved"]) if told["saved"] else ""
+    own = f"/of-{os.environ['RANK']}" if told.get("apart") else ""  # hosts that share no disk
+    os.environ["HETFLOW_CHECKPOINT"] = f"{folder / told['saved']}{own}" if told["saved"] else ""
     os.environ["HETFLOW_CHECKPOINT_EVERY"] = str(told["every"])
     if dist.is_initialized():
         dist.barrier()  # As after a kill: all have left before any starts again.

@@ -293,6 +293,19 @@ def test_a_folder_of_broken_ones_is_refused_until_asked_to_start_from_scratch(
     assert again(monkeypatch)[0] == []
 
 
+def test_what_was_never_complete_does_not_keep_a_run_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "step-000000004").mkdir()
+    monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
+    assert train()[2].num_steps == 9
+    said = "step-000000004 was never complete (it has no part yet); starting at step 0"
+    assert said in capsys.readouterr().err
+    monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000004", "step-000000009"]
+
+
 def test_a_broken_one_does_not_count_as_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,7 +45,8 @@ class World:
 
     def add(self, name: str, plan: str, case: str, saved: str | None, **options: object) -> None:
         told = {"plan": f"plan-{plan}.json", "case": case, "saved": saved, "every": EVERY}
-        told |= {"damage": options.pop("damage", None), "options": options}
+        told |= {"damage": options.pop("damage", None), "apart": options.pop("apart", False)}
+        told |= {"options": options}
         (self.folder / f"{name}.json").write_text(json.dumps(told))
         self.names.append(name)
 
@@ -107,6 +108,7 @@ def two(folder: Path) -> list[dict]:
     world.add("asked-stash", "stash", "chain:adam", "asked", asked=(3,))
     world.add("stopped-asked", "stash", "chain:adam", "asked-2", asked=(3,), stop_at=3)
     world.add("again-asked", "stash", "chain:adam", "asked-2", asked=(3,))
+    world.add("apart", "flush", "chain:adam", "apart", apart=True)
     world.add("other-model", "tied", "branches:momentum", "flush-whole")
     return world.run()
 
@@ -185,6 +187,12 @@ def test_another_cut_of_the_same_model_goes_on(two: list[dict]) -> None:
     for answer in two:
         assert sorted(answer["again-moved"]["losses"]) == [7, 8, 9, 10]
         close(answer["again-moved"], answer["whole-flush"])
+
+
+def test_hosts_that_share_no_disk_are_an_error_at_the_end(two: list[dict]) -> None:
+    error = two[0]["apart"]["error"]
+    assert "step-000000010: only some of its 2 parts are there" in error
+    assert sorted(two[1]["apart"]["losses"]) == list(range(1, 11))
 
 
 def test_another_model_is_refused(two: list[dict]) -> None:
