@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from hetflow.runtime.parts import is_complete
 from hetflow.schema import files
 from hetflow.schema.pipeline import PipelinePlan, StagePlan
 from hetflow.schema.plan import SplitPlan
@@ -483,7 +484,7 @@ class Run:
         raise Ended
 
     def _break_checkpoint(self, fault: Fault) -> None:
-        self.wait(self._checkpoints, "checkpoint")
+        self.wait(self._whole_checkpoints, "checkpoint")
         by_launcher = int(fault.first * 1000) % 2
         if by_launcher:
             self.process.kill()
@@ -493,7 +494,7 @@ class Run:
             gone = lambda: self._is_over() or not self.steps()  # noqa: E731
             self.wait(gone, "end of the workers")
         harm = {"torn": tear, "bit flip": flip, "crafted": craft}
-        checkpoints = self._checkpoints()
+        checkpoints = self._whole_checkpoints()
         for path in checkpoints if fault.kind == "all broken" else checkpoints[-1:]:
             harm.get(fault.kind, tear)(folder_to_harm(path, fault), fault)
         if by_launcher:
@@ -512,6 +513,10 @@ class Run:
 
     def _checkpoints(self) -> list[Path]:
         return sorted(self.saved.glob("step-*"))
+
+    def _whole_checkpoints(self) -> list[Path]:
+        """Those whose writers were not killed before the last part."""
+        return [path for path in self._checkpoints() if is_complete(path)]
 
     def _said(self) -> str:
         logs = [*(self.run / "logs").glob("*.err"), *self._outputs]
