@@ -218,7 +218,7 @@ class Workers:
         """What kept a worker from saving and leaving, where something did."""
         running = self.running()
         if running:
-            return f"worker {running[0].rank} was not done within the grace time"
+            return f"worker {running[0].rank} had not saved and left when it was ended"
         own = [f for f in self.failures() if f.exit_code != STOPPED_EXIT_CODE]
         return first_cause(own).sentence() if own else None
 
