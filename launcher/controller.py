@@ -350,11 +350,11 @@ def _cause(
     if not workers.failures():
         return None
     cause = first_cause(workers.failures())
-    while cause.lost_peer and time.monotonic() < deadline:
+    while cause.precedence and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
         cause = first_cause(workers.failures())
     cause = _staged(cause, config, ranks)
-    silent = workers.running() if cause.lost_peer and "timed out" in cause.error.lower() else []
+    silent = workers.running() if cause.timed_out else []
     if silent:
         return silence(cause, [_staged(worker, config, ranks) for worker in silent])
     return cause

@@ -117,6 +117,7 @@ class Generations:
                 self._announce(change)
         elif kind == "lost" and message["generation"] >= self.number:
             self._break_off()
+            self._losses.first_sign = self._losses.first_sign or message["why"]
             if message["generation"] == self._highest:  # else it will say so of this one, too
                 self._losses.operations[name] = message["operation"]
         elif kind == "fragile":
@@ -278,7 +279,7 @@ class Generations:
     def _bury(self) -> Failure | None:
         """Take note of the dead; the first failure that the launch cannot survive."""
         # Who died comes before who only lost it.
-        for failure in sorted(self._workers.failures(), key=lambda failure: failure.lost_peer):
+        for failure in sorted(self._workers.failures(), key=lambda failure: failure.precedence):
             name = str(failure.rank)
             if name not in self._workers.lines():  # given up together with another
                 continue

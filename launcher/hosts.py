@@ -315,10 +315,10 @@ class Together:
         """Stop every host. The first to tell wins, save that a cause outranks its echo."""
         try:
             told = Failure.from_text(self._store.compare_set(self._failure, "", failure.to_text()))
-            if told.lost_peer and not failure.lost_peer:
+            if failure.precedence < told.precedence:
                 self._store.set(self._failure, failure.to_text())
                 return failure
-            if failure.lost_peer and told.lost_peer:
+            if failure.precedence and told.precedence:
                 return self._better_cause(told)
             return told
         except RuntimeError:
@@ -327,7 +327,7 @@ class Together:
     def _better_cause(self, told: Failure) -> Failure:
         """An echo was told first; the cause may be a moment behind."""
         deadline = time.monotonic() + 3
-        while told.lost_peer and time.monotonic() < deadline:
+        while told.precedence and time.monotonic() < deadline:
             time.sleep(0.1)
             told = Failure.from_text(self._store.get(self._failure))
         return told

@@ -75,7 +75,7 @@ class Checkpoints:
                 place.store.set("checkpoint", found.path.name if found else "none")
             return found
         assert place.store is not None
-        name = place.store.get("checkpoint").decode()
+        name = place.store.get("checkpoint")
         if name == "none":
             return None
         try:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
+from .. import peers
 from ..group import Place, subgroup
 from ..totals import _loss_and_weight
 from .exchange import Exchange
@@ -67,7 +68,7 @@ class Synchroniser:
             if len(holders) > 1 and place.distributed:
                 self._groups[holders] = subgroup(place, holders)
         self._carried: dict[str, Tensor] = {}
-        self._late: tuple[dist.Work | None, Tensor] | None = None
+        self._late: tuple[peers.Transfer | None, Tensor] | None = None
         self.wants_stop = False
         self.stops = torch.zeros(())
         self.loss_scale = 1.0
@@ -178,7 +179,7 @@ class Synchroniser:
             [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
             + [used]
         )
-        dist.all_reduce(flat, group=group)
+        peers.all_reduce(flat, group=group)
         start = 0
         for parameter, flag in zip(parameters, flat[-len(parameters) :].tolist(), strict=True):
             part = flat[start : start + parameter.numel()].view(parameter.shape)
@@ -210,7 +211,7 @@ class Synchroniser:
         table: Table = np.zeros((NUM_ROWS, len(self._parameters)))
         self._fill(table, norms)
         assert self._transport is not None
-        dist.all_reduce(torch.from_numpy(table), group=self._transport.up)
+        peers.all_reduce(torch.from_numpy(table), group=self._transport.up)
         return table
 
     def _loss_sums(self) -> list[float]:
@@ -236,13 +237,13 @@ class Synchroniser:
             if parameter.requires_grad:
                 total = sums.get(name)
                 total = torch.zeros_like(parameter) if total is None else total.contiguous()
-                dist.all_reduce(total, group=group)
+                peers.all_reduce(total, group=group)
                 sums[name] = total
 
     def share_loss_late(self) -> Tensor:
         """The mean loss of the batch before, so that nobody waits for the last stage."""
         sums = torch.tensor(self._loss_sums(), dtype=torch.float64, device=self._place.device)
-        work = dist.all_reduce(sums, async_op=True) if self._place.distributed else None
+        work = peers.all_reduce(sums, async_op=True) if self._place.distributed else None
         before, self._late = self._late or (work, sums), (work, sums)
         if before[0] is not None:
             before[0].wait()
