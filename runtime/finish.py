@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from ..schema import files
-from ..schema.errors import FileError, TargetError
+from ..schema.errors import FileError, PeerLostError, TargetError
 from .digest import digest_of
 from .group import Place, leave
 from .measurements import peak_memory_bytes
 from .record import WorkerReport, assemble, parse_report, report_text
 from .setup import final_tensors
-from .worker import Runner
+from .worker import Runner, fail_at_exit
 
 if TYPE_CHECKING:
     from .job import Job
@@ -57,6 +57,8 @@ def _end(job: "Job") -> None:
             job.finish()
         except TargetError as error:
             sys.stderr.write(f"hetflow: {error.message}\nhint: {error.hint}\n")
+        except PeerLostError as error:
+            fail_at_exit(error)  # Python itself would print it and leave with exit code 0
     elif job._place.distributed and not Runner.active:
         # Collectives in flight would hold the interpreter until their time limit.
         sys.stdout.flush()

@@ -9,6 +9,7 @@ Torch has types for errors of NCCL and of the store. gloo's are plain RuntimeErr
 or from ``wait``; no other plain RuntimeError is raised by an exchange of tensors that exist.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
@@ -28,6 +29,8 @@ _OF_THIS_WORKER = (
     torch.OutOfMemoryError,
     torch.AcceleratorError,
 )
+
+_SOURCE_PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")  # of torch's code, on the machine that built it
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
@@ -160,7 +163,7 @@ def _lost(what: str, error: RuntimeError) -> Exception:
     """What to raise for a RuntimeError of an exchange."""
     if isinstance(error, _OF_THIS_WORKER):
         return error
-    text = str(error).strip().partition("\n")[0]
+    text = _SOURCE_PLACE.sub("", str(error).strip().partition("\n")[0])
     # The store's time limit has a type; of gloo's and NCCL's only the text tells.
     timed_out = isinstance(error, dist.DistStoreError) or "timed out" in str(error).lower()
     said = "waited in vain for another worker" if timed_out else "lost another worker"

@@ -116,6 +116,15 @@ def _mark_failed(error: BaseException, code: int) -> None:
             Runner.told = True
 
 
+def fail_at_exit(error: HetflowError) -> None:
+    """End this process for an error that was raised while its interpreter ends."""
+    _mark_failed(error, error.exit_code)
+    _print(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(error.exit_code)
+
+
 def _described(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, str) else f"sys.exit({error.code})"

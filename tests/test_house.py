@@ -103,6 +103,27 @@ def test_files_are_one_idea_each() -> None:
     assert long == []
 
 
+def test_every_exchange_of_the_runtime_goes_through_peers() -> None:
+    """There the loss of a worker gets its type; an exchange elsewhere would fail untyped."""
+    exchanges = {
+        "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
+        "all_reduce", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
+        "broadcast", "broadcast_object_list", "gather", "init_process_group", "irecv", "isend",
+        "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
+    }  # fmt: skip
+    stray = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in modules("runtime")
+        if path.name != "peers.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and node.attr in exchanges
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "dist"
+    ]
+    assert stray == []
+
+
 def test_nothing_names_this_machine_or_a_registry() -> None:
     tracked = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
