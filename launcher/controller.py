@@ -350,7 +350,7 @@ def _cause(
     if not workers.failures():
         return None
     cause = first_cause(workers.failures())
-    while cause.precedence and time.monotonic() < deadline:
+    while cause.is_echo and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
         cause = first_cause(workers.failures())
     cause = _staged(cause, config, ranks)

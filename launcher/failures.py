@@ -59,6 +59,11 @@ class Failure:
         aborted = self.exit_code == 128 + signal.SIGABRT and not self.traceback and not self.why
         return int(self.may_be_echo or aborted)
 
+    @property
+    def is_echo(self) -> bool:
+        """Whether it may have followed from the loss of another worker."""
+        return self.precedence > 0
+
     def sentence(self) -> str:
         """One line: who, how, and its own error."""
         if self.sentence_of_ours is not None:
@@ -107,7 +112,10 @@ def silence(waiting: Failure, silent: Sequence[Failure]) -> Failure:
     names = " or ".join(f"worker {f.rank} ({_staged(f.stages)}{f.device_type})" for f in silent)
     who = f"worker {waiting.rank} ({_staged(waiting.stages)}{waiting.device_type})"
     error = f"{names} hangs: {who} waited for it in vain: {waiting.error}"
-    return replace(waiting, rank=None, error=error, log=silent[0].log)
+    # Another host may say that its workers waited; here is who they waited for.
+    return replace(
+        waiting, rank=None, error=error, log=silent[0].log, lost_peer=False, may_be_echo=True
+    )
 
 
 def _staged(stages: Sequence[int]) -> str:

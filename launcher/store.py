@@ -73,13 +73,6 @@ def join_store(host: str, port: int, timeout_seconds: float) -> Any:
     return store_class(host, port, None, False, timeout=limit, wait_for_workers=False)
 
 
-def prefixed(store: Any) -> Any:
-    """The controllers' own part of the store."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    return PrefixStore("launcher", store)
-
-
 def read_reports(
     store: Any, world_size: int, generation: int = 0, restarted_at: int = 0
 ) -> list[WorkerReport]:
