@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schema.errors import FileError, ProblemError
+from ..schema.masking import mask
 from ..schema.profile import Profile
 from .common import ForceFlag, JsonFlag, emit, emit_json, note, shows_progress, warn
 
@@ -78,7 +79,7 @@ def profile(
         sync_devices=sync_devices,
         links=links,
         layers_at=_microbatch_sizes(microbatch_size) if layers else (),
-        command=shlex.join(["hetflow", *sys.argv[1:]]),
+        command=shlex.join(["hetflow", *mask(sys.argv[1:])]),
     )
     requests = devices.parse_requests(device or [], devices.local_devices())
     paths = _paths(output, parsed.model, requests, force=force)
