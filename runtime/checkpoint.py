@@ -7,10 +7,12 @@ disk and renamed, so a crash leaves the earlier ones alone (Write-then-rename; V
 A pipeline's checkpoint is in parts, each of them such a folder (runtime/parts.py).
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -112,7 +114,8 @@ def write(folder: Path, header: dict[str, Any], encoded: Any, tensors: list[Tens
     final = folder / name_of(header["step"])
     write_folder(final, header, encoded, tensors)
     for old in found(folder)[KEPT:]:
-        shutil.rmtree(old, ignore_errors=True)
+        if old != final:  # names that somebody planted may seem newer
+            _discard(old)
     return final
 
 
@@ -122,10 +125,13 @@ def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: lis
     Raises:
         FileError: The disk is full, or the folder cannot be written.
     """
-    making = final.parent / f".making-{final.name}"
+    # Nobody can foresee the name, and mkdir follows no link: where others can write to the folder,
+    # what they plant there neither blocks a checkpoint nor leads it elsewhere.
+    making = final.parent / f".making-{final.name}.{secrets.token_hex(8)}"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(making, ignore_errors=True)
+        for left in final.parent.glob(f".making-{final.name}*"):
+            _discard(left)
         making.mkdir()
         entries, digest, size = _write_tensors(making / "tensors.bin", tensors)
         body = {"schema": FORMAT, "header": header, "state": encoded, "tensors": entries}
@@ -133,7 +139,9 @@ def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: lis
         text = json.dumps({"sha256": _digest_of(body), "manifest": body}, indent=0)
         _write_flushed(making / "manifest.json", text.encode())
         flush(making)
-        if final.exists():
+        if final.is_symlink():
+            final.unlink()
+        elif final.exists():
             shutil.rmtree(final)
         making.rename(final)
         flush(final.parent)
@@ -206,7 +214,15 @@ def found(folder: Path) -> list[Path]:
 def tidy(folder: Path) -> None:
     """Remove what writers left half done that were killed; call it where nobody writes."""
     for path in [*folder.glob(".making-*"), *folder.glob("step-*/.making-*")]:
-        shutil.rmtree(path, ignore_errors=True)
+        _discard(path)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder, or a link to one but not what it points at; what cannot go stays."""
+    with contextlib.suppress(OSError):
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_tensors(path: Path, tensors: list[Tensor]) -> tuple[list[dict[str, Any]], str, int]:
