@@ -3,23 +3,35 @@
 import contextlib
 import hashlib
 import json
+import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..runtime.environment import TOKEN
 from ..runtime.handover import STOPPED_EXIT_CODE
 from ..runtime.record import WorkerReport
+from ..runtime.token import fingerprint_of
 from ..schema.errors import LaunchError
 from ..schema.files import to_json
 from ..schema.launch import LaunchConfig, WorkerSlot
 from .devices import base_type, inventory
 from .failures import Failure
-from .patience import PatientStore, Unreachable
+from .patience import Part, PatientStore, Unreachable
 from .request import OnFailure, Rendezvous
 from .spawn import Meeting
-from .store import hold_store, interface_towards, join_store, listen, read_reports
+from .store import (
+    behind,
+    hold_store,
+    interface_towards,
+    join_store,
+    listen,
+    read_reports,
+    shared_token,
+)
 
 BEAT_SECONDS = 1.0
 ENDED_SECONDS = 30.0  # in which every host has seen a failure and ended its workers
@@ -40,6 +52,7 @@ class Alone:
 
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
+        self.token = secrets.token_hex(16)
         self._socket = listen("127.0.0.1", 0)
         self._store: Any = None
         self._thread = threading.Thread(target=self._make_store, daemon=True)
@@ -54,7 +67,7 @@ class Alone:
         self._thread.start()
 
     def _make_store(self) -> None:
-        self._store = hold_store(self._socket)
+        self._store = behind(self.token, hold_store(self._socket))
 
     def read(self, key: str) -> str | None:
         """What workers have left in the store; None where there is nothing, or no store yet."""
@@ -116,6 +129,7 @@ class Together:
         self, config: LaunchConfig, rendezvous: Rendezvous, policy: OnFailure = "stop"
     ) -> None:
         self._config, self._place, self._policy = config, rendezvous, policy
+        self.token = shared_token(os.environ)
         self._generation = 0
         self._names: dict[int, str] = {}
         self.is_first = rendezvous.node_rank == 0
@@ -132,10 +146,11 @@ class Together:
             LaunchError: A host stays away, has another plan, or the devices do not suffice.
         """
         place = self._place
-        self._all = PatientStore(
-            self._hold() if self.is_first else self._connect(watch), SILENCE_SECONDS
-        )
+        store = self._hold() if self.is_first else self._connect(watch)
+        self._all = PatientStore(behind(self.token, store), SILENCE_SECONDS)
         self._store = self._all.under("launcher")
+        self._open = PatientStore(store, SILENCE_SECONDS).under("hetflow")
+        self._check_token(watch)
         threading.Thread(target=self._beat, daemon=True).start()
         own = {
             "host": socket.gethostname(),
@@ -175,11 +190,38 @@ class Together:
             time.sleep(0.2)
         return join_store(place.host, place.port, place.timeout_seconds)
 
+    def _check_token(self, watch: Watch) -> None:
+        """Refuse to meet hosts with another token: the keys of theirs would never come.
+
+        Raises:
+            LaunchError: Node 0 has another.
+        """
+        own = fingerprint_of(self.token)
+        if self.is_first:
+            self._open.set("token", own)
+            return
+        if self._wait_for(self._open, "token", "node 0's greeting", watch) != own.encode():
+            self._open.set("refused", str(self._place.node_rank))
+            raise self._other_token(self._place.node_rank)
+
+    @staticmethod
+    def _other_token(node: int) -> LaunchError:
+        return LaunchError(
+            f"host {node} was given another {TOKEN} than host 0",
+            hint="give every host the same one, or none",
+        )
+
     def _deal(self, watch: Watch) -> dict[str, Any]:
         agents = []
+
+        def look() -> None:
+            watch()
+            if self._open.check(["refused"]):
+                raise self._other_token(int(self._open.get("refused")))
+
         for node in range(self._place.num_nodes):
             try:
-                agents.append(json.loads(self._get(f"agent/{node}", f"node {node}", watch)))
+                agents.append(json.loads(self._get(f"agent/{node}", f"node {node}", look)))
             except LaunchError as error:
                 return {"error": error.message}
         if len({agent["plan"] for agent in agents}) > 1:
@@ -194,18 +236,20 @@ class Together:
             return {"error": error.message}
 
     def _get(self, key: str, what: str, watch: Watch) -> bytes:
+        return self._wait_for(self._store, key, what, watch)
+
+    def _wait_for(self, store: Part, key: str, what: str, watch: Watch) -> bytes:
         deadline = time.monotonic() + self._place.timeout_seconds
-        while not self._has(key):
+        while not self._has(store, key):
             watch()
             if time.monotonic() > deadline:
                 raise LaunchError(f"{what} did not come within {self._place.timeout_seconds:g} s")
             time.sleep(0.05)
-        value: bytes = self._store.get(key)
-        return value
+        return store.get(key)
 
-    def _has(self, key: str) -> bool:
+    def _has(self, store: Part, key: str) -> bool:
         try:
-            return bool(self._store.check([key]))
+            return store.check([key])
         except Unreachable as error:
             raise LaunchError(self._lost(0, str(error)).error, exit_code=1) from None
 

@@ -96,9 +96,9 @@ def _meet(place: Place) -> None:
     The store is asked, not the group, since a worker in another collective would answer wrongly.
     """
     assert place.store is not None
-    if place.store.add("finished", 1) == place.world_size:
-        place.store.set("all finished", "1")
-    place.store.wait(["all finished"], timedelta(seconds=place.start.timeout_seconds))
+    signs = [f"finished/{rank}" for rank in range(place.world_size)]
+    place.store.set(signs[place.rank], "1")
+    place.store.wait(signs, timedelta(seconds=place.start.timeout_seconds))
 
 
 def _report(job: "Job") -> WorkerReport:

@@ -20,6 +20,7 @@ from .elastic.control import Control
 from .environment import DEVICE_TYPE, Start, assign_slots
 from .handover import wait_for_turn
 from .peers import SharedStore
+from .token import prefix_of, take_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +212,7 @@ def _connect(start: Start, number: int = 0) -> SharedStore:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # The launcher reads the first job's keys; a script that prepares two models has two jobs.
     job = f"/job{number}" if number else ""
-    return SharedStore(store).under(f"hetflow/{restarts}{job}")
+    return SharedStore(store).under(prefix_of(take_token())).under(f"hetflow/{restarts}{job}")
 
 
 def _slot_of(start: Start, store: SharedStore) -> int:

@@ -133,21 +133,21 @@ class SharedStore:
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
-        guarded("store", self.of_torch.set)(key, value)
+        guarded(_asking(key), self.of_torch.set)(key, value)
 
     def get(self, key: str) -> str:
         """A value; waits until it is there."""
-        found: bytes = guarded("store", self.of_torch.get)(key)
+        found: bytes = guarded(_asking(key), self.of_torch.get)(key)
         return found.decode()
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number; what it comes to."""
-        found: int = guarded("store", self.of_torch.add)(key, amount)
+        found: int = guarded(_asking(key), self.of_torch.add)(key, amount)
         return found
 
     def has(self, key: str) -> bool:
         """Whether there is such a key."""
-        return bool(guarded("store", self.of_torch.check)([key]))
+        return bool(guarded(_asking(key), self.of_torch.check)([key]))
 
     def wait(self, keys: Sequence[str], limit: timedelta) -> None:
         """Wait until all these keys are there.
@@ -156,15 +156,21 @@ class SharedStore:
             PeerLostError: They did not come within ``limit`` (``timed_out``), or it is gone.
         """
         wait: Callable[..., None] = self.of_torch.wait
-        guarded("store", wait)(list(keys), limit)
+        guarded(_asking(*keys), wait)(list(keys), limit)
+
+
+def _asking(*keys: str) -> str:
+    return f"the store, for {', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''}"
 
 
 def _lost(what: str, error: RuntimeError) -> Exception:
     """What to raise for a RuntimeError of an exchange."""
     if isinstance(error, _OF_THIS_WORKER):
         return error
+    if isinstance(error, dist.DistStoreError):  # its text tells the whole keys, with the prefix
+        return PeerLostError(f"waited in vain for another worker in {what}", timed_out=True)
     text = _SOURCE_PLACE.sub("", str(error).strip().partition("\n")[0])
-    # The store's time limit has a type; of gloo's and NCCL's only the text tells.
-    timed_out = isinstance(error, dist.DistStoreError) or "timed out" in str(error).lower()
+    # Time limits of the store have a type; of gloo's and NCCL's only the text tells.
+    timed_out = "timed out" in str(error).lower()
     said = "waited in vain for another worker" if timed_out else "lost another worker"
     return PeerLostError(f"{said} in {what}: {text}", timed_out=timed_out)

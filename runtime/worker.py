@@ -22,6 +22,7 @@ from ..schema.errors import HetflowError, PeerLostError
 from .blame import is_lost_peer, may_be_echo
 from .elastic.control import Control
 from .environment import DETERMINISM, FAILURE, SEED
+from .token import take_token
 
 
 class Runner:
@@ -37,6 +38,7 @@ def main(arguments: list[str]) -> None:
     code = [0]
     # Registered first, so it runs last: after everything the script registered.
     atexit.register(_leave_at_once_if_failed, code)
+    take_token()
     Control.of_process()  # its heart beats from here on, however long the script takes to prepare
     _seed_script()
     try:
