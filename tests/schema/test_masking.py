@@ -20,7 +20,7 @@ AWS = "AKIA" + "ABCDEFGH" * 2
         (["--password", "--epochs", "3"], ["--password", "--epochs", "3"]),
         (["--aws-secret-access-key", "a/b+c"], ["--aws-secret-access-key", MASK]),
         (["--client-secret-value=x"], [f"--client-secret-value={MASK}"]),
-        (["wandb.api_key=abc", "+db.password=x"], [f"wandb.api_key={MASK}", f"+db.password={MASK}"]),
+        (["wandb.api_key=abc", "+db.pwd=x"], [f"wandb.api_key={MASK}", f"+db.pwd={MASK}"]),
         (["HF_TOKEN=abc"], [f"HF_TOKEN={MASK}"]),
         ([HF, AWS], [MASK, MASK]),
         ([f"--note=key {HF} here"], [f"--note=key {MASK} here"]),
