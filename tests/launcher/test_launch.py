@@ -278,7 +278,8 @@ def test_who_does_not_know_the_token_cannot_touch_the_keys_of_a_launch(here: Pat
         store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
         prefix = prefix_of(token.decode())
         assert {key.split("/")[0] for key in store.list_keys() if key} == {prefix}
-        assert token.decode() not in prefix
+        assert re.fullmatch("[0-9a-f]{32}", prefix)
+        assert prefix not in (token.decode(), prefix_of(token.decode()[::-1]))
         # Keys of the launch as they would be without a token.
         store.add("hetflow/0/finished", 1)
         for key in ("hetflow/0/all finished", "hetflow/0/finished/0", "hetflow/0/finished/1"):
