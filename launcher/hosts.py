@@ -13,8 +13,8 @@ from typing import Any
 
 from ..runtime.environment import TOKEN
 from ..runtime.handover import STOPPED_EXIT_CODE
+from ..runtime.launch_token import fingerprint_of
 from ..runtime.record import WorkerReport
-from ..runtime.token import fingerprint_of
 from ..schema.errors import LaunchError
 from ..schema.files import to_json
 from ..schema.launch import LaunchConfig, WorkerSlot

@@ -17,8 +17,8 @@ from datetime import timedelta
 from typing import Any
 
 from ..runtime.environment import TOKEN
+from ..runtime.launch_token import prefix_of
 from ..runtime.record import WorkerReport, parse_report
-from ..runtime.token import prefix_of
 from ..schema.errors import LaunchError, ProblemError, TargetError
 
 _SIOCGIFADDR = 0x8915

@@ -19,8 +19,8 @@ from .devices import device_type_name
 from .elastic.control import Control
 from .environment import DEVICE_TYPE, Start, assign_slots
 from .handover import wait_for_turn
+from .launch_token import prefix_of, take_token
 from .peers import SharedStore
-from .token import prefix_of, take_token
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from ..schema.errors import HetflowError, PeerLostError
 from .blame import is_lost_peer, may_be_echo
 from .elastic.control import Control
 from .environment import DETERMINISM, FAILURE, SEED
-from .token import take_token
+from .launch_token import take_token
 
 
 class Runner:
