@@ -24,7 +24,18 @@ def check(
         str | None, typer.Option(help="The model, where profiles hold several.")
     ] = None,
     link_bytes_per_second: Annotated[
-        float | None, typer.Option(min=1.0, help="Pipeline: links that the pool does not state.")
+        float | None,
+        typer.Option(
+            min=1.0, help="Pipeline: links that the pool does not state [default: the plan's]."
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(help="Plan: the optimizer that will train, such as adam [default: the plan's]."),
+    ] = None,
+    state_bytes_per_weight_byte: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Plan, instead: what it keeps for each byte of weights."),
     ] = None,
     jobs: Annotated[Path | None, typer.Option(help="Allocation: the jobs it is for.")] = None,
     throughputs: Annotated[
@@ -44,7 +55,9 @@ def check(
 ) -> None:
     """Verify a plan or an allocation, with code that shares nothing with the solvers.
 
-    Without profiles only a split plan's inner consistency is judged.
+    A plan says itself which links and which optimizer it was made for; flags that say otherwise
+    win, and the plan is judged against them. Without profiles only a split plan's inner
+    consistency is judged.
 
     \b
     hetflow check plan.json --profiles profiles --gpus 2xV100,8xP100
@@ -52,6 +65,7 @@ def check(
     """
     from ..schema import files
     from ..schema.jobs import Allocation
+    from ..schema.optimizer import asked_optimizer
     from ..schema.pipeline import PipelinePlan
     from ..schema.plan import SplitPlan
     from .problems import faults_of_plan, read_pool
@@ -63,7 +77,8 @@ def check(
         faults = _allocation_faults(found, jobs, throughputs, pool, space_sharing, choices)
         termination = _termination(found)
     elif isinstance(found, SplitPlan | PipelinePlan):
-        faults = faults_of_plan(found, profiles, pool, model, link_bytes_per_second)
+        asked = asked_optimizer(optimizer, state_bytes_per_weight_byte)
+        faults = faults_of_plan(found, profiles, pool, model, link_bytes_per_second, asked)
         termination = found.proof.termination
     else:
         raise HetflowError(f"{plan}: a {found.schema} file claims nothing that can be judged")

@@ -153,6 +153,7 @@ def _cut_again(now: "LaunchConfig", profiles: Path, gpus: str) -> "SplitPlan | P
         batch_size=now.global_batch_size,
         split=SplitFlags(),
         pipeline=PipelineFlags(schedule=schedule, microbatch_size=nodes_of(now)[0].batch_size),
+        optimizer=now.optimizer,
     )
     return answer(question, "pipeline")
 
@@ -178,6 +179,7 @@ def _solved(now: "LaunchConfig", profiles: Path, gpus: str) -> "SplitPlan | Pipe
         batch_size=now.global_batch_size,
         split=SplitFlags(virtual_nodes=len(nodes), interpolate=True),
         pipeline=PipelineFlags(),
+        optimizer=now.optimizer,
     )
     return answer(question, "split")
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError
+from ..schema.optimizer import OptimizerState
 from ..schema.pipeline import (
     Objective,
     PipelinePlan,
@@ -31,7 +32,7 @@ def solve_pipeline(
     replication: bool = True,
     recompute: bool | None = None,
     num_stages: int | None = None,
-    state_bytes_per_weight_byte: float = 1.0,
+    optimizer: OptimizerState | None = None,
     objective: Objective | None = None,
     num_model_chunks: int | None = None,
 ) -> PipelinePlan:
@@ -49,7 +50,7 @@ def solve_pipeline(
         workers: At most or exactly all devices.
         replication: Whether stages may have replicas.
         num_stages: Exactly so many stages.
-        state_bytes_per_weight_byte: Gradients and optimizer state.
+        optimizer: The one that will train; None takes what the profiles say.
         objective: The whole step or the bottleneck; None takes the step where there is one.
         num_model_chunks: Stages on a device of ``interleaved``; None tries several.
         solved: None takes ``flat``, or ``nested`` for the published prices.
@@ -78,7 +79,7 @@ def solve_pipeline(
         replication=replication,
         recompute=False if nested and recompute is None else recompute,
         num_stages=num_stages,
-        state_bytes_per_weight_byte=state_bytes_per_weight_byte,
+        optimizer=optimizer,
         objective=objective,
         num_model_chunks=num_model_chunks,
         launchable=not nested,

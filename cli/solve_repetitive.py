@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, ProblemError
+from ..schema.optimizer import OptimizerState
 from ..schema.pipeline import PipelinePlan, PipelineProblem
 from ..schema.profile import Profile
 from ..solvers.parallel_pipeline import Configuration, CostModel, Estimate, Measured, Row
@@ -22,6 +23,7 @@ def solve_repetitive(
     link_bytes_per_second: float | None,
     cost_model: CostModelName,
     runs: Path | None,
+    optimizer: OptimizerState | None = None,
 ) -> PipelinePlan:
     """Choose degrees, microbatch and recomputation for a model whose layers repeat.
 
@@ -34,6 +36,7 @@ def solve_repetitive(
         link_bytes_per_second: Bandwidth of links that the pool does not state.
         cost_model: Whose THROUGHPUT(.) and MEMORY(.).
         runs: Folder of run records, for ``measured``.
+        optimizer: The one that will train; None takes what the profiles say.
 
     Raises:
         ProblemError: Profiles, pool and flags that do not go together.
@@ -55,6 +58,7 @@ def solve_repetitive(
                 link_bytes_per_second=link_bytes_per_second,
                 schedule="2bw",
                 recompute=None,
+                optimizer=optimizer,
             )
     if not problems:
         raise ProblemError(

@@ -84,7 +84,7 @@ def _split(question: Question) -> SplitPlan:
     flags = question.split
     problem = split_problem(
         question.profiles, question.pool, question.batch_size, flags.virtual_nodes,
-        flags.interpolate,
+        flags.interpolate, question.optimizer,
     )  # fmt: skip
     _warn_about_free_communication(problem)
     plan = _with_origin(_solve_split(problem, flags), question)

@@ -205,6 +205,19 @@ def weight_versions(schedule: PlannedSchedule, in_flight: int, *, is_only_stage:
     return 2 if schedule == "2bw" and not is_only_stage else 1
 
 
+def kept_per_weight_byte(versions: int, state_bytes_per_weight_byte: float) -> float:
+    """Bytes that a replica keeps for each byte of its stage's weights.
+
+    The versions, one copy of the gradients (the runtime adds them up in place, under every
+    schedule), and the optimizer's state, which is there once however many versions there are.
+
+    Args:
+        versions: From ``weight_versions``.
+        state_bytes_per_weight_byte: Of the optimizer, measured or stated.
+    """
+    return versions + 1 + state_bytes_per_weight_byte
+
+
 def stage_bytes(
     weight_bytes: float,
     activation_bytes: float,
@@ -227,12 +240,12 @@ def stage_bytes(
         input_bytes: What crosses into the stage, for one microbatch.
         in_flight: From ``num_in_flight``.
         versions: From ``weight_versions``.
-        state_bytes_per_weight_byte: Gradients and optimizer state per byte of weights.
+        state_bytes_per_weight_byte: Optimizer state per byte of weights.
         recompute: Whether activations are computed again in the backward pass.
     """
     stashes = 1 if recompute else in_flight
-    state = (versions + state_bytes_per_weight_byte) * weight_bytes
-    return state + stashes * activation_bytes + in_flight * input_bytes
+    kept = kept_per_weight_byte(versions, state_bytes_per_weight_byte) * weight_bytes
+    return kept + stashes * activation_bytes + in_flight * input_bytes
 
 
 def noam(replicas: Sequence[int]) -> int:

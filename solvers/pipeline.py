@@ -126,7 +126,7 @@ def _single_stages(
         move = moves[number]
         if problem.workers == "exactly" and move.num_replicas != problem.num_devices:
             continue
-        limit = problem.pools[move.pool].memory_bytes
+        limit = problem.pools[move.pool].limit_bytes
         stash = prices.stashed(move.num_replicas, move.num_replicas, is_only=True)
         used = prices.stage_memory(0, prices.cuts.size - 1, *stash)
         if limit is None or used <= limit:

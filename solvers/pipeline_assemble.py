@@ -79,6 +79,8 @@ def finish(
         solved=problem.solved,
         workers=problem.workers,
         objective=problem.minimises,
+        optimizer=problem.optimizer,
+        link_bytes_per_second=problem.link_bytes_per_second,
     )
 
 

@@ -91,7 +91,7 @@ class _Table:
         key = (move.pool, move.num_replicas, move.span)
         if key not in self.seconds:
             self.seconds[key] = self.prices.matrix(*key)
-        limit = self.problem.pools[move.pool].memory_bytes
+        limit = self.problem.pools[move.pool].limit_bytes
         if limit is None:
             return self.seconds[key]
         stash = self.prices.stashed(move.num_replicas, move.workers, is_only=False)

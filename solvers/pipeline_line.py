@@ -73,7 +73,7 @@ class Line:
         self.kinds, self.kind = moves.numbered("pool", "num_replicas", "span")
         self.source, self.target = moves.source, moves.target
         self.span, self.need = moves.span, moves.need
-        limits = [pool.memory_bytes for pool in problem.pools]
+        limits = [pool.limit_bytes for pool in problem.pools]
         self.limited = any(limit is not None for limit in limits)
         if not self.limited:
             return

@@ -198,7 +198,7 @@ def _published_limit(problem: PipelineProblem) -> int | None:
     ends a pipeline of m of M components; none for m = M, so that data parallelism over all
     always passes.
     """
-    return problem.pools[0].memory_bytes if problem.stage_cost == "published" else None
+    return problem.pools[0].limit_bytes if problem.stage_cost == "published" else None
 
 
 def _unfold(
@@ -363,7 +363,7 @@ def _memory(
             float(ranges.crossing[block.first - 1]) if block.first else 0.0,
             in_flight,
             versions,
-            problem.state_bytes_per_weight_byte,
+            problem.optimizer.state_bytes_per_weight_byte,
             recompute=False,
         )
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..costs.pipeline import (
+    kept_per_weight_byte,
     num_in_flight,
     rounds,
     slowest_of_all,
@@ -147,14 +148,14 @@ class Prices:
             float(cuts.crossing_bytes[first]),
             in_flight,
             versions,
-            self.problem.state_bytes_per_weight_byte,
+            self.problem.optimizer.state_bytes_per_weight_byte,
             recompute=self.recompute,
         )
 
     def memory_terms(self, in_flight: int, versions: int) -> tuple[float, int]:
         """Bytes that a byte of weights, and one of activations, costs a replica."""
-        state = versions + self.problem.state_bytes_per_weight_byte
-        return state, 1 if self.recompute else in_flight
+        kept = kept_per_weight_byte(versions, self.problem.optimizer.state_bytes_per_weight_byte)
+        return kept, 1 if self.recompute else in_flight
 
 
 def boundary_weight(problem: PipelineProblem) -> float:

@@ -166,6 +166,7 @@ class Repetitive:
             memory_bytes=float("inf") if memory is None else float(memory),
             microbatch_sizes=tuple(sorted(self.problems)),
             cost_model=cost_model or Profiled(self),
+            device_type=self.any.pools[0].device_type,
         )
 
 
@@ -188,7 +189,8 @@ class Profiled:
         per_input = option.slowest(cut)
         return Estimate(
             microbatch_seconds=per_input * configuration.data_parallel_size,
-            memory_bytes=max(stage.memory_bytes for stage in option.stages(cut)),
+            memory_bytes=max(stage.memory_bytes for stage in option.stages(cut))
+            + option.problem.pools[0].workspace_bytes,
         )
 
 

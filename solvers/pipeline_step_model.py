@@ -98,7 +98,7 @@ class StepModel:
 
         The limit is infinite where the pool sets none.
         """
-        cuts, limit = self.prices.cuts, self.problem.pools[kind.pool].memory_bytes
+        cuts, limit = self.prices.cuts, self.problem.pools[kind.pool].limit_bytes
         state, stashes = self.prices.memory_terms(kind.in_flight, kind.versions)
         own: Floats = state * cuts.weight_bytes + stashes * cuts.activation_bytes
         return own, kind.in_flight * cuts.crossing_bytes, np.inf if limit is None else float(limit)

@@ -59,9 +59,13 @@ def test_import_solve_check_show(hetflow: Hetflow, tmp_path: Path) -> None:
     assert hetflow("import", tmp_path / "g.graph.txt", *memory, "-o", profile).code == 0
     pool = ("--profiles", profile, "--gpus", "2xV100")
     asked = ("--batch-size", 8, "--strategy", "pipeline", "--no-replication", *LINK)
-    assert hetflow("solve", *pool, *asked, "-o", plan).code == 0
+    unsaid = hetflow("solve", *pool, *asked)
+    assert unsaid.code == 2
+    assert "the profile of g on V100 does not say what the optimizer keeps" in unsaid.stderr
+    assert "--optimizer sgd|sgd-momentum|adam" in unsaid.stderr
+    assert hetflow("solve", *pool, *asked, "--optimizer", "adam", "-o", plan).code == 0
     assert [s["layers"] for s in json.loads(plan.read_text())["stages"]] == [["node2"], ["node3"]]
-    assert "valid" in hetflow("check", plan, *pool, *LINK).stdout
+    assert "valid" in hetflow("check", plan, *pool).stdout
     assert "1-1, 1f1b" in hetflow("show", plan).stdout
     assert "Linear(8, 8)" in hetflow("export", profile).stdout
 
