@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "schema": set(),
     "costs": {"schema"},
     "schedules": {"schema"},
-    "checks": {"schema", "costs", "schedules"},
+    "checks": {"schema", "schedules"},  # no costs: the judge counts for itself
     "solvers": {"schema", "costs", "schedules"},
     "runtime": {"schema", "schedules"},
     "profilers": {"schema", "runtime"},
@@ -80,6 +80,13 @@ def test_imports_point_one_way(package: str) -> None:
                 assert package in TORCH_AT_IMPORT | {"profilers", "launcher"}, f"{where}: torch"
             if name in LIBRARIES_OF_ONE_FILE:
                 assert str(where) == LIBRARIES_OF_ONE_FILE[name], f"{where} imports {name}"
+
+
+def test_oracles_have_their_own_arithmetic() -> None:
+    """What brute force is held against must not be what it calls: an error would pass both."""
+    for path in [*modules("tests/solvers"), *modules("tests/simulator"), *modules("tests/cli")]:
+        names = {name for name, _ in imports(path)}
+        assert "hetflow.costs" not in names, f"{path.relative_to(ROOT)} imports costs"
 
 
 def test_every_package_ships() -> None:
