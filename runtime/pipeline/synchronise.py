@@ -5,7 +5,7 @@ weight. Both are mended by one rule: a parameter that several workers hold is su
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ from .ownership import Holders, Ownership
 from .standins import StandIns
 from .transport import Transport
 
+BUCKET_BYTES = 25 << 20
+"""Of gradients that are summed over replicas at once."""
 _LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
 # Only where parameters are apart: whether gradients add to earlier ones, which norms were asked.
 _ADDS, _ASKED = _NUM_SUMS, _NUM_SUMS + 1
@@ -166,11 +168,30 @@ class Synchroniser:
         return self._ownership.holders[name]
 
     def _sum_over(self, holders: Holders, group: dist.ProcessGroup) -> None:
-        """Sum the gradients that exactly these workers hold, types apart."""
+        """Sum the gradients that exactly these workers hold, types apart, a bucket at a time.
+
+        A buffer for all of them at once would be one more copy of the stage's gradients.
+        """
         named = [n for n, _ in self._parameters if self._ownership.holders[n] == holders]
         for dtype in sorted({self._ownership.parameters[n].dtype for n in named}, key=str):
             of_type = [n for n in named if self._ownership.parameters[n].dtype == dtype]
-            self._sum_flat(of_type, group)
+            for bucket in self._buckets(of_type):
+                self._sum_flat(bucket, group)
+
+    def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Runs of parameters of at most BUCKET_BYTES, or one that is larger."""
+        bucket: list[str] = []
+        filled = 0
+        for name in names:
+            parameter = self._ownership.parameters[name]
+            size = parameter.numel() * parameter.element_size()
+            if bucket and filled + size > BUCKET_BYTES:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(name)
+            filled += size
+        if bucket:
+            yield bucket
 
     def _sum_flat(self, names: list[str], group: dist.ProcessGroup) -> None:
         parameters = [self._ownership.parameters[name] for name in names]
@@ -184,8 +205,10 @@ class Synchroniser:
         for parameter, flag in zip(parameters, flat[-len(parameters) :].tolist(), strict=True):
             part = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
-            if flag:
+            if flag and parameter.grad is None:
                 parameter.grad = part.clone()
+            elif flag:
+                parameter.grad.copy_(part)
 
     def _write_own(self, known: set[float]) -> None:
         """Loss and weights; where parameters are apart, also this worker's part of the table."""
