@@ -80,21 +80,24 @@ def faults_of_plan(
         link = link_bytes_per_second or plan.link_bytes_per_second
         return _pipeline_faults(plan, found, pool, link, optimizer)
     from ..checks.batch_split import check
+    from ..checks.profiled import split_faults
 
     if profiles is None:
         return check(plan, None)
     from ..solvers.problems import split_problem
 
     used = ",".join(f"{group.num_devices}x{group.device_type}" for group in plan.groups)
+    found = read_model_profiles(profiles, model or plan.model)
+    pool = pool or Cluster.parse(used)
     problem = split_problem(
-        read_model_profiles(profiles, model or plan.model),
-        pool or Cluster.parse(used),
+        found,
+        pool,
         plan.global_batch_size,
         virtual_nodes=plan.uniform_virtual_nodes,
         interpolate=any(group.interpolated for group in plan.groups),
         optimizer=optimizer,
     )
-    return check(plan, problem)
+    return check(plan, problem) + split_faults(plan, found, pool, optimizer)
 
 
 def _pipeline_faults(
@@ -105,13 +108,15 @@ def _pipeline_faults(
     optimizer: OptimizerState | None,
 ) -> list[str]:
     from ..checks.pipeline import check
+    from ..checks.profiled import pipeline_faults
     from ..solvers.pipeline_problems import pipeline_problem
 
     held = {(stage.device_type, stage.first_device): stage for stage in plan.stages}
     used = ",".join(f"{stage.num_replicas}x{stage.device_type}" for stage in held.values())
+    pool = pool or Cluster.parse(used)
     problem = pipeline_problem(
         profiles,
-        pool or Cluster.parse(used),
+        pool,
         plan.global_batch_size,
         microbatch_size=plan.microbatch_size,
         link_bytes_per_second=link,
@@ -124,4 +129,4 @@ def _pipeline_faults(
         objective=plan.objective if plan.schedule in FLUSHING else None,
         num_model_chunks=plan.num_model_chunks if plan.schedule == "interleaved" else None,
     )
-    return check(plan, problem)
+    return pipeline_faults(problem, profiles, pool) or check(plan, problem)

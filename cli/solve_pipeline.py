@@ -62,6 +62,7 @@ def solve_pipeline(
         BackendError: The plan fails its own check.
     """
     from ..checks.pipeline import check
+    from ..checks.profiled import pipeline_faults
     from ..solvers.pipeline import solve
     from ..solvers.pipeline_problems import pipeline_problem
 
@@ -85,7 +86,7 @@ def solve_pipeline(
         launchable=not nested,
     )
     plan = solve(problem)
-    faults = check(plan, problem)
+    faults = pipeline_faults(problem, profiles, pool) + check(plan, problem)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
     found = [p.layers.trace for p in profiles if p.device_type in pool.num_devices and p.layers]

@@ -44,6 +44,7 @@ def solve_repetitive(
         BackendError: The plan fails its own check.
     """
     from ..checks.pipeline import check
+    from ..checks.profiled import pipeline_faults
     from ..solvers.pipeline_problems import pipeline_problem
     from ..solvers.pipeline_repetitive import Repetitive, solve
 
@@ -73,7 +74,8 @@ def solve_repetitive(
     elif cost_model == "measured":
         chosen = _measured(runs, profiles[0].model)
     plan, rows = solve(model, chosen)
-    faults = check(plan, problems[plan.microbatch_size])
+    problem = problems[plan.microbatch_size]
+    faults = pipeline_faults(problem, profiles, pool) + check(plan, problem)
     if faults:
         raise BackendError(f"the planner's own plan fails its check: {'; '.join(faults)}")
     found = [p.layers.trace for p in profiles if p.device_type in pool.num_devices and p.layers]
