@@ -209,7 +209,8 @@ def on_profiles(folder: Path) -> list[dict[str, Any]]:
                 )
                 problem = PipelineProblem(
                     model=model, layers=layers, edges=edges, pools=(pool,), microbatch_size=1,
-                    num_microbatches=16, schedule="pipedream", solved=solved, optimizer=SGD, stage_cost=cost,
+                    num_microbatches=16, schedule="pipedream", solved=solved, stage_cost=cost,
+                    optimizer=SGD,
                     workers="exactly" if cost == "published" else "at_most",
                 )  # fmt: skip
                 seconds, plan = cpu_seconds(lambda problem=problem: solve(problem), 3)

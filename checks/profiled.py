@@ -132,7 +132,9 @@ def _workspace_bytes(graph: LayerGraph) -> int:
     for node in graph.nodes:
         if node.workspace_bytes is not None:
             inputs = sum(
-                other.activation_bytes for other in graph.nodes if (other.id, node.id) in graph.edges
+                other.activation_bytes
+                for other in graph.nodes
+                if (other.id, node.id) in graph.edges
             )
             most = max(most, node.workspace_bytes + node.activation_bytes + inputs)
     return most

@@ -31,7 +31,9 @@ def check(
     ] = None,
     optimizer: Annotated[
         str | None,
-        typer.Option(help="Plan: the optimizer that will train, such as adam [default: the plan's]."),
+        typer.Option(
+            help="Plan: the optimizer that will train, such as adam [default: the plan's]."
+        ),
     ] = None,
     state_bytes_per_weight_byte: Annotated[
         float | None,

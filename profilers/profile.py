@@ -149,9 +149,7 @@ def _measure(
     )
 
 
-def _optimizer(
-    kept: dict[str, Any], weight_bytes: int, options: ProfileOptions
-) -> OptimizerState:
+def _optimizer(kept: dict[str, Any], weight_bytes: int, options: ProfileOptions) -> OptimizerState:
     """What was measured of the optimizer: the target's own goes by its class."""
     named = options.optimizer or DEFAULT_OPTIMIZER
     return OptimizerState(

@@ -40,7 +40,9 @@ def test_a_pass_that_does_not_fit_is_refused() -> None:
     plan = split(8)  # 12,000 bytes
     assert split_faults(plan, [PROFILE], POOL, None) == []
     small = Cluster.parse("V100:1:11KB")
-    assert any("needs 12000 bytes on a V100 of" in f for f in split_faults(plan, [PROFILE], small, None))
+    assert any(
+        "needs 12000 bytes on a V100 of" in f for f in split_faults(plan, [PROFILE], small, None)
+    )
     # Adam keeps twice 3,000 bytes more than what the peak was measured with; between two sizes
     # memory is on the line: 4,000 + 5,000.
     adam = named_optimizer("adam")

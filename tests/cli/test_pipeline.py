@@ -168,7 +168,9 @@ def test_the_memory_that_is_named_is_the_device_s(
     for more in ((), ("--schedule", "zb-h1"), ("--schedule", "2bw", "--repetitive")):
         answer = hetflow("solve", *pool, "--strategy", "pipeline", *LINK, *more)
         assert answer.code == 3, answer.stderr
-        assert re.search(r"needs \d+ bytes .*on a V100 of 62914560, \d+ bytes too many", answer.stderr)
+        assert re.search(
+            r"needs \d+ bytes .*on a V100 of 62914560, \d+ bytes too many", answer.stderr
+        )
 
 
 def test_a_tampered_pipeline_plan_fails_its_check(hetflow: Hetflow, folder: Path) -> None:

@@ -10,9 +10,9 @@ from torch import nn
 
 from hetflow.profilers.bench import Bench, move
 from hetflow.profilers.targets import Workload
-from hetflow.schema.optimizer import NAMES, named_optimizer
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.schema.errors import TargetError
+from hetflow.schema.optimizer import NAMES, named_optimizer
 
 Loss = Callable[[nn.Module, Any], Any]
 POLICY = RepeatPolicy(max_repeats=3, min_repeats=3)

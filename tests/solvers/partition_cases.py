@@ -101,7 +101,9 @@ def flat_problems(draw, *, graphs: bool = True) -> PipelineProblem:
         inter_bytes_per_second=draw(RATES),
         microbatch_size=2,
         num_microbatches=draw(st.sampled_from([1, 2, 3, 8])),
-        optimizer=OptimizerState(state_bytes_per_weight_byte=draw(st.sampled_from([0.0, 1.0, 2.5]))),
+        optimizer=OptimizerState(
+            state_bytes_per_weight_byte=draw(st.sampled_from([0.0, 1.0, 2.5]))
+        ),
         schedule=draw(st.sampled_from(["gpipe", "1f1b", "pipedream", "2bw"])),
         stage_cost=draw(st.sampled_from(["ring", "thesis"])),
         workers=draw(st.sampled_from(["at_most", "at_most", "exactly"])),
@@ -197,7 +199,9 @@ def replayed_step(plan: PipelinePlan, problem: PipelineProblem) -> float:
     while any(left.values()):
         for (index, replica), passes in left.items():
             stage = stages[index]
-            while passes and (arrived := ready.get((passes[0][0], index, passes[0][1]))) is not None:
+            while (
+                passes and (arrived := ready.get((passes[0][0], index, passes[0][1]))) is not None
+            ):
                 kind, k = passes.pop(0)
                 forward = stage.forward_seconds
                 seconds = forward if kind == "F" else stage.compute_seconds - forward

@@ -7,7 +7,7 @@ import pytest
 from hetflow.cli.solve_pipeline import solve_pipeline
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError
-from hetflow.schema.optimizer import OptimizerState, named_optimizer
+from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
 from hetflow.solvers.pipeline_problems import layers_of_graph, pipeline_problem
 
