@@ -1,5 +1,6 @@
 """``hetflow allocate``: who runs where, for what part of the time, with a proof."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -76,7 +77,12 @@ def allocate(
         placement=placement,
         budget_dollars=budget,
     )
-    allocation = solve(problem, policy)
+    allocation = replace(
+        solve(problem, policy),
+        space_sharing=space_sharing,
+        placement=placement,
+        budget_dollars=budget,
+    )
     faults = check(allocation, problem)
     if faults:
         raise BackendError(f"the solver's own allocation fails its check: {'; '.join(faults[:3])}")

@@ -44,21 +44,26 @@ def check(
         Path | None, typer.Option(help="Allocation: the throughputs it is for.")
     ] = None,
     space_sharing: Annotated[
-        bool, typer.Option("--space-sharing", help="Allocation: made with space sharing.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--space-sharing/--no-space-sharing",
+            help="Allocation: made with space sharing [default: what it says].",
+        ),
+    ] = None,
     placement: Annotated[
-        Literal["consolidated", "unconsolidated", "mixed"],
-        typer.Option(help="Allocation: made with this placement."),
-    ] = "consolidated",
+        Literal["consolidated", "unconsolidated", "mixed"] | None,
+        typer.Option(help="Allocation: made with this placement [default: what it says]."),
+    ] = None,
     budget: Annotated[
-        float | None, typer.Option(min=0.0, help="Allocation: made under this budget.")
+        float | None,
+        typer.Option(min=0.0, help="Allocation: made under this budget [default: what it says]."),
     ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Verify a plan or an allocation, with code that shares nothing with the solvers.
 
-    A plan says itself which links and which optimizer it was made for; flags that say otherwise
-    win, and the plan is judged against them. Without profiles only a split plan's inner
+    Plans and allocations say themselves what they were made for (links, optimizer, placement, ...);
+    flags that say otherwise win, and what is there is judged against them. Without profiles only a split plan's inner
     consistency is judged.
 
     \b
@@ -75,8 +80,10 @@ def check(
     found = files.read_any(plan)
     pool = None if gpus is None and cluster is None else read_pool(gpus, cluster)
     if isinstance(found, Allocation):
-        choices: dict[str, Any] = {"placement": placement, "budget_dollars": budget}
-        faults = _allocation_faults(found, jobs, throughputs, pool, space_sharing, choices)
+        choices: dict[str, Any] = {
+            "space_sharing": space_sharing, "placement": placement, "budget_dollars": budget,
+        }  # fmt: skip
+        faults = _allocation_faults(found, jobs, throughputs, pool, choices)
         termination = _termination(found)
     elif isinstance(found, SplitPlan | PipelinePlan):
         asked = asked_optimizer(optimizer, state_bytes_per_weight_byte)
@@ -111,7 +118,6 @@ def _allocation_faults(
     jobs: Path | None,
     throughputs: Path | None,
     pool: "Cluster | None",
-    space_sharing: bool,
     choices: dict[str, Any],
 ) -> list[str]:
     from ..checks.allocation import check as faults_of
@@ -122,12 +128,15 @@ def _allocation_faults(
             "an allocation is judged against its jobs, throughputs and pool",
             hint="add --jobs FILE --throughputs FILE --gpus SPEC",
         )
+    said = {name: getattr(allocation, name) for name in choices}
+    asked = {name: said[name] if value is None else value for name, value in choices.items()}
     problem = read_problem(
         jobs,
         throughputs,
         pool,
-        space_sharing=space_sharing,
+        space_sharing=asked["space_sharing"] or False,
         heterogeneity=allocation.heterogeneity,
-        **choices,
+        placement=asked["placement"] or "consolidated",
+        budget_dollars=asked["budget_dollars"],
     )
     return faults_of(allocation, problem)

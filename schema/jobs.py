@@ -333,7 +333,9 @@ class Allocation:
     """Time fractions: ``x[job][column]``; a column that is absent is 0.
 
     A column is a device type, ``TYPE/unconsolidated``, or a mix such as ``2xV100+8xP100``.
-    ``throughputs`` are the effective ones, in steps per second (thesis 5.3.1).
+    ``throughputs`` are the effective ones, in steps per second (thesis 5.3.1). ``space_sharing``,
+    ``placement`` and ``budget_dollars`` are what was asked; None in older files, and of the budget
+    where there was none.
     """
 
     schema: Literal["hetflow.allocation/1"] = "hetflow.allocation/1"
@@ -343,6 +345,9 @@ class Allocation:
     pairs: tuple[PairShare, ...] = ()
     throughputs: dict[str, Rate]
     certificate: Certificate
+    space_sharing: bool | None = None
+    placement: Placement | None = None
+    budget_dollars: PositiveRate | None = None
     provenance: dict[str, Any] | None = None
 
 

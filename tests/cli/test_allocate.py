@@ -1,6 +1,7 @@
 """``hetflow allocate``: files in, a checked allocation out."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import typer
@@ -10,6 +11,7 @@ from hetflow.cli import main
 from hetflow.cli.allocate import allocate
 from hetflow.cli.common import register
 from hetflow.schema import files
+from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import FileError, HetflowError, ProblemError
 from hetflow.schema.jobs import (
     Allocation,
@@ -17,6 +19,7 @@ from hetflow.schema.jobs import (
     Job,
     Jobs,
     ModelThroughput,
+    PairThroughput,
     Throughputs,
 )
 from hetflow.solvers.allocation import all_policies
@@ -48,6 +51,49 @@ def test_an_allocation_is_printed_and_valid(run):
     problem = AllocationProblem(jobs=JOBS, throughputs=RATES, num_devices={"V100": 1, "K80": 1})
     assert check(found, problem) == []
     assert found.certificate.objective == pytest.approx(33 / 5, rel=1e-9)
+
+
+def test_an_allocation_says_what_its_check_needs(tmp_path, capsys):
+    """Placement, space sharing and budget: none of them is a flag of check again."""
+    rates = Throughputs(
+        models=(
+            ModelThroughput(
+                model="m", scale_factor=2, steps_per_second={"V100": 4.0},
+                unconsolidated_steps_per_second={"V100": 3.0},
+            ),
+        ),
+        pairs=(
+            PairThroughput(models=("m", "m"), scale_factor=2, steps_per_second={"V100": (2.5, 2.5)}),
+        ),
+    )  # fmt: skip
+    jobs = Jobs(jobs=tuple(replace(job, scale_factor=2) for job in JOBS.jobs))
+    files.write(tmp_path / "jobs.json", jobs)
+    files.write(tmp_path / "rates.json", rates)
+    cluster = Cluster.parse("4xV100")
+    priced = replace(
+        cluster, device_types={"V100": replace(cluster.device_types["V100"], dollars_per_hour=1.0)}
+    )
+    files.write(tmp_path / "cluster.json", priced)
+    given = ["--throughputs", str(tmp_path / "rates.json"), "--cluster"]
+    given.append(str(tmp_path / "cluster.json"))
+    asked = ["--policy", "makespan_budget", "--budget", "1", "--placement", "unconsolidated"]
+    target = tmp_path / "allocation.json"
+    command = ["allocate", str(tmp_path / "jobs.json"), *given, *asked, "--space-sharing"]
+    assert main.run([*command, "-o", str(target)]) == 0
+    judge = ["check", str(target), "--jobs", str(tmp_path / "jobs.json"), *given]
+    assert main.run(judge) == 0, capsys.readouterr().err
+    document = json.loads(target.read_text())
+    said = {"space_sharing": True, "placement": "unconsolidated", "budget_dollars": 1.0}
+    assert said.items() <= document.items()
+    capsys.readouterr()
+    assert main.run([*judge, "--placement", "consolidated"]) == 2
+    assert "hetflow: " in capsys.readouterr().err
+    for name in said:
+        del document[name]
+    target.write_text(json.dumps(document))
+    assert main.run(judge) == 2
+    flags = ["--space-sharing", "--placement", "unconsolidated", "--budget", "1"]
+    assert main.run([*judge, *flags]) == 0
 
 
 def test_it_is_written_and_never_overwritten(run, tmp_path):
