@@ -79,7 +79,7 @@ def pipeline_faults(
         profiles: Of its model, with layers.
         cluster: The pool.
     """
-    by_type = {profile.device_type: profile for profile in profiles}
+    by_type = {profile.device_type: profile for profile in reversed(profiles)}  # the first counts
     faults: list[str] = []
     for pool in problem.pools:
         profile = by_type[pool.device_type]
@@ -128,13 +128,9 @@ def _pool_faults(
 
 def _workspace_bytes(graph: LayerGraph) -> int:
     """Most that one layer's passes need for a while, gradients of its output and inputs too."""
-    most = 0
-    for node in graph.nodes:
-        if node.workspace_bytes is not None:
-            inputs = sum(
-                other.activation_bytes
-                for other in graph.nodes
-                if (other.id, node.id) in graph.edges
-            )
-            most = max(most, node.workspace_bytes + node.activation_bytes + inputs)
-    return most
+    nodes = {node.id: node for node in graph.nodes}
+    beside = {name: node.activation_bytes for name, node in nodes.items()}
+    for source, target in graph.edges:
+        beside[target] += nodes[source].activation_bytes
+    measured = [node for node in graph.nodes if node.workspace_bytes is not None]
+    return max(((node.workspace_bytes or 0) + beside[node.id] for node in measured), default=0)

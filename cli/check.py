@@ -63,8 +63,8 @@ def check(
     """Verify a plan or an allocation, with code that shares nothing with the solvers.
 
     Plans and allocations say themselves what they were made for (links, optimizer, placement, ...);
-    flags that say otherwise win, and what is there is judged against them. Without profiles only a split plan's inner
-    consistency is judged.
+    flags that say otherwise win, and what is there is judged against them. Without profiles only a
+    split plan's inner consistency is judged.
 
     \b
     hetflow check plan.json --profiles profiles --gpus 2xV100,8xP100

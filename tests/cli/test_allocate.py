@@ -63,7 +63,9 @@ def test_an_allocation_says_what_its_check_needs(tmp_path, capsys):
             ),
         ),
         pairs=(
-            PairThroughput(models=("m", "m"), scale_factor=2, steps_per_second={"V100": (2.5, 2.5)}),
+            PairThroughput(
+                models=("m", "m"), scale_factor=2, steps_per_second={"V100": (2.5, 2.5)}
+            ),
         ),
     )  # fmt: skip
     jobs = Jobs(jobs=tuple(replace(job, scale_factor=2) for job in JOBS.jobs))
