@@ -102,18 +102,11 @@ def _split(question: Question) -> SplitPlan:
 def _warn_about_update_time(question: Question) -> None:
     """Another optimizer than the profiled one keeps other state, and takes another time too."""
     asked = question.optimizer
-    measured = {
-        profile.optimizer.name
-        for profile in question.profiles
-        if profile.optimizer is not None and profile.device_type in question.pool.num_devices
-    }
-    if asked is not None and measured - {asked.name} and any(_updates(question)):
+    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
+    measured = {p.optimizer.name for p in in_pool if p.optimizer is not None}
+    if asked is not None and measured - {asked.name}:
         names = ", ".join(sorted(map(str, measured)))
         warn(f"memory counts {asked}; update_seconds are those of {names}, as profiled")
-
-
-def _updates(question: Question) -> list[float]:
-    return [profile.update_seconds for profile in question.profiles]
 
 
 def _warn_about_free_communication(problem: SplitProblem) -> None:

@@ -95,11 +95,11 @@ class Option:
         chosen = []
         for stage, pool in enumerate(self.pools):
             limit = self.problem.pools[pool].limit_bytes
-            used = self.prices.own_bytes(*self.shape.held[stage])
             # Bytes beyond a chunk's share; without a limit any stage is as good.
-            over = (
-                np.full_like(used, -1.0) if limit is None else used - limit / self.shape.num_chunks
-            )
+            over = np.full((size, size), -1.0)
+            if limit is not None:
+                kept = self.prices.own_bytes(*self.shape.held[stage])
+                over = kept - limit / self.shape.num_chunks
             total = np.maximum(best[:, None], np.where(self.prices.between(), over, np.inf))
             chosen.append(total.argmin(axis=0))
             best = total[chosen[-1], np.arange(size)]
