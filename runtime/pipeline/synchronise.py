@@ -205,9 +205,11 @@ class Synchroniser:
         for parameter, flag in zip(parameters, flat[-len(parameters) :].tolist(), strict=True):
             part = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
-            if flag and parameter.grad is None:
+            if not flag:
+                continue
+            if parameter.grad is None:
                 parameter.grad = part.clone()
-            elif flag:
+            else:
                 parameter.grad.copy_(part)
 
     def _write_own(self, known: set[float]) -> None:
