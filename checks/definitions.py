@@ -96,13 +96,11 @@ def in_flight(
     return min(own, warm) if schedule in FLUSHING else warm
 
 
-def weight_versions(schedule: str, num_in_flight: int, num_stages: int) -> int:
+def weight_versions(schedule: str, num_in_flight: int) -> int:
     """Versions of its weights that a replica keeps (2.4.3, 3.2.1)."""
     if schedule == "pipedream":
         return num_in_flight
-    if schedule == "2bw":
-        return 1 if num_stages == 1 else 2
-    return 1
+    return 2 if schedule == "2bw" else 1
 
 
 def replica_bytes(

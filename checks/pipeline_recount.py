@@ -46,8 +46,7 @@ def _held(plan: PipelinePlan, problem: PipelineProblem, index: int) -> tuple[int
     workers = sum(entry.num_replicas for entry in plan.stages[index:])
     count = problem.num_microbatches
     in_flight = definitions.in_flight(problem.schedule, workers, replicas, count)
-    versions = definitions.weight_versions(problem.schedule, in_flight, len(plan.stages))
-    return in_flight, versions
+    return in_flight, definitions.weight_versions(problem.schedule, in_flight)
 
 
 def crossing_bytes(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:

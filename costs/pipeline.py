@@ -194,15 +194,15 @@ def num_in_flight(
     return min(warm, share) if schedule == "1f1b" else warm
 
 
-def weight_versions(schedule: PlannedSchedule, in_flight: int, *, is_only_stage: bool) -> int:
+def weight_versions(schedule: PlannedSchedule, in_flight: int) -> int:
     """Versions of the weights a replica keeps.
 
-    Weight stashing: one for each input in flight (2.4.3). 2BW: two (3.2.1), or one where there
-    is no pipeline. Flushing schedules: one.
+    Weight stashing: one for each input in flight (2.4.3). 2BW: two (3.2.1), also on one stage,
+    whose gradients are of the version before the newest there too. Flushing schedules: one.
     """
     if schedule == "pipedream":
         return in_flight
-    return 2 if schedule == "2bw" and not is_only_stage else 1
+    return 2 if schedule == "2bw" else 1
 
 
 def kept_per_weight_byte(versions: int, state_bytes_per_weight_byte: float) -> float:

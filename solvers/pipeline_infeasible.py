@@ -64,7 +64,7 @@ def _shortfall(
     def lack(index: int) -> float:
         first, last, move = placed[index]
         workers = sum(entry[2].num_replicas for entry in placed[index:])
-        stash = prices.stashed(move.num_replicas, workers, is_only=False)
+        stash = prices.stashed(move.num_replicas, workers)
         limit = problem.pools[move.pool].limit_bytes
         used = prices.stage_memory(first, last, *stash)
         return float("-inf") if limit is None else used - limit

@@ -78,7 +78,7 @@ class Line:
         if not self.limited:
             return
         rows, number = moves.numbered("num_replicas", "workers")
-        stash = [self.prices.stashed(m, workers, is_only=False) for m, workers in rows]
+        stash = [self.prices.stashed(m, workers) for m, workers in rows]
         terms = np.array([self.prices.memory_terms(*entry) for entry in stash], np.float64)
         self.in_flight = np.array([entry[0] for entry in stash], np.float64)[number]
         self.per_weight, self.stashes = terms[number, 0], terms[number, 1]

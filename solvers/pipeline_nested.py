@@ -323,7 +323,7 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
     in_flight = num_in_flight(
         problem.schedule, sum(replicas[index:]), replicas[index], problem.num_microbatches
     )
-    versions = weight_versions(problem.schedule, in_flight, is_only_stage=len(leaves) == 1)
+    versions = weight_versions(problem.schedule, in_flight)
     compute = ranges.total(ranges.compute, block)
     layers = layers_of(ranges.between(block))
     return StagePlan(

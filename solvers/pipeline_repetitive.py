@@ -119,8 +119,7 @@ class Repetitive:
             replicas = configuration.data_parallel_size
             places = tuple(Place(0, stage * replicas) for stage in range(stages))
             held = tuple(
-                prices.stashed(replicas, (stages - stage) * replicas, is_only=stages == 1)
-                for stage in range(stages)
+                prices.stashed(replicas, (stages - stage) * replicas) for stage in range(stages)
             )
             schedule = generate(
                 "2bw", pipeline_parallel_size=stages, num_microbatches=stages * replicas,

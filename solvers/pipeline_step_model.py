@@ -61,7 +61,7 @@ class StepModel:
     def kind(self, pool: int, num_replicas: int, span: int, workers: int, is_last: int) -> Kind:
         """What a move's stage is like; ``workers`` from it on, ``is_last`` if nothing follows."""
         problem, count = self.problem, self.problem.num_microbatches
-        in_flight, versions = self.prices.stashed(num_replicas, workers, is_only=False)
+        in_flight, versions = self.prices.stashed(num_replicas, workers)
         share = ceil(count / num_replicas)
         left = max(share - in_flight, 0)
         if problem.schedule == "gpipe":
