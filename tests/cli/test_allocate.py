@@ -210,3 +210,51 @@ def test_slos_that_cannot_be_met_say_which_and_by_how_much(
     assert says in line
     assert hint == f"hint: {mend}"
     assert not target.exists()
+
+
+CROWDED = Throughputs(
+    models=(
+        ModelThroughput(model="new", steps_per_second={"V100": 8.0}),
+        ModelThroughput(model="old", scale_factor=2, steps_per_second={"K80": 2.0}),
+    )
+)
+
+
+def test_idle_devices_are_filled_or_named(run, tmp_path, capsys):
+    """The default fills; the bare optimum and its file say what stands idle, and why."""
+    jobs = [Job(id=f"new{i}", model="new", steps=100.0) for i in range(12)]
+    jobs += [Job(id=f"old{i}", model="old", steps=100.0, scale_factor=2) for i in range(4)]
+    files.write(tmp_path / "jobs.json", Jobs(jobs=tuple(jobs)), force=True)
+    files.write(tmp_path / "rates.json", CROWDED, force=True)
+    bare, target = tmp_path / "bare.json", tmp_path / "filled.json"
+    run("--gpus", "2xV100,9xK80", "--no-fill", "-o", str(bare))
+    run("--gpus", "2xV100,9xK80", "-o", str(target))
+    inputs = ["--jobs", str(tmp_path / "jobs.json"), "--throughputs", str(tmp_path / "rates.json")]
+    for path in (bare, target):
+        assert main.run(["check", str(path), *inputs, "--gpus", "2xV100,9xK80"]) == 0
+        assert "valid (optimal)" in capsys.readouterr().out
+    assert main.run(["show", str(bare)]) == 0
+    assert "of these: no filling was asked for" in capsys.readouterr().out
+    assert main.run(["show", str(target)]) == 0
+    assert "idle: 1 K80, which no job could use" in capsys.readouterr().out
+    assert files.read(target, Allocation).usable_idle_devices == {}
+
+
+def test_a_job_that_fits_nowhere_is_named_and_the_others_go_on(run, tmp_path, capsys):
+    large = Job(id="large", model="m", steps=10.0, scale_factor=64)
+    files.write(tmp_path / "jobs.json", Jobs(jobs=(large, *JOBS.jobs)), force=True)
+    target = tmp_path / "allocation.json"
+    run("--gpus", "1xV100,1xK80", "-o", str(target))
+    call = ["allocate", str(tmp_path / "jobs.json"), "--throughputs", str(tmp_path / "rates.json"),
+            "--gpus", "1xV100,1xK80"]  # fmt: skip
+    assert main.run(call) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("hetflow: warning: job 'large' is left out: it asks for 64 devices")
+    assert json.loads(out)["left_out"].keys() == {"large"}
+    assert main.run(["show", str(target)]) == 0
+    assert "left out: large: it asks for 64 devices" in capsys.readouterr().out
+    inputs = ["--jobs", str(tmp_path / "jobs.json"), "--throughputs", str(tmp_path / "rates.json")]
+    assert main.run(["check", str(target), *inputs, "--gpus", "1xV100,1xK80"]) == 0
+    assert "valid (optimal)" in capsys.readouterr().out
+    files.write(tmp_path / "jobs.json", Jobs(jobs=()), force=True)
+    assert files.from_json(run("--gpus", "1xV100"), Allocation).x == {}
