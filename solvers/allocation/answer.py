@@ -70,13 +70,12 @@ def _split(problem: AllocationProblem) -> tuple[AllocationProblem, dict[str, str
         InfeasibleError: None fits.
     """
     jobs = problem.jobs.jobs
-    runs: list[bool] = (instance_of(problem).rate > 0).any(axis=1).tolist()
+    misfits = np.flatnonzero(instance_of(problem).rate.max(axis=1) <= 0)
     left_out = {
-        job.id: problem.why_left_out(job)
-        or f"its {job.scale_factor} devices cannot be consolidated in this pool; give its "
+        jobs[place].id: problem.why_left_out(jobs[place])
+        or f"its {jobs[place].scale_factor} devices cannot be consolidated in this pool; give its "
         "unconsolidated throughput, or larger servers"
-        for job, fits in zip(jobs, runs, strict=True)
-        if not fits
+        for place in misfits.tolist()
     }
     if len(left_out) == len(jobs):
         name, reason = next(iter(left_out.items()))
