@@ -21,7 +21,7 @@ from hetflow.schema.jobs import (
     ModelThroughput,
     Throughputs,
 )
-from hetflow.solvers.allocation import all_policies, allocate, filling, instance_of
+from hetflow.solvers.allocation import all_policies, allocate, filling, instance_of, interior
 
 seeds = st.integers(0, 10_000)
 drawn = settings(max_examples=12, deadline=None, derandomize=True)
@@ -74,6 +74,23 @@ def test_the_objective_stays_and_the_rest_is_lexicographic(seed, space_sharing, 
         )
         assert (bare.fill, found.fill) == (None, "lexicographic")
         assert found.usable_idle_devices == {}
+
+
+@pytest.mark.parametrize("seed", [2, 8, 24])
+def test_the_simplex_method_fills_to_the_same_throughputs(seed, draw, monkeypatch):
+    """Filled throughputs are unique: without the interior point method HiGHS finds the same."""
+    problem = draw(seed, num_jobs=12)
+    found = {policy: allocate(problem, policy) for policy in FILLED}
+
+    def broken(*_):
+        raise BackendError("no more numbers")
+
+    monkeypatch.setattr(interior, "solve", broken)
+    for policy, usual in found.items():
+        other = allocate(problem, policy)
+        assert "interior" not in other.certificate.method
+        assert (check(other, problem), other.fill) == ([], "lexicographic")
+        assert other.throughputs == pytest.approx(usual.throughputs, rel=1e-6)
 
 
 def half_used():
