@@ -139,7 +139,10 @@ class Active:
             self._count(kind, 1)
 
     def only(self, places: Ints) -> "Active":
-        """A copy with the jobs at some places alone, for a policy to look at."""
+        """A copy with the jobs at some places alone, for a policy to look at.
+
+        ``present`` counts all jobs all the same: t^isolated is about 1/n of the cluster.
+        """
         part = copy.copy(self)
         kept = places.tolist()
         part.jobs = [self.jobs[place] for place in kept]
@@ -147,8 +150,7 @@ class Active:
         part.waiting = frozenset({job.id for job in self.jobs} - {job.id for job in part.jobs})
         part.pairs = self.pairs.take(places, axis=2)
         part.floats, part.ints = self.floats.take(places, axis=1), self.ints.take(places, axis=1)
-        part.room = part.present = len(kept)
-        part.gone = []
+        part.room = len(kept)
         return part
 
     def _kind_of(self, job: Job) -> int:

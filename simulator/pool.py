@@ -131,7 +131,9 @@ class Pool:
                 f"it asks for {job.scale_factor} devices of one type, but the pool has at most "
                 f"{most}; lower its scale_factor or grow the pool"
             )
-        if self._table(job).any():
+        rate = self._table(job)
+        if rate.any():
+            self._rates[key] = rate
             return None
         return (
             f"{job.model} x{job.scale_factor} runs nowhere in the pool {self._named()}; add a "

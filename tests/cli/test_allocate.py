@@ -258,3 +258,6 @@ def test_a_job_that_fits_nowhere_is_named_and_the_others_go_on(run, tmp_path, ca
     assert "valid (optimal)" in capsys.readouterr().out
     files.write(tmp_path / "jobs.json", Jobs(jobs=()), force=True)
     assert files.from_json(run("--gpus", "1xV100"), Allocation).x == {}
+    (tmp_path / "jobs.csv").write_text("model,steps\n")
+    assert main.run(["allocate", str(tmp_path / "jobs.csv"), *call[2:]]) == 0
+    assert json.loads(capsys.readouterr().out)["x"] == {}

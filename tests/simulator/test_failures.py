@@ -11,7 +11,7 @@ from scipy.optimize import linprog
 
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError
-from hetflow.schema.jobs import Job, PairThroughput, Throughputs
+from hetflow.schema.jobs import Job, MixThroughput, PairThroughput, Throughputs
 from hetflow.simulator import (
     SCHEDULERS,
     Case,
@@ -185,6 +185,31 @@ def test_a_job_that_does_not_fit_what_is_up_waits_and_the_others_go_on(
     assert {"small"} in [names for (up, _), names in shown if up[0] < 4]
     assert all("large" not in names for (up, _), names in shown if up[0] < 4)
     assert {"large", "small"} in allocator.shown
+
+
+def test_consolidated_devices_and_mixes_are_those_that_are_up(
+    table: Throughputs, job: MakeJob
+) -> None:
+    """Policies see no column that what is up cannot hold, and every job ends."""
+    spread = tuple(
+        replace(entry, unconsolidated_steps_per_second={"fast": entry.steps_per_second["fast"] / 2})
+        for entry in table.models
+    )
+    mix = MixThroughput(model="conv", devices={"fast": 2, "slow": 2}, steps_per_second=9.0)
+    case = Case(
+        throughputs=replace(table, models=spread), num_devices={"fast": 4, "slow": 4},
+        servers=((2, 2), (4,)), placement="mixed", policy="las_water_filling", seed=3,
+        failure_seconds=30000.0, server_failure_seconds=30000.0, repair_seconds=5000.0,
+    )  # fmt: skip
+    placed = run_case(case, mixed_jobs(job))
+    assert (len(placed.jobs), placed.num_failures > 0) == (12, True)
+    assert placed.num_server_failures > 0
+    mixes = replace(
+        case, throughputs=replace(table, mixes=(mix,)), servers=None, placement="consolidated",
+        server_failure_seconds=None, policy="makespan",
+    )  # fmt: skip
+    mixed = run_case(mixes, mixed_jobs(job))
+    assert (len(mixed.jobs), mixed.num_failures > 0) == (12, True)
 
 
 def test_every_device_and_every_server_fails_alike() -> None:
