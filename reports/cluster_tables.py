@@ -98,15 +98,21 @@ def simulation_table(runs: Sequence[SimulationRun]) -> str:
 
 
 def _simulation_row(run: SimulationRun) -> tuple[str, ...]:
+    """Its figures; of a run without jobs there are none."""
     m = run.metrics
     name = run.policy or run.scheduler
     if run.space_sharing:
         name += " + pairs"
-    return (
+    head = (
         f"{name}{' (agnostic)' if run.heterogeneity == 'agnostic' else ''}",
         "-" if run.jobs_per_hour is None else f"{run.jobs_per_hour:g}",
         str(run.seed),
         str(m.num_jobs),
+    )
+    if not m.num_jobs:
+        return (*head, *["-"] * 8)
+    return (
+        *head,
         f"{m.average_jct_seconds / _HOUR:.3f}",
         f"{m.p99_jct_seconds / _HOUR:.2f}",
         f"{m.average_queueing_seconds / _HOUR:.3f}",

@@ -267,6 +267,8 @@ def test_jobs_that_fit_nowhere_and_no_jobs_at_all(
     result = CliRunner().invoke(app, _arguments(trace, table, "--json"))
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["metrics"]["num_jobs"] == 0
+    shown = CliRunner().invoke(app, _arguments(trace, table)).stdout.splitlines()[-1]
+    assert shown.split() == ["las", "-", "0", "0", *"--------"]
 
 
 def test_whole_servers_fail_from_the_command_line(
