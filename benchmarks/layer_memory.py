@@ -20,6 +20,7 @@ from hetflow.profilers.layers import graph_of, measure_layers
 from hetflow.profilers.targets import as_workload
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
+from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.profile import BatchPoint, Profile
 from hetflow.solvers.pipeline_problems import pipeline_problem
 
@@ -36,13 +37,15 @@ def measure(name: str, size: int) -> dict[str, object]:
         model=name, device_type="cpu", device_memory_bytes=DEVICE_BYTES, update_seconds=0.0,
         weight_bytes=bench.weight_bytes, batch_curve=(point,), layers=graph,
     )  # fmt: skip
-    problem = pipeline_problem([profile], Cluster.parse("1xcpu"), size)
+    problem = pipeline_problem(
+        [profile], Cluster.parse("1xcpu"), size, optimizer=named_optimizer("sgd")
+    )
     batch = bench.make_batch(size)
     bench.run_step(batch)
     bench.optimizer.zero_grad(set_to_none=False)
     peak = footprint(lambda: bench.run_pass(batch), "cpu")
     assert peak is not None
-    aside = DEVICE_BYTES - (problem.pools[0].memory_bytes or 0)
+    aside = problem.pools[0].workspace_bytes
     return {
         "model": name,
         "samples": size,

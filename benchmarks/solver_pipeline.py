@@ -22,10 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from hetflow.profilers.importers import read_graph, without_placeholders
+from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from hetflow.solvers.pipeline import solve
 from hetflow.solvers.pipeline_problems import layers_of_graph
 
+# No memory is bounded here, so the optimizer plays no part.
+SGD = OptimizerState(name="sgd", state_bytes_per_weight_byte=0.0)
 QUICK = [(20, 8), (50, 8), (100, 4)]
 FULL = [(20, 8), (50, 8), (100, 8), (200, 8), (500, 8)]
 FAST_ONLY = [(200, 64), (500, 64)]
@@ -66,6 +69,7 @@ def chain(num_layers: int, workers: int, seed: int = 0) -> PipelineProblem:
         pools=(pool,),
         microbatch_size=1,
         num_microbatches=16,
+        optimizer=SGD,
         schedule="pipedream",
         solved="nested",
         stage_cost="thesis",
@@ -206,6 +210,7 @@ def on_profiles(folder: Path) -> list[dict[str, Any]]:
                 problem = PipelineProblem(
                     model=model, layers=layers, edges=edges, pools=(pool,), microbatch_size=1,
                     num_microbatches=16, schedule="pipedream", solved=solved, stage_cost=cost,
+                    optimizer=SGD,
                     workers="exactly" if cost == "published" else "at_most",
                 )  # fmt: skip
                 seconds, plan = cpu_seconds(lambda problem=problem: solve(problem), 3)
@@ -278,6 +283,7 @@ def unlike(
         inter_bytes_per_second=rate / 10,
         microbatch_size=1,
         num_microbatches=16,
+        optimizer=SGD,
         replication=replication,
     )
 

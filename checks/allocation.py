@@ -9,6 +9,7 @@ from math import fsum, inf, isclose
 
 from ..schema.jobs import Allocation, AllocationProblem, Certificate, Job
 from .allocation_bounds import KNOWN, PRICED, bound_of, sense_of
+from .allocation_idle import idle_faults
 from .allocation_levels import unproved_levels
 from .allocation_policies import Pool, objective_of, spent_dollars
 
@@ -23,20 +24,29 @@ def check(allocation: Allocation, problem: AllocationProblem) -> list[str]:
     """
     pool = Pool(problem)
     faults = _names(allocation, pool) + _lacks(allocation, pool)
-    if faults:
+    if faults or not pool.jobs:
         return faults
     faults += _times(allocation, pool)
     faults += _devices(allocation, pool)
     faults += _throughputs(allocation, pool)
     faults += _floors(allocation, pool)
     faults += _budget(allocation, pool)
-    faults += _objective(allocation, pool)
+    seen = pool.flat() if allocation.heterogeneity == "agnostic" else pool
+    faults += _objective(allocation, seen)
+    faults += idle_faults(allocation, seen)
     return faults
 
 
 def _names(allocation: Allocation, pool: Pool) -> list[str]:
-    faults = [f"job {name!r} is not in the problem" for name in allocation.x.keys() - pool.jobs]
+    misfits, left_out = pool.misfits, allocation.left_out.keys()
+    faults = [
+        f"job {name!r} fits nowhere, but has a row" if name in misfits
+        else f"job {name!r} is not in the problem"
+        for name in allocation.x.keys() - pool.jobs
+    ]  # fmt: skip
     faults += [f"job {name!r} has no row" for name in pool.jobs.keys() - allocation.x]
+    faults += [f"job {name!r} fits nowhere, and is not named" for name in misfits - left_out]
+    faults += [f"job {name!r} is left out, but fits" for name in left_out - misfits]
     columns = set(pool.columns)
     for name, shares in allocation.x.items():
         faults += [f"job {name!r}: no column {c!r}" for c in shares.keys() - columns]
@@ -52,7 +62,9 @@ def _names(allocation: Allocation, pool: Pool) -> list[str]:
 
 def _lacks(allocation: Allocation, pool: Pool) -> list[str]:
     """What the policy's objective is made of and the problem does not say."""
-    faults = []
+    faults: list[str] = []
+    if not pool.jobs:
+        return faults
     if allocation.policy in PRICED:
         unpriced = pool.problem.num_devices.keys() - pool.problem.dollars_per_hour
         faults += [f"{allocation.policy} counts dollars, and {n!r} has no price"
@@ -154,22 +166,21 @@ def _objective(allocation: Allocation, pool: Pool) -> list[str]:
     """Objective and bound anew from the definitions; nothing of a policy that is not known."""
     if allocation.policy not in KNOWN:
         return []
-    seen = pool.flat() if allocation.heterogeneity == "agnostic" else pool
     certificate, sense = allocation.certificate, sense_of(allocation.policy)
     if certificate.sense != sense:
         return [f"{allocation.policy} is a {sense}, not a {certificate.sense}"]
-    reached, faults = effective_throughputs(allocation, seen), []
-    value = objective_of(allocation, seen, reached)
+    reached, faults = effective_throughputs(allocation, pool), []
+    value = objective_of(allocation, pool, reached)
     if value is not None and not isclose(value, certificate.objective, rel_tol=TOLERANCE):
         faults.append(f"objective {certificate.objective} stated, {value} computed")
-    bound = bound_of(allocation, seen)
+    bound = bound_of(allocation, pool)
     if certificate.bound is not None and bound is not None:
         weak = bound > certificate.bound if sense == "max" else bound < certificate.bound
         if weak and not isclose(bound, certificate.bound, rel_tol=TOLERANCE):
             faults.append(f"the prices prove {bound}, not the bound {certificate.bound}")
     if certificate.termination == "optimal":
         faults += _optimality(certificate)
-        faults += unproved_levels(allocation, seen, reached)
+        faults += unproved_levels(allocation, pool, reached)
     return faults
 
 

@@ -12,7 +12,7 @@ from math import fsum, inf
 
 from ..schema.jobs import Allocation, LevelPrices
 from .allocation_bounds import priced_capacity
-from .allocation_policies import Pool, has_levels, level_tree
+from .allocation_policies import Pool, has_levels, rising
 
 # No job could have risen by more than this part of its throughput (or twice it of its best).
 TOLERANCE = 1e-5
@@ -23,11 +23,16 @@ TOGETHER = 1e-6
 
 
 def unproved_levels(allocation: Allocation, pool: Pool, reached: dict[str, float]) -> list[str]:
-    """Faults of water filling: jobs of which nothing shows that they could not rise further."""
-    if not has_levels(allocation.policy) or allocation.certificate.bound is None:
+    """Faults of filling: jobs of which nothing shows that they could not rise further."""
+    if not has_levels(allocation) or allocation.certificate.bound is None:
         return []
-    level = {m: reached[m] * job.scale_factor / pool.equal(m) for m, job in pool.jobs.items()}
-    has, stops = level_tree(allocation.policy, pool).times(level)
+    if allocation.policy == "min_cost_per_job":
+        pool = pool.cheapest()
+    known = rising(allocation, pool)
+    if known is None:
+        return []
+    unit, tree = known
+    has, stops = tree.times({name: reached[name] / unit[name] for name in pool.jobs})
     loose = [m for m in pool.jobs if reached[m] < pool.best_in_company(m) * (1 - TOLERANCE)]
     slack = max(SLACK, 2 * (allocation.certificate.gap or 0.0))
     for prices in allocation.certificate.levels:

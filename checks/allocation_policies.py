@@ -17,19 +17,39 @@ _APART, _TOGETHER = "/unconsolidated", "/consolidated"
 
 @dataclass(frozen=True)
 class Pool:
-    """A problem seen one job and one column at a time; ``is_flat`` as an agnostic eye does."""
+    """A problem seen one job and one column at a time; ``is_flat`` as an agnostic eye does.
+
+    ``is_cheapest`` shuts every column where a job gets less for a dollar than on its best.
+    """
 
     problem: AllocationProblem
     is_flat: bool = False
+    is_cheapest: bool = False
 
     def flat(self) -> "Pool":
         """The same pool to a heterogeneity-agnostic eye."""
         return replace(self, is_flat=True)
 
+    def cheapest(self) -> "Pool":
+        """The same pool where each job keeps to its cheapest columns (6.4.2)."""
+        return replace(self, is_cheapest=True)
+
+    @cached_property
+    def _all_jobs(self) -> dict[str, Job]:
+        return {job.id: job for job in self.problem.jobs.jobs}
+
     @cached_property
     def jobs(self) -> dict[str, Job]:
-        """Jobs by id, in order of arrival."""
-        return {job.id: job for job in self.problem.jobs.jobs}
+        """The jobs that fit somewhere by id, in order of arrival."""
+        return {name: job for name, job in self._all_jobs.items() if self._fits(name)}
+
+    @cached_property
+    def misfits(self) -> set[str]:
+        """The jobs that fit nowhere, however empty the pool is."""
+        return self._all_jobs.keys() - self.jobs.keys()
+
+    def _fits(self, name: str) -> bool:
+        return any(self.true_rate(name, column) > 0 for column in self.columns)
 
     @cached_property
     def _mixes(self) -> dict[str, dict[str, int]]:
@@ -80,7 +100,7 @@ class Pool:
         """What a job holds of each resource while it runs on a column."""
         if column in self._mixes:
             return {device: float(number) for device, number in self._mixes[column].items()}
-        scale = float(self.jobs[name].scale_factor)
+        scale = float(self._all_jobs[name].scale_factor)
         if column.endswith(_APART):
             return {column.removesuffix(_APART): scale}
         together = {column + _TOGETHER} & self.capacity.keys()
@@ -88,7 +108,7 @@ class Pool:
 
     def true_rate(self, name: str, column: str) -> float:
         """T_mj in steps per second; 0 where the job does not run or does not fit."""
-        job = self.jobs[name]
+        job = self._all_jobs[name]
         if any(number > self.capacity[r] for r, number in self.holds(name, column).items()):
             return 0.0
         if column in self._mixes:
@@ -105,7 +125,18 @@ class Pool:
     def rate(self, name: str, column: str) -> float:
         """T_mj as this pool's eye sees it."""
         true = self.true_rate(name, column)
-        return self.equal(name) if self.is_flat and true > 0 else true
+        seen = self.equal(name) if self.is_flat and true > 0 else true
+        return 0.0 if self.is_cheapest and column not in self._cheapest[name] else seen
+
+    @cached_property
+    def _cheapest(self) -> dict[str, set[str]]:
+        open_ = replace(self, is_cheapest=False)
+        answer = {}
+        for name in self.jobs:
+            each = {c: open_.rate(name, c) / self.dollars(name, c) for c in self.columns}
+            most = max(each.values())
+            answer[name] = {c for c, steps in each.items() if steps >= most * (1 - 1e-12)}
+        return answer
 
     def pair_rates(self, jobs: tuple[str, str], column: str) -> tuple[float, float]:
         """Steps per second of two jobs on the same devices; (0, 0) where they cannot share."""
@@ -193,24 +224,42 @@ def levels(policy: str, pool: Pool) -> dict[str, float] | None:
         "makespan_budget": lambda job: job.steps,
     }
     if policy == "hierarchical":
-        shares = level_tree(policy, pool).first_shares()
+        shares = Tree(pool.jobs.values(), pool.problem.jobs.entities).first_shares()
         return {m: shares[m] * pool.equal(m) / job.scale_factor for m, job in pool.jobs.items()}
     if policy not in definitions:
         return None
     return {name: definitions[policy](job) for name, job in pool.jobs.items()}
 
 
-def has_levels(policy: str) -> bool:
-    """Whether a policy goes on after the first bottleneck (5.4.3)."""
-    return policy in ("las_water_filling", "hierarchical")
+def has_levels(allocation: Allocation) -> bool:
+    """Whether an allocation goes on after the first bottleneck (5.4.3)."""
+    return allocation.policy in _FILLING or allocation.fill is not None
 
 
-def level_tree(policy: str, pool: Pool) -> Tree:
-    """The tree through which levels rise."""
-    jobs = pool.jobs.values()
-    if policy == "hierarchical":
-        return Tree(jobs, pool.problem.jobs.entities)
-    return Tree((replace(job, entity=None) for job in jobs), ())
+def rising(allocation: Allocation, pool: Pool) -> tuple[dict[str, float], Tree] | None:
+    """What one unit of level asks of each job, and the tree through which levels rise.
+
+    Where an optimum was filled: the throughputs that the policy's objective asks for, risen
+    together. None where the checker does not know these.
+    """
+    jobs, policy = pool.jobs.values(), allocation.policy
+    if policy in _FILLING:
+        unit = {name: pool.equal(name) / job.scale_factor for name, job in pool.jobs.items()}
+        if policy == "hierarchical":
+            return unit, Tree(jobs, pool.problem.jobs.entities)
+        return unit, Tree((replace(job, entity=None) for job in jobs), ())
+    asked = levels(policy, pool)
+    if policy == "finish_time_fairness":
+        rho = allocation.certificate.objective
+        asked = {name: needed_throughput(pool, name, rho) for name in pool.jobs}
+    elif policy == "min_cost_per_job":
+        asked = {name: pool.equal(name) / job.scale_factor for name, job in pool.jobs.items()}
+    if asked is None:
+        return None
+    return asked, Tree((replace(j, entity=None, priority_weight=1.0) for j in jobs), ())
+
+
+_FILLING = ("las_water_filling", "hierarchical")
 
 
 def worths(policy: str, pool: Pool) -> dict[tuple[str, str], float] | None:
@@ -270,6 +319,13 @@ def finish_time_ratio(pool: Pool, name: str, throughput: float) -> float:
     job = pool.jobs[name]
     alone = job.isolated_seconds + job.steps / pool.isolated(name)
     return (job.elapsed_seconds + job.steps / max(throughput, 1e-300)) / alone
+
+
+def needed_throughput(pool: Pool, name: str, rho: float) -> float:
+    """The throughput at which a job's finish-time ratio is rho."""
+    job = pool.jobs[name]
+    alone = job.isolated_seconds + job.steps / pool.isolated(name)
+    return job.steps / max(rho * alone - job.elapsed_seconds, 1e-300)
 
 
 def _total(allocation: Allocation, pool: Pool, worth: dict[tuple[str, str], float]) -> float:

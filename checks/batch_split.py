@@ -6,9 +6,9 @@ Slow and obvious on purpose; shares no code with the solvers.
 from collections import Counter
 from collections.abc import Iterator
 
-from ..costs.comm import sync_seconds
 from ..schema.plan import DeviceGroup, SplitPlan
 from ..schema.problem import DeviceOption, SplitProblem
+from . import definitions
 from .est_mapping import est_faults
 
 TOLERANCE = 1e-9
@@ -27,9 +27,9 @@ def check(plan: SplitPlan, problem: SplitProblem | None) -> list[str]:
     return faults
 
 
-def differ(left: float, right: float) -> bool:
-    """Whether two numbers differ by more than 1e-9, relative to the larger."""
-    return abs(left - right) > TOLERANCE * max(abs(left), abs(right))
+def differ(left: float, right: float, rounding: float = 0.0) -> bool:
+    """Whether two numbers differ by more than 1e-9, relative to the larger, and than rounding."""
+    return abs(left - right) > max(TOLERANCE * max(abs(left), abs(right)), rounding)
 
 
 def _own_faults(plan: SplitPlan) -> Iterator[str]:
@@ -150,12 +150,13 @@ def _count_faults(plan: SplitPlan, options: dict[str, DeviceOption]) -> Iterator
 
 
 def _prediction_faults(plan: SplitPlan, options: dict[str, DeviceOption]) -> Iterator[str]:
-    compute, sync, update = 0.0, 0.0, 0.0
+    compute, sync, update, rounding = 0.0, 0.0, 0.0, 0.0
     for group in plan.groups:
         option = options[group.device_type]
         compute = max(compute, group.virtual_nodes * _pass(option, group.virtual_node_batch_size))
-        sync = max(sync, sync_seconds(option, plan.num_devices))
+        sync = max(sync, definitions.split_sync_seconds(option, plan.num_devices))
         update = max(update, option.update_seconds)
+        rounding = max(rounding, 1e-14 * definitions.fitted_ring_seconds(option))
     found = plan.predicted
     pairs = (
         ("compute_seconds", found.compute_seconds, compute),
@@ -164,7 +165,7 @@ def _prediction_faults(plan: SplitPlan, options: dict[str, DeviceOption]) -> Ite
         ("step_seconds", found.step_seconds, compute + sync + update),
     )
     for name, claimed, true in pairs:
-        if claimed is not None and differ(claimed, true):
+        if claimed is not None and differ(claimed, true, rounding):
             yield f"predicted.{name} is {claimed}, the profiles give {true}"
 
 
@@ -207,7 +208,7 @@ def _obvious_plans(problem: SplitProblem) -> Iterator[tuple[float, str]]:
         for number in range(1, min(option.num_devices, batch) + 1):
             if batch % number:
                 continue
-            fixed = sync_seconds(option, number) + option.update_seconds
+            fixed = definitions.split_sync_seconds(option, number) + option.update_seconds
             for point in sizes:
                 passes, rest = divmod(batch // number, point.batch_size)
                 if rest == 0:

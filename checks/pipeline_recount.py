@@ -3,7 +3,6 @@
 from dataclasses import replace
 from math import prod
 
-from ..costs import pipeline as costs
 from ..schedules.counting import held_by_stage
 from ..schedules.of_plan import schedule_of
 from ..schema.pipeline import (
@@ -14,6 +13,7 @@ from ..schema.pipeline import (
     PipelineProblem,
     StagePlan,
 )
+from . import definitions
 
 
 def pool_of(problem: PipelineProblem, stage: StagePlan) -> DevicePool | None:
@@ -27,19 +27,13 @@ def stage_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> fl
     in_flight, versions = _held(plan, problem, index)
     inside = set(stage.layers)
     mine = [layer for layer in problem.layers if layer.id in inside]
-    positions = {i for i, layer in enumerate(problem.layers) if layer.id in inside}
-    copies = sum(
-        tied.weight_bytes
-        for tied in costs.tied_weights(problem.layers)
-        if tied.needs_copy(positions)
-    )
-    return costs.stage_bytes(
-        sum(layer.weight_bytes for layer in mine) + copies,
+    copied, _ = definitions.tied_bytes(problem.layers, inside)
+    return definitions.replica_bytes(
+        sum(layer.weight_bytes for layer in mine) + copied,
         sum(layer.kept_bytes for layer in mine),
         crossing_bytes(plan, problem, index),
-        in_flight,
-        versions,
-        problem.state_bytes_per_weight_byte,
+        (in_flight, versions),
+        problem.optimizer.state_bytes_per_weight_byte,
         recompute=plan.recompute,
     )
 
@@ -50,9 +44,9 @@ def _held(plan: PipelinePlan, problem: PipelineProblem, index: int) -> tuple[int
         return held_by_stage(schedule_of(plan))[index]
     replicas = plan.stages[index].num_replicas
     workers = sum(entry.num_replicas for entry in plan.stages[index:])
-    in_flight = costs.num_in_flight(problem.schedule, workers, replicas, problem.num_microbatches)
-    is_only = len(plan.stages) == 1
-    return in_flight, costs.weight_versions(problem.schedule, in_flight, is_only_stage=is_only)
+    count = problem.num_microbatches
+    in_flight = definitions.in_flight(problem.schedule, workers, replicas, count)
+    return in_flight, definitions.weight_versions(problem.schedule, in_flight)
 
 
 def crossing_bytes(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
@@ -97,7 +91,7 @@ def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> Sta
     total = sum(layer.weight_bytes for layer in problem.layers)
     sent = 0.0
     if index + 1 < len(plan.stages):
-        sent = costs.boundary_seconds(
+        sent = definitions.boundary_seconds(
             crossing_bytes(plan, problem, index + 1), _boundary_link(plan, problem, index + 1)
         )
     return replace(
@@ -109,7 +103,7 @@ def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> Sta
             if layer.id in names
         ),
         output_seconds=sent,
-        reduce_seconds=costs.ring_sync_seconds(
+        reduce_seconds=definitions.ring_seconds(
             weights, stage.num_replicas, _span(plan, problem, index)
         ),
         update_seconds=pool.update_seconds * (weights / max(total, 1)),
@@ -118,13 +112,12 @@ def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> Sta
 
 
 def _tied_seconds(problem: PipelineProblem, stage: StagePlan) -> float | None:
-    tied = costs.tied_weights(problem.layers)
-    if not tied:
+    """A ring over the stage's replicas and one more, at the slowest link there is."""
+    if not any(layer.shared_with for layer in problem.layers):
         return None
-    names = set(stage.layers)
-    inside = {i for i, layer in enumerate(problem.layers) if layer.id in names}
-    split = sum(weights.weight_bytes for weights in tied if weights.is_split(inside))
-    return costs.tied_seconds(split, stage.num_replicas, costs.slowest_of_all(problem))
+    _, split = definitions.tied_bytes(problem.layers, set(stage.layers))
+    members = stage.num_replicas + 1
+    return definitions.ring_seconds(split, members, definitions.slowest_link(problem))
 
 
 def seconds_per_input(plan: PipelinePlan, problem: PipelineProblem) -> float:
@@ -151,8 +144,7 @@ def _sums(plan: PipelinePlan, problem: PipelineProblem, stages: list[int]) -> tu
 
 
 def _slowest_link(pool: DevicePool, one: int, other: int) -> float:
-    level = costs.shared_level(pool.levels, one, other)
-    return costs.slowest_links(pool.levels)[level - 1] if level else float("inf")
+    return definitions.link_between(pool.levels, one, other)
 
 
 def _span(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
@@ -168,16 +160,11 @@ def _flat_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> flo
     assert pool is not None
     compute, weights = _sums(plan, problem, [index])
     if problem.stage_cost == "thesis":
-        return costs.thesis_seconds(compute, weights, stage.num_replicas, bandwidth)
+        return definitions.thesis_seconds(compute, weights, stage.num_replicas, bandwidth)
     total = sum(layer.weight_bytes for layer in problem.layers)
-    return costs.ring_seconds(
-        problem.schedule,
-        compute,
-        pool.update_seconds * weights / max(total, 1),
-        weights,
-        stage.num_replicas,
-        problem.num_microbatches,
-        bandwidth,
+    update = pool.update_seconds * weights / max(total, 1)
+    return definitions.stage_seconds(
+        problem, compute, update, weights, stage.num_replicas, bandwidth
     )
 
 
@@ -198,7 +185,7 @@ def _flat_boundary(plan: PipelinePlan, problem: PipelineProblem, index: int) -> 
     if not problem.count_boundaries:
         return 0.0
     bandwidth = _boundary_link(plan, problem, index)
-    seconds = costs.boundary_seconds(crossing_bytes(plan, problem, index), bandwidth)
+    seconds = definitions.boundary_seconds(crossing_bytes(plan, problem, index), bandwidth)
     count = problem.num_microbatches
     flushes = problem.schedule in FLUSHING and problem.stage_cost == "ring"
     return seconds * (count - 1) / count if flushes else seconds
@@ -234,12 +221,12 @@ def _block(
     levels = problem.pools[0].levels
     bandwidth = levels[number].bytes_per_second
     if problem.stage_cost == "thesis":
-        return costs.thesis_seconds(compute, weights, replicas, bandwidth)
+        return definitions.thesis_seconds(compute, weights, replicas, bandwidth)
     if problem.stage_cost == "published":
         below = levels[number - 1].num_components if number and order == 0 else 1
-        return costs.published_seconds(compute, weights, replicas, bandwidth, below)
+        return definitions.published_seconds(compute, weights, replicas, bandwidth, below)
     below = prod(level.num_components for level in levels[:number])
-    return costs.nested_ring_seconds(compute, weights, replicas, bandwidth, below)
+    return definitions.nested_ring_seconds(compute, weights, replicas, bandwidth, below)
 
 
 def _nested_boundaries(
@@ -254,9 +241,9 @@ def _nested_boundaries(
     if order == 0 or not problem.count_boundaries:
         return 0.0
     bandwidth = problem.pools[0].levels[number].bytes_per_second
-    into = costs.boundary_seconds(crossing_bytes(plan, problem, groups[order][0]), bandwidth)
+    into = definitions.boundary_seconds(crossing_bytes(plan, problem, groups[order][0]), bandwidth)
     if problem.stage_cost != "published":
         return into
     out = groups[order][-1] + 1
     after = crossing_bytes(plan, problem, out) if out < len(plan.stages) else 0.0
-    return max(into, costs.boundary_seconds(after, bandwidth)) / replicas
+    return max(into, definitions.boundary_seconds(after, bandwidth)) / replicas

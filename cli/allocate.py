@@ -1,16 +1,21 @@
 """``hetflow allocate``: who runs where, for what part of the time, with a proof."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from ..schema.errors import BackendError
-from .common import ForceFlag, JsonFlag, emit_file, note
+from .common import ForceFlag, JsonFlag, emit_file, note, warn
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..schema.cluster import Cluster
     from ..schema.jobs import Allocation, AllocationProblem
+
+_MOST_NAMED = 10  # jobs on stderr; the answer names all
 
 
 def allocate(
@@ -47,6 +52,14 @@ def allocate(
     budget: Annotated[
         float | None, typer.Option(min=0.0, help="Dollars, for makespan_budget.")
     ] = None,
+    fill: Annotated[
+        bool,
+        typer.Option(
+            "--fill/--no-fill",
+            help="Share out what a max-min policy's optimum leaves idle, lexicographically, or "
+            "keep to the bare optimum of the thesis.",
+        ),
+    ] = True,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write here, else to stdout.")
     ] = None,
@@ -55,7 +68,8 @@ def allocate(
 ) -> None:
     """Share a pool among jobs as a policy asks; the allocation carries its proof.
 
-    It goes to stdout as JSON, or to -o FILE.
+    It goes to stdout as JSON, or to -o FILE. Jobs that fit nowhere in the pool are left out, and
+    named; devices that stand idle are named too.
 
     \b
     hetflow allocate jobs.json --throughputs t.json --gpus 8xV100,8xP100 --policy makespan
@@ -76,14 +90,28 @@ def allocate(
         placement=placement,
         budget_dollars=budget,
     )
-    allocation = solve(problem, policy)
+    allocation = replace(
+        solve(problem, policy, fills=fill),
+        space_sharing=space_sharing,
+        placement=placement,
+        budget_dollars=budget,
+    )
     faults = check(allocation, problem)
     if faults:
         raise BackendError(f"the solver's own allocation fails its check: {'; '.join(faults[:3])}")
+    warn_of_left_out(allocation.left_out)
     emit_file(allocation, output, force=force, json=json)
     _tell(allocation, output)
     if allocation.certificate.termination != "optimal":
         raise typer.Exit(4)
+
+
+def warn_of_left_out(left_out: "Mapping[str, str]") -> None:
+    """Name jobs that fit nowhere on stderr, with why [job id -> why]."""
+    for name, reason in list(left_out.items())[:_MOST_NAMED]:
+        warn(f"job {name!r} is left out: {reason}")
+    if len(left_out) > _MOST_NAMED:
+        warn(f"{len(left_out)} jobs are left out in all; the answer names each")
 
 
 def read_problem(
@@ -123,6 +151,7 @@ def read_problem(
 
 
 def _tell(allocation: "Allocation", output: Path | None) -> None:
+    from ..reports.cluster_tables import idle_lines
     from ..solvers.allocation import policy_named
 
     certificate, policy = allocation.certificate, policy_named(allocation.policy)
@@ -131,5 +160,7 @@ def _tell(allocation: "Allocation", output: Path | None) -> None:
         f"{policy.title}: {certificate.objective:.6g} {policy.unit} "
         f"({certificate.termination}, gap {gap}; {certificate.method})"
     )
+    for line in idle_lines(allocation):
+        note(line)
     if output is not None:
         note(f"allocation written to {output}")

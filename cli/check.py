@@ -24,27 +24,47 @@ def check(
         str | None, typer.Option(help="The model, where profiles hold several.")
     ] = None,
     link_bytes_per_second: Annotated[
-        float | None, typer.Option(min=1.0, help="Pipeline: links that the pool does not state.")
+        float | None,
+        typer.Option(
+            min=1.0, help="Pipeline: links that the pool does not state [default: the plan's]."
+        ),
+    ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan: the optimizer that will train, such as adam [default: the plan's]."
+        ),
+    ] = None,
+    state_bytes_per_weight_byte: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Plan, instead: what it keeps for each byte of weights."),
     ] = None,
     jobs: Annotated[Path | None, typer.Option(help="Allocation: the jobs it is for.")] = None,
     throughputs: Annotated[
         Path | None, typer.Option(help="Allocation: the throughputs it is for.")
     ] = None,
     space_sharing: Annotated[
-        bool, typer.Option("--space-sharing", help="Allocation: made with space sharing.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--space-sharing/--no-space-sharing",
+            help="Allocation: made with space sharing [default: what it says].",
+        ),
+    ] = None,
     placement: Annotated[
-        Literal["consolidated", "unconsolidated", "mixed"],
-        typer.Option(help="Allocation: made with this placement."),
-    ] = "consolidated",
+        Literal["consolidated", "unconsolidated", "mixed"] | None,
+        typer.Option(help="Allocation: made with this placement [default: what it says]."),
+    ] = None,
     budget: Annotated[
-        float | None, typer.Option(min=0.0, help="Allocation: made under this budget.")
+        float | None,
+        typer.Option(min=0.0, help="Allocation: made under this budget [default: what it says]."),
     ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Verify a plan or an allocation, with code that shares nothing with the solvers.
 
-    Without profiles only a split plan's inner consistency is judged.
+    Plans and allocations say themselves what they were made for (links, optimizer, placement, ...);
+    flags that say otherwise win, and what is there is judged against them. Without profiles only a
+    split plan's inner consistency is judged.
 
     \b
     hetflow check plan.json --profiles profiles --gpus 2xV100,8xP100
@@ -52,6 +72,7 @@ def check(
     """
     from ..schema import files
     from ..schema.jobs import Allocation
+    from ..schema.optimizer import asked_optimizer
     from ..schema.pipeline import PipelinePlan
     from ..schema.plan import SplitPlan
     from .problems import faults_of_plan, read_pool
@@ -59,11 +80,14 @@ def check(
     found = files.read_any(plan)
     pool = None if gpus is None and cluster is None else read_pool(gpus, cluster)
     if isinstance(found, Allocation):
-        choices: dict[str, Any] = {"placement": placement, "budget_dollars": budget}
-        faults = _allocation_faults(found, jobs, throughputs, pool, space_sharing, choices)
+        choices: dict[str, Any] = {
+            "space_sharing": space_sharing, "placement": placement, "budget_dollars": budget,
+        }  # fmt: skip
+        faults = _allocation_faults(found, jobs, throughputs, pool, choices)
         termination = _termination(found)
     elif isinstance(found, SplitPlan | PipelinePlan):
-        faults = faults_of_plan(found, profiles, pool, model, link_bytes_per_second)
+        asked = asked_optimizer(optimizer, state_bytes_per_weight_byte)
+        faults = faults_of_plan(found, profiles, pool, model, link_bytes_per_second, asked)
         termination = found.proof.termination
     else:
         raise HetflowError(f"{plan}: a {found.schema} file claims nothing that can be judged")
@@ -94,7 +118,6 @@ def _allocation_faults(
     jobs: Path | None,
     throughputs: Path | None,
     pool: "Cluster | None",
-    space_sharing: bool,
     choices: dict[str, Any],
 ) -> list[str]:
     from ..checks.allocation import check as faults_of
@@ -105,12 +128,15 @@ def _allocation_faults(
             "an allocation is judged against its jobs, throughputs and pool",
             hint="add --jobs FILE --throughputs FILE --gpus SPEC",
         )
+    said = {name: getattr(allocation, name) for name in choices}
+    asked = {name: said[name] if value is None else value for name, value in choices.items()}
     problem = read_problem(
         jobs,
         throughputs,
         pool,
-        space_sharing=space_sharing,
+        space_sharing=asked["space_sharing"] or False,
         heterogeneity=allocation.heterogeneity,
-        **choices,
+        placement=asked["placement"] or "consolidated",
+        budget_dollars=asked["budget_dollars"],
     )
     return faults_of(allocation, problem)

@@ -67,6 +67,7 @@ def _repetitive(question: Question, sizes: list[int]) -> PipelinePlan:
         link_bytes_per_second=flags.link_bytes_per_second,
         cost_model=flags.cost_model,
         runs=flags.runs,
+        optimizer=question.optimizer,
     )
 
 
@@ -170,4 +171,5 @@ def _pipeline_at(
         replication=flags.replication,
         objective=flags.objective,
         num_model_chunks=flags.num_model_chunks,
+        optimizer=question.optimizer,
     )

@@ -5,6 +5,7 @@ from pathlib import Path
 from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
+from ..schema.optimizer import OptimizerState
 from ..schema.pipeline import FLUSHING, PipelinePlan
 from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
@@ -53,6 +54,7 @@ def faults_of_plan(
     pool: Cluster | None,
     model: str | None,
     link_bytes_per_second: float | None,
+    optimizer: OptimizerState | None = None,
 ) -> list[str]:
     """Judge a plan, against profiles and a pool where they are given.
 
@@ -61,49 +63,64 @@ def faults_of_plan(
         profiles: Folder of profiles; None judges the plan's inner consistency alone.
         pool: The devices; by default just those that the plan uses.
         model: The profiles' model, where it is not the plan's.
-        link_bytes_per_second: Links of a pipeline that the pool does not state.
+        link_bytes_per_second: Links of a pipeline that the pool does not state; None takes what
+            the plan says, or else the profiles.
+        optimizer: The one that will train; None takes what the plan says, or else the profiles.
 
     Raises:
         ProblemError: The profiles do not fit the plan, or a pipeline is to be judged without.
     """
+    optimizer = optimizer or plan.optimizer
     if isinstance(plan, PipelinePlan):
         if profiles is None:
             raise ProblemError(
                 "a pipeline plan is judged against its layers", hint="add --profiles DIR"
             )
         found = read_model_profiles(profiles, model or plan.model)
-        return _pipeline_faults(plan, found, pool, link_bytes_per_second)
+        link = link_bytes_per_second or plan.link_bytes_per_second
+        return _pipeline_faults(plan, found, pool, link, optimizer)
     from ..checks.batch_split import check
+    from ..checks.profiled import split_faults
 
     if profiles is None:
         return check(plan, None)
     from ..solvers.problems import split_problem
 
     used = ",".join(f"{group.num_devices}x{group.device_type}" for group in plan.groups)
+    found = read_model_profiles(profiles, model or plan.model)
+    pool = pool or Cluster.parse(used)
     problem = split_problem(
-        read_model_profiles(profiles, model or plan.model),
-        pool or Cluster.parse(used),
+        found,
+        pool,
         plan.global_batch_size,
         virtual_nodes=plan.uniform_virtual_nodes,
         interpolate=any(group.interpolated for group in plan.groups),
+        optimizer=optimizer,
     )
-    return check(plan, problem)
+    return check(plan, problem) + split_faults(plan, found, pool, optimizer)
 
 
 def _pipeline_faults(
-    plan: PipelinePlan, profiles: tuple[Profile, ...], pool: Cluster | None, link: float | None
+    plan: PipelinePlan,
+    profiles: tuple[Profile, ...],
+    pool: Cluster | None,
+    link: float | None,
+    optimizer: OptimizerState | None,
 ) -> list[str]:
     from ..checks.pipeline import check
+    from ..checks.profiled import pipeline_faults
     from ..solvers.pipeline_problems import pipeline_problem
 
     held = {(stage.device_type, stage.first_device): stage for stage in plan.stages}
     used = ",".join(f"{stage.num_replicas}x{stage.device_type}" for stage in held.values())
+    pool = pool or Cluster.parse(used)
     problem = pipeline_problem(
         profiles,
-        pool or Cluster.parse(used),
+        pool,
         plan.global_batch_size,
         microbatch_size=plan.microbatch_size,
         link_bytes_per_second=link,
+        optimizer=optimizer,
         schedule=plan.schedule,  # type: ignore[arg-type]
         stage_cost=plan.stage_cost,
         solved=plan.solved,
@@ -112,4 +129,4 @@ def _pipeline_faults(
         objective=plan.objective if plan.schedule in FLUSHING else None,
         num_model_chunks=plan.num_model_chunks if plan.schedule == "interleaved" else None,
     )
-    return check(plan, problem)
+    return pipeline_faults(problem, profiles, pool) or check(plan, problem)

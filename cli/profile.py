@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schema.errors import FileError, ProblemError
+from ..schema.masking import mask
 from ..schema.profile import Profile
 from .common import ForceFlag, JsonFlag, emit, emit_json, note, shows_progress, warn
 
 if TYPE_CHECKING:
     from ..profilers.batch_curve import CurveLimits
     from ..profilers.devices import DeviceRequest
-
-_OPTIMIZERS = ("sgd", "adam", "adamw")
 
 
 def profile(
@@ -37,8 +36,12 @@ def profile(
     steps: Annotated[int | None, typer.Option(min=1, help="Most repeats of one size.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Rougher, within a minute.")] = False,
     optimizer: Annotated[
-        str, typer.Option(help="sgd, adam or adamw, where the target brings none.")
-    ] = "sgd",
+        str | None,
+        typer.Option(
+            help="The optimizer that will train, where the target brings none: sgd, "
+            "sgd-momentum, adam, adamw, ... [default: sgd-momentum, marked as nobody's choice]."
+        ),
+    ] = None,
     links: Annotated[
         bool, typer.Option("--links", help="Fit latency and bandwidth of the links too.")
     ] = False,
@@ -67,9 +70,10 @@ def profile(
     from ..profilers import devices, targets
     from ..profilers.profile import ProfileOptions, profile_target
     from ..schema import files
+    from ..schema.optimizer import named_optimizer
 
-    if optimizer not in _OPTIMIZERS:
-        raise ProblemError(f"--optimizer {optimizer!r}: must be one of {', '.join(_OPTIMIZERS)}")
+    if optimizer is not None:
+        named_optimizer(optimizer)  # refuses a name that there is not
     parsed = targets.parse(target)
     parsed = replace(parsed, model=name) if name else parsed
     options = ProfileOptions(
@@ -78,7 +82,7 @@ def profile(
         sync_devices=sync_devices,
         links=links,
         layers_at=_microbatch_sizes(microbatch_size) if layers else (),
-        command=shlex.join(["hetflow", *sys.argv[1:]]),
+        command=shlex.join(["hetflow", *mask(sys.argv[1:])]),
     )
     requests = devices.parse_requests(device or [], devices.local_devices())
     paths = _paths(output, parsed.model, requests, force=force)
@@ -226,6 +230,9 @@ def _head(measured: Profile) -> str:
     """One line: what was measured where, and what is not in the table."""
     how, sync, emulated = measured.provenance or {}, measured.sync, measured.emulation
     facts = [f"update {measured.update_seconds * 1e3:.2f} ms"]
+    if measured.optimizer is not None:
+        chosen = ", by default" if measured.optimizer.is_default else ""
+        facts[0] += f" by {measured.optimizer.name}{chosen}"
     if sync is None:
         facts.append(f"sync not measured ({how.get('sync', {}).get('skipped', 'unknown')})")
     else:

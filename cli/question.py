@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..schema.cluster import Cluster
+from ..schema.optimizer import OptimizerState
 from ..schema.pipeline import Objective, PlannedSchedule, StageCost
 from ..schema.profile import Profile
 
@@ -50,3 +51,5 @@ class Question:
     batch_size: int
     split: SplitFlags
     pipeline: PipelineFlags
+    optimizer: OptimizerState | None = None
+    """The one that will train; None takes what the profiles say."""

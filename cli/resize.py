@@ -90,7 +90,7 @@ def _mapping(
         raise ProblemError("give either --gpus or --plan", hint="for example --gpus 2xV100")
     now = current(run)
     if now.pipeline is not None:
-        return _recut(now, gpus, plan, profiles)
+        return _recut(run, now, gpus, plan, profiles)
     if plan is not None:
         return renumbered(now, lower(files.read(plan, SplitPlan), now.seed, now.determinism))
     from .problems import read_pool
@@ -103,7 +103,7 @@ def _mapping(
 
 
 def _recut(
-    now: "LaunchConfig", gpus: str | None, plan: Path | None, profiles: Path | None
+    run: Path, now: "LaunchConfig", gpus: str | None, plan: Path | None, profiles: Path | None
 ) -> "LaunchConfig":
     """Another pipeline plan of the same microbatches, given or solved for the devices."""
     from ..launcher.repartition import check_same_job
@@ -122,14 +122,16 @@ def _recut(
             hint="add --profiles DIR, or give --plan FILE",
         )
     else:
-        found = _cut_again(now, profiles, gpus or "")
+        found = _cut_again(now, files.read(run / "plan.json", PipelinePlan), profiles, gpus or "")
     config = lower(found, now.seed, now.determinism)
     check_same_job(now, config)
     return config
 
 
-def _cut_again(now: "LaunchConfig", profiles: Path, gpus: str) -> "SplitPlan | PipelinePlan":
-    """The best cut for the same schedule and microbatches, by the profiles."""
+def _cut_again(
+    now: "LaunchConfig", before: "PipelinePlan", profiles: Path, gpus: str
+) -> "SplitPlan | PipelinePlan":
+    """The best cut for the same schedule, microbatches, links and optimizer, by the profiles."""
     from typing import get_args
 
     from ..launcher.mapping import nodes_of
@@ -152,7 +154,12 @@ def _cut_again(now: "LaunchConfig", profiles: Path, gpus: str) -> "SplitPlan | P
         pool_name=gpus,
         batch_size=now.global_batch_size,
         split=SplitFlags(),
-        pipeline=PipelineFlags(schedule=schedule, microbatch_size=nodes_of(now)[0].batch_size),
+        pipeline=PipelineFlags(
+            schedule=schedule,
+            microbatch_size=nodes_of(now)[0].batch_size,
+            link_bytes_per_second=before.link_bytes_per_second,
+        ),
+        optimizer=before.optimizer,
     )
     return answer(question, "pipeline")
 
@@ -178,6 +185,7 @@ def _solved(now: "LaunchConfig", profiles: Path, gpus: str) -> "SplitPlan | Pipe
         batch_size=now.global_batch_size,
         split=SplitFlags(virtual_nodes=len(nodes), interpolate=True),
         pipeline=PipelineFlags(),
+        optimizer=now.optimizer,
     )
     return answer(question, "split")
 

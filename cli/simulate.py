@@ -77,7 +77,13 @@ def simulate(
     failure_hours: Annotated[
         float | None, typer.Option(help="Mean time between failures of a device.")
     ] = None,
-    repair_hours: Annotated[float, typer.Option(help="How long a failed device is gone.")] = 1.0,
+    server_failure_hours: Annotated[
+        float | None,
+        typer.Option(help="Mean time between failures of a server with all its devices."),
+    ] = None,
+    repair_hours: Annotated[
+        float, typer.Option(help="How long a failed device or server is gone.")
+    ] = 1.0,
     processes: Annotated[int, typer.Option(min=1, help="Sweeps run in so many.")] = 1,
     plot: Annotated[
         Path | None, typer.Option(help="Draw who held what, and the CDF of JCT (.png, .svg).")
@@ -95,6 +101,7 @@ def simulate(
     """
     from ..schema.files import check_writable
     from ..simulator import Case
+    from .allocate import warn_of_left_out
     from .jobs_files import read_throughputs, spelled_as
     from .problems import read_pool
 
@@ -109,6 +116,7 @@ def simulate(
         throughputs=table,
         num_devices=pool.num_devices,
         servers=pool.sizes,
+        server_numbers=pool.server_numbers,
         dollars_per_hour=prices,
         scheduler=scheduler,
         policy=policy,
@@ -119,6 +127,9 @@ def simulate(
         round_seconds=round_seconds,
         restart_seconds=restart_seconds,
         failure_seconds=None if failure_hours is None else 3600.0 * failure_hours,
+        server_failure_seconds=(
+            None if server_failure_hours is None else 3600.0 * server_failure_hours
+        ),
         repair_seconds=3600.0 * repair_hours,
         seed=seed,
         window=_window(window),
@@ -132,6 +143,8 @@ def simulate(
         _draw(runs[0], plot, picture, force)
     if output is not None:
         emit_file(runs[0], output, force=force)
+    for run in runs:
+        warn_of_left_out(run.left_out)
     _tell(runs, json)
 
 

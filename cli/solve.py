@@ -95,6 +95,17 @@ def solve(
     link_bytes_per_second: Annotated[
         float | None, typer.Option(min=1.0, help="Pipeline: links that the pool does not state.")
     ] = None,
+    optimizer: Annotated[
+        str | None,
+        typer.Option(
+            help="The optimizer that will train: sgd, sgd-momentum, adam, adamw, ... "
+            "[default: the profiles']."
+        ),
+    ] = None,
+    state_bytes_per_weight_byte: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Instead: what it keeps for each byte of weights; Adam's is 2."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan here, else to stdout.")
     ] = None,
@@ -110,6 +121,7 @@ def solve(
     """
     from ..reports.tables import table_of
     from ..schema.files import check_writable
+    from ..schema.optimizer import asked_optimizer
     from .problems import read_model_profiles, read_pool
     from .question import PipelineFlags, Question, SplitFlags
     from .solving import answer, ended_early
@@ -121,6 +133,7 @@ def solve(
         pool=read_pool(gpus, cluster),
         pool_name=gpus or str(cluster),
         batch_size=batch_size,
+        optimizer=asked_optimizer(optimizer, state_bytes_per_weight_byte),
         split=SplitFlags(objective, method, virtual_nodes, top, interpolate, time_limit),
         pipeline=PipelineFlags(
             schedule=schedule,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError
+from ..schema.optimizer import OptimizerState
 from ..schema.pipeline import (
     Objective,
     PipelinePlan,
@@ -31,7 +32,7 @@ def solve_pipeline(
     replication: bool = True,
     recompute: bool | None = None,
     num_stages: int | None = None,
-    state_bytes_per_weight_byte: float = 1.0,
+    optimizer: OptimizerState | None = None,
     objective: Objective | None = None,
     num_model_chunks: int | None = None,
 ) -> PipelinePlan:
@@ -49,7 +50,7 @@ def solve_pipeline(
         workers: At most or exactly all devices.
         replication: Whether stages may have replicas.
         num_stages: Exactly so many stages.
-        state_bytes_per_weight_byte: Gradients and optimizer state.
+        optimizer: The one that will train; None takes what the profiles say.
         objective: The whole step or the bottleneck; None takes the step where there is one.
         num_model_chunks: Stages on a device of ``interleaved``; None tries several.
         solved: None takes ``flat``, or ``nested`` for the published prices.
@@ -61,6 +62,7 @@ def solve_pipeline(
         BackendError: The plan fails its own check.
     """
     from ..checks.pipeline import check
+    from ..checks.profiled import pipeline_faults
     from ..solvers.pipeline import solve
     from ..solvers.pipeline_problems import pipeline_problem
 
@@ -78,13 +80,13 @@ def solve_pipeline(
         replication=replication,
         recompute=False if nested and recompute is None else recompute,
         num_stages=num_stages,
-        state_bytes_per_weight_byte=state_bytes_per_weight_byte,
+        optimizer=optimizer,
         objective=objective,
         num_model_chunks=num_model_chunks,
         launchable=not nested,
     )
     plan = solve(problem)
-    faults = check(plan, problem)
+    faults = pipeline_faults(problem, profiles, pool) + check(plan, problem)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
     found = [p.layers.trace for p in profiles if p.device_type in pool.num_devices and p.layers]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, ProblemError
+from ..schema.optimizer import OptimizerState
 from ..schema.pipeline import PipelinePlan, PipelineProblem
 from ..schema.profile import Profile
 from ..solvers.parallel_pipeline import Configuration, CostModel, Estimate, Measured, Row
@@ -22,6 +23,7 @@ def solve_repetitive(
     link_bytes_per_second: float | None,
     cost_model: CostModelName,
     runs: Path | None,
+    optimizer: OptimizerState | None = None,
 ) -> PipelinePlan:
     """Choose degrees, microbatch and recomputation for a model whose layers repeat.
 
@@ -34,6 +36,7 @@ def solve_repetitive(
         link_bytes_per_second: Bandwidth of links that the pool does not state.
         cost_model: Whose THROUGHPUT(.) and MEMORY(.).
         runs: Folder of run records, for ``measured``.
+        optimizer: The one that will train; None takes what the profiles say.
 
     Raises:
         ProblemError: Profiles, pool and flags that do not go together.
@@ -41,6 +44,7 @@ def solve_repetitive(
         BackendError: The plan fails its own check.
     """
     from ..checks.pipeline import check
+    from ..checks.profiled import pipeline_faults
     from ..solvers.pipeline_problems import pipeline_problem
     from ..solvers.pipeline_repetitive import Repetitive, solve
 
@@ -55,6 +59,7 @@ def solve_repetitive(
                 link_bytes_per_second=link_bytes_per_second,
                 schedule="2bw",
                 recompute=None,
+                optimizer=optimizer,
             )
     if not problems:
         raise ProblemError(
@@ -69,7 +74,8 @@ def solve_repetitive(
     elif cost_model == "measured":
         chosen = _measured(runs, profiles[0].model)
     plan, rows = solve(model, chosen)
-    faults = check(plan, problems[plan.microbatch_size])
+    problem = problems[plan.microbatch_size]
+    faults = pipeline_faults(problem, profiles, pool) + check(plan, problem)
     if faults:
         raise BackendError(f"the planner's own plan fails its check: {'; '.join(faults)}")
     found = [p.layers.trace for p in profiles if p.device_type in pool.num_devices and p.layers]

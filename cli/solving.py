@@ -20,6 +20,7 @@ def answer(question: Question, strategy: str) -> SplitPlan | PipelinePlan:
         InfeasibleError: No plan of the kind asked for exists; with ``auto``, of no kind.
         BackendError: A solver's plan fails its check.
     """
+    _warn_about_update_time(question)
     if strategy == "pipeline":
         return best_pipeline(question)
     if question.split.objective == "bottleneck" and strategy != "pipeline":
@@ -63,7 +64,9 @@ def _faster(question: Question) -> SplitPlan | PipelinePlan:
         raise type(first)(said, hint=first.hint)
     if refused:
         ((missing, reason),) = refused.items()
-        note(f"there is no {missing} plan to compare with: {reason.message}")
+        say = note if isinstance(reason, InfeasibleError) else warn
+        mend = f" ({reason.hint})" if reason.hint else ""
+        say(f"there is no {missing} plan to compare with: {reason.message}{mend}")
         return _compared(plans[0], {"kind": missing, "refused": reason.message})
     best, other = sorted(plans, key=lambda plan: plan.predicted.step_seconds)
     gain = other.predicted.step_seconds / best.predicted.step_seconds - 1
@@ -79,19 +82,31 @@ def _compared(plan: SplitPlan | PipelinePlan, other: dict[str, Any]) -> SplitPla
 
 def _split(question: Question) -> SplitPlan:
     from ..checks.batch_split import check
+    from ..checks.profiled import split_faults
     from ..solvers.problems import split_problem
 
     flags = question.split
     problem = split_problem(
         question.profiles, question.pool, question.batch_size, flags.virtual_nodes,
-        flags.interpolate,
+        flags.interpolate, question.optimizer,
     )  # fmt: skip
     _warn_about_free_communication(problem)
     plan = _with_origin(_solve_split(problem, flags), question)
     faults = check(plan, problem)
+    faults += split_faults(plan, question.profiles, question.pool, question.optimizer)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
     return plan
+
+
+def _warn_about_update_time(question: Question) -> None:
+    """Another optimizer than the profiled one keeps other state, and takes another time too."""
+    asked = question.optimizer
+    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
+    measured = {p.optimizer.name for p in in_pool if p.optimizer is not None}
+    if asked is not None and measured - {asked.name}:
+        names = ", ".join(sorted(map(str, measured)))
+        warn(f"memory counts {asked}; update_seconds are those of {names}, as profiled")
 
 
 def _warn_about_free_communication(problem: SplitProblem) -> None:

@@ -194,15 +194,28 @@ def num_in_flight(
     return min(warm, share) if schedule == "1f1b" else warm
 
 
-def weight_versions(schedule: PlannedSchedule, in_flight: int, *, is_only_stage: bool) -> int:
+def weight_versions(schedule: PlannedSchedule, in_flight: int) -> int:
     """Versions of the weights a replica keeps.
 
-    Weight stashing: one for each input in flight (2.4.3). 2BW: two (3.2.1), or one where there
-    is no pipeline. Flushing schedules: one.
+    Weight stashing: one for each input in flight (2.4.3). 2BW: two (3.2.1), also on one stage,
+    whose gradients are of the version before the newest there too. Flushing schedules: one.
     """
     if schedule == "pipedream":
         return in_flight
-    return 2 if schedule == "2bw" and not is_only_stage else 1
+    return 2 if schedule == "2bw" else 1
+
+
+def kept_per_weight_byte(versions: int, state_bytes_per_weight_byte: float) -> float:
+    """Bytes that a replica keeps for each byte of its stage's weights.
+
+    The versions, one copy of the gradients (the runtime adds them up in place, under every
+    schedule), and the optimizer's state, which is there once however many versions there are.
+
+    Args:
+        versions: From ``weight_versions``.
+        state_bytes_per_weight_byte: Of the optimizer, measured or stated.
+    """
+    return versions + 1 + state_bytes_per_weight_byte
 
 
 def stage_bytes(
@@ -227,12 +240,12 @@ def stage_bytes(
         input_bytes: What crosses into the stage, for one microbatch.
         in_flight: From ``num_in_flight``.
         versions: From ``weight_versions``.
-        state_bytes_per_weight_byte: Gradients and optimizer state per byte of weights.
+        state_bytes_per_weight_byte: Optimizer state per byte of weights.
         recompute: Whether activations are computed again in the backward pass.
     """
     stashes = 1 if recompute else in_flight
-    state = (versions + state_bytes_per_weight_byte) * weight_bytes
-    return state + stashes * activation_bytes + in_flight * input_bytes
+    kept = kept_per_weight_byte(versions, state_bytes_per_weight_byte) * weight_bytes
+    return kept + stashes * activation_bytes + in_flight * input_bytes
 
 
 def noam(replicas: Sequence[int]) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 from ..runtime.record import Status, WorkerReport, assemble
 from ..schema import files
 from ..schema.launch import LaunchConfig, WorkerSlot
+from ..schema.masking import mask
 from ..schema.run import Generation, RunEvent, RunRecord
 from .devices import Seat, crowding, seat_workers
 from .failures import Failure, first_cause, interruption, silence, tail_of
@@ -98,6 +99,7 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
             has_lines=request.is_elastic or request.hands_over or request.regroups,
             changes=request.is_elastic,
             survives=request.survives,
+            token=hosts.token,
         )
         run = _Run(request, hosts, workers, signals, warn)
         failure = run.train()
@@ -353,11 +355,11 @@ def _cause(
     if not workers.failures():
         return None
     cause = first_cause(workers.failures())
-    while cause.lost_peer and time.monotonic() < deadline:
+    while cause.is_echo and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
         cause = first_cause(workers.failures())
     cause = _staged(cause, config, ranks)
-    silent = workers.running() if cause.lost_peer and "timed out" in cause.error.lower() else []
+    silent = workers.running() if cause.timed_out else []
     if silent:
         return silence(cause, [_staged(worker, config, ranks) for worker in silent])
     return cause
@@ -384,7 +386,7 @@ def _record(
         status = "interrupted" if failure.interrupted else "failed"
         kind = "stop" if failure.interrupted else "failure"
         events = [RunEvent(kind=kind, at_seconds=seconds, detail=failure.sentence())]  # type: ignore[arg-type]
-    provenance: dict[str, Any] = {"script": list(request.script), "seed": request.config.seed}
+    provenance: dict[str, Any] = {"script": mask(request.script), "seed": request.config.seed}
     return assemble(
         request.plan,
         reports,

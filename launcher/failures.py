@@ -18,9 +18,10 @@ TAIL_LINES = 25
 class Failure:
     """How one worker (or a whole launch, where ``rank`` is None) ended badly.
 
-    ``lost_peer`` says that the worker failed only because another was gone; ``stages`` are those
-    that a pipeline's worker holds; ``why`` is why the controller ended it, where it did;
-    ``sentence_of_ours`` is the whole story, where it takes more than this worker's.
+    ``lost_peer`` says that the worker failed only because another was gone, ``timed_out`` that it
+    waited for it in vain, ``may_be_echo`` that its own error may follow from such a loss;
+    ``stages`` are those that a pipeline's worker holds; ``why`` is why the controller ended it,
+    where it did; ``sentence_of_ours`` is the whole story, where it takes more than this worker's.
     """
 
     exit_code: int
@@ -33,6 +34,8 @@ class Failure:
     traceback: str = ""
     at_seconds: float = 0.0
     lost_peer: bool = False
+    may_be_echo: bool = False
+    timed_out: bool = False
     interrupted: bool = False
     stages: tuple[int, ...] = ()
     why: str = ""
@@ -42,6 +45,24 @@ class Failure:
     def by_signal(self) -> bool:
         """Whether it was killed: nothing in the script stopped it."""
         return _is_signal(self.exit_code)
+
+    @property
+    def precedence(self) -> int:
+        """The less, the rather it is what others followed from.
+
+        An error of the script (or a death by a signal) comes first; then one that may be an echo,
+        and an abort without a word, by which NCCL ends a process that waits for another in vain;
+        then a worker that says itself that it only lost another.
+        """
+        if self.lost_peer:
+            return 2
+        aborted = self.exit_code == 128 + signal.SIGABRT and not self.traceback and not self.why
+        return int(self.may_be_echo or aborted)
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether it may have followed from the loss of another worker."""
+        return self.precedence > 0
 
     def sentence(self) -> str:
         """One line: who, how, and its own error."""
@@ -91,7 +112,10 @@ def silence(waiting: Failure, silent: Sequence[Failure]) -> Failure:
     names = " or ".join(f"worker {f.rank} ({_staged(f.stages)}{f.device_type})" for f in silent)
     who = f"worker {waiting.rank} ({_staged(waiting.stages)}{waiting.device_type})"
     error = f"{names} hangs: {who} waited for it in vain: {waiting.error}"
-    return replace(waiting, rank=None, error=error, log=silent[0].log)
+    # Another host may say that its workers waited; here is who they waited for.
+    return replace(
+        waiting, rank=None, error=error, log=silent[0].log, lost_peer=False, may_be_echo=True
+    )
 
 
 def _staged(stages: Sequence[int]) -> str:
@@ -136,13 +160,15 @@ def failure_of(
         # One that wrote nothing died too suddenly to; it can hardly have died of the others.
         at_seconds=float(own.get("at_seconds", 0.0)),
         lost_peer=bool(own.get("lost_peer", False)),
+        may_be_echo=bool(own.get("may_be_echo", False)),
+        timed_out=bool(own.get("timed_out", False)),
         why=why,
     )
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
     """The failure that the others followed from."""
-    return min(failures, key=lambda failure: (failure.lost_peer, failure.at_seconds))
+    return min(failures, key=lambda failure: (failure.precedence, failure.at_seconds))
 
 
 def interruption(number: int, detail: str | None = None) -> Failure:

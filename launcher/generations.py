@@ -117,6 +117,7 @@ class Generations:
                 self._announce(change)
         elif kind == "lost" and message["generation"] >= self.number:
             self._break_off()
+            self._losses.first_sign = self._losses.first_sign or message["why"]
             if message["generation"] == self._highest:  # else it will say so of this one, too
                 self._losses.operations[name] = message["operation"]
         elif kind == "fragile":
@@ -278,7 +279,7 @@ class Generations:
     def _bury(self) -> Failure | None:
         """Take note of the dead; the first failure that the launch cannot survive."""
         # Who died comes before who only lost it.
-        for failure in sorted(self._workers.failures(), key=lambda failure: failure.lost_peer):
+        for failure in sorted(self._workers.failures(), key=lambda failure: failure.precedence):
             name = str(failure.rank)
             if name not in self._workers.lines():  # given up together with another
                 continue
@@ -305,8 +306,12 @@ class Generations:
 
     def _explained(self, failure: Failure, name: str) -> Failure:
         """With whose loss it did not survive."""
-        if not (failure.lost_peer and self._losses.dead):
+        if not self._losses.dead:
             return failure
+        if not failure.is_echo:
+            # Its own error, or an exchange of the script's that cannot be told from one.
+            sentence = f"{self._losses.sentence}; then {failure.sentence()}"
+            return replace(failure, sentence_of_ours=sentence)
         outside = f"{self._who(name)} could not go on without it outside of a step"
         hint = "with --checkpoint and --checkpoint-every all would start again from the last one"
         return replace(
@@ -324,7 +329,7 @@ class Generations:
 
     def _can_restart(self, failure: Failure) -> bool:
         """Whether a worker died, or could not do without one that did, and there are tries left."""
-        is_lost = failure.by_signal or (failure.lost_peer and bool(self._losses.dead))
+        is_lost = failure.by_signal or (failure.is_echo and bool(self._losses.dead))
         return self._restarts and is_lost and self._tries.take(self.restarted_at)
 
     def _restart_all(self, cause: str) -> None:

@@ -3,27 +3,44 @@
 import contextlib
 import hashlib
 import json
+import os
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..runtime.environment import TOKEN
 from ..runtime.handover import STOPPED_EXIT_CODE
+from ..runtime.launch_token import fingerprint_of
 from ..runtime.record import WorkerReport
 from ..schema.errors import LaunchError
 from ..schema.files import to_json
 from ..schema.launch import LaunchConfig, WorkerSlot
 from .devices import base_type, inventory
 from .failures import Failure
+from .patience import Part, PatientStore, Unreachable
 from .request import OnFailure, Rendezvous
 from .spawn import Meeting
-from .store import hold_store, interface_towards, join_store, listen, prefixed, read_reports
+from .store import (
+    behind,
+    hold_store,
+    interface_towards,
+    join_store,
+    listen,
+    read_reports,
+    shared_token,
+)
 
 BEAT_SECONDS = 1.0
 ENDED_SECONDS = 30.0  # in which every host has seen a failure and ended its workers
-SILENCE_SECONDS = 15.0
-FAREWELL_SECONDS = 4.0
+SILENCE_SECONDS = 15.0  # after which a host counts as lost
+# The same where a worker of this host has lost one of another: that is a second sign.
+SILENCE_AFTER_A_LOSS_SECONDS = 8.0
+# How long a host whose worker only lost another waits for the cause: a lost host is known by then.
+CAUSE_SECONDS = SILENCE_SECONDS + 5.0
+FAREWELL_SECONDS = 10.0
 
 Watch = Callable[[], None]
 
@@ -35,6 +52,7 @@ class Alone:
 
     def __init__(self, config: LaunchConfig) -> None:
         self._config = config
+        self.token = secrets.token_hex(16)
         self._socket = listen("127.0.0.1", 0)
         self._store: Any = None
         self._thread = threading.Thread(target=self._make_store, daemon=True)
@@ -49,7 +67,7 @@ class Alone:
         self._thread.start()
 
     def _make_store(self) -> None:
-        self._store = hold_store(self._socket)
+        self._store = behind(self.token, hold_store(self._socket))
 
     def read(self, key: str) -> str | None:
         """What workers have left in the store; None where there is nothing, or no store yet."""
@@ -111,11 +129,15 @@ class Together:
         self, config: LaunchConfig, rendezvous: Rendezvous, policy: OnFailure = "stop"
     ) -> None:
         self._config, self._place, self._policy = config, rendezvous, policy
+        self.token = shared_token(os.environ)
         self._generation = 0
+        self._names: dict[int, str] = {}
         self.is_first = rendezvous.node_rank == 0
         self._store: Any = None
-        self._last_beat = self._last_look = 0.0
+        self._all: PatientStore | None = None
+        self._last_look = self._last_stop = 0.0
         self._heard: dict[int, tuple[bytes, float]] = {}
+        self._is_over = threading.Event()
 
     def join(self, watch: Watch) -> tuple[Sequence[WorkerSlot], Meeting]:
         """Meet the other hosts; learn which slots are this host's.
@@ -124,7 +146,12 @@ class Together:
             LaunchError: A host stays away, has another plan, or the devices do not suffice.
         """
         place = self._place
-        self._store = self._hold() if self.is_first else self._connect(watch)
+        store = self._hold() if self.is_first else self._connect(watch)
+        self._all = PatientStore(behind(self.token, store), SILENCE_SECONDS)
+        self._store = self._all.under("launcher")
+        self._open = PatientStore(store, SILENCE_SECONDS).under("hetflow")
+        self._check_token(watch)
+        threading.Thread(target=self._beat, daemon=True).start()
         own = {
             "host": socket.gethostname(),
             "plan": _digest(self._config),
@@ -137,13 +164,14 @@ class Together:
         dealt = json.loads(self._get("slots", "node 0's answer", watch))
         if "error" in dealt:
             raise LaunchError(dealt["error"])
+        self._names = dict(enumerate(dealt["hosts"]))
         mine = dealt["slots"][place.node_rank]
         interface = interface_towards(place.host, place.port)
         meeting = Meeting(address=place.host, port=place.port, interface=interface)
         return [self._config.workers[rank] for rank in mine], meeting
 
     def _hold(self) -> Any:
-        return prefixed(hold_store(listen(self._place.host, self._place.port)))
+        return hold_store(listen(self._place.host, self._place.port))
 
     def _connect(self, watch: Watch) -> Any:
         """Wait for node 0 by plain connections, which Ctrl-C can end; then join its store."""
@@ -160,13 +188,40 @@ class Together:
                     hint="start it first, with the same --rdzv-endpoint",
                 )
             time.sleep(0.2)
-        return prefixed(join_store(place.host, place.port, place.timeout_seconds))
+        return join_store(place.host, place.port, place.timeout_seconds)
+
+    def _check_token(self, watch: Watch) -> None:
+        """Refuse to meet hosts with another token: the keys of theirs would never come.
+
+        Raises:
+            LaunchError: Node 0 has another.
+        """
+        own = fingerprint_of(self.token)
+        if self.is_first:
+            self._open.set("token", own)
+            return
+        if self._wait_for(self._open, "token", "node 0's greeting", watch) != own.encode():
+            self._open.set("refused", str(self._place.node_rank))
+            raise self._other_token(self._place.node_rank)
+
+    @staticmethod
+    def _other_token(node: int) -> LaunchError:
+        return LaunchError(
+            f"host {node} was given another {TOKEN} than host 0",
+            hint="give every host the same one, or none",
+        )
 
     def _deal(self, watch: Watch) -> dict[str, Any]:
         agents = []
+
+        def look() -> None:
+            watch()
+            if self._open.check(["refused"]):
+                raise self._other_token(int(self._open.get("refused")))
+
         for node in range(self._place.num_nodes):
             try:
-                agents.append(json.loads(self._get(f"agent/{node}", f"node {node}", watch)))
+                agents.append(json.loads(self._get(f"agent/{node}", f"node {node}", look)))
             except LaunchError as error:
                 return {"error": error.message}
         if len({agent["plan"] for agent in agents}) > 1:
@@ -175,25 +230,28 @@ class Together:
             return {"error": "give every host the same --on-failure and --checkpoint"}
         try:
             devices = [agent["devices"] for agent in agents]
-            return {"slots": deal_slots(self._config, devices)}
+            hosts = [agent["host"] for agent in agents]
+            return {"slots": deal_slots(self._config, devices), "hosts": hosts}
         except LaunchError as error:
             return {"error": error.message}
 
     def _get(self, key: str, what: str, watch: Watch) -> bytes:
+        return self._wait_for(self._store, key, what, watch)
+
+    def _wait_for(self, store: Part, key: str, what: str, watch: Watch) -> bytes:
         deadline = time.monotonic() + self._place.timeout_seconds
-        while not self._has(key):
+        while not self._has(store, key):
             watch()
             if time.monotonic() > deadline:
                 raise LaunchError(f"{what} did not come within {self._place.timeout_seconds:g} s")
             time.sleep(0.05)
-        value: bytes = self._store.get(key)
-        return value
+        return store.get(key)
 
-    def _has(self, key: str) -> bool:
+    def _has(self, store: Part, key: str) -> bool:
         try:
-            return bool(self._store.check([key]))
-        except RuntimeError:
-            raise LaunchError("node 0 is gone, and the store with it") from None
+            return store.check([key])
+        except Unreachable as error:
+            raise LaunchError(self._lost(0, str(error)).error, exit_code=1) from None
 
     def started(self) -> None:
         """The store is there already."""
@@ -201,20 +259,54 @@ class Together:
     def failure_elsewhere(self) -> Failure | None:
         """A failure that another host reported, or a host that fell silent."""
         now = time.monotonic()
-        if now - self._last_beat < BEAT_SECONDS:
+        if now - self._last_look < BEAT_SECONDS:
             return None
-        self._last_beat = now
+        self._last_look = now
         try:
-            self._store.set(f"beat/{self._place.node_rank}", f"{now}")
             if self._store.check([self._failure]):
                 return Failure.from_text(self._store.get(self._failure))
-            return self._silent_node(now) if self.is_first else None
-        except RuntimeError:
-            return Failure(exit_code=1, error="node 0 is gone, and the store with it")
+            return self.lost_host(SILENCE_SECONDS)
+        except Unreachable as error:
+            return self._lost(0, str(error))
+
+    def _beat(self) -> None:
+        """Show the others that this host is there, whatever its main thread waits for."""
+        number = 0
+        with contextlib.suppress(Unreachable):
+            while not self._is_over.wait(BEAT_SECONDS if number else 0.0):
+                number += 1
+                self._store.set(f"beat/{self._place.node_rank}", str(number))
+
+    def lost_host(self, silence_seconds: float) -> Failure | None:
+        """The first host that has shown no sign of life for so long; node 0 alone can know.
+
+        Raises:
+            Unreachable: The host that is lost holds the store.
+        """
+        now = time.monotonic()
+        for node in range(1, self._place.num_nodes) if self.is_first else ():
+            if not self._store.check([f"beat/{node}"]):
+                continue
+            if any(self._store.check([f"{end}/{node}"]) for end in ("done", "left")):
+                continue
+            beat = self._store.get(f"beat/{node}")
+            if self._heard.get(node, (b"", 0.0))[0] != beat:
+                self._heard[node] = (beat, now)
+            elif (silent := now - self._heard[node][1]) > silence_seconds:
+                return self._lost(node, f"its launcher gave no sign of life for {silent:.0f} s")
+        return None
+
+    def _lost(self, node: int, how: str) -> Failure:
+        """The failure of a whole host."""
+        place = self._place
+        name = self._names.get(node) or (f"{place.host}:{place.port}" if node == 0 else "")
+        return Failure(
+            exit_code=1, error=f"host {node}{f' ({name})' if name else ''} was lost: {how}"
+        )
 
     def tell_stop(self, number: int) -> None:
         """Have every host save and leave, for a signal that came here."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Unreachable):
             self._store.set("stop", str(number))
 
     def stop_elsewhere(self, *, at_once: bool = False) -> int | None:
@@ -224,10 +316,10 @@ class Together:
             at_once: Ask the store now; else about once a second.
         """
         now = time.monotonic()
-        if not at_once and now - self._last_look < BEAT_SECONDS:
+        if not at_once and now - self._last_stop < BEAT_SECONDS:
             return None
-        self._last_look = now
-        with contextlib.suppress(RuntimeError):
+        self._last_stop = now
+        with contextlib.suppress(Unreachable):
             if self._store.check(["stop"]):
                 return int(self._store.get("stop"))
         return None
@@ -244,24 +336,13 @@ class Together:
             goes_on: Whether to wait on.
             until: Monotonic seconds of the end of the grace time; others began a little later.
         """
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Unreachable):
             self._store.set(f"saved/{self._place.node_rank}", "1")
             waiting = [f"saved/{node}" for node in range(self._place.num_nodes)]
             while self.is_first and goes_on() and not self._store.check(waiting):
                 if time.monotonic() > until + 2 * BEAT_SECONDS:
                     return
                 time.sleep(0.05)
-
-    def _silent_node(self, now: float) -> Failure | None:
-        for node in range(1, self._place.num_nodes):
-            if self._store.check([f"done/{node}"]) or not self._store.check([f"beat/{node}"]):
-                continue
-            beat = self._store.get(f"beat/{node}")
-            if self._heard.get(node, (b"", 0.0))[0] != beat:
-                self._heard[node] = (beat, now)
-            elif now - self._heard[node][1] > SILENCE_SECONDS:
-                return Failure(exit_code=1, error=f"node {node} has fallen silent")
-        return None
 
     @property
     def _failure(self) -> str:
@@ -275,7 +356,8 @@ class Together:
 
     def read(self, key: str) -> str | None:
         """What workers have left in the store."""
-        store = self._store.underlying_store
+        assert self._all is not None
+        store = self._all.whole
         return store.get(key).decode() if store.check([key]) else None
 
     def starts_again(self, may: Callable[[], bool], watch: Watch) -> bool:
@@ -291,12 +373,18 @@ class Together:
                 answer = self._all_have_ended(watch) and may()
                 self._store.set(self._again, "yes" if answer else "no")
             found = self._get(self._again, "node 0's answer", watch)
-        except (LaunchError, RuntimeError):
+        except (LaunchError, Unreachable):
             return False
         if found == b"yes":
             self._generation += 1
-            self._heard = {}
         return found == b"yes"
+
+    def why_not(self, cause: Failure) -> Failure:
+        """Why they do not: a host that was lost as well says more than a worker of it that was."""
+        try:
+            return self.lost_host(SILENCE_AFTER_A_LOSS_SECONDS) or cause
+        except Unreachable as error:
+            return self._lost(0, str(error))
 
     def _all_have_ended(self, watch: Watch) -> bool:
         """Wait until no host has a worker of this generation; False where one is done already."""
@@ -306,7 +394,11 @@ class Together:
         while not self._store.check(waiting):
             watch()
             done = any(self._store.check([f"done/{node}"]) for node in nodes)
-            if done or time.monotonic() > deadline:
+            if (
+                self.lost_host(SILENCE_AFTER_A_LOSS_SECONDS) is not None
+                or done
+                or time.monotonic() > deadline
+            ):
                 return False
             time.sleep(0.05)
         return True
@@ -315,26 +407,37 @@ class Together:
         """Stop every host. The first to tell wins, save that a cause outranks its echo."""
         try:
             told = Failure.from_text(self._store.compare_set(self._failure, "", failure.to_text()))
-            if told.lost_peer and not failure.lost_peer:
+            if failure.precedence < told.precedence:
                 self._store.set(self._failure, failure.to_text())
                 return failure
-            if failure.lost_peer and told.lost_peer:
+            if failure.is_echo and told.is_echo:
                 return self._better_cause(told)
             return told
-        except RuntimeError:
-            return failure
+        except Unreachable as error:
+            return failure if not failure.is_echo else self._lost(0, str(error))
 
     def _better_cause(self, told: Failure) -> Failure:
-        """An echo was told first; the cause may be a moment behind."""
-        deadline = time.monotonic() + 3
-        while told.lost_peer and time.monotonic() < deadline:
+        """An echo was told first; the cause is behind it, on whatever host, or is a lost host.
+
+        Raises:
+            Unreachable: The host that is lost holds the store.
+        """
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while told.is_echo and time.monotonic() < deadline:
             time.sleep(0.1)
             told = Failure.from_text(self._store.get(self._failure))
+            lost = self.lost_host(SILENCE_AFTER_A_LOSS_SECONDS) if told.is_echo else None
+            if lost is not None:
+                self._store.set(self._failure, lost.to_text())
+                return lost
         return told
 
     def wait_for_others(self, watch: Watch) -> Failure | None:
         """This host is done; node 0 keeps the store until all are."""
-        self._store.set(f"done/{self._place.node_rank}", "1")
+        try:
+            self._store.set(f"done/{self._place.node_rank}", "1")
+        except Unreachable as error:
+            return self._lost(0, str(error))
         if not self.is_first:
             return None
         waiting = [f"done/{node}" for node in range(self._place.num_nodes)]
@@ -348,16 +451,18 @@ class Together:
 
     def leave(self) -> None:
         """Say goodbye. Node 0 keeps the store a little until the others have read why."""
+        self._is_over.set()
         if self._store is None:
             return
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Unreachable):
             if self.is_first:
                 self._store.set(self._again, "no")
             self._store.set(f"left/{self._place.node_rank}", "1")
             others = [f"left/{node}" for node in range(self._place.num_nodes)]
             deadline = time.monotonic() + FAREWELL_SECONDS
             while self.is_first and not self._store.check(others):
-                if time.monotonic() > deadline:
+                is_lost = self.lost_host(SILENCE_AFTER_A_LOSS_SECONDS) is not None
+                if is_lost or time.monotonic() > deadline:
                     return
                 time.sleep(0.05)
 
@@ -366,7 +471,8 @@ class Together:
     ) -> list[WorkerReport]:
         """What the workers of the last generation measured; for node 0."""
         size = self._config.world_size
-        return read_reports(self._store.underlying_store, size, generation, restarted_at)
+        assert self._all is not None
+        return read_reports(self._all.whole, size, generation, restarted_at)
 
 
 def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[list[int]]:

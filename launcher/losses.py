@@ -17,12 +17,16 @@ MAX_TRIES = 3  # at one step
 
 @dataclass(slots=True)
 class Losses:
-    """The dead and their causes by name, and the operation that each of the others is in."""
+    """The dead and their causes by name, and the operation that each of the others is in.
+
+    ``first_sign`` is what the first of them to lose another says of it.
+    """
 
     dead: list[str] = field(default_factory=list)
     causes: dict[str, str] = field(default_factory=dict)
     operations: dict[str, int] = field(default_factory=dict)
     began: float = 0.0
+    first_sign: str = ""
     _since: float = 0.0
     _last: tuple[int, int] = (-1, 0)
 
@@ -31,6 +35,7 @@ class Losses:
         self._since = time.monotonic()
         if not is_again:
             self.began = self._since
+            self.first_sign = ""
         self.operations = {}
 
     def bury(self, name: str, cause: str) -> None:
@@ -63,7 +68,10 @@ class Losses:
         tries = self._last[1] + 1 if self._last[0] == top else 1
         self._last = (top, tries)
         if tries > MAX_TRIES:
-            raise LaunchError(f"the workers lost each other {tries} times at the same step")
+            raise LaunchError(
+                f"the workers lost each other {tries} times at the same step, though none has "
+                f"ended: {self.first_sign}"
+            )
         if min(found.values()) < top - 1:
             raise LaunchError("the workers are more than one step apart")
         return found

@@ -80,7 +80,7 @@ class Regroup:
         for name in filter(self._workers.is_held, self._ranks):
             self._workers.forget(name)
         if not self._hosts.starts_again(lambda: self._tries.take(self._number), self._interrupted):
-            return cause
+            return self._hosts.why_not(cause)
         left = tuple(self._named(self._config.workers))
         self._number += 1
         self._ranks, everybody = self._named(self._slots), self._named(self._config.workers)

@@ -170,6 +170,7 @@ def start(
     line: int | None = None,
     changes: bool = False,
     survives: bool = False,
+    token: str = "",
 ) -> "Process":
     """Start one worker in its own session; it dies with this process, however that dies.
 
@@ -180,10 +181,13 @@ def start(
         line: Its end of the line to the controller, if it has one.
         changes: Whether other workers may come and go.
         survives: Whether it goes on when other workers die.
+        token: The launch's; by the environment, which only this user and root can read, and no
+            part of the command, which is shown.
     """
     extra = {names.CONTROL: str(line)} if line is not None else {}
     extra |= {names.CHANGES: "1"} if changes else {}
     extra |= {names.SURVIVES: "1"} if survives else {}
+    extra |= {names.TOKEN: token} if token else {}
     return subprocess.Popen(
         command.arguments,
         env={**os.environ, **command.environment, **extra},

@@ -2,21 +2,41 @@
 
 The first host's controller holds the store on a socket it bound itself: on loopback for a launch
 on one host, on the rendezvous address otherwise. (A TCPStore that binds by itself listens on
-every interface, without authentication.)
+every interface, without authentication.) Every key of ours stands behind a prefix that is drawn
+from the launch's token; that does not keep out who connects and lists the keys (docs/training.md).
 """
 
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import struct
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+from ..runtime.environment import TOKEN
+from ..runtime.launch_token import prefix_of
 from ..runtime.record import WorkerReport, parse_report
-from ..schema.errors import LaunchError, ProblemError
+from ..schema.errors import LaunchError, ProblemError, TargetError
 
 _SIOCGIFADDR = 0x8915
+
+
+def shared_token(environment: Mapping[str, str]) -> str:
+    """The token that the user has given every host; empty where there is none.
+
+    Raises:
+        TargetError: One that is too short to be a secret, or could not be random.
+    """
+    token = environment.get(TOKEN, "")
+    if token and not re.fullmatch(r"[\x21-\x7e]{16,}", token):
+        raise TargetError(
+            f"{TOKEN} must be at least 16 printable characters without blanks",
+            hint=f"export {TOKEN}=$(openssl rand -hex 16), and give every host the same",
+        )
+    return token
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -54,6 +74,13 @@ def hold_store(listening: socket.socket) -> Any:
     )
 
 
+def behind(token: str, store: Any) -> Any:
+    """The part of a store that a launch with this token uses."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    return PrefixStore(prefix_of(token), store)
+
+
 def _tcp_store_class() -> Any:
     """Import torch with its C++ warnings off: a lost connection is ours to report."""
     before = os.environ.get("TORCH_CPP_LOG_LEVEL")
@@ -71,13 +98,6 @@ def join_store(host: str, port: int, timeout_seconds: float) -> Any:
     store_class = _tcp_store_class()
     limit = timedelta(seconds=timeout_seconds)
     return store_class(host, port, None, False, timeout=limit, wait_for_workers=False)
-
-
-def prefixed(store: Any) -> Any:
-    """The controllers' own part of the store."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    return PrefixStore("launcher", store)
 
 
 def read_reports(

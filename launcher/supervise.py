@@ -50,6 +50,7 @@ class Workers:
         has_lines: Whether each has a line to the controller.
         changes: Whether others may come and go while they train.
         survives: Whether they go on when others die.
+        token: The launch's, for the store.
     """
 
     def __init__(
@@ -60,10 +61,12 @@ class Workers:
         has_lines: bool = False,
         changes: bool = False,
         survives: bool = False,
+        token: str = "",
     ) -> None:
         self._folder = folder
         self._stdout_to_stderr = stdout_to_stderr
         self._has_lines, self._changes, self._survives = has_lines, changes, survives
+        self._token = token
         self._processes: dict[str, Process] = {}
         self._lines: dict[str, Line] = {}
         self._types: dict[str, str] = {}
@@ -96,11 +99,17 @@ class Workers:
         self, command: WorkerCommand, out: int | IO[bytes], err: int | IO[bytes]
     ) -> Process:
         if not self._has_lines:
-            return start(command, out, err)
+            return start(command, out, err, token=self._token)
         line = self._lines[command.name] = Line()
         number = line.theirs.fileno()
         process = start(
-            command, out, err, line=number, changes=self._changes, survives=self._survives
+            command,
+            out,
+            err,
+            line=number,
+            changes=self._changes,
+            survives=self._survives,
+            token=self._token,
         )
         line.started()
         return process

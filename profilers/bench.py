@@ -23,7 +23,6 @@ from .timing import RepeatPolicy, Timing, repeat
 
 _FIRST_WARM_UP_SECONDS = 0.5
 _WARM_UP_SECONDS = 0.05
-OPTIMIZERS = ("sgd", "adam", "adamw")
 
 
 class Bench:
@@ -32,7 +31,7 @@ class Bench:
     Args:
         workload: What to time.
         device: A torch device, ``cpu`` or ``cuda:N``.
-        optimizer: One of OPTIMIZERS, unless the workload brings its own.
+        optimizer: One of ``schema.optimizer.NAMES``, unless the workload brings its own.
     """
 
     def __init__(self, workload: Workload, device: str, optimizer: str) -> None:
@@ -97,6 +96,15 @@ class Bench:
         self.run_step(self.make_batch(batch_size))
         samples = repeat(lambda: self._timed(self.optimizer.step)[0], policy, time.perf_counter)
         return Timing.of(samples)
+
+    def optimizer_state(self, batch_size: int) -> dict[str, Any]:
+        """What the optimizer keeps once it has made a step: its class, and bytes of its tensors."""
+        self.run_step(self.make_batch(batch_size))
+        return {
+            "name": type(self.optimizer).__name__,
+            "is_own": self.workload.make_optimizer is not None,
+            "state_bytes": sum(map(_tensor_bytes, self.optimizer.state.values())),
+        }
 
     def held(self, batch_size: int, holder: PassHolder, repeats: int) -> list[float]:
         """Wall seconds of passes that are held to a table, as an emulated device runs them.
@@ -185,9 +193,22 @@ def move(batch: Any, device: str) -> Any:
 def _make_optimizer(name: str, parameters: list[Any]) -> Any:
     from torch import optim
 
-    if name == "sgd":
-        return optim.SGD(parameters, lr=1e-4, momentum=0.9)
-    return {"adam": optim.Adam, "adamw": optim.AdamW}[name](parameters, lr=1e-4)
+    if name in ("sgd", "sgd-momentum"):
+        return optim.SGD(parameters, lr=1e-4, momentum=0.9 if name == "sgd-momentum" else 0.0)
+    kinds = {kind.__name__.lower(): kind for kind in (
+        optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam,
+        optim.RAdam, optim.RMSprop,
+    )}  # fmt: skip
+    return kinds[name](parameters, lr=1e-4)
+
+
+def _tensor_bytes(value: Any) -> int:
+    """Bytes of all tensors in nested dicts, lists and tuples."""
+    if isinstance(value, dict):
+        return sum(map(_tensor_bytes, value.values()))
+    if isinstance(value, tuple | list):
+        return sum(map(_tensor_bytes, value))
+    return int(value.numel() * value.element_size()) if hasattr(value, "element_size") else 0
 
 
 def _described(value: object) -> str:

@@ -59,8 +59,6 @@ def read_jobs_csv(path: Path) -> Jobs:
         except ProblemError as error:
             faults.append(f"line {line}: {error.message}")
     _refuse(path, faults)
-    if not jobs:
-        raise FileError(f"{path}: holds no jobs")
     ordered = sorted(jobs, key=lambda job: job.arrival_seconds)
     names = dict.fromkeys(job.entity for job in ordered if job.entity is not None)
     entities = tuple(Entity(name=name) for name in names)

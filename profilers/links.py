@@ -43,7 +43,7 @@ class SyncOptions:
     num_devices: int = 2
     links: bool = False
     fallback_batch_size: int = 1
-    optimizer: str = "sgd"
+    optimizer: str = "sgd-momentum"
     budget_seconds: float = 8.0
 
 

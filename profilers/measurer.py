@@ -85,6 +85,14 @@ class Measurer:
         asked = dataclasses.asdict(policy)
         return Timing(**self._ask("update", batch_size=batch_size, policy=asked))
 
+    def optimizer_state(self, batch_size: int) -> dict[str, Any]:
+        """Count what the optimizer keeps after a step; see ``Bench.optimizer_state``.
+
+        Raises:
+            TargetError: The workload is at fault, or gave no answer in time.
+        """
+        return self._ask("optimizer_state", batch_size=batch_size)
+
     def hold(self, batch_size: int, passes: Sequence[PassTime], repeats: int) -> dict[str, Any]:
         """Run passes held to a table: ``seconds`` of each, and ``num_overruns``.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import __version__
 from ..schema.errors import HetflowError
+from ..schema.optimizer import OptimizerState
 from ..schema.profile import Emulation, Profile, Sync
 from . import emulated, links
 from .batch_curve import Curve, CurveLimits, measure_curve
@@ -20,6 +21,7 @@ from .targets import Target
 from .timing import Timing
 
 LAYER_REPEATS = 7
+DEFAULT_OPTIMIZER = "sgd-momentum"
 Progress = Callable[[str], None]
 
 
@@ -27,11 +29,13 @@ Progress = Callable[[str], None]
 class ProfileOptions:
     """How to profile. ``sync_devices`` below 2 leaves synchronisation unmeasured.
 
+    ``optimizer`` None measures with DEFAULT_OPTIMIZER where the target brings none, and the
+    profile says that nobody chose it.
     ``layers_at`` are the microbatch sizes to profile layers at; none leaves them out.
     """
 
     limits: CurveLimits = CurveLimits()
-    optimizer: str = "sgd"
+    optimizer: str | None = None
     sync_devices: int = 2
     links: bool = False
     command: str = ""
@@ -44,6 +48,7 @@ class _Base:
 
     curve: Curve
     update: Timing
+    optimizer: OptimizerState
     facts: dict[str, Any]
     death: str | None
     sync: Sync | None
@@ -93,7 +98,7 @@ def _measurer(target: Target, request: DeviceRequest, options: ProfileOptions) -
         target,
         device=request.torch_device,
         memory_bytes=request.local.memory_bytes,
-        optimizer=options.optimizer,
+        optimizer=options.optimizer or DEFAULT_OPTIMIZER,
     )
 
 
@@ -117,6 +122,7 @@ def _measure(
         )
         progress(f"{target.model} on {name}: optimizer update")
         update = measurer.measure_update(curve.results[0].batch_size, limits.repeats)
+        kept = measurer.optimizer_state(curve.results[0].batch_size)
         repeats = min(limits.repeats.max_repeats, LAYER_REPEATS)
         layers = []
         for size in options.layers_at:
@@ -133,6 +139,7 @@ def _measure(
     return _Base(
         curve=curve,
         update=update,
+        optimizer=_optimizer(kept, measurer.facts["weight_bytes"], options),
         facts=measurer.facts,
         death=measurer.death,
         sync=sync,
@@ -142,12 +149,22 @@ def _measure(
     )
 
 
+def _optimizer(kept: dict[str, Any], weight_bytes: int, options: ProfileOptions) -> OptimizerState:
+    """What was measured of the optimizer: the target's own goes by its class."""
+    named = options.optimizer or DEFAULT_OPTIMIZER
+    return OptimizerState(
+        name=kept["name"] if kept["is_own"] else named,
+        state_bytes_per_weight_byte=kept["state_bytes"] / weight_bytes,
+        is_default=options.optimizer is None and not kept["is_own"],
+    )
+
+
 def _sync_options(options: ProfileOptions, curve: Curve) -> links.SyncOptions:
     return links.SyncOptions(
         num_devices=options.sync_devices,
         links=options.links,
         fallback_batch_size=curve.results[0].batch_size,
-        optimizer=options.optimizer,
+        optimizer=options.optimizer or DEFAULT_OPTIMIZER,
         budget_seconds=3 * options.limits.repeats.budget_seconds,
     )
 
@@ -188,6 +205,7 @@ def _profile(
         sync=base.sync,
         emulation=emulation,
         out_of_memory_batch_size=base.curve.out_of_memory_batch_size,
+        optimizer=base.optimizer,
         provenance=provenance,
     )
 

@@ -1,6 +1,6 @@
 """Jobs, throughputs and allocations as plain tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..schema.jobs import Allocation, Jobs, Throughputs
 from ..schema.simulation import SimulationRun
@@ -67,8 +67,27 @@ def allocation_table(allocation: Allocation) -> str:
             f"{allocation.policy} ({allocation.heterogeneity})",
             grid(("job", *types, "steps/s"), rows),
             f"objective {proof.objective:.6g}, {proof.termination}, gap {gap}: {proof.method}",
+            *idle_lines(allocation),
+            *(f"left out: {name}: {why}" for name, why in allocation.left_out.items()),
         ]
     )
+
+
+def idle_lines(allocation: Allocation) -> list[str]:
+    """Which devices stand idle, and why; no line where the file does not say."""
+    idle, usable = allocation.idle_devices, allocation.usable_idle_devices or {}
+    if idle is None:
+        return []
+    if not any(idle.values()):
+        return ["idle: none"]
+    lines = [f"idle: {_devices(idle)}" + ("" if usable else ", which no job could use")]
+    if usable:
+        lines.append(f"jobs could use {_devices(usable)} of these: {allocation.idle_reason}")
+    return lines
+
+
+def _devices(numbers: Mapping[str, float]) -> str:
+    return ", ".join(f"{number:.4g} {name}" for name, number in numbers.items())
 
 
 def simulation_table(runs: Sequence[SimulationRun]) -> str:
@@ -79,15 +98,21 @@ def simulation_table(runs: Sequence[SimulationRun]) -> str:
 
 
 def _simulation_row(run: SimulationRun) -> tuple[str, ...]:
+    """Its figures; of a run without jobs there are none."""
     m = run.metrics
     name = run.policy or run.scheduler
     if run.space_sharing:
         name += " + pairs"
-    return (
+    head = (
         f"{name}{' (agnostic)' if run.heterogeneity == 'agnostic' else ''}",
         "-" if run.jobs_per_hour is None else f"{run.jobs_per_hour:g}",
         str(run.seed),
         str(m.num_jobs),
+    )
+    if not m.num_jobs:
+        return (*head, *["-"] * 8)
+    return (
+        *head,
         f"{m.average_jct_seconds / _HOUR:.3f}",
         f"{m.p99_jct_seconds / _HOUR:.2f}",
         f"{m.average_queueing_seconds / _HOUR:.3f}",

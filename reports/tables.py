@@ -112,7 +112,8 @@ def pipeline_table(plan: PipelinePlan) -> str:
     lines = [
         f"{plan.model}, global batch {plan.global_batch_size} = {plan.microbatches} microbatches "
         f"of {plan.microbatch_size}; {plan.config}, {plan.schedule}"
-        f"{', recomputation' if plan.recompute else ''}",
+        f"{', recomputation' if plan.recompute else ''}"
+        f"{'' if plan.optimizer is None else f'; memory counts {plan.optimizer}'}",
         grid(headers, rows),
         _parts_text(plan.predicted),
         f"minimised: {_MINIMISED[plan.objective]}; {_proof_text(plan.proof)}",

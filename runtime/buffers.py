@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..schema.launch import VirtualNode
+from . import peers
 
 AllReduce = Callable[[Tensor], None]
 
@@ -158,7 +158,7 @@ class VirtualNodeBuffers:
         for node, holder in enumerate(holders):
             packed = torch.cat([BufferSlot.bytes_of(slot.value_of(node)) for slot in self.slots])
             if distributed:
-                dist.broadcast(packed, src=holder)
+                peers.broadcast(packed, src=holder)
             nodes.append(self._unpacked(packed))
         return {"base": {slot.name: slot.base for slot in self.slots}, "nodes": nodes}
 

@@ -7,10 +7,12 @@ disk and renamed, so a crash leaves the earlier ones alone (Write-then-rename; V
 A pipeline's checkpoint is in parts, each of them such a folder (runtime/parts.py).
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -159,7 +161,7 @@ def write(
     """
     final = folder / name_of(header["step"])
     write_folder(final, header, encoded, tensors)
-    remove_old(folder, lambda path: path == final or path not in broken)
+    remove_old(folder, final, lambda path: path == final or path not in broken)
     return final
 
 
@@ -169,10 +171,13 @@ def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: lis
     Raises:
         FileError: The disk is full, or the folder cannot be written.
     """
-    making = final.parent / f".making-{final.name}"
+    # Nobody can foresee the name, and mkdir follows no link: where others can write to the folder,
+    # what they plant there neither blocks a checkpoint nor leads it elsewhere.
+    making = final.parent / f".making-{final.name}.{secrets.token_hex(8)}"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(making, ignore_errors=True)
+        for left in final.parent.glob(f".making-{final.name}*"):
+            _discard(left)
         making.mkdir()
         entries, digest, size = _write_tensors(making / "tensors.bin", tensors)
         body = {"schema": FORMAT, "header": header, "state": encoded, "tensors": entries}
@@ -180,7 +185,9 @@ def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: lis
         text = json.dumps({"sha256": _digest_of(body), "manifest": body}, indent=0)
         _write_flushed(making / "manifest.json", text.encode())
         flush(making)
-        if final.exists():
+        if final.is_symlink():
+            final.unlink()
+        elif final.exists():
             shutil.rmtree(final)
         making.rename(final)
         flush(final.parent)
@@ -268,12 +275,13 @@ def found(folder: Path) -> list[Path]:
     return [path for _, path in sorted(named, reverse=True)]
 
 
-def remove_old(folder: Path, is_good: Callable[[Path], bool]) -> None:
-    """Remove all that is older than the ``KEPT`` newest good checkpoints."""
+def remove_old(folder: Path, final: Path, is_good: Callable[[Path], bool]) -> None:
+    """Remove all that is older than the ``KEPT`` newest good checkpoints, save for ``final``."""
     num_good = 0
     for path in found(folder):
         if num_good == KEPT:
-            shutil.rmtree(path, ignore_errors=True)
+            if path != final:  # names that somebody planted may seem newer
+                _discard(path)
         else:
             num_good += is_good(path)
 
@@ -305,7 +313,15 @@ def set_aside(folder: Path) -> Path | None:
 def tidy(folder: Path) -> None:
     """Remove what writers left half done that were killed; call it where nobody writes."""
     for path in [*folder.glob(".making-*"), *folder.glob("step-*/.making-*")]:
-        shutil.rmtree(path, ignore_errors=True)
+        _discard(path)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder, or a link to one but not what it points at; what cannot go stays."""
+    with contextlib.suppress(OSError):
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_tensors(path: Path, tensors: list[Tensor]) -> tuple[list[dict[str, Any]], str, int]:

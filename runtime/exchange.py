@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import peers
 from .subtrees import Subtree, root_of
-
-# Newer torch has another name for it, and warns of this one.
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Exchange(Protocol):
@@ -32,7 +30,7 @@ class TwoTrees:
     """Two workers with a whole subtree each: a + b has one order, so an all-reduce will do."""
 
     def __init__(self, bucket: Tensor, group: "dist.ProcessGroup | None") -> None:
-        self._work = dist.all_reduce(bucket, group=group, async_op=True)
+        self._work = peers.all_reduce(bucket, group=group, async_op=True)
 
     def gather(self) -> None:
         """Nothing: the all-reduce does it."""
@@ -86,11 +84,11 @@ class Messages:
         size = len(self._slices)
         return [(self._rank + step) % size for step in range(1, size)]
 
-    def _send(self, tensor: Tensor, worker: int, tag: int) -> "dist.Work | None":
-        return dist.isend(tensor, self._global(worker), group=self._group, tag=tag)
+    def _send(self, tensor: Tensor, worker: int, tag: int) -> "peers.Transfer | None":
+        return peers.isend(tensor, self._global(worker), group=self._group, tag=tag)
 
-    def _receive(self, tensor: Tensor, worker: int, tag: int) -> "dist.Work | None":
-        return dist.irecv(tensor, self._global(worker), group=self._group, tag=tag)
+    def _receive(self, tensor: Tensor, worker: int, tag: int) -> "peers.Transfer | None":
+        return peers.irecv(tensor, self._global(worker), group=self._group, tag=tag)
 
     def _global(self, worker: int) -> int:
         return worker if self._group is None else dist.get_global_rank(self._group, worker)
@@ -133,7 +131,7 @@ class Collectives:
             sent = sent.cpu()  # gloo exchanges slices of host memory only
         lengths = [len(held) * length for held in names]
         self._sent, self._received = sent, sent.new_empty(sum(lengths))
-        self._work = dist.all_to_all_single(
+        self._work = peers.all_to_all_single(
             self._received,
             sent,
             output_split_sizes=lengths,
@@ -152,7 +150,7 @@ class Collectives:
         self._whole = self._bucket
         if self._own.device != self._whole.device:
             self._whole = torch.empty_like(self._whole, device=self._own.device)
-        self._work = all_gather(self._whole, self._own, group=self._group, async_op=True)
+        self._work = peers.all_gather(self._whole, self._own, group=self._group, async_op=True)
 
     def wait(self) -> None:
         """Wait for the sums of all slices."""
@@ -161,7 +159,7 @@ class Collectives:
             self._bucket.copy_(self._whole)
 
 
-def _wait(works: Sequence["dist.Work | None"]) -> None:
+def _wait(works: Sequence["peers.Transfer | None"]) -> None:
     for work in works:
         if work is not None:
             work.wait()

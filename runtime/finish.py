@@ -63,12 +63,10 @@ def _end(job: "Job") -> None:
             sys.stderr.write(f"hetflow: {error.message}\nhint: {error.hint}\n")
         except BaseException as error:
             # Python would print it and leave with exit code 0.
-            Outcome.failed = True
             code = fail_at_exit(error)
-            if not Runner.active:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
     elif job._place.distributed and not Runner.active:
         # Collectives in flight would hold the interpreter until their time limit.
         sys.stdout.flush()
@@ -113,9 +111,9 @@ def _meet(place: Place) -> None:
     The store is asked, not the group, since a worker in another collective would answer wrongly.
     """
     assert place.store is not None
-    if place.store.add("finished", 1) == place.world_size:
-        place.store.set("all finished", "1")
-    place.store.wait(["all finished"], timedelta(seconds=place.start.timeout_seconds))
+    signs = [f"finished/{rank}" for rank in range(place.world_size)]
+    place.store.set(signs[place.rank], "1")
+    place.store.wait(signs, timedelta(seconds=place.start.timeout_seconds))
 
 
 def _report(job: "Job") -> WorkerReport:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..schema.errors import TargetError
+from . import peers
 from .invariant import InvariantSum
 
 # A first bucket that is soon full lets the exchange of a small model begin within backward, as in
@@ -91,7 +92,7 @@ class GradientReducer:
         self._armed = False
         self._defer_last = False
         self._num_launched = 0
-        self._works: list[dist.Work] = []
+        self._works: list[peers.Transfer] = []
         self._used: set[int] = set()
         self._fired: set[int] = set()
         self._carried: set[int] = set()
@@ -317,7 +318,7 @@ class GradientReducer:
         if self._invariant is not None:
             self._invariant.launch(*bucket.place)
             return
-        work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        work = peers.all_reduce(bucket.flat, group=self._group, async_op=True)
         if work is not None:
             self._works.append(work)
 

@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig, WorkerSlot
+from . import peers
 from .devices import device_type_name
 from .elastic.control import Control
 from .environment import DEVICE_TYPE, Start, assign_slots
 from .handover import wait_for_turn
+from .launch_token import prefix_of, take_token
+from .peers import SharedStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Place:
     device: torch.device
     rank: int = 0
     world_size: int = 1
-    store: Store | None = None
+    store: SharedStore | None = None
     control: Control | None = None
     is_outside: bool = False
 
@@ -124,7 +127,7 @@ def subgroup(
     ``torch.distributed.new_group`` by itself takes half an hour, whatever the default group has.
     """
     limit = timedelta(seconds=place.start.timeout_seconds)
-    made: dist.ProcessGroup = dist.new_group(
+    made: dist.ProcessGroup = peers.new_group(
         None if ranks is None else list(ranks), timeout=limit, backend=backend
     )
     return made
@@ -143,7 +146,7 @@ def enter_generation(place: Place, message: dict[str, Any], control: Control) ->
     start = replace(place.start, config=config, rank=rank, world_size=config.world_size, joins=None)
     control.generation = message["generation"]
     with control.connections.opening():
-        store = PrefixStore(f"generation/{control.generation}", _connect(start))
+        store = _connect(start).under(f"generation/{control.generation}")
         _Jobs.opened = max(_Jobs.opened, 1)
         if config.world_size > 1:
             _init_group(rank, place.device, start, store)
@@ -167,7 +170,7 @@ def enter_handover(place: Place, message: dict[str, Any], control: Control) -> N
     rank = message["ranks"].get(control.worker, size - 1)
     start = replace(place.start, world_size=size)
     with control.connections.opening():
-        store = PrefixStore(f"handover/{message['generation']}", _connect(start))
+        store = _connect(start).under(f"handover/{message['generation']}")
         _init_group(rank, place.device, start, store)
 
 
@@ -188,28 +191,31 @@ def close_group() -> None:
     _Jobs.own_group = False
 
 
-def _connect(start: Start, number: int = 0) -> Store:
+def _connect(start: Start, number: int = 0) -> SharedStore:
     """The store of the launcher; under srun or Kubernetes the first process holds it.
 
     ``number`` is the job's in this process.
     """
     assert start.address is not None
     held_outside = start.is_slot or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = TCPStore(
+    holds = not held_outside and start.rank == 0
+    # Where this process holds it, a port that is taken is no loss of anybody.
+    make = TCPStore if holds else peers.guarded("store", TCPStore)
+    store = make(
         start.address,
         start.port or 0,
         world_size=None,
-        is_master=not held_outside and start.rank == 0,
+        is_master=holds,
         timeout=timedelta(seconds=start.timeout_seconds),
         wait_for_workers=False,
     )
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     # The launcher reads the first job's keys; a script that prepares two models has two jobs.
     job = f"/job{number}" if number else ""
-    return PrefixStore(f"hetflow/{restarts}{job}", store)
+    return SharedStore(store).under(prefix_of(take_token())).under(f"hetflow/{restarts}{job}")
 
 
-def _slot_of(start: Start, store: Store) -> int:
+def _slot_of(start: Start, store: SharedStore) -> int:
     if start.is_slot:
         return start.rank
     assert start.config is not None
@@ -265,7 +271,7 @@ def _cuda_index(start: Start) -> int | None:
     return start.local_rank if start.local_rank < number else 0
 
 
-def _init_group(rank: int, device: torch.device, start: Start, store: Store) -> None:
+def _init_group(rank: int, device: torch.device, start: Start, store: SharedStore) -> None:
     """Initialise the default group, unless an earlier job or the script has."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -278,9 +284,9 @@ def _init_group(rank: int, device: torch.device, start: Start, store: Store) -> 
         return
     store.set(f"device/{rank}", json.dumps(_identity(device)))
     identities = _read_all(store, "device", start.world_size)
-    dist.init_process_group(
+    peers.init_process_group(
         backend=choose_backend(identities),
-        store=PrefixStore("group", store),
+        store=store.under("group").of_torch,
         rank=rank,
         world_size=start.world_size,
         timeout=timedelta(seconds=start.timeout_seconds),
@@ -302,5 +308,5 @@ def _identity(device: torch.device) -> str | None:
     return f"{socket.gethostname()}/{getattr(properties, 'uuid', device.index)}"
 
 
-def _read_all(store: Store, name: str, number: int) -> list[Any]:
+def _read_all(store: SharedStore, name: str, number: int) -> list[Any]:
     return [json.loads(store.get(f"{name}/{rank}")) for rank in range(number)]

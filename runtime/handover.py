@@ -8,7 +8,10 @@ the others go on from the parts. Nothing here imports torch.
 import signal
 import time
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .peers import SharedStore
 
 SIGNAL = signal.SIGUSR1
 STOPPED_EXIT_CODE = 128 + signal.SIGTERM  # of a worker that was asked to save and leave
@@ -25,17 +28,17 @@ def key(generation: int, name: str) -> str:
     return f"hetflow/{generation}/{name}"
 
 
-def wait_for_turn(store: Any) -> None:
+def wait_for_turn(store: "SharedStore") -> None:
     """Wait until the workers before have written their parts and left."""
     store.add(READY, 1)
     store.wait([GO], _FOREVER)
 
 
-def tell_stopped(store: Any) -> None:
+def tell_stopped(store: "SharedStore") -> None:
     """The last step before a handover is over."""
     store.set(STOPPED_AT, str(time.monotonic()))
 
 
-def tell_training(store: Any) -> None:
+def tell_training(store: "SharedStore") -> None:
     """This worker stands where its state is from."""
     store.add(TRAINING, 1)

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..schema.errors import TargetError
+from . import peers
 from .buffers import VirtualNodeBuffers
 from .data import (
     Batch,
@@ -198,11 +198,11 @@ class Job:
         if not self._place.distributed:
             return order
         length = torch.tensor(len(order), device=self.device)
-        dist.broadcast(length, src=0)
+        peers.broadcast(length, src=0)
         drawn = torch.zeros(int(length), dtype=torch.int64, device=self.device)
         if self.is_main:
             drawn.copy_(torch.tensor(order))
-        dist.broadcast(drawn, src=0)
+        peers.broadcast(drawn, src=0)
         found: list[int] = drawn.tolist()
         return found
 

@@ -75,4 +75,5 @@ def lower(
         seed=seed,
         emulated=plan.emulated,
         determinism=determinism,
+        optimizer=plan.optimizer,
     )

@@ -42,6 +42,7 @@ def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
         global_batch_size=plan.global_batch_size,
         seed=seed,
         pipeline=work,
+        optimizer=plan.optimizer,
         workers=tuple(
             WorkerSlot(
                 rank=rank,

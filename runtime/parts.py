@@ -87,7 +87,7 @@ def write(
             hint="earlier checkpoints are untouched; free space or give another --checkpoint",
         ) from None
     checkpoint.remove_old(
-        folder, lambda path: (path == whole or path not in broken) and is_complete(path)
+        folder, whole, lambda path: (path == whole or path not in broken) and is_complete(path)
     )
 
 

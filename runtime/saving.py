@@ -76,11 +76,11 @@ class Checkpoints:
         if place.rank == 0:
             return self._choose()
         assert place.store is not None
-        name = place.store.get(FOUND).decode()
+        name = place.store.get(FOUND)
         if name == _NONE:
             return None
         if name == _REFUSED:
-            message, _, hint = place.store.get(_REFUSED).decode().partition("\n")
+            message, _, hint = place.store.get(_REFUSED).partition("\n")
             raise TargetError(message, hint=hint or None)
         try:
             return self._reader()(self._folder / name)

@@ -4,11 +4,11 @@ import hashlib
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig
+from . import peers
 from .group import Place
 
 
@@ -90,7 +90,7 @@ def broadcast_state(
 
 def _broadcast(tensor: Tensor) -> None:
     dense = tensor.contiguous()
-    dist.broadcast(dense, src=0)
+    peers.broadcast(dense, src=0)
     if dense.data_ptr() != tensor.data_ptr():
         tensor.copy_(dense)
 
@@ -108,7 +108,7 @@ def _check_same_shapes(named: dict[str, Tensor], place: Place) -> None:
     text = "".join(f"{name}\0{t.dtype}\0{tuple(t.shape)}\n" for name, t in named.items())
     own = hashlib.sha256(text.encode()).hexdigest()
     place.store.set(f"model/{place.rank}", own)
-    if place.store.get("model/0").decode() != own:
+    if place.store.get("model/0") != own:
         raise TargetError(
             f"worker {place.rank} built another model than worker 0 (names, types or shapes)",
             hint="build the same model on every worker; hetflow equalises the values, not shapes",

@@ -8,6 +8,8 @@ from .environment import read_environment
 from .group import join
 from .job import Job
 from .lower import check_pipeline_level
+from .optimizer_state import warning_of
+from .saving import say
 from .setup import check_model, place_model
 
 
@@ -40,6 +42,7 @@ def prepare(
     """
     check_model(model)
     start = read_environment()
+    warning = warning_of(optimizer, start.config.optimizer if start.config else None)
     place = join(start, place_model(model, start.config, device))
     check_level(model, start.determinism, place)
     apply_level(start.determinism)
@@ -51,5 +54,7 @@ def prepare(
         job: Job = PipelineJob(model, optimizer, place, start.config.pipeline, seed=seed)
     else:
         job = Job(model, optimizer, place, seed=seed, overlap=overlap)
+    if warning is not None:
+        say(job, warning)
     job._go_on()
     return job

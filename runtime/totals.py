@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..schema.errors import TargetError
+from . import peers
 from .gradients import GradientReducer
 from .group import Place
 
@@ -113,7 +114,7 @@ class StepTotals:
         return wait()
 
     def _start(self, sums: Tensor) -> Callable[[], Tensor]:
-        work = dist.all_reduce(sums, async_op=True) if self._place.distributed else None
+        work = peers.all_reduce(sums, async_op=True) if self._place.distributed else None
 
         def wait() -> Tensor:
             if work is not None:
@@ -209,12 +210,12 @@ class StepTotals:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor in place over the workers."""
-        dist.all_reduce(tensor)
+        peers.all_reduce(tensor)
 
     def meet(self) -> None:
         """Wait until all workers are here."""
         if self._place.distributed:
-            dist.all_reduce(torch.zeros(1, device=self._place.device))
+            peers.all_reduce(torch.zeros(1, device=self._place.device))
 
     def check_same_length(self, length: int) -> None:
         """Refuse an epoch whose length differs between workers: it would hang.
@@ -225,7 +226,7 @@ class StepTotals:
         if not self._place.distributed:
             return
         ends = torch.tensor([length, -length], dtype=torch.int64, device=self._place.device)
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+        peers.all_reduce(ends, op=dist.ReduceOp.MAX)
         most, least = int(ends[0]), -int(ends[1])
         if most != least:
             raise TargetError(

@@ -18,12 +18,11 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
-from ..schema.errors import HetflowError
+from ..schema.errors import HetflowError, PeerLostError
+from .blame import is_lost_peer, may_be_echo
 from .elastic.control import Control
 from .environment import DETERMINISM, FAILURE, SEED
-
-_OF_THE_GROUP = ("DistBackendError", "DistNetworkError", "DistStoreError")
-_PEER_LOST = ("connection reset", "connection closed", "broken pipe", "gloo", "nccl")
+from .launch_token import take_token
 
 
 class Runner:
@@ -39,6 +38,7 @@ def main(arguments: list[str]) -> None:
     Runner.active, code = True, Runner.code
     # Registered first, so it runs last: after everything the script registered.
     atexit.register(_leave_at_once_if_failed, code)
+    take_token()
     Control.of_process()  # its heart beats from here on, however long the script takes to prepare
     _seed_script()
     try:
@@ -131,6 +131,8 @@ def _mark_failed(error: BaseException, code: int) -> None:
             "exit_code": code,
             "hint": getattr(error, "hint", None) if isinstance(error, HetflowError) else None,
             "lost_peer": is_lost_peer(error),
+            "may_be_echo": may_be_echo(error),
+            "timed_out": isinstance(error, PeerLostError) and error.timed_out,
         }
         with contextlib.suppress(OSError):  # such as a full disk
             Path(path).write_text(json.dumps(described), encoding="utf-8")
@@ -151,14 +153,6 @@ def _where(error: HetflowError) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if ours not in f.filename]
     own = [f for f in frames if f.filename != runpy.__file__]
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Whether this worker failed only because another was gone."""
-    if type(error).__name__ in _OF_THE_GROUP:
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _PEER_LOST)
 
 
 def _print(error: BaseException) -> None:

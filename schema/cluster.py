@@ -116,6 +116,17 @@ class Cluster:
             inter_bytes_per_second=self.inter_bytes_per_second,
         )
 
+    @property
+    def server_numbers(self) -> tuple[tuple[int, ...], ...] | None:
+        """The number of the server that each entry of ``sizes`` is on [types][servers]."""
+        if self.num_servers == 1:
+            return None
+        each = [group.devices for group in self.servers for _ in range(group.count)]
+        return tuple(
+            tuple(number for number, devices in enumerate(each) if name in devices)
+            for name in self.num_devices
+        )
+
     @classmethod
     def parse(cls, text: str) -> "Cluster":
         """Read a ``--gpus`` specification.

@@ -8,6 +8,7 @@
     |-- TargetError         a model or script that cannot be loaded or run
     |-- InfeasibleError     exit 3: no plan exists; says what to relax, and by how much
     |-- BackendError        exit 1: a solver library misbehaved
+    |-- PeerLostError       exit 1: another worker is gone, found in an exchange of the runtime
     `-- LaunchError         a worker failed: exits with the worker's own code
 """
 
@@ -50,6 +51,21 @@ class BackendError(HetflowError):
     """A solver library answered something it must not."""
 
     exit_code = 1
+
+
+class PeerLostError(HetflowError):
+    """Another worker is gone: an exchange of the runtime failed.
+
+    Args:
+        message: What failed, and what torch said.
+        timed_out: Whether the other may be there, but did not come within the time limit.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 class LaunchError(HetflowError):

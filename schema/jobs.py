@@ -210,7 +210,8 @@ class AllocationProblem:
 
     ``heterogeneity`` agnostic replaces each job's throughputs by one flat value. ``placement``
     mixed offers consolidated and unconsolidated devices as separate choices, the former limited
-    to ``consolidated_devices``. ``budget_dollars`` is B of thesis 6.4.3.
+    to ``consolidated_devices``. ``budget_dollars`` is B of thesis 6.4.3. There may be no jobs,
+    or jobs that fit nowhere: these are left out of the answer, which names them.
     """
 
     jobs: Jobs
@@ -224,33 +225,42 @@ class AllocationProblem:
     budget_dollars: PositiveRate | None = None
 
     def __post_init__(self) -> None:
-        if not self.jobs.jobs:
-            raise ProblemError("there are no jobs to allocate; give at least one")
         if not self.num_devices:
             raise ProblemError("the pool is empty; give at least one device type")
-        rates = {(entry.model, entry.scale_factor): entry for entry in self.throughputs.models}
+        rates = self._rates()
         for job in self.jobs.jobs:
-            self._refuse_hopeless(job, rates)
+            key = (job.model, job.scale_factor)
+            if key not in rates and job.scale_factor <= self._largest and not self._mixes(job):
+                raise ProblemError(no_throughput(job, list(rates)))
 
-    def _refuse_hopeless(self, job: Job, rates: Mapping[tuple[str, int], ModelThroughput]) -> None:
-        largest = max(self.num_devices.values())
-        mixes = [m for m in self.throughputs.mixes if self._offers(m, job)]
-        if job.scale_factor > largest and not mixes:
-            raise ProblemError(
-                f"job {job.id!r} asks for {job.scale_factor} devices of one type, but the pool "
-                f"has at most {largest}; lower its scale_factor or grow the pool"
+    def why_left_out(self, job: Job) -> str | None:
+        """Why a job fits nowhere in the pool, however empty it is; None where it fits."""
+        if self._mixes(job):
+            return None
+        if job.scale_factor > self._largest:
+            return (
+                f"it asks for {job.scale_factor} devices of one type, but the pool "
+                f"has at most {self._largest}; lower its scale_factor or grow the pool"
             )
-        entry = rates.get((job.model, job.scale_factor))
-        if entry is None and not mixes:
-            raise ProblemError(no_throughput(job, list(rates)))
-        if not mixes and not any(self._runs(job, entry, name) for name in self.num_devices):
-            known = [] if entry is None else [n for n, r in entry.steps_per_second.items() if r > 0]
-            where = f" (its throughputs are for {', '.join(known)})" if known else ""
-            raise ProblemError(
-                f"job {job.id!r} ({job.model} x{job.scale_factor}) runs on none of "
-                f"{', '.join(self.num_devices)}{where}; add a device type that fits it or drop "
-                "the job"
-            )
+        entry = self._rates().get((job.model, job.scale_factor))
+        if any(self._runs(job, entry, name) for name in self.num_devices):
+            return None
+        known = [] if entry is None else [n for n, r in entry.steps_per_second.items() if r > 0]
+        where = f" (its throughputs are for {', '.join(known)})" if known else ""
+        return (
+            f"{job.model} x{job.scale_factor} runs on none of {', '.join(self.num_devices)}"
+            f"{where}; add a device type that fits it or drop the job"
+        )
+
+    @property
+    def _largest(self) -> int:
+        return max(self.num_devices.values())
+
+    def _rates(self) -> dict[tuple[str, int], ModelThroughput]:
+        return {(entry.model, entry.scale_factor): entry for entry in self.throughputs.models}
+
+    def _mixes(self, job: Job) -> list[MixThroughput]:
+        return [mix for mix in self.throughputs.mixes if self._offers(mix, job)]
 
     def _offers(self, mix: MixThroughput, job: Job) -> bool:
         if (mix.model, mix.scale_factor) != (job.model, job.scale_factor):
@@ -333,7 +343,16 @@ class Allocation:
     """Time fractions: ``x[job][column]``; a column that is absent is 0.
 
     A column is a device type, ``TYPE/unconsolidated``, or a mix such as ``2xV100+8xP100``.
-    ``throughputs`` are the effective ones, in steps per second (thesis 5.3.1).
+    ``throughputs`` are the effective ones, in steps per second (thesis 5.3.1). ``space_sharing``,
+    ``placement`` and ``budget_dollars`` are what was asked; None in older files, and of the budget
+    where there was none. ``left_out`` says of each job that fits nowhere in the pool why; it has no
+    row.
+
+    ``fill`` says how what the policy's optimum leaves idle was shared out: lexicographically (the
+    certificate's ``levels`` prove it), or None: not at all. ``idle_devices`` (device type ->
+    number) still stand idle; ``usable_idle_devices`` of them could speed a job up, each type
+    looked at alone, and ``idle_reason`` says why they stand idle all the same. The first two are
+    None in files from before they were stated.
     """
 
     schema: Literal["hetflow.allocation/1"] = "hetflow.allocation/1"
@@ -343,6 +362,14 @@ class Allocation:
     pairs: tuple[PairShare, ...] = ()
     throughputs: dict[str, Rate]
     certificate: Certificate
+    space_sharing: bool | None = None
+    placement: Placement | None = None
+    budget_dollars: PositiveRate | None = None
+    left_out: dict[Name, str] = Field(default_factory=dict)
+    fill: Literal["lexicographic"] | None = None
+    idle_devices: dict[str, Rate] | None = None
+    usable_idle_devices: dict[str, Rate] | None = None
+    idle_reason: str | None = None
     provenance: dict[str, Any] | None = None
 
 

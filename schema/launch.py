@@ -4,6 +4,7 @@ from typing import Literal
 
 from .errors import ProblemError
 from .layer_trace import LayerTrace
+from .optimizer import OptimizerState
 from .plan import EmulatedDevice
 from .records import Count, Index, Name, Seconds, record, register_keys
 
@@ -74,7 +75,10 @@ class PipelineWork:
 
 @record
 class LaunchConfig:
-    """Who runs what. Ranks follow the plan's order of groups, never the order of hosts."""
+    """Who runs what. Ranks follow the plan's order of groups, never the order of hosts.
+
+    ``optimizer`` is the one whose state the plan counted; workers hold the script's to it.
+    """
 
     schema: Literal["hetflow.launch/1"] = "hetflow.launch/1"
     model: Name
@@ -84,6 +88,7 @@ class LaunchConfig:
     emulated: tuple[EmulatedDevice, ...] = ()
     determinism: Determinism = "none"
     pipeline: PipelineWork | None = None
+    optimizer: OptimizerState | None = None
 
     def __post_init__(self) -> None:
         if [slot.rank for slot in self.workers] != list(range(len(self.workers))):

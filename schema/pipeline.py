@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from .errors import ProblemError
 from .layer_trace import LayerTrace
+from .optimizer import OptimizerState
 from .plan import Prediction, Proof
 from .records import (
     Bytes,
@@ -74,7 +75,8 @@ class DevicePool:
 
     ``levels`` go from the lowest up: servers of 4 devices, 4 of them, are 4 at the bandwidth
     inside a server, then 4 at the network's. ``update_seconds`` is one optimizer update of the
-    whole model. ``memory_bytes`` None sets no limit.
+    whole model. ``memory_bytes`` is a device's memory; None sets no limit. ``workspace_bytes`` of
+    it are set aside on every device for what the dearest layer's passes need for a while.
     """
 
     device_type: Name
@@ -83,10 +85,16 @@ class DevicePool:
     backward_seconds: tuple[Seconds, ...]
     update_seconds: Seconds = 0.0
     memory_bytes: PositiveBytes | None = None
+    workspace_bytes: Bytes = 0
 
     def __post_init__(self) -> None:
         if not self.levels:
             raise ProblemError(f"{self.device_type}: a pool needs at least one level of devices")
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """What stages may fill of a device: its memory without the workspace."""
+        return None if self.memory_bytes is None else self.memory_bytes - self.workspace_bytes
 
     @property
     def num_devices(self) -> int:
@@ -112,8 +120,10 @@ class PipelineProblem:
             run of devices in the order of the topology, so that 15-1 on 4x4 can be found.
         workers: Whether every device must be used, as the recurrence reads.
         recompute: None chooses: without, unless it does not fit or is slower.
-        state_bytes_per_weight_byte: Gradients and optimizer state: 1 for plain SGD, 2 with
-            momentum, 3 for Adam. Weight versions are counted apart, by schedule.
+        optimizer: Whose state every replica keeps. Gradients, one copy, and weight versions, by
+            schedule, are counted apart.
+        link_bytes_per_second: What links that the pool does not state were said to be; the plan
+            repeats it.
         count_boundaries: Off only to compare with runs of the released optimizer in which
             transfers between stages were ignored.
         cut_rule: ``edges`` counts what crosses a cut from the graph's edges; ``released`` does it
@@ -134,6 +144,8 @@ class PipelineProblem:
     pools: tuple[DevicePool, ...]
     microbatch_size: Count
     num_microbatches: Count
+    optimizer: OptimizerState
+    link_bytes_per_second: PositiveRate | None = None
     edges: tuple[tuple[Index, Index], ...] | None = None
     inter_bytes_per_second: PositiveRate | None = None
     schedule: PlannedSchedule = "1f1b"
@@ -142,7 +154,6 @@ class PipelineProblem:
     workers: WorkerCount = "at_most"
     replication: bool = True
     recompute: bool | None = False
-    state_bytes_per_weight_byte: Seconds = 1.0
     count_boundaries: bool = True
     cut_rule: CutRule = "edges"
     num_stages: Count | None = None
@@ -408,7 +419,9 @@ class PipelinePlan:
     The proof's objective is seconds per step where ``objective`` is ``step``, else seconds per
     input (microbatch) of the slowest stage or boundary.
     ``noam`` is NUM_OPT_ACTIVE_MINIBATCHES per input-stage replica (thesis 2.4.2). ``trace`` says
-    how the profile found the layers; None is torch.fx.
+    how the profile found the layers; None is torch.fx. ``optimizer`` is the one whose state
+    ``memory_bytes`` counts, None in older plans, which counted none. ``link_bytes_per_second`` is
+    what was said of links that the pool does not state.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -427,6 +440,8 @@ class PipelinePlan:
     solved: Solved
     workers: WorkerCount = "at_most"
     objective: Objective = "bottleneck"
+    optimizer: OptimizerState | None = None
+    link_bytes_per_second: PositiveRate | None = None
     trace: LayerTrace | None = None
     provenance: dict[str, Any] | None = None
 

@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from .errors import ProblemError
+from .optimizer import OptimizerState
 from .records import Count, Name, PositiveRate, PositiveSeconds, Seconds, record, register_keys
 
 
@@ -103,7 +104,8 @@ class Alternative:
 class SplitPlan:
     """A global batch split over devices (VirtualFlow 5.1).
 
-    ``uniform_virtual_nodes`` is N where the plan was asked for N equal virtual nodes.
+    ``uniform_virtual_nodes`` is N where the plan was asked for N equal virtual nodes;
+    ``optimizer`` is the one whose state its memory counts, None where nobody knows.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -118,6 +120,7 @@ class SplitPlan:
     est: EstEstimate | None = None
     alternatives: tuple[Alternative, ...] = ()
     emulated: tuple[EmulatedDevice, ...] = ()
+    optimizer: OptimizerState | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

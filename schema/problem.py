@@ -1,6 +1,7 @@
 """Problems: what a solver is asked, typed. One class a solver."""
 
 from .errors import ProblemError
+from .optimizer import OptimizerState
 from .profile import BatchPoint, Sync
 from .records import Bytes, Count, Name, PositiveRate, Seconds, record
 
@@ -34,13 +35,15 @@ class SplitProblem:
 
     ``virtual_nodes`` None is the free regime: each used device takes one size of its curve and
     a whole number of virtual nodes. An integer N is the uniform regime: N virtual nodes of
-    ``global_batch_size / N`` samples each.
+    ``global_batch_size / N`` samples each. ``optimizer`` is the one whose state was counted where
+    the memory limit was applied; None where nobody knows.
     """
 
     model: Name
     global_batch_size: Count
     devices: tuple[DeviceOption, ...]
     virtual_nodes: Count | None = None
+    optimizer: OptimizerState | None = None
 
     def __post_init__(self) -> None:
         names = [option.device_type for option in self.devices]

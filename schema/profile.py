@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from .errors import ProblemError
 from .layer_trace import LayerTrace
+from .optimizer import OptimizerState
 from .records import (
     Bytes,
     Count,
@@ -121,7 +122,9 @@ class Profile:
 
     ``out_of_memory_batch_size`` is the smallest profiled size that did not fit, where one was
     found. ``weight_bytes`` is also the number of gradient bytes to synchronise. ``more_layers``
-    are the layers of ``layers`` at further microbatch sizes.
+    are the layers of ``layers`` at further microbatch sizes. ``optimizer`` is what
+    ``update_seconds`` and ``peak_memory_bytes`` were measured with; None where the file, an older
+    or a foreign one, does not say.
     """
 
     schema: Literal["hetflow.profile/1"] = "hetflow.profile/1"
@@ -136,6 +139,7 @@ class Profile:
     sync: Sync | None = None
     emulation: Emulation | None = None
     out_of_memory_batch_size: Count | None = None
+    optimizer: OptimizerState | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -26,6 +26,8 @@ MeasuredSeconds = Annotated[float, Field(ge=0, le=1e12)]  # 30,000 years
 PositiveMeasuredSeconds = Annotated[float, Field(gt=0, le=1e12)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 PositiveRate = Annotated[float, Field(gt=0)]
+Ratio = Annotated[float, Field(ge=0, le=1e6)]
+"""Of two quantities of one unit."""
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 _CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)

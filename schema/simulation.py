@@ -2,6 +2,8 @@
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from .records import Count, Index, Name, PositiveSeconds, Seconds, record, register_keys
 
 
@@ -67,9 +69,12 @@ class Span:
 
 @record
 class SimulationMetrics:
-    """The figures that the papers report; dollars are None where prices are unknown."""
+    """The figures that the papers report; dollars are None where prices are unknown.
 
-    num_jobs: Count
+    Of a run without jobs all are 0.
+    """
+
+    num_jobs: Index
     average_jct_seconds: Seconds
     median_jct_seconds: Seconds
     p99_jct_seconds: Seconds
@@ -89,7 +94,11 @@ class SimulationMetrics:
 
 @record
 class SimulationRun:
-    """One simulated run: what was asked, the figures, and every job where it was asked for."""
+    """One simulated run: what was asked, the figures, and every job where it was asked for.
+
+    ``left_out`` says of each job that fits nowhere in the pool why. ``num_failures`` counts devices
+    that failed one at a time, ``num_server_failures`` servers with all of theirs.
+    """
 
     schema: Literal["hetflow.simulation/1"] = "hetflow.simulation/1"
     trace: Name
@@ -103,6 +112,8 @@ class SimulationRun:
     num_rounds: Index
     num_allocations: Index
     num_failures: Index = 0
+    num_server_failures: Index = 0
+    left_out: dict[Name, str] = Field(default_factory=dict)
     metrics: SimulationMetrics
     jobs: tuple[JobOutcome, ...] = ()
     spans: tuple[Span, ...] = ()

@@ -7,7 +7,7 @@ Mechanisms (``rounds``, ``fair_share``, ``proposals``) are separate from policie
 from .allocators import allocator_named
 from .cases import SCHEDULERS, Case, report, run_case, sweep
 from .draws import TraceOptions, draw_jobs
-from .failures import FailureOptions
+from .failures import FailureOptions, Layout
 from .fair_share import FairShareOptions, simulate_fair_share
 from .metrics import summarise
 from .mixes import split_throughput
@@ -23,6 +23,7 @@ __all__ = [
     "Case",
     "FailureOptions",
     "FairShareOptions",
+    "Layout",
     "Pool",
     "ProposalOptions",
     "RoundOptions",

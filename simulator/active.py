@@ -1,5 +1,7 @@
 """The jobs present, as arrays with room to spare."""
 
+import copy
+
 import numpy as np
 
 from ..schema.jobs import Job
@@ -60,7 +62,10 @@ class Active:
     [columns, jobs]; ``left`` steps to run, ``weight``, ``isolated`` seconds of t^isolated so far,
     ``started`` the second of the first start or -1, ``scale``, ``last_type`` of the last round,
     ``kind`` the number of the (model, scale factor), ``restarts`` how many since [jobs].
-    ``given_up`` are ids of jobs whose SLO the policy could not keep.
+    ``given_up`` are ids of jobs whose SLO the policy could not keep. ``capacity`` [types] are the
+    devices that are up, and ``consolidated`` how many of them jobs can hold consolidated (None:
+    it does not count): what policies share. ``waiting`` are ids of jobs that do not fit in that,
+    in what ``only`` shows.
 
     All stand in blocks (``pairs``, ``floats``, ``ints``) with ``room`` for more jobs. A job may
     ``leave`` before its place is swept; ``present`` counts those who did not.
@@ -78,6 +83,9 @@ class Active:
             pool: Devices and throughputs.
         """
         self.pool = pool
+        self.capacity = pool.capacity
+        self.consolidated = pool.consolidated
+        self.waiting: frozenset[str] = frozenset()
         self.jobs: list[Job] = []
         self.alone: list[float] = []
         self.kinds: dict[tuple[str, int], int] = {}
@@ -129,6 +137,21 @@ class Active:
             self.ints[:, i] = (job.scale_factor, NOWHERE, kind, 0)
             self.alone.append(job.steps / self._isolated_rate_of(kind, job.scale_factor))
             self._count(kind, 1)
+
+    def only(self, places: Ints) -> "Active":
+        """A copy with the jobs at some places alone, for a policy to look at.
+
+        ``present`` counts all jobs all the same: t^isolated is about 1/n of the cluster.
+        """
+        part = copy.copy(self)
+        kept = places.tolist()
+        part.jobs = [self.jobs[place] for place in kept]
+        part.alone = [self.alone[place] for place in kept]
+        part.waiting = frozenset({job.id for job in self.jobs} - {job.id for job in part.jobs})
+        part.pairs = self.pairs.take(places, axis=2)
+        part.floats, part.ints = self.floats.take(places, axis=1), self.ints.take(places, axis=1)
+        part.room = len(kept)
+        return part
 
     def _kind_of(self, job: Job) -> int:
         key = (job.model, job.scale_factor)

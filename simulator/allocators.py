@@ -25,7 +25,8 @@ from .warm_las import WarmLas
 class PolicyAllocator:
     """Any policy of ``solvers.allocation``, solved anew each time.
 
-    Of several optima: the one that ``solvers.allocation.solve`` states.
+    The bare optimum, as Gavel's simulator has it: what it leaves idle the mechanism gives away. Of
+    several optima: the one that ``solvers.allocation.solve`` states.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class PolicyAllocator:
         self.shares_space, self.entities = shares_space, entities
         self._node = {entity.name: i for i, entity in enumerate(entities)}
         self.policy, self.agnostic, self.blind = policy, agnostic, blind
-        self.name = policy.name
+        self.name, self.leaves_idle = policy.name, bool(policy.leaves_idle)
         self._isolated_rate: dict[str, tuple[float, float]] = {}
 
     def allocate(self, active: Active, now_seconds: float) -> Shares:
@@ -62,12 +63,12 @@ class PolicyAllocator:
 
     def _instance(self, active: Active, now_seconds: float) -> Instance:
         pool, hourly = active.pool, active.pool.hourly()
-        types = len(pool.types)
+        types, capacity = len(pool.types), active.capacity.astype(float)
         rate = active.rate[:types].T
         isolated = active.isolated_rate()
         if self.blind:
             known = np.where(rate[:, 0] > 0, rate[:, 0], rate.max(axis=1))
-            rate = np.where(active.scale[:, None] <= pool.capacity, known[:, None], 0.0)
+            rate = np.where(active.scale[:, None] <= capacity, known[:, None], 0.0)
             # It believes this of the past too: steps made took less time alone than they did.
             isolated = isolated_rate(rate, active.scale.astype(float), pool.capacity.astype(float))
         self._count_isolated(active, isolated)
@@ -93,7 +94,7 @@ class PolicyAllocator:
         instance = make_instance(
             rate=rate,
             scale=active.scale.astype(float),
-            capacity=pool.capacity.astype(float),
+            capacity=capacity,
             columns=pool.types,
             **given,
         )
@@ -102,7 +103,9 @@ class PolicyAllocator:
         if self.shares_space:
             kind, rates = pair_table(active)
             instance = replace(instance, kind=kind, pair_rate=rates)
-        return instance.flat() if self.agnostic and not self.blind else instance
+        instance = instance.flat() if self.agnostic and not self.blind else instance
+        # A type without a device up runs nobody; its limit of 0 leaves a program no interior.
+        return replace(instance, capacity=np.where(instance.capacity > 0, instance.capacity, 1.0))
 
     def _count_isolated(self, active: Active, isolated: Floats) -> None:
         """Add to t^isolated what the steps since the last call would have taken in isolation."""
@@ -112,22 +115,28 @@ class PolicyAllocator:
             before = self._isolated_rate.get(job.id)
             if before is not None:
                 active.isolated[i] += (before[0] - left[i]) / before[1]
-        self._isolated_rate = {
+        waits = {
+            id_: self._isolated_rate[id_] for id_ in active.waiting & self._isolated_rate.keys()
+        }
+        self._isolated_rate = waits | {
             job.id: (left[i], rates[i]) for i, job in enumerate(active.jobs)
-        }  # fmt: skip
+        }
 
 
 def _with_columns(instance: Instance, active: Active) -> Instance:
     """The mixes, or the unconsolidated types and the limit on consolidated ones, besides."""
     pool, rate = active.pool, active.rate.T
     best = rate.max(axis=1)
-    resources, capacity = pool.limits(pool.capacity)
+    resources, capacity = pool.limits(active.capacity, active.consolidated)
+    usage = np.where(pool.is_mix == 1, 1.0, active.scale[:, None])
+    fits = (usage[:, None, :] * resources <= capacity[:, None]).all(axis=1)
+    rate = np.where(fits, rate, 0.0)
     close = [name + CONSOLIDATED for name in pool.types]
     return replace(
         instance,
         columns=pool.columns,
         rate=rate,
-        usage=np.where(pool.is_mix == 1, 1.0, active.scale[:, None]),
+        usage=usage,
         resources=resources.astype(float),
         capacity=capacity.astype(float),
         resource_names=(*pool.types, *close)[: len(capacity)],

@@ -21,7 +21,7 @@ class AlloX:
     types * (jobs + devices) columns.
     """
 
-    name, agnostic, shares_space = "allox", False, False
+    name, agnostic, shares_space, leaves_idle = "allox", False, False, False
 
     def __init__(self, alpha: float = 1.0) -> None:
         """Start empty.
@@ -46,9 +46,12 @@ class AlloX:
             )
         here = [job.id for job in active.jobs]
         self._type = {id_: self._type[id_] for id_ in here if id_ in self._type}
-        free = active.pool.capacity.copy()
-        for kind in self._type.values():
-            free[kind] -= 1
+        free = active.capacity.copy()
+        for id_, kind in list(self._type.items()):
+            if free[kind] > 0:
+                free[kind] -= 1
+            else:  # fewer devices are up than ran jobs: the last to come waits again
+                del self._type[id_]
         waiting = [i for i, id_ in enumerate(here) if id_ not in self._type]
         devices = int(free.sum())
         waiting = waiting[: max(devices, int(self.alpha * len(waiting)))]

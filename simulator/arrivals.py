@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 
-from ..schema.errors import ProblemError
+from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.jobs import Job
+from .pool import Pool
 
 
 def in_order(jobs: Iterable[Job]) -> Iterator[Job]:
@@ -26,16 +27,42 @@ def in_order(jobs: Iterable[Job]) -> Iterator[Job]:
         last = job.arrival_seconds
         seen.add(job.id)
         yield job
-    if not seen:
-        raise ProblemError("the trace holds no jobs; give at least one")
 
 
 class Queue:
-    """Arrivals with a look at the next one."""
+    """Arrivals with a look at the next one.
 
-    def __init__(self, jobs: Iterable[Job]) -> None:
-        self._jobs = in_order(jobs)
+    ``left_out`` says of each job so far that fits nowhere in the pool why; it never arrives.
+    """
+
+    def __init__(self, jobs: Iterable[Job], pool: Pool) -> None:
+        """Look at the first job.
+
+        Args:
+            jobs: In order of arrival; may be a stream, and may be empty.
+            pool: Says which jobs fit.
+
+        Raises:
+            InfeasibleError: There are jobs, and none fits.
+        """
+        self.left_out: dict[str, str] = {}
+        self._jobs = self._fitting(in_order(jobs), pool)
         self.next: Job | None = next(self._jobs, None)
+
+    def _fitting(self, jobs: Iterator[Job], pool: Pool) -> Iterator[Job]:
+        fits = False
+        for job in jobs:
+            reason = pool.why_left_out(job)
+            if reason is None:
+                fits = True
+                yield job
+            else:
+                self.left_out[job.id] = reason
+        if self.left_out and not fits:
+            name, reason = next(iter(self.left_out.items()))
+            raise InfeasibleError(
+                f"none of the {len(self.left_out)} jobs fits the pool; job {name!r}: {reason}"
+            )
 
     @property
     def next_seconds(self) -> float:

@@ -14,6 +14,7 @@ class GreedyFifo:
     """
 
     name, agnostic, shares_space = "fifo_greedy", False, False
+    leaves_idle = True  # it never overtakes
 
     def __init__(self) -> None:
         """Nothing is known yet."""
@@ -28,7 +29,7 @@ class GreedyFifo:
             rate = active.fresh(number)[0].tolist()
             ranked = sorted(range(len(rate)), key=lambda kind: -rate[kind])
             self._fastest.append([kind for kind in ranked if rate[kind] > 0])
-        free = active.pool.capacity.tolist()
+        free = active.capacity.tolist()
         scales = active.scale.tolist()
         least, most = min(scales), max(free)
         kinds, jobs = list[int](), list[int]()
@@ -56,6 +57,7 @@ class FifoAnyType:
     """
 
     name, agnostic, shares_space = "fifo_any_type", True, False
+    leaves_idle = True  # it never overtakes
 
     def __init__(self, seed: int = 0) -> None:
         """Start empty.
@@ -70,10 +72,13 @@ class FifoAnyType:
         """Keep what runs, and admit from the head of the queue while it fits."""
         here = [job.id for job in active.jobs]
         self._type = {id_: self._type[id_] for id_ in here if id_ in self._type}
-        free = active.pool.capacity.copy()
+        free = active.capacity.copy()
         for job, id_ in enumerate(here):
             if id_ in self._type:
                 free[self._type[id_]] -= active.scale[job]
+                if free[self._type[id_]] < 0:  # not so many are up: it waits again
+                    free[self._type[id_]] += active.scale[job]
+                    del self._type[id_]
         for job, id_ in enumerate(here):
             if id_ in self._type:
                 continue

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..schema.errors import BackendError, ProblemError
@@ -17,7 +17,7 @@ from ..schema.records import nearest
 from ..schema.simulation import SimulationRun
 from .allocators import allocator_named
 from .draws import TraceOptions, draw_jobs
-from .failures import FailureOptions
+from .failures import FailureOptions, Layout
 from .fair_share import FairShareOptions, simulate_fair_share
 from .metrics import summarise
 from .outcomes import Simulation
@@ -29,9 +29,6 @@ SCHEDULERS = (
     "rounds", "published-rounds", "elastic", "static-priority", "easyscale",
     "easyscale-taking", "easyscale-homogeneous", "yarn",
 )  # fmt: skip
-# Policies under which devices that nobody has a share of stay idle: FIFO never overtakes, and a
-# device that is not asked for costs money.
-_LEAVES_IDLE = ("fifo_", "min_cost", "min_dollars", "makespan_budget")
 _PROPOSALS: dict[str, Literal["heterogeneous", "homogeneous", "yarn"]] = {
     "easyscale": "heterogeneous", "easyscale-taking": "heterogeneous",
     "easyscale-homogeneous": "homogeneous", "yarn": "yarn",
@@ -46,7 +43,8 @@ class Case:
     in the trace up to another (the thesis: 4,000 to 5,000). ``optimum`` says which of several
     optima LAS takes: ``centre``, inside the optimal face, or ``vertex``, by a warm simplex (fast).
     ``space_sharing`` lets pairs of jobs share devices, in rounds. ``servers`` are the devices of
-    each type on each server [types][servers]; None is one server that holds them all. With
+    each type on each server [types][servers]; None is one server that holds them all;
+    ``server_numbers`` [types][servers] says which of these are one server, none by default. With
     ``placement`` mixed policies see unconsolidated devices as columns of their own. Mixes of
     device types among the throughputs count under ``rounds``. ``entities`` are the tree of the
     hierarchical policy.
@@ -67,7 +65,9 @@ class Case:
     round_seconds: float = 360.0
     reset_seconds: float = 1920.0
     restart_seconds: float = 0.0
+    server_numbers: tuple[tuple[int, ...], ...] | None = None
     failure_seconds: float | None = None
+    server_failure_seconds: float | None = None
     repair_seconds: float = 3600.0
     seed: int = 0
     window: tuple[int, int] | None = None
@@ -85,8 +85,15 @@ class Case:
                 "leave one of them out"
             )
         self._refuse_what_goes_unheard()
-        if self.failure_seconds is None:
+        if self.failures is None:
             FailureOptions(mean_seconds=1.0, repair_seconds=self.repair_seconds)
+        if self.server_failure_seconds is not None and (
+            self.servers is None or self.scheduler == "published-rounds"
+        ):
+            raise ProblemError(
+                "servers fail where there are several, and not under published-rounds, which "
+                "knows none; give servers, such as 9x(4xv100)"
+            )
         if self.placement == "mixed" and (
             self.servers is None or self.scheduler != "rounds" or self.space_sharing
         ):
@@ -97,12 +104,18 @@ class Case:
 
     @property
     def failures(self) -> FailureOptions | None:
-        """When devices fail, drawn from the case's seed; None where they never do."""
-        if self.failure_seconds is None:
+        """When devices and servers fail, drawn from the case's seed; None where they never do."""
+        if self.failure_seconds is None and self.server_failure_seconds is None:
             return None
+        layout = None
+        if self.servers is not None and self.scheduler != "published-rounds":
+            layout = Layout.apart(self.servers)
+            if self.server_numbers is not None:
+                layout = replace(layout, servers=self.server_numbers)
         return FailureOptions(
-            mean_seconds=self.failure_seconds, repair_seconds=self.repair_seconds, seed=self.seed
-        )
+            mean_seconds=self.failure_seconds, server_mean_seconds=self.server_failure_seconds,
+            repair_seconds=self.repair_seconds, seed=self.seed, layout=layout,
+        )  # fmt: skip
 
     def _refuse_what_goes_unheard(self) -> None:
         """Policies are for rounds: elsewhere they would change nothing."""
@@ -191,7 +204,7 @@ def _in_rounds(
         restart_seconds=case.restart_seconds,
         failures=case.failures,
         convention="published" if published else "text",
-        fills_idle=not case.policy.startswith(_LEAVES_IDLE),
+        fills_idle=not allocator.leaves_idle,
         records_spans=case.records_spans,
         servers=None if published else case.servers,
         selection=case.selection,
@@ -226,6 +239,8 @@ def report(case: Case, run: Simulation, trace: str, *, with_jobs: bool = False) 
         num_rounds=run.num_rounds,
         num_allocations=run.num_allocations,
         num_failures=run.num_failures,
+        num_server_failures=run.num_server_failures,
+        left_out=run.left_out,
         metrics=summarise(run, kept),
         jobs=run.jobs if with_jobs else (),
         spans=run.spans if case.records_spans else (),

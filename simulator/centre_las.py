@@ -1,5 +1,7 @@
 """LAS at the analytic centre of its optimal face, warm from one call to the next."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from ..solvers.allocation.engine import solve_alone
@@ -28,6 +30,9 @@ class CentreLas(WarmLas):
             weighted: Whether priority weights count.
         """
         super().__init__(weighted=weighted)
+
+    def _start(self, capacity: Ints | None) -> None:
+        super()._start(capacity)
         self._centre: Floats = np.zeros((0, 0))  # [types, classes], 0 where none is known
         self._roomy = False  # whether the pool left something of every type the last time
 
@@ -62,6 +67,8 @@ class CentreLas(WarmLas):
         open_ = (face.rate > 0).sum(axis=0)
         if not open_.all():  # rounded prices shut a class out of every column: no centre to find
             return None
+        # A type without a device up runs nobody; a limit of 0 would leave no centre.
+        face = replace(face, capacity=np.where(face.capacity > 0, face.capacity, 1.0))
         start = self._centre[:, present]
         return centre(face, np.where(start > 0, start, 0.5 / open_))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..schema.simulation import Span
+from .outages import shares_of_fitting
 from .pairs import Chosen, PairShares, choose_combinations
 from .priorities import NOWHERE, Bools, Floats, Ints, fill_idle, priorities
 from .rounds import ANY_SHARE, STEPS_LEFT, Rounds
@@ -41,7 +42,7 @@ class CombinedRounds(Rounds):
 
     def take_shares(self) -> None:
         """Let the policy share the pool, pairs included."""
-        shares = self.allocator.allocate(self.active, self.now)
+        shares = shares_of_fitting(self.allocator, self.active, self.now)
         self.active.share[:] = shares.x
         if shares.pairs is None or not len(shares.pairs.a):
             self.pairs = PairShares()
@@ -183,12 +184,12 @@ class CombinedRounds(Rounds):
         self.worker_seconds += np.bincount(chosen.column, weights=seconds, minlength=columns)
 
     def _struck(self, chosen: Chosen) -> Ints:
-        if self.failures is None:
+        if self.outages is None:
             return np.zeros(0, dtype=np.int64)
         mix = self.pool.is_mix[chosen.placed] == 1
         often = np.where(mix, 1, self.active.scale[chosen.first])
         usage = self.pool.resources[:, chosen.placed] * often
-        hit = self.failures.strike(self.up, usage, self.now, self.options.round_seconds)
+        hit = self.strike(self._ids(chosen), usage, self.outages)
         both = np.concatenate((chosen.first[hit], chosen.second[hit]))
         answer: Ints = np.unique(both[both >= 0])
         return answer

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..schema.errors import ProblemError
+from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.jobs import Job
 from ..schema.simulation import JobOutcome, Span
 from .arrivals import Queue
-from .failures import FailureEvents, FailureOptions
+from .failures import FailureEvents, FailureOptions, Layout
 from .outcomes import Simulation
 from .pool import Pool
 
@@ -54,7 +54,7 @@ class EventCluster:
     ) -> None:
         if not 0 <= resize_seconds < float("inf"):
             raise ProblemError(f"a resize must last >= 0 s and end, got {resize_seconds} s")
-        self.queue, self.pool, self.resize_seconds = Queue(jobs), pool, resize_seconds
+        self.queue, self.pool, self.resize_seconds = Queue(jobs, pool), pool, resize_seconds
         self.none: Counts = (0,) * len(pool.types)
         self.running: list[Entry] = []
         self.waiting: list[Entry] = []
@@ -65,7 +65,10 @@ class EventCluster:
         self.events = 0
         self.hourly = pool.hourly()
         self.gangs = gangs  # whether a job runs on all its devices or on none
-        self.failures = None if failures is None else FailureEvents(failures, pool.capacity)
+        self.failures: FailureEvents | None = None
+        if failures is not None:
+            failures.refuse_hopeless()
+            self.failures = FailureEvents(failures, failures.layout or Layout.flat(pool.capacity))
         self._since_an_end = 0
 
     def schedule(self) -> None:
@@ -105,7 +108,11 @@ class EventCluster:
             end_seconds=max((job.finish_seconds for job in self.outcomes), default=0.0),
             num_rounds=self.events,
             num_allocations=self.events,
-            num_failures=0 if self.failures is None else self.failures.number,
+            num_failures=0 if self.failures is None else self.failures.fleet.num_devices_failed,
+            num_server_failures=(
+                0 if self.failures is None else self.failures.fleet.num_servers_failed
+            ),
+            left_out=dict(self.queue.left_out),
             spans=tuple(self.spans),
         )
 
@@ -125,22 +132,31 @@ class EventCluster:
         return True
 
     def _fail(self, failures: FailureEvents) -> None:
-        for kind, place in failures.until(self.now):
+        for devices in failures.until(self.now):
             self._since_an_end += 1
             if self._since_an_end > _MOST_FAILURES:
-                raise ProblemError(
+                raise InfeasibleError(
                     f"{_MOST_FAILURES} failures of devices and no job that ended between them; "
                     "make failures rarer or resizes shorter"
                 )
+            for entry in self._holders(devices):
+                # Its state is with its other devices, or in a checkpoint that is as new.
+                if self.gangs:
+                    self._stop(entry)
+                else:
+                    self._pause(entry)
+
+    def _holders(self, devices: list[tuple[int, int]]) -> list[Entry]:
+        """Who holds any of the devices, given by type and place; jobs hold them in their order."""
+        hit: list[Entry] = []
+        for kind, place in devices:
             for entry in self.running:
                 if place < entry.counts[kind]:
-                    # Its state is with its other devices, or in a checkpoint that is as new.
-                    if self.gangs:
-                        self._stop(entry)
-                    else:
-                        self._pause(entry)
+                    if entry not in hit:
+                        hit.append(entry)
                     break
                 place -= entry.counts[kind]
+        return hit
 
     def _enter(self, job: Job) -> Entry:
         entry = Entry(

@@ -28,6 +28,7 @@ class FlatLas:
 
     agnostic = True
     shares_space = False
+    leaves_idle = False
 
     def __init__(self, *, weighted: bool = False, blind: bool = False) -> None:
         """Start with nothing solved.
@@ -38,6 +39,11 @@ class FlatLas:
         """
         self.name = "las_weighted" if weighted else "las"
         self.weighted, self.blind = weighted, blind
+        self._start(None)
+
+    def _start(self, capacity: Ints | None) -> None:
+        """Begin again with nothing solved, where other devices are up than before [types]."""
+        self._capacity = capacity
         self._solved: dict[tuple[tuple[Key, int], ...], dict[Key, list[float]]] = {}
         self._last: dict[Key, list[float]] = {}
         self._numbers: dict[tuple[int, float], int] = {}
@@ -51,9 +57,12 @@ class FlatLas:
         """
         if active.pool.uses_mixes:
             raise ProblemError("agnostic LAS knows device types only; mixes need columns=True")
-        capacity, number = active.pool.capacity, len(active)
+        capacity, number = active.capacity, len(active)
+        if capacity is not self._capacity:
+            self._start(capacity)
         if not self.weighted and number * active.scale.min() >= capacity.sum():
-            runs = active.scale <= capacity[:, None] if self.blind else active.rate > 0
+            runs = active.scale <= capacity[:, None]
+            runs = runs if self.blind else runs & (active.rate > 0)
             if runs.all():
                 return Shares(capacity[:, None] / (number * active.scale))
         group = self._groups(active)
@@ -89,7 +98,8 @@ class FlatLas:
 
     def _key(self, active: Active, kind: int, weight: float, scale: int) -> Key:
         rate = active.fresh(kind)[0]
-        runs = scale <= active.pool.capacity if self.blind else rate > 0
+        fits = scale <= active.capacity
+        runs = fits if self.blind else fits & (rate > 0)
         return weight, scale, tuple(runs.tolist())
 
     def _centre(
@@ -104,6 +114,8 @@ class FlatLas:
         if self.blind:  # throughput(m, X^equal) at rate 1 is the part of the pool that fits
             part = [float(capacity[list(mask)].sum() / capacity.sum()) for mask in runs]
             level = [one * fits for one, fits in zip(level, part, strict=True)]
+        # A type without a device up runs nobody; a limit of 0 would leave no centre.
+        capacity = np.where(capacity > 0, capacity, 1.0)
         start = [self._last.get(key) for key in keys]
         found = centre(counts, scale, runs, level, capacity.tolist(), start)
         if found is None:

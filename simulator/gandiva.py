@@ -20,7 +20,7 @@ class Gandiva:
     three a third of one job's rate is enough), and breaks up what does not run on one.
     """
 
-    name, agnostic, shares_space = "gandiva", False, True
+    name, agnostic, shares_space, leaves_idle = "gandiva", False, True, False
 
     def __init__(self, seed: int = 0, *, sums_types: bool = False) -> None:
         """Start without pairs.
@@ -36,7 +36,7 @@ class Gandiva:
     def allocate(self, active: Active, now_seconds: float) -> Shares:
         """Mend the pairs, and give all the same time."""
         place = {job.id: i for i, job in enumerate(active.jobs)}
-        if int(active.scale.sum()) <= int(active.pool.capacity.sum()):
+        if int(active.scale.sum()) <= int(active.capacity.sum()):
             return Shares(self._equal(active, np.arange(len(active)), len(active)))
         self._partner = {
             one: two
@@ -91,6 +91,6 @@ class Gandiva:
 
     def _equal(self, active: Active, jobs: np.ndarray, number: int) -> Floats:
         """1 / ``number`` of each type, at most all of the time in total [types, jobs]."""
-        share = active.pool.capacity[:, None] / number / active.scale[jobs]
+        share = active.capacity[:, None] / number / active.scale[jobs]
         answer: Floats = share / np.maximum(share.sum(axis=0), 1.0)
         return answer

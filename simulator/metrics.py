@@ -7,6 +7,13 @@ from ..schema.errors import ProblemError
 from ..schema.simulation import JobOutcome, SimulationMetrics
 from .outcomes import Simulation
 
+_NOTHING = SimulationMetrics(
+    num_jobs=0, average_jct_seconds=0.0, median_jct_seconds=0.0, p99_jct_seconds=0.0,
+    max_jct_seconds=0.0, makespan_seconds=0.0, utilisation=0.0, average_queueing_seconds=0.0,
+    median_queueing_seconds=0.0, average_finish_time_fairness=0.0, max_finish_time_fairness=0.0,
+    dollars=None, num_slos=0, num_slo_violations=0, num_restarts=0,
+)  # fmt: skip
+
 
 def summarise(run: Simulation, jobs: Sequence[JobOutcome] | None = None) -> SimulationMetrics:
     """Summarise a run.
@@ -16,9 +23,11 @@ def summarise(run: Simulation, jobs: Sequence[JobOutcome] | None = None) -> Simu
         jobs: The jobs to average over (a steady-state window), all by default.
 
     Raises:
-        ProblemError: There is no job to average over.
+        ProblemError: There is no job to average over, though some ran.
     """
     jobs = run.jobs if jobs is None else jobs
+    if not run.jobs:
+        return _NOTHING
     if not jobs:
         raise ProblemError("no job finished within the window; widen it")
     times = sorted(job.completion_seconds for job in jobs)

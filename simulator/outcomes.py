@@ -9,7 +9,8 @@ from ..schema.simulation import JobOutcome, Span
 class Simulation:
     """The outcome of every job in order of completion, and what the pool did.
 
-    ``busy_seconds`` are device-seconds of work by type, from 0 to ``end_seconds``.
+    ``busy_seconds`` are device-seconds of work by type, from 0 to ``end_seconds``. ``left_out``
+    says of each job that fits nowhere in the pool why.
     """
 
     jobs: tuple[JobOutcome, ...]
@@ -19,4 +20,6 @@ class Simulation:
     num_rounds: int = 0
     num_allocations: int = 0
     num_failures: int = 0
+    num_server_failures: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
     spans: tuple[Span, ...] = field(default=())

@@ -119,7 +119,7 @@ def choose_combinations(
         turn[order] = np.arange(len(order))
         keys.append(turn[column])
     ranking = np.lexsort(tuple(keys))
-    uses, room = pool.limits(free)
+    uses, room = pool.limits(free, active.consolidated)
     needs = [_needs(uses[:, c]) for c in range(len(pool.columns))]
     times = [1 if mix else 0 for mix in pool.is_mix.tolist()]
     left, idle = room.tolist(), int(room.sum())

@@ -88,17 +88,18 @@ class Pool:
         places = np.arange(len(self.columns))
         return places if self.consolidated is None else places % len(self.types)
 
-    def limits(self, free: Ints) -> tuple[Ints, Ints]:
+    def limits(self, free: Ints, consolidated: tuple[int, ...] | None) -> tuple[Ints, Ints]:
         """What columns use [limits, columns] of how much: devices, and consolidated devices.
 
         Args:
             free: Devices of each type [types].
+            consolidated: How many of them can be held consolidated; None: it does not count.
         """
-        if self.consolidated is None:
+        if consolidated is None:
             return self.resources, free
         types = len(self.types)
         close = np.hstack((np.eye(types, dtype=np.int64), np.zeros((types, types), dtype=np.int64)))
-        return np.vstack((self.resources, close)), np.concatenate((free, self.consolidated))
+        return np.vstack((self.resources, close)), np.concatenate((free, consolidated))
 
     def has_pairs(self) -> bool:
         """Whether throughputs of pairs are known."""
@@ -108,14 +109,47 @@ class Pool:
         """Steps per second of a job by column; 0 where it does not run or does not fit.
 
         Raises:
-            ProblemError: It runs nowhere in this pool.
+            ProblemError: The throughputs do not know it, or it runs nowhere in this pool.
         """
         key = (job.model, job.scale_factor)
         if key not in self._rates:
             self._rates[key] = self._look_up(job)
         return self._rates[key]
 
+    def why_left_out(self, job: Job) -> str | None:
+        """Why a job fits nowhere in this pool, however empty it is; None where it fits.
+
+        Raises:
+            ProblemError: The throughputs do not know it.
+        """
+        key = (job.model, job.scale_factor)
+        if key in self._rates:
+            return None
+        most = int(self.capacity.max())
+        if job.scale_factor > most and key not in self._mixes:
+            return (
+                f"it asks for {job.scale_factor} devices of one type, but the pool has at most "
+                f"{most}; lower its scale_factor or grow the pool"
+            )
+        rate = self._table(job)
+        if rate.any():
+            self._rates[key] = rate
+            return None
+        return (
+            f"{job.model} x{job.scale_factor} runs nowhere in the pool {self._named()}; add a "
+            "device type that fits it, or drop the job"
+        )
+
+    def _named(self) -> str:
+        return ", ".join(f"{number}x{name}" for name, number in self.num_devices.items())
+
     def _look_up(self, job: Job) -> Floats:
+        rate = self._table(job)
+        if not rate.any():
+            raise ProblemError(f"job {job.id!r} runs nowhere in the pool {self._named()}")
+        return rate
+
+    def _table(self, job: Job) -> Floats:
         entry = self._entries.get((job.model, job.scale_factor))
         if entry is None:
             raise ProblemError(no_throughput(job, list(self._entries)))
@@ -128,14 +162,7 @@ class Pool:
         for mix in self._mixes.get((job.model, job.scale_factor), ()):
             place = self.columns.index(mix_name(mix.devices)) - len(self.types)
             mixed[place] = mix.steps_per_second
-        rate = np.concatenate((rate, mixed))
-        if not rate.any():
-            raise ProblemError(
-                f"job {job.id!r} ({job.model} x{job.scale_factor}) runs nowhere in the pool "
-                f"{', '.join(f'{n}x{name}' for name, n in self.num_devices.items())}; add a "
-                "device type that fits it, or drop the job"
-            )
-        return rate
+        return np.concatenate((rate, mixed))
 
     def pair_rates(self, first: Key, second: Key) -> Floats:
         """Steps per second of both jobs where they share devices [2, columns]; 0 where not.

@@ -21,7 +21,8 @@ from ..schema.jobs import Job
 from ..schema.simulation import JobOutcome, Span
 from .active import Active
 from .arrivals import Queue
-from .failures import FailureOptions, Failures
+from .failures import FailureOptions, Seats
+from .outages import Outages, shares_of_fitting
 from .outcomes import Simulation
 from .pool import Pool
 from .priorities import NOWHERE, Bools, Floats, Ints, choose, choose_by_type, fill_idle, priorities
@@ -46,7 +47,7 @@ class RoundOptions:
     round: it goes back to the checkpoint at the round's start, and restarts. ``servers`` holds
     the devices of each type on each server [types][servers]: jobs are then placed on servers, run
     at their unconsolidated rate where they are spread, and restart when they move; None ignores
-    placement.
+    placement. Policies share what is up; a job that does not fit that waits.
     """
 
     round_seconds: float = 360.0
@@ -95,7 +96,8 @@ def simulate_rounds(
         on_progress: Called after every round with jobs done and the time in seconds.
 
     Raises:
-        ProblemError: The trace makes no sense, or a job runs nowhere.
+        ProblemError: The trace makes no sense.
+        InfeasibleError: No job fits the pool, or devices fail so often that no job ends.
     """
     from .combined import CombinedRounds
     from .quick import QuickRounds, is_plain
@@ -107,7 +109,7 @@ def simulate_rounds(
         raise ProblemError("placement counts where jobs run alone on several servers")
     combined = allocator.shares_space or len(pool.columns) > len(pool.types)
     rounds = CombinedRounds if combined else QuickRounds if is_plain(options) else Rounds
-    cluster = rounds(Queue(jobs), pool, allocator, options)
+    cluster = rounds(Queue(jobs, pool), pool, allocator, options)
     while cluster.step():
         if on_progress is not None:
             on_progress(cluster.num_done, cluster.now)
@@ -133,7 +135,7 @@ class Rounds:
         self.spans: list[Span] = []
         self.num_rounds = self.num_allocations = 0
         self.up = pool.capacity
-        self.failures = None if options.failures is None else Failures(options.failures)
+        self.outages = None if options.failures is None else Outages(options, pool)
         self.random = np.random.default_rng(options.seed)
         self.servers: Servers | None = None
         if options.servers is not None:
@@ -157,14 +159,23 @@ class Rounds:
         arrived = self.queue.until(self.now)
         if arrived:
             self.admit(arrived)
+        if self.outages is not None:
+            self._look_at(self.outages)
         self._allocate()
-        if self.failures is not None:
-            self.up = self.failures.up(self.pool.capacity, self.now)
         if self.num_rounds >= self.options.max_rounds:
             raise ProblemError(f"not done after {self.options.max_rounds} rounds; check the load")
         self.num_rounds += 1
         self.run_round()
         return True
+
+    def _look_at(self, outages: Outages) -> None:
+        """See what is up; what changed is a reason to allocate anew."""
+        outages.refuse_to_stall(self.active, self.now, self.num_done)
+        up = outages.up(self.now)
+        if (up != self.up).any():  # else the same array, by which policies know what they solved
+            self.up = self.active.capacity = up
+            self.active.consolidated = outages.consolidated(self.pool)
+            self.changed = True
 
     def admit(self, jobs: list[Job]) -> None:
         """Let jobs in; they have no share before the next allocation."""
@@ -195,7 +206,7 @@ class Rounds:
 
     def take_shares(self) -> None:
         """Let the policy share the pool."""
-        self.active.share = self.allocator.allocate(self.active, self.now).x
+        self.active.share = shares_of_fitting(self.allocator, self.active, self.now).x
 
     def _choose(self) -> Ints:
         active, free = self.active, self.up
@@ -247,7 +258,11 @@ class Rounds:
         lost = options.restart_seconds * moved
         seconds, steps = self.work(rate, active.left[runs], lost)
         scale = active.scale[runs]
-        struck = self._strike(kind, scale)
+        struck = _NOBODY
+        if self.outages is not None:
+            usage = np.where(np.arange(len(self.up))[:, None] == kind, scale, 0)
+            ids = [(active.jobs[i].id,) for i in runs.tolist()]
+            struck = self.strike(ids, usage, self.outages)
         steps[struck] = 0.0
         left = active.left[runs] - steps
         done = left <= STEPS_LEFT
@@ -277,7 +292,8 @@ class Rounds:
     ) -> tuple[Bools, Bools]:
         """Place jobs on servers: who is consolidated, and who moved."""
         assert self.servers is not None
-        close, kept = self.servers.place(ids, kind.tolist(), scale.tolist(), self.up, apart)
+        standing = self.servers.sizes if self.outages is None else self.outages.standing
+        close, kept = self.servers.place(ids, kind.tolist(), scale.tolist(), standing, apart)
         return np.array(close, dtype=bool), ~np.array(kept, dtype=bool)
 
     def spread_rate(self, runs: Ints, kind: Ints, close: Bools) -> Floats:
@@ -289,11 +305,22 @@ class Rounds:
             kept[place] = apart / self.active.rate[type_, job]
         return kept
 
-    def _strike(self, kind: Ints, scale: Ints) -> Ints:
-        if self.failures is None:
-            return _NOBODY
-        usage = np.where(np.arange(len(self.up))[:, None] == kind, scale, 0)
-        return self.failures.strike(self.up, usage, self.now, self.options.round_seconds)
+    def strike(self, ids: Sequence[tuple[str, ...]], usage: Ints, outages: Outages) -> Ints:
+        """Let devices fail in this round; which holders they hit.
+
+        Args:
+            ids: The jobs of each holder [holders].
+            usage: Devices that each holds of each type [types, holders].
+            outages: What fails.
+        """
+        seats: list[Seats] = [
+            [(kind, 0, number) for kind, number in enumerate(column) if number]
+            for column in usage.T.tolist()
+        ]
+        if self.servers is not None:
+            held = [self.servers.held[names[0]] for names in ids]
+            seats = [[(kind, *seat) for seat in at.items()] for kind, at in held]
+        return outages.failures.strike(seats, self.now, self.options.round_seconds)
 
     def work(self, rate: Floats, left: Floats, lost: Floats) -> tuple[Floats, Floats]:
         """Seconds each job works in a round, restart included, and the steps it makes."""
@@ -345,6 +372,10 @@ class Rounds:
             end_seconds=end,
             num_rounds=self.num_rounds,
             num_allocations=self.num_allocations,
-            num_failures=0 if self.failures is None else self.failures.number,
+            num_failures=0 if self.outages is None else self.outages.fleet.num_devices_failed,
+            num_server_failures=(
+                0 if self.outages is None else self.outages.fleet.num_servers_failed
+            ),
+            left_out=dict(self.queue.left_out),
             spans=tuple(self.spans),
         )

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .priorities import Ints
-
 Held = tuple[int, dict[int, int]]  # device type, server -> devices
 
 
@@ -41,7 +39,7 @@ class Servers:
         ids: Sequence[tuple[str, ...]],
         kinds: list[int],
         needs: list[int],
-        up: Ints,
+        standing: Sequence[Sequence[int]],
         apart: Sequence[bool] = (),
     ) -> tuple[list[bool], list[bool]]:
         """Place the jobs of a round.
@@ -50,14 +48,14 @@ class Servers:
             ids: The jobs that share each placement: one, or the two of a pair.
             kinds: Device type of each.
             needs: Devices that each holds.
-            up: Devices of each type that work; broken ones are the last ones.
+            standing: Devices of each type that work on each server [types][servers].
             apart: Whether each may be spread; these are placed after the others. None may by
                 default.
 
         Returns:
             Whether each is consolidated, and whether it kept the devices of the last round.
         """
-        free = [_standing(sizes, int(number)) for sizes, number in zip(self.sizes, up, strict=True)]
+        free = [list(row) for row in standing]
         reserved = [[0] * len(sizes) for sizes in self.sizes]
         leases: dict[int, dict[int, int]] = {}
         claimed: set[int] = set()  # what a pair had that now parts goes to the first of them
@@ -89,17 +87,6 @@ class Servers:
             now.update(dict.fromkeys(ids[i], (kind, seats)))
         self.held = now
         return close, kept
-
-
-def _standing(sizes: list[int], up: int) -> list[int]:
-    """Devices that work on each server; what is broken is taken from the last servers."""
-    broken = sum(sizes) - up
-    free = list(sizes)
-    for server in range(len(free) - 1, -1, -1):
-        lost = min(broken, free[server])
-        free[server] -= lost
-        broken -= lost
-    return free
 
 
 def _is_free(seats: dict[int, int], free: list[int]) -> bool:

@@ -23,5 +23,9 @@ class Allocator(Protocol):
     agnostic: bool
     shares_space: bool
 
+    @property
+    def leaves_idle(self) -> bool:
+        """Whether devices that nobody has a share of stay idle on purpose."""
+
     def allocate(self, active: Active, now_seconds: float) -> Shares:
         """Share the pool."""

@@ -19,6 +19,7 @@ class WarmLas:
     """
 
     agnostic = False
+    leaves_idle = False
 
     def __init__(self, *, weighted: bool = False, shares_space: bool = False) -> None:
         """Start cold.
@@ -30,6 +31,11 @@ class WarmLas:
         self.name = "las_weighted" if weighted else "las"
         self.weighted, self.shares_space = weighted, shares_space
         self._program: WarmMaxMin | None = None
+        self._start(None)
+
+    def _start(self, capacity: Ints | None) -> None:
+        """Begin again without classes, where other devices are up than before [types]."""
+        self._capacity = capacity
         self._classes: dict[tuple[int, float], int] = {}
         self._keys: list[tuple[str, int]] = []
         self._counts = np.zeros(0, dtype=np.int64)
@@ -60,8 +66,9 @@ class WarmLas:
         """
         if active.pool.uses_mixes:
             raise ProblemError("the warm solver knows device types only; mixes need columns=True")
-        if self._program is None:
-            self._program = WarmMaxMin(active.pool.capacity.astype(float))
+        if self._program is None or active.capacity is not self._capacity:
+            self._start(active.capacity)
+            self._program = WarmMaxMin(active.capacity.astype(float))
         of = self._classes_of(self._program, active)
         return self._program, of, np.bincount(of, minlength=len(self._counts))
 
@@ -95,8 +102,8 @@ class WarmLas:
     def _add_class(
         self, program: WarmMaxMin, active: Active, i: int, key: tuple[int, float]
     ) -> None:
-        rate, scale = active.rate[:, i], float(active.scale[i])
-        capacity = program.capacity
+        scale, capacity = float(active.scale[i]), program.capacity
+        rate = np.where(scale <= capacity, active.rate[:, i], 0.0)
         equal = float(rate @ capacity / capacity.sum())
         number = program.add_class(rate, scale, key[1] * equal / scale)
         job = active.jobs[i]

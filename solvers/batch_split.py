@@ -177,6 +177,7 @@ def _plan(problem: SplitProblem, pool: Pool, best: _Best) -> SplitPlan:
         global_batch_size=problem.global_batch_size,
         groups=groups,
         uniform_virtual_nodes=problem.virtual_nodes,
+        optimizer=problem.optimizer,
         predicted=predicted,
         proof=Proof(
             termination="optimal",

@@ -196,6 +196,7 @@ def _plan(
         global_batch_size=_batch(problem),
         groups=groups,
         uniform_virtual_nodes=problem.virtual_nodes,
+        optimizer=problem.optimizer,
         predicted=predicted,
         proof=Proof(
             termination="optimal" if optimal else "feasible",

@@ -237,6 +237,7 @@ def _plan(problem: SplitProblem, ranked: list[Alternative]) -> SplitPlan:
         global_batch_size=problem.global_batch_size,
         groups=best.groups,
         uniform_virtual_nodes=problem.virtual_nodes,
+        optimizer=problem.optimizer,
         predicted=predict(problem, best.groups),
         proof=Proof(
             termination="optimal",

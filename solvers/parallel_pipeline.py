@@ -124,9 +124,10 @@ class ParallelPipelineProblem:
     Args:
         num_devices: N; every one is used, d p = N.
         global_batch_size: B, the largest that is safe for convergence.
-        memory_bytes: M of one device.
+        memory_bytes: M of one device, all that it has.
         microbatch_sizes: b to try.
         cost_model: THROUGHPUT(.) and MEMORY(.).
+        device_type: What the devices are, for messages.
     """
 
     num_devices: int
@@ -134,6 +135,7 @@ class ParallelPipelineProblem:
     memory_bytes: float
     microbatch_sizes: tuple[int, ...]
     cost_model: CostModel
+    device_type: str = "device"
 
     def __post_init__(self) -> None:
         counts = (self.num_devices, self.global_batch_size, *self.microbatch_sizes)
@@ -216,8 +218,9 @@ def solve(problem: ParallelPipelineProblem) -> Row:
     if not fitting:
         least = min(rows, key=lambda row: row.memory_bytes)
         raise InfeasibleError(
-            f"no configuration fits {problem.memory_bytes:.0f} bytes: the smallest needs "
-            f"{least.memory_bytes - problem.memory_bytes:.0f} more",
+            f"no configuration fits the memory: the smallest needs {least.memory_bytes:.0f} bytes "
+            f"on a {problem.device_type} of {problem.memory_bytes:.0f}, "
+            f"{least.memory_bytes - problem.memory_bytes:.0f} bytes too many",
             hint="use more devices, smaller microbatches, or devices with more memory",
         )
     return max(fitting, key=lambda row: row.samples_per_second)

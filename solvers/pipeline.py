@@ -117,7 +117,7 @@ def _search(problem: PipelineProblem, cuts: Cuts, method: Method) -> "pipeline_g
 def _single_stages(
     problem: PipelineProblem, prices: Prices, space: Space
 ) -> list[list[PlacedStage]]:
-    """Pure data parallelism, apart from the search: alone, 2BW keeps one version, not two."""
+    """Pure data parallelism, on any number of devices."""
     if problem.num_stages not in (None, 1):
         return []
     found = []
@@ -126,8 +126,8 @@ def _single_stages(
         move = moves[number]
         if problem.workers == "exactly" and move.num_replicas != problem.num_devices:
             continue
-        limit = problem.pools[move.pool].memory_bytes
-        stash = prices.stashed(move.num_replicas, move.num_replicas, is_only=True)
+        limit = problem.pools[move.pool].limit_bytes
+        stash = prices.stashed(move.num_replicas, move.num_replicas)
         used = prices.stage_memory(0, prices.cuts.size - 1, *stash)
         if limit is None or used <= limit:
             found.append([(0, prices.cuts.size - 1, move)])

@@ -73,7 +73,7 @@ def solve(problem: PipelineProblem) -> PipelinePlan:
     else:
         is_exact = (_approach if flushes else _least_maximum)(options, best)
     if best.option is None:
-        raise _infeasible(problem, bool(shapes), refusal)
+        raise _infeasible(problem, options, refusal)
     bound = None
     if not is_exact or not cuts.complete:
         bound = min([best.seconds, *(option.bound for option in options)])
@@ -206,11 +206,14 @@ def _move(option: Option, cut: Cut, seconds: float, best: _Best) -> None:
 
 
 def _infeasible(
-    problem: PipelineProblem, has_shapes: bool, refusal: ProblemError | None
+    problem: PipelineProblem, options: Sequence[Option], refusal: ProblemError | None
 ) -> InfeasibleError:
-    if has_shapes:
+    if options:
+        found = [nearest for option in options if (nearest := option.nearest()) is not None]
+        nearest = min(found, key=lambda entry: entry[0], default=None)
+        said = "" if nearest is None else f": in the nearest one found a device {nearest[1]}"
         return InfeasibleError(
-            f"no {problem.schedule} plan fits the memory",
+            f"no {problem.schedule} plan fits the memory{said}",
             hint="use a smaller microbatch, more devices, or 1f1b, which admits unlike replicas",
         )
     why = f": {refusal.message}" if refusal else ""

@@ -11,6 +11,7 @@ from ..schedules.timing import StageTimes, time_schedule
 from ..schema.pipeline import FLUSHING, PipelineProblem, StagePlan
 from .pipeline_assemble import names_between
 from .pipeline_cuts import Floats
+from .pipeline_infeasible import needs
 from .pipeline_layouts import Layout, link, span
 from .pipeline_prices import Prices
 
@@ -76,12 +77,45 @@ class Option:
         between = self.prices.between()
         if not all(between[one, other] for one, other in zip(cut, cut[1:], strict=False)):
             return False
+        return all(limit is None or used <= limit for used, limit in self._filled(cut))
+
+    def _filled(self, cut: Cut) -> list[tuple[float, int | None]]:
+        """[places] bytes that stages take of a device, and what they may take."""
         used = [0.0] * len(self.shape.layout.places)
         for stage, place in enumerate(self.shape.place):
             used[place] += self.memory(stage, cut[stage], cut[stage + 1])
-        limits = [self.problem.pools[place.pool].memory_bytes for place in self.shape.layout.places]
-        pairs = zip(used, limits, strict=True)
-        return all(limit is None or bytes_ <= limit for bytes_, limit in pairs)
+        limits = [self.problem.pools[place.pool].limit_bytes for place in self.shape.layout.places]
+        return list(zip(used, limits, strict=True))
+
+    def nearest(self) -> tuple[float, str] | None:
+        """Bytes that a cut of even memory lacks, and the device that lacks them; None: no cut."""
+        size = self.prices.cuts.size
+        best = np.full(size, np.inf)
+        best[0] = -np.inf
+        chosen = []
+        for stage, pool in enumerate(self.pools):
+            limit = self.problem.pools[pool].limit_bytes
+            # Bytes beyond a chunk's share; without a limit any stage is as good.
+            over = np.full((size, size), -1.0)
+            if limit is not None:
+                kept = self.prices.own_bytes(*self.shape.held[stage])
+                over = kept - limit / self.shape.num_chunks
+            total = np.maximum(best[:, None], np.where(self.prices.between(), over, np.inf))
+            chosen.append(total.argmin(axis=0))
+            best = total[chosen[-1], np.arange(size)]
+        if not np.isfinite(best[-1]):
+            return None
+        cut = [size - 1]
+        for begins in reversed(chosen):
+            cut.append(int(begins[cut[-1]]))
+        filled = self._filled(tuple(reversed(cut)))
+        lack, used, place = max(
+            (used - limit if limit is not None else -np.inf, used, place)
+            for place, (used, limit) in enumerate(filled)
+        )
+        if lack <= 0:
+            return None
+        return lack, needs(self.problem.pools[self.shape.layout.places[place].pool], used)
 
     def matrix(self, stage: int, transfers: float, share: int) -> Floats:
         """[cuts, cuts] what a stage weighs; infinite where it breaks its share of the memory.
@@ -105,7 +139,7 @@ class Option:
             if stage > 0:
                 edge = 2 * cuts.crossing_bytes / self.links[stage - 1]
                 found = np.maximum(found, edge[:, None])
-        limit = self.problem.pools[pool].memory_bytes
+        limit = self.problem.pools[pool].limit_bytes
         barred = ~self.prices.between()
         if limit is not None:
             in_flight, versions = self.shape.held[stage]

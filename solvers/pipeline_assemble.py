@@ -79,6 +79,8 @@ def finish(
         solved=problem.solved,
         workers=problem.workers,
         objective=problem.minimises,
+        optimizer=problem.optimizer,
+        link_bytes_per_second=problem.link_bytes_per_second,
     )
 
 
@@ -116,9 +118,8 @@ def _stage(
     first, last, move = placed[index]
     pool = problem.pools[move.pool]
     forward = prices.cuts.forward_seconds[move.pool]
-    is_only = len(placed) == 1
     workers = sum(entry[2].num_replicas for entry in placed[index:])
-    in_flight, versions = prices.stashed(move.num_replicas, workers, is_only=is_only)
+    in_flight, versions = prices.stashed(move.num_replicas, workers)
     compute = prices.compute_seconds[move.pool]
     timed = stages_of(problem, prices, placed)[index]
     tied = prices.tied_seconds(first, last, move.num_replicas)

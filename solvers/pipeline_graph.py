@@ -91,10 +91,10 @@ class _Table:
         key = (move.pool, move.num_replicas, move.span)
         if key not in self.seconds:
             self.seconds[key] = self.prices.matrix(*key)
-        limit = self.problem.pools[move.pool].memory_bytes
+        limit = self.problem.pools[move.pool].limit_bytes
         if limit is None:
             return self.seconds[key]
-        stash = self.prices.stashed(move.num_replicas, move.workers, is_only=False)
+        stash = self.prices.stashed(move.num_replicas, move.workers)
         if (*key, *stash) not in self.limited:
             seconds = self.seconds[key].copy()
             seconds[self.prices.own_bytes(*stash) > limit + self.extra_bytes] = np.inf

@@ -3,7 +3,7 @@
 from math import ceil
 
 from ..schema.errors import InfeasibleError
-from ..schema.pipeline import PipelineProblem
+from ..schema.pipeline import DevicePool, PipelineProblem
 from .pipeline_assemble import names_between
 from .pipeline_graph import PlacedStage, Search
 from .pipeline_prices import Prices
@@ -17,7 +17,7 @@ def explain(
 
     Args:
         problem: What was asked.
-        prices: The tables of the thriftiest option.
+        prices: The tables of the option that needs the least memory.
         space: The pools' states.
         search: The method to ask whether a larger memory would do.
     """
@@ -38,6 +38,16 @@ def explain(
     return _shortfall(problem, prices, placed or [], high)
 
 
+def needs(pool: DevicePool, used_bytes: float) -> str:
+    """Say what a device would have to hold, workspace included, beside all that it has."""
+    whole = used_bytes + pool.workspace_bytes
+    aside = f" ({pool.workspace_bytes} of them for workspace)" if pool.workspace_bytes else ""
+    return (
+        f"needs {round(whole)} bytes{aside} on a {pool.device_type} of {pool.memory_bytes}, "
+        f"{round(whole - (pool.memory_bytes or 0))} bytes too many"
+    )
+
+
 def _counts(problem: PipelineProblem) -> str:
     return (
         f"no partition of {len(problem.layers)} layers uses "
@@ -54,8 +64,8 @@ def _shortfall(
     def lack(index: int) -> float:
         first, last, move = placed[index]
         workers = sum(entry[2].num_replicas for entry in placed[index:])
-        stash = prices.stashed(move.num_replicas, workers, is_only=False)
-        limit = problem.pools[move.pool].memory_bytes
+        stash = prices.stashed(move.num_replicas, workers)
+        limit = problem.pools[move.pool].limit_bytes
         used = prices.stage_memory(first, last, *stash)
         return float("-inf") if limit is None else used - limit
 
@@ -64,10 +74,9 @@ def _shortfall(
     names = names_between(problem, prices, first, last)
     pool = problem.pools[move.pool]
     what = f"layer {names[0]}" if len(names) == 1 else f"the stage {names[0]} .. {names[-1]}"
-    need = round(lack(worst) + (pool.memory_bytes or 0))
     return InfeasibleError(
-        f"no partition fits the memory: even the thriftiest leaves {what} with {need} bytes on a "
-        f"{pool.device_type} of {pool.memory_bytes}, {round(lack(worst))} bytes too many",
+        "no partition fits the memory: even where the least is needed, "
+        f"{what} {needs(pool, lack(worst) + (pool.limit_bytes or 0))}",
         hint=f"it would fit with {ceil(extra)} bytes more on every device; or use a smaller "
         f"microbatch{'' if prices.recompute else ' or recomputation'}",
     )

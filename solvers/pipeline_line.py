@@ -73,12 +73,12 @@ class Line:
         self.kinds, self.kind = moves.numbered("pool", "num_replicas", "span")
         self.source, self.target = moves.source, moves.target
         self.span, self.need = moves.span, moves.need
-        limits = [pool.memory_bytes for pool in problem.pools]
+        limits = [pool.limit_bytes for pool in problem.pools]
         self.limited = any(limit is not None for limit in limits)
         if not self.limited:
             return
         rows, number = moves.numbered("num_replicas", "workers")
-        stash = [self.prices.stashed(m, workers, is_only=False) for m, workers in rows]
+        stash = [self.prices.stashed(m, workers) for m, workers in rows]
         terms = np.array([self.prices.memory_terms(*entry) for entry in stash], np.float64)
         self.in_flight = np.array([entry[0] for entry in stash], np.float64)[number]
         self.per_weight, self.stashes = terms[number, 0], terms[number, 1]

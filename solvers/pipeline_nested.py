@@ -198,7 +198,7 @@ def _published_limit(problem: PipelineProblem) -> int | None:
     ends a pipeline of m of M components; none for m = M, so that data parallelism over all
     always passes.
     """
-    return problem.pools[0].memory_bytes if problem.stage_cost == "published" else None
+    return problem.pools[0].limit_bytes if problem.stage_cost == "published" else None
 
 
 def _unfold(
@@ -323,7 +323,7 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
     in_flight = num_in_flight(
         problem.schedule, sum(replicas[index:]), replicas[index], problem.num_microbatches
     )
-    versions = weight_versions(problem.schedule, in_flight, is_only_stage=len(leaves) == 1)
+    versions = weight_versions(problem.schedule, in_flight)
     compute = ranges.total(ranges.compute, block)
     layers = layers_of(ranges.between(block))
     return StagePlan(
@@ -363,7 +363,7 @@ def _memory(
             float(ranges.crossing[block.first - 1]) if block.first else 0.0,
             in_flight,
             versions,
-            problem.state_bytes_per_weight_byte,
+            problem.optimizer.state_bytes_per_weight_byte,
             recompute=False,
         )
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..costs.pipeline import (
+    kept_per_weight_byte,
     num_in_flight,
     rounds,
     slowest_of_all,
@@ -131,11 +132,11 @@ class Prices:
         """What a byte of weights that other stages hold too costs a stage at a flush."""
         return tied_seconds(1.0, num_replicas, slowest_of_all(self.problem))
 
-    def stashed(self, num_replicas: int, workers: int, *, is_only: bool) -> tuple[int, int]:
+    def stashed(self, num_replicas: int, workers: int) -> tuple[int, int]:
         """In-flight microbatches and weight versions of a stage's replica."""
         problem = self.problem
         in_flight = num_in_flight(problem.schedule, workers, num_replicas, problem.num_microbatches)
-        return in_flight, weight_versions(problem.schedule, in_flight, is_only_stage=is_only)
+        return in_flight, weight_versions(problem.schedule, in_flight)
 
     def stage_memory(self, first: int, last: int, in_flight: int, versions: int) -> float:
         """Bytes of one replica of the stage between two cuts."""
@@ -147,14 +148,14 @@ class Prices:
             float(cuts.crossing_bytes[first]),
             in_flight,
             versions,
-            self.problem.state_bytes_per_weight_byte,
+            self.problem.optimizer.state_bytes_per_weight_byte,
             recompute=self.recompute,
         )
 
     def memory_terms(self, in_flight: int, versions: int) -> tuple[float, int]:
         """Bytes that a byte of weights, and one of activations, costs a replica."""
-        state = versions + self.problem.state_bytes_per_weight_byte
-        return state, 1 if self.recompute else in_flight
+        kept = kept_per_weight_byte(versions, self.problem.optimizer.state_bytes_per_weight_byte)
+        return kept, 1 if self.recompute else in_flight
 
 
 def boundary_weight(problem: PipelineProblem) -> float:

@@ -1,10 +1,12 @@
 """Build the pipeline partition's problem from profiles of layers and a cluster."""
 
 from collections.abc import Sequence
+from math import isclose
 
 from ..costs.pipeline import ring_sync_seconds
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
+from ..schema.optimizer import NAMES, OptimizerState
 from ..schema.pipeline import (
     DevicePool,
     Objective,
@@ -35,7 +37,7 @@ def pipeline_problem(
     replication: bool = True,
     recompute: bool | None = False,
     num_stages: int | None = None,
-    state_bytes_per_weight_byte: float = 1.0,
+    optimizer: OptimizerState | None = None,
     objective: Objective | None = None,
     num_model_chunks: int | None = None,
     launchable: bool = False,
@@ -60,14 +62,14 @@ def pipeline_problem(
         replication: Whether stages may have replicas.
         recompute: None lets the solver choose.
         num_stages: Exactly so many stages.
-        state_bytes_per_weight_byte: Gradients and optimizer state.
+        optimizer: Whose state every replica keeps; None takes the one that the profiles say.
         objective: None takes the step where there is one.
         num_model_chunks: Stages on a device of ``interleaved``.
         launchable: Only what ``hetflow launch`` runs.
 
     Raises:
-        ProblemError: A type without a profile or without layers, unlike layers, a bandwidth
-            that is nowhere stated, or a batch that the microbatch does not divide.
+        ProblemError: A type without a profile or without layers, unlike layers, a bandwidth or
+            an optimizer that is nowhere stated, or a batch that the microbatch does not divide.
     """
     chosen = [_profile_of(name, profiles) for name in cluster.num_devices]
     graphs = [_graph_of(profile, microbatch_size) for profile in chosen]
@@ -99,7 +101,8 @@ def pipeline_problem(
         replication=replication,
         recompute=recompute,
         num_stages=num_stages,
-        state_bytes_per_weight_byte=state_bytes_per_weight_byte,
+        optimizer=optimizer or optimizer_of(chosen),
+        link_bytes_per_second=link_bytes_per_second,
         objective=objective,
         num_model_chunks=num_model_chunks,
         launchable=launchable,
@@ -121,6 +124,41 @@ def measured_link(profiles: Sequence[Profile]) -> float | None:
             moved = ring_sync_seconds(profile.weight_bytes, sync.num_devices, 1.0)
             rates.append(moved / sync.sync_seconds)
     return min(rates, default=None)
+
+
+def optimizer_of(profiles: Sequence[Profile]) -> OptimizerState:
+    """The optimizer that profiles were made with, which somebody chose.
+
+    Raises:
+        ProblemError: A profile does not say, or two say unlike things; names the flags.
+    """
+    flags = f"say which one trains: --optimizer {'|'.join(NAMES)}, or --state-bytes-per-weight-byte"
+    for profile in profiles:
+        where = f"the profile of {profile.model} on {profile.device_type}"
+        if profile.optimizer is None:
+            raise ProblemError(f"{where} does not say what the optimizer keeps", hint=flags)
+        if profile.optimizer.is_default:
+            raise ProblemError(
+                f"{where} was measured with {profile.optimizer.name} because none was chosen",
+                hint=flags,
+            )
+    first, *others = profiles
+    assert first.optimizer is not None
+    for other in others:
+        assert other.optimizer is not None
+        if not _keep_alike(first.optimizer, other.optimizer):
+            raise ProblemError(
+                f"the profiles are of two optimizers: {first.optimizer} on {first.device_type}, "
+                f"{other.optimizer} on {other.device_type}",
+                hint=flags,
+            )
+    return first.optimizer
+
+
+def _keep_alike(one: OptimizerState, other: OptimizerState) -> bool:
+    return one.name == other.name and isclose(
+        one.state_bytes_per_weight_byte, other.state_bytes_per_weight_byte, rel_tol=1e-6
+    )
 
 
 def layers_of_graph(
@@ -218,23 +256,24 @@ def _pool(
 ) -> DevicePool:
     node = {entry.id: entry for entry in graph.nodes}
     name = profile.device_type
+    total = cluster.device_types[name].memory_bytes or profile.device_memory_bytes
     return DevicePool(
         device_type=name,
         levels=_levels(name, cluster, link),
         forward_seconds=tuple(node[entry.id].forward_seconds for entry in order),
         backward_seconds=tuple(node[entry.id].backward_seconds for entry in order),
         update_seconds=profile.update_seconds,
-        memory_bytes=_memory(graph, cluster.device_types[name].memory_bytes, profile),
+        memory_bytes=total,
+        workspace_bytes=_workspace(graph, total, name),
     )
 
 
-def _memory(graph: LayerGraph, stated: int | None, profile: Profile) -> int:
-    """What a device has for weights and stashes.
+def _workspace(graph: LayerGraph, total: int, device_type: str) -> int:
+    """What is set aside of a device's memory.
 
-    Where workspaces were measured, the dearest layer's is set aside, with the gradients of its
-    output and inputs, which live beside it during its backward pass. One for all stages: a bound.
+    Where workspaces were measured, the dearest layer's, with the gradients of its output and
+    inputs, which live beside it during its backward pass. One for all stages: a bound.
     """
-    total = stated or profile.device_memory_bytes
     made = {node.id: node.activation_bytes for node in graph.nodes}
     inputs = dict.fromkeys(made, 0)
     for source, target in graph.edges:
@@ -249,11 +288,11 @@ def _memory(graph: LayerGraph, stated: int | None, profile: Profile) -> int:
     )
     if aside >= total:
         raise InfeasibleError(
-            f"one layer alone needs {aside} bytes of workspace and gradients, a "
-            f"{profile.device_type} has {total}",
+            f"one layer alone needs {aside} bytes of workspace and gradients on a "
+            f"{device_type} of {total}",
             hint=f"profile a smaller microbatch than {graph.microbatch_size}",
         )
-    return total - aside
+    return aside
 
 
 def _levels(name: str, cluster: Cluster, link: float | None) -> tuple[TopologyLevel, ...]:

@@ -119,8 +119,7 @@ class Repetitive:
             replicas = configuration.data_parallel_size
             places = tuple(Place(0, stage * replicas) for stage in range(stages))
             held = tuple(
-                prices.stashed(replicas, (stages - stage) * replicas, is_only=stages == 1)
-                for stage in range(stages)
+                prices.stashed(replicas, (stages - stage) * replicas) for stage in range(stages)
             )
             schedule = generate(
                 "2bw", pipeline_parallel_size=stages, num_microbatches=stages * replicas,
@@ -166,6 +165,7 @@ class Repetitive:
             memory_bytes=float("inf") if memory is None else float(memory),
             microbatch_sizes=tuple(sorted(self.problems)),
             cost_model=cost_model or Profiled(self),
+            device_type=self.any.pools[0].device_type,
         )
 
 
@@ -188,7 +188,8 @@ class Profiled:
         per_input = option.slowest(cut)
         return Estimate(
             microbatch_seconds=per_input * configuration.data_parallel_size,
-            memory_bytes=max(stage.memory_bytes for stage in option.stages(cut)),
+            memory_bytes=max(stage.memory_bytes for stage in option.stages(cut))
+            + option.problem.pools[0].workspace_bytes,
         )
 
 

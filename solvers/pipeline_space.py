@@ -164,7 +164,7 @@ class _Builder:
         self.problem = problem
         self.bandwidths = bandwidths
         self.pools = [_Pool(pool, bandwidths) for pool in problem.pools]
-        limited = any(pool.memory_bytes is not None for pool in problem.pools)
+        limited = any(pool.limit_bytes is not None for pool in problem.pools)
         exactly = problem.workers == "exactly"
         self.may_skip = not exactly
         self.by_stage = problem.num_stages is not None

@@ -43,7 +43,9 @@ def improve(
         sweep: Times the plans of tables over some cuts and runs.
         entries: Moves times cuts of one table.
     """
-    kept = [(step, *_thinned(space, step)) for step in _steps(problem)]
+    thinned = [(step, *_thinned(space, step)) for step in _steps(problem)]
+    # Without replicas whole steps of several devices may leave no run at all.
+    kept = [entry for entry in thinned if entry[1]]
     chosen = _spread(prices, entries, kept)
     for _ in range(_ROUNDS):
         step_seconds = best.seconds

@@ -61,7 +61,7 @@ class StepModel:
     def kind(self, pool: int, num_replicas: int, span: int, workers: int, is_last: int) -> Kind:
         """What a move's stage is like; ``workers`` from it on, ``is_last`` if nothing follows."""
         problem, count = self.problem, self.problem.num_microbatches
-        in_flight, versions = self.prices.stashed(num_replicas, workers, is_only=False)
+        in_flight, versions = self.prices.stashed(num_replicas, workers)
         share = ceil(count / num_replicas)
         left = max(share - in_flight, 0)
         if problem.schedule == "gpipe":
@@ -98,7 +98,7 @@ class StepModel:
 
         The limit is infinite where the pool sets none.
         """
-        cuts, limit = self.prices.cuts, self.problem.pools[kind.pool].memory_bytes
+        cuts, limit = self.prices.cuts, self.problem.pools[kind.pool].limit_bytes
         state, stashes = self.prices.memory_terms(kind.in_flight, kind.versions)
         own: Floats = state * cuts.weight_bytes + stashes * cuts.activation_bytes
         return own, kind.in_flight * cuts.crossing_bytes, np.inf if limit is None else float(limit)

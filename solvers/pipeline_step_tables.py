@@ -74,7 +74,7 @@ class Tables:
         model = self.model
         if not model.is_line:
             return Squares(model, self._batched, limit)
-        limits = (pool.memory_bytes for pool in model.problem.pools)
+        limits = (pool.limit_bytes for pool in model.problem.pools)
         free = relaxed or all(limit is None for limit in limits)
         if free and np.isinf(limit) and not model.pessimistic:
             return Suffixes(model, self._batched)

@@ -1,12 +1,14 @@
 """Build the batch split's problem from profiles and a cluster."""
 
 from collections.abc import Sequence
-from math import gcd
+from dataclasses import replace
+from math import ceil, gcd
 
 from ..costs.compute import point_at
 from ..costs.memory import fitting_points
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
+from ..schema.optimizer import OptimizerState
 from ..schema.problem import DeviceOption, SplitProblem
 from ..schema.profile import BatchPoint, Profile
 from ..schema.records import nearest
@@ -20,6 +22,7 @@ def split_problem(
     global_batch_size: int,
     virtual_nodes: int | None = None,
     interpolate: bool = False,
+    optimizer: OptimizerState | None = None,
 ) -> SplitProblem:
     """Match profiles to a cluster's devices and drop what does not fit their memory.
 
@@ -32,23 +35,31 @@ def split_problem(
     every multiple of the greatest common divisor of the batch and all profiled sizes, or of its
     2, 4, 8, ... fold where those would be more than 512 on a type.
 
+    Profiled peaks hold the state of the optimizer they were measured with. Where another one will
+    train, the difference of the two states is added.
+
     Args:
         profiles: Profiles of one model; those of types that the cluster lacks are ignored.
         cluster: The pool.
         global_batch_size: Samples per step, B.
         virtual_nodes: N of the uniform regime, None for the free regime.
         interpolate: Allow sizes that were not profiled.
+        optimizer: The one that will train; None takes what the profiles were measured with.
 
     Raises:
-        ProblemError: A device type has no profile, or the profiles are of several models.
+        ProblemError: A device type has no profile, the profiles are of several models or
+            optimizers, or do not say which optimizer another one takes the place of.
         InfeasibleError: No profiled size fits the memory of any device.
     """
     cluster = cluster.spelled_as(profile.device_type for profile in profiles)
     model = _only_model(profiles)
     by_type = _by_device_type(profiles)
     options, short = [], []
-    for name, number in cluster.num_devices.items():
-        profile = _profile_of(name, by_type)
+    used = [_profile_of(name, by_type) for name in cluster.num_devices]
+    counted = optimizer or _measured_optimizer(used)
+    for profile in used if optimizer is None else [_with_state(p, optimizer) for p in used]:
+        name = profile.device_type
+        number = cluster.num_devices[name]
         limit = cluster.device_types[name].memory_bytes or profile.device_memory_bytes
         curve = fitting_points(profile, limit)
         if curve:
@@ -62,6 +73,7 @@ def split_problem(
         global_batch_size=global_batch_size,
         devices=tuple(options),
         virtual_nodes=virtual_nodes,
+        optimizer=counted,
     )
     return _interpolated(problem) if interpolate else problem
 
@@ -99,6 +111,35 @@ def _profile_of(name: str, by_type: dict[str, Profile]) -> Profile:
     )
 
 
+def _measured_optimizer(profiles: Sequence[Profile]) -> OptimizerState | None:
+    """What peaks hold the state of; None where a profile does not say."""
+    said = [profile.optimizer for profile in profiles]
+    names = {entry.name for entry in said if entry is not None}
+    if len(names) > 1:
+        raise ProblemError(
+            f"the profiles are of several optimizers: {', '.join(sorted(map(str, names)))}",
+            hint="profile with one, or say which will train: --optimizer",
+        )
+    return None if None in said else said[0]
+
+
+def _with_state(profile: Profile, optimizer: OptimizerState) -> Profile:
+    """The profile with another optimizer's state in its peaks."""
+    if profile.optimizer is None:
+        raise ProblemError(
+            f"the profile of {profile.model} on {profile.device_type} does not say which "
+            f"optimizer its peak memory holds, so {optimizer} cannot take its place",
+            hint="profile again, or leave --optimizer and --state-bytes-per-weight-byte out",
+        )
+    more = optimizer.state_bytes_per_weight_byte - profile.optimizer.state_bytes_per_weight_byte
+    added = ceil(more * profile.weight_bytes)
+    points = tuple(
+        replace(point, peak_memory_bytes=max(0, point.peak_memory_bytes + added))
+        for point in profile.batch_curve
+    )
+    return replace(profile, batch_curve=points, optimizer=optimizer)
+
+
 def _option(
     profile: Profile, number: int, curve: tuple[BatchPoint, ...], cluster: Cluster
 ) -> DeviceOption:
@@ -132,6 +173,7 @@ def _interpolated(problem: SplitProblem) -> SplitProblem:
         global_batch_size=problem.global_batch_size,
         devices=options,
         virtual_nodes=problem.virtual_nodes,
+        optimizer=problem.optimizer,
     )
 
 

@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "schema": set(),
     "costs": {"schema"},
     "schedules": {"schema"},
-    "checks": {"schema", "costs", "schedules"},
+    "checks": {"schema", "schedules"},  # no costs: the judge counts for itself
     "solvers": {"schema", "costs", "schedules"},
     "runtime": {"schema", "schedules"},
     "profilers": {"schema", "runtime"},
@@ -82,6 +82,13 @@ def test_imports_point_one_way(package: str) -> None:
                 assert str(where) == LIBRARIES_OF_ONE_FILE[name], f"{where} imports {name}"
 
 
+def test_oracles_have_their_own_arithmetic() -> None:
+    """What brute force is held against must not be what it calls: an error would pass both."""
+    for path in [*modules("tests/solvers"), *modules("tests/simulator"), *modules("tests/cli")]:
+        names = {name for name, _ in imports(path)}
+        assert "hetflow.costs" not in names, f"{path.relative_to(ROOT)} imports costs"
+
+
 def test_every_package_ships() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     shipped = set(declared["tool"]["setuptools"]["packages"])
@@ -101,6 +108,27 @@ def test_no_stray_module_at_the_root() -> None:
 def test_files_are_one_idea_each() -> None:
     long = [p for p in ROOT.rglob("*.py") if ".venv" not in p.parts and p.stat().st_size > 24 << 10]
     assert long == []
+
+
+def test_every_exchange_of_the_runtime_goes_through_peers() -> None:
+    """There the loss of a worker gets its type; an exchange elsewhere would fail untyped."""
+    exchanges = {
+        "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single",
+        "all_reduce", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
+        "broadcast", "broadcast_object_list", "gather", "init_process_group", "irecv", "isend",
+        "new_group", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
+    }  # fmt: skip
+    stray = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in modules("runtime")
+        if path.name != "peers.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and node.attr in exchanges
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "dist"
+    ]
+    assert stray == []
 
 
 def test_nothing_names_this_machine_or_a_registry() -> None:

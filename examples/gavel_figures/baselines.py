@@ -9,7 +9,7 @@ from hetflow.simulator.active import Active
 class Isolated:
     """X^isolated (thesis 5.4.2): everybody 1/n of each type, whoever else is there."""
 
-    name, agnostic, shares_space = "isolated", False, False
+    name, agnostic, shares_space, leaves_idle = "isolated", False, False, False
 
     def allocate(self, active: Active, now_seconds: float) -> Shares:
         """Split the cluster evenly."""
@@ -32,7 +32,7 @@ class GavelFifo:
     Ours is only that nobody gets a type on which it does not run at all.
     """
 
-    agnostic, shares_space = True, False
+    agnostic, shares_space, leaves_idle = True, False, True
 
     def __init__(self, pool: Pool, seed: int = 0, *, mended: bool = False) -> None:
         """Start empty.

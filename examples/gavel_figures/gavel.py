@@ -52,7 +52,7 @@ def run(case: Case, baseline: Baseline | None = None) -> Simulation:
     assert case.trace is not None
     pool = Pool(throughputs=case.throughputs, num_devices=case.num_devices)
     allocator = baseline(pool, case.seed)
-    options = RoundOptions(seed=case.seed, fills_idle=not allocator.name.startswith("fifo"))
+    options = RoundOptions(seed=case.seed, fills_idle=not allocator.leaves_idle)
     return simulate_rounds(draw_jobs(case.trace, case.throughputs), pool, allocator, options)
 
 

@@ -97,6 +97,11 @@ class Control:
         """Whether the generation this worker is in has ended by a failure."""
         return self.broken >= self.generation
 
+    def is_broken_within(self, seconds: float) -> bool:
+        """Whether it has ended, or ends within so long."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_broken, timeout=seconds)
+
     def wait(self, is_there: Callable[[], bool], tick: Callable[[], None]) -> None:
         """Wait until a message made something true; ``tick`` runs about every 0.1 s."""
         while True:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ...schema.errors import PeerLostError
+from ..blame import is_lost_peer, may_be_echo
 from ..checkpoint import Checkpoint
 from ..data import Batch, is_drawn
 from ..group import Place, close_group, enter_generation, enter_handover, num_groups, uses_nccl
 from ..places import holdings_of
-from ..worker import is_lost_peer
 from . import transfer
 from .behind import Behind
 from .control import Control, Message
@@ -33,10 +34,8 @@ if TYPE_CHECKING:
     from ..job import Job
 
 Answer = TypeVar("Answer")
-
-
-class Lost(RuntimeError):
-    """Another worker of this generation is gone."""
+# How long an exchange of the script's own that failed waits for the controller to see a death.
+CONFIRMATION_SECONDS = 2.0
 
 
 class Member:
@@ -98,14 +97,14 @@ class Member:
             has_begun = False
             try:
                 if self._control.is_broken:
-                    raise Lost("another worker is gone")
+                    raise PeerLostError("another worker is gone")
                 has_begun = True
                 answer = function()
                 break
             except Exception as error:
                 if not self._is_loss(error):
                     raise
-                is_behind, found = self._recover(batch, has_begun=has_begun)
+                is_behind, found = self._recover(batch, error, has_begun=has_begun)
                 if is_behind:
                     return found  # type: ignore[no-any-return]
         self._agree(answer, batch)
@@ -169,14 +168,20 @@ class Member:
     def _is_loss(self, error: Exception) -> bool:
         if not self._survives:
             return False
-        broken = self._control.is_broken and isinstance(error, RuntimeError | OSError)
-        return broken or isinstance(error, Lost) or is_lost_peer(error)
+        if is_lost_peer(error):
+            return True
+        # An exchange of the script's own fails as well when a worker dies, and when connections
+        # are cut; it is a loss only where the controller knows of one.
+        return may_be_echo(error) and self._control.is_broken_within(CONFIRMATION_SECONDS)
 
-    def _recover(self, batch: Batch | None, *, has_begun: bool) -> tuple[bool, Any]:
+    def _recover(
+        self, batch: Batch | None, error: Exception, *, has_begun: bool
+    ) -> tuple[bool, Any]:
         """Go on with those who are left.
 
         Args:
             batch: The batch whose step this worker is in, if it is in one.
+            error: By which it found the loss.
             has_begun: Whether it has touched the gradients of that step.
 
         Returns:
@@ -189,14 +194,15 @@ class Member:
         while True:
             self._control.connections.cut()
             close_group()
-            message = self._await_recovery()
+            message = self._await_recovery(error)
             try:
                 place = enter_generation(self._job._place, message, self._control)
                 found = self._catch_up(message)
                 break
-            except Exception as error:
-                if not self._is_loss(error):
+            except Exception as again:
+                if not self._is_loss(again):
                     raise
+                error = again
         is_behind = self._control.worker in message["behind"]
         if is_behind:
             if found["state"] is not None:
@@ -210,7 +216,7 @@ class Member:
         self._control.send("joined", generation=message["generation"])
         return is_behind, found["answer"] if is_behind else None
 
-    def _await_recovery(self) -> Message:
+    def _await_recovery(self, error: Exception) -> Message:
         """Say that this generation is lost, and wait for the controller to say who goes on."""
         control = self._control
         reported = [-1]
@@ -220,7 +226,8 @@ class Member:
             lost = max(control.generation, control.broken)
             if lost > reported[0]:
                 reported[0] = lost
-                control.send("lost", generation=lost, operation=control.num_operations)
+                operation, why = control.num_operations, str(error)
+                control.send("lost", generation=lost, operation=operation, why=why)
 
         def is_there() -> bool:
             found = control.recovery
@@ -306,7 +313,7 @@ class Member:
         def tick() -> None:
             self._stop_if_asked()
             if control.is_broken:
-                raise Lost("the resize did not come about")
+                raise PeerLostError("the resize did not come about")
 
         control.wait(lambda: control.may_leave or control.is_broken, tick)
         tick()

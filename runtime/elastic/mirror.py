@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import peers
 from ..buffers import BufferSlot, VirtualNodeBuffers
-from ..exchange import all_gather
 
 _ALIGNMENT = 16  # the largest element, so that a part of a message can be seen as its own type
 
@@ -40,7 +40,7 @@ class Mirror:
         self._message: _Message | None = None
         self._arriving: _Rows | None = None
         self._spare: Tensor | None = None
-        self._work: dist.Work | None = None
+        self._work: peers.Transfer | None = None
         self._before: tuple[list[str], _Rows] | None = None
 
     @property
@@ -123,7 +123,7 @@ class Mirror:
         if whole is None:
             whole = torch.empty((len(holdings), len(own)), dtype=torch.uint8, device=own.device)
         if len(holdings) > 1:
-            self._work = all_gather(whole.view(-1), own, async_op=True)
+            self._work = peers.all_gather(whole.view(-1), own, async_op=True)
         else:
             whole[0] = own
         self._arriving = _Rows(whole, known.places)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import checkpoint
+from .. import checkpoint, peers
 from ..manifest import DTYPES
 
 CHUNK_BYTES = 64 << 20
@@ -38,9 +38,9 @@ def send(value: Any, to: Sequence[int]) -> None:
     ).encode()
     head = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     for rank in to:
-        dist.send(_on_wire(torch.tensor([len(head)])), dst=rank)
+        peers.send(_on_wire(torch.tensor([len(head)])), dst=rank)
         for chunk in (head, *chunks):
-            dist.send(_on_wire(chunk), dst=rank)
+            peers.send(_on_wire(chunk), dst=rank)
 
 
 def receive(source: int) -> Any:
@@ -61,7 +61,7 @@ def _on_wire(tensor: Tensor) -> Tensor:
 
 def _take(tensor: Tensor, source: int) -> Tensor:
     on_wire = _on_wire(tensor)
-    dist.recv(on_wire, src=source)
+    peers.receive(on_wire, src=source)
     return on_wire.cpu()
 
 

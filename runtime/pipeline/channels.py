@@ -17,10 +17,10 @@ from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...schema.errors import TargetError
+from .. import peers
 from .frames import Rooms
 from .messages import ALIGNMENT, Layout, Message, Value, describe, key_of, undescribe, write
 from .transport import Lines
@@ -57,7 +57,7 @@ class Outbox:
         self._key: tuple[Any, ...] | None = None
         self._layout = Layout(())
         self._number, self._rooms = 0, Rooms()
-        self._leaving: deque[tuple[list[tuple[dist.Work, Tensor]], _Frame]] = deque()
+        self._leaving: deque[tuple[list[tuple[peers.Transfer, Tensor]], _Frame]] = deque()
         self._free: list[_Frame] = []
 
     def send(self, values: tuple[Value, ...], limit: int | None = None) -> None:
@@ -123,7 +123,7 @@ class Inbox:
         self._lines, self._are_joined = lines, lines.are_joined
         self._layout = Layout(())
         self._number, self._rooms = 0, Rooms()
-        self._posted: deque[tuple[dist.Work, _Frame]] = deque()
+        self._posted: deque[tuple[peers.Transfer, _Frame]] = deque()
         self._post()
 
     def take(self) -> Message:

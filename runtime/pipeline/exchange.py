@@ -6,9 +6,9 @@ would begin only then, and take several. From many workers on that is too many m
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from .. import peers
 from .transport import Line, Transport
 
 _MOST_WORKERS = 16
@@ -25,7 +25,7 @@ class Exchange:
     def __init__(self, transport: Transport | None, world_size: int, length: int) -> None:
         self._transport = transport
         self._peers: list[tuple[Line, Line, Tensor]] = []
-        self._receiving: list[dist.Work] = []
+        self._receiving: list[peers.Transfer] = []
         by_messages = transport is not None and world_size <= _MOST_WORKERS
         self._all = torch.zeros((world_size if by_messages else 1, length), dtype=torch.float64)
         self.own = self._all[0]
@@ -47,7 +47,7 @@ class Exchange:
         """[length] the sum over all workers, added in order of ranks: the same bits everywhere."""
         if not self._peers:
             if self._transport is not None:
-                dist.all_reduce(self.own, group=self._transport.up)
+                peers.all_reduce(self.own, group=self._transport.up)
             return self.own.clone()
         self.expect()
         sending = [line.send(self.own) for line, _, _ in self._peers]

@@ -309,6 +309,8 @@ class PipelineJob(Job):
                 return ()
             if operation.kind is Kind.BACKWARD_INPUT:
                 return stage.backward_input(operation.microbatch, gradients)
+            if self._unflushed is not None:
+                self._unflushed.lend(operation)
             made = stage.backward(operation.microbatch, gradients)
         if self._unflushed is not None:
             self._unflushed.collect(operation)

@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...schema.errors import TargetError
+from ...schema.errors import PeerLostError, TargetError
 from ..group import Place
 
 # In this order in all tables.
@@ -76,8 +75,10 @@ class ToldNorms:
         store.set(signs[rank], "")
         try:
             store.wait(signs, timedelta(seconds=PATIENCE_SECONDS))
-        except dist.DistStoreError:
-            absent = [str(r) for r, sign in enumerate(signs) if not store.check([sign])]
+        except PeerLostError as error:
+            if not error.timed_out:
+                raise
+            absent = [str(r) for r, sign in enumerate(signs) if not store.has(sign)]
             raise TargetError(
                 f"worker {rank} asks for the {norm:g}-norm of all gradients for the first time, "
                 f"and {PATIENCE_SECONDS:g} s later worker {', '.join(absent)} does not",

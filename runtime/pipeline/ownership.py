@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .. import peers
 from ..buffers import BufferSlot, VirtualNodeBuffers, _find_slots
 
 Holders = tuple[int, ...]
@@ -61,7 +62,7 @@ class Ownership:
             if name not in self.own:
                 shape = self._shapes[name]
                 whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-            dist.broadcast(whole, src=self.holders[name][0])
+            peers.broadcast(whole, src=self.holders[name][0])
             if name not in self.own:
                 parameter.grad = None
                 parameter.data = whole

@@ -107,7 +107,7 @@ class StageCheckpoints(Checkpoints):
             return token
         if job.is_main:
             store.set("checkpoint run", token)
-        return store.get("checkpoint run").decode()
+        return store.get("checkpoint run")
 
     def boundary(self, call: int, step: int) -> None:
         """A step is complete. At ``static``, a stop does not drain where no other run would."""

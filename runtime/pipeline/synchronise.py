@@ -5,7 +5,7 @@ weight. Both are mended by one rule: a parameter that several workers hold is su
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
+from .. import peers
 from ..group import Place, subgroup
 from ..totals import _loss_and_weight
 from .exchange import Exchange
@@ -23,6 +24,8 @@ from .ownership import Holders, Ownership
 from .standins import StandIns
 from .transport import Transport
 
+BUCKET_BYTES = 25 << 20
+"""Of gradients that are summed over replicas at once."""
 _LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
 # Only where parameters are apart: whether gradients add to earlier ones, which norms were asked.
 _ADDS, _ASKED = _NUM_SUMS, _NUM_SUMS + 1
@@ -67,7 +70,7 @@ class Synchroniser:
             if len(holders) > 1 and place.distributed:
                 self._groups[holders] = subgroup(place, holders)
         self._carried: dict[str, Tensor] = {}
-        self._late: tuple[dist.Work | None, Tensor] | None = None
+        self._late: tuple[peers.Transfer | None, Tensor] | None = None
         self.wants_stop = False
         self.stops = torch.zeros(())
         self.loss_scale = 1.0
@@ -165,11 +168,30 @@ class Synchroniser:
         return self._ownership.holders[name]
 
     def _sum_over(self, holders: Holders, group: dist.ProcessGroup) -> None:
-        """Sum the gradients that exactly these workers hold, types apart."""
+        """Sum the gradients that exactly these workers hold, types apart, a bucket at a time.
+
+        A buffer for all of them at once would be one more copy of the stage's gradients.
+        """
         named = [n for n, _ in self._parameters if self._ownership.holders[n] == holders]
         for dtype in sorted({self._ownership.parameters[n].dtype for n in named}, key=str):
             of_type = [n for n in named if self._ownership.parameters[n].dtype == dtype]
-            self._sum_flat(of_type, group)
+            for bucket in self._buckets(of_type):
+                self._sum_flat(bucket, group)
+
+    def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Runs of parameters of at most BUCKET_BYTES, or one that is larger."""
+        bucket: list[str] = []
+        filled = 0
+        for name in names:
+            parameter = self._ownership.parameters[name]
+            size = parameter.numel() * parameter.element_size()
+            if bucket and filled + size > BUCKET_BYTES:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(name)
+            filled += size
+        if bucket:
+            yield bucket
 
     def _sum_flat(self, names: list[str], group: dist.ProcessGroup) -> None:
         parameters = [self._ownership.parameters[name] for name in names]
@@ -178,13 +200,17 @@ class Synchroniser:
             [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
             + [used]
         )
-        dist.all_reduce(flat, group=group)
+        peers.all_reduce(flat, group=group)
         start = 0
         for parameter, flag in zip(parameters, flat[-len(parameters) :].tolist(), strict=True):
             part = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
-            if flag:
+            if not flag:
+                continue
+            if parameter.grad is None:
                 parameter.grad = part.clone()
+            else:
+                parameter.grad.copy_(part)
 
     def _write_own(self, known: set[float]) -> None:
         """Loss and weights; where parameters are apart, also this worker's part of the table."""
@@ -210,7 +236,7 @@ class Synchroniser:
         table: Table = np.zeros((NUM_ROWS, len(self._parameters)))
         self._fill(table, norms)
         assert self._transport is not None
-        dist.all_reduce(torch.from_numpy(table), group=self._transport.up)
+        peers.all_reduce(torch.from_numpy(table), group=self._transport.up)
         return table
 
     def _loss_sums(self) -> list[float]:
@@ -236,13 +262,13 @@ class Synchroniser:
             if parameter.requires_grad:
                 total = sums.get(name)
                 total = torch.zeros_like(parameter) if total is None else total.contiguous()
-                dist.all_reduce(total, group=group)
+                peers.all_reduce(total, group=group)
                 sums[name] = total
 
     def share_loss_late(self) -> Tensor:
         """The mean loss of the batch before, so that nobody waits for the last stage."""
         sums = torch.tensor(self._loss_sums(), dtype=torch.float64, device=self._place.device)
-        work = dist.all_reduce(sums, async_op=True) if self._place.distributed else None
+        work = peers.all_reduce(sums, async_op=True) if self._place.distributed else None
         before, self._late = self._late or (work, sums), (work, sums)
         if before[0] is not None:
             before[0].wait()

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import peers
 from ..group import Place, subgroup
 
 Channel = tuple[int, int, bool]
@@ -29,13 +30,13 @@ class Line:
     peer: int
     tag: int = 0
 
-    def send(self, part: Tensor) -> dist.Work:
+    def send(self, part: Tensor) -> peers.Transfer:
         """Start to send; the tensor must be kept until the work is done."""
-        return self.group.send([part], self.peer, self.tag)
+        return peers.send_over(self.group, part, self.peer, self.tag)
 
-    def receive(self, part: Tensor) -> dist.Work:
+    def receive(self, part: Tensor) -> peers.Transfer:
         """Start to receive into a tensor of exactly the size that is sent."""
-        return self.group.recv([part], self.peer, self.tag)
+        return peers.receive_over(self.group, part, self.peer, self.tag)
 
 
 @dataclass(frozen=True, slots=True)

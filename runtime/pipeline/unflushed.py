@@ -107,12 +107,18 @@ class Unflushed:
         assert operation.weight_version is not None
         self._versions[operation.stage].passed(operation.weight_version)
 
+    def lend(self, operation: Operation) -> None:
+        """Let a backward pass add to its round's gradients in place: one copy of them is kept."""
+        sums = self._gradients[operation.stage]
+        for name, leaf in self.weights(operation).items():
+            leaf.grad = sums.pop(name, None)
+
     def collect(self, operation: Operation) -> None:
-        """Add a microbatch's gradients into those of its round."""
+        """Take the round's gradients back from the version that the pass read."""
         leaves, sums = self.weights(operation), self._gradients[operation.stage]
         for name, leaf in leaves.items():
             if leaf.grad is not None:
-                sums[name] = sums[name] + leaf.grad if name in sums else leaf.grad
+                sums[name] = leaf.grad
                 leaf.grad = None
 
     def reduce(self, operation: Operation) -> None:
@@ -127,7 +133,7 @@ class Unflushed:
         versions.before_update()
         parameters = self._stages[operation.stage].parameters
         for name, total in sums.items():
-            parameters[name].grad = total / operation.num_microbatches
+            parameters[name].grad = total.div_(operation.num_microbatches)
         self._steps.make(operation.microbatch // self._work.num_microbatches)
         for parameter in parameters.values():
             parameter.grad = None

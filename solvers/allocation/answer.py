@@ -1,11 +1,15 @@
 """From a problem to an allocation: the one entry point of the cluster policies."""
 
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from ...schema.errors import InfeasibleError
 from ...schema.jobs import Allocation, AllocationProblem, Certificate, LevelPrices, PairShare
 from .engine import Outcome
+from .idle import idle_devices
 from .instance import Instance, instance_of
 from .policy import Policy, policy_named, solve
 from .program import Floats
@@ -13,29 +17,37 @@ from .program import Floats
 OPTIMAL_GAP = 1e-6
 
 
-def allocate(problem: AllocationProblem, policy: str) -> Allocation:
+def allocate(problem: AllocationProblem, policy: str, *, fills: bool = True) -> Allocation:
     """Share the pool among the jobs as a policy asks, with a proof.
 
-    Deterministic. Of several optima: without space sharing a point inside the optimal face
-    (equal jobs get equal shares); with it a vertex over groups of alike
+    Deterministic. Of several optima of a max-min policy: the one that goes on lexicographically
+    (``filling``). Without ``fills``, and of other policies: without space sharing a point inside
+    the optimal face (equal jobs get equal shares); with it a vertex over groups of alike
     jobs, dealt out by demand (``groups``) and spread evenly over equal jobs.
 
     Args:
         problem: Jobs, throughputs, pool and options; ``heterogeneity`` agnostic solves the
             same policy with a flat throughput matrix.
         policy: A name of ``all_policies()``.
+        fills: Whether to share out what a max-min policy's optimum leaves idle.
 
     Returns:
-        Time fractions that ``checks.allocation.check`` accepts for ``problem``.
+        Time fractions that ``checks.allocation.check`` accepts for ``problem``; jobs that fit
+        nowhere are left out, and named. Without jobs it is empty.
 
     Raises:
-        InfeasibleError: SLOs or a budget cannot be met; says by how much.
+        InfeasibleError: SLOs or a budget cannot be met; says by how much. Or no job fits.
         ProblemError: No such policy, or it needs something that the problem lacks.
     """
     chosen = policy_named(policy)
-    instance = instance_of(problem)
+    if not problem.jobs.jobs:
+        return _empty(problem, chosen)
+    fitting, left_out = _split(problem)
+    instance = instance_of(fitting)
     seen = instance.flat() if problem.heterogeneity == "agnostic" else instance
-    outcome = solve(seen, chosen)
+    outcome = solve(seen, chosen, fills=fills)
+    idle, usable = idle_devices(seen, outcome)
+    types = instance.resource_names[: instance.num_types]
     return Allocation(
         policy=policy,
         heterogeneity=problem.heterogeneity,
@@ -43,7 +55,61 @@ def allocate(problem: AllocationProblem, policy: str) -> Allocation:
         pairs=_pairs(instance, outcome),
         throughputs=dict(zip(map(str, instance.ids), _effective(instance, outcome), strict=True)),
         certificate=_certificate(instance, chosen, outcome),
+        left_out=left_out,
+        fill="lexicographic" if outcome.is_filled else None,
+        idle_devices=_present(types, idle),
+        usable_idle_devices=_present(types, usable),
+        idle_reason=_idle_reason(chosen, outcome, fills) if usable.any() else None,
     )
+
+
+def _split(problem: AllocationProblem) -> tuple[AllocationProblem, dict[str, str]]:
+    """The problem without the jobs that fit nowhere, and why each of these does not.
+
+    Raises:
+        InfeasibleError: None fits.
+    """
+    jobs = problem.jobs.jobs
+    misfits = np.flatnonzero(instance_of(problem).rate.max(axis=1) <= 0)
+    left_out = {
+        jobs[place].id: problem.why_left_out(jobs[place])
+        or f"its {jobs[place].scale_factor} devices cannot be consolidated in this pool; give its "
+        "unconsolidated throughput, or larger servers"
+        for place in misfits.tolist()
+    }
+    if len(left_out) == len(jobs):
+        name, reason = next(iter(left_out.items()))
+        others = f" ({len(jobs)} jobs, and none fits)" if len(jobs) > 1 else ""
+        raise InfeasibleError(f"job {name!r} fits nowhere{others}: {reason}")
+    kept = tuple(job for job in jobs if job.id not in left_out)
+    return replace(problem, jobs=replace(problem.jobs, jobs=kept)), left_out
+
+
+def _empty(problem: AllocationProblem, policy: Policy) -> Allocation:
+    """The answer where there are no jobs: nothing to share, and nothing better."""
+    return Allocation(
+        policy=policy.name,
+        heterogeneity=problem.heterogeneity,
+        x={},
+        throughputs={},
+        certificate=Certificate(
+            termination="optimal", sense=policy.sense, objective=0.0, bound=0.0, gap=0.0,
+            method="no jobs",
+        ),
+        idle_devices={name: float(number) for name, number in problem.num_devices.items()},
+        usable_idle_devices={},
+    )  # fmt: skip
+
+
+def _present(types: Sequence[str], devices: Floats) -> dict[str, float]:
+    named = zip(types, devices.tolist(), strict=True)
+    return {name: number for name, number in named if number > 0}
+
+
+def _idle_reason(policy: Policy, outcome: Outcome, fills: bool) -> str:
+    """Why devices that jobs could use stand idle."""
+    asked = "the policy's objective does not ask for them" if fills else "no filling was asked for"
+    return outcome.unfilled or policy.leaves_idle or asked
 
 
 def effective_throughput(instance: Instance, outcome: Outcome) -> Floats:

@@ -44,7 +44,9 @@ class Outcome:
     """Time fractions ``x`` [jobs, columns] and pair times, with what they reach and prove.
 
     ``throughput`` [jobs] is effective, in steps per second of the instance that was solved.
-    ``levels`` prove what water filling adds to the first level, lowest first.
+    ``levels`` prove what water filling adds to the first level, lowest first; ``num_unproved``
+    jobs, or rows of equal ones, have no such proof. ``is_filled`` says that water filling shared
+    out what another policy's optimum left idle; ``unfilled`` why it could not.
     """
 
     x: Floats
@@ -58,6 +60,9 @@ class Outcome:
     time_prices: Floats | None = None
     method: str
     levels: tuple[LevelProof, ...] = ()
+    num_unproved: int = 0
+    is_filled: bool = False
+    unfilled: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,8 +68,13 @@ def centre(
         types = mine.difference(*(union for union in tight if not mine <= union))
         classes.append(_Class(n, s, sorted(types), low, low if stuck else 1.0))
     full = set().union(*tight) if tight else set()
-    begin = [None] * len(classes) if start is None else start
-    return _newton(classes, list(capacity), [j in full for j in range(len(capacity))], begin)
+    filled, nothing = [j in full for j in range(len(capacity))], [None] * len(classes)
+    for begin in [nothing] if start is None else [start, nothing]:
+        try:
+            return _newton(classes, list(capacity), filled, begin)
+        except ZeroDivisionError:  # the start was a rounding error away from a limit
+            continue
+    return None
 
 
 def _limits(

@@ -5,7 +5,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Literal, TypeGuard
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from ...schema.errors import ProblemError
 from ...schema.records import nearest
 from . import goals, policies
 from .engine import Outcome
+from .filling import filled
 from .goals import LeastCurve, MaxMin, Ratio, Total
 from .instance import Instance
 from .program import Floats
@@ -24,7 +25,9 @@ class Policy:
     """A scheduling policy as an optimisation problem over effective throughputs.
 
     ``goal`` says what to optimise for an instance. ``report`` turns the program's objective
-    (and its bound) into the policy's own figure, in ``unit``.
+    (and its bound) into the policy's own figure, in ``unit``. ``leaves_idle`` says why devices
+    that the optimum gives to nobody stay idle on purpose, in a simulator's rounds too; empty
+    where they may be given away.
     """
 
     name: str
@@ -33,10 +36,18 @@ class Policy:
     unit: str
     goal: Callable[[Instance], "MaxMin | Total | Ratio | LeastCurve | Fill"]
     report: Callable[[Instance, float], float] = lambda _, value: value
+    leaves_idle: str = ""
 
 
-def solve(instance: Instance, policy: Policy) -> Outcome:
+def solve(instance: Instance, policy: Policy, *, fills: bool = False) -> Outcome:
     """Optimise an instance under a policy; the objective and bound are the policy's own.
+
+    Args:
+        instance: The jobs and the pool.
+        policy: What to optimise.
+        fills: Whether to share out what a max-min policy's optimum leaves idle (``filling``).
+            Goals that add up leave nothing that a job with any worth could use, and those with
+            a budget leave it on purpose.
 
     Raises:
         InfeasibleError: The policy's constraints (SLOs, a budget) cannot be met.
@@ -54,11 +65,17 @@ def solve(instance: Instance, policy: Policy) -> Outcome:
         outcome = goals.ratio(instance, goal)
     else:
         outcome = goals.least_curve(instance, goal)
+    if fills and _can_be_filled(goal):
+        outcome = filled(instance, goal, outcome)
     return replace(
         outcome,
         objective=policy.report(instance, outcome.objective),
         bound=policy.report(instance, outcome.bound),
     )
+
+
+def _can_be_filled(goal: object) -> TypeGuard[MaxMin | LeastCurve]:
+    return isinstance(goal, LeastCurve) or (isinstance(goal, MaxMin) and goal.dollars is None)
 
 
 @cache

@@ -110,7 +110,9 @@ def _outcome(merged: Merged, risen: Risen) -> tuple[Outcome, int]:
     gap = max(outcome.gap, found.gap)
     reached = outcome.throughput[merged.first] / small.level
     loose = unproved(small, best_levels(merged), risen.stages, level, reached, gap)
-    return replace(outcome, levels=level_proofs(merged, risen.stages), gap=gap), int(loose.sum())
+    left = int(loose.sum())
+    levels = level_proofs(merged, risen.stages)
+    return replace(outcome, levels=levels, gap=gap, num_unproved=left), left
 
 
 def _rise(merged: Merged, tree: Tree, limits: Limits[AnyCut]) -> Risen:

@@ -7,6 +7,7 @@ import pytest
 from hetflow.checks.pipeline import check, crossing_bytes
 from hetflow.schema.errors import FileError, ProblemError
 from hetflow.schema.files import from_json, read_any, to_json
+from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import (
     DevicePool,
     PipelineLayer,
@@ -42,6 +43,7 @@ def problem(**options) -> PipelineProblem:
         inter_bytes_per_second=5.0,
         microbatch_size=2,
         num_microbatches=8,
+        optimizer=OptimizerState(name="sgd", state_bytes_per_weight_byte=0.0),
         **filled,
     )
 

@@ -8,6 +8,7 @@ import pytest
 
 from hetflow.cli.main import run
 from hetflow.schema import files
+from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.profile import BatchPoint, Profile, Sync
 
 
@@ -45,6 +46,7 @@ def profile(device_type: str, slowness: float, model: str = "resnet50") -> Profi
             for size in (8, 16, 32, 64)
         ),
         sync=Sync(num_devices=2, sync_seconds=0.02),
+        optimizer=named_optimizer("sgd"),
     )
 
 

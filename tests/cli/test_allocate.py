@@ -1,6 +1,7 @@
 """``hetflow allocate``: files in, a checked allocation out."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import typer
@@ -10,6 +11,7 @@ from hetflow.cli import main
 from hetflow.cli.allocate import allocate
 from hetflow.cli.common import register
 from hetflow.schema import files
+from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import FileError, HetflowError, ProblemError
 from hetflow.schema.jobs import (
     Allocation,
@@ -17,6 +19,7 @@ from hetflow.schema.jobs import (
     Job,
     Jobs,
     ModelThroughput,
+    PairThroughput,
     Throughputs,
 )
 from hetflow.solvers.allocation import all_policies
@@ -48,6 +51,51 @@ def test_an_allocation_is_printed_and_valid(run):
     problem = AllocationProblem(jobs=JOBS, throughputs=RATES, num_devices={"V100": 1, "K80": 1})
     assert check(found, problem) == []
     assert found.certificate.objective == pytest.approx(33 / 5, rel=1e-9)
+
+
+def test_an_allocation_says_what_its_check_needs(tmp_path, capsys):
+    """Placement, space sharing and budget: none of them is a flag of check again."""
+    rates = Throughputs(
+        models=(
+            ModelThroughput(
+                model="m", scale_factor=2, steps_per_second={"V100": 4.0},
+                unconsolidated_steps_per_second={"V100": 3.0},
+            ),
+        ),
+        pairs=(
+            PairThroughput(
+                models=("m", "m"), scale_factor=2, steps_per_second={"V100": (2.5, 2.5)}
+            ),
+        ),
+    )  # fmt: skip
+    jobs = Jobs(jobs=tuple(replace(job, scale_factor=2) for job in JOBS.jobs))
+    files.write(tmp_path / "jobs.json", jobs)
+    files.write(tmp_path / "rates.json", rates)
+    cluster = Cluster.parse("4xV100")
+    priced = replace(
+        cluster, device_types={"V100": replace(cluster.device_types["V100"], dollars_per_hour=1.0)}
+    )
+    files.write(tmp_path / "cluster.json", priced)
+    given = ["--throughputs", str(tmp_path / "rates.json"), "--cluster"]
+    given.append(str(tmp_path / "cluster.json"))
+    asked = ["--policy", "makespan_budget", "--budget", "1", "--placement", "unconsolidated"]
+    target = tmp_path / "allocation.json"
+    command = ["allocate", str(tmp_path / "jobs.json"), *given, *asked, "--space-sharing"]
+    assert main.run([*command, "-o", str(target)]) == 0
+    judge = ["check", str(target), "--jobs", str(tmp_path / "jobs.json"), *given]
+    assert main.run(judge) == 0, capsys.readouterr().err
+    document = json.loads(target.read_text())
+    said = {"space_sharing": True, "placement": "unconsolidated", "budget_dollars": 1.0}
+    assert said.items() <= document.items()
+    capsys.readouterr()
+    assert main.run([*judge, "--placement", "consolidated"]) == 2
+    assert "hetflow: " in capsys.readouterr().err
+    for name in said:
+        del document[name]
+    target.write_text(json.dumps(document))
+    assert main.run(judge) == 2
+    flags = ["--space-sharing", "--placement", "unconsolidated", "--budget", "1"]
+    assert main.run([*judge, *flags]) == 0
 
 
 def test_it_is_written_and_never_overwritten(run, tmp_path):
@@ -162,3 +210,54 @@ def test_slos_that_cannot_be_met_say_which_and_by_how_much(
     assert says in line
     assert hint == f"hint: {mend}"
     assert not target.exists()
+
+
+CROWDED = Throughputs(
+    models=(
+        ModelThroughput(model="new", steps_per_second={"V100": 8.0}),
+        ModelThroughput(model="old", scale_factor=2, steps_per_second={"K80": 2.0}),
+    )
+)
+
+
+def test_idle_devices_are_filled_or_named(run, tmp_path, capsys):
+    """The default fills; the bare optimum and its file say what stands idle, and why."""
+    jobs = [Job(id=f"new{i}", model="new", steps=100.0) for i in range(12)]
+    jobs += [Job(id=f"old{i}", model="old", steps=100.0, scale_factor=2) for i in range(4)]
+    files.write(tmp_path / "jobs.json", Jobs(jobs=tuple(jobs)), force=True)
+    files.write(tmp_path / "rates.json", CROWDED, force=True)
+    bare, target = tmp_path / "bare.json", tmp_path / "filled.json"
+    run("--gpus", "2xV100,9xK80", "--no-fill", "-o", str(bare))
+    run("--gpus", "2xV100,9xK80", "-o", str(target))
+    inputs = ["--jobs", str(tmp_path / "jobs.json"), "--throughputs", str(tmp_path / "rates.json")]
+    for path in (bare, target):
+        assert main.run(["check", str(path), *inputs, "--gpus", "2xV100,9xK80"]) == 0
+        assert "valid (optimal)" in capsys.readouterr().out
+    assert main.run(["show", str(bare)]) == 0
+    assert "of these: no filling was asked for" in capsys.readouterr().out
+    assert main.run(["show", str(target)]) == 0
+    assert "idle: 1 K80, which no job could use" in capsys.readouterr().out
+    assert files.read(target, Allocation).usable_idle_devices == {}
+
+
+def test_a_job_that_fits_nowhere_is_named_and_the_others_go_on(run, tmp_path, capsys):
+    large = Job(id="large", model="m", steps=10.0, scale_factor=64)
+    files.write(tmp_path / "jobs.json", Jobs(jobs=(large, *JOBS.jobs)), force=True)
+    target = tmp_path / "allocation.json"
+    run("--gpus", "1xV100,1xK80", "-o", str(target))
+    call = ["allocate", str(tmp_path / "jobs.json"), "--throughputs", str(tmp_path / "rates.json"),
+            "--gpus", "1xV100,1xK80"]  # fmt: skip
+    assert main.run(call) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("hetflow: warning: job 'large' is left out: it asks for 64 devices")
+    assert json.loads(out)["left_out"].keys() == {"large"}
+    assert main.run(["show", str(target)]) == 0
+    assert "left out: large: it asks for 64 devices" in capsys.readouterr().out
+    inputs = ["--jobs", str(tmp_path / "jobs.json"), "--throughputs", str(tmp_path / "rates.json")]
+    assert main.run(["check", str(target), *inputs, "--gpus", "1xV100,1xK80"]) == 0
+    assert "valid (optimal)" in capsys.readouterr().out
+    files.write(tmp_path / "jobs.json", Jobs(jobs=()), force=True)
+    assert files.from_json(run("--gpus", "1xV100"), Allocation).x == {}
+    (tmp_path / "jobs.csv").write_text("model,steps\n")
+    assert main.run(["allocate", str(tmp_path / "jobs.csv"), *call[2:]]) == 0
+    assert json.loads(capsys.readouterr().out)["x"] == {}

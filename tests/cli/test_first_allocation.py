@@ -91,7 +91,6 @@ def test_rates_alone_spread_and_shared(tmp_path: Path) -> None:
         ("", "the first line must name the columns; model, steps missing"),
         ("model,step\n", "unknown column 'step'; did you mean 'steps'?"),
         ("model,steps,steps\n", "column 'steps' is there twice"),
-        ("model,steps\n", "holds no jobs"),
         ("model,steps\na\n", "line 2: has 1 cells, the first line has 2"),
         ("model,steps\na,soon\nb,\n", "line 2: steps: must be a number, got 'soon'; line 3: steps"),
         ("model,steps\na,nan\n", "line 2: Job: $.steps: must be finite, got nan"),

@@ -1,6 +1,7 @@
 """Pipelines on the command line: import, solve, check, show, and auto's choice."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from hetflow.runtime.lower_pipeline import lower_pipeline
 from hetflow.schema import files
+from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.profile import LayerGraph, LayerNode, Profile
 from hetflow.schema.run import RunRecord
 
@@ -59,11 +61,116 @@ def test_import_solve_check_show(hetflow: Hetflow, tmp_path: Path) -> None:
     assert hetflow("import", tmp_path / "g.graph.txt", *memory, "-o", profile).code == 0
     pool = ("--profiles", profile, "--gpus", "2xV100")
     asked = ("--batch-size", 8, "--strategy", "pipeline", "--no-replication", *LINK)
-    assert hetflow("solve", *pool, *asked, "-o", plan).code == 0
+    unsaid = hetflow("solve", *pool, *asked)
+    assert unsaid.code == 2
+    assert "the profile of g on V100 does not say what the optimizer keeps" in unsaid.stderr
+    assert "--optimizer sgd|sgd-momentum|adam" in unsaid.stderr
+    assert hetflow("solve", *pool, *asked, "--optimizer", "adam", "-o", plan).code == 0
     assert [s["layers"] for s in json.loads(plan.read_text())["stages"]] == [["node2"], ["node3"]]
-    assert "valid" in hetflow("check", plan, *pool, *LINK).stdout
+    assert "valid" in hetflow("check", plan, *pool).stdout
     assert "1-1, 1f1b" in hetflow("show", plan).stdout
     assert "Linear(8, 8)" in hetflow("export", profile).stdout
+
+
+def test_a_plan_says_all_that_its_check_needs(hetflow: Hetflow, folder: Path) -> None:
+    """Links and optimizer of every kind of plan; another value is judged against, and refused."""
+    profile = files.read(folder / "v100.json", Profile)
+    bare = replace(profile, sync=None, optimizer=None)
+    files.write(folder / "v100.json", bare, force=True)
+    pool = ("--profiles", folder, "--gpus", "2xV100")
+    asked = (*pool, "--batch-size", 64, "--strategy", "pipeline", *LINK, "--optimizer", "adam")
+    kinds: list[tuple[object, ...]] = [
+        ("--schedule", "1f1b"),
+        ("--schedule", "interleaved", "--no-replication"),
+        ("--schedule", "pipedream", "--num-stages", 2),
+        ("--schedule", "2bw", "--repetitive"),
+        ("--schedule", "pipedream", "--stage-cost", "published"),
+    ]
+    for number, kind in enumerate(kinds):
+        plan = folder.parent / f"plan{number}.json"
+        made = hetflow("solve", *asked, *kind, "-o", plan)
+        assert made.code in (0, 4), made.stderr
+        judged = hetflow("check", plan, *pool)
+        assert judged.code == 0, (kind, judged.stderr)
+        assert "valid" in judged.stdout
+    plan = folder.parent / "plan1.json"
+    document = json.loads(plan.read_text())
+    assert document["link_bytes_per_second"] == 1e9
+    assert document["optimizer"] == {
+        "name": "adam", "state_bytes_per_weight_byte": 2.0, "is_default": False,
+    }  # fmt: skip
+    other = hetflow("check", plan, *pool, "--link-bytes-per-second", "2e9")
+    assert other.code == 2
+    assert "link_bytes_per_second is 1000000000.0, the problem says 2000000000.0" in other.stderr
+    other = hetflow("check", plan, *pool, "--optimizer", "sgd")
+    assert other.code == 2
+    assert "memory is planned for adam (2 bytes" in other.stderr
+    # Plans of before say neither, and load; what is not known is asked for.
+    del document["link_bytes_per_second"], document["optimizer"]
+    plan.write_text(json.dumps(document))
+    for flags, said in (
+        ((), "--link-bytes-per-second"),
+        (LINK, "--optimizer sgd|"),
+        ((*LINK, "--state-bytes-per-weight-byte", "2"), None),
+        ((*LINK, "--state-bytes-per-weight-byte", "1"), "it needs"),
+        ((*LINK, "--state-bytes-per-weight-byte", "1", "--optimizer", "sgd"), "give one of them"),
+    ):
+        answer = hetflow("check", plan, *pool, *flags)
+        assert (said is None) == (answer.code == 0), answer.stderr
+        assert said is None or said in answer.stderr
+
+
+def test_what_the_optimizer_keeps_is_never_assumed(
+    hetflow: Hetflow, folder: Path, make_profile: Callable[..., Profile]
+) -> None:
+    by_default = OptimizerState(
+        name="sgd-momentum", state_bytes_per_weight_byte=1.0, is_default=True
+    )
+    whole = layered(make_profile("V100", 1.0))
+    asked = ("--strategy", "pipeline", "--no-replication", *LINK)
+
+    def told(optimizer: OptimizerState | None, *flags: object) -> Any:
+        files.write(folder / "v100.json", replace(whole, optimizer=optimizer), force=True)
+        return solve(hetflow, folder, *asked, *flags)
+
+    for unknown, said in ((None, "does not say"), (by_default, "because none was chosen")):
+        answer = told(unknown)
+        assert answer.code == 2
+        assert said in answer.stderr
+        assert "--optimizer sgd|sgd-momentum|adam|" in answer.stderr
+        assert answer.stdout == ""
+        # The split is still compared with nothing, and says so in a pipe too.
+        chosen = solve(hetflow, folder, *LINK)
+        assert json.loads(chosen.stdout)["kind"] == "split"
+        assert "warning: there is no pipeline plan to compare with" in chosen.stderr
+    stages = {
+        name: json.loads(told(by_default, "--optimizer", name).stdout)["stages"]
+        for name in ("sgd", "sgd-momentum", "adamw")
+    }
+    # Two layers of 25 MiB a stage: weights, gradients and 0, 1 or 2 tensors of state.
+    for name, copies in (("sgd", 2), ("sgd-momentum", 3), ("adamw", 4)):
+        assert stages[name][1]["memory_bytes"] // (50 << 20) == copies
+    measured = OptimizerState(name="Lion", state_bytes_per_weight_byte=1.0)
+    assert json.loads(told(measured).stdout)["optimizer"]["name"] == "Lion"
+    said = told(measured, "--optimizer", "adam").stderr
+    assert "update_seconds are those of Lion, as profiled" in said
+    assert "must be one of sgd" in told(measured, "--optimizer", "adamm").stderr
+
+
+def test_the_memory_that_is_named_is_the_device_s(
+    hetflow: Hetflow, folder: Path, make_profile: Callable[..., Profile]
+) -> None:
+    whole = layered(make_profile("V100", 1.0))
+    nodes = tuple(replace(node, workspace_bytes=1000) for node in whole.layers.nodes)
+    graph = replace(whole.layers, nodes=nodes)
+    files.write(folder / "v100.json", replace(whole, layers=graph), force=True)
+    pool = ("--profiles", folder, "--batch-size", 64, "--gpus", "V100:2:60MB")
+    for more in ((), ("--schedule", "zb-h1"), ("--schedule", "2bw", "--repetitive")):
+        answer = hetflow("solve", *pool, "--strategy", "pipeline", *LINK, *more)
+        assert answer.code == 3, answer.stderr
+        assert re.search(
+            r"needs \d+ bytes .*on a V100 of 62914560, \d+ bytes too many", answer.stderr
+        )
 
 
 def test_a_tampered_pipeline_plan_fails_its_check(hetflow: Hetflow, folder: Path) -> None:
@@ -71,7 +178,7 @@ def test_a_tampered_pipeline_plan_fails_its_check(hetflow: Hetflow, folder: Path
     document = json.loads(solve(hetflow, folder, "--strategy", "pipeline", *LINK).stdout)
     document["stages"][0]["memory_bytes"] = 1
     plan.write_text(json.dumps(document))
-    answer = hetflow("check", plan, "--profiles", folder, "--gpus", "2xV100", *LINK)
+    answer = hetflow("check", plan, "--profiles", folder, "--gpus", "2xV100")
     assert answer.code == 2
     assert "memory" in answer.stderr
 
@@ -114,7 +221,7 @@ def test_the_fastest_profiled_microbatch_is_taken(hetflow: Hetflow, several: Pat
     assert best["microbatch_size"] == min(steps, key=lambda size: steps[size])
     plan = several.parent / "plan.json"
     plan.write_text(json.dumps(best))
-    judged = hetflow("check", plan, "--profiles", several, "--gpus", "2xV100", *LINK)
+    judged = hetflow("check", plan, "--profiles", several, "--gpus", "2xV100")
     assert judged.code == 0, judged.stderr
 
 
@@ -250,8 +357,8 @@ def test_an_interleaved_plan_is_checked_shown_and_lowered(hetflow: Hetflow, fold
     assert solve(hetflow, folder, *asked, "--no-replication", *LINK, "-o", plan).code == 0
     stages = json.loads(plan.read_text())["stages"]
     assert [stage["first_device"] for stage in stages] == [0, 1, 0, 1]
-    assert "valid" in hetflow("check", plan, "--profiles", folder, "--gpus", "2xV100", *LINK).stdout
-    assert "valid" in hetflow("check", plan, "--profiles", folder, *LINK).stdout
+    assert "valid" in hetflow("check", plan, "--profiles", folder, "--gpus", "2xV100").stdout
+    assert "valid" in hetflow("check", plan, "--profiles", folder).stdout
     assert "rank 1" in hetflow("show", plan, "--timeline").stdout
     lowered = lower_pipeline(files.read_any(plan))
     assert lowered.world_size == 2

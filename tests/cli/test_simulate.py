@@ -81,7 +81,6 @@ def test_a_sweep_is_a_line_each_and_the_same_in_processes(app: typer.Typer, tabl
         (LINE.format(100.0) + LINE.format(50.0), "sort the trace by arrival"),
         (LINE.format(-3.0), "arrival_seconds"),
         (LINE.format(0.0).replace("4000", "-4000"), "steps"),
-        ("", "holds no jobs"),
         (LINE.format("soon"), "line 1: arrival_seconds: must be a number, got 'soon'"),
         (LINE.format("nan"), "line 1: arrival_seconds: must be finite"),
         (LINE.format(0.0).replace("\t1\t1\t", "\t1.5\t1\t"), "scale_factor: must be a whole"),
@@ -113,6 +112,8 @@ def test_bad_traces_write_nothing(
         ("static-single", ("--restart-seconds", "inf"), "all finite"),
         ("static-single", ("--failure-hours", "nan"), "between failures must be > 0 s"),
         ("static-single", ("--failure-hours", "1", "--repair-hours", "-1"), "repairs must last"),
+        ("static-single", ("--failure-hours", "1", "--repair-hours", "1000"), "the limit of 1 %"),
+        ("static-single", ("--server-failure-hours", "9"), "give servers, such as"),
         ("static-single", ("--scheduler", "yarn", "--policy", "makespan"), "yarn would not heed"),
         ("static-single", ("--scheduler", "yarn", "--agnostic"), "yarn would not heed"),
         ("static-single", ("--scheduler", "yarn", "--restart-seconds", "nan"), "a resize must"),
@@ -248,3 +249,37 @@ def test_pairs_and_servers_from_the_command_line(
     assert times[0] >= 2000.0
     spread = [*arguments[:4], "2x(1xfast),1x(2xslow)", "--json"]
     assert CliRunner().invoke(app, spread).exit_code == 0
+
+
+def test_jobs_that_fit_nowhere_and_no_jobs_at_all(
+    app: typer.Typer, table: Path, tmp_path: Path
+) -> None:
+    trace, output = tmp_path / "jobs.json", tmp_path / "run.json"
+    jobs = [Job(id="wide", model="conv", steps=9.0, scale_factor=64)]
+    jobs += [Job(id=f"j{n}", model="conv", steps=4000.0) for n in range(3)]
+    files.write(trace, Jobs(jobs=tuple(jobs)))
+    result = CliRunner().invoke(app, _arguments(trace, table, "-o", str(output), "--json"))
+    assert result.exit_code == 0, result.output
+    assert "warning: job 'wide' is left out: it asks for 64 devices" in result.stderr
+    assert json.loads(result.stdout)["left_out"].keys() == {"wide"}
+    assert files.read(output, SimulationRun).metrics.num_jobs == 3
+    files.write(trace, Jobs(jobs=()), force=True)
+    result = CliRunner().invoke(app, _arguments(trace, table, "--json"))
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["metrics"]["num_jobs"] == 0
+    shown = CliRunner().invoke(app, _arguments(trace, table)).stdout.splitlines()[-1]
+    assert shown.split() == ["las", "-", "0", "0", *"--------"]
+
+
+def test_whole_servers_fail_from_the_command_line(
+    app: typer.Typer, table: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "jobs.trace"
+    trace.write_text("".join(LINE.format(0.0).replace("4000", "400000") for _ in range(3)))
+    arguments = [str(trace), "--throughputs", str(table), "--gpus", "2x(1xfast,1xslow)",
+                 "--server-failure-hours", "10", "--json"]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    run = json.loads(result.stdout)
+    assert run["num_server_failures"] > 0
+    assert run["num_failures"] == 0

@@ -2,7 +2,8 @@
 
 ``outside_script.py RESULT EPOCHS SECONDS``, as elastic_script.py takes them. With WHAT set to
 ``main`` or ``all`` it predicts after each epoch, for the main worker or for all; with ``own`` it
-calls a collective of its own, with ``group`` in a process group of its own. A worker whose file
+calls a collective of its own, with ``wait`` one that it waits for itself, with ``group`` one in a
+process group of its own. A worker whose file
 ``stop-NAME`` is there stops in the middle of that, leaves ``stopped-NAME`` with its process id,
 and waits. The outputs go into RESULT.
 """
@@ -59,10 +60,12 @@ for epoch in range(epochs):
         job.backward(lambda x: model(x).square().mean(), batch)
         optimizer.step()
         optimizer.zero_grad()
-    if what in ("own", "group"):
+    if what in ("own", "wait", "group"):
         hold("own")
         if job.world_size > 1:
-            dist.all_reduce(torch.ones(1), group=group)
+            work = dist.all_reduce(torch.ones(1), group=group, async_op=what == "wait")
+            if work is not None:
+                work.wait()
     elif len(log.values) == epoch:  # else the others have done it before this worker came
         outputs = []
         for number, part in enumerate(job.predict(in_order, predicted, on_all=what == "all")):

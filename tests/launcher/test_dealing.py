@@ -1,5 +1,7 @@
 """Slots to hosts and to devices, and which failure is the cause."""
 
+import signal
+
 import pytest
 
 from hetflow.launcher import devices
@@ -80,4 +82,12 @@ def test_the_cause_is_no_echo_and_comes_first() -> None:
     first = Failure(exit_code=1, error="first", rank=2, at_seconds=2.0)
     assert first_cause([echo, late, first]) is first
     assert first_cause([echo]) is echo
+    # NCCL aborts those who waited for the failed one: they die without a word.
+    aborted = Failure(exit_code=128 + signal.SIGABRT, error="", rank=3)
+    own_exchange = Failure(exit_code=1, error="reset", rank=4, at_seconds=1.5, may_be_echo=True)
+    assert first_cause([aborted, own_exchange, echo, late, first]) is first
+    assert first_cause([echo, own_exchange]) is own_exchange
+    assert first_cause([echo, aborted]) is aborted
+    killed = Failure(exit_code=128 + signal.SIGKILL, error="", rank=5)
+    assert first_cause([aborted, own_exchange, first, killed]) is killed
     assert Failure.from_text(first.to_text()) == first

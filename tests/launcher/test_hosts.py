@@ -87,7 +87,16 @@ def agents(
         subprocess.Popen(
             [*prefixes[node], sys.executable, "-m", "hetflow.cli.main", "launch"]
             + ["--nnodes", "2", "--node-rank", str(node), "--rdzv-endpoint", endpoint]
-            + ["--devices", devices[node], "-o", f"run{node}", "plan.json", script, *arguments],
+            + [
+                "--devices",
+                devices[node],
+                "-o",
+                f"run{node}",
+                "--force",
+                "plan.json",
+                script,
+                *arguments,
+            ],
             cwd=folder,
             env={**os.environ, "HERE": str(folder), "NODE": str(node)},
             stdout=subprocess.PIPE,
@@ -108,6 +117,26 @@ def test_slots_go_to_the_host_of_the_type(tmp_path: Path) -> None:
     told = [json.loads((tmp_path / f"told{rank}").read_text()) for rank in range(3)]
     assert told == [["1", "cpu:fast", "3"], ["0", "cpu:slow", "3"], ["0", "cpu:slow", "3"]]
     assert files.read(tmp_path / "run0" / "run.json", RunRecord).status == "done"
+
+
+@pytest.mark.slow
+def test_hosts_meet_with_one_token_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files.write(tmp_path / "plan.json", plan_of(("cpu:fast", 1, 8), ("cpu:slow", 2, 4)))
+    (tmp_path / "script.py").write_text(TELLS)
+    devices = ("2xcpu:slow", "1xcpu:fast")
+    monkeypatch.setenv("HETFLOW_TOKEN", "0123456789abcdef")
+    ended = agents(tmp_path, f"127.0.0.1:{free_port()}", devices, "script.py")
+    assert [code for code, _ in ended] == [0, 0], ended
+    others = (["env", "HETFLOW_TOKEN=fedcba9876543210"], [])
+    endpoint = f"127.0.0.1:{free_port()}"
+    ended = agents(tmp_path, endpoint, devices, "script.py", "again", prefixes=others)
+    for code, stderr in ended:
+        assert code == 2
+        assert "hetflow: host 1 was given another HETFLOW_TOKEN than host 0\n" in stderr
+    monkeypatch.setenv("HETFLOW_TOKEN", "short")
+    (code, stderr), _ = agents(tmp_path, f"127.0.0.1:{free_port()}", devices, "script.py")
+    assert code == 2
+    assert "HETFLOW_TOKEN must be at least 16 printable characters" in stderr
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from pathlib import Path
 from hetflow.runtime.elastic.control import Control
 from hetflow.runtime.elastic.member import Member
 from hetflow.runtime.gradients import GradientReducer
+from hetflow.schema.errors import PeerLostError
 
 here, number = Path(sys.argv[1]).parent, 0
 wait, stepped = GradientReducer.wait, Member.stepped
@@ -32,7 +33,7 @@ def late(self):
     os.kill(int((here / "agreed-2").read_text()), signal.SIGKILL)
     while not Control._of_process.is_broken:
         time.sleep(0.01)
-    raise RuntimeError("the step did not end here")
+    raise PeerLostError("the step did not end here")
 
 def agreed(self):
     if number == <STEP>:

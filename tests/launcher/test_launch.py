@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hetflow.runtime.launch_token import prefix_of
 from hetflow.schema import files
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 from hetflow.schema.run import RunRecord
@@ -30,13 +32,22 @@ if os.environ["RANK"] == "1":
     MANNER
 time.sleep(60)
 """
-JOINS_THE_STORE = """
-import os, time
-from torch.distributed import TCPStore
-store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-store.set("here", "1")
-print("started", flush=True)
-time.sleep(120)
+# A run that waits, after all its steps, until the test lets it end.
+HOLDS_AT_THE_END = """
+import os, pathlib, sys, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+model = torch.nn.Linear(2, 1)
+job = hf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for batch in job.batches(DataLoader(TensorDataset(torch.randn(24, 2)), batch_size=8)):
+    job.backward(lambda x: model(x).pow(2).mean(), batch)
+here = pathlib.Path(os.environ["HERE"])
+if job.rank == 1:
+    told = [str(os.getpid()), os.environ["MASTER_PORT"], str("HETFLOW_TOKEN" in os.environ)]
+    (here / "telling").write_text(" ".join(told))
+    (here / "telling").rename(here / "told")
+    while not (here / "go").exists():
+        time.sleep(0.02)
 """
 TELLS = """
 import json, os, pathlib, sys
@@ -104,6 +115,7 @@ def alive(pid: int) -> bool:
 def test_arguments_pass_untouched_and_execute_nothing(here: Path) -> None:
     write_script(here, TELLS)
     strange = ["a b", "quo'te\"", "new\nline", "$(touch marker)", "--json", "-o", ""]
+    strange += ["--api-key", "of-my-account", "s3://me:pass-word@host/data"]
     model = "m; touch marker `touch marker` $(touch marker)"
     files.write(here / "plan.json", make_plan("cpu:fast", "cpu:slow", model=model), force=True)
     done = run("plan.json", "script.py", *strange)
@@ -117,7 +129,13 @@ def test_arguments_pass_untouched_and_execute_nothing(here: Path) -> None:
     (run_folder,) = (here / "hetflow-runs").iterdir()
     assert (run_folder / "logs" / "rank1.out").read_text() == "out of 1\n"
     assert (run_folder / "logs" / "rank1.err").read_text() == "err of 1\n"
-    assert files.read(run_folder / "run.json", RunRecord).status == "done"
+    record = files.read(run_folder / "run.json", RunRecord)
+    assert record.status == "done"
+    masked = [*strange[:-3], "--api-key", "***", "s3://me:***@host/data"]
+    assert (record.provenance or {})["script"] == ["script.py", *masked]
+    written = [path for path in run_folder.rglob("*") if path.is_file()]
+    for secret in (b"of-my-account", b"pass-word"):
+        assert [path for path in written if secret in path.read_bytes()] == []
 
 
 def test_a_module_runs_and_json_stands_alone_on_stdout(here: Path) -> None:
@@ -140,7 +158,6 @@ def test_a_module_runs_and_json_stands_alone_on_stdout(here: Path) -> None:
         ("sys.exit('a reason')", 1, "failed with exit code 1: a reason"),
         ("os._exit(9)", 9, "failed with exit code 9"),
         ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
-        ("raise RuntimeError('Connection reset by peer')", 1, "Connection reset by peer"),
     ],
 )
 def test_the_failing_workers_own_error_and_code(
@@ -242,17 +259,36 @@ def test_bad_requests_end_in_one_line_and_no_file(
     assert sorted(here.iterdir()) == before
 
 
-def test_the_store_listens_on_loopback_only(here: Path) -> None:
-    write_script(here, JOINS_THE_STORE)
+@pytest.mark.slow
+def test_who_does_not_know_the_token_cannot_touch_the_keys_of_a_launch(here: Path) -> None:
+    dist = pytest.importorskip("torch.distributed")
+    write_script(here, HOLDS_AT_THE_END)
     with subprocess.Popen(
-        [*LAUNCH, "-o", "run", "plan.json", "script.py"], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "started\n"
-        listening = listening_addresses(process.pid)
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    assert listening == {"0100007F"}
+        [*LAUNCH, "--timeout", "30", "-o", "run", "plan.json", "script.py"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        wait_until((here / "told").exists)
+        assert listening_addresses(process.pid) == {"0100007F"}  # loopback alone
+        pid, port, is_left = (here / "told").read_text().split()
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        (token,) = re.findall(rb"HETFLOW_TOKEN=([0-9a-f]{32})", environment)
+        assert is_left == "False"  # what the script starts or logs does not hold it
+        assert token not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        store = dist.TCPStore("127.0.0.1", int(port), is_master=False)
+        prefix = prefix_of(token.decode())
+        assert {key.split("/")[0] for key in store.list_keys() if key} == {prefix}
+        assert re.fullmatch("[0-9a-f]{32}", prefix)
+        assert prefix not in (token.decode(), prefix_of(token.decode()[::-1]))
+        # Keys of the launch as they would be without a token.
+        store.add("hetflow/0/finished", 1)
+        for key in ("hetflow/0/all finished", "hetflow/0/finished/0", "hetflow/0/finished/1"):
+            store.set(key, "1")
+        store.set("launcher/failure/0", "{}")
+        (here / "go").touch()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    for path in (here / "run").rglob("*"):
+        assert not path.is_file() or token not in path.read_bytes()
 
 
 def listening_addresses(pid: int) -> set[str]:

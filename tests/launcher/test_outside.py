@@ -88,6 +88,22 @@ def test_a_death_in_a_collective_of_the_script_is_named(
 
 
 @pytest.mark.slow
+def test_a_death_comes_before_an_error_that_may_have_followed_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WHAT", "wait")
+    launch = launch_of(tmp_path / "run", [4, 4], stops={1: "own"})
+    kill_where_it_stops(launch, 1)
+    code, err = launch.end()
+    assert code == 1
+    last = [line for line in err.splitlines() if line.startswith("hetflow: ")][-1]
+    assert last.startswith(
+        "hetflow: worker 1 (cpu:fast) was killed by SIGKILL; then worker 0 (cpu:fast) failed with "
+        "exit code 1: RuntimeError: "
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "number"), [("own", signal.SIGKILL), ("group", signal.SIGSTOP)])
 def test_with_a_checkpoint_all_start_again_after_it(
     tmp_path: Path,

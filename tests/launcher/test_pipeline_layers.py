@@ -85,11 +85,12 @@ def test_a_model_that_only_export_takes_apart_trains_as_on_one_device(tmp_path: 
     solved = hetflow(
         tmp_path, "solve", "--profiles", "profiles", "--gpus", "2xcpu", "--batch-size", "16",
         "--strategy", "pipeline", "--num-stages", "2", "--microbatch-size", "4",
-        "--link-bytes-per-second", "1e9", "-o", "plan.json",
+        "--link-bytes-per-second", "1e9", "--optimizer", "sgd", "-o", "plan.json",
     )  # fmt: skip
     assert solved.returncode == 0, solved.stderr
     done = hetflow(tmp_path, "launch", "-o", "run", "plan.json", "train.py")
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Adam keeps 2 bytes of state a byte of weights, the plan's") == 1
     alone = subprocess.run(
         [sys.executable, "train.py"],
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=True,

@@ -1,8 +1,11 @@
 """Signals and deaths in launches over two hosts."""
 
+import contextlib
 import json
 import os
+import re
 import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,3 +95,43 @@ def test_what_several_hosts_cannot_do_is_refused(tmp_path: Path) -> None:
         replace(asked, on_failure="shrink", checkpoint=tmp_path)
     with pytest.raises(TargetError, match="several hosts starts again from a checkpoint, and has"):
         replace(asked, on_failure="replace")
+
+
+def lose(hosts: Hosts, node: int, number: int) -> None:
+    """End a host without a word: its launcher first, then its worker."""
+    worker = hosts.pid_of(1 - node)  # host 0 has the slow device, which is rank 1
+    hosts.processes[node].send_signal(number)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lost", "number", "saves", "how"),
+    [
+        (0, signal.SIGKILL, False, "its launcher is gone, and the store with it"),
+        (1, signal.SIGKILL, True, r"its launcher gave no sign of life for \d+ s"),
+        # A frozen host is to the others what one is behind a network that is gone.
+        (0, signal.SIGSTOP, True, "its launcher did not answer for 15 s"),
+        (1, signal.SIGSTOP, False, r"its launcher gave no sign of life for \d+ s"),
+    ],
+)
+def test_who_is_left_says_which_host_was_lost(
+    tmp_path: Path, lost: int, number: int, saves: bool, how: str
+) -> None:
+    saving = ("--checkpoint", str(tmp_path / "saved"), "--checkpoint-every", "3") if saves else ()
+    hosts = Hosts(tmp_path / "a", 0, [5, 3], *saving, seconds=0.1, epochs=400)
+    hosts.wait_for_step(2)
+    lose(hosts, lost, number)
+    left = 1 - lost
+    try:
+        assert hosts.processes[left].wait(timeout=60) == 1
+    finally:
+        lose(hosts, lost, signal.SIGKILL)
+        hosts.processes[lost].wait()
+    last = [line for line in hosts.said()[left].splitlines() if line.startswith("hetflow: ")][-1]
+    assert re.fullmatch(rf"hetflow: host {lost} \({socket.gethostname()}\) was lost: {how}", last)
+    if left == 0:
+        record = json.loads((hosts.runs[0] / "run.json").read_text())
+        assert (record["status"], record["exit_code"]) == ("failed", 1)
+        assert record["events"][0]["detail"] == last.removeprefix("hetflow: ")

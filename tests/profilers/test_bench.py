@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from hetflow.profilers.bench import OPTIMIZERS, Bench, move
+from hetflow.profilers.bench import Bench, move
 from hetflow.profilers.targets import Workload
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.schema.errors import TargetError
+from hetflow.schema.optimizer import NAMES, named_optimizer
 
 Loss = Callable[[nn.Module, Any], Any]
 POLICY = RepeatPolicy(max_repeats=3, min_repeats=3)
@@ -63,16 +64,27 @@ def test_bytes_are_those_of_trainable_parameters() -> None:
     assert Bench(given, "cpu", "sgd").weight_bytes == (16 + 4) * 8
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_by_name(name: str) -> None:
-    bench = Bench(workload(), "cpu", name)
-    assert type(bench.optimizer).__name__.lower() == name
+@pytest.mark.parametrize("name", NAMES)
+def test_optimizers_by_name_keep_what_their_names_say(name: str) -> None:
+    model = nn.Linear(64, 64)
+    loss = lambda model, x: model(x).sum()  # noqa: E731
+    wide = Workload(model=model, make_batch=lambda n: torch.randn(n, 64), loss=loss)
+    bench = Bench(wide, "cpu", name)
+    kept = bench.optimizer_state(2)
+    assert name.startswith(kept["name"].lower())
+    # Beside tensors of the weights' shape there are counters of a few bytes.
+    counted = kept["state_bytes"] / bench.weight_bytes
+    stated = named_optimizer(name).state_bytes_per_weight_byte
+    assert stated <= counted < stated + 0.01
     assert bench.measure_update(2, POLICY).repeats == 3
 
 
 def test_the_workloads_own_optimizer_wins() -> None:
     own = workload(make_optimizer=lambda parameters: torch.optim.RMSprop(parameters))
-    assert isinstance(Bench(own, "cpu", "adam").optimizer, torch.optim.RMSprop)
+    bench = Bench(own, "cpu", "adam")
+    assert isinstance(bench.optimizer, torch.optim.RMSprop)
+    kept = bench.optimizer_state(2)
+    assert (kept["name"], kept["is_own"]) == ("RMSprop", True)
 
 
 @pytest.mark.parametrize(

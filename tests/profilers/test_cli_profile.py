@@ -44,6 +44,10 @@ def test_a_real_profile_of_unlike_devices(
     plain, fast, slow = (files.read(out / name, Profile) for name in names)
     assert told == [files.to_plain(profile) for profile in (plain, fast, slow)]
     assert plain.emulation is None
+    assert plain.optimizer is not None
+    assert (plain.optimizer.name, plain.optimizer.is_default) == ("sgd-momentum", True)
+    assert plain.optimizer.state_bytes_per_weight_byte == 1.0
+    assert slow.optimizer == plain.optimizer
     assert slow.emulation == Emulation(speed=0.01)
     for point, half, hundredth in zip(
         plain.batch_curve, fast.batch_curve, slow.batch_curve, strict=True
@@ -80,7 +84,7 @@ def test_existing_output_is_refused_before_anything_runs(
     [
         (["--device", "V100O"], "no such device"),
         (["--batch-sizes", "8,eight"], "not a whole number"),
-        (["--optimizer", "adagrad"], "must be one of sgd, adam, adamw"),
+        (["--optimizer", "adamm"], "must be one of sgd, sgd-momentum, adam, adamw"),
         (["--steps", "0"], "steps"),
         (["--layers", "--microbatch-size", "4,0"], "must be whole numbers of at least 1"),
     ],

@@ -11,6 +11,7 @@ from hetflow.profilers.layer_passes import measuring_seconds
 from hetflow.profilers.layers import graph_of, measure_layers
 from hetflow.profilers.targets import Workload, as_workload
 from hetflow.schema.cluster import Cluster
+from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.profile import BatchPoint, Profile
 from hetflow.solvers.pipeline_problems import pipeline_problem
 
@@ -124,9 +125,11 @@ def test_what_the_planner_counts_bounds_what_a_pass_allocates(name: str, size: i
         update_seconds=0.0, layers=graph_of(measure_layers(bench, size, 1)),
         batch_curve=(BatchPoint(batch_size=size, step_seconds=1.0, peak_memory_bytes=1),),
     )  # fmt: skip
-    problem = pipeline_problem([profile], Cluster.parse("1xcpu"), size)
+    problem = pipeline_problem(
+        [profile], Cluster.parse("1xcpu"), size, optimizer=named_optimizer("sgd")
+    )
     stashed = sum(layer.kept_bytes for layer in problem.layers)
-    aside = 10**9 - (problem.pools[0].memory_bytes or 0)
+    aside = problem.pools[0].workspace_bytes
     batch = bench.make_batch(size)
     bench.run_step(batch)
     bench.optimizer.zero_grad(set_to_none=False)

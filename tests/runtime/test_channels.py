@@ -16,7 +16,7 @@ from hetflow.runtime.pipeline.transport import (
     channels_of,
     payload_backend,
 )
-from hetflow.schema.errors import TargetError
+from hetflow.schema.errors import PeerLostError, TargetError
 
 CPU = torch.device("cpu")
 
@@ -176,7 +176,7 @@ def test_waiting_ends() -> None:
     hosts = gloo_pair(dist.HashStore())
     frames, aside = (Line(hosts[1], 0, tag) for tag in (1, 3))
     inbox = Inbox(Lines(frames, aside, aside, CPU))
-    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
+    with pytest.raises(PeerLostError, match=r"(?i)timed? ?out"):
         inbox.take()
 
 

@@ -122,6 +122,25 @@ def test_what_killed_writers_left_half_done_goes(tmp_path: Path) -> None:
     assert checkpoint.read(whole).state["step"] == 4
 
 
+def test_planted_links_block_nothing_and_are_not_followed(tmp_path: Path) -> None:
+    """In a folder that others can write to, whoever it is they point at stays as it was."""
+    folder, elsewhere = tmp_path / "saved", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    (folder / ".making-step-000000001").symlink_to(elsewhere)
+    (folder / ".making-step-000000002").symlink_to(tmp_path / "nowhere")
+    (folder / "step-000000003").symlink_to(elsewhere)
+    (folder / "step-000000004").symlink_to(tmp_path / "nowhere")
+    for step in (1, 2, 3, 4):
+        write(folder, step, torch.ones(3))
+        assert checkpoint.newest(folder)[0].state["step"] == step
+    (folder / ".making-step-000000009").symlink_to(elsewhere)
+    checkpoint.tidy(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000000003", "step-000000004"]
+    assert [path.name for path in elsewhere.iterdir()] == ["kept"]
+
+
 def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileError, match="the checkpoint was not written") as caught:

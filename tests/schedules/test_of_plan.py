@@ -5,6 +5,7 @@ import pytest
 from hetflow.schedules.of_plan import schedule_of, times_of
 from hetflow.schedules.timing import time_schedule
 from hetflow.schedules.validate import validate
+from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import (
     DevicePool,
     PipelineLayer,
@@ -30,6 +31,7 @@ def planned(schedule: PlannedSchedule) -> PipelinePlan:
         pools=(pool,),
         microbatch_size=1,
         num_microbatches=8,
+        optimizer=OptimizerState(name="sgd", state_bytes_per_weight_byte=0.0),
         schedule=schedule,
         replication=False,
         num_stages=4,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.schema.errors import HetflowError
+from hetflow.schema.errors import HetflowError, InfeasibleError
 from hetflow.schema.jobs import Job, Throughputs
 from hetflow.simulator import (
     SCHEDULERS,
@@ -21,7 +21,7 @@ from hetflow.simulator import (
     simulate_fair_share,
     simulate_proposals,
 )
-from hetflow.simulator.failures import FailureEvents
+from hetflow.simulator.failures import FailureEvents, Layout
 from hetflow.simulator.fair_share import fair_shares
 from hetflow.simulator.proposals import est_rate
 
@@ -210,7 +210,7 @@ def test_failures_never_leave_more_devices_held_than_are_up(
     assert run == run_case(case, jobs)
     assert len(run.jobs) == 8
     assert run.num_failures > 5
-    down = FailureEvents(failures, np.array([4]))
+    down = FailureEvents(failures, Layout.flat(np.array([4])))
     for now in np.linspace(0.0, run.end_seconds, 400):
         down.until(now)
         held = sum(
@@ -221,8 +221,8 @@ def test_failures_never_leave_more_devices_held_than_are_up(
 
 def test_devices_fail_at_their_own_rate() -> None:
     options = FailureOptions(mean_seconds=100.0, repair_seconds=50.0)
-    events = FailureEvents(options, np.array([3, 1]))
-    kinds = [kind for kind, _ in events.until(1_500_000.0)]
+    events = FailureEvents(options, Layout.flat(np.array([3, 1])))
+    kinds = [kind for devices in events.until(1_500_000.0) for kind, _ in devices]
     # Up for 100 s on average, down for 50: each device fails 10,000 times.
     assert kinds.count(0) == pytest.approx(30_000, rel=0.03)
     assert kinds.count(1) == pytest.approx(10_000, rel=0.03)
@@ -230,5 +230,9 @@ def test_devices_fail_at_their_own_rate() -> None:
 
 def test_failures_that_let_nothing_end_are_refused(single: Pool, job: MakeJob) -> None:
     often = FailureOptions(mean_seconds=1e-9, repair_seconds=1.0)
-    with pytest.raises(HetflowError, match="make failures rarer"):
+    with pytest.raises(InfeasibleError, match="1e-07 % of the time .* make failures rarer"):
         simulate_fair_share([job(0)], single, FairShareOptions(failures=often))
+    often = FailureOptions(mean_seconds=1000.0, repair_seconds=0.0)
+    options = FairShareOptions(failures=often, resize_seconds=1e5)
+    with pytest.raises(InfeasibleError, match="no job that ended between them"):
+        simulate_fair_share([job(0, steps=1e6)], single, options)

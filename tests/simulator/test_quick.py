@@ -59,7 +59,7 @@ def test_same_digits(
         fills_idle=fills_idle,
     )
     assert is_plain(options)
-    plain = Rounds(Queue(jobs), pool, allocator_named(policy, agnostic=agnostic), options)
+    plain = Rounds(Queue(jobs, pool), pool, allocator_named(policy, agnostic=agnostic), options)
     while plain.step():
         pass
     quick = simulate_rounds(jobs, pool, allocator_named(policy, agnostic=agnostic), options)
@@ -70,7 +70,7 @@ def test_a_long_wait_is_one_stretch(table: Throughputs) -> None:
     """Steps for months: few choices, though every round is counted."""
     pool = Pool(throughputs=table, num_devices={"fast": 4, "slow": 4})
     jobs = [Job(id="0", model="conv", steps=4e6, scale_factor=2, arrival_seconds=0.0)]
-    quick = QuickRounds(Queue(jobs), pool, allocator_named("las"), RoundOptions())
+    quick = QuickRounds(Queue(jobs, pool), pool, allocator_named("las"), RoundOptions())
     steps = 0
     while quick.step():
         steps += 1

@@ -156,7 +156,7 @@ def test_a_trace_is_read_as_a_stream(pool: Pool, job: MakeJob) -> None:
         ({"arrival_seconds": 10.0}, "sort the trace by arrival"),
         ({"id": "0", "arrival_seconds": 200.0}, "appears twice"),
         ({"model": "cnov", "arrival_seconds": 200.0}, "did you mean 'conv'"),
-        ({"scale_factor": 8, "arrival_seconds": 200.0}, "no throughput of 'conv' with 8"),
+        ({"scale_factor": 3, "arrival_seconds": 200.0}, "no throughput of 'conv' with 3"),
     ],
 )
 def test_bad_traces(pool: Pool, job: MakeJob, changes: dict[str, object], words: str) -> None:
@@ -164,11 +164,6 @@ def test_bad_traces(pool: Pool, job: MakeJob, changes: dict[str, object], words:
     with pytest.raises(HetflowError, match=words) as caught:
         simulate_rounds(jobs, pool, allocator_named("las"))
     assert "\n" not in caught.value.message
-
-
-def test_nothing_to_run(pool: Pool) -> None:
-    with pytest.raises(HetflowError, match="holds no jobs"):
-        simulate_rounds([], pool, allocator_named("las"))
 
 
 def test_unknown_names_get_the_nearest(table: Throughputs) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,9 +37,8 @@ def spread_table() -> Throughputs:
 
 
 def place(servers: Servers, jobs: dict[str, int]) -> dict[str, bool]:
-    up = np.array([sum(sizes) for sizes in servers.sizes])
     ids = [(name,) for name in jobs]
-    close, _ = servers.place(ids, [0] * len(jobs), list(jobs.values()), up)
+    close, _ = servers.place(ids, [0] * len(jobs), list(jobs.values()), servers.sizes)
     return dict(zip(jobs, close, strict=True))
 
 
@@ -74,7 +72,7 @@ def test_a_spread_job_closes_up_when_it_can() -> None:
 
 def test_broken_devices_are_not_given_away() -> None:
     servers = Servers([[2, 2]])
-    close, _ = servers.place([("a",), ("b",)], [0, 0], [2, 1], np.array([3]))
+    close, _ = servers.place([("a",), ("b",)], [0, 0], [2, 1], [[2, 1]])
     assert close == [True, True]
     assert servers.held == {"a": (0, {0: 2}), "b": (0, {1: 1})}
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import strategies as st
 
 from hetflow.checks.pipeline import check, seconds_per_input, stage_memory, timed_stage
-from hetflow.costs.pipeline_step import StepStage, flush_step_seconds
 from hetflow.profilers.importers import read_graph, without_placeholders
 from hetflow.runtime.lower_pipeline import lower_pipeline
 from hetflow.schema.errors import InfeasibleError, ProblemError
+from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import (
     FLUSHING,
     DevicePool,
@@ -55,10 +55,13 @@ def chain(
         backward_seconds=tuple(b for _, b in times),
         memory_bytes=memory_bytes,
     )
-    filled = {"model": "m", "microbatch_size": 1, "num_microbatches": 8, **options}
+    filled = {
+        "model": "m", "microbatch_size": 1, "num_microbatches": 8, "optimizer": SGD, **options,
+    }  # fmt: skip
     return PipelineProblem(layers=layers, pools=(pool,), **filled)
 
 
+SGD = OptimizerState(name="sgd", state_bytes_per_weight_byte=0.0)
 TIMES = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0])
 BYTES = st.sampled_from([0, 1, 2, 3, 5, 8, 13])
 RATES = st.sampled_from([0.5, 1.0, 2.0, 8.0, 64.0])
@@ -84,6 +87,7 @@ def flat_problems(draw, *, graphs: bool = True) -> PipelineProblem:
                 backward_seconds=tuple(draw(TIMES) for _ in range(size)),
                 update_seconds=draw(st.sampled_from([0.0, 0.5])),
                 memory_bytes=draw(st.sampled_from([None, 20, 40, 80])),
+                workspace_bytes=draw(st.sampled_from([0, 0, 3])),
             )
         )
     return PipelineProblem(
@@ -97,6 +101,9 @@ def flat_problems(draw, *, graphs: bool = True) -> PipelineProblem:
         inter_bytes_per_second=draw(RATES),
         microbatch_size=2,
         num_microbatches=draw(st.sampled_from([1, 2, 3, 8])),
+        optimizer=OptimizerState(
+            state_bytes_per_weight_byte=draw(st.sampled_from([0.0, 1.0, 2.5]))
+        ),
         schedule=draw(st.sampled_from(["gpipe", "1f1b", "pipedream", "2bw"])),
         stage_cost=draw(st.sampled_from(["ring", "thesis"])),
         workers=draw(st.sampled_from(["at_most", "at_most", "exactly"])),
@@ -173,31 +180,66 @@ def plan_of(
 
 def fits(plan: PipelinePlan, problem: PipelineProblem) -> bool:
     limits = {pool.device_type: pool.memory_bytes for pool in problem.pools}
+    aside = {pool.device_type: pool.workspace_bytes for pool in problem.pools}
     return all(
         limits[stage.device_type] is None
-        or stage_memory(plan, problem, index) <= limits[stage.device_type]
+        or stage_memory(plan, problem, index) + aside[stage.device_type]
+        <= limits[stage.device_type]
         for index, stage in enumerate(plan.stages)
     )
 
 
 def replayed_step(plan: PipelinePlan, problem: PipelineProblem) -> float:
-    """The step of a plan's stages; ``test_pipeline_step`` holds it to the timer's."""
+    """The step of a plan's stages, pass by pass; ``test_pipeline_step`` holds it to the timer's."""
     stages = [timed_stage(plan, problem, index) for index in range(len(plan.stages))]
-    return flush_step_seconds(
-        problem.schedule,
-        tuple(
-            StepStage(
-                stage.num_replicas,
-                stage.forward_seconds,
-                stage.compute_seconds - stage.forward_seconds,
-                stage.output_seconds / 2,
-                stage.reduce_seconds,
-                stage.update_seconds + (stage.tied_seconds or 0.0),
-            )
-            for stage in stages
-        ),
-        problem.num_microbatches,
-    )
+    left = _passes(problem, [stage.num_replicas for stage in stages])
+    ready = {("F", 0, k): 0.0 for k in range(problem.num_microbatches)}
+    now, links = dict.fromkeys(left, 0.0), {}
+    last = len(stages) - 1
+    while any(left.values()):
+        for (index, replica), passes in left.items():
+            stage = stages[index]
+            while (
+                passes and (arrived := ready.get((passes[0][0], index, passes[0][1]))) is not None
+            ):
+                kind, k = passes.pop(0)
+                forward = stage.forward_seconds
+                seconds = forward if kind == "F" else stage.compute_seconds - forward
+                end = now[index, replica] = max(now[index, replica], arrived) + seconds
+                if kind == "F" and index == last:
+                    ready["B", index, k] = end
+                    continue
+                other = index + 1 if kind == "F" else index - 1
+                if other < 0:
+                    continue
+                link = (index, replica, other, k % stages[other].num_replicas)
+                one_way = stages[min(index, other)].output_seconds / 2
+                links[link] = max(end, links.get(link, 0.0)) + one_way
+                ready[kind, other, k] = links[link]
+    ends = []
+    for index, stage in enumerate(stages):
+        end = max(now[index, replica] for replica in range(stage.num_replicas))
+        end += stage.reduce_seconds if stage.num_replicas > 1 else 0.0
+        ends.append(end + stage.update_seconds + (stage.tied_seconds or 0.0))
+    return max(ends)
+
+
+def _passes(
+    problem: PipelineProblem, replicas: list[int]
+) -> dict[tuple[int, int], list[tuple[str, int]]]:
+    """(stage, replica) -> forward and backward passes in order, by 1F1B's or GPipe's rule."""
+    found = {}
+    for index, count in enumerate(replicas):
+        warm = -(-sum(replicas[index:]) // count) - 1
+        for replica in range(count):
+            mine = list(range(replica, problem.num_microbatches, count))
+            ahead = len(mine) if problem.schedule == "gpipe" else min(warm, len(mine))
+            order = [("F", k) for k in mine[:ahead]]
+            for backward, forward in itertools.zip_longest(mine, mine[ahead:]):
+                order += [] if forward is None else [("F", forward)]
+                order.append(("B", backward))
+            found[index, replica] = order
+    return found
 
 
 def launches(problem: PipelineProblem, replicas: tuple[int, ...]) -> bool:

@@ -8,7 +8,6 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from hetflow.checks.batch_split import check
-from hetflow.costs.comm import sync_seconds
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.problem import DeviceOption, SplitProblem
@@ -113,9 +112,29 @@ def brute_force(problem: SplitProblem) -> float | None:
 
 def overhead(problem: SplitProblem, used: int, kinds: frozenset[int]) -> float:
     chosen = [problem.devices[kind] for kind in kinds]
-    return max(sync_seconds(option, used) for option in chosen) + max(
-        option.update_seconds for option in chosen
-    )
+    exposed = max(synchronisation(option, used) for option in chosen) if used > 1 else 0.0
+    return exposed + max(option.update_seconds for option in chosen)
+
+
+def synchronisation(option: DeviceOption, used: int) -> float:
+    """VirtualFlow 5.1.2 and docs/decisions.md once more: nothing of the solvers' own is called."""
+    sync, cap = option.sync, option.link_bytes_per_second
+    if sync is None:
+        return 0.0
+    if sync.bytes_per_second is None:
+        wire = 0.0 if cap is None else hops(used) / used * option.weight_bytes / cap
+        return max(sync.sync_seconds, wire)
+
+    def ring(members: int, rate: float) -> float:
+        return hops(members) * (sync.latency_seconds + option.weight_bytes / members / rate)
+
+    rate = sync.bytes_per_second
+    grown = ring(used, rate if cap is None else min(rate, cap)) - ring(sync.num_devices, rate)
+    return max(0.0, sync.sync_seconds + grown)
+
+
+def hops(members: int) -> int:
+    return 2 * (members - 1)
 
 
 def step_or_none(problem: SplitProblem) -> float | None:

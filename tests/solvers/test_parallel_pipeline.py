@@ -108,7 +108,7 @@ def test_two_versions_need_at_least_p_microbatches():
 
 
 def test_nothing_fits_says_by_how_much():
-    with pytest.raises(InfeasibleError, match="the smallest needs 6 more"):
+    with pytest.raises(InfeasibleError, match="needs 7 bytes on a device of 1, 6 bytes too many"):
         solve(measured({configuration(4, 1, 1): 1.0}, memory=7.0))
 
 

@@ -7,6 +7,7 @@ import pytest
 from hetflow.cli.solve_pipeline import solve_pipeline
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError
+from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
 from hetflow.solvers.pipeline_problems import layers_of_graph, pipeline_problem
 
@@ -31,7 +32,7 @@ def profile(device: str = "V100", layers: LayerGraph | None = None, **changes) -
         update_seconds=0.001, batch_curve=(
             BatchPoint(batch_size=4, step_seconds=0.1, peak_memory_bytes=10**6),
         ),
-        layers=layers or graph(("a", "b"), ("b", "c")),
+        layers=layers or graph(("a", "b"), ("b", "c")), optimizer=named_optimizer("sgd"),
     )  # fmt: skip
     return dataclasses.replace(made, **changes)
 
@@ -92,7 +93,8 @@ def test_measured_stashes_and_workspace_bound_the_memory():
     told = profile(layers=dataclasses.replace(made, nodes=measured))
     problem = pipeline_problem([told], Cluster.parse("1xV100:5TB"), 8)
     # Set aside: the dearest workspace, with the gradients of that layer's output and input.
-    assert problem.pools[0].memory_bytes == 5 * 2**40 - (50 + 1000 + 1000)
+    assert problem.pools[0].memory_bytes == 5 * 2**40
+    assert problem.pools[0].workspace_bytes == 50 + 1000 + 1000
     plan = solve_pipeline([told], Cluster.parse("1xV100"), 8, pool_name="1xV100")
     # Weights and gradients of three layers, and one microbatch in flight.
     assert plan.stages[0].memory_bytes == 2 * 3 * 2000 + 3 * 300

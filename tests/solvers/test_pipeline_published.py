@@ -5,6 +5,7 @@ from partition_cases import published_cases, published_graph
 
 from hetflow.checks.pipeline import check, stage_memory
 from hetflow.schema.errors import InfeasibleError
+from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineProblem, TopologyLevel
 from hetflow.solvers.pipeline import solve
 from hetflow.solvers.pipeline_problems import layers_of_graph
@@ -24,7 +25,11 @@ def problem_of(model: str, case: dict, **options) -> PipelineProblem:
         backward_seconds=tuple(node.backward_seconds for node in order),
         memory_bytes=options.pop("memory_bytes", None),
     )
-    filled = {"schedule": "pipedream", "microbatch_size": 1, "num_microbatches": 16, **options}
+    filled = {
+        "schedule": "pipedream", "microbatch_size": 1, "num_microbatches": 16,
+        # What the released optimizer counts: weights and activations.
+        "optimizer": OptimizerState(state_bytes_per_weight_byte=0.0), **options,
+    }  # fmt: skip
     return PipelineProblem(model=model, layers=layers, edges=edges, pools=(pool,), **filled)
 
 

@@ -61,12 +61,15 @@ def _sum_of_best(jobs: Instance, _: float) -> float:
     return float((jobs.rate / (jobs.usage * priced(jobs))).max(axis=1).sum())
 
 
+_SPARING = "a device that the policy does not ask for costs nothing"
+
 POLICIES = (
     Policy(
         name="min_cost",
         title="most throughput per dollar, summed over columns (as Gavel's code)",
         sense="max",
         unit="steps/s per dollar/hour",
+        leaves_idle=_SPARING,
         goal=lambda jobs: Total(worth=_per_dollar(jobs)),
     ),
     Policy(
@@ -74,6 +77,7 @@ POLICIES = (
         title="min_cost subject to every job's SLO",
         sense="max",
         unit="steps/s per dollar/hour",
+        leaves_idle=_SPARING,
         goal=lambda jobs: Total(worth=_per_dollar(jobs), floor=slo_rates(jobs)),
     ),
     Policy(
@@ -81,6 +85,7 @@ POLICIES = (
         title="most total normalised throughput per total dollar",
         sense="max",
         unit="jobs at full speed per dollar/hour",
+        leaves_idle=_SPARING,
         goal=lambda jobs: Ratio(worth=_fractional(jobs), dollars=priced(jobs)),
     ),
     Policy(
@@ -88,6 +93,7 @@ POLICIES = (
         title="min_cost_ratio subject to every job's SLO",
         sense="max",
         unit="jobs at full speed per dollar/hour",
+        leaves_idle=_SPARING,
         goal=lambda jobs: Ratio(
             worth=_fractional(jobs), dollars=priced(jobs), floor=slo_rates(jobs)
         ),
@@ -97,6 +103,7 @@ POLICIES = (
         title="most throughput per dollar of each job, summed (as the thesis's text)",
         sense="max",
         unit="steps per dollar/3600",
+        leaves_idle=_SPARING,
         goal=_per_job,
         report=_sum_of_best,
     ),
@@ -105,6 +112,7 @@ POLICIES = (
         title="least spending that meets every job's SLO",
         sense="min",
         unit="dollars/hour",
+        leaves_idle=_SPARING,
         goal=lambda jobs: Total(
             worth=np.zeros_like(jobs.rate), charge=priced(jobs), floor=slo_rates(jobs)
         ),

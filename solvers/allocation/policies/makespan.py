@@ -69,5 +69,6 @@ POLICIES = (
         unit="seconds",
         goal=_within_budget,
         report=inverse,
+        leaves_idle="a device that the policy does not ask for costs nothing of the budget",
     ),
 )

@@ -1,12 +1,15 @@
 """Bad input: one clear line each."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
+from hetflow.checks.allocation import check
 from hetflow.schema import files
 from hetflow.schema.errors import FileError, InfeasibleError, ProblemError
 from hetflow.schema.jobs import (
+    Allocation,
     AllocationProblem,
     Entity,
     Job,
@@ -16,7 +19,7 @@ from hetflow.schema.jobs import (
     PairThroughput,
     Throughputs,
 )
-from hetflow.solvers.allocation import allocate
+from hetflow.solvers.allocation import all_policies, allocate
 
 RATES = {"V100": 10.0, "K80": 2.0}
 
@@ -66,13 +69,63 @@ def test_nan_in_a_file_is_refused():
 
 
 def test_a_job_that_runs_nowhere_is_named():
-    with pytest.raises(ProblemError, match="job 'a' .* runs on none of V100, K80"):
-        problem(rates={"V100": 0.0})
+    with pytest.raises(InfeasibleError, match="job 'a' .* runs on none of V100, K80"):
+        allocate(problem(rates={"V100": 0.0}), "las")
 
 
 def test_a_scale_factor_larger_than_the_pool():
-    with pytest.raises(ProblemError, match="job 'a' asks for 4 devices .* at most 2"):
-        problem(scale=4)
+    with pytest.raises(InfeasibleError, match="job 'a' .* asks for 4 devices .* at most 2"):
+        allocate(problem(scale=4), "las")
+
+
+@pytest.mark.parametrize("policy", sorted(all_policies()))
+def test_jobs_that_fit_nowhere_are_named_and_the_others_go_on(policy):
+    """As if they were not there: the same allocation, and both pass their checks."""
+    entities = (Entity(name="e"),)
+    fits = [Job(id=f"a{i}", model="m", steps=100.0 + i, slo_seconds=90.0) for i in range(3)]
+    large = Job(id="large", model="m", steps=100.0, scale_factor=64)
+    alien = Job(id="alien", model="n", steps=100.0)
+    tables = (
+        ModelThroughput(model="m", steps_per_second=RATES),
+        ModelThroughput(model="n", steps_per_second={"T4": 1.0}),
+    )
+    both = [
+        AllocationProblem(
+            jobs=Jobs(jobs=tuple(jobs), entities=entities), throughputs=Throughputs(models=tables),
+            num_devices={"V100": 1, "K80": 2}, dollars_per_hour={"V100": 2.0, "K80": 0.5},
+            budget_dollars=5.0,
+        )
+        for jobs in ([large, *fits[:2], alien, fits[2]], fits)
+    ]  # fmt: skip
+    found, alone = (allocate(each, policy) for each in both)
+    assert check(found, both[0]) == check(alone, both[1]) == []
+    assert (found.x, found.throughputs) == (alone.x, alone.throughputs)
+    assert found.left_out.keys() == {"large", "alien"}
+    assert "asks for 64 devices of one type" in found.left_out["large"]
+    assert "its throughputs are for T4" in found.left_out["alien"]
+    silent = replace(found, left_out={"large": "?", "a0": "?"})
+    assert check(silent, both[0]) == [
+        "job 'a0' is left out, but fits", "job 'alien' fits nowhere, and is not named",
+    ]  # fmt: skip
+    row = replace(found, x={**found.x, "large": {"V100": 0.1}})
+    assert check(row, both[0]) == ["job 'large' fits nowhere, but has a row"]
+
+
+def test_a_job_that_no_server_can_hold_together_is_left_out():
+    """One of 3 devices where 2 can be had consolidated, and no throughput of spread devices."""
+    rates = {"V100": 6.0}
+    jobs = [Job(id=f"j{n}", model="m", steps=9.0, scale_factor=n) for n in (2, 3)]
+    asked = AllocationProblem(
+        jobs=Jobs(jobs=tuple(jobs)),
+        throughputs=Throughputs(models=tuple(
+            ModelThroughput(model="m", scale_factor=n, steps_per_second=rates) for n in (2, 3)
+        )),
+        num_devices={"V100": 4}, placement="mixed", consolidated_devices={"V100": 2},
+    )  # fmt: skip
+    found = allocate(asked, "las")
+    assert check(found, asked) == []
+    assert list(found.x) == ["j2"]
+    assert "cannot be consolidated" in found.left_out["j3"]
 
 
 def test_a_type_too_small_for_a_job_is_shut_to_it():
@@ -113,10 +166,21 @@ def test_unknown_entities_and_twins():
         Jobs(jobs=(Job(id="a", model="m", steps=1.0), Job(id="a", model="m", steps=1.0)))
 
 
-def test_no_jobs_and_no_devices():
-    with pytest.raises(ProblemError, match="no jobs"):
-        AllocationProblem(jobs=Jobs(jobs=()), throughputs=Throughputs(models=()),
-                          num_devices={"V100": 1})  # fmt: skip
+@pytest.mark.parametrize("policy", sorted(all_policies()))
+def test_no_jobs_have_an_empty_allocation(policy):
+    asked = AllocationProblem(
+        jobs=Jobs(jobs=()), throughputs=Throughputs(models=()), num_devices={"V100": 1}
+    )
+    found = allocate(asked, policy)
+    assert check(found, asked) == []
+    assert (found.x, found.certificate.objective) == ({}, 0.0)
+    assert found.idle_devices == {"V100": 1.0}
+    assert files.from_json(files.to_json(found), Allocation) == found
+
+
+def test_no_devices():
+    with pytest.raises(ProblemError, match="the pool is empty"):
+        AllocationProblem(jobs=Jobs(jobs=()), throughputs=Throughputs(models=()), num_devices={})
 
 
 def test_slos_that_cannot_be_met_name_the_job_and_the_lack():
@@ -157,5 +221,5 @@ def test_what_a_policy_lacks_is_said():
 
 
 def test_device_types_spelt_otherwise_are_shown():
-    with pytest.raises(ProblemError, match=r"runs on none of v100 \(its throughputs are for V100"):
-        problem(devices={"v100": 1})
+    with pytest.raises(InfeasibleError, match=r"none of v100 \(its throughputs are for V100"):
+        allocate(problem(devices={"v100": 1}), "las")

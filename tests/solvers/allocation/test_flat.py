@@ -1,6 +1,7 @@
 """Flat LAS: the level of the interior point method, and no better centre of the optimal face."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,3 +89,24 @@ def test_a_free_pool_is_shared_in_the_middle() -> None:
     t = sum(found[1])
     assert abs(2.0 / t - 1.0 / (1.0 - t) + 1.0 / (t - 0.5)) < 1e-4
     assert abs(sum(found[0]) - 1.0) < 1e-9
+
+
+def test_a_start_on_the_edge_of_the_face_is_left() -> None:
+    """The last centre had every class at its least time; one device's worth of jobs has gone."""
+    counts, scales = [21.0, 3.0, 7.0, 1.0, 3.0], [1.0, 2.0, 4.0, 8.0, 8.0]
+    runs = [(True, True, True)] * 3 + [(True, True, False), (True, True, True)]
+    levels, capacity = [1.0 / scale for scale in scales], [12.0, 12.0, 12.0]
+    most, some, few = 0.3285714285714289, 0.1642857142857145, 0.08214285714285721
+    start = [
+        [most, most, 0.34285714285714214],
+        [some, some, 0.17142857142857112],
+        [few, 0.08214285714285723, 0.08571428571428552],
+        [0.062499999999999986, 0.062499999999999986, 0.0],
+        [0.04107142857142862, 0.04107142857142862, 0.04285714285714277],
+    ]
+    found = centre(counts, scales, runs, levels, capacity, start)
+    fresh = centre(counts, scales, runs, levels, capacity)
+    assert found is not None
+    assert fresh is not None
+    assert np.array(found) == pytest.approx(np.array(fresh), abs=1e-9)
+    assert sum(found[0]) == pytest.approx(1.0)

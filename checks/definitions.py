@@ -1,0 +1,218 @@
+"""The papers' equations once more, for the judges alone.
+
+Judges import neither solvers nor costs: an error in an equation there must meet another reading
+of it here. Slow and plain on purpose; nothing is shared but the records.
+"""
+
+from collections.abc import Sequence
+
+from ..schema.pipeline import FLUSHING, STASHING, PipelineLayer, PipelineProblem, TopologyLevel
+from ..schema.problem import DeviceOption
+
+
+def ring_seconds(num_bytes: float, num_members: int, bytes_per_second: float) -> float:
+    """An all-reduce by a ring, without latency.
+
+    Each member passes on a share of 1/n in every hop: n - 1 hops gather the sums, as many more
+    spread them. All links are busy in each hop.
+    """
+    share_seconds = num_bytes / num_members / bytes_per_second
+    return (num_members - 1) * share_seconds + (num_members - 1) * share_seconds
+
+
+def split_sync_seconds(option: DeviceOption, num_devices: int) -> float:
+    """Exposed synchronisation of a split over so many devices of all types (VirtualFlow 5.1.2).
+
+    What was measured, on the devices that it was measured with; where links were fitted, plus how
+    much longer the ring of these devices over this link takes than the ring that was measured:
+    a difference of two rings, so what rounding leaves is in proportion to them, and not to it.
+    """
+    measured = option.sync
+    if num_devices == 1 or measured is None:
+        return 0.0
+    weights, cap = option.weight_bytes, option.link_bytes_per_second
+    if measured.bytes_per_second is None or measured.latency_seconds is None:
+        wire = ring_seconds(weights, num_devices, cap) if cap is not None else 0.0
+        return wire if wire > measured.sync_seconds else measured.sync_seconds
+    rate = measured.bytes_per_second
+    if cap is not None and cap < rate:
+        rate = cap
+    ring = _hop_seconds(option, num_devices) + ring_seconds(weights, num_devices, rate)
+    seconds = measured.sync_seconds + ring - fitted_ring_seconds(option)
+    return seconds if seconds > 0 else 0.0
+
+
+def fitted_ring_seconds(option: DeviceOption) -> float:
+    """The ring that was measured, by the links that were fitted; 0 where none were."""
+    measured = option.sync
+    if measured is None or measured.bytes_per_second is None:
+        return 0.0
+    ring = ring_seconds(option.weight_bytes, measured.num_devices, measured.bytes_per_second)
+    return _hop_seconds(option, measured.num_devices) + ring
+
+
+def _hop_seconds(option: DeviceOption, num_members: int) -> float:
+    """Latency of a ring's hops, there and back."""
+    latency = option.sync.latency_seconds if option.sync is not None else None
+    return 2 * (num_members - 1) * (latency or 0.0)
+
+
+def link_between(levels: Sequence[TopologyLevel], one: int, other: int) -> float:
+    """Bytes per second of the slowest link on the way between two devices of a pool."""
+    slowest, width = float("inf"), 1
+    for level in levels:
+        if one // width == other // width:
+            break
+        slowest = min(slowest, level.bytes_per_second)
+        width *= level.num_components
+    return slowest
+
+
+def slowest_link(problem: PipelineProblem) -> float:
+    """Bytes per second of the slowest link that any two devices of the problem have."""
+    rates = [level.bytes_per_second for pool in problem.pools for level in pool.levels]
+    if len(problem.pools) > 1 and problem.inter_bytes_per_second is not None:
+        rates.append(problem.inter_bytes_per_second)
+    return min(rates)
+
+
+def microbatches_of_busiest(num_microbatches: int, num_replicas: int) -> int:
+    """Microbatches of a batch that the first replica gets: they are dealt out in turn."""
+    return len(range(0, num_microbatches, num_replicas))
+
+
+def in_flight(
+    schedule: str, workers_from_here: int, num_replicas: int, num_microbatches: int
+) -> int:
+    """Microbatches that a replica has begun and not ended, at most (2.4.2, 3.2.1).
+
+    1F1B keeps a microbatch for every worker from this stage on, dealt to the stage's replicas in
+    turn. GPipe begins all of a batch. Where a schedule flushes there are no more than a batch's.
+    """
+    own = microbatches_of_busiest(num_microbatches, num_replicas)
+    if schedule == "gpipe":
+        return own
+    warm = microbatches_of_busiest(workers_from_here, num_replicas)
+    return min(own, warm) if schedule in FLUSHING else warm
+
+
+def weight_versions(schedule: str, num_in_flight: int) -> int:
+    """Versions of its weights that a replica keeps (2.4.3, 3.2.1)."""
+    if schedule == "pipedream":
+        return num_in_flight
+    return 2 if schedule == "2bw" else 1
+
+
+def replica_bytes(
+    weight_bytes: float,
+    kept_bytes: float,
+    input_bytes: float,
+    held: tuple[int, int],
+    state_bytes_per_weight_byte: float,
+    *,
+    recompute: bool,
+) -> float:
+    """Memory of one replica of a stage, part by part.
+
+    Args:
+        weight_bytes: Its weights, copies of tied ones included.
+        kept_bytes: What its layers keep of one microbatch.
+        input_bytes: What it receives of one microbatch.
+        held: Microbatches in flight, and weight versions.
+        state_bytes_per_weight_byte: Of the optimizer.
+        recompute: Whether only inputs wait for the backward pass.
+    """
+    num_in_flight, versions = held
+    all_versions = versions * weight_bytes
+    gradients = weight_bytes
+    state = state_bytes_per_weight_byte * weight_bytes
+    inputs = num_in_flight * input_bytes
+    activations = kept_bytes if recompute else num_in_flight * kept_bytes
+    return all_versions + gradients + state + inputs + activations
+
+
+def stage_seconds(
+    problem: PipelineProblem,
+    compute_seconds: float,
+    update_seconds: float,
+    weight_bytes: float,
+    num_replicas: int,
+    bytes_per_second: float,
+) -> float:
+    """The default price: seconds per input of a stage in the steady state (docs/pipeline.md).
+
+    Compute and updates of the busiest replica, or the rings of a step where those take longer,
+    over the step's inputs. A schedule that flushes has the first round in the pipeline's filling;
+    PipeDream's endless stream deals evenly and updates after each round.
+    """
+    count = problem.num_microbatches
+    if problem.schedule in STASHING:
+        rounds = num_updates = count / num_replicas
+    else:
+        rounds = float(microbatches_of_busiest(count, num_replicas))
+        rounds -= problem.schedule in FLUSHING
+        num_updates = 1.0
+    busy = rounds * compute_seconds + num_updates * update_seconds
+    rings = num_updates * ring_seconds(weight_bytes, num_replicas, bytes_per_second)
+    return max(busy, rings) / count
+
+
+def thesis_seconds(
+    compute_seconds: float, weight_bytes: float, num_replicas: int, bytes_per_second: float
+) -> float:
+    """The text's price (2.4.1): max(C, 2(m-1) w / B) / m."""
+    others = num_replicas - 1
+    return max(compute_seconds, 2 * others * weight_bytes / bytes_per_second) / num_replicas
+
+
+def published_seconds(
+    compute_seconds: float,
+    weight_bytes: float,
+    num_replicas: int,
+    bytes_per_second: float,
+    devices_below: int,
+) -> float:
+    """The released optimizer's price: (C + 4(m-1) w / (B m) / g) / m."""
+    per_link = 4 * (num_replicas - 1) * weight_bytes / (bytes_per_second * num_replicas)
+    return (compute_seconds + per_link / devices_below) / num_replicas
+
+
+def nested_ring_seconds(
+    compute_seconds: float,
+    weight_bytes: float,
+    num_replicas: int,
+    bytes_per_second: float,
+    devices_below: int,
+) -> float:
+    """A ring over a level's components, each of which sends for its devices below together."""
+    ring = ring_seconds(weight_bytes, num_replicas, bytes_per_second)
+    return max(compute_seconds, ring / devices_below) / num_replicas
+
+
+def boundary_seconds(activation_bytes: float, bytes_per_second: float) -> float:
+    """An activation there and its gradient back."""
+    return activation_bytes / bytes_per_second + activation_bytes / bytes_per_second
+
+
+def tied_bytes(layers: Sequence[PipelineLayer], inside: set[str]) -> tuple[int, int]:
+    """Bytes of tied weights that a stage of these layers has beside its own.
+
+    Returns:
+        Of which it keeps a copy, as it uses but does not hold them all; and of which some users
+        are in other stages, so that a flush sums their gradients.
+    """
+    users: dict[frozenset[str], set[str]] = {}
+    sizes: dict[frozenset[str], int] = {}
+    for layer in layers:
+        if layer.shared_with:
+            holders = frozenset(layer.shared_with)
+            users.setdefault(holders, set()).add(layer.id)
+            sizes[holders] = max(layer.shared_weight_bytes, sizes.get(holders, 0))
+    copied = split = 0
+    for holders, sharers in users.items():
+        if sharers & inside and holders - inside:
+            copied += sizes[holders]
+        everybody = sharers | holders
+        if everybody & inside and everybody - inside:
+            split += sizes[holders]
+    return copied, split

@@ -1,0 +1,73 @@
+"""Whether the script's optimizer keeps more than the plan counted, said before the first step."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from ..schema.optimizer import OptimizerState
+
+# These treat each number by itself, so a step on a few of them tells what they keep of all.
+_ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam,
+    optim.RAdam, optim.RMSprop, optim.Rprop, optim.ASGD,
+)  # fmt: skip
+_HOW = ("foreach", "fused", "capturable", "differentiable")
+_NUMBERS = 8
+_TOLERANCE = 0.01
+
+
+def warning_of(optimizer: optim.Optimizer | None, counted: OptimizerState | None) -> str | None:
+    """What to tell the user where the optimizer keeps more state than the plan counted.
+
+    Args:
+        optimizer: The script's.
+        counted: The plan's; None where the plan does not say.
+
+    Returns:
+        None where it keeps no more, or where that cannot be told before a step.
+    """
+    if optimizer is None or counted is None:
+        return None
+    kept = state_ratio(optimizer)
+    if kept is None or kept <= counted.state_bytes_per_weight_byte + _TOLERANCE:
+        return None
+    name = type(optimizer).__name__
+    return (
+        f"warning: {name} keeps {kept:.4g} bytes of state a byte of weights, the plan's memory "
+        f"counts {counted}: a device may run out of memory; solve again with "
+        f"--state-bytes-per-weight-byte {kept:.4g}"
+    )
+
+
+def state_ratio(optimizer: optim.Optimizer) -> float | None:
+    """Bytes of state for each byte of weights, by a step of the same kind on a few numbers.
+
+    None for kinds that do not treat each number by itself, such as Adafactor, and for none of
+    torch's own. Counters of a few bytes are left out.
+    """
+    kind = type(optimizer)
+    if kind not in _ELEMENTWISE:
+        return None
+    weights = kept = 0.0
+    for group in optimizer.param_groups:
+        size = sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
+        weights += size
+        kept += size * _ratio_of(kind, group)
+    return kept / weights if weights else None
+
+
+def _ratio_of(kind: type[optim.Optimizer], group: dict[str, Any]) -> float:
+    known = inspect.signature(kind).parameters
+    settings = {
+        key: value for key, value in group.items() if key in known and key not in ("params", *_HOW)
+    }
+    settings["lr"] = 0.0
+    probe = nn.Parameter(torch.zeros(_NUMBERS))
+    probe.grad = torch.zeros(_NUMBERS)
+    small: Any = kind([probe], **settings)
+    small.step()
+    tensors = [value for value in small.state[probe].values() if isinstance(value, Tensor)]
+    kept = sum(t.numel() * t.element_size() for t in tensors if t.dim())
+    return kept / (_NUMBERS * probe.element_size())

@@ -1,0 +1,143 @@
+"""What a plan keeps, counted part by part, and that solvers and judges count apart."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hetflow.checks.batch_split import check as split_faults
+from hetflow.checks.pipeline import check
+from hetflow.costs import comm
+from hetflow.costs import pipeline as costs
+from hetflow.schema.errors import InfeasibleError
+from hetflow.schema.optimizer import OptimizerState, named_optimizer
+from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
+from hetflow.schema.problem import DeviceOption, SplitProblem
+from hetflow.schema.profile import BatchPoint, Sync
+from hetflow.solvers import batch_split
+from hetflow.solvers.pipeline import solve
+
+MB = 10**6
+
+
+def problem(optimizer: OptimizerState, memory_bytes: int, **changes: object) -> PipelineProblem:
+    """Four layers of 100 MB of weights and 10 MB of activations on two devices."""
+    layers = tuple(
+        PipelineLayer(id=f"l{i}", activation_bytes=10 * MB, weight_bytes=100 * MB) for i in range(4)
+    )
+    pool = DevicePool(
+        device_type="V100",
+        levels=(TopologyLevel(num_components=2, bytes_per_second=1e9),),
+        forward_seconds=(1.0,) * 4,
+        backward_seconds=(2.0,) * 4,
+        memory_bytes=memory_bytes,
+        workspace_bytes=5 * MB,
+    )
+    made = PipelineProblem(
+        model="m", layers=layers, pools=(pool,), microbatch_size=1, num_microbatches=4,
+        optimizer=optimizer, replication=False, num_stages=2,
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
+
+
+# Two stages of 200 MB, 1F1B: the first has two microbatches of 20 MB in flight. Copies of the
+# weights: a version, the gradients, and what the optimizer keeps; 2BW keeps a version more, and
+# receives 10 MB a microbatch on the second.
+@pytest.mark.parametrize(
+    ("schedule", "name", "expected"),
+    [
+        ("1f1b", "sgd", [2 * 200 + 40, 2 * 200 + 30]),
+        ("1f1b", "sgd-momentum", [3 * 200 + 40, 3 * 200 + 30]),
+        ("1f1b", "adamw", [4 * 200 + 40, 4 * 200 + 30]),
+        ("gpipe", "adam", [4 * 200 + 80, 4 * 200 + 120]),
+        ("2bw", "adam", [5 * 200 + 40, 5 * 200 + 30]),
+        ("pipedream", "adam", [5 * 200 + 40, 4 * 200 + 30]),
+    ],
+)
+def test_the_optimizer_s_state_is_counted_once(
+    schedule: str, name: str, expected: list[int]
+) -> None:
+    asked = problem(named_optimizer(name), 10**10, schedule=schedule)
+    plan = solve(asked)
+    assert [stage.memory_bytes for stage in plan.stages] == [part * MB for part in expected]
+    assert plan.optimizer == asked.optimizer
+    assert check(plan, asked) == []
+
+
+def test_a_plan_for_sgd_is_no_plan_for_adam() -> None:
+    tight = problem(named_optimizer("sgd"), 500 * MB)
+    plan = solve(tight)
+    assert check(plan, tight) == []
+    with_adam = dataclasses.replace(tight, optimizer=named_optimizer("adam"))
+    faults = check(plan, with_adam)
+    assert "memory is planned for sgd (0 bytes of state a byte of weights)" in faults[0]
+    said = "stage 0 needs 845000000 bytes on a V100 of 500000000: 345000000 too many"
+    assert said in check(dataclasses.replace(plan, optimizer=None), with_adam)
+    with pytest.raises(InfeasibleError) as refused:
+        solve(with_adam)
+    # What a device needs and has is all of it, what is set aside for workspace included.
+    assert "bytes (5000000 of them for workspace) on a V100 of 500000000" in str(refused.value)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1"])
+def test_equal_replicas_say_what_the_nearest_plan_lacks(schedule: str) -> None:
+    asked = problem(named_optimizer("adam"), 700 * MB, schedule=schedule, num_stages=None)
+    with pytest.raises(InfeasibleError, match=r"needs \d+ bytes .* on a V100 of 700000000, \d+"):
+        solve(asked)
+
+
+def broken_everywhere(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, wrong: Callable[[Any], Any]
+) -> None:
+    """Make one equation of costs wrong wherever it was imported to."""
+    right = getattr(module, name)
+    for other in list(sys.modules.values()):
+        if other.__name__.startswith("hetflow.") and getattr(other, name, None) is right:
+            monkeypatch.setattr(other, name, lambda *a, **named: wrong(right(*a, **named)))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "fault"),
+    [
+        ("stage_bytes", lambda found: 0.5 * found, "memory_bytes is"),
+        ("kept_per_weight_byte", lambda found: found - 2, "memory_bytes is"),
+        ("num_in_flight", lambda found: found + 1, "memory_bytes is"),
+        ("weight_versions", lambda found: found + 1, "memory_bytes is"),
+        ("ring_sync_seconds", lambda found: 2 * found, "reduce_seconds is"),
+        ("boundary_seconds", lambda found: 3 * found, "output_seconds is"),
+        ("noam", lambda found: found + 1, "noam is"),
+    ],
+)
+def test_an_error_in_a_pipeline_s_costs_does_not_reach_its_judge(
+    name: str, wrong: Callable[[Any], Any], fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = problem(named_optimizer("adam"), 10**10, schedule="pipedream", workers="exactly")
+    levels = (TopologyLevel(num_components=4, bytes_per_second=1e8),)
+    pools = (dataclasses.replace(asked.pools[0], levels=levels),)
+    asked = dataclasses.replace(asked, pools=pools, replication=True)
+    assert check(solve(asked), asked) == []
+    broken_everywhere(monkeypatch, costs, name, wrong)
+    assert any(fault in found for found in check(solve(asked), asked))
+
+
+@pytest.mark.parametrize("name", ["ring_seconds", "sync_seconds"])
+def test_an_error_in_a_split_s_costs_does_not_reach_its_judge(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = BatchPoint(batch_size=4, step_seconds=1.0, peak_memory_bytes=1)
+    option = DeviceOption(
+        device_type="V100",
+        num_devices=4,
+        batch_curve=(point,),
+        update_seconds=0.1,
+        weight_bytes=10**8,
+        sync=Sync(num_devices=2, sync_seconds=0.1, latency_seconds=1e-3, bytes_per_second=1e10),
+    )
+    asked = SplitProblem(model="m", global_batch_size=16, devices=(option,))
+    assert split_faults(batch_split.solve(asked), asked) == []
+    broken_everywhere(monkeypatch, comm, name, lambda found: 1.01 * found)
+    faults = split_faults(batch_split.solve(asked), asked)
+    assert any("predicted.sync_seconds is" in fault for fault in faults)

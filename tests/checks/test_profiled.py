@@ -1,0 +1,92 @@
+"""Memory, layers and times of a problem against the profiles that it was built from."""
+
+import dataclasses
+
+import pytest
+
+from hetflow.checks.profiled import pipeline_faults, split_faults
+from hetflow.schema.cluster import Cluster
+from hetflow.schema.optimizer import named_optimizer
+from hetflow.schema.plan import SplitPlan
+from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
+from hetflow.solvers.batch_split import solve
+from hetflow.solvers.pipeline_problems import pipeline_problem
+from hetflow.solvers.problems import split_problem
+
+NODES = tuple(
+    LayerNode(
+        id=f"l{i}", op="Linear", forward_seconds=0.1 * (i + 1), backward_seconds=0.3,
+        activation_bytes=100, weight_bytes=1000, stashed_bytes=150, workspace_bytes=10 * i,
+    )
+    for i in range(3)
+)  # fmt: skip
+PROFILE = Profile(
+    model="m", device_type="V100", device_memory_bytes=20_000, weight_bytes=3000,
+    update_seconds=0.01, optimizer=named_optimizer("sgd"),
+    batch_curve=tuple(
+        BatchPoint(batch_size=size, step_seconds=0.1 * size, peak_memory_bytes=4000 + 1000 * size)
+        for size in (2, 8)
+    ),
+    layers=LayerGraph(microbatch_size=2, nodes=NODES, edges=(("l0", "l1"), ("l1", "l2"))),
+)  # fmt: skip
+POOL = Cluster.parse("1xV100")
+
+
+def split(size: int) -> SplitPlan:
+    return solve(split_problem([PROFILE], POOL, size, interpolate=True))
+
+
+def test_a_pass_that_does_not_fit_is_refused() -> None:
+    plan = split(8)  # 12,000 bytes
+    assert split_faults(plan, [PROFILE], POOL, None) == []
+    small = Cluster.parse("V100:1:11KB")
+    assert any(
+        "needs 12000 bytes on a V100 of" in f for f in split_faults(plan, [PROFILE], small, None)
+    )
+    # Adam keeps twice 3,000 bytes more than what the peak was measured with; between two sizes
+    # memory is on the line: 4,000 + 5,000.
+    adam = named_optimizer("adam")
+    tight = dataclasses.replace(PROFILE, device_memory_bytes=14_999)
+    (group,) = plan.groups
+    between = dataclasses.replace(group, virtual_node_batch_size=5, device_batch_size=5)
+    middle = dataclasses.replace(plan, groups=(between,), global_batch_size=5)
+    assert split_faults(middle, [tight], POOL, None) == []
+    (fault,) = split_faults(middle, [tight], POOL, adam)
+    assert "needs 15000 bytes on a V100 of 14999: 1 too many" in fault
+
+
+def test_the_split_s_problem_counts_the_optimizer_that_will_train() -> None:
+    def sizes(name: str, memory: int) -> list[int]:
+        told = dataclasses.replace(PROFILE, device_memory_bytes=memory)
+        problem = split_problem([told], POOL, 8, optimizer=named_optimizer(name))
+        assert problem.optimizer == named_optimizer(name)
+        return [point.batch_size for point in problem.devices[0].batch_curve]
+
+    assert sizes("sgd", 12_000) == [2, 8]
+    assert sizes("adam", 12_000) == [2]
+    assert sizes("adam", 18_000) == [2, 8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"memory_bytes": 30_000}, "memory_bytes is 30000, it has 20000"),
+        ({"workspace_bytes": 0}, "workspace_bytes is 0, the dearest layer needs 220"),
+        ({"forward_seconds": (0.1, 0.1, 0.3)}, "l1: its times are not the profile's"),
+        ({"update_seconds": 0.0}, "update_seconds is 0.0, not 0.01"),
+    ],
+)
+def test_a_pool_at_odds_with_its_profile_is_refused(changes: dict, said: str) -> None:
+    problem = pipeline_problem([PROFILE], POOL, 8)
+    assert pipeline_faults(problem, [PROFILE], POOL) == []
+    wrong = dataclasses.replace(problem, pools=(dataclasses.replace(problem.pools[0], **changes),))
+    assert any(said in fault for fault in pipeline_faults(wrong, [PROFILE], POOL))
+
+
+@pytest.mark.parametrize("changes", [{"weight_bytes": 1}, {"stashed_bytes": None}])
+def test_layers_at_odds_with_their_profile_are_refused(changes: dict) -> None:
+    problem = pipeline_problem([PROFILE], POOL, 8)
+    first = dataclasses.replace(problem.layers[0], **changes)
+    wrong = dataclasses.replace(problem, layers=(first, *problem.layers[1:]))
+    faults = pipeline_faults(wrong, [PROFILE], POOL)
+    assert faults == ["the problem's V100: l0: its bytes are not the profile's"]

@@ -1,0 +1,50 @@
+"""The script's optimizer beside what its plan counted."""
+
+import pytest
+import torch
+from torch import nn, optim
+
+from hetflow.runtime.optimizer_state import state_ratio, warning_of
+from hetflow.schema.optimizer import OptimizerState, named_optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda p: optim.SGD(p, lr=0.1), 0.0),
+        (lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True), 1.0),
+        (lambda p: optim.Adam(p), 2.0),
+        (lambda p: optim.Adam(p, amsgrad=True, fused=True), 3.0),
+        (lambda p: optim.AdamW(p, lr=torch.tensor(0.1), capturable=True), 2.0),
+        (lambda p: optim.RMSprop(p, centered=True, momentum=0.5), 3.0),
+        (lambda p: optim.Adafactor(p), None),
+        (lambda p: optim.LBFGS(p), None),
+    ],
+)
+def test_what_an_optimizer_will_keep(make, expected):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = make(list(model.parameters()))
+    assert state_ratio(optimizer) == expected
+    # Nothing of the script's is touched.
+    assert not optimizer.state
+    assert all(torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True))
+
+
+def test_groups_with_options_of_their_own_are_weighed_by_their_bytes():
+    wide, narrow = nn.Parameter(torch.zeros(30)), nn.Parameter(torch.zeros(10))
+    frozen = nn.Parameter(torch.zeros(99), requires_grad=False)
+    groups = [{"params": [wide, frozen]}, {"params": [narrow], "momentum": 0.9}]
+    assert state_ratio(optim.SGD(groups, lr=0.1)) == pytest.approx(0.25)
+
+
+def test_more_than_the_plan_counted_is_said():
+    adam = optim.Adam(nn.Linear(2, 2).parameters())
+    said = warning_of(adam, named_optimizer("sgd-momentum"))
+    assert said.startswith("warning: Adam keeps 2 bytes of state a byte of weights, the plan's")
+    assert "sgd-momentum (1 bytes of state" in said
+    assert "--state-bytes-per-weight-byte 2" in said
+    measured = OptimizerState(name="Adam", state_bytes_per_weight_byte=2.0003)
+    assert warning_of(adam, measured) is None
+    assert warning_of(adam, None) is None
+    assert warning_of(None, named_optimizer("sgd")) is None
