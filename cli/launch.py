@@ -51,6 +51,14 @@ def launch(
     checkpoint_every: Annotated[
         int, typer.Option(min=0, help="Steps between checkpoints [0: at SIGTERM and the end].")
     ] = 0,
+    compare_every: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Steps between comparisons of all workers' parameters [default: 50; 0: only after "
+            "changes of workers, before checkpoints and at the end].",
+        ),
+    ] = None,
     grace: Annotated[
         int, typer.Option(min=0, help="Seconds after SIGTERM to write a checkpoint in.")
     ] = 30,
@@ -101,6 +109,7 @@ def launch(
         timeout_seconds=float(timeout),
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
+        compare_every=compare_every,
         grace_seconds=float(grace),
         on_failure=on_failure,
         heartbeat_seconds=heartbeat,

@@ -333,6 +333,7 @@ def _commands(
         seed=request.config.seed,
         checkpoint=request.checkpoint.resolve() if request.checkpoint else None,
         checkpoint_every=request.checkpoint_every,
+        compare_every=request.compare_every,
         handover=(request.folder / HANDOVER).resolve() if request.hands_over else None,
         generation=generation,
     )

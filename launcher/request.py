@@ -82,6 +82,7 @@ class LaunchRequest:
     timeout_seconds: float = 600.0
     checkpoint: Path | None = None
     checkpoint_every: int = 0
+    compare_every: int | None = None
     grace_seconds: float = 30.0
     on_failure: OnFailure | None = None
     heartbeat_seconds: float = 30.0

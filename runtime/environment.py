@@ -30,6 +30,7 @@ TOKEN = "HETFLOW_TOKEN"  # what the keys in the store stand behind
 DETERMINISM = "HETFLOW_DETERMINISM"
 CHECKPOINT = "HETFLOW_CHECKPOINT"
 CHECKPOINT_EVERY = "HETFLOW_CHECKPOINT_EVERY"
+COMPARE_EVERY = "HETFLOW_COMPARE_EVERY"  # steps between comparisons of all parameters
 CONTROL = "HETFLOW_CONTROL"  # descriptor of the line to the controller
 WORKER = "HETFLOW_WORKER"  # this worker's name there
 CHANGES = "HETFLOW_CHANGES"  # whether workers may come and go while the job trains
@@ -38,6 +39,7 @@ JOINS = "HETFLOW_JOINS"  # the generation that a worker started later will join
 HANDOVER = "HETFLOW_HANDOVER"  # where a pipeline writes its parts when its plan changes
 FOLLOWS = "HETFLOW_FOLLOWS"  # whether others train until this worker is ready
 DEFAULT_TIMEOUT_SECONDS = 600.0
+DEFAULT_COMPARE_EVERY = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Start:
     checkpoint_every: int = 0
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     joins: int | None = None
+    compare_every: int = DEFAULT_COMPARE_EVERY
     handover_folder: Path | None = None
     follows: bool = False
 
@@ -114,6 +117,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
         run_folder=Path(env[RUN]) if env.get(RUN) else None,
         timeout_seconds=float(_integer(env, TIMEOUT, int(DEFAULT_TIMEOUT_SECONDS))),
         joins=_integer(env, JOINS, 0) or None,
+        compare_every=_count(env, COMPARE_EVERY, DEFAULT_COMPARE_EVERY),
         handover_folder=Path(env[HANDOVER]) if env.get(HANDOVER) else None,
         follows=env.get(FOLLOWS) == "1",
     )
@@ -212,6 +216,13 @@ def _refuse_many_without_plan(env: Mapping[str, str]) -> None:
             f"{env['WORLD_SIZE']} workers started without a plan",
             hint=f"set {PLAN} to a plan file, or use `hetflow launch PLAN SCRIPT`",
         )
+
+
+def _count(env: Mapping[str, str], name: str, default: int) -> int:
+    found = _integer(env, name, default)
+    if found < 0:
+        raise TargetError(f"{name} must be 0 or more, got {env[name]!r}")
+    return found
 
 
 def _integer(env: Mapping[str, str], name: str, default: int) -> int:

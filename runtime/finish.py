@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..schema import files
-from ..schema.errors import FileError, PeerLostError, TargetError
+from ..schema.errors import FileError, HetflowError, TargetError
 from .digest import digest_of
 from .group import Place, leave
 from .measurements import peak_memory_bytes
@@ -55,9 +55,7 @@ def _end(job: "Job") -> None:
     if not Outcome.failed:
         try:
             job.finish()
-        except TargetError as error:
-            sys.stderr.write(f"hetflow: {error.message}\nhint: {error.hint}\n")
-        except PeerLostError as error:
+        except HetflowError as error:
             fail_at_exit(error)  # Python itself would print it and leave with exit code 0
     elif job._place.distributed and not Runner.active:
         # Collectives in flight would hold the interpreter until their time limit.
@@ -77,6 +75,7 @@ def finish(job: "Job") -> None:
         )
     if place.store is not None:
         job._together(lambda: _meet(job._place))
+    job.compare()
     if job._checkpoints is not None:
         job._checkpoints.finish()
     job.sync_buffers()
@@ -84,6 +83,7 @@ def finish(job: "Job") -> None:
     if place.start.config is not None:
         _publish(job, _report(job))
     job._reducer.close()
+    job._agreement.close()
     if place.control is not None:
         place.control.send("finished")
     if place.start.config is not None:

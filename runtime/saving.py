@@ -21,6 +21,7 @@ from ..schema.errors import FileError, TargetError
 from . import checkpoint, parts
 from .checkpoint import Checkpoint
 from .handover import STOPPED_EXIT_CODE
+from .optimizers import load_state, state_of
 
 if TYPE_CHECKING:
     from .job import Job
@@ -166,10 +167,13 @@ class Checkpoints:
     def save(self, *, wait: bool) -> None:
         """Write a checkpoint; call it on every worker. The first one writes, beside training.
 
+        Workers that have parted end here, so that what they hold is not kept.
+
         Raises:
             TargetError: Something registered cannot be saved.
             FileError: It could not be written, where ``wait`` is set.
         """
+        self._job.compare()
         state = self._state()
         if state is None:
             return
@@ -228,7 +232,7 @@ class Checkpoints:
         job = self._job
         return {
             "parameters": dict(job._parameters),
-            "optimizer": job._optimizer.state_dict() if job._optimizer is not None else None,
+            "optimizer": state_of(job._optimizers),
             "buffers": buffers,
             "registered": [thing.state_dict() for thing in self._registered],
             "last_weight": job._totals.last_weight,
@@ -261,8 +265,7 @@ class Checkpoints:
         with torch.no_grad():
             for name, parameter in job._parameters.items():
                 parameter.copy_(state["parameters"][name])
-        if job._optimizer is not None and state["optimizer"] is not None:
-            job._optimizer.load_state_dict(state["optimizer"])
+        load_state(job._optimizers, state["optimizer"])
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Take another worker's parameters, optimizer and what is registered, as they are now."""
@@ -274,9 +277,9 @@ class Checkpoints:
         """All but parameters and optimizer, of which a worker may hold a part only."""
         assert self._found is not None
         job = self._job
-        if job._optimizer is not None:
+        for optimizer in job._optimizers:
             # Else torch's schedulers warn that no step was taken, in epochs that are left out.
-            job._optimizer._opt_called = True  # type: ignore[attr-defined]
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         job._buffers.restore(state["buffers"])
         if job._member is not None:
             job._member.mirror.reset(state["buffers"])
