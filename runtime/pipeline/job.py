@@ -66,7 +66,9 @@ class PipelineJob(Job):
             )
         super().__init__(model, optimizers, place, seed=seed, overlap=False)
         optimizer = next(iter(optimizers), None)
-        parts = cut(layers_of(model, work.trace), [stage.layers for stage in work.stages])
+        layered = layers_of(model, work.trace)
+        parts = cut(layered, [stage.layers for stage in work.stages])
+        self._check_call = layered.check_call
         held_here = work.stages_of_rank[place.rank]
         self._work = work
         self._last_stage = len(parts) - 1
@@ -80,7 +82,7 @@ class PipelineJob(Job):
             self._local,
             self._batch_sizes,
             [
-                (parts[number].module, microbatches_of(self._schedule, place.rank, number))
+                (parts[number], microbatches_of(self._schedule, place.rank, number))
                 for number in held_here
             ],
         )
@@ -177,7 +179,9 @@ class PipelineJob(Job):
                 hint="call it inside job.backward's function, or inside job.evaluation()",
             )
         run, self._run_stage = self._run_stage, self._refuse_second
-        return run(by_placeholder(self._signature, arguments, named))
+        given = by_placeholder(self._signature, arguments, named)
+        self._check_call(given)
+        return run(given)
 
     def _refuse_second(self, arguments: object) -> Any:
         raise TargetError(

@@ -56,6 +56,7 @@ class Stage:
         leaves, values = self._leaves_of(*received)
         own = [arguments[name] for name in self.part.arguments]
         self._leaves[microbatch] = leaves
+        self.part.refresh_buffers()
         inputs = (*own, *values)
         if self._recompute:
             return checkpoint(
@@ -78,14 +79,14 @@ class Stage:
         return leaves, passed
 
     def _call(self, weights: Weights | None) -> Callable[..., Any]:
-        module = self.part.module
+        part = self.part
 
         def call(*inputs: Any) -> Any:
             # In-place layers must not write on a leaf, nor on what is computed from again.
             own = tuple(_copied(value) for value in inputs) if self._in_place else inputs
             if weights is None:
-                return module(*own)
-            return torch.func.functional_call(module, weights, own)
+                return part.answer(part.module(*own))
+            return part.answer(torch.func.functional_call(part.module, weights, own))
 
         return call
 

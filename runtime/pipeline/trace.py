@@ -6,6 +6,7 @@ to the layer before them. Layers are intervals of one topological order, so any 
 Where a profile found its layers by torch.export, the same is done again (exported.py).
 """
 
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ...schema.layer_trace import LayerTrace
 from ..setup import check_model
 from .exported import exported_layers
 from .layered import Layer, LayeredModel, numbered
+from .shared import of_inputs
 
 
 class _Tracer(fx.Tracer):
@@ -54,7 +56,9 @@ def layers_of(model: nn.Module, trace: LayerTrace | None = None) -> LayeredModel
         }
         return exported_layers(model, inputs, trace.constants or {})
     graph, whole = _trace(model)
-    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    shared = of_inputs(graph, partial(_attribute, model))
+    outside = ("placeholder", "get_attr", "output")
+    nodes = [node for node in graph.nodes if node.op not in outside and node not in shared]
     output = next(node for node in graph.nodes if node.op == "output")
     if not nodes:
         raise TargetError(f"{type(model).__name__} computes nothing that could be cut into layers")
@@ -63,8 +67,13 @@ def layers_of(model: nn.Module, trace: LayerTrace | None = None) -> LayeredModel
         arguments=tuple(node for node in graph.nodes if node.op == "placeholder"),
         layers=_group(model, nodes),
         result=output.args[0],
+        shared=tuple(node for node in graph.nodes if node in shared),
         whole=tuple(sorted(whole)),
     )
+
+
+def _attribute(model: nn.Module, name: str) -> Any:
+    return reduce(getattr, name.split("."), model)
 
 
 def _trace(model: nn.Module) -> tuple[fx.Graph, set[str]]:

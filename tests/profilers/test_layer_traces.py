@@ -135,8 +135,8 @@ def test_an_exported_model_is_cut_alike_and_computes_the_same_at_another_batch_s
     parts = cut(layered, [names[:2], names[2:]])
     ids, bias = torch.randint(20, (5, 6)), torch.randn(5, 1, 8)
     given = {"input_ids": ids, "bias": bias}
-    crossing = parts[0].module(*(given[name] for name in parts[0].arguments))
-    answer = parts[1].module(*(given[name] for name in parts[1].arguments), *crossing)
+    crossing = parts[0](*(given[name] for name in parts[0].arguments))
+    answer = parts[1](*(given[name] for name in parts[1].arguments), *crossing)
     whole = model(**given, scale=2.0)["logits"]
     assert torch.equal(answer["logits"], whole)
     weights = dict(parts[1].module.named_parameters())
@@ -174,7 +174,7 @@ def test_batch_norm_of_an_exported_model_is_its_own_module() -> None:
     assert any(module is model.norm for module in part.module.modules())
     counted = int(model.norm.num_batches_tracked)
     x = torch.randn(5, 8)
-    made, mean = part.module(x), model.norm.running_mean.clone()
+    made, mean = part(x), model.norm.running_mean.clone()
     assert int(model.norm.num_batches_tracked) == counted + 1
     assert torch.equal(made, model(x))
     assert not torch.equal(model.norm.running_mean, mean)
