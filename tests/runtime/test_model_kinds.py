@@ -1,0 +1,94 @@
+"""Models as people write them are taken apart, and trained stage by stage as in one piece."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetflow.profilers.bench import Bench
+from hetflow.profilers.layer_traces import call_of, find_layers
+from hetflow.profilers.targets import Workload
+from hetflow.runtime.pipeline.cut import check_crossing, cut
+from hetflow.runtime.pipeline.layered import LayeredModel
+from hetflow.runtime.pipeline.stage import Stage
+from hetflow.runtime.pipeline.trace import layers_of
+
+from .model_kinds import KINDS, build
+
+TRACED_AT, DROPOUT = 4, 0.3
+# Each takes seconds; of kinds that are alike one is enough between two commits.
+SLOW = {"plain_gpt", "hf_bert", "hf_vit"}
+EXPORTED = set(KINDS) - {"plain_vit", "resnet", "unet"}
+
+
+def bench_of(model: nn.Module, make_batch: Any, loss: Any) -> Bench:
+    return Bench(Workload(model=model, make_batch=make_batch, loss=loss), "cpu", "sgd")
+
+
+class Piecewise:
+    """A model run stage by stage: what crosses is cut from autograd, as between workers."""
+
+    def __init__(self, layered: LayeredModel, num_stages: int, recompute: bool) -> None:
+        names = [layer.id for layer in layered.layers]
+        ends = [round(len(names) * s / num_stages) for s in range(num_stages + 1)]
+        cuts = [names[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+        self.check_call, self.crossed = layered.check_call, []
+        device = torch.device("cpu")
+        self.stages = [
+            Stage(part, recompute=recompute, device=device) for part in cut(layered, cuts)
+        ]
+
+    def answer(self, arguments: dict[str, Any]) -> Any:
+        self.check_call(arguments)
+        received: Any = ((), ())
+        for number, stage in enumerate(self.stages[:-1]):
+            made = stage.forward(0, arguments, received, None)
+            check_crossing(stage.part, made, number)
+            stage.keep(0, made)
+            wants = tuple(isinstance(v, Tensor) and v.requires_grad for v in made)
+            received = (tuple(detached(value) for value in made), wants)
+        return self.stages[-1].forward(0, arguments, received, None)
+
+    def backward(self, loss: Tensor) -> None:
+        self.stages[-1].keep(0, (loss,))
+        gradients: Any = None
+        for stage in reversed(self.stages):
+            gradients = stage.backward(0, gradients)
+
+
+def detached(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def outcome(model: nn.Module, loss: Tensor) -> dict[str, Any]:
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    model.zero_grad()
+    return {"loss": loss.detach(), "gradients": gradients, "buffers": buffers}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS]
+)
+def test_stage_by_stage_is_as_in_one_piece(kind: str) -> None:
+    trace = find_layers(bench_of(*build(kind, DROPOUT)), TRACED_AT).trace
+    assert trace.way == ("export" if kind in EXPORTED else "fx"), trace.reason
+    model, make_batch, loss_of = build(kind, DROPOUT)
+    layered = layers_of(model, trace)
+    bench = bench_of(model, make_batch, loss_of)
+    # Batches of one, and of other sizes than the traced one.
+    for num_stages, samples, recompute in ((2, 3, False), (3, 5, True), (4, 1, False)):
+        batch = make_batch(samples, torch.Generator().manual_seed(samples))
+        arguments = call_of(bench, batch).arguments
+        model.load_state_dict(build(kind)[0].state_dict())  # that call has moved statistics
+        torch.manual_seed(3)
+        loss = loss_of(model, batch)
+        loss.backward()
+        expected = outcome(model, loss)
+        model.load_state_dict(build(kind)[0].state_dict())
+        pieces = Piecewise(layered, num_stages, recompute)
+        torch.manual_seed(3)
+        loss = loss_of(lambda *_, **__: pieces.answer(arguments), batch)  # noqa: B023
+        pieces.backward(loss)
+        torch.testing.assert_close(outcome(model, loss), expected, rtol=1e-10, atol=1e-12)
