@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
+from ..schema.layer_trace import obstacle_of
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
@@ -43,10 +44,15 @@ def ended_early(plan: SplitPlan | PipelinePlan) -> bool:
 
 
 def _could_be_pipeline(question: Question) -> bool:
-    """Whether all types are profiled by layer and nothing asked for belongs to a split."""
+    """Whether all types are profiled by layer, to be launched, and no flag is a split's."""
     in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
     layered = bool(in_pool) and all(profile.layers is not None for profile in in_pool)
-    return layered and question.split == SplitFlags()
+    if not layered or question.split != SplitFlags():
+        return False
+    obstacle = obstacle_of(p.layers.trace for p in in_pool if p.layers is not None)
+    if obstacle is not None:
+        note(f"pipelines are not compared: layers were {obstacle}")
+    return obstacle is None
 
 
 def _faster(question: Question) -> SplitPlan | PipelinePlan:

@@ -1,6 +1,7 @@
 """How a model's layers were found: what the runtime must repeat to cut it alike."""
 
 import json
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -39,6 +40,22 @@ class LayerTrace:
     def __post_init__(self) -> None:
         if self.way == "export" and not self.inputs:
             raise ProblemError("a trace by export names the model's inputs")
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why pipelines of these layers cannot be launched; None where they can."""
+        if self.way != "hooks":
+            return None
+        return (
+            "found by hooks: can be profiled and planned, not launched, because "
+            f"{self.reason or 'nothing says how the model was traced'}"
+        )
+
+
+def obstacle_of(traces: Iterable[LayerTrace | None]) -> str | None:
+    """The first obstacle to a launch among several profiles' traces; None is torch.fx."""
+    found = (trace.obstacle for trace in traces if trace is not None)
+    return next((obstacle for obstacle in found if obstacle is not None), None)
 
 
 def trace_of(plain: dict[str, Any]) -> LayerTrace:
