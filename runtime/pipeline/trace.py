@@ -23,6 +23,9 @@ from .shared import of_inputs
 class _Tracer(fx.Tracer):
     """Goes into a module unless an earlier attempt failed inside it."""
 
+    # Else what a forward does with buffers alone (counting its calls) happens while it is traced.
+    proxy_buffer_attributes = True
+
     def __init__(self, whole: set[str]) -> None:
         super().__init__()
         self.whole = whole
