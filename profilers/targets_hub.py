@@ -36,8 +36,8 @@ def from_config(location: str) -> tuple[Any, Any, Any]:
     make_labels = _hub_labels(type(model).__name__, config)
 
     def make_batch(samples: int) -> dict[str, Any]:
-        inputs: dict[str, Any] = make_inputs(samples)
-        return inputs | make_labels(samples, inputs)
+        inputs = make_inputs(samples)
+        return {**inputs, **make_labels(samples, inputs)}
 
     def loss(model: Any, batch: dict[str, Any]) -> Any:
         answer = model(**batch)
