@@ -187,7 +187,10 @@ def _compare(bench: Bench, layered: "LayeredModel", part: Any, call: Call, where
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a pass gives: the tensors of its answer, and [parameters, 2] sums of gradients."""
+    """What a pass gives: the tensors of its answer, and the norm of each parameter's gradient.
+
+    -1 stands for no gradient.
+    """
 
     answers: list[Any]
     gradients: list[Any]
@@ -219,10 +222,5 @@ def _outcome(bench: Bench, module: Any, positional: Any, named: dict[str, Any]) 
             raise
         # Whatever traced code raises where the model's own would not.
         raise TargetError(one_line(error)) from error
-    sums = [
-        torch.tensor([-1.0, -1.0])
-        if gradient is None
-        else torch.stack([gradient.detach().norm(), gradient.detach().sum()]).cpu()
-        for gradient in found
-    ]
-    return _Outcome([answer.detach() for answer in answers], sums)
+    norms = [torch.tensor(-1.0) if g is None else g.detach().norm().cpu() for g in found]
+    return _Outcome([answer.detach() for answer in answers], norms)

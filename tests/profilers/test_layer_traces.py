@@ -72,6 +72,17 @@ class Steered(nn.Module):
         return self.last(branch + hidden) * self.gain
 
 
+class Fixed(nn.Module):
+    """Its code takes another way for each size of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * sum(range(x.shape[0]))
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -156,6 +167,27 @@ def test_control_flow_on_values_is_seen_by_hooks() -> None:
     # What functions between the layers make and a layer keeps is the layer's before it.
     assert [node.stashed_bytes for node in graph.nodes[:2]] == [4 * 8 * 4] * 2
     assert all(node.forward_seconds > 0 for node in graph.nodes)
+
+
+def test_a_tracer_that_fails_by_itself_is_a_reason_and_no_crash(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> None:
+        raise AttributeError("no attribute of_the_tracer")
+
+    monkeypatch.setattr("hetflow.runtime.pipeline.trace.exported_layers", fails)
+    graph = profiled(Transformer())
+    assert graph.trace is not None
+    assert graph.trace.way == "hooks"
+    assert "torch.export: AttributeError: no attribute of_the_tracer" in (graph.trace.reason or "")
+    assert (graph.trace.obstacle or "").startswith("found by hooks: can be profiled and planned")
+
+
+def test_a_trace_that_fixes_the_batch_is_not_relied_on() -> None:
+    graph = profiled(Fixed())
+    assert graph.trace is not None
+    assert graph.trace.way == "hooks"
+    assert "does not hold for a batch of 5" in (graph.trace.reason or "")
 
 
 def test_a_module_within_that_decides_by_values_stays_one_layer_of_fx() -> None:
