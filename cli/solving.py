@@ -4,13 +4,13 @@ import dataclasses
 from typing import Any, Literal
 
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
-from ..schema.layer_trace import obstacle_of
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
 from .choose_pipeline import best_pipeline, check_flags
 from .common import note, warn
 from .question import Question, SplitFlags
+from .solve_pipeline import trace_for
 
 
 def answer(question: Question, strategy: str) -> SplitPlan | PipelinePlan:
@@ -49,10 +49,11 @@ def _could_be_pipeline(question: Question) -> bool:
     layered = bool(in_pool) and all(profile.layers is not None for profile in in_pool)
     if not layered or question.split != SplitFlags():
         return False
-    obstacle = obstacle_of(p.layers.trace for p in in_pool if p.layers is not None)
-    if obstacle is not None:
-        note(f"pipelines are not compared: layers were {obstacle}")
-    return obstacle is None
+    trace = trace_for(question.profiles, question.pool)
+    if trace is None or trace.obstacle is None:
+        return True
+    note(f"pipelines are not compared: layers were {trace.obstacle}")
+    return False
 
 
 def _faster(question: Question) -> SplitPlan | PipelinePlan:

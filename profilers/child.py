@@ -91,7 +91,7 @@ class _Server:
 
 def first_cause(error: BaseException) -> str:
     """The error at the root of a chain in one line, and where it was raised."""
-    while before := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
+    while (before := _before(error)) is not None:
         error = before
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""

@@ -1,7 +1,6 @@
 """How a model's layers were found: what the runtime must repeat to cut it alike."""
 
 import json
-from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -50,12 +49,6 @@ class LayerTrace:
             "found by hooks: can be profiled and planned, not launched, because "
             f"{self.reason or 'nothing says how the model was traced'}"
         )
-
-
-def obstacle_of(traces: Iterable[LayerTrace | None]) -> str | None:
-    """The first obstacle to a launch among several profiles' traces; None is torch.fx."""
-    found = (trace.obstacle for trace in traces if trace is not None)
-    return next((obstacle for obstacle in found if obstacle is not None), None)
 
 
 def trace_of(plain: dict[str, Any]) -> LayerTrace:
