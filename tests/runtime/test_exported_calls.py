@@ -45,8 +45,9 @@ class Model(nn.Module):
             raise ValueError("too long")
         if ids.shape[0] > 100:
             scale = -scale
-        x = self.tokens(ids)
-        y = self.head(x if mask is None else x * mask) * scale * self.gain
+        real = (ids >= 0).unsqueeze(-1)
+        x = self.tokens(ids) * real
+        y = self.head(x if mask is None else x * mask) * real * scale * self.gain
         return Answer(parts=Named(y=y, n=3), sizes=(*y.shape[2:],), cache=Cache(x))
 
 
@@ -118,6 +119,14 @@ def test_an_answer_has_its_form_and_leaves_out_what_cannot_be_handed_over(
     assert (answer.parts["n"], answer.sizes) == (3, (8,))
     with pytest.raises(TargetError, match="the model's answer holds a Cache"):
         answer.cache.keys  # noqa: B018
+
+
+def test_what_follows_from_the_inputs_crosses_no_cut(
+    layered: LayeredModel, parts: list[StageModule]
+) -> None:
+    assert len(parts[0].outputs) == 1
+    assert parts[1].arguments == ("ids",)
+    assert "ge" in {node.name for node in layered.shared}
 
 
 def test_a_stage_reads_the_buffer_that_stands_in_the_model(
