@@ -1,5 +1,6 @@
 """A model as named layers over a graph, however it was traced."""
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -92,3 +93,15 @@ def numbered(names: Sequence[str]) -> list[str]:
         calls[name] = calls.get(name, 0) + 1
         found.append(name if calls[name] == 1 else f"{name}#{calls[name]}")
     return found
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a function or method writes on its input."""
+    if node.op not in ("call_method", "call_function"):
+        return False
+    if node.target is operator.setitem:
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = name.split(".")[0]
+    trailing = name.endswith("_") and not name.endswith("__")
+    return trailing or node.kwargs.get("inplace") is True

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from .cut import StageModule
+from .layered import writes
 
 Weights = dict[str, Tensor]
 # A tensor or a GradientEdge each; torch's stubs know lists of one kind only.
@@ -41,7 +42,7 @@ class Stage:
         self.most_in_flight = 0
         modules = list(part.module.modules())
         self._in_place = any(getattr(module, "inplace", False) for module in modules) or any(
-            _writes(node) for node in part.module.graph.nodes
+            writes(node) for node in part.module.graph.nodes
         )
         self._buffered = [m for m in modules if any(b is not None for b in m._buffers.values())]
 
@@ -171,16 +172,6 @@ class _KeptBuffers:
 def _root(result: Tensor) -> Tensor | GradientEdge:
     """Where a backward pass starts: at a loss, or where an output was made, without its values."""
     return get_gradient_edge(result) if _TAKES_EDGES and result.dim() else result
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether a function or method writes on its input."""
-    if node.op not in ("call_method", "call_function"):
-        return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    name = name.split(".")[0]
-    trailing = name.endswith("_") and not name.endswith("__")
-    return trailing or node.kwargs.get("inplace") is True
 
 
 def _copied(value: Any) -> Any:

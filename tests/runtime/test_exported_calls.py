@@ -143,3 +143,21 @@ def test_a_stage_reads_the_buffer_that_stands_in_the_model(
         assert torch.equal(parts[1](*given, *crossing).parts["y"], before * 3)
     finally:
         model._buffers["gain"] = kept
+
+
+class Counts(nn.Module):
+    """It counts its calls, and at the other end of the model reads the count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0].add_(1)
+        return self.last(self.first(x)) / self.calls[0]
+
+
+def test_a_buffer_that_several_layers_share_may_not_be_written() -> None:
+    with pytest.raises(TargetError, match="writes buffer 'calls' in one layer and reads it in"):
+        layers_of(Counts())
