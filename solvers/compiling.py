@@ -25,7 +25,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     from numba import njit
 
     try:
-        kernel: Callable[..., Any] = njit(cache=True)(function)
+        kernel: Callable[..., Any] = njit(cache=True, error_model="numpy")(function)
     except RuntimeError:  # neither the package's folder nor the user's cache can be written
-        kernel = njit(function)
+        kernel = njit(error_model="numpy")(function)
     return kernel
