@@ -110,28 +110,31 @@ class _Scaled:
 Walk = Callable[[_Scaled, _Point, int], tuple[int, _Point | None]]
 
 
-def solve(program: Program, accepted_gap: float = ACCEPTED_GAP) -> Solution:
+def solve(
+    program: Program, accepted_gap: float = ACCEPTED_GAP, walk: Walk | None = None
+) -> Solution:
     """Solve a program without pairs to a relative gap of about 1e-10.
 
     Args:
         program: The program.
         accepted_gap: A larger gap counts as a breakdown.
+        walk: How steps are taken: compiled where that is possible, or as given.
 
     Raises:
         BackendError: The iterations broke down; the program may have no feasible point.
     """
     # Numbers may run out at the very end; the proof of the best point so far decides then.
     with np.errstate(divide="ignore", over="ignore", invalid="ignore", under="ignore"):
-        best = _iterate(program)
+        best = _iterate(program, walk or _fastest_walk())
     if best is None or not best.gap < accepted_gap:
         raise BackendError("the interior point method stopped without a proof")
     return best
 
 
-def _iterate(program: Program) -> Solution | None:
+def _iterate(program: Program, walk: Walk) -> Solution | None:
     scaled = _Scaled(program)
     point = _start(scaled)
-    walk, best = _walk(), None
+    best: Solution | None = None
     iteration = idle = 0
     while iteration < MAX_ITERATIONS:
         if iteration and _is_near(scaled, point):
@@ -148,7 +151,7 @@ def _iterate(program: Program) -> Solution | None:
 
 
 @cache
-def _walk() -> Walk:
+def _fastest_walk() -> Walk:
     if not can_compile():
         return walk
     from .interior_compiled import walk as compiled_walk

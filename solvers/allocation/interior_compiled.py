@@ -2,7 +2,8 @@
 
 For what the simulator asks thousands of times: programs that maximise z, where each column uses
 one resource of its own and every row has a demand. Whatever else comes, and steps that go less
-well than hoped, are left to ``interior.walk``.
+well than hoped, are left to ``interior.walk``. Names are those of ``interior``; a program, a point
+and what is worked out on the way are tuples of arrays ([columns, rows], [rows], [columns]).
 """
 
 from typing import Any
@@ -20,12 +21,12 @@ def walk(p: _Scaled, at: _Point, most: int) -> tuple[int, _Point | None]:
     """Go on until the true gap is worth a look: how many steps, and where to."""
     if not _is_simple(p):
         return interior.walk(p, at, most)
-    primal, dual = at.primal.copy(), at.dual.copy()
-    steps, z = _walk(
+    program = (
         p.count, p.rate, p.usage, p.resources.diagonal().copy(), p.capacity, p.level_capacity,
-        p.gain, p.level, p.floor, p.runs, p.level_counts, p.number, p.least_value,
-        primal, dual, at.z, most,
+        p.gain, p.level, p.floor, p.runs, p.level_counts,
     )  # fmt: skip
+    primal, dual = at.primal.copy(), at.dual.copy()
+    steps, z = _walk(program, p.number, p.least_value, primal, dual, at.z, most)
     if not steps:
         return interior.walk(p, at, most)
     return steps, _Point(*at.rows, primal, dual, z)
@@ -43,33 +44,60 @@ def _is_simple(p: _Scaled) -> bool:
 
 
 @compiled
-def _sum(values: Any, first: Any, number: Any) -> Any:
-    """As ``np.add.reduce`` adds: eight sums at a time, halves of more than 128 apart."""
+def _block_sum(values: Any, first: Any, number: Any) -> Any:
+    """Of at most 128 values, eight sums at a time."""
     if number < 8:
         total = 0.0
         for i in range(first, first + number):
             total += values[i]
         return total
+    a, b, c, d = values[first], values[first + 1], values[first + 2], values[first + 3]
+    e, f, g, h = values[first + 4], values[first + 5], values[first + 6], values[first + 7]
+    whole = number - number % 8
+    for i in range(first + 8, first + whole, 8):
+        a += values[i]
+        b += values[i + 1]
+        c += values[i + 2]
+        d += values[i + 3]
+        e += values[i + 4]
+        f += values[i + 5]
+        g += values[i + 6]
+        h += values[i + 7]
+    total = ((a + b) + (c + d)) + ((e + f) + (g + h))
+    for i in range(first + whole, first + number):
+        total += values[i]
+    return total
+
+
+@compiled
+def _sum(values: Any, number: Any) -> Any:
+    """Add as ``np.add.reduce`` does: halves of more than 128 values apart.
+
+    With a stack, as numba's cache does not keep functions that call themselves.
+    """
     if number <= 128:
-        a, b, c, d = values[first], values[first + 1], values[first + 2], values[first + 3]
-        e, f, g, h = values[first + 4], values[first + 5], values[first + 6], values[first + 7]
-        whole = number - number % 8
-        for i in range(first + 8, first + whole, 8):
-            a += values[i]
-            b += values[i + 1]
-            c += values[i + 2]
-            d += values[i + 3]
-            e += values[i + 4]
-            f += values[i + 5]
-            g += values[i + 6]
-            h += values[i + 7]
-        total = ((a + b) + (c + d)) + ((e + f) + (g + h))
-        for i in range(first + whole, first + number):
-            total += values[i]
-        return total
-    half = number // 2
-    half -= half % 8
-    return _sum(values, first, half) + _sum(values, first + half, number - half)
+        return _block_sum(values, 0, number)
+    firsts, numbers = np.empty(128, np.int64), np.empty(128, np.int64)
+    sums = np.empty(128)
+    firsts[0], numbers[0] = 0, number
+    waiting, known = 1, 0
+    while waiting:
+        waiting -= 1
+        first, size = firsts[waiting], numbers[waiting]
+        if size == 0:  # both halves are known
+            known -= 1
+            sums[known - 1] += sums[known]
+        elif size <= 128:
+            sums[known] = _block_sum(values, first, size)
+            known += 1
+        else:
+            half = size // 2
+            half -= half % 8
+            numbers[waiting] = 0
+            firsts[waiting + 1], numbers[waiting + 1] = first + half, size - half
+            firsts[waiting + 2], numbers[waiting + 2] = first, half
+            waiting += 3
+    return sums[0]
 
 
 @compiled
@@ -81,7 +109,7 @@ def _mean_product(count: Any, number: Any, columns: Any, product: Any, term: Any
             each += product[c * rows + m]
         term[m] = count[m] * each
     last = (columns + 2) * rows
-    return (_sum(term, 0, rows) + _sum(product, last, len(product) - last)) / number
+    return (_sum(term, rows) + _block_sum(product, last, len(product) - last)) / number
 
 
 @compiled
@@ -97,203 +125,247 @@ def _length(step: Any, at: Any, keep: Any) -> Any:
 
 
 @compiled
-def _walk(
-    count: Any, rate: Any, usage: Any, unit_of: Any, capacity: Any, level_capacity: Any,
-    gain: Any, level: Any, floor: Any, runs: Any, level_counts: Any, number: Any,
-    least_value: Any, primal: Any, dual: Any, z: Any, most: Any,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Move a point (primal, dual) in place; the steps made, and z. See ``interior._advance``."""
+def _parts(vector: Any, columns: Any, rows: Any) -> Any:
+    """The letters of a primal or dual vector, as in ``_Point``."""
+    cells = columns * rows
+    return (
+        vector[:cells].reshape(columns, rows), vector[cells : cells + rows],
+        vector[cells + rows : cells + 2 * rows], vector[cells + 2 * rows :],
+    )  # fmt: skip
+
+
+@compiled
+def _factor(program: Any, point: Any, system: Any) -> None:
+    """The Newton equations row by row (``_System.__init__``)."""
+    count, rate, usage, unit_of, capacity, level_capacity, gain, level, floor, runs, lc = program
+    x, s, v, w, r, u, y, price = point
+    d, apart, q, k, alpha_l, beta_l, mean, safe_y, vy, ia, ib, ic, alpha_z, beta_z = system
     columns, rows = rate.shape
-    cells, size = columns * rows, columns
-    x, r = primal[:cells].reshape(columns, rows), dual[:cells].reshape(columns, rows)
-    s, u = primal[cells : cells + rows], dual[cells : cells + rows]
-    v, y = primal[cells + rows : cells + 2 * rows], dual[cells + rows : cells + 2 * rows]
-    w, price = primal[cells + 2 * rows :], dual[cells + 2 * rows :]
-    d, apart = np.empty((columns, rows)), np.empty((columns, rows))
-    q, k, dfd = np.empty((columns, rows)), np.empty((columns, rows)), np.empty((columns, rows))
-    fd = np.empty((columns, rows))
-    alpha_l, beta_l = np.empty((columns, rows)), np.empty((columns, rows))
-    mean, vy, vy_floor = np.empty(rows), np.empty(rows), np.empty(rows)
-    ia, ib, ic = np.empty(rows), np.empty(rows), np.empty(rows)
-    alpha_z, beta_z, f1, f2 = np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows)
-    f3, term = np.empty(size), np.empty(rows)
-    alpha, beta, su2, vy2 = np.empty(rows), np.empty(rows), np.empty(rows), np.empty(rows)
-    matrix, balanced = np.empty((size + 1, size + 1)), np.empty((size + 1, size + 1))
-    unit, right = np.empty(size + 1), np.empty(size + 1)
-    product, change = np.empty_like(primal), np.empty_like(primal)
-    step_primal, step_dual = np.empty_like(primal), np.empty_like(dual)
+    for m in range(rows):
+        total = weighted = slack = 0.0
+        for c in range(columns):
+            d[c, m] = x[c, m] / r[c, m]
+            total += d[c, m]
+            weighted += d[c, m] * rate[c, m]
+        mean[m] = weighted / max(total, _TINY)
+        safe_y[m] = max(y[m], _TINY)
+        vy[m] = v[m] / safe_y[m]
+        for c in range(columns):
+            apart[c, m] = rate[c, m] - mean[m]
+            slack += d[c, m] * (apart[c, m] * apart[c, m])
+        slack += vy[m]
+        su = s[m] / u[m]
+        a, sm = total + su, su * (mean[m] * mean[m])
+        det = a * slack + sm * total
+        ia[m], ib[m], ic[m] = (slack + sm) / det, -su * mean[m] / det, a / det
+        for c in range(columns):
+            ds = d[c, m] * usage[c, m]
+            q[c, m] = unit_of[c] * ds
+            k[c, m] = unit_of[c] * (ds * apart[c, m])
+            alpha_l[c, m] = -ia[m] * q[c, m] + ib[m] * k[c, m]
+            beta_l[c, m] = -ib[m] * q[c, m] + ic[m] * k[c, m]
+        alpha_z[m], beta_z[m] = ib[m] * level[m], ic[m] * level[m]
+
+
+@compiled
+def _assemble(program: Any, point: Any, system: Any, matrix: Any, term: Any) -> None:
+    """The equations of the prices and z (``_System._assemble``)."""
+    count, rate, usage, unit_of, capacity, level_capacity, gain, level, floor, runs, lc = program
+    x, s, v, w, r, u, y, price = point
+    d, apart, q, k, alpha_l, beta_l, mean, safe_y, vy, ia, ib, ic, alpha_z, beta_z = system
+    size, rows = rate.shape
+    matrix[:] = 0.0
+    for i in range(size):
+        for m in range(rows):
+            term[m] = d[i, m] * usage[i, m] * usage[i, m] * count[m]
+        matrix[i, i] = -(unit_of[i] * _sum(term, rows)) * unit_of[i] - w[i] / price[i]
+        for j in range(size):
+            for m in range(rows):
+                term[m] = q[i, m] * count[m] * alpha_l[j, m]
+            matrix[i, j] -= _sum(term, rows)
+            for m in range(rows):
+                term[m] = k[i, m] * count[m] * beta_l[j, m]
+            matrix[i, j] += _sum(term, rows)
+        for m in range(rows):
+            term[m] = k[i, m] * (count[m] * beta_z[m]) - q[i, m] * (count[m] * alpha_z[m])
+        matrix[i, size] = _sum(term, rows) - level_capacity[i]
+        for m in range(rows):
+            term[m] = beta_l[i, m] * lc[m]
+        matrix[size, i] = _sum(term, rows) - level_capacity[i]
+    for m in range(rows):
+        term[m] = count[m] * (level[m] * beta_z[m])
+    matrix[size, size] = _sum(term, rows)
+
+
+@compiled
+def _miss(program: Any, point: Any, z: Any, system: Any, lack: Any, term: Any) -> Any:
+    """By how much the point is infeasible (``_System._mend``)."""
+    count, rate, usage, unit_of, capacity, level_capacity, gain, level, floor, runs, lc = program
+    x, s, v, w, r, u, y, price = point
+    fd, dfd, f1, f2, f3 = lack
+    d, mean = system[0], system[6]
+    columns, rows = rate.shape
+    for i in range(columns):
+        for m in range(rows):
+            term[m] = x[i, m] * usage[i, m] * count[m]
+        f3[i] = capacity[i] + level_capacity[i] * z - unit_of[i] * _sum(term, rows) - w[i]
+    for m in range(rows):
+        used = reached = 0.0
+        for c in range(columns):
+            fd[c, m] = 0.0
+            if runs[c, m]:
+                rent = usage[c, m] * (unit_of[c] * price[c])
+                fd[c, m] = u[m] - y[m] * rate[c, m] + rent - gain[c, m] - r[c, m]
+            dfd[c, m] = d[c, m] * fd[c, m]
+            used += x[c, m]
+            reached += rate[c, m] * x[c, m]
+        f1[m] = 1.0 - used - s[m]
+        f2[m] = floor[m] + level[m] * z - reached + v[m] - mean[m] * f1[m]
+        term[m] = count[m] * (level[m] * y[m])
+    return _sum(term, rows) - _sum(level_capacity * price, columns)
+
+
+@compiled
+def _reduce(program: Any, point: Any, spent: Any, change: Any, system: Any, lack: Any,
+            half: Any, right: Any, term: Any) -> None:  # fmt: skip
+    """The right side for products that change by ``change`` (``_System.direction``, above)."""
+    count, rate, usage, unit_of, capacity, level_capacity, gain, level, floor, runs, lc = program
+    x, s, v, w, r, u, y, price = point
+    d, apart, q, k, alpha_l, beta_l, mean, safe_y, vy, ia, ib, ic, alpha_z, beta_z = system
+    fd, dfd, f1, f2, f3 = lack
+    e, alpha, beta, vy_change = half
+    columns, rows = rate.shape
+    xi_x, xi_s, xi_v, xi_w = _parts(change, columns, rows)
+    for m in range(rows):
+        sum_e = sum_apart = 0.0
+        for c in range(columns):
+            first = xi_x[c, m] / r[c, m] if runs[c, m] else 0.0
+            e[c, m] = first - dfd[c, m]
+            sum_e += e[c, m]
+            sum_apart += apart[c, m] * e[c, m]
+        su = xi_s[m] / u[m]
+        vy_change[m] = xi_v[m] / safe_y[m]
+        h = f1[m] - sum_e - su
+        g = f2[m] - sum_apart + vy_change[m] + mean[m] * su
+        alpha[m] = -ia[m] * h + ib[m] * g
+        beta[m] = -ib[m] * h + ic[m] * g
+    for i in range(columns):
+        for m in range(rows):
+            term[m] = e[i, m] * usage[i, m] * count[m]
+        right[i] = f3[i] - unit_of[i] * _sum(term, rows) - xi_w[i] / price[i]
+        for m in range(rows):
+            term[m] = q[i, m] * (count[m] * alpha[m]) - k[i, m] * (count[m] * beta[m])
+        right[i] += _sum(term, rows)
+    for m in range(rows):
+        term[m] = count[m] * (level[m] * beta[m])
+    right[columns] = 1.0 - spent - _sum(term, rows)
+
+
+@compiled
+def _expand(program: Any, point: Any, change: Any, system: Any, lack: Any, half: Any,
+            answer: Any, step_primal: Any, step_dual: Any) -> None:  # fmt: skip
+    """The step that belongs to prices and z (``_System.direction``, below)."""
+    count, rate, usage, unit_of, capacity, level_capacity, gain, level, floor, runs, lc = program
+    x, s, v, w, r, u, y, price = point
+    d, apart, q, k, alpha_l, beta_l, mean, safe_y, vy, ia, ib, ic, alpha_z, beta_z = system
+    fd, alpha, beta, vy_change = lack[0], half[1], half[2], half[3]
+    columns, rows = rate.shape
+    xi_x, xi_s, xi_v, xi_w = _parts(change, columns, rows)
+    step_x, step_s, step_v, step_w = _parts(step_primal, columns, rows)
+    step_r, step_u, step_y, step_price = _parts(step_dual, columns, rows)
+    dz = answer[columns]
+    for m in range(rows):
+        more_alpha = more_beta = 0.0
+        for i in range(columns):
+            more_alpha += answer[i] * alpha_l[i, m]
+            more_beta += answer[i] * beta_l[i, m]
+        a = alpha[m] + more_alpha + alpha_z[m] * dz
+        b = beta[m] + more_beta + beta_z[m] * dz
+        for c in range(columns):
+            step_r[c, m] = step_x[c, m] = 0.0
+            if runs[c, m]:
+                lent = usage[c, m] * (unit_of[c] * answer[c])
+                step_r[c, m] = fd[c, m] + (a - b * apart[c, m] + lent)
+                step_x[c, m] = (xi_x[c, m] - x[c, m] * step_r[c, m]) / r[c, m]
+        step_u[m], step_y[m] = a + mean[m] * b, b
+        step_s[m] = (xi_s[m] - s[m] * step_u[m]) / u[m]
+        step_v[m] = vy_change[m] - vy[m] * b
+    for i in range(columns):
+        step_price[i] = answer[i]
+        step_w[i] = (xi_w[i] - w[i] * answer[i]) / price[i]
+
+
+@compiled
+def _solved(matrix: Any, right: Any, balanced: Any) -> Any:
+    """Solve the equations in place, balanced; whether they could be."""
+    size = len(right)
+    unit = np.empty(size)
+    for i in range(size):
+        unit[i] = 1.0 / np.sqrt(max(abs(matrix[i, i]), _TINY))
+    for i in range(size):
+        right[i] *= unit[i]
+        for j in range(size):
+            balanced[i, j] = matrix[i, j] * unit[i] * unit[j]
+    sound = _eliminate(balanced, right)
+    right *= unit
+    return sound and np.isfinite(right).all()
+
+
+@compiled
+def _room(columns: Any, rows: Any) -> Any:
+    """What a walk writes its intermediate results to: system, lack, half."""
+    cells, lines = np.empty((9, columns, rows)), np.empty((13, rows))
+    system = (
+        cells[0], cells[1], cells[2], cells[3], cells[4], cells[5], lines[0], lines[1], lines[2],
+        lines[3], lines[4], lines[5], lines[6], lines[7],
+    )  # fmt: skip
+    lack = (cells[6], cells[7], lines[8], lines[9], np.empty(columns))
+    return system, lack, (cells[8], lines[10], lines[11], lines[12])
+
+
+@compiled
+def _walk(
+    program: Any, number: Any, least_value: Any, primal: Any, dual: Any, z: Any, most: Any
+) -> tuple[Any, Any]:
+    """Move a point (primal, dual) in place; the steps made, and z. See ``interior._advance``."""
+    count, (columns, rows) = program[0], program[1].shape
+    point = _parts(primal, columns, rows) + _parts(dual, columns, rows)
+    system, lack, half = _room(columns, rows)
+    term, right = np.empty(rows), np.empty(columns + 1)
+    matrix, balanced = np.empty((columns + 1, columns + 1)), np.empty((columns + 1, columns + 1))
+    step_primal, step_dual = np.zeros_like(primal), np.zeros_like(dual)
     for steps in range(most):
-        product[:] = primal * dual
-        # The Newton equations at the point (``_System``).
-        for m in range(rows):
-            total = 0.0
-            weighted = 0.0
-            for c in range(columns):
-                d[c, m] = x[c, m] / r[c, m]
-                total += d[c, m]
-                weighted += d[c, m] * rate[c, m]
-            mean[m] = weighted / max(total, _TINY)
-            vy_floor[m] = max(y[m], _TINY)
-            vy[m] = v[m] / vy_floor[m]
-            slack = 0.0
-            for c in range(columns):
-                apart[c, m] = rate[c, m] - mean[m]
-                slack += d[c, m] * (apart[c, m] * apart[c, m])
-            slack += vy[m]
-            su = s[m] / u[m]
-            a, sm = total + su, su * (mean[m] * mean[m])
-            det = a * slack + sm * total
-            ia[m], ib[m], ic[m] = (slack + sm) / det, -su * mean[m] / det, a / det
-            for c in range(columns):
-                ds = d[c, m] * usage[c, m]
-                q[c, m] = unit_of[c] * ds
-                k[c, m] = unit_of[c] * (ds * apart[c, m])
-                alpha_l[c, m] = -ia[m] * q[c, m] + ib[m] * k[c, m]
-                beta_l[c, m] = -ib[m] * q[c, m] + ic[m] * k[c, m]
-            alpha_z[m], beta_z[m] = ib[m] * level[m], ic[m] * level[m]
-        for i in range(size):
-            for j in range(size):
-                matrix[i, j] = 0.0
-            for m in range(rows):
-                term[m] = d[i, m] * usage[i, m] * usage[i, m] * count[m]
-            matrix[i, i] = -(unit_of[i] * _sum(term, 0, rows)) * unit_of[i]
-            matrix[i, i] -= w[i] / price[i]
-            for j in range(size):
-                for m in range(rows):
-                    term[m] = q[i, m] * count[m] * alpha_l[j, m]
-                matrix[i, j] -= _sum(term, 0, rows)
-            for j in range(size):
-                for m in range(rows):
-                    term[m] = k[i, m] * count[m] * beta_l[j, m]
-                matrix[i, j] += _sum(term, 0, rows)
-            for m in range(rows):
-                term[m] = k[i, m] * (count[m] * beta_z[m]) - q[i, m] * (count[m] * alpha_z[m])
-            matrix[i, size] = _sum(term, 0, rows) - level_capacity[i]
-            for m in range(rows):
-                term[m] = beta_l[i, m] * level_counts[m]
-            matrix[size, i] = _sum(term, 0, rows) - level_capacity[i]
-        for m in range(rows):
-            term[m] = count[m] * (level[m] * beta_z[m])
-        matrix[size, size] = _sum(term, 0, rows)
+        product = primal * dual
+        _factor(program, point, system)
+        _assemble(program, point, system, matrix, term)
         if not np.isfinite(matrix).all():
             return steps, z
-        for i in range(size + 1):
-            unit[i] = 1.0 / np.sqrt(max(abs(matrix[i, i]), _TINY))
-        # By how much the point is infeasible.
-        for m in range(rows):
-            used = 0.0
-            reached = 0.0
-            for c in range(columns):
-                if runs[c, m]:
-                    rent = usage[c, m] * (unit_of[c] * price[c])
-                    fd[c, m] = u[m] - y[m] * rate[c, m] + rent - gain[c, m] - r[c, m]
-                else:
-                    fd[c, m] = 0.0
-                dfd[c, m] = d[c, m] * fd[c, m]
-                used += x[c, m]
-                reached += rate[c, m] * x[c, m]
-            f1[m] = 1.0 - used - s[m]
-            f2[m] = floor[m] + level[m] * z - reached + v[m] - mean[m] * f1[m]
-            term[m] = count[m] * (level[m] * y[m])
-        spent = _sum(term, 0, rows)
-        for i in range(size):
-            right[i] = level_capacity[i] * price[i]
-        spent -= _sum(right, 0, size)
-        for i in range(size):
-            for m in range(rows):
-                term[m] = x[i, m] * usage[i, m] * count[m]
-            f3[i] = capacity[i] + level_capacity[i] * z - unit_of[i] * _sum(term, 0, rows) - w[i]
+        spent = _miss(program, point, z, system, lack, term)
         mu = _mean_product(count, number, columns, product, term)
-        target = 0.0
+        target = far = dual_far = 0.0
         for corrected in range(2):
+            change = -product
             if corrected:
-                for i in range(len(primal)):
-                    change[i] = target - product[i] - step_primal[i] * step_dual[i]
-            else:
-                change[:] = -product
-            # The step whose products change so (``_System.direction``).
-            for m in range(rows):
-                sum_e = 0.0
-                sum_apart = 0.0
-                for c in range(columns):
-                    first = change[c * rows + m] / r[c, m] if runs[c, m] else 0.0
-                    e = first - dfd[c, m]
-                    step_primal[c * rows + m] = e
-                    sum_e += e
-                    sum_apart += apart[c, m] * e
-                su2[m] = change[cells + m] / u[m]
-                vy2[m] = change[cells + rows + m] / vy_floor[m]
-                h = f1[m] - sum_e - su2[m]
-                g = f2[m] - sum_apart + vy2[m] + mean[m] * su2[m]
-                alpha[m] = -ia[m] * h + ib[m] * g
-                beta[m] = -ib[m] * h + ic[m] * g
-            for i in range(size):
-                for m in range(rows):
-                    term[m] = step_primal[i * rows + m] * usage[i, m] * count[m]
-                lent = f3[i] - unit_of[i] * _sum(term, 0, rows)
-                right[i] = lent - change[cells + 2 * rows + i] / price[i]
-                for m in range(rows):
-                    term[m] = q[i, m] * (count[m] * alpha[m]) - k[i, m] * (count[m] * beta[m])
-                right[i] += _sum(term, 0, rows)
-            for m in range(rows):
-                term[m] = count[m] * (level[m] * beta[m])
-            right[size] = 1.0 - spent - _sum(term, 0, rows)
-            for i in range(size + 1):
-                right[i] *= unit[i]
-                for j in range(size + 1):
-                    balanced[i, j] = matrix[i, j] * unit[i] * unit[j]
-            if not _eliminate(balanced, right):
+                change = target - product - step_primal * step_dual
+            _reduce(program, point, spent, change, system, lack, half, right, term)
+            if not _solved(matrix, right, balanced):
                 return steps, z
-            for i in range(size + 1):
-                right[i] *= unit[i]
-            dz = right[size]
-            for m in range(rows):
-                more_alpha = 0.0
-                more_beta = 0.0
-                for i in range(size):
-                    more_alpha += right[i] * alpha_l[i, m]
-                    more_beta += right[i] * beta_l[i, m]
-                alpha[m] = alpha[m] + more_alpha + alpha_z[m] * dz
-                beta[m] = beta[m] + more_beta + beta_z[m] * dz
-                for c in range(columns):
-                    at = c * rows + m
-                    if runs[c, m]:
-                        rent = usage[c, m] * (unit_of[c] * right[c])
-                        moved = fd[c, m] + (alpha[m] - beta[m] * apart[c, m] + rent)
-                        step_dual[at] = moved
-                        step_primal[at] = (change[at] - x[c, m] * moved) / r[c, m]
-                    else:
-                        step_dual[at] = step_primal[at] = 0.0
-                at = cells + m
-                step_dual[at] = alpha[m] + mean[m] * beta[m]
-                step_primal[at] = (change[at] - s[m] * step_dual[at]) / u[m]
-                at += rows
-                step_dual[at] = beta[m]
-                step_primal[at] = vy2[m] - vy[m] * beta[m]
-            for i in range(size):
-                at = cells + 2 * rows + i
-                step_dual[at] = right[i]
-                step_primal[at] = (change[at] - w[i] * right[i]) / price[i]
+            _expand(program, point, change, system, lack, half, right, step_primal, step_dual)
             keep = _STEP if corrected else 1.0
-            far = _length(step_primal, primal, keep)
-            dual_far = _length(step_dual, dual, keep)
-            if far < 0.0 or dual_far < 0.0 or not np.isfinite(right).all():
+            far, dual_far = _length(step_primal, primal, keep), _length(step_dual, dual, keep)
+            if far < 0.0 or dual_far < 0.0:
                 return steps, z
             if not corrected:
-                for i in range(len(primal)):
-                    ahead = primal[i] + far * step_primal[i]
-                    change[i] = ahead * (dual[i] + dual_far * step_dual[i])
-                after = _mean_product(count, number, columns, change, term)
+                ahead = (primal + far * step_primal) * (dual + dual_far * step_dual)
+                after = _mean_product(count, number, columns, ahead, term)
                 part = min(max(after, 0.0) / max(mu, _TINY), _WORSE)
                 target = mu * (part * part * part)
         if far * dual_far < _SHORT:
             return steps, z
-        for i in range(len(primal)):
-            primal[i] += far * step_primal[i]
-            dual[i] += dual_far * step_dual[i]
-            product[i] = primal[i] * dual[i]
-        z += far * dz
-        near = _mean_product(count, number, columns, product, term) * number
+        primal += far * step_primal
+        dual += dual_far * step_dual
+        z += far * right[columns]
+        near = _mean_product(count, number, columns, primal * dual, term) * number
         if near < 1e-6 * max(abs(z), least_value):
             return steps + 1, z
     return most, z
