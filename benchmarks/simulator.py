@@ -2,7 +2,7 @@ r"""CPU seconds of the simulator beside those of the published one, and of a 5,0
 
     python benchmarks/simulator.py --gavel ../shared/data/gavel \
         [--quick] [--repeats 3] [--json FILE] \
-        [--published GAVEL/scheduler [--python PYTHON] [--log]]
+        [--published GAVEL/scheduler [--python PYTHON] [--log] [--traces 'cont_*'] [--alone]]
 
 With ``--published``, the folder ``scheduler`` of a checkout of Gavel, both simulators run one after
 the other on the same traces: CPU seconds of the simulation with its solver, start-up left out on
@@ -52,8 +52,7 @@ TYPES = ("v100", "p100", "k80")
 
 # At 36:36:36 with 1,000 jobs, side by side.
 SIDE_BY_SIDE = (
-    "max_min_fairness_perf", "max_min_fairness", "fifo_perf", "min_total_duration_perf",
-    "min_total_duration", "finish_time_fairness_perf", "finish_time_fairness",
+    "max_min_fairness_perf", "fifo_perf", "min_total_duration_perf", "finish_time_fairness_perf"
 )  # fmt: skip
 PEER = Path(__file__).parent / "peers" / "published_simulator.py"
 
@@ -121,7 +120,7 @@ def side_by_side(
 ) -> list[dict[str, Any]]:
     """One row for each trace and policy: Gavel's simulator between runs of ours."""
     rows = []
-    traces = sorted((folder / "traces").glob("small*" if asked.quick else "cont*"))
+    traces = sorted((folder / "traces").glob("small*" if asked.quick else asked.traces))
     numbers = (4, 4, 4) if asked.quick else (36, 36, 36)
     throughputs = folder / "throughputs" / "simulation_throughputs.json"
     for trace, policy in itertools.product(traces, SIDE_BY_SIDE):
@@ -200,6 +199,8 @@ def main() -> None:
     parser.add_argument("--published", type=Path)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--log", action="store_true")
+    parser.add_argument("--traces", default="cont_*", help="side by side: traces, by pattern")
+    parser.add_argument("--alone", action="store_true", help="nothing but side by side")
     arguments = parser.parse_args()
     if arguments.gavel is None:
         sys.stdout.write("skipped: give --gavel FOLDER, Gavel's throughputs and traces\n")
@@ -222,8 +223,10 @@ def main() -> None:
         "side_by_side": (
             [] if arguments.published is None else side_by_side(arguments.gavel, table, arguments)
         ),
-        "long": long_traces(table, quick, repeats),
-        "stored": against_stored(arguments.gavel, table, quick, repeats),
+        "long": [] if arguments.alone else long_traces(table, quick, repeats),
+        "stored": (
+            [] if arguments.alone else against_stored(arguments.gavel, table, quick, repeats)
+        ),
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

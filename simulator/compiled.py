@@ -7,7 +7,7 @@ their places until an allocation needs these.
 import numpy as np
 
 from .priorities import Floats, Ints
-from .rounds import Rounds
+from .rounds import ANY_SHARE, STEPS_LEFT, Rounds
 from .stretch import run_stretch
 
 _AHEAD = 256  # orders of types drawn at once
@@ -49,8 +49,8 @@ class CompiledRounds(Rounds):
             active.pairs, active.floats, active.ints, len(active), self.up, self.orders, draws,
             self.worker_seconds, self.busy, self.now, self.queue.next_seconds, (reset, due), most,
             options.round_seconds, options.restart_seconds, options.convention == "published",
-            options.fills_idle, *self.places[:2], self.seconds[0], self.places[2],
-            self.seconds[1],
+            options.fills_idle, (ANY_SHARE, STEPS_LEFT), *self.places[:2], self.seconds[0],
+            self.places[2], self.seconds[1],
         )  # fmt: skip
         self.num_rounds += rounds - 1
         if draws:

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..solvers.compiling import compiled
-from .priorities import NOWHERE
-from .rounds import ANY_SHARE, STEPS_LEFT
 
+NOWHERE = -1
 # Rows of the blocks of ``Active``.
 RATE, RELATIVE, RECEIVED, SHARE, DEFICIT, HELD = range(6)
 LEFT, STARTED = 0, 3
@@ -67,10 +66,10 @@ def _take(
 @compiled
 def _choose(
     pairs: Any, scale: Any, number: Any, free: Any, order: Any, published: Any, fills_idle: Any,
-    chosen: Any, wanted: Any, priority: Any,
+    any_share: Any, chosen: Any, wanted: Any, priority: Any,
 ) -> None:  # fmt: skip
     """Write the type that each job runs on into ``chosen`` (``priorities.choose_by_type``)."""
-    least = 0.0 if fills_idle else ANY_SHARE
+    least = 0.0 if fills_idle else any_share
     for place in range(number):
         chosen[place] = NOWHERE
     for kind in order:
@@ -105,7 +104,7 @@ def _choose(
 def run_stretch(
     pairs: Any, floats: Any, ints: Any, number: Any, free: Any, orders: Any, draws_orders: Any,
     worker_seconds: Any, busy: Any, now: Any, until: Any, due: Any, most: Any,
-    round_seconds: Any, restart_seconds: Any, published: Any, fills_idle: Any,
+    round_seconds: Any, restart_seconds: Any, published: Any, fills_idle: Any, limits: Any,
     chosen: Any, wanted: Any, priority: Any, ended: Any, finish: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """Run rounds until a job ends or arrives, an allocation is due, or ``most`` are run.
@@ -129,6 +128,7 @@ def run_stretch(
         restart_seconds: See ``RoundOptions``.
         published: Whether the convention is the published one.
         fills_idle: See ``RoundOptions``.
+        limits: ``ANY_SHARE`` and ``STEPS_LEFT`` of ``rounds``.
         chosen: Scratch [places], as are ``wanted`` and ``priority``.
         wanted: See ``chosen``.
         priority: See ``chosen``.
@@ -141,12 +141,13 @@ def run_stretch(
     types = len(free)
     left, started = floats[LEFT], floats[STARTED]
     scale, last_type, restarts = ints[SCALE], ints[LAST_TYPE], ints[RESTARTS]
-    reset, wait = due
+    (reset, wait), (any_share, steps_left) = due, limits
     rounds = done = 0
     while True:
         order = orders[rounds if draws_orders else 0]
         _choose(
-            pairs, scale, number, free, order, published, fills_idle, chosen, wanted, priority
+            pairs, scale, number, free, order, published, fills_idle, any_share, chosen, wanted,
+            priority,
         )  # fmt: skip
         rounds += 1
         longest, anybody = 0.0, False
@@ -179,7 +180,7 @@ def run_stretch(
             busy[kind] += spent
         for place in range(number):
             last_type[place] = chosen[place]
-            if chosen[place] != NOWHERE and left[place] <= STEPS_LEFT:
+            if chosen[place] != NOWHERE and left[place] <= steps_left:
                 ended[done], finish[done] = place, now + priority[place]
                 done += 1
         now += longest if published and anybody else round_seconds

@@ -20,7 +20,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of scalars and arrays; once for all processes that share a cache.
 
     Sums are added up in the order written and products are not fused with them, so that the
-    digits are those of numpy.
+    digits are those of numpy. Numba's cache heeds changes of the function's own file only: what
+    other files define comes as an argument, and functions do not call themselves (cached, that
+    crashes).
     """
     from numba import njit
 

@@ -15,6 +15,7 @@ from . import interior
 from .interior import _SHORT, _SMALL, _STEP, _TINY, _WORSE, _Point, _Scaled
 
 _eliminate = compiled(interior.eliminate)
+_LIMITS = (_TINY, _STEP, _SHORT, _WORSE)  # given to compiled functions, see ``compiled``
 
 
 def walk(p: _Scaled, at: _Point, most: int) -> tuple[int, _Point | None]:
@@ -26,7 +27,7 @@ def walk(p: _Scaled, at: _Point, most: int) -> tuple[int, _Point | None]:
         p.gain, p.level, p.floor, p.runs, p.level_counts,
     )  # fmt: skip
     primal, dual = at.primal.copy(), at.dual.copy()
-    steps, z = _walk(program, p.number, p.least_value, primal, dual, at.z, most)
+    steps, z = _walk(program, p.number, p.least_value, _LIMITS, primal, dual, at.z, most)
     if not steps:
         return interior.walk(p, at, most)
     return steps, _Point(*at.rows, primal, dual, z)
@@ -113,7 +114,7 @@ def _mean_product(count: Any, number: Any, columns: Any, product: Any, term: Any
 
 
 @compiled
-def _length(step: Any, at: Any, keep: Any) -> Any:
+def _length(step: Any, at: Any, keep: Any, tiny: Any) -> Any:
     """The part of a step that ``keep`` everything positive; -1 where numbers gave out."""
     least = np.inf
     for i in range(len(step)):
@@ -121,7 +122,7 @@ def _length(step: Any, at: Any, keep: Any) -> Any:
         if np.isnan(part):
             return -1.0
         least = min(least, part)
-    return min(1.0, keep / max(-least, _TINY))
+    return min(1.0, keep / max(-least, tiny))
 
 
 @compiled
@@ -135,7 +136,7 @@ def _parts(vector: Any, columns: Any, rows: Any) -> Any:
 
 
 @compiled
-def _factor(program: Any, point: Any, system: Any) -> None:
+def _factor(program: Any, point: Any, tiny: Any, system: Any) -> None:
     """The Newton equations row by row (``_System.__init__``)."""
     count, rate, usage, unit_of, capacity, level_capacity, gain, level, floor, runs, lc = program
     x, s, v, w, r, u, y, price = point
@@ -147,8 +148,8 @@ def _factor(program: Any, point: Any, system: Any) -> None:
             d[c, m] = x[c, m] / r[c, m]
             total += d[c, m]
             weighted += d[c, m] * rate[c, m]
-        mean[m] = weighted / max(total, _TINY)
-        safe_y[m] = max(y[m], _TINY)
+        mean[m] = weighted / max(total, tiny)
+        safe_y[m] = max(y[m], tiny)
         vy[m] = v[m] / safe_y[m]
         for c in range(columns):
             apart[c, m] = rate[c, m] - mean[m]
@@ -296,12 +297,12 @@ def _expand(program: Any, point: Any, change: Any, system: Any, lack: Any, half:
 
 
 @compiled
-def _solved(matrix: Any, right: Any, balanced: Any) -> Any:
+def _solved(matrix: Any, right: Any, tiny: Any, balanced: Any) -> Any:
     """Solve the equations in place, balanced; whether they could be."""
     size = len(right)
     unit = np.empty(size)
     for i in range(size):
-        unit[i] = 1.0 / np.sqrt(max(abs(matrix[i, i]), _TINY))
+        unit[i] = 1.0 / np.sqrt(max(abs(matrix[i, i]), tiny))
     for i in range(size):
         right[i] *= unit[i]
         for j in range(size):
@@ -325,10 +326,18 @@ def _room(columns: Any, rows: Any) -> Any:
 
 @compiled
 def _walk(
-    program: Any, number: Any, least_value: Any, primal: Any, dual: Any, z: Any, most: Any
+    program: Any,
+    number: Any,
+    least_value: Any,
+    limits: Any,
+    primal: Any,
+    dual: Any,
+    z: Any,
+    most: Any,
 ) -> tuple[Any, Any]:
     """Move a point (primal, dual) in place; the steps made, and z. See ``interior._advance``."""
     count, (columns, rows) = program[0], program[1].shape
+    tiny, nearly_all, short, worse = limits
     point = _parts(primal, columns, rows) + _parts(dual, columns, rows)
     system, lack, half = _room(columns, rows)
     term, right = np.empty(rows), np.empty(columns + 1)
@@ -336,7 +345,7 @@ def _walk(
     step_primal, step_dual = np.zeros_like(primal), np.zeros_like(dual)
     for steps in range(most):
         product = primal * dual
-        _factor(program, point, system)
+        _factor(program, point, tiny, system)
         _assemble(program, point, system, matrix, term)
         if not np.isfinite(matrix).all():
             return steps, z
@@ -348,19 +357,20 @@ def _walk(
             if corrected:
                 change = target - product - step_primal * step_dual
             _reduce(program, point, spent, change, system, lack, half, right, term)
-            if not _solved(matrix, right, balanced):
+            if not _solved(matrix, right, tiny, balanced):
                 return steps, z
             _expand(program, point, change, system, lack, half, right, step_primal, step_dual)
-            keep = _STEP if corrected else 1.0
-            far, dual_far = _length(step_primal, primal, keep), _length(step_dual, dual, keep)
+            keep = nearly_all if corrected else 1.0
+            far = _length(step_primal, primal, keep, tiny)
+            dual_far = _length(step_dual, dual, keep, tiny)
             if far < 0.0 or dual_far < 0.0:
                 return steps, z
             if not corrected:
                 ahead = (primal + far * step_primal) * (dual + dual_far * step_dual)
                 after = _mean_product(count, number, columns, ahead, term)
-                part = min(max(after, 0.0) / max(mu, _TINY), _WORSE)
+                part = min(max(after, 0.0) / max(mu, tiny), worse)
                 target = mu * (part * part * part)
-        if far * dual_far < _SHORT:
+        if far * dual_far < short:
             return steps, z
         primal += far * step_primal
         dual += dual_far * step_dual
