@@ -2,7 +2,7 @@ r"""CPU seconds of the simulator beside those of the published one, and of a 5,0
 
     python benchmarks/simulator.py --gavel ../shared/data/gavel \
         [--quick] [--repeats 3] [--json FILE] \
-        [--published GAVEL/scheduler [--python PYTHON] [--log] [--traces 'cont_*'] [--alone]]
+        [--published GAVEL/scheduler [--python PYTHON] [--log] [--traces 'cont_*'] [--policies P]]
 
 With ``--published``, the folder ``scheduler`` of a checkout of Gavel, both simulators run one after
 the other on the same traces: CPU seconds of the simulation with its solver, start-up left out on
@@ -123,7 +123,7 @@ def side_by_side(
     traces = sorted((folder / "traces").glob("small*" if asked.quick else asked.traces))
     numbers = (4, 4, 4) if asked.quick else (36, 36, 36)
     throughputs = folder / "throughputs" / "simulation_throughputs.json"
-    for trace, policy in itertools.product(traces, SIDE_BY_SIDE):
+    for trace, policy in itertools.product(traces, asked.policies.split(",")):
         name, agnostic, _ = POLICIES[policy]
         cases = [
             Case(
@@ -200,6 +200,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--log", action="store_true")
     parser.add_argument("--traces", default="cont_*", help="side by side: traces, by pattern")
+    parser.add_argument("--policies", default=",".join(SIDE_BY_SIDE), help="side by side")
     parser.add_argument("--alone", action="store_true", help="nothing but side by side")
     arguments = parser.parse_args()
     if arguments.gavel is None:

@@ -6,7 +6,7 @@ iteration costs O(rows x columns x types). Of many optima it returns one inside 
 always the same. That is not the face's analytic centre, where the central path ends: steps this
 long leave the path, and the gap closes before they are back.
 
-Sums over rows are numpy's own (``_over_rows``), not a BLAS's: those add in an order that differs
+Sums over rows are numpy's own (``over_rows``), not a BLAS's: those add in an order that differs
 from processor to processor, and a simulation shows the last digit. So ``walk`` can take the same
 steps compiled.
 """
@@ -39,7 +39,7 @@ _WORSE = 1e9  # where numbers gave out, so that they do not overflow as well
 # Centrality correctors: how many, up to which step, how much further, how far apart, for how much.
 _CORRECTORS, _LONG, _FURTHER, _APART, _GAIN = 3, 0.8, 0.3, 10.0, 0.01
 _TINY = 1e-300
-_SMALL = 8  # up to this size equations are solved in plain Python
+SMALL = 8  # up to this size equations are solved in plain Python
 
 
 class _Point:
@@ -164,7 +164,7 @@ def walk(p: _Scaled, at: _Point, most: int) -> tuple[int, _Point | None]:
     return 1, _advance(p, at)
 
 
-def _over_rows(values: Floats) -> Floats:
+def over_rows(values: Floats) -> Floats:
     """Sums over the last axis, added up in an order that depends on its length alone."""
     total: Floats = np.add.reduce(values, axis=-1)
     return total
@@ -235,7 +235,7 @@ def _mean_product(p: _Scaled, at: _Point, product: Floats) -> float:
     columns, rows = at.rows
     last = (columns + 2) * rows
     each = np.add.reduce(product[:last].reshape(columns + 2, rows), axis=0)
-    return float((_over_rows(p.count * each) + _over_rows(at.w * at.price)) / p.number)
+    return float((over_rows(p.count * each) + over_rows(at.w * at.price)) / p.number)
 
 
 def _advance(p: _Scaled, at: _Point) -> _Point | None:
@@ -326,17 +326,17 @@ class _System:
         self.alpha_z, self.beta_z = self.ib * p.level, self.ic * p.level
         size = len(p.capacity)
         matrix = np.zeros((size + 1, size + 1))
-        block = -(p.resources * _over_rows(ds * p.usage * n)) @ p.resources.T
+        block = -(p.resources * over_rows(ds * p.usage * n)) @ p.resources.T
         block.reshape(-1)[:: size + 1] -= self.at.w / self.at.price
         for row in range(size):
-            block[row] -= _over_rows(self.q[row] * n * self.alpha_l)
-            block[row] += _over_rows(self.k[row] * n * self.beta_l)
+            block[row] -= over_rows(self.q[row] * n * self.alpha_l)
+            block[row] += over_rows(self.k[row] * n * self.beta_l)
         matrix[:size, :size] = block
         if p.has_level:
-            across = _over_rows(self.k * (n * self.beta_z) - self.q * (n * self.alpha_z))
+            across = over_rows(self.k * (n * self.beta_z) - self.q * (n * self.alpha_z))
             matrix[:size, size] = across - p.level_capacity
-            matrix[size, :size] = _over_rows(self.beta_l * p.level_counts) - p.level_capacity
-            matrix[size, size] = _over_rows(n * (p.level * self.beta_z))
+            matrix[size, :size] = over_rows(self.beta_l * p.level_counts) - p.level_capacity
+            matrix[size, size] = over_rows(n * (p.level * self.beta_z))
         else:
             matrix[size, size] = 1.0
         self.sound = bool(np.isfinite(matrix).all())
@@ -355,11 +355,11 @@ class _System:
         reached = np.add.reduce(p.rate * at.x, axis=0)
         f2 = p.floor + p.level * at.z - reached + at.v
         self.f2 = f2 - self.mean * self.f1
-        used = p.resources @ _over_rows(at.x * p.usage * p.count)
+        used = p.resources @ over_rows(at.x * p.usage * p.count)
         self.f3 = p.capacity + p.level_capacity * at.z - used - at.w
         if p.has_level:
-            self.spent = _over_rows(p.count * (p.level * at.y))
-            self.spent -= _over_rows(p.level_capacity * at.price)
+            self.spent = over_rows(p.count * (p.level * at.y))
+            self.spent -= over_rows(p.level_capacity * at.price)
 
     def direction(self, change: Floats) -> _Point:
         """The step whose products change by ``change`` (all) and that mends infeasibility."""
@@ -379,10 +379,10 @@ class _System:
         beta = -self.ib * h + self.ic * k
         size = len(p.capacity)
         right = np.zeros(size + 1)
-        right[:size] = self.f3 - p.resources @ _over_rows(e * p.usage * n) - xi.w / at.price
-        right[:size] += _over_rows(self.q * (n * alpha) - self.k * (n * beta))
+        right[:size] = self.f3 - p.resources @ over_rows(e * p.usage * n) - xi.w / at.price
+        right[:size] += over_rows(self.q * (n * alpha) - self.k * (n * beta))
         if p.has_level:
-            right[size] = 1.0 - self.spent - _over_rows(n * (p.level * beta))
+            right[size] = 1.0 - self.spent - over_rows(n * (p.level * beta))
         answer = _solved(self.balanced, right * self.unit) * self.unit
         dl, dz = answer[:size], float(answer[size])
         alpha = alpha + np.add.reduce(dl[:, None] * self.alpha_l, axis=0) + self.alpha_z * dz
@@ -403,15 +403,23 @@ class _System:
 
 
 def _solved(balanced: Floats, right: Floats) -> Floats:
-    if len(right) <= _SMALL:
-        values = right.tolist()
-        if eliminate(balanced.tolist(), values):
-            return np.array(values)
-    try:
-        answer: Floats = np.asarray(np.linalg.solve(balanced, right), dtype=np.float64)
-    except np.linalg.LinAlgError:
+    answer = solved_small(balanced, right)
+    if answer is None:
         answer = np.asarray(np.linalg.lstsq(balanced, right, rcond=None)[0], dtype=np.float64)
     return answer
+
+
+def solved_small(matrix: Floats, right: Floats) -> Floats | None:
+    """Solve equations, small ones in the same order everywhere; None where they are singular."""
+    if len(right) <= SMALL:
+        values: list[float] = right.tolist()
+        if not eliminate(matrix.tolist(), values):
+            return None
+        return np.array(values)
+    try:
+        return np.asarray(np.linalg.solve(matrix, right), dtype=np.float64)
+    except np.linalg.LinAlgError:
+        return None
 
 
 def eliminate(matrix: list[list[float]], right: list[float]) -> bool:

@@ -12,9 +12,9 @@ import numpy as np
 
 from ..compiling import compiled
 from . import interior
-from .interior import _SHORT, _SMALL, _STEP, _TINY, _WORSE, _Point, _Scaled
+from .arithmetic_compiled import block_sum, eliminate, summed
+from .interior import _SHORT, _STEP, _TINY, _WORSE, SMALL, _Point, _Scaled
 
-_eliminate = compiled(interior.eliminate)
 _LIMITS = (_TINY, _STEP, _SHORT, _WORSE)  # given to compiled functions, see ``compiled``
 
 
@@ -38,67 +38,10 @@ def _is_simple(p: _Scaled) -> bool:
     return (
         p.has_level
         and p.idle is None
-        and size == columns < _SMALL
+        and size == columns < SMALL
         and len(p.count) > 1  # a single row is summed in another order
         and np.count_nonzero(p.resources) == np.count_nonzero(p.resources.diagonal())
     )
-
-
-@compiled
-def _block_sum(values: Any, first: Any, number: Any) -> Any:
-    """Of at most 128 values, eight sums at a time."""
-    if number < 8:
-        total = 0.0
-        for i in range(first, first + number):
-            total += values[i]
-        return total
-    a, b, c, d = values[first], values[first + 1], values[first + 2], values[first + 3]
-    e, f, g, h = values[first + 4], values[first + 5], values[first + 6], values[first + 7]
-    whole = number - number % 8
-    for i in range(first + 8, first + whole, 8):
-        a += values[i]
-        b += values[i + 1]
-        c += values[i + 2]
-        d += values[i + 3]
-        e += values[i + 4]
-        f += values[i + 5]
-        g += values[i + 6]
-        h += values[i + 7]
-    total = ((a + b) + (c + d)) + ((e + f) + (g + h))
-    for i in range(first + whole, first + number):
-        total += values[i]
-    return total
-
-
-@compiled
-def _sum(values: Any, number: Any) -> Any:
-    """Add as ``np.add.reduce`` does: halves of more than 128 values apart.
-
-    With a stack, as numba's cache does not keep functions that call themselves.
-    """
-    if number <= 128:
-        return _block_sum(values, 0, number)
-    firsts, numbers = np.empty(128, np.int64), np.empty(128, np.int64)
-    sums = np.empty(128)
-    firsts[0], numbers[0] = 0, number
-    waiting, known = 1, 0
-    while waiting:
-        waiting -= 1
-        first, size = firsts[waiting], numbers[waiting]
-        if size == 0:  # both halves are known
-            known -= 1
-            sums[known - 1] += sums[known]
-        elif size <= 128:
-            sums[known] = _block_sum(values, first, size)
-            known += 1
-        else:
-            half = size // 2
-            half -= half % 8
-            numbers[waiting] = 0
-            firsts[waiting + 1], numbers[waiting + 1] = first + half, size - half
-            firsts[waiting + 2], numbers[waiting + 2] = first, half
-            waiting += 3
-    return sums[0]
 
 
 @compiled
@@ -110,7 +53,7 @@ def _mean_product(count: Any, number: Any, columns: Any, product: Any, term: Any
             each += product[c * rows + m]
         term[m] = count[m] * each
     last = (columns + 2) * rows
-    return (_sum(term, rows) + _block_sum(product, last, len(product) - last)) / number
+    return (summed(term, rows) + block_sum(product, last, len(product) - last)) / number
 
 
 @compiled
@@ -179,23 +122,23 @@ def _assemble(program: Any, point: Any, system: Any, matrix: Any, term: Any) -> 
     for i in range(size):
         for m in range(rows):
             term[m] = d[i, m] * usage[i, m] * usage[i, m] * count[m]
-        matrix[i, i] = -(unit_of[i] * _sum(term, rows)) * unit_of[i] - w[i] / price[i]
+        matrix[i, i] = -(unit_of[i] * summed(term, rows)) * unit_of[i] - w[i] / price[i]
         for j in range(size):
             for m in range(rows):
                 term[m] = q[i, m] * count[m] * alpha_l[j, m]
-            matrix[i, j] -= _sum(term, rows)
+            matrix[i, j] -= summed(term, rows)
             for m in range(rows):
                 term[m] = k[i, m] * count[m] * beta_l[j, m]
-            matrix[i, j] += _sum(term, rows)
+            matrix[i, j] += summed(term, rows)
         for m in range(rows):
             term[m] = k[i, m] * (count[m] * beta_z[m]) - q[i, m] * (count[m] * alpha_z[m])
-        matrix[i, size] = _sum(term, rows) - level_capacity[i]
+        matrix[i, size] = summed(term, rows) - level_capacity[i]
         for m in range(rows):
             term[m] = beta_l[i, m] * lc[m]
-        matrix[size, i] = _sum(term, rows) - level_capacity[i]
+        matrix[size, i] = summed(term, rows) - level_capacity[i]
     for m in range(rows):
         term[m] = count[m] * (level[m] * beta_z[m])
-    matrix[size, size] = _sum(term, rows)
+    matrix[size, size] = summed(term, rows)
 
 
 @compiled
@@ -209,7 +152,7 @@ def _miss(program: Any, point: Any, z: Any, system: Any, lack: Any, term: Any) -
     for i in range(columns):
         for m in range(rows):
             term[m] = x[i, m] * usage[i, m] * count[m]
-        f3[i] = capacity[i] + level_capacity[i] * z - unit_of[i] * _sum(term, rows) - w[i]
+        f3[i] = capacity[i] + level_capacity[i] * z - unit_of[i] * summed(term, rows) - w[i]
     for m in range(rows):
         used = reached = 0.0
         for c in range(columns):
@@ -223,7 +166,7 @@ def _miss(program: Any, point: Any, z: Any, system: Any, lack: Any, term: Any) -
         f1[m] = 1.0 - used - s[m]
         f2[m] = floor[m] + level[m] * z - reached + v[m] - mean[m] * f1[m]
         term[m] = count[m] * (level[m] * y[m])
-    return _sum(term, rows) - _sum(level_capacity * price, columns)
+    return summed(term, rows) - summed(level_capacity * price, columns)
 
 
 @compiled
@@ -253,13 +196,13 @@ def _reduce(program: Any, point: Any, spent: Any, change: Any, system: Any, lack
     for i in range(columns):
         for m in range(rows):
             term[m] = e[i, m] * usage[i, m] * count[m]
-        right[i] = f3[i] - unit_of[i] * _sum(term, rows) - xi_w[i] / price[i]
+        right[i] = f3[i] - unit_of[i] * summed(term, rows) - xi_w[i] / price[i]
         for m in range(rows):
             term[m] = q[i, m] * (count[m] * alpha[m]) - k[i, m] * (count[m] * beta[m])
-        right[i] += _sum(term, rows)
+        right[i] += summed(term, rows)
     for m in range(rows):
         term[m] = count[m] * (level[m] * beta[m])
-    right[columns] = 1.0 - spent - _sum(term, rows)
+    right[columns] = 1.0 - spent - summed(term, rows)
 
 
 @compiled
@@ -307,7 +250,7 @@ def _solved(matrix: Any, right: Any, tiny: Any, balanced: Any) -> Any:
         right[i] *= unit[i]
         for j in range(size):
             balanced[i, j] = matrix[i, j] * unit[i] * unit[j]
-    sound = _eliminate(balanced, right)
+    sound = eliminate(balanced, right)
     right *= unit
     return sound and np.isfinite(right).all()
 

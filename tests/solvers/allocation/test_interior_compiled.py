@@ -13,6 +13,8 @@ compiled = pytest.importorskip(
     "hetflow.solvers.allocation.interior_compiled", reason="numba is not installed"
 )
 
+arithmetic = pytest.importorskip("hetflow.solvers.allocation.arithmetic_compiled")
+
 
 def _program(seed: int, jobs: int, types: int, *, holes: float, idle: float) -> Program:
     draw = np.random.default_rng(seed)
@@ -81,7 +83,7 @@ def test_sums_are_added_as_numpy_adds() -> None:
     draw = np.random.default_rng(0)
     for number in [*range(1, 300), 1000, 4097]:
         values = draw.normal(size=number) * 10.0 ** draw.integers(-5, 5, size=number)
-        assert compiled._sum(values, number) == np.add.reduce(values)
+        assert arithmetic.summed(values, number) == np.add.reduce(values)
 
 
 def test_small_equations_without_an_answer_are_told() -> None:
