@@ -44,19 +44,22 @@ class CompiledRounds(Rounds):
         elif self.order is None or not len(self.orders):
             self.orders = np.array([self.type_order()])
         waits = self.changed and self.last_reset is not None
-        reset, due = (self.last_reset or 0.0), (options.reset_seconds if waits else np.inf)
+        # Floats all: numba compiles anew for other types.
+        reset, due = (self.last_reset or 0.0), (float(options.reset_seconds) if waits else np.inf)
+        chosen, wanted, ended = self.places
+        priority, finish = self.seconds
         self.now, rounds, done = run_stretch(
             active.pairs, active.floats, active.ints, len(active), self.up, self.orders, draws,
-            self.worker_seconds, self.busy, self.now, self.queue.next_seconds, (reset, due), most,
-            options.round_seconds, options.restart_seconds, options.convention == "published",
-            options.fills_idle, (ANY_SHARE, STEPS_LEFT), *self.places[:2], self.seconds[0],
-            self.places[2], self.seconds[1],
+            self.worker_seconds, self.busy, self.now, float(self.queue.next_seconds),
+            (reset, due), most, float(options.round_seconds), float(options.restart_seconds),
+            options.convention == "published", options.fills_idle, (ANY_SHARE, STEPS_LEFT),
+            chosen, wanted, priority, ended, finish,
         )  # fmt: skip
         self.num_rounds += rounds - 1
         if draws:
             self.orders = self.orders[rounds:]
         if done:
-            self._end(self.places[2, :done].tolist(), self.seconds[1, :done].tolist())
+            self._end(ended[:done].tolist(), finish[:done].tolist())
 
     def _end(self, places: list[int], finish: list[float]) -> None:
         self.ended.extend(zip(places, finish, strict=True))
