@@ -83,7 +83,8 @@ class _Scaled:
         self.row = np.maximum(program.rate.max(axis=1), _TINY)
         self.rate = np.ascontiguousarray((program.rate / self.row[:, None]).T)
         self.usage = np.ascontiguousarray(program.usage.T)
-        self.resources = program.resources
+        own = np.count_nonzero(program.resources.diagonal())
+        self.own = own == np.count_nonzero(program.resources)  # a column, a resource of its own
         self.unit = np.maximum(program.capacity, program.level_capacity)
         self.unit = np.where(self.unit > 0, self.unit, 1.0)
         self.resources = program.resources / self.unit[:, None]
@@ -383,7 +384,7 @@ class _System:
         right[:size] += over_rows(self.q * (n * alpha) - self.k * (n * beta))
         if p.has_level:
             right[size] = 1.0 - self.spent - over_rows(n * (p.level * beta))
-        answer = _solved(self.balanced, right * self.unit) * self.unit
+        answer = _solved(self.balanced, right * self.unit, ordered=p.own) * self.unit
         dl, dz = answer[:size], float(answer[size])
         alpha = alpha + np.add.reduce(dl[:, None] * self.alpha_l, axis=0) + self.alpha_z * dz
         beta = beta + np.add.reduce(dl[:, None] * self.beta_l, axis=0) + self.beta_z * dz
@@ -402,16 +403,18 @@ class _System:
         return step
 
 
-def _solved(balanced: Floats, right: Floats) -> Floats:
-    answer = solved_small(balanced, right)
+def _solved(balanced: Floats, right: Floats, *, ordered: bool) -> Floats:
+    """Solve equations, where ``ordered`` as the compiled steps do."""
+    small = SMALL if ordered else 0
+    answer = solved_small(balanced, right, small)
     if answer is None:
         answer = np.asarray(np.linalg.lstsq(balanced, right, rcond=None)[0], dtype=np.float64)
     return answer
 
 
-def solved_small(matrix: Floats, right: Floats) -> Floats | None:
+def solved_small(matrix: Floats, right: Floats, small: int = SMALL) -> Floats | None:
     """Solve equations, small ones in the same order everywhere; None where they are singular."""
-    if len(right) <= SMALL:
+    if len(right) <= small:
         values: list[float] = right.tolist()
         if not eliminate(matrix.tolist(), values):
             return None

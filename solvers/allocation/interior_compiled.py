@@ -38,9 +38,9 @@ def _is_simple(p: _Scaled) -> bool:
     return (
         p.has_level
         and p.idle is None
+        and p.own
         and size == columns < SMALL
         and len(p.count) > 1  # a single row is summed in another order
-        and np.count_nonzero(p.resources) == np.count_nonzero(p.resources.diagonal())
     )
 
 
