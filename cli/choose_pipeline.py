@@ -46,6 +46,13 @@ def best_pipeline(question: Question) -> PipelinePlan:
         InfeasibleError: No plan fits.
     """
     check_flags(question)
+    plan = _best(question)
+    if plan.trace is not None and plan.trace.obstacle is not None:
+        warn(f"the plan cannot be launched: its layers were {plan.trace.obstacle}")
+    return plan
+
+
+def _best(question: Question) -> PipelinePlan:
     asked = question.pipeline.schedule
     sizes = _microbatch_sizes(question)
     _say_links(question)

@@ -58,6 +58,14 @@ def launch(
             help="Start at step 0; what is in the --checkpoint folder is kept aside there.",
         ),
     ] = False,
+    compare_every: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Steps between comparisons of all workers' parameters [default: 50; 0: only after "
+            "changes of workers, before checkpoints and at the end].",
+        ),
+    ] = None,
     grace: Annotated[
         int, typer.Option(min=0, help="Seconds after SIGTERM to write a checkpoint in.")
     ] = 30,
@@ -109,6 +117,7 @@ def launch(
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
         from_scratch=restart_from_scratch,
+        compare_every=compare_every,
         grace_seconds=float(grace),
         on_failure=on_failure,
         heartbeat_seconds=heartbeat,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schema.errors import FileError, ProblemError
+from ..schema.layer_trace import LayerTrace
 from ..schema.masking import mask
 from ..schema.profile import Profile
 from .common import ForceFlag, JsonFlag, emit, emit_json, note, shows_progress, warn
@@ -109,19 +110,27 @@ def _microbatch_sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-def _say_how_found(measured: Profile) -> None:
+_TOOLS = {"fx": "torch.fx", "export": "torch.export", "hooks": "hooks"}
+
+
+def _how_found(trace: LayerTrace | None) -> str | None:
     """Which way took the model apart, and what that means for a launch."""
-    if measured.layers is None or measured.layers.trace is None:
+    if trace is None:
+        return None
+    if trace.obstacle is not None:
+        return f"layers {trace.obstacle}"
+    return f"layers found by {_TOOLS[trace.way]}: pipelines of them can be launched"
+
+
+def _say_how_found(measured: Profile) -> None:
+    """Warn of layers that cannot be launched; why another way than the first was taken."""
+    trace = None if measured.layers is None else measured.layers.trace
+    if trace is None:
         return
-    trace = measured.layers.trace
-    tool = {"fx": "torch.fx", "export": "torch.export", "hooks": "hooks on modules"}[trace.way]
-    said = f"{len(measured.layers.nodes)} layers found by {tool}"
-    if trace.way == "fx":
-        note(said)
-        return
-    if trace.way == "hooks":
-        said += "; pipelines of it can be planned, but not launched"
-    warn(f"{said}; {trace.reason}")
+    if trace.obstacle is not None:
+        warn(f"layers {trace.obstacle}")
+    elif trace.reason is not None:
+        note(f"layers found by {_TOOLS[trace.way]}; {trace.reason}")
 
 
 def _limits(
@@ -209,8 +218,9 @@ def _table(measured: Profile) -> str:
 
 
 def _layer_lines(measured: Profile) -> list[str]:
-    """One line a microbatch size: the layers' raw sums against the whole, and their memory."""
-    lines = []
+    """How layers were found; by microbatch size their raw sums, and their memory."""
+    found = None if measured.layers is None else _how_found(measured.layers.trace)
+    lines = [] if found is None else [found]
     for graph, how in zip(
         measured.layer_tables, (measured.provenance or {}).get("layers", ()), strict=True
     ):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError
+from ..schema.layer_trace import LayerTrace
 from ..schema.optimizer import OptimizerState
 from ..schema.pipeline import (
     Objective,
@@ -89,6 +90,12 @@ def solve_pipeline(
     faults = pipeline_faults(problem, profiles, pool) + check(plan, problem)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
-    found = [p.layers.trace for p in profiles if p.device_type in pool.num_devices and p.layers]
     origin = {**(plan.provenance or {}), "pool": pool_name}
-    return dataclasses.replace(plan, trace=found[0], provenance=origin)
+    return dataclasses.replace(plan, trace=trace_for(profiles, pool), provenance=origin)
+
+
+def trace_for(profiles: Sequence[Profile], pool: Cluster) -> LayerTrace | None:
+    """How to cut the model: as on all device types, but one that cannot be launched stands out."""
+    found = [p.layers.trace for p in profiles if p.device_type in pool.num_devices and p.layers]
+    blocked = [trace for trace in found if trace is not None and trace.obstacle is not None]
+    return [*blocked, *found][0]

@@ -11,6 +11,7 @@ from ..schema.pipeline import PipelinePlan, PipelineProblem
 from ..schema.profile import Profile
 from ..solvers.parallel_pipeline import Configuration, CostModel, Estimate, Measured, Row
 from .question import CostModelName
+from .solve_pipeline import trace_for
 
 
 def solve_repetitive(
@@ -78,14 +79,13 @@ def solve_repetitive(
     faults = pipeline_faults(problem, profiles, pool) + check(plan, problem)
     if faults:
         raise BackendError(f"the planner's own plan fails its check: {'; '.join(faults)}")
-    found = [p.layers.trace for p in profiles if p.device_type in pool.num_devices and p.layers]
     origin = {
         **(plan.provenance or {}),
         "pool": pool_name,
         "cost_model": cost_model,
         "configurations": [_row(row) for row in rows],
     }
-    return dataclasses.replace(plan, trace=found[0], provenance=origin)
+    return dataclasses.replace(plan, trace=trace_for(profiles, pool), provenance=origin)
 
 
 def _row(row: Row) -> dict[str, object]:

@@ -10,6 +10,7 @@ from ..schema.problem import SplitProblem
 from .choose_pipeline import best_pipeline, check_flags
 from .common import note, warn
 from .question import Question, SplitFlags
+from .solve_pipeline import trace_for
 
 
 def answer(question: Question, strategy: str) -> SplitPlan | PipelinePlan:
@@ -43,10 +44,16 @@ def ended_early(plan: SplitPlan | PipelinePlan) -> bool:
 
 
 def _could_be_pipeline(question: Question) -> bool:
-    """Whether all types are profiled by layer and nothing asked for belongs to a split."""
+    """Whether all types are profiled by layer, to be launched, and no flag is a split's."""
     in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
     layered = bool(in_pool) and all(profile.layers is not None for profile in in_pool)
-    return layered and question.split == SplitFlags()
+    if not layered or question.split != SplitFlags():
+        return False
+    trace = trace_for(question.profiles, question.pool)
+    if trace is None or trace.obstacle is None:
+        return True
+    note(f"pipelines are not compared: layers were {trace.obstacle}")
+    return False
 
 
 def _faster(question: Question) -> SplitPlan | PipelinePlan:

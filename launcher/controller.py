@@ -336,6 +336,7 @@ def _commands(
         checkpoint=request.checkpoint.resolve() if request.checkpoint else None,
         checkpoint_every=request.checkpoint_every,
         from_scratch=request.from_scratch,
+        compare_every=request.compare_every,
         handover=(request.folder / HANDOVER).resolve() if request.hands_over else None,
         generation=generation,
     )

@@ -83,6 +83,7 @@ class LaunchRequest:
     checkpoint: Path | None = None
     checkpoint_every: int = 0
     from_scratch: bool = False
+    compare_every: int | None = None
     grace_seconds: float = 30.0
     on_failure: OnFailure | None = None
     heartbeat_seconds: float = 30.0

@@ -75,6 +75,7 @@ def worker_commands(
     checkpoint: Path | None = None,
     checkpoint_every: int = 0,
     from_scratch: bool = False,
+    compare_every: int | None = None,
     handover: Path | None = None,
     generation: "NewGeneration | None" = None,
 ) -> list[WorkerCommand]:
@@ -93,6 +94,7 @@ def worker_commands(
         checkpoint: Folder of checkpoints, if any.
         checkpoint_every: Steps between checkpoints; 0 for those that are asked for only.
         from_scratch: Whether to set the checkpoints aside that are there, and start at step 0.
+        compare_every: Steps between comparisons of all parameters; None for the default.
         handover: Where a pipeline writes its parts when its plan changes, if it can.
         generation: The generation that these workers join, where others train already.
     """
@@ -127,6 +129,8 @@ def worker_commands(
             settings |= {names.JOINS: str(generation.number)} if generation.joins else {}
         if determinism != "none":
             settings |= {names.DETERMINISM: determinism, names.SEED: str(seed)}
+        if compare_every is not None:
+            settings[names.COMPARE_EVERY] = str(compare_every)
         if checkpoint is not None:
             settings[names.CHECKPOINT] = str(checkpoint)
             settings[names.CHECKPOINT_EVERY] = str(checkpoint_every)

@@ -10,7 +10,9 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TextIO
 
 from ..runtime.emulation import PassHolder
@@ -64,11 +66,20 @@ class _Server:
         try:
             return {"ok": self._do(request)}
         except HetflowError as error:
-            return {"error": error.message, "hint": error.hint}
-        except (MemoryError, RuntimeError) as error:
-            if not memory.is_out_of_memory(error):
-                raise
-            return {"out_of_memory": True}
+            return {
+                "error": error.message,
+                "hint": error.hint,
+                "traceback": traceback.format_exc(),
+            }
+        except Exception as error:
+            # The workload's code or ours: whoever asked is told, with the whole traceback.
+            if memory.is_out_of_memory(error):
+                return {"out_of_memory": True}
+            return {
+                "error": f"the measuring process failed: {first_cause(error)}",
+                "hint": "--debug shows the whole traceback",
+                "traceback": traceback.format_exc(),
+            }
 
     def _do(self, request: dict[str, Any]) -> dict[str, Any]:
         operation = request.pop("operation")
@@ -76,6 +87,19 @@ class _Server:
             self.bench, facts = _load(**request)
             return facts
         return _OPERATIONS[operation](self.bench, **request)
+
+
+def first_cause(error: BaseException) -> str:
+    """The error at the root of a chain in one line, and where it was raised."""
+    while (before := _before(error)) is not None:
+        error = before
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return targets.one_line(error) + where
+
+
+def _before(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _load(

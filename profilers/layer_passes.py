@@ -181,7 +181,7 @@ def traced_rows(
         own = [name not in part.inputs for name in part.outputs]
         made = partial(_chosen, own) if own else tensors_in
         names = [*part.arguments, *part.inputs]
-        piece = Piece(layer.id, part.module, [values[name] for name in names], made)
+        piece = Piece(layer.id, part, [values[name] for name in names], made)
         row, answer = measure_piece(bench, ledger, piece, repeats, empty)
         values.update(
             (name, detached(value))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..schema.errors import TargetError
 from ..schema.layer_trace import LayerTrace, TracedInput
 from .bench import Bench
+from .memory import is_out_of_memory
 from .nests import tensors_in
 from .targets import one_line
 
@@ -58,15 +59,23 @@ def find_layers(bench: Bench, microbatch_size: int) -> Found:
         if not coarse.layered or not coarse.layered.whole:
             return coarse
         reasons.append(f"torch.fx: cannot go into {coarse.layered.whole[0]}")
-    except TargetError as error:
-        reasons.append(f"torch.fx: {error.message}")
+    except Exception as error:
+        reasons.append(_reason("torch.fx", error))
     try:
         finer = _by_export(bench, call, "; ".join(reasons))
         if coarse is None or _size(finer) > _size(coarse):
             return finer
-    except TargetError as error:
-        reasons.append(f"torch.export: {error.message}")
+    except Exception as error:
+        reasons.append(_reason("torch.export", error))
     return coarse or Found(None, LayerTrace(way="hooks", reason="; ".join(reasons)))
+
+
+def _reason(way: str, error: Exception) -> str:
+    """Why a way does not do. A tracer's own failure is a reason too: the next way is tried."""
+    if is_out_of_memory(error):
+        raise error
+    said = error.message if isinstance(error, TargetError) else one_line(error)
+    return f"{way}: {said.removeprefix(f'{way}: ')}"
 
 
 def _size(found: Found) -> int:
@@ -137,33 +146,81 @@ def _by_export(bench: Bench, call: Call, reason: str) -> Found:
 
 
 def _check_answer(bench: Bench, layered: "LayeredModel", call: Call) -> None:
-    """What was traced must compute what the model does.
+    """What was traced must compute what the model does, and differentiate alike, at any size.
 
     Raises:
         TargetError: It does not, or fails.
     """
-    import torch
-
     from ..runtime.pipeline.cut import cut
 
     part = cut(layered, [[layer.id for layer in layered.layers]])[0]
+    _compare(bench, layered, part, call, "")
+    for size in (_samples_in(call) + 1, 1):
+        try:
+            other = call_of(bench, bench.make_batch(size))
+        except Exception as error:
+            # The workload's own: it has no batch of this size (batch-norm takes no single sample).
+            if is_out_of_memory(error):
+                raise
+            continue
+        _compare(bench, layered, part, other, f" for a batch of {size}")
+
+
+def _samples_in(call: Call) -> int:
+    return max((len(t) for t in tensors_in(call.arguments) if t.dim()), default=1)
+
+
+def _compare(bench: Bench, layered: "LayeredModel", part: Any, call: Call, where: str) -> None:
+    try:
+        layered.check_call(call.arguments)
+    except TargetError as error:
+        raise TargetError(f"the trace does not hold{where}: {error.message}") from error
     given = [call.arguments[name] for name in part.arguments]
-    own = _answer(bench.model, call.positional, call.named)
-    traced = _answer(part.module, given, {})
-    if len(own) != len(traced) or any(
-        a.shape != b.shape or not torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
-        for a, b in zip(own, traced, strict=True)
-    ):
-        raise TargetError("the traced model gives another answer than the model")
+    own = _outcome(bench, bench.model, call.positional, call.named)
+    traced = _outcome(bench, part, given, {})
+    if not _alike(own.answers, traced.answers):
+        raise TargetError(f"the traced model gives another answer than the model{where}")
+    if not _alike(own.gradients, traced.gradients):
+        # torch.fx does not see `with torch.no_grad()`.
+        raise TargetError(f"the traced model gives other gradients than the model{where}")
 
 
-def _answer(module: Any, positional: Any, named: dict[str, Any]) -> list[Any]:
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a pass gives: the tensors of its answer, and the norm of each parameter's gradient.
+
+    -1 stands for no gradient.
+    """
+
+    answers: list[Any]
+    gradients: list[Any]
+
+
+def _alike(own: list[Any], traced: list[Any]) -> bool:
     import torch
 
+    return len(own) == len(traced) and all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
+        for a, b in zip(own, traced, strict=True)
+    )
+
+
+def _outcome(bench: Bench, module: Any, positional: Any, named: dict[str, Any]) -> _Outcome:
+    import torch
+
+    parameters = [p for p in bench.model.parameters() if p.requires_grad]
     torch.manual_seed(0)
-    with torch.no_grad():
-        try:
-            return tensors_in(module(*positional, **named))
-        except Exception as error:
-            # Whatever traced code raises where the model's own would not.
-            raise TargetError(one_line(error)) from error
+    try:
+        answers = tensors_in(module(*positional, **named))
+        ends = [tensor for tensor in answers if tensor.requires_grad]
+        found: Any = [None] * len(parameters)
+        if ends:
+            ones = [torch.ones_like(end) for end in ends]
+            found = torch.autograd.grad(ends, parameters, ones, allow_unused=True)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        # Whatever traced code raises where the model's own would not.
+        raise TargetError(one_line(error)) from error
+    norms = [torch.tensor(-1.0) if g is None else g.detach().norm().cpu() for g in found]
+    return _Outcome([answer.detach() for answer in answers], norms)

@@ -139,7 +139,9 @@ class Measurer:
             self.death = death.how
             return MemoryError()
         words = death.said or "it said nothing"
-        return TargetError(f"the measuring process died ({death.how}): {words}")
+        error = TargetError(f"the measuring process died ({death.how}): {words}")
+        error.add_note(f"The measuring process said:\n{death.words}")
+        return error
 
     def release(self) -> None:
         """End the process and free what it holds; the next measurement starts another."""

@@ -14,6 +14,7 @@ from typing import IO, Any
 from ..schema.errors import TargetError
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_LAST_BYTES = 16384
 
 
 class ChildDied(Exception):
@@ -21,13 +22,19 @@ class ChildDied(Exception):
 
     Args:
         code: Its exit code, as subprocess tells it (negative: the signal).
-        said: The last line it wrote to stderr.
+        words: The last lines it wrote to stderr.
     """
 
-    def __init__(self, code: int, said: str) -> None:
-        super().__init__(code, said)
+    def __init__(self, code: int, words: str) -> None:
+        super().__init__(code, words)
         self.code = code
-        self.said = said
+        self.words = words
+
+    @property
+    def said(self) -> str:
+        """The last line it wrote to stderr."""
+        lines = self.words.splitlines()
+        return lines[-1].strip()[:300] if lines else ""
 
     @property
     def how(self) -> str:
@@ -90,7 +97,9 @@ class Child:
         """
         answer = json.loads(self._read_line(seconds))
         if "error" in answer:
-            raise TargetError(answer["error"], hint=answer["hint"])
+            error = TargetError(answer["error"], hint=answer["hint"])
+            error.add_note(f"In the measuring process:\n{answer['traceback']}")
+            raise error
         if "out_of_memory" in answer:
             raise MemoryError
         facts: dict[str, Any] = answer["ok"]
@@ -128,6 +137,5 @@ class Child:
 
     def _last_words(self) -> str:
         size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - 4096))
-        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-        return lines[-1].strip()[:300] if lines else ""
+        self._errors.seek(max(0, size - _LAST_BYTES))
+        return self._errors.read().decode("utf-8", "replace").strip()

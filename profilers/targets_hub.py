@@ -16,8 +16,10 @@ _TOKENS_PER_SAMPLE = 128
 def from_config(location: str) -> tuple[Any, Any, Any]:
     """A transformers model from a configuration file, a folder with one, or a model type.
 
-    The loss is the mean square of the model's first output: every parameter on the way to it
-    gets a gradient, whatever the task. Samples are 128 random tokens, or one random image.
+    The class is the configuration's first of ``architectures``, as a training script would have
+    it; without one, the bare model. Where the class makes the loss itself of labels, it gets some.
+    Else the loss is the mean square of its first output: every parameter on the way to it gets a
+    gradient, whatever the task. Samples are 128 random tokens, or one random image.
 
     Raises:
         TargetError: transformers is not installed, or the configuration is not usable.
@@ -25,17 +27,43 @@ def from_config(location: str) -> tuple[Any, Any, Any]:
     transformers = _extra("transformers", "hf")
     config = _config(transformers, location)
     try:
-        model = transformers.AutoModel.from_config(config, trust_remote_code=False)
+        model = _model(transformers, config)
     except (ValueError, KeyError, TypeError, ImportError) as error:
         raise TargetError(
             f"hf:{location}: no model for this configuration: {_short(error)}"
         ) from error
-    make_batch = _hub_batches(config, location)
+    make_inputs = _hub_batches(config, location)
+    make_labels = _hub_labels(type(model).__name__, config)
+
+    def make_batch(samples: int) -> dict[str, Any]:
+        inputs = make_inputs(samples)
+        return {**inputs, **make_labels(samples, inputs)}
 
     def loss(model: Any, batch: dict[str, Any]) -> Any:
-        return model(**batch)[0].float().square().mean()
+        answer = model(**batch)
+        return answer.loss if "labels" in batch else answer[0].float().square().mean()
 
     return model, make_batch, loss
+
+
+def _model(transformers: Any, config: Any) -> Any:
+    """Of the class that the configuration names, where transformers itself has it."""
+    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    found = getattr(transformers, name, None) if name else None
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return found(config)
+    return transformers.AutoModel.from_config(config, trust_remote_code=False)
+
+
+def _hub_labels(architecture: str, config: Any) -> Any:
+    """Labels for the heads that make a loss of them: of each token, or of each sample."""
+    import torch
+
+    if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM")):
+        return lambda samples, inputs: {"labels": inputs["input_ids"].clone()}
+    if architecture.endswith(("ForImageClassification", "ForSequenceClassification")):
+        return lambda samples, inputs: {"labels": torch.randint(config.num_labels, (samples,))}
+    return lambda samples, inputs: {}
 
 
 def from_torchvision(name: str) -> tuple[Any, Any, Any]:

@@ -38,6 +38,12 @@ class BufferSlot:
         self.writes_silently = False
         self.checked = False
 
+    @property
+    def is_persistent(self) -> bool:
+        """Whether it is a part of the model's state, and no cache."""
+        module, key = self.owners[0]
+        return key not in module._non_persistent_buffers_set
+
     def current(self) -> Tensor:
         """What stands in the model now."""
         module, key = self.owners[0]

@@ -31,6 +31,7 @@ DETERMINISM = "HETFLOW_DETERMINISM"
 CHECKPOINT = "HETFLOW_CHECKPOINT"
 CHECKPOINT_EVERY = "HETFLOW_CHECKPOINT_EVERY"
 FROM_SCRATCH = "HETFLOW_RESTART_FROM_SCRATCH"  # "1": set checkpoints aside and start at step 0
+COMPARE_EVERY = "HETFLOW_COMPARE_EVERY"  # steps between comparisons of all parameters
 CONTROL = "HETFLOW_CONTROL"  # descriptor of the line to the controller
 WORKER = "HETFLOW_WORKER"  # this worker's name there
 CHANGES = "HETFLOW_CHANGES"  # whether workers may come and go while the job trains
@@ -39,6 +40,7 @@ JOINS = "HETFLOW_JOINS"  # the generation that a worker started later will join
 HANDOVER = "HETFLOW_HANDOVER"  # where a pipeline writes its parts when its plan changes
 FOLLOWS = "HETFLOW_FOLLOWS"  # whether others train until this worker is ready
 DEFAULT_TIMEOUT_SECONDS = 600.0
+DEFAULT_COMPARE_EVERY = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class Start:
     from_scratch: bool = False
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     joins: int | None = None
+    compare_every: int = DEFAULT_COMPARE_EVERY
     handover_folder: Path | None = None
     follows: bool = False
 
@@ -119,6 +122,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
         run_folder=Path(env[RUN]) if env.get(RUN) else None,
         timeout_seconds=float(_integer(env, TIMEOUT, int(DEFAULT_TIMEOUT_SECONDS))),
         joins=_integer(env, JOINS, 0) or None,
+        compare_every=_count(env, COMPARE_EVERY, DEFAULT_COMPARE_EVERY),
         handover_folder=Path(env[HANDOVER]) if env.get(HANDOVER) else None,
         follows=env.get(FOLLOWS) == "1",
     )
@@ -222,6 +226,13 @@ def _refuse_many_without_plan(env: Mapping[str, str]) -> None:
 def _is_from_scratch(env: Mapping[str, str]) -> bool:
     """What starts again within a launch goes on from the launch's own checkpoints."""
     return env.get(FROM_SCRATCH) == "1" and not _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def _count(env: Mapping[str, str], name: str, default: int) -> int:
+    found = _integer(env, name, default)
+    if found < 0:
+        raise TargetError(f"{name} must be 0 or more, got {env[name]!r}")
+    return found
 
 
 def _integer(env: Mapping[str, str], name: str, default: int) -> int:

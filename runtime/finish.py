@@ -34,10 +34,6 @@ class Outcome:
     hooked = False
 
 
-class GroupGone(TargetError):
-    """The script trained, and left nothing to report with: no more than the report is lost."""
-
-
 def at_exit(job: "Job") -> None:
     """Finish the job when the interpreter ends, unless the script failed."""
     atexit.register(_end, job)
@@ -59,8 +55,6 @@ def _end(job: "Job") -> None:
     if not Outcome.failed:
         try:
             job.finish()
-        except GroupGone as error:
-            sys.stderr.write(f"hetflow: {error.message}\nhint: {error.hint}\n")
         except BaseException as error:
             # Python would print it and leave with exit code 0.
             code = fail_at_exit(error)
@@ -78,18 +72,19 @@ def finish(job: "Job") -> None:
     """Wait until every worker is here; then report, and leave the process group.
 
     Raises:
+        TargetError: Workers have parted, or nobody can tell: the script destroyed the group.
         FileError: All this is done, and the last checkpoint could not be written.
     """
     job._clock.end_step()
     place = job._place
     if place.distributed and not dist.is_initialized():
-        saves = job._checkpoints is not None and job._checkpoints.is_asked_for
-        raise (TargetError if saves else GroupGone)(
+        raise TargetError(
             "the script destroyed the process group before the job was finished",
             hint="leave destroy_process_group out, or call job.finish() before it",
         )
     if place.store is not None:
         job._together(lambda: _meet(job._place))
+    job.compare()
     if job._checkpoints is not None:
         job._checkpoints.finish()
     job.sync_buffers()
@@ -97,6 +92,7 @@ def finish(job: "Job") -> None:
     if place.start.config is not None:
         _publish(job, _report(job))
     job._reducer.close()
+    job._agreement.close()
     if place.control is not None:
         place.control.send("finished")
     if place.start.config is not None:

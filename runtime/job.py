@@ -11,6 +11,9 @@ from torch.utils.data import DataLoader
 
 from ..schema.errors import TargetError
 from . import peers
+from .agreement.agreement import Agreement, SharedTensors, Subject
+from .agreement.known import KnownParameters
+from .agreement.strangers import OtherOptimizers
 from .buffers import VirtualNodeBuffers
 from .data import (
     Batch,
@@ -52,20 +55,20 @@ class Job:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: tuple[torch.optim.Optimizer, ...],
         place: Place,
         *,
         seed: int,
         overlap: bool,
     ) -> None:
         self._model, self._seed, self._overlap = model, seed, overlap
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self.device = place.device
         self._num_steps = 0
         self._epoch, self._calls = 0, 0
         self._last_loss: Tensor | None = None
-        self._parameters = named_parameters(model, optimizer)
-        broadcast_state(model, optimizer, self._parameters, place)
+        self._parameters = named_parameters(model, optimizers)
+        broadcast_state(model, optimizers, self._parameters, place)
         self._clock = StepClock(place.device)
         self._holder = pass_holder_of(place)
         config = place.start.config
@@ -88,7 +91,66 @@ class Job:
         has_folder = start.checkpoint_folder is not None or start.handover_folder is not None
         if has_folder or self._member is not None:
             self._checkpoints = self._open(start.checkpoint_folder, start.checkpoint_every)
+        self._agreement = Agreement(
+            self._subject(), every=start.compare_every, step=self._num_steps
+        )
         at_exit(self)
+
+    def _subject(self, *, is_pipeline: bool = False, flushes: bool = True) -> Subject:
+        """What this worker and the others must agree on.
+
+        Args:
+            is_pipeline: Whether parameters are shared out over stages.
+            flushes: Whether all workers have made the same updates between two steps.
+        """
+        known = KnownParameters(
+            self._model, self._optimizers, self._parameters, keeps_groups=is_pipeline
+        )
+
+        def is_saved() -> bool:
+            return self._checkpoints is not None
+
+        is_launched = self._place.start.config is not None
+        return Subject(
+            known=known,
+            optimizers=self._optimizers,
+            others=OtherOptimizers(
+                self._optimizers, known.names, lambda: is_launched or is_saved()
+            ),
+            shared=self._shared,
+            place=lambda: self._place,
+            together=self._waiting_together,
+            is_launched=is_launched,
+            weighs_samples=len(self._batch_sizes) > 1,
+            is_saved=is_saved,
+            compares_between_steps=flushes,
+        )
+
+    def _shared(self) -> list[SharedTensors]:
+        """What all workers hold alike: parameters, and buffers as the script last wrote them."""
+        held: dict[str, Tensor] = dict(self._parameters)
+        # Buffers that are not persistent are caches, and may follow each worker's own inputs.
+        held |= {slot.name: slot.base for slot in self._buffers.slots if slot.is_persistent}
+        return [SharedTensors(None, held)]
+
+    def _waiting_together(self, function: Callable[[], Answer]) -> Answer:
+        def wait() -> Answer:
+            with self._member.waiting() if self._member is not None else nullcontext():
+                return function()
+
+        return self._together(wait)
+
+    def compare(self) -> None:
+        """Find out whether all workers still train the same model. Call it on all workers.
+
+        Comes by itself every so many steps, after changes of workers, before checkpoints and at
+        the end.
+
+        Raises:
+            TargetError: They do not: names the parameter, the workers, the steps and the cause.
+        """
+        self._join()
+        self._agreement.compare(self._num_steps)
 
     def _open(self, folder: Path | None, every: int) -> Checkpoints:
         return Checkpoints(self, folder, every)
@@ -229,9 +291,12 @@ class Job:
             The mean loss over the global batch: detached, float64, equal on every worker.
         """
         self._join()
+        self._begin_step(batch)
         if self._member is None:
             self._run_passes(function, batch, scaler)
-            return self._close_step(self._totals.finish())
+            loss = self._close_step(self._totals.finish())
+            self._check_settings(self._totals.settings_sums)
+            return loss
 
         def step() -> Tensor:
             self._run_passes(function, batch, scaler)
@@ -241,7 +306,19 @@ class Job:
         sums = member.run(step, batch)
         loss = self._close_step(self._totals.close(sums))
         member.stepped()
+        self._check_settings(self._totals.settings_sums)
         return loss
+
+    def _begin_step(self, batch: Batch) -> None:
+        """What may need an exchange of its own before a step."""
+        if not self._finished:
+            self._agreement.begin_step(self._num_steps, batch.epoch)
+            self._totals.settings_number = self._agreement.settings_number
+
+    def _check_settings(self, sums: Any) -> None:
+        """End before the update where workers would make it with unlike settings."""
+        if self._agreement.is_broken_by(sums):
+            self.compare()
 
     def _run_passes(
         self, function: LossFunction, batch: Batch, scaler: "torch.amp.GradScaler | None"
@@ -263,6 +340,7 @@ class Job:
         if self._holder:
             self._holder.begin_step()
         self._reducer.begin()
+        self._agreement.begin_passes()
         self._totals.begin(batch.num_samples)
 
     def _open_step(self, batch: Batch) -> None:
@@ -301,6 +379,7 @@ class Job:
             self._reducer.enter(item.virtual_node)
             seed_streams(self._seed, "pass", self._num_steps, item.virtual_node)
             answer = function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
+            self._agreement.look_at(answer, item.num_samples)
             share = self._totals.add(answer, item.num_samples, item.virtual_node)
             if last and self._overlap:
                 self._reducer.arm(defer_last=self._holder is not None)
@@ -334,6 +413,7 @@ class Job:
                     f"cannot save a {type(thing).__name__}: it has no state_dict and "
                     f"load_state_dict"
                 )
+            self._agreement.registered(thing)
             if self._checkpoints is not None:
                 self._checkpoints.register(thing)
 

@@ -87,10 +87,10 @@ def schedule_of(work: PipelineWork, num_microbatches: int) -> Schedule:
 
 def _check_trace(plan: PipelinePlan) -> None:
     """What hooks on modules have seen of one pass cannot be run piece by piece."""
-    if plan.trace is not None and plan.trace.way == "hooks":
+    obstacle = None if plan.trace is None else plan.trace.obstacle
+    if obstacle is not None:
         raise ProblemError(
-            f"{plan.model} cannot be cut into stages: its layers were found by hooks, since its "
-            f"forward cannot be traced ({plan.trace.reason})",
+            f"{plan.model} cannot be cut into stages: its layers were {obstacle}",
             hint="keep control flow on tensor values inside submodules and profile again, or "
             "solve with --strategy split",
         )

@@ -143,6 +143,8 @@ def check_part(path: Path, header: Any, state: Any) -> None:
     """
     _keys(state, "state", _STATE, _PART_STATE)
     _check_state(header, state)
+    if isinstance(state["optimizer"], list):
+        _broken("state.optimizer", "must be of one optimizer in a pipeline")
     optimizer = state["optimizer"] or {"state": {}, "param_groups": []}
     if sum(len(group["params"]) for group in optimizer["param_groups"]) != len(
         header["optimizer_order"]
@@ -177,7 +179,7 @@ def _check_state(header: dict[str, Any], state: dict[str, Any]) -> None:
         if shapes.get(name) != shape_text(value):
             _broken(f"state.parameters.{name}", f"must be {shapes.get(name, 'absent')}")
     _check_buffers(header, state["buffers"])
-    _check_optimizer(state["optimizer"])
+    _check_optimizers(state["optimizer"])
     _a(list, state["registered"], "state.registered")
     weight = state["last_weight"]
     if weight is not None and not (isinstance(weight, float) and 0 <= weight < math.inf):
@@ -198,10 +200,19 @@ def _check_buffers(header: dict[str, Any], buffers: Any) -> None:
                 _broken(f"{where}.{name}", "must be like the one in state.buffers.base")
 
 
-def _check_optimizer(optimizer: Any) -> None:
-    if optimizer is None:
+def _check_optimizers(saved: Any) -> None:
+    """As optimizers.py gives their state: of none null, of one its own, of several a list."""
+    if not isinstance(saved, list):
+        if saved is not None:
+            _check_optimizer(saved, "state.optimizer")
         return
-    where = "state.optimizer"
+    if len(saved) < 2:
+        _broken("state.optimizer", "must be a list of several optimizers only")
+    for number, optimizer in enumerate(saved):
+        _check_optimizer(optimizer, f"state.optimizer[{number}]")
+
+
+def _check_optimizer(optimizer: Any, where: str) -> None:
     _keys(optimizer, where, {"state", "param_groups"})
     _a(list, optimizer["param_groups"], f"{where}.param_groups")
     numbers: list[Any] = []

@@ -1,6 +1,7 @@
 """Whether the script's optimizer keeps more than the plan counted, said before the first step."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,43 +19,45 @@ _NUMBERS = 8
 _TOLERANCE = 0.01
 
 
-def warning_of(optimizer: optim.Optimizer | None, counted: OptimizerState | None) -> str | None:
-    """What to tell the user where the optimizer keeps more state than the plan counted.
+def warning_of(optimizers: Sequence[optim.Optimizer], counted: OptimizerState | None) -> str | None:
+    """What to tell the user where the optimizers keep more state than the plan counted.
 
     Args:
-        optimizer: The script's.
+        optimizers: The script's.
         counted: The plan's; None where the plan does not say.
 
     Returns:
-        None where it keeps no more, or where that cannot be told before a step.
+        None where they keep no more, or where that cannot be told before a step.
     """
-    if optimizer is None or counted is None:
+    if not optimizers or counted is None:
         return None
-    kept = state_ratio(optimizer)
+    kept = state_ratio(optimizers)
     if kept is None or kept <= counted.state_bytes_per_weight_byte + _TOLERANCE:
         return None
-    name = type(optimizer).__name__
+    names = " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+    keep = "keep" if len(optimizers) > 1 else "keeps"
     return (
-        f"warning: {name} keeps {kept:.4g} bytes of state a byte of weights, the plan's memory "
+        f"warning: {names} {keep} {kept:.4g} bytes of state a byte of weights, the plan's memory "
         f"counts {counted}: a device may run out of memory; solve again with "
         f"--state-bytes-per-weight-byte {kept:.4g}"
     )
 
 
-def state_ratio(optimizer: optim.Optimizer) -> float | None:
+def state_ratio(optimizers: Sequence[optim.Optimizer]) -> float | None:
     """Bytes of state for each byte of weights, by a step of the same kind on a few numbers.
 
     None for kinds that do not treat each number by itself, such as Adafactor, and for none of
     torch's own. Counters of a few bytes are left out.
     """
-    kind = type(optimizer)
-    if kind not in _ELEMENTWISE:
-        return None
     weights = kept = 0.0
-    for group in optimizer.param_groups:
-        size = sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
-        weights += size
-        kept += size * _ratio_of(kind, group)
+    for optimizer in optimizers:
+        kind = type(optimizer)
+        if kind not in _ELEMENTWISE:
+            return None
+        for group in optimizer.param_groups:
+            size = sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
+            weights += size
+            kept += size * _ratio_of(kind, group)
     return kept / weights if weights else None
 
 

@@ -1,4 +1,4 @@
-"""Put what a checkpoint holds into the model's optimizer, its buffers and what is registered.
+"""Put what a checkpoint holds into the model's optimizers, its buffers and what is registered.
 
 The form of a checkpoint is known to be right (manifest.py). Here it meets the script's own objects,
 which take a state without looking at it closely: torch's optimizers and schedulers fail steps
@@ -6,7 +6,7 @@ later on a moment of another shape, in the middle of the script's loop.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,35 +38,57 @@ def check_buffers(path: Path, saved: dict[str, Any], own: Mapping[str, Tensor]) 
             )
 
 
-def load_optimizer(
+def load_optimizers(
     path: Path,
-    optimizer: torch.optim.Optimizer,
-    load: Callable[[dict[str, Any]], object],
-    saved: dict[str, Any] | None,
+    optimizers: Sequence[torch.optim.Optimizer],
+    loads: Sequence[Callable[[Any], object]],
+    saved: Any,
 ) -> None:
-    """Give an optimizer its state, and see that it can go on with it.
+    """Give the optimizers their states, and see that they can go on with them.
 
     Args:
         path: The checkpoint, for errors.
-        optimizer: The script's.
-        load: Takes the state: the optimizer's own ``load_state_dict``, or a share's.
-        saved: The state; None where the run that saved it had no optimizer.
+        optimizers: The script's. A script without any takes none of what was saved.
+        loads: Each takes one state: an optimizer's own ``load_state_dict``, or a share's.
+        saved: What ``optimizers.state_of`` gave.
 
     Raises:
-        TargetError: It is another optimizer's.
+        TargetError: It is of other optimizers, or of another number of them.
     """
+    if not optimizers:
+        return
     if saved is None:
         raise _misfit(path, "the optimizer", "it was saved without one")
+    states = saved if isinstance(saved, list) else [saved]
+    if len(states) != len(optimizers):
+        raise TargetError(
+            f"{path} holds the state of {len(states)} optimizer(s), the script has "
+            f"{len(optimizers)}",
+            hint="give hf.prepare the same optimizers in the same order, or another --checkpoint "
+            "folder",
+        )
+    for number, (optimizer, load, state) in enumerate(zip(optimizers, loads, states, strict=True)):
+        name = f"optimizer {number + 1}" if len(optimizers) > 1 else "the optimizer"
+        _load_optimizer(path, name, optimizer, load, state)
+
+
+def _load_optimizer(
+    path: Path,
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    load: Callable[[Any], object],
+    saved: dict[str, Any],
+) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):  # what only looks like one
-        return _load(path, "the optimizer", load, saved)
+        return _load(path, name, load, saved)
     settings = [_settings(group) for group in optimizer.param_groups]
-    _load(path, "the optimizer", load, saved)
+    _load(path, name, load, saved)
     for number, (group, before) in enumerate(zip(optimizer.param_groups, settings, strict=True)):
-        where = f"the optimizer's group {number}"
-        for name, value in before.items():
-            if name in optimizer.defaults and name not in group:
-                raise _misfit(path, where, f"{name} is absent")
-            group.setdefault(name, value)  # what a scheduler has added since
+        where = f"{name}'s group {number}"
+        for setting, value in before.items():
+            if setting in optimizer.defaults and setting not in group:
+                raise _misfit(path, where, f"{setting} is absent")
+            group.setdefault(setting, value)  # what a scheduler has added since
         differs = _difference(before, _settings(group)) or _fault_of_group(optimizer, group)
         if differs:
             raise _misfit(path, where, differs)

@@ -9,7 +9,7 @@ it was, with the state as it was then (whatever the script's own code did on the
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,7 +21,8 @@ from . import checkpoint, parts
 from .checkpoint import Checkpoint
 from .handover import FOUND, STOPPED_EXIT_CODE
 from .manifest import BrokenCheckpoint, IncompleteCheckpoint, shape_text
-from .restoring import check_buffers, load_optimizer, load_registered
+from .optimizers import state_of
+from .restoring import check_buffers, load_optimizers, load_registered
 from .stopping import StopRequests
 
 if TYPE_CHECKING:
@@ -233,10 +234,13 @@ class Checkpoints:
     def save(self, *, wait: bool) -> None:
         """Write a checkpoint; call it on every worker. The first one writes, beside training.
 
+        Workers that have parted end here, so that what they hold is not kept.
+
         Raises:
             TargetError: Something registered cannot be saved.
             FileError: It could not be written, where ``wait`` is set.
         """
+        self._job.compare()
         state = self._state()
         if state is None:  # it is another worker's to write, also what this one could not
             self._settle()
@@ -329,7 +333,7 @@ class Checkpoints:
         job = self._job
         return {
             "parameters": dict(job._parameters),
-            "optimizer": job._optimizer.state_dict() if job._optimizer is not None else None,
+            "optimizer": state_of(job._optimizers),
             "buffers": buffers,
             "registered": [thing.state_dict() for thing in self._registered],
             "last_weight": job._totals.last_weight,
@@ -364,15 +368,11 @@ class Checkpoints:
         with torch.no_grad():
             for name, parameter in job._parameters.items():
                 parameter.copy_(state["parameters"][name])
-        if job._optimizer is not None:
-            self._load_optimizer(job._optimizer.load_state_dict, state["optimizer"])
+        self._load_optimizers([o.load_state_dict for o in job._optimizers], state["optimizer"])
 
-    def _load_optimizer(
-        self, load: Callable[[dict[str, Any]], object], saved: dict[str, Any] | None
-    ) -> None:
+    def _load_optimizers(self, loads: Sequence[Callable[[Any], object]], saved: Any) -> None:
         path = self._found.path if self._found is not None else Path("the running job")
-        assert self._job._optimizer is not None
-        load_optimizer(path, self._job._optimizer, load, saved)
+        load_optimizers(path, self._job._optimizers, loads, saved)
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Take another worker's parameters, optimizer and what is registered, as they are now."""
@@ -384,9 +384,9 @@ class Checkpoints:
         """All but parameters and optimizer, of which a worker may hold a part only."""
         assert self._found is not None
         job = self._job
-        if job._optimizer is not None:
+        for optimizer in job._optimizers:
             # Else torch's schedulers warn that no step was taken, in epochs that are left out.
-            job._optimizer._opt_called = True  # type: ignore[attr-defined]
+            optimizer._opt_called = True  # type: ignore[attr-defined]
         job._buffers.restore(state["buffers"])
         if job._member is not None:
             job._member.mirror.reset(state["buffers"])

@@ -1,6 +1,7 @@
 """What ``prepare`` does to the model: refuse, place, name, and equalise over the workers."""
 
 import hashlib
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -52,22 +53,24 @@ def place_model(
 
 
 def named_parameters(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, nn.Parameter]:
-    """Every parameter to synchronise, once: the model's, then others the optimizer holds."""
+    """Every parameter to synchronise, once: the model's, then others the optimizers hold."""
     named = dict(model.named_parameters())
     known = {id(parameter) for parameter in named.values()}
-    for group_index, group in enumerate(optimizer.param_groups if optimizer else ()):
-        for index, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
-                known.add(id(parameter))
-                named[f"optimizer.param_groups[{group_index}][{index}]"] = parameter
+    for number, optimizer in enumerate(optimizers):
+        holder = "optimizer" if len(optimizers) == 1 else f"optimizers[{number}]"
+        for group_index, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) not in known:
+                    known.add(id(parameter))
+                    named[f"{holder}.param_groups[{group_index}][{index}]"] = parameter
     return named
 
 
 def broadcast_state(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Sequence[torch.optim.Optimizer],
     parameters: dict[str, nn.Parameter],
     place: Place,
 ) -> None:
@@ -79,7 +82,8 @@ def broadcast_state(
     model.to(place.device)
     for parameter in parameters.values():
         parameter.data = parameter.data.to(place.device)
-    _move_optimizer_state(optimizer)
+    for optimizer in optimizers:
+        _move_optimizer_state(optimizer)
     if not place.distributed or place.is_outside:
         return
     named = {**parameters, **dict(model.named_buffers())}
@@ -95,9 +99,9 @@ def _broadcast(tensor: Tensor) -> None:
         tensor.copy_(dense)
 
 
-def _move_optimizer_state(optimizer: torch.optim.Optimizer | None) -> None:
+def _move_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """Follow the parameters with what a restored optimizer knows of them."""
-    for parameter, state in optimizer.state.items() if optimizer else ():
+    for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
                 state[key] = value.to(parameter.device)

@@ -9,13 +9,14 @@ from .group import join
 from .job import Job
 from .lower import check_pipeline_level
 from .optimizer_state import warning_of
+from .optimizers import Given, optimizers_of
 from .saving import say
 from .setup import check_model, place_model
 
 
 def prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Given = None,
     *,
     seed: int | None = None,
     device: torch.device | str | None = None,
@@ -30,19 +31,21 @@ def prepare(
 
     Args:
         model: The model to train; not wrapped in DistributedDataParallel.
-        optimizer: Its optimizer; parameters it holds beside the model's are trained as well.
+        optimizer: Its optimizer, or a list of all that train it; parameters that they hold beside
+            the model's are trained as well.
         seed: Seed of the job's random streams; by default the launch's (0 under plain python).
         device: Where to run; by default what the plan says, else the model's device, or the
             first CUDA device where the model still stands on the CPU.
         overlap: Whether the last backward of a step overlaps with gradient synchronisation.
 
     Raises:
-        TargetError: A model that hetflow cannot train correctly, or an environment that does not
-            fit the plan.
+        TargetError: A model or optimizer that hetflow cannot train correctly, or an environment
+            that does not fit the plan.
     """
     check_model(model)
+    optimizers = optimizers_of(optimizer)
     start = read_environment()
-    warning = warning_of(optimizer, start.config.optimizer if start.config else None)
+    warning = warning_of(optimizers, start.config.optimizer if start.config else None)
     place = join(start, place_model(model, start.config, device))
     check_level(model, start.determinism, place)
     apply_level(start.determinism)
@@ -51,9 +54,9 @@ def prepare(
         from .pipeline.job import PipelineJob
 
         check_pipeline_level(start.determinism)
-        job: Job = PipelineJob(model, optimizer, place, start.config.pipeline, seed=seed)
+        job: Job = PipelineJob(model, optimizers, place, start.config.pipeline, seed=seed)
     else:
-        job = Job(model, optimizer, place, seed=seed, overlap=overlap)
+        job = Job(model, optimizers, place, seed=seed, overlap=overlap)
     if warning is not None:
         say(job, warning)
     job._go_on()

@@ -27,7 +27,7 @@ from .gradients import GradientReducer
 from .group import Place
 
 # Places in the vector that is summed; the losses and weights of all virtual nodes follow.
-_WEIGHTED, _STOP, _MOVE, _NODES = 0, 1, 2, 3
+_WEIGHTED, _STOP, _MOVE, _WORKERS, _SETTINGS, _SQUARED, _NODES = 0, 1, 2, 3, 4, 5, 6
 _EXACT = (torch.float32, torch.float64)
 _MAX_GRADIENTS = 64  # weights such as numbers of tokens give many shares
 
@@ -40,6 +40,7 @@ class StepTotals:
         self._num_nodes = num_nodes
         self.wants_stop, self.wants_move = False, False
         self.stops: Tensor | float | None = None
+        self.settings_number = 0
         self._sums: Sequence[float] | Tensor | None = None
         self.extra: list[float] = []
         self._num_samples = 0
@@ -132,7 +133,7 @@ class StepTotals:
         self._reducer, self._place = reducer, place
 
     def _own_sums(self) -> Tensor:
-        """(weighted?, stop?, move?, losses * weights, weights, extra, which parameters were used).
+        """(flags, settings, losses * weights, weights, extra, which parameters were used).
 
         ``extra`` is what others sum along with the step.
         """
@@ -142,6 +143,8 @@ class StepTotals:
         flags = [0.0] * (_NODES + 2 * nodes) + self.extra + [1.0] * number
         flags[_WEIGHTED], flags[_STOP] = float(bool(self._weighted)), float(self.wants_stop)
         flags[_MOVE] = float(self.wants_move)
+        flags[_WORKERS], flags[_SETTINGS] = 1.0, float(self.settings_number)
+        flags[_SQUARED] = float(self.settings_number**2)
         for node, weight in self._weights.items():
             flags[_NODES + nodes + node] = weight
         for index in unused if distributed else ():
@@ -188,6 +191,12 @@ class StepTotals:
         start = _NODES + 2 * self._num_nodes
         found: list[float] = sums[start : start + len(self.extra)].tolist()
         return found
+
+    @property
+    def settings_sums(self) -> Sequence[Any] | Tensor:
+        """Of the last step: how many workers, the sum of ``settings_number``, and of squares."""
+        assert self._sums is not None
+        return self._sums[_WORKERS : _SQUARED + 1]
 
     @property
     def num_moving(self) -> int:

@@ -40,6 +40,16 @@ class LayerTrace:
         if self.way == "export" and not self.inputs:
             raise ProblemError("a trace by export names the model's inputs")
 
+    @property
+    def obstacle(self) -> str | None:
+        """Why pipelines of these layers cannot be launched; None where they can."""
+        if self.way != "hooks":
+            return None
+        return (
+            "found by hooks: can be profiled and planned, not launched, because "
+            f"{self.reason or 'nothing says how the model was traced'}"
+        )
+
 
 def trace_of(plain: dict[str, Any]) -> LayerTrace:
     """A trace from its plain form, as another process sent it."""

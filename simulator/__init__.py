@@ -9,12 +9,13 @@ from .cases import SCHEDULERS, Case, report, run_case, sweep
 from .draws import TraceOptions, draw_jobs
 from .failures import FailureOptions, Layout
 from .fair_share import FairShareOptions, simulate_fair_share
+from .in_rounds import simulate_rounds
 from .metrics import summarise
 from .mixes import split_throughput
 from .outcomes import Simulation
 from .pool import Pool
 from .proposals import ProposalOptions, simulate_proposals
-from .rounds import RoundOptions, simulate_rounds
+from .rounds import RoundOptions
 from .shares import Allocator, Shares
 
 __all__ = [

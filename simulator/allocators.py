@@ -109,12 +109,11 @@ class PolicyAllocator:
 
     def _count_isolated(self, active: Active, isolated: Floats) -> None:
         """Add to t^isolated what the steps since the last call would have taken in isolation."""
-        rates = isolated.tolist()
-        left = active.left.tolist()
+        rates, left, so_far = isolated.tolist(), active.left.tolist(), active.isolated
         for i, job in enumerate(active.jobs):
             before = self._isolated_rate.get(job.id)
             if before is not None:
-                active.isolated[i] += (before[0] - left[i]) / before[1]
+                so_far[i] += (before[0] - left[i]) / before[1]
         waits = {
             id_: self._isolated_rate[id_] for id_ in active.waiting & self._isolated_rate.keys()
         }

@@ -19,11 +19,12 @@ from .allocators import allocator_named
 from .draws import TraceOptions, draw_jobs
 from .failures import FailureOptions, Layout
 from .fair_share import FairShareOptions, simulate_fair_share
+from .in_rounds import simulate_rounds
 from .metrics import summarise
 from .outcomes import Simulation
 from .pool import Pool
 from .proposals import ProposalOptions, simulate_proposals
-from .rounds import RoundOptions, simulate_rounds
+from .rounds import RoundOptions
 
 SCHEDULERS = (
     "rounds", "published-rounds", "elastic", "static-priority", "easyscale",

@@ -10,7 +10,7 @@ device types one after another, fastest first (at random under agnostic policies
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,43 +78,15 @@ class RoundOptions:
                 f"{self.round_seconds} s; make rounds longer"
             )
 
-
-def simulate_rounds(
-    jobs: Iterable[Job],
-    pool: Pool,
-    allocator: Allocator,
-    options: RoundOptions | None = None,
-    on_progress: Callable[[int, float], None] | None = None,
-) -> Simulation:
-    """Run jobs to their end.
-
-    Args:
-        jobs: In order of arrival; may be a stream.
-        pool: Devices and throughputs.
-        allocator: The policy.
-        options: The mechanism's.
-        on_progress: Called after every round with jobs done and the time in seconds.
-
-    Raises:
-        ProblemError: The trace makes no sense.
-        InfeasibleError: No job fits the pool, or devices fail so often that no job ends.
-    """
-    from .combined import CombinedRounds
-    from .quick import QuickRounds, is_plain
-
-    options = options or RoundOptions()
-    if options.servers is not None and pool.uses_mixes:
-        raise ProblemError("mixes of device types are not placed on servers; give a flat pool")
-    if pool.consolidated is not None and (options.servers is None or allocator.shares_space):
-        raise ProblemError("placement counts where jobs run alone on several servers")
-    combined = allocator.shares_space or len(pool.columns) > len(pool.types)
-    rounds = CombinedRounds if combined else QuickRounds if is_plain(options) else Rounds
-    cluster = rounds(Queue(jobs, pool), pool, allocator, options)
-    while cluster.step():
-        if on_progress is not None:
-            on_progress(cluster.num_done, cluster.now)
-    cluster.settle()
-    return cluster.result()
+    @property
+    def is_plain(self) -> bool:
+        """Whether no servers, failures or spans have to be watched round by round."""
+        return (
+            self.selection == "by_type"
+            and self.servers is None
+            and self.failures is None
+            and not self.records_spans
+        )
 
 
 class Rounds:

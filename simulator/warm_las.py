@@ -104,7 +104,7 @@ class WarmLas:
     ) -> None:
         scale, capacity = float(active.scale[i]), program.capacity
         rate = np.where(scale <= capacity, active.rate[:, i], 0.0)
-        equal = float(rate @ capacity / capacity.sum())
+        equal = float(np.add.reduce(rate * capacity) / capacity.sum())  # no BLAS, see interior
         number = program.add_class(rate, scale, key[1] * equal / scale)
         job = active.jobs[i]
         self._classes[key] = number

@@ -36,6 +36,7 @@ LIBRARIES_OF_ONE_FILE = {
     "pulp": "solvers/lp.py",
     "scipy": "solvers/lp.py",
     "highspy": "solvers/lp.py",
+    "numba": "solvers/compiling.py",
 }
 
 

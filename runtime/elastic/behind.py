@@ -24,7 +24,7 @@ class Behind:
     def __init__(self, job: "Job") -> None:
         self._job = job
         self._found: State | None = None
-        self._hook: torch.utils.hooks.RemovableHandle | None = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def give(self, buffers: dict[str, Any]) -> State:
         """This worker's state between two operations, as a checkpoint has it, and gradients.
@@ -48,8 +48,9 @@ class Behind:
         for parameter in job._parameters.values():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        if isinstance(job._optimizer, torch.optim.Optimizer):
-            self._hook = job._optimizer.register_step_post_hook(self._stepped)
+        for optimizer in job._optimizers:
+            if isinstance(optimizer, torch.optim.Optimizer):
+                self._hooks.append(optimizer.register_step_post_hook(self._stepped))
 
     def settle(self) -> None:
         """The next operation begins: from here on this worker is where the other one was."""
@@ -63,15 +64,23 @@ class Behind:
             gradient = found["gradients"].get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
-    def _stepped(self, *_: Any) -> None:
-        """What the script does with the parameters from here on, it does with the right ones."""
-        self._unhook()
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """What the script does with the parameters from here on, it does with the right ones.
+
+        Of several optimizers each one's are replaced when it has stepped.
+        """
         assert self._found is not None
+        job = self._job
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if len(job._optimizers) == 1:
+            self._unhook()
+            held = {id(parameter) for parameter in job._parameters.values()}
         with torch.no_grad():
-            for name, parameter in self._job._parameters.items():
-                parameter.copy_(self._found["state"]["parameters"][name])
+            for name, parameter in job._parameters.items():
+                if id(parameter) in held:
+                    parameter.copy_(self._found["state"]["parameters"][name])
 
     def _unhook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

@@ -110,6 +110,7 @@ class Member:
         self._agree(answer, batch)
         if self._arrived is not None:
             self._move(self._arrived)
+            self._job._agreement.changed(self._job._num_steps)
             self._arrived = None
         return answer
 
@@ -213,6 +214,9 @@ class Member:
         elif batch is not None and has_begun:
             self._job._clock.undo_step()
         self._move(place, again=not is_behind)
+        # Workers ahead have counted the step that the others are about to count.
+        counted = self._job._num_steps + int(is_behind and batch is not None)
+        self._job._agreement.changed(counted)
         self._control.send("joined", generation=message["generation"])
         return is_behind, found["answer"] if is_behind else None
 
@@ -327,6 +331,7 @@ class Member:
             **self._behind.give(self.mirror.state()),
             "operations": self._control.num_operations + 1,
             "mirrored": self.mirror.names,
+            "watched": self._job._agreement.watched,
             "order": torch.tensor(epoch.order) if epoch is not None and epoch.is_drawn else None,
         }
 
@@ -367,6 +372,7 @@ class Member:
         self._control.num_operations = found["operations"]
         start = Checkpoint(Path("the running job"), found["header"], found["state"])
         saver.go_on_from(start)
+        job._agreement.joined(job._num_steps, found["watched"])
         for name, gradient in found["gradients"].items():
             job._parameters[name].grad = gradient.to(job.device)
 

@@ -1,13 +1,16 @@
 """Cut a layered model into the modules of its stages, by the layers that a plan names."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from ...schema.errors import TargetError
-from .layered import LayeredModel
+from .layered import LayeredModel, as_it_is
+
+BufferPlace = tuple[nn.Module, str]
+"""A module and the name of one of its buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +19,29 @@ class StageModule:
 
     ``module(*arguments, *inputs)`` takes the model's own arguments by name in ``arguments`` and
     what earlier stages made (``inputs``); it returns the values in ``outputs``: all that later
-    stages need, also what only passes through. The last stage returns the model's answer.
+    stages need, also what only passes through. Of the last stage's values ``answer`` makes the
+    model's answer.
+
+    ``buffers`` are buffers of the model that the graph reads by name: places in ``module`` that
+    hold them, and places in the model (``refresh_buffers``).
     """
 
     module: fx.GraphModule
     arguments: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    answer: Callable[[Any], Any]
+    buffers: tuple[tuple[BufferPlace, BufferPlace], ...] = ()
+
+    def __call__(self, *values: Any) -> Any:
+        """Run the part: its outputs, or for the last stage the model's answer."""
+        self.refresh_buffers()
+        return self.answer(self.module(*values))
+
+    def refresh_buffers(self) -> None:
+        """Read the buffers that stand in the model now: each virtual node has its own."""
+        for (holder, name), (owner, own_name) in self.buffers:
+            holder._buffers[name] = owner._buffers[own_name]
 
 
 def cut(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> list[StageModule]:
@@ -116,9 +135,12 @@ def _build(
     result: Any,
     output_names: tuple[str, ...],
 ) -> StageModule:
+    is_last = result is layered.result
     used = {source for node in nodes for source in node.all_input_nodes}
-    if result is layered.result:
-        used.update(_nodes_in(result))
+    used.update(_nodes_in(result) if is_last else ())
+    for node in reversed(layered.shared):
+        if node in used:
+            used.update(node.all_input_nodes)
     arguments = [node for node in layered.arguments if node in used]
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
@@ -130,15 +152,33 @@ def _build(
             made[node] = graph.node_copy(node)
         return made[node]
 
-    for node in nodes:
-        for source in node.all_input_nodes:
-            of(source)
+    for node in (*(node for node in layered.shared if node in used), *nodes):
         made[node] = graph.node_copy(node, of)
     graph.output(fx.node.map_arg(result, of))
-    root: nn.Module = layered.model
+    named = [str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")]
+    module = fx.GraphModule({name: layered.attribute(name) for name in named}, graph)
     return StageModule(
-        module=fx.GraphModule(root, graph),
+        module=module,
         arguments=tuple(str(node.target) for node in arguments),
         inputs=tuple(node.name for node in inputs),
         outputs=output_names,
+        answer=layered.answer if is_last else as_it_is,
+        buffers=_buffers(layered.model, module, named),
     )
+
+
+def _buffers(
+    model: nn.Module, module: fx.GraphModule, named: list[str]
+) -> tuple[tuple[BufferPlace, BufferPlace], ...]:
+    """Where buffers stand that the graph has by name, and not in a module that it calls."""
+    places = []
+    owners = dict(model.named_modules(remove_duplicate=False))
+    for name in named:
+        parent, _, own = name.rpartition(".")
+        owner = owners.get(parent)
+        if owner is None or own not in owner._buffers:
+            continue
+        holder = module.get_submodule(parent)
+        if holder is not owner:
+            places.append(((holder, own), (owner, own)))
+    return tuple(places)

@@ -1,37 +1,53 @@
 """Layers of a model that torch.fx cannot trace, by torch.export.
 
 torch.export runs the model's own Python with the arguments of a real call, so control flow on
-shapes, options and missing arguments goes the way it went. The graph is of single operators, each
-of which knows the module it came from; layers are named after those modules as torch.fx would.
-Batch-norm stays a call of the model's own module, whose statistics a pipeline keeps apart by
-microbatch.
+shapes, options and missing arguments goes the way it went. Every size that the code does not fix
+stays open, the batch above all; what the code asked of sizes on the way becomes guards, and a call
+that breaks one is refused. The graph is of single operators, each of which knows the module it
+came from; layers are named after those modules as torch.fx would. Batch-norm stays a call of the
+model's own module, whose statistics a pipeline keeps apart by microbatch.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from ...schema.errors import TargetError
+from .answers import Rebuild, taken_apart
+from .calls import TracedCall
 from .layered import Layer, LayeredModel, is_leaf, numbered
+from .shared import of_inputs
 
 _ROOT = "model"
+_GUARDS = "_guards_fn"
 _UPDATED = ("batch_norm", "instance_norm")
+_CHECKS = ("_assert_tensor_metadata",)
 _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
+class _Form:
+    """The form of the answer, noted while the model runs; export puts plain attributes back."""
+
+    rebuild: Rebuild
+
+
 class _Called(nn.Module):
-    """The model as a function of its tensors alone, in order."""
+    """The model as a function of its tensors alone, in order, that gives tensors alone."""
 
     def __init__(self, model: nn.Module, names: list[str], constants: Mapping[str, Any]) -> None:
         super().__init__()
         self.model = model
         self._names, self._constants = names, dict(constants)
+        self.form = _Form()
 
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.model(**dict(zip(self._names, tensors, strict=True)), **self._constants)
+    def forward(self, *tensors: Tensor) -> list[Any]:
+        answer = self.model(**dict(zip(self._names, tensors, strict=True)), **self._constants)
+        leaves, self.form.rebuild = taken_apart(answer)
+        return leaves
 
 
 def exported_layers(
@@ -41,7 +57,7 @@ def exported_layers(
 
     Args:
         model: In training mode.
-        inputs: The tensors of a call by argument name, batch first; values do not matter.
+        inputs: The tensors of a call by argument name; values do not matter.
         constants: The call's other arguments.
 
     Raises:
@@ -49,19 +65,37 @@ def exported_layers(
             keep apart by microbatch; says why.
     """
     called = _Called(model, list(inputs), constants).train(model.training)
-    batch = {0: torch.export.Dim.AUTO}
-    shapes = tuple(batch if tensor.dim() else None for tensor in inputs.values())
     try:
+        program = _program(called, tuple(inputs.values()))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.export.export(
-                called, tuple(inputs.values()), dynamic_shapes={"tensors": shapes}, strict=False
-            )
-            module = program.module(check_guards=False)
+            module = program.module()
     except Exception as error:
         # Whatever a model's code raises on symbolic shapes is the reason that is reported.
         raise TargetError(f"torch.export: {_first_line(error)}") from error
-    return _layered(model, module, list(inputs))
+    call = TracedCall(dict(inputs), dict(constants), getattr(module, _GUARDS, None))
+    return _layered(model, module, call, called.form.rebuild)
+
+
+def _program(called: _Called, inputs: tuple[Tensor, ...]) -> Any:
+    """Every size open; where the model's code does not bear that, the batch alone."""
+    auto = torch.export.Dim.AUTO
+    # Export fixes sizes of one anyway, and warns.
+    all_sizes = tuple(
+        {place: auto for place, size in enumerate(tensor.shape) if size > 1} for tensor in inputs
+    )
+    batch = tuple({0: auto} if tensor.dim() else {} for tensor in inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return _export(called, inputs, all_sizes)
+        except Exception:
+            # Whatever it was, the second attempt fails by it too, or does not need it.
+            return _export(called, inputs, batch)
+
+
+def _export(called: _Called, inputs: tuple[Tensor, ...], sizes: tuple[Any, ...]) -> Any:
+    return torch.export.export(called, inputs, dynamic_shapes={"tensors": sizes}, strict=False)
 
 
 def _first_line(error: Exception) -> str:
@@ -69,37 +103,61 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
-def _layered(model: nn.Module, module: fx.GraphModule, names: list[str]) -> LayeredModel:
-    root = module.get_submodule(_ROOT)
-    arguments = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node, name in zip(arguments, names, strict=True):
+def _layered(
+    model: nn.Module, module: fx.GraphModule, call: TracedCall, rebuild: Rebuild
+) -> LayeredModel:
+    graph = module.graph
+    arguments = [node for node in graph.nodes if node.op == "placeholder"]
+    for node, name in zip(arguments, call.inputs, strict=True):
         node.target = name
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            _root_at(node, module, root)
-    _restore_norms(model, module.graph, root)
-    _refuse_updates(module.graph, root)
-    output = next(node for node in module.graph.nodes if node.op == "output")
-    spec = module.graph._codegen.pytree_info.out_spec  # type: ignore[attr-defined]
-    layers = _group(model, module.graph)
-    return LayeredModel(
-        model=root,
+    constants: dict[str, Any] = {}
+    for node in list(graph.nodes):
+        if node.target == _GUARDS or _name_of(node) in _CHECKS:
+            graph.erase_node(node)
+        elif node.op == "get_attr":
+            _name_in_model(node, module, model, constants)
+    _restore_norms(model, graph)
+    _refuse_updates(graph, dict(model.named_buffers(remove_duplicate=False)))
+    output = next(node for node in graph.nodes if node.op == "output")
+    found = LayeredModel(
+        model=model,
         arguments=tuple(arguments),
-        layers=layers,
-        result=torch.utils._pytree.tree_unflatten(list(output.args[0]), spec),
+        layers=(),
+        result=list(output.args[0]),
+        constants=constants,
+        answer=lambda values: rebuild(iter(values)),
+        check_call=call.check,
+    )
+    shared = of_inputs(graph, found.attribute)
+    return replace(
+        found,
+        layers=_group(model, [node for node in graph.nodes if node not in shared]),
+        shared=tuple(node for node in graph.nodes if node in shared),
     )
 
 
-def _root_at(node: fx.Node, module: fx.GraphModule, root: nn.Module) -> None:
-    """Let an attribute's name start at the model; constants of the export move there."""
+def _name_in_model(
+    node: fx.Node, module: fx.GraphModule, model: nn.Module, constants: dict[str, Any]
+) -> None:
+    """Let an attribute's name start at the model; what the export made itself is a constant."""
     name = str(node.target)
-    if name.startswith(f"{_ROOT}."):
-        node.target = name.removeprefix(f"{_ROOT}.")
-    else:
-        setattr(root, name, getattr(module, name))
+    own = name.removeprefix(f"{_ROOT}.")
+    if own != name and isinstance(_attribute(model, own), Tensor):
+        node.target = own
+        return
+    node.target = f"_made_{len(constants)}"
+    constants[node.target] = _attribute(module, name)
 
 
-def _restore_norms(model: nn.Module, graph: fx.Graph, root: nn.Module) -> None:
+def _attribute(root: nn.Module, name: str) -> Any:
+    """What stands under a dotted name, or None."""
+    held: Any = root
+    for part in name.split("."):
+        held = getattr(held, part, None)
+    return held
+
+
+def _restore_norms(model: nn.Module, graph: fx.Graph) -> None:
     """Call the model's own module where operators would update its running statistics."""
     for node in list(graph.nodes):
         call = _leaf_call(model, node) if node.op == "call_function" else None
@@ -113,20 +171,17 @@ def _restore_norms(model: nn.Module, graph: fx.Graph, root: nn.Module) -> None:
                 made = graph.create_node("call_module", call[1], (node.args[0],))
             made.meta = dict(node.meta)
             node.replace_all_uses_with(made)
-            parent, _, name = call[1].rpartition(".")
-            setattr(root.get_submodule(parent), name, norm)
             graph.erase_node(node)
         elif not node.users:
             graph.erase_node(node)  # it counts the batches, as the module does
 
 
 def _name_of(node: fx.Node) -> str:
-    name: str = node.target.__name__.split(".")[0]  # type: ignore[union-attr]
-    return name
+    """Of an operator, without its overload."""
+    return str(getattr(node.target, "__name__", node.target)).split(".")[0]
 
 
-def _refuse_updates(graph: fx.Graph, root: nn.Module) -> None:
-    buffers = dict(root.named_buffers())
+def _refuse_updates(graph: fx.Graph, buffers: Mapping[str, Tensor]) -> None:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -139,12 +194,12 @@ def _refuse_updates(graph: fx.Graph, root: nn.Module) -> None:
             )
 
 
-def _group(model: nn.Module, graph: fx.Graph) -> tuple[Layer, ...]:
+def _group(model: nn.Module, nodes: Sequence[fx.Node]) -> tuple[Layer, ...]:
     """Operators of one call of a module are a layer; others belong to the layer before."""
     groups: list[tuple[str, str, list[fx.Node]]] = []
     waiting: list[fx.Node] = []
     last = None
-    for node in graph.nodes:
+    for node in nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
         call = _leaf_call(model, node)
@@ -166,6 +221,8 @@ def _leaf_call(model: nn.Module, node: fx.Node) -> tuple[str, str] | None:
     """The call of the outermost module without layers inside that an operator came from."""
     for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
         name = path.removeprefix(_ROOT).removeprefix(".")
-        if name and is_leaf(model.get_submodule(name)):
+        # What the export adds itself carries names that are no modules.
+        module = _attribute(model, name) if name else None
+        if isinstance(module, nn.Module) and is_leaf(module):
             return key, name
     return None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...schedules.operations import Kind, Operation
 from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
+from ..agreement.agreement import SharedTensors, Subject
 from ..data import Batch, Pass
 from ..epoch import Epoch
 from ..group import Place
@@ -52,16 +53,24 @@ class PipelineJob(Job):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: tuple[torch.optim.Optimizer, ...],
         place: Place,
         work: PipelineWork,
         *,
         seed: int,
     ) -> None:
-        super().__init__(model, optimizer, place, seed=seed, overlap=False)
-        parts = cut(layers_of(model, work.trace), [stage.layers for stage in work.stages])
+        if len(optimizers) > 1:
+            raise TargetError(
+                f"a pipeline takes one optimizer, not {len(optimizers)}",
+                hint="make one with a group of parameters for each of them",
+            )
+        super().__init__(model, optimizers, place, seed=seed, overlap=False)
+        optimizer = next(iter(optimizers), None)
+        layered = layers_of(model, work.trace)
+        parts = cut(layered, [stage.layers for stage in work.stages])
+        self._check_call = layered.check_call
         held_here = work.stages_of_rank[place.rank]
-        self._work, self._optimizer = work, optimizer
+        self._work = work
         self._last_stage = len(parts) - 1
         self._stages = {
             number: Stage(parts[number], recompute=work.recompute, device=place.device)
@@ -73,7 +82,7 @@ class PipelineJob(Job):
             self._local,
             self._batch_sizes,
             [
-                (parts[number].module, microbatches_of(self._schedule, place.rank, number))
+                (parts[number], microbatches_of(self._schedule, place.rank, number))
                 for number in held_here
             ],
         )
@@ -118,13 +127,33 @@ class PipelineJob(Job):
                 f"{self._work.schedule} would update apart",
                 hint="use a schedule that flushes, such as 1f1b",
             )
-        if self._optimizer is None:
+        if not self._optimizers:
             raise TargetError(
                 f"{self._work.schedule} updates by itself: give prepare the optimizer"
             )
 
     def _open(self, folder: Path | None, every: int) -> Checkpoints:
         return StageCheckpoints(self, folder, every)
+
+    def _subject(self, **_: Any) -> Subject:
+        return super()._subject(is_pipeline=True, flushes=self._flushes)
+
+    def _shared(self) -> list[SharedTensors]:
+        """What several workers hold alike: a stage's replicas, and stages with a tied weight."""
+        ownership = self._ownership
+        found = []
+        for holders in sorted({h for h in ownership.holders.values() if len(h) > 1}):
+            names = [n for n in ownership.parameters if ownership.holders[n] == holders]
+            own: dict[str, Tensor] = {
+                n: ownership.parameters[n] for n in names if n in ownership.own
+            }
+            found.append(SharedTensors(holders, own))
+        return found
+
+    def compare(self) -> None:
+        """See ``Job.compare``; without flushes what is in flight is finished first."""
+        self.drain()
+        super().compare()
 
     @property
     def layers_and_ranks(self) -> list[list[list[Any]]]:
@@ -150,7 +179,9 @@ class PipelineJob(Job):
                 hint="call it inside job.backward's function, or inside job.evaluation()",
             )
         run, self._run_stage = self._run_stage, self._refuse_second
-        return run(by_placeholder(self._signature, arguments, named))
+        given = by_placeholder(self._signature, arguments, named)
+        self._check_call(given)
+        return run(given)
 
     def _refuse_second(self, arguments: object) -> Any:
         raise TargetError(
@@ -171,6 +202,7 @@ class PipelineJob(Job):
         the mean loss over the global batch. Where it does not, the updates have been made, and
         the loss returned is the batch's before (the first batch's for the first).
         """
+        self._begin_step(batch)
         self._scaling = LossScaling(scaler, self._ownership, self._synchroniser)
         self._open_step(batch)
         self._synchroniser.wants_stop = self._totals.wants_stop
@@ -185,7 +217,10 @@ class PipelineJob(Job):
             self._clock.computed()
             loss = self._synchroniser.share_loss_late()
         self._totals.stops = self._synchroniser.stops
-        return self._close_step(loss)
+        loss = self._close_step(loss)
+        if self._unflushed is None:
+            self._check_settings(self._synchroniser.settings_sums)
+        return loss
 
     def _run_flush(self, batch: Batch) -> Tensor:
         number = min(self._work.num_microbatches, batch.num_samples)
@@ -193,6 +228,8 @@ class PipelineJob(Job):
         if number != schedule.num_microbatches:
             schedule = schedule_of(self._work, number)
         self._synchroniser.begin(batch.num_samples)
+        self._synchroniser.settings_number = self._agreement.settings_number
+        self._agreement.begin_passes()
         self._synchroniser.expect()
         self._executor.begin(schedule)
         self._executor.run(self)
@@ -217,6 +254,8 @@ class PipelineJob(Job):
         """One epoch; without flushes it is one run of the schedule, drained at its end."""
         made = super().batches(loader, epoch=epoch)
         self.drain()
+        if self._unflushed is not None and self._num_steps:
+            self.compare()
         if len(made):
             samples = made._sampler.passes(len(made) - 1)[0]
             if self._unflushed is not None:
@@ -264,6 +303,7 @@ class PipelineJob(Job):
             results = self._call(run, inputs, made)
             if is_last:
                 self._check_loss(results)
+                self._agreement.look_at(results, item.num_samples, self._answered)
                 scaled = self._synchroniser.add(results, item.num_samples, scales=self._flushes)
                 results = () if scaled is None else (self._scaling.scale(scaled),)
             stage.keep(microbatch, results)

@@ -1,7 +1,9 @@
 """A model as named layers over a graph, however it was traced."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 from torch import fx, nn
@@ -16,18 +18,43 @@ class Layer:
     nodes: tuple[fx.Node, ...]
 
 
+def _any_call(arguments: Mapping[str, Any]) -> None:
+    """A graph of torch.fx holds for every call: what it cannot follow, it fails at."""
+
+
+def as_it_is(result: Any) -> Any:
+    """For graphs that end with the answer itself."""
+    return result
+
+
 @dataclass(frozen=True, slots=True)
 class LayeredModel:
-    """A traced model. ``arguments`` are its inputs; attribute nodes belong to no layer.
+    """A traced model.
 
-    ``whole`` are modules with layers inside that had to be taken as one.
+    Nodes of no layer are computed by every stage that needs them: attributes, and what follows
+    from the model's inputs alone (shared.py).
+
+    Args:
+        model: The model itself; its modules, parameters and buffers are found in it by name.
+        arguments: Its inputs.
+        layers: In an order in which any cut is valid.
+        result: What the graph ends with.
+        shared: Nodes that follow from the inputs alone, in order.
+        whole: Modules with layers inside that had to be taken as one.
+        constants: What the graph reads that is not the model's, by name.
+        answer: Makes the model's answer of ``result``.
+        check_call: Refuses a call, by argument names, that the graph does not hold for.
     """
 
     model: nn.Module
     arguments: tuple[fx.Node, ...]
     layers: tuple[Layer, ...]
     result: Any
+    shared: tuple[fx.Node, ...] = ()
     whole: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    answer: Callable[[Any], Any] = as_it_is
+    check_call: Callable[[Mapping[str, Any]], None] = _any_call
 
     @property
     def edges(self) -> tuple[tuple[str, str], ...]:
@@ -41,6 +68,12 @@ class LayeredModel:
             if source in owner and owner[source] != layer.id
         }
         return tuple(found)
+
+    def attribute(self, name: str) -> Any:
+        """What a node of the graph means by a name: a module, parameter, buffer or constant."""
+        if name in self.constants:
+            return self.constants[name]
+        return reduce(getattr, name.split("."), self.model)
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -60,3 +93,15 @@ def numbered(names: Sequence[str]) -> list[str]:
         calls[name] = calls.get(name, 0) + 1
         found.append(name if calls[name] == 1 else f"{name}#{calls[name]}")
     return found
+
+
+def writes(node: fx.Node) -> bool:
+    """Whether a function or method writes on its input."""
+    if node.op not in ("call_method", "call_function"):
+        return False
+    if node.target is operator.setitem:
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = name.split(".")[0]
+    trailing = name.endswith("_") and not name.endswith("__")
+    return trailing or node.kwargs.get("inplace") is True

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import peers
 from ..buffers import BufferSlot, VirtualNodeBuffers, _find_slots
+from .cut import StageModule
 
 Holders = tuple[int, ...]
 
@@ -77,7 +78,7 @@ class StageBuffers(VirtualNodeBuffers):
         model: nn.Module,
         local: Sequence[int],
         batch_sizes: Sequence[int],
-        own: Sequence[tuple[nn.Module, Sequence[int]]],
+        own: Sequence[tuple[StageModule, Sequence[int]]],
     ) -> None:
         """As ``VirtualNodeBuffers``; ``own`` are this worker's stages and what each runs here."""
         super().__init__(model, local, batch_sizes)
@@ -85,9 +86,13 @@ class StageBuffers(VirtualNodeBuffers):
         # Where two pipelines run in opposite directions, unlike stages run unlike microbatches.
         self._nodes_of: dict[str, set[int]] = {}
         for part, microbatches in own:
-            modules = {id(module) for module in part.modules()}
+            modules = {id(module) for module in part.module.modules()}
+            named = {(id(owner), name) for _, (owner, name) in part.buffers}
             for slot in self.slots:
-                if any(id(module) in modules for module, _ in slot.owners):
+                if any(
+                    id(module) in modules or (id(module), name) in named
+                    for module, name in slot.owners
+                ):
                     self._nodes_of.setdefault(slot.name, set()).update(microbatches)
 
     def capture_own(self, *, is_first: bool) -> dict[str, Any]:

@@ -166,6 +166,6 @@ class StageCheckpoints(Checkpoints):
             for name in job._ownership.own:
                 job._parameters[name].copy_(state["parameters"][name])
         if job.share is not None:
-            self._load_optimizer(job.share.load_state_dict, state["optimizer"])
+            self._load_optimizers([job.share.load_state_dict], state["optimizer"])
         job._synchroniser.late_loss = state.get("late_loss")
         self._restore_rest(state)

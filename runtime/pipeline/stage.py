@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from .cut import StageModule
+from .layered import writes
 
 Weights = dict[str, Tensor]
 # A tensor or a GradientEdge each; torch's stubs know lists of one kind only.
@@ -41,7 +42,7 @@ class Stage:
         self.most_in_flight = 0
         modules = list(part.module.modules())
         self._in_place = any(getattr(module, "inplace", False) for module in modules) or any(
-            _writes(node) for node in part.module.graph.nodes
+            writes(node) for node in part.module.graph.nodes
         )
         self._buffered = [m for m in modules if any(b is not None for b in m._buffers.values())]
 
@@ -56,6 +57,7 @@ class Stage:
         leaves, values = self._leaves_of(*received)
         own = [arguments[name] for name in self.part.arguments]
         self._leaves[microbatch] = leaves
+        self.part.refresh_buffers()
         inputs = (*own, *values)
         if self._recompute:
             return checkpoint(
@@ -78,14 +80,14 @@ class Stage:
         return leaves, passed
 
     def _call(self, weights: Weights | None) -> Callable[..., Any]:
-        module = self.part.module
+        part = self.part
 
         def call(*inputs: Any) -> Any:
             # In-place layers must not write on a leaf, nor on what is computed from again.
             own = tuple(_copied(value) for value in inputs) if self._in_place else inputs
             if weights is None:
-                return module(*own)
-            return torch.func.functional_call(module, weights, own)
+                return part.answer(part.module(*own))
+            return part.answer(torch.func.functional_call(part.module, weights, own))
 
         return call
 
@@ -170,16 +172,6 @@ class _KeptBuffers:
 def _root(result: Tensor) -> Tensor | GradientEdge:
     """Where a backward pass starts: at a loss, or where an output was made, without its values."""
     return get_gradient_edge(result) if _TAKES_EDGES and result.dim() else result
-
-
-def _writes(node: fx.Node) -> bool:
-    """Whether a function or method writes on its input."""
-    if node.op not in ("call_method", "call_function"):
-        return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    name = name.split(".")[0]
-    trailing = name.endswith("_") and not name.endswith("__")
-    return trailing or node.kwargs.get("inplace") is True
 
 
 def _copied(value: Any) -> Any:

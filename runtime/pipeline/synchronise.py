@@ -27,8 +27,10 @@ from .transport import Transport
 BUCKET_BYTES = 25 << 20
 """Of gradients that are summed over replicas at once."""
 _LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
+# Of schedules that flush: how many workers, their optimizers' settings as a number, its square.
+_WORKERS, _SETTINGS, _SQUARED, _NUM_TOLD = 4, 5, 6, 7
 # Only where parameters are apart: whether gradients add to earlier ones, which norms were asked.
-_ADDS, _ASKED = _NUM_SUMS, _NUM_SUMS + 1
+_ADDS, _ASKED = _NUM_TOLD, _NUM_TOLD + 1
 _HEAD = _ASKED + len(NORMS)
 
 
@@ -50,7 +52,7 @@ class Synchroniser:
         ]
         self._apart_of = apart
         self._is_apart = any(apart)
-        length = _HEAD + NUM_ROWS * len(self._parameters) if self._is_apart else _NUM_SUMS
+        length = _HEAD + NUM_ROWS * len(self._parameters) if self._is_apart else _NUM_TOLD
         self._exchange = Exchange(transport, place.world_size, length)
         self._transport = transport
         # A parameter's norm is told by the first of its holders.
@@ -73,6 +75,8 @@ class Synchroniser:
         self._late: tuple[peers.Transfer | None, Tensor] | None = None
         self.wants_stop = False
         self.stops = torch.zeros(())
+        self.settings_number = 0
+        self.settings_sums: list[float] = []
         self.loss_scale = 1.0
         self.checks_overflow = False
         self.is_finite = True
@@ -115,6 +119,7 @@ class Synchroniser:
         sums = self._exchange.sum()
         self.stops = sums[_STOP]
         head = sums[:_HEAD].tolist()
+        self.settings_sums = head[_WORKERS : _SQUARED + 1]
         scale = self._num_samples / head[_WEIGHT] if head[_WEIGHTED] > 0 else 1.0
         gradients = [p.grad for _, p in self._own if p.grad is not None]
         if scale != 1 and gradients:
@@ -216,6 +221,8 @@ class Synchroniser:
         """Loss and weights; where parameters are apart, also this worker's part of the table."""
         own = self._exchange.own.zero_().numpy()
         own[:_NUM_SUMS] = self._loss_sums()
+        own[_WORKERS], own[_SETTINGS] = 1.0, self.settings_number
+        own[_SQUARED] = self.settings_number**2
         if self._is_apart:
             own[_ADDS] = float(bool(self._carried))
             own[_ASKED:_HEAD] = [float(norm in self._norms.asked) for norm in NORMS]

@@ -6,6 +6,7 @@ to the layer before them. Layers are intervals of one topological order, so any 
 Where a profile found its layers by torch.export, the same is done again (exported.py).
 """
 
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -15,11 +16,15 @@ from ...schema.errors import TargetError
 from ...schema.layer_trace import LayerTrace
 from ..setup import check_model
 from .exported import exported_layers
-from .layered import Layer, LayeredModel, numbered
+from .layered import Layer, LayeredModel, numbered, writes
+from .shared import of_inputs
 
 
 class _Tracer(fx.Tracer):
     """Goes into a module unless an earlier attempt failed inside it."""
+
+    # Else what a forward does with buffers alone (counting its calls) happens while it is traced.
+    proxy_buffer_attributes = True
 
     def __init__(self, whole: set[str]) -> None:
         super().__init__()
@@ -54,17 +59,26 @@ def layers_of(model: nn.Module, trace: LayerTrace | None = None) -> LayeredModel
         }
         return exported_layers(model, inputs, trace.constants or {})
     graph, whole = _trace(model)
-    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    shared = of_inputs(graph, partial(_attribute, model))
+    outside = ("placeholder", "get_attr", "output")
+    nodes = [node for node in graph.nodes if node.op not in outside and node not in shared]
     output = next(node for node in graph.nodes if node.op == "output")
     if not nodes:
         raise TargetError(f"{type(model).__name__} computes nothing that could be cut into layers")
+    layers = _group(model, nodes)
+    _check_written(model, layers)
     return LayeredModel(
         model=model,
         arguments=tuple(node for node in graph.nodes if node.op == "placeholder"),
-        layers=_group(model, nodes),
+        layers=layers,
         result=output.args[0],
+        shared=tuple(node for node in graph.nodes if node in shared),
         whole=tuple(sorted(whole)),
     )
+
+
+def _attribute(model: nn.Module, name: str) -> Any:
+    return reduce(getattr, name.split("."), model)
 
 
 def _trace(model: nn.Module) -> tuple[fx.Graph, set[str]]:
@@ -92,11 +106,39 @@ def _group(model: nn.Module, nodes: list[fx.Node]) -> tuple[Layer, ...]:
         if node.op == "call_module" or not groups:
             groups.append([])
         groups[-1].append(node)
-    names = numbered([str(g[0].target) if g[0].op == "call_module" else g[0].name for g in groups])
+    if len(groups) > 1 and _feeds_nothing(groups[0]):
+        groups[:2] = [groups[0] + groups[1]]
+    heads = [next((n for n in group if n.op == "call_module"), group[0]) for group in groups]
+    names = numbered([str(h.target) if h.op == "call_module" else h.name for h in heads])
     return tuple(
-        Layer(name, _operation(model, members[0]), tuple(members))
-        for name, members in zip(names, groups, strict=True)
+        Layer(name, _operation(model, head), tuple(members))
+        for name, head, members in zip(names, heads, groups, strict=True)
     )
+
+
+def _feeds_nothing(group: list[fx.Node]) -> bool:
+    """Whether functions before the first module serve none after it (they count calls, say)."""
+    return all(user in group for node in group for user in node.users)
+
+
+def _check_written(model: nn.Module, layers: tuple[Layer, ...]) -> None:
+    """A buffer that is written must be one layer's: other stages would not see it change.
+
+    Raises:
+        TargetError: Names the buffer.
+    """
+    layer_of = {node: layer.id for layer in layers for node in layer.nodes}
+    for node in layer_of:
+        root = node.args[0] if writes(node) and node.args else None
+        while isinstance(root, fx.Node) and root.op in ("call_method", "call_function"):
+            root = root.args[0] if root.args else None  # what is written may be a view of it
+        if not isinstance(root, fx.Node) or root.op != "get_attr":
+            continue
+        if len({layer_of[user] for user in root.users if user in layer_of}) > 1:
+            raise TargetError(
+                f"the forward of {type(model).__name__} writes buffer {str(root.target)!r} in one "
+                "layer and reads it in another, which may be on another device"
+            )
 
 
 def _operation(model: nn.Module, node: fx.Node) -> str:

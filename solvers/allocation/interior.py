@@ -5,11 +5,19 @@ device type, and z). Eliminating the rows leaves normal equations of that few un
 iteration costs O(rows x columns x types). Of many optima it returns one inside the optimal face,
 always the same. That is not the face's analytic centre, where the central path ends: steps this
 long leave the path, and the gap closes before they are back.
+
+Sums over rows are numpy's own (``over_rows``), not a BLAS's: those add in an order that differs
+from processor to processor, and a simulation shows the last digit. So ``walk`` can take the same
+steps compiled.
 """
+
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 
 from ...schema.errors import BackendError
+from ..compiling import can_compile
 from .program import (
     Floats,
     Program,
@@ -31,6 +39,7 @@ _WORSE = 1e9  # where numbers gave out, so that they do not overflow as well
 # Centrality correctors: how many, up to which step, how much further, how far apart, for how much.
 _CORRECTORS, _LONG, _FURTHER, _APART, _GAIN = 3, 0.8, 0.3, 10.0, 0.01
 _TINY = 1e-300
+SMALL = 8  # up to this size equations are solved in plain Python
 
 
 class _Point:
@@ -74,7 +83,8 @@ class _Scaled:
         self.row = np.maximum(program.rate.max(axis=1), _TINY)
         self.rate = np.ascontiguousarray((program.rate / self.row[:, None]).T)
         self.usage = np.ascontiguousarray(program.usage.T)
-        self.resources = program.resources
+        own = np.count_nonzero(program.resources.diagonal())
+        self.own = own == np.count_nonzero(program.resources)  # a column, a resource of its own
         self.unit = np.maximum(program.capacity, program.level_capacity)
         self.unit = np.where(self.unit > 0, self.unit, 1.0)
         self.resources = program.resources / self.unit[:, None]
@@ -98,41 +108,67 @@ class _Scaled:
         self.level_counts = self.count * self.level
 
 
-def solve(program: Program, accepted_gap: float = ACCEPTED_GAP) -> Solution:
+Walk = Callable[[_Scaled, _Point, int], tuple[int, _Point | None]]
+
+
+def solve(
+    program: Program, accepted_gap: float = ACCEPTED_GAP, walk: Walk | None = None
+) -> Solution:
     """Solve a program without pairs to a relative gap of about 1e-10.
 
     Args:
         program: The program.
         accepted_gap: A larger gap counts as a breakdown.
+        walk: How steps are taken: compiled where that is possible, or as given.
 
     Raises:
         BackendError: The iterations broke down; the program may have no feasible point.
     """
     # Numbers may run out at the very end; the proof of the best point so far decides then.
     with np.errstate(divide="ignore", over="ignore", invalid="ignore", under="ignore"):
-        best = _iterate(program)
+        best = _iterate(program, walk or _fastest_walk())
     if best is None or not best.gap < accepted_gap:
         raise BackendError("the interior point method stopped without a proof")
     return best
 
 
-def _iterate(program: Program) -> Solution | None:
+def _iterate(program: Program, walk: Walk) -> Solution | None:
     scaled = _Scaled(program)
     point = _start(scaled)
     best: Solution | None = None
-    idle = 0
-    for iteration in range(MAX_ITERATIONS):
+    iteration = idle = 0
+    while iteration < MAX_ITERATIONS:
         if iteration and _is_near(scaled, point):
             found = _read(program, scaled, point, iteration)
             idle = 0 if best is None or found.gap < 0.5 * best.gap else idle + 1
             best = found if best is None or found.gap < best.gap else best
             if best.gap < TOLERANCE or idle >= _PATIENCE:
                 break
-        after = _advance(scaled, point)
+        steps, after = walk(scaled, point, MAX_ITERATIONS - iteration)
         if after is None:
             break
-        point = after
+        point, iteration = after, iteration + steps
     return best
+
+
+@cache
+def _fastest_walk() -> Walk:
+    if not can_compile():
+        return walk
+    from .interior_compiled import walk as compiled_walk
+
+    return compiled_walk
+
+
+def walk(p: _Scaled, at: _Point, most: int) -> tuple[int, _Point | None]:
+    """Go on by some steps: how many (here one) and where to; None where the numbers gave out."""
+    return 1, _advance(p, at)
+
+
+def over_rows(values: Floats) -> Floats:
+    """Sums over the last axis, added up in an order that depends on its length alone."""
+    total: Floats = np.add.reduce(values, axis=-1)
+    return total
 
 
 def can_reach(program: Program, level: float) -> bool:
@@ -200,7 +236,7 @@ def _mean_product(p: _Scaled, at: _Point, product: Floats) -> float:
     columns, rows = at.rows
     last = (columns + 2) * rows
     each = np.add.reduce(product[:last].reshape(columns + 2, rows), axis=0)
-    return float((p.count @ each + at.w @ at.price) / p.number)
+    return float((over_rows(p.count * each) + over_rows(at.w * at.price)) / p.number)
 
 
 def _advance(p: _Scaled, at: _Point) -> _Point | None:
@@ -214,7 +250,8 @@ def _advance(p: _Scaled, at: _Point) -> _Point | None:
     step = system.direction(-product)
     after = at.moved(step, *reach.lengths(step, 1.0))
     ahead = _mean_product(p, after, after.primal * after.dual)
-    target = mu * min(max(ahead, 0.0) / max(mu, _TINY), _WORSE) ** 3
+    part = min(max(ahead, 0.0) / max(mu, _TINY), _WORSE)
+    target = mu * (part * part * part)
     centred = target - product
     first = step.primal * step.dual
     step = system.direction(centred - first)
@@ -290,17 +327,17 @@ class _System:
         self.alpha_z, self.beta_z = self.ib * p.level, self.ic * p.level
         size = len(p.capacity)
         matrix = np.zeros((size + 1, size + 1))
-        block = -(p.resources * ((ds * p.usage) @ n)) @ p.resources.T
+        block = -(p.resources * over_rows(ds * p.usage * n)) @ p.resources.T
         block.reshape(-1)[:: size + 1] -= self.at.w / self.at.price
-        block -= (self.q * n) @ self.alpha_l.T
-        block += (self.k * n) @ self.beta_l.T
+        for row in range(size):
+            block[row] -= over_rows(self.q[row] * n * self.alpha_l)
+            block[row] += over_rows(self.k[row] * n * self.beta_l)
         matrix[:size, :size] = block
         if p.has_level:
-            matrix[:size, size] = (
-                -self.q @ (n * self.alpha_z) + self.k @ (n * self.beta_z) - p.level_capacity
-            )
-            matrix[size, :size] = self.beta_l @ p.level_counts - p.level_capacity
-            matrix[size, size] = n @ (p.level * self.beta_z)
+            across = over_rows(self.k * (n * self.beta_z) - self.q * (n * self.alpha_z))
+            matrix[:size, size] = across - p.level_capacity
+            matrix[size, :size] = over_rows(self.beta_l * p.level_counts) - p.level_capacity
+            matrix[size, size] = over_rows(n * (p.level * self.beta_z))
         else:
             matrix[size, size] = 1.0
         self.sound = bool(np.isfinite(matrix).all())
@@ -319,10 +356,11 @@ class _System:
         reached = np.add.reduce(p.rate * at.x, axis=0)
         f2 = p.floor + p.level * at.z - reached + at.v
         self.f2 = f2 - self.mean * self.f1
-        used = p.resources @ ((at.x * p.usage) @ p.count)
+        used = p.resources @ over_rows(at.x * p.usage * p.count)
         self.f3 = p.capacity + p.level_capacity * at.z - used - at.w
         if p.has_level:
-            self.spent = p.count @ (p.level * at.y) - p.level_capacity @ at.price
+            self.spent = over_rows(p.count * (p.level * at.y))
+            self.spent -= over_rows(p.level_capacity * at.price)
 
     def direction(self, change: Floats) -> _Point:
         """The step whose products change by ``change`` (all) and that mends infeasibility."""
@@ -342,14 +380,14 @@ class _System:
         beta = -self.ib * h + self.ic * k
         size = len(p.capacity)
         right = np.zeros(size + 1)
-        right[:size] = self.f3 - p.resources @ ((e * p.usage) @ n) - xi.w / at.price
-        right[:size] += self.q @ (n * alpha) - self.k @ (n * beta)
+        right[:size] = self.f3 - p.resources @ over_rows(e * p.usage * n) - xi.w / at.price
+        right[:size] += over_rows(self.q * (n * alpha) - self.k * (n * beta))
         if p.has_level:
-            right[size] = 1.0 - self.spent - n @ (p.level * beta)
-        answer = _solved(self.balanced, right * self.unit) * self.unit
+            right[size] = 1.0 - self.spent - over_rows(n * (p.level * beta))
+        answer = _solved(self.balanced, right * self.unit, ordered=p.own) * self.unit
         dl, dz = answer[:size], float(answer[size])
-        alpha = alpha + dl @ self.alpha_l + self.alpha_z * dz
-        beta = beta + dl @ self.beta_l + self.beta_z * dz
+        alpha = alpha + np.add.reduce(dl[:, None] * self.alpha_l, axis=0) + self.alpha_z * dz
+        beta = beta + np.add.reduce(dl[:, None] * self.beta_l, axis=0) + self.beta_z * dz
         lent = p.usage * (p.resources.T @ dl)[:, None]
         np.add(self.fd, alpha - beta * self.apart + lent, out=step.r)
         if p.holes is not None:
@@ -365,12 +403,52 @@ class _System:
         return step
 
 
-def _solved(balanced: Floats, right: Floats) -> Floats:
-    try:
-        answer: Floats = np.asarray(np.linalg.solve(balanced, right), dtype=np.float64)
-    except np.linalg.LinAlgError:
+def _solved(balanced: Floats, right: Floats, *, ordered: bool) -> Floats:
+    """Solve equations, where ``ordered`` as the compiled steps do."""
+    small = SMALL if ordered else 0
+    answer = solved_small(balanced, right, small)
+    if answer is None:
         answer = np.asarray(np.linalg.lstsq(balanced, right, rcond=None)[0], dtype=np.float64)
     return answer
+
+
+def solved_small(matrix: Floats, right: Floats, small: int = SMALL) -> Floats | None:
+    """Solve equations, small ones in the same order everywhere; None where they are singular."""
+    if len(right) <= small:
+        values: list[float] = right.tolist()
+        if not eliminate(matrix.tolist(), values):
+            return None
+        return np.array(values)
+    try:
+        return np.asarray(np.linalg.solve(matrix, right), dtype=np.float64)
+    except np.linalg.LinAlgError:
+        return None
+
+
+def eliminate(matrix: list[list[float]], right: list[float]) -> bool:
+    """Solve equations in place, rows of the largest pivots first; False where they are singular."""
+    size = len(right)
+    for i in range(size):
+        pivot = i
+        for j in range(i + 1, size):
+            if abs(matrix[j][i]) > abs(matrix[pivot][i]):
+                pivot = j
+        if matrix[pivot][i] == 0.0:
+            return False
+        if pivot != i:
+            right[i], right[pivot] = right[pivot], right[i]
+            for c in range(i, size):
+                matrix[i][c], matrix[pivot][c] = matrix[pivot][c], matrix[i][c]
+        for j in range(i + 1, size):
+            factor = matrix[j][i] / matrix[i][i]
+            right[j] -= factor * right[i]
+            for c in range(i + 1, size):
+                matrix[j][c] -= factor * matrix[i][c]
+    for i in range(size - 1, -1, -1):
+        for c in range(i + 1, size):
+            right[i] -= matrix[i][c] * right[c]
+        right[i] /= matrix[i][i]
+    return True
 
 
 class _Reach:

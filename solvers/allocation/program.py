@@ -12,6 +12,7 @@ Space sharing adds columns that two rows share; ``pairs.py`` prices them.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,9 +91,9 @@ def merge(program: Program, kind: Ints | None = None) -> tuple[Program, Ints]:
          program.demands, kinds)
     ).astype(np.float64)  # fmt: skip
     row_of = equal_rows(table)
-    kept = np.unique(row_of, return_index=True)[1]
-    if len(kept) == len(table):
+    if row_of.max(initial=-1) + 1 == len(table):
         return program, row_of
+    kept = np.unique(row_of, return_index=True)[1]
     return replace(
         program,
         count=np.bincount(row_of, weights=program.count).astype(np.float64),
@@ -110,20 +111,27 @@ def equal_rows(table: Floats) -> Ints:
 
     Rows are told apart by a weighted sum; only where unlike rows have the same sum, by their bytes.
     """
-    weight = np.random.default_rng(0).uniform(1.0, 2.0, size=(table.shape[1],))
-    total = np.zeros(len(table))
     with np.errstate(invalid="ignore", over="ignore"):
-        for column, part in zip(table.T, weight, strict=True):  # rounds rows alike
-            total += column * (part / max(float(np.abs(column).max(initial=0.0)), 1e-300))
+        size = np.maximum(np.abs(table).max(axis=0, initial=0.0), 1e-300)
+        total = np.add.reduce(table * (_weights(table.shape[1]) / size), axis=1)  # rows alike
     _, first, of = np.unique(total, return_index=True, return_inverse=True)
+    if len(first) == len(table):
+        return np.arange(len(table))
     of = of.reshape(-1)
-    if len(first) < len(table) and not (table[first[of]] == table).all():
+    if not (table[first[of]] == table).all():
         seen: dict[bytes, int] = {}
         return np.array([seen.setdefault(row.tobytes(), len(seen)) for row in table])
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
     numbers: Ints = rank[of]
     return numbers
+
+
+@cache
+def _weights(columns: int) -> Floats:
+    """Numbers that have nothing to do with any program's."""
+    weights: Floats = np.random.default_rng(0).uniform(1.0, 2.0, size=columns)
+    return weights
 
 
 def dual_bound(

@@ -11,6 +11,7 @@ import pytest
 
 from hetflow.runtime.lower_pipeline import lower_pipeline
 from hetflow.schema import files
+from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.profile import LayerGraph, LayerNode, Profile
 from hetflow.schema.run import RunRecord
@@ -446,3 +447,23 @@ def test_measured_runs_choose_the_configuration(hetflow: Hetflow, folder: Path) 
     (row,) = document["provenance"]["configurations"]
     assert row["samples_per_second"] == pytest.approx(64 / 0.5)
     assert len(document["stages"]) == len(plan.stages)
+
+
+def test_a_plan_that_cannot_be_launched_says_so_when_it_is_made(
+    hetflow: Hetflow, folder: Path, make_profile: Callable[..., Profile], tmp_path: Path
+) -> None:
+    """Two types, of which one was only seen by hooks (another torch there, say)."""
+    trace = LayerTrace(way="hooks", reason="torch.export: decides by values")
+    profile = layered(make_profile("P100", 1.0))
+    assert profile.layers is not None
+    files.write(folder / "p100.json", replace(profile, layers=replace(profile.layers, trace=trace)))
+    pool = ("--profiles", folder, "--gpus", "1xV100,1xP100", "--batch-size", 64, *LINK)
+    said = "not launched, because torch.export: decides by values"
+    plan = tmp_path / "plan.json"
+    made = hetflow("solve", *pool, "--strategy", "pipeline", "-o", plan)
+    assert made.code == 0
+    assert said in made.stderr
+    assert said in hetflow("show", plan).stdout
+    # With the choice left open, only what can be launched is chosen.
+    chosen = hetflow("solve", *pool)
+    assert json.loads(chosen.stdout)["kind"] == "split"

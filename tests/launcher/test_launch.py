@@ -314,6 +314,6 @@ def test_a_script_that_leaves_the_group_too_early_is_told(here: Path) -> None:
         "dist.destroy_process_group()\n",
     )
     done = run("-o", "run", "plan.json", "script.py")
-    assert done.returncode == 0
+    assert done.returncode == 2  # nobody can know any more whether the workers agree
     assert "call job.finish() before it" in done.stderr
     assert "Traceback" not in done.stderr

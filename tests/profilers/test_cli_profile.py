@@ -110,9 +110,12 @@ def test_a_factory_that_raises_leaves_nothing_behind(
 ) -> None:
     out = tmp_path / "profiles"
     bad = target.replace(":tiny", ":raises")
-    assert run(["profile", bad, "--quick", "-o", str(out)]) == 2
+    assert run(["profile", bad, "--quick", "--debug", "-o", str(out)]) == 2
     answer = capsys.readouterr()
-    assert "mine.py:12: raises() raised ValueError: no data" in answer.err
+    assert "mine.py:12: raises() raised ValueError: no data" in answer.err.splitlines()[-1]
+    # --debug shows where in the measuring process it was raised.
+    assert "In the measuring process:" in answer.err
+    assert 'raise ValueError("no data")' in answer.err
     assert answer.out == ""
     assert not out.exists()
 

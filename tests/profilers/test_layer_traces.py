@@ -72,6 +72,17 @@ class Steered(nn.Module):
         return self.last(branch + hidden) * self.gain
 
 
+class Fixed(nn.Module):
+    """Its code takes another way for each size of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * sum(range(x.shape[0]))
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -135,8 +146,8 @@ def test_an_exported_model_is_cut_alike_and_computes_the_same_at_another_batch_s
     parts = cut(layered, [names[:2], names[2:]])
     ids, bias = torch.randint(20, (5, 6)), torch.randn(5, 1, 8)
     given = {"input_ids": ids, "bias": bias}
-    crossing = parts[0].module(*(given[name] for name in parts[0].arguments))
-    answer = parts[1].module(*(given[name] for name in parts[1].arguments), *crossing)
+    crossing = parts[0](*(given[name] for name in parts[0].arguments))
+    answer = parts[1](*(given[name] for name in parts[1].arguments), *crossing)
     whole = model(**given, scale=2.0)["logits"]
     assert torch.equal(answer["logits"], whole)
     weights = dict(parts[1].module.named_parameters())
@@ -158,6 +169,27 @@ def test_control_flow_on_values_is_seen_by_hooks() -> None:
     assert all(node.forward_seconds > 0 for node in graph.nodes)
 
 
+def test_a_tracer_that_fails_by_itself_is_a_reason_and_no_crash(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> None:
+        raise AttributeError("no attribute of_the_tracer")
+
+    monkeypatch.setattr("hetflow.runtime.pipeline.trace.exported_layers", fails)
+    graph = profiled(Transformer())
+    assert graph.trace is not None
+    assert graph.trace.way == "hooks"
+    assert "torch.export: AttributeError: no attribute of_the_tracer" in (graph.trace.reason or "")
+    assert (graph.trace.obstacle or "").startswith("found by hooks: can be profiled and planned")
+
+
+def test_a_trace_that_fixes_the_batch_is_not_relied_on() -> None:
+    graph = profiled(Fixed())
+    assert graph.trace is not None
+    assert graph.trace.way == "hooks"
+    assert "does not hold for a batch of 5" in (graph.trace.reason or "")
+
+
 def test_a_module_within_that_decides_by_values_stays_one_layer_of_fx() -> None:
     graph = profiled(nn.Sequential(nn.Linear(8, 8), Steered()))
     assert graph.trace is not None
@@ -174,7 +206,7 @@ def test_batch_norm_of_an_exported_model_is_its_own_module() -> None:
     assert any(module is model.norm for module in part.module.modules())
     counted = int(model.norm.num_batches_tracked)
     x = torch.randn(5, 8)
-    made, mean = part.module(x), model.norm.running_mean.clone()
+    made, mean = part(x), model.norm.running_mean.clone()
     assert int(model.norm.num_batches_tracked) == counted + 1
     assert torch.equal(made, model(x))
     assert not torch.equal(model.norm.running_mean, mean)

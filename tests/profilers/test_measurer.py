@@ -46,6 +46,14 @@ def slow():
     import time
     time.sleep(600)
 
+def optimizer_raises():
+    def make_optimizer(parameters):
+        try:
+            return {}["momentum"]
+        except KeyError as error:
+            raise RuntimeError("no optimizer") from error
+    return *small(), make_optimizer
+
 def loss_raises():
     return nn.Linear(8, 8), lambda n: torch.randn(n, 9), lambda model, x: model(x).sum()"""
 POLICY = RepeatPolicy(max_repeats=4, budget_seconds=0.5)
@@ -117,6 +125,18 @@ def test_being_killed_at_a_larger_size_is_recorded_as_memory(file: Path) -> None
 def test_faults_of_the_model_are_one_line(file: Path, factory: str, said: str) -> None:
     with measurer(file, factory) as measure, pytest.raises(TargetError, match=said):
         measure_curve(lambda size: measure.measure(size, POLICY), LIMITS, time.monotonic)
+
+
+def test_the_first_cause_is_the_line_and_the_traceback_comes_with_debug(file: Path) -> None:
+    with measurer(file, "optimizer_raises") as measure, pytest.raises(TargetError) as caught:
+        measure.measure(1, POLICY)
+    line = SOURCE.splitlines().index('            return {}["momentum"]') + 1
+    assert str(caught.value) == (
+        f"the measuring process failed: KeyError: 'momentum' (mine.py:{line})"
+    )
+    (note,) = caught.value.__notes__
+    assert "in make_optimizer" in note
+    assert "RuntimeError: no optimizer" in note
 
 
 def test_a_model_that_hangs_is_given_up(file: Path) -> None:

@@ -1,5 +1,6 @@
 """Targets: what loads, what each fault says, and that nothing else runs."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +144,26 @@ def test_a_missing_extra_says_how_to_get_it(
     with pytest.raises(TargetError, match=f"{module} cannot be imported") as caught:
         targets.load(targets.parse(text))
     assert caught.value.hint == f"pip install 'hetflow[{text.partition(':')[0]}]'"
+
+
+@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], ["NobodysModel"]])
+def test_a_configuration_makes_the_model_that_a_script_would(
+    tmp_path: Path, architectures: list[str]
+) -> None:
+    config = {
+        "model_type": "gpt2", "vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 1,
+        "n_head": 2, "architectures": architectures, "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    workload = targets.load(targets.parse(f"hf:{tmp_path}"))
+    has_head = architectures == ["GPT2LMHeadModel"]
+    assert type(workload.model).__name__ == ("GPT2LMHeadModel" if has_head else "GPT2Model")
+    batch = workload.make_batch(3)
+    assert ("labels" in batch) == has_head
+    loss = workload.loss(workload.model, batch)
+    loss.backward()
+    assert loss.ndim == 0
+    assert all(p.grad is not None for p in workload.model.parameters())
 
 
 def test_names_of_profiles_are_safe_in_files(tmp_path: Path) -> None:

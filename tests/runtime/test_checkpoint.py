@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from hetflow import runtime as hf
-from hetflow.runtime import checkpoint
+from hetflow.runtime import checkpoint, saving
 from hetflow.runtime.job import Job
 from hetflow.schema.errors import FileError, TargetError
 
@@ -270,6 +270,61 @@ def test_other_models_seeds_and_data_are_refused_in_one_line(
     refused("the dataset has 30 samples, and had 22", length=30)
     monkeypatch.setenv("HETFLOW_SEED", "4")
     refused("was made with seed 0, this run has 4", epochs=1)
+
+
+def train_apart(num_optimizers: int, stop_at: int | None = None) -> tuple[dict, list[dict]]:
+    """Three steps of a body and a head, each with its own kind of optimizer, or one for both."""
+    saving._Opened.jobs = 0  # as in a process of its own
+    model = model_of()
+    head = list(model[-1].parameters())
+    body = list(model[:-1].parameters())
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam([*body, *head], lr=0.1)]
+    if num_optimizers > 1:
+        optimizers = [
+            torch.optim.SGD(body, lr=0.1, momentum=0.9),
+            torch.optim.Adam(head[:1] if num_optimizers > 2 else head, lr=0.1),
+            *([torch.optim.Adam(head[1:], lr=0.1)] if num_optimizers > 2 else []),
+        ]
+    job = hf.prepare(model, optimizers)
+    for batch in job.batches(DataLoader(Points(NUM_SAMPLES), batch_size=BATCH, shuffle=True)):
+
+        def loss_of(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            return (model(x) - index[:, None] / 10).pow(2).mean()
+
+        job.backward(loss_of, batch)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if job.num_steps == stop_at:
+            job.checkpoint()
+            job._finished = True
+            job._reducer.close()
+            job._agreement.close()
+            break
+    job.finish()
+    return model.state_dict(), [optimizer.state_dict() for optimizer in optimizers]
+
+
+@pytest.mark.parametrize(("saved", "other"), [(2, 1), (2, 3), (1, 2)])
+def test_two_optimizers_come_back_and_another_number_of_them_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: int, other: int
+) -> None:
+    expected, expected_states = train_apart(saved)
+    monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
+    train_apart(saved, stop_at=2)
+    with pytest.raises(TargetError) as caught:
+        train_apart(other)
+    assert caught.value.message == (
+        f"{tmp_path / 'step-000000002'} holds the state of {saved} optimizer(s), the script has "
+        f"{other}"
+    )
+    found, states = train_apart(saved)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    for own, whole in zip(states, expected_states, strict=True):
+        assert own["param_groups"] == whole["param_groups"]
+        for number, values in whole["state"].items():
+            for name, value in values.items():
+                assert torch.equal(own["state"][number][name], value), name
 
 
 def again(monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], dict, Job]:

@@ -31,6 +31,7 @@ OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "factors": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "two": lambda p: [torch.optim.Adam([next(p)], lr=0.1), torch.optim.Adam(p, lr=0.1)],
 }
 
 
@@ -38,9 +39,11 @@ def train(kind: str = "adam", *, steps: int | None = None) -> Any:
     """Two steps an epoch and two epochs of a job with batch-norm, and things registered."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
-    optimizer = OPTIMIZERS[kind](model.parameters())
+    given = OPTIMIZERS[kind](model.parameters())
+    optimizers = given if isinstance(given, list) else [given]
+    optimizer = optimizers[0]
     saving._Opened.jobs = 0
-    job = hf.prepare(model, optimizer)
+    job = hf.prepare(model, given)
     try:
         scheduler = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, 0.1, total_steps=9, cycle_momentum=False
@@ -50,9 +53,10 @@ def train(kind: str = "adam", *, steps: int | None = None) -> Any:
         for _ in range(2):
             for batch in job.batches(loader):
                 job.backward(lambda x: model(x).pow(2).mean(), batch)
-                optimizer.step()
+                for each in optimizers:
+                    each.step()
                 scheduler.step()
-                optimizer.zero_grad()
+                model.zero_grad()
                 if job.num_steps == steps:
                     job.checkpoint()
                     break
@@ -61,6 +65,7 @@ def train(kind: str = "adam", *, steps: int | None = None) -> Any:
     finally:
         job._finished = True
         job._reducer.close()
+        job._agreement.close()
         job._checkpoints._stops.close()
     return job
 
@@ -203,6 +208,33 @@ def test_what_is_wrong_with_a_crafted_checkpoint_is_said(
     CRAFTED[said](manifest)
     crafted.put(own, manifest)
     error = refusal(tmp_path, "adam", monkeypatch)
+    assert error is not None
+    assert said in error.message
+
+
+OF_SEVERAL = {
+    "state.optimizer must be a list of several optimizers only": lambda m: state_of(
+        m, "optimizer"
+    ).update(list=[{"list": state_of(m, "optimizer")["list"]}]),
+    "state.optimizer[1].param_groups is absent": lambda m: state_of(m, "optimizer")["list"][1][
+        "dict"
+    ].pop(),
+    "optimizer 2's group 0 cannot take its state: state.lr is a str there": lambda m: entry(
+        entry(state_of(m, "optimizer")["list"][1], "param_groups")[1]["list"][0], "lr"
+    ).__setitem__(1, "fast"),
+}
+
+
+@pytest.mark.parametrize("said", OF_SEVERAL)
+def test_what_is_wrong_with_one_of_several_optimizers_is_said(
+    saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    own = tmp_path / saved["two"].name
+    shutil.copytree(saved["two"], own)
+    manifest = crafted.content_of(own)
+    OF_SEVERAL[said](manifest)
+    crafted.put(own, manifest)
+    error = refusal(tmp_path, "two", monkeypatch)
     assert error is not None
     assert said in error.message
 

@@ -90,6 +90,14 @@ def test_wrong_types_are_refused() -> None:
         assign_slots(lower(PLAN), ["P100", "P100", "P100"])
 
 
+@pytest.mark.parametrize(("text", "steps"), [("", 50), ("0", 0), ("7", 7)])
+def test_steps_between_comparisons(plan_path: str, text: str, steps: int) -> None:
+    env = {"HETFLOW_PLAN": plan_path, "RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
+    assert read_environment({**env, "HETFLOW_COMPARE_EVERY": text}).compare_every == steps
+    with pytest.raises(TargetError, match="HETFLOW_COMPARE_EVERY must be 0 or more, got '-1'"):
+        read_environment({**env, "HETFLOW_COMPARE_EVERY": "-1"})
+
+
 def test_bad_environments_are_refused(plan_path: str, tmp_path: Path) -> None:
     with pytest.raises(TargetError, match="2 workers started without a plan"):
         read_environment({"RANK": "0", "WORLD_SIZE": "2"})

@@ -25,7 +25,7 @@ def test_what_an_optimizer_will_keep(make, expected):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = make(list(model.parameters()))
-    assert state_ratio(optimizer) == expected
+    assert state_ratio([optimizer]) == expected
     # Nothing of the script's is touched.
     assert not optimizer.state
     assert all(torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True))
@@ -35,16 +35,25 @@ def test_groups_with_options_of_their_own_are_weighed_by_their_bytes():
     wide, narrow = nn.Parameter(torch.zeros(30)), nn.Parameter(torch.zeros(10))
     frozen = nn.Parameter(torch.zeros(99), requires_grad=False)
     groups = [{"params": [wide, frozen]}, {"params": [narrow], "momentum": 0.9}]
-    assert state_ratio(optim.SGD(groups, lr=0.1)) == pytest.approx(0.25)
+    assert state_ratio([optim.SGD(groups, lr=0.1)]) == pytest.approx(0.25)
 
 
 def test_more_than_the_plan_counted_is_said():
     adam = optim.Adam(nn.Linear(2, 2).parameters())
-    said = warning_of(adam, named_optimizer("sgd-momentum"))
+    said = warning_of([adam], named_optimizer("sgd-momentum"))
     assert said.startswith("warning: Adam keeps 2 bytes of state a byte of weights, the plan's")
     assert "sgd-momentum (1 bytes of state" in said
     assert "--state-bytes-per-weight-byte 2" in said
     measured = OptimizerState(name="Adam", state_bytes_per_weight_byte=2.0003)
-    assert warning_of(adam, measured) is None
-    assert warning_of(adam, None) is None
-    assert warning_of(None, named_optimizer("sgd")) is None
+    assert warning_of([adam], measured) is None
+    assert warning_of([adam], None) is None
+    assert warning_of([], named_optimizer("sgd")) is None
+
+
+def test_several_optimizers_are_weighed_by_their_bytes():
+    body, head = nn.Parameter(torch.zeros(30)), nn.Parameter(torch.zeros(10))
+    both = [optim.SGD([body], lr=0.1), optim.Adam([head])]
+    assert state_ratio(both) == pytest.approx(0.5)
+    assert state_ratio([*both, optim.LBFGS([body])]) is None
+    said = warning_of(both, named_optimizer("sgd"))
+    assert said.startswith("warning: SGD and Adam keep 0.5 bytes")

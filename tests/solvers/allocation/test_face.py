@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetflow.solvers.allocation import face
 from hetflow.solvers.allocation.engine import solve_alone
 from hetflow.solvers.allocation.face import Face, centre
 from hetflow.solvers.allocation.program import Program
@@ -90,3 +91,25 @@ def test_two_jobs_on_two_equal_types_by_hand() -> None:
     x = found[0, 1]
     assert found[1, 1] == pytest.approx(x)
     assert 1 / x == pytest.approx(1 / (1 - 2 * x) - 1 / (2 * x - 0.5), rel=1e-6)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(problem=_problems())
+def test_compiled_steps_give_the_same_digits(problem: tuple[np.ndarray, ...]) -> None:
+    compiled = pytest.importorskip(
+        "hetflow.solvers.allocation.face_compiled", reason="numba is not installed"
+    )
+    counts, scales, rate, levels, capacity = problem
+    warm = WarmMaxMin(capacity)
+    for row, scale, level in zip(rate, scales, levels, strict=True):
+        warm.add_class(row, float(scale), float(level))
+    present = np.arange(len(counts))
+    warm.set_counts(present, counts.astype(np.int64))
+    warm.solve(with_prices=True)
+    problem_face = warm.face(present, counts)
+    start = np.full_like(problem_face.rate, 0.1)
+    plain = centre(problem_face, start, climb=face.climb)
+    fast = centre(problem_face, start, climb=compiled.climb)
+    assert (plain is None) == (fast is None)
+    if plain is not None:
+        assert np.array_equal(plain, fast)

@@ -1,0 +1,342 @@
+"""One worker's part in finding out whether all workers still train the same model.
+
+Three looks, from the cheapest to the dearest. In each step: identities of the script's parameters,
+on this worker alone, and the optimizers' settings, in the sums that the step needs anyhow. Every
+so many steps, after every change of workers, before a checkpoint and at the end: one small exchange
+of fingerprints of all parameters. Where those differ: what each worker holds, name by name.
+
+Gloo and NCCL give all workers the same bits of a sum, and the same update on the same kind of
+device gives the same bits again. So bits are compared, and between unlike devices only, where an
+optimizer that adds up (a norm to clip by) may round otherwise, values to half of their digits.
+"""
+
+import hashlib
+import json
+import math
+import platform
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...schema.errors import TargetError
+from .. import peers
+from ..group import Place, uses_nccl
+from .fingerprints import fingerprint, shadow_of
+from .known import KnownParameters
+from .means import NUM_RANGES, MeansOfStep, uneven
+from .settings import SettingsNumber, are_alike, settings_of
+from .strangers import OtherOptimizers, check_leaves
+from .verdict import Statement, find_fault
+
+# Columns of a worker's row; the fingerprint of each set of tensors follows.
+_ARITHMETIC, _SETTINGS, _FROZEN, _MEANS = 0, 1, 2, 3
+_FINGERPRINTS = _MEANS + NUM_RANGES
+_AFTER_A_CHANGE = (1, 2)  # steps
+
+Answer = TypeVar("Answer")
+Together = Callable[[Callable[[], Answer]], Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensors:
+    """Tensors that some workers must hold alike.
+
+    Attributes:
+        holders: Their ranks; None for all workers.
+        tensors: By name; of a worker that is not among the holders, none.
+    """
+
+    holders: tuple[int, ...] | None
+    tensors: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What an agreement is about; everything that changes with the workers is asked for anew.
+
+    Attributes:
+        known: The job's parameters.
+        optimizers: The job's.
+        others: Watches for other optimizers.
+        shared: What must be alike: the same sets, in the same order, on every worker.
+        place: This worker among the others.
+        together: Runs what needs all workers.
+        is_launched: Whether there is a plan, so that there may ever be another worker.
+        weighs_samples: Whether the means of several virtual nodes are put together.
+        is_saved: Whether the state of this job goes to a disk or to other workers.
+        compares_between_steps: Whether all workers have made the same updates between two steps.
+    """
+
+    known: KnownParameters
+    optimizers: Sequence[Any]
+    others: OtherOptimizers
+    shared: Callable[[], list[SharedTensors]]
+    place: Callable[[], Place]
+    together: Callable[[Callable[[], Any]], Any]
+    is_launched: bool
+    weighs_samples: bool
+    is_saved: Callable[[], bool]
+    compares_between_steps: bool
+
+
+class Agreement:
+    """What one worker of a job knows of the others' training.
+
+    Args:
+        subject: What is compared.
+        every: Steps between two comparisons; 0 for none but those that a change or the end needs.
+        step: Steps that are done when this worker comes.
+    """
+
+    def __init__(self, subject: Subject, *, every: int, step: int) -> None:
+        self._subject, self._every = subject, every
+        self._settings = SettingsNumber(subject.optimizers)
+        self._agreed_step = self._joined_step = step
+        self._watched = {step + number for number in _AFTER_A_CHANGE}
+        self._settings_are_exact = True
+        self._epoch = -1
+        self._means: MeansOfStep | None = None
+        self._looks = False
+        self._has_warned_of_means = self._has_warned_of_schedule = False
+        self._has_schedule_kept = False
+
+    # Each step
+
+    @property
+    def settings_number(self) -> int:
+        """What this worker adds to the sums of a step, and its square."""
+        return self._settings.read()
+
+    def registered(self, thing: object) -> None:
+        """The script gave this to ``job.register``."""
+        self._subject.others.clear(thing)
+        is_optimizer = isinstance(thing, torch.optim.Optimizer)
+        if not is_optimizer and not isinstance(thing, torch.amp.GradScaler):
+            self._has_schedule_kept = True
+
+    def begin_step(self, step: int, epoch: int) -> None:
+        """The script begins a step. Call it on all workers, outside of other exchanges.
+
+        Args:
+            step: Steps that are done.
+            epoch: Of the batch.
+
+        Raises:
+            TargetError: A parameter that ``prepare`` does not know; workers that have parted.
+        """
+        subject = self._subject
+        if subject.is_launched or subject.is_saved():
+            subject.known.check()
+        self._notice_schedule(epoch)
+        if subject.compares_between_steps and self._is_due(step):
+            self.compare(step)
+        self._looks = subject.is_launched and (
+            self._is_due(step + 1) or subject.others.has_met_unknown
+        )
+        subject.others.has_met_unknown = False
+
+    def begin_passes(self) -> None:
+        """The passes of the step begin, perhaps again."""
+        self._means = MeansOfStep() if self._looks and self._subject.weighs_samples else None
+
+    def look_at(self, answer: Any, num_samples: int, answered: set[Any] | None = None) -> None:
+        """A pass has its loss, and not gone back yet. Looks into it in some steps only.
+
+        Args:
+            answer: What the script's function returned.
+            num_samples: Of the pass.
+            answered: Nodes of the graph where to stop; by default at none.
+
+        Raises:
+            TargetError: The loss depends on a parameter that ``prepare`` does not know.
+        """
+        if not self._looks:
+            return
+        check_leaves(answer, self._subject.known.names, answered)
+        if self._means is not None and isinstance(answer, Tensor) and num_samples:
+            self._means.add(answer, num_samples)
+
+    def is_broken_by(self, sums: Sequence[Any] | Tensor) -> bool:
+        """Whether the sums of a step say that settings differ; then ``compare`` says how.
+
+        Args:
+            sums: Number of workers, sum of their settings' numbers, sum of the squares. On a
+                device they are not looked at: that would cost a wait.
+        """
+        if not self._settings_are_exact or (isinstance(sums, Tensor) and not sums.is_cpu):
+            return False
+        return not are_alike(*(float(value) for value in sums))
+
+    def _is_due(self, step: int) -> bool:
+        by_count = self._every > 0 and step % self._every == 0
+        return step > 0 and (by_count or step in self._watched)
+
+    def _notice_schedule(self, epoch: int) -> None:
+        """Say that a schedule would start anew in a joining worker, and after a restart."""
+        self._settings.read()
+        stays, self._epoch = epoch == self._epoch, epoch
+        if self._has_warned_of_schedule or self._has_schedule_kept or not stays:
+            return
+        scheduled = any("initial_lr" in g for o in self._subject.optimizers for g in o.param_groups)
+        if scheduled and self._settings.has_changed and self._subject.is_saved():
+            self._has_warned_of_schedule = True
+            self._warn(
+                "a learning-rate scheduler steps within the epoch and nothing is registered: a "
+                "restart or a resize would begin it anew; call job.register(scheduler)"
+            )
+
+    # Changes of the workers
+
+    @property
+    def watched(self) -> list[int]:
+        """Steps before which all compare, whatever their number; a joining worker needs them."""
+        return sorted(self._watched)
+
+    def changed(self, step: int) -> None:
+        """Other workers train from here on; ``step`` is done on all of them."""
+        self._watched = {w for w in self._watched if w >= step}
+        self._watched |= {step + number for number in _AFTER_A_CHANGE}
+        self._settings_are_exact = True
+
+    def joined(self, step: int, watched: Sequence[int]) -> None:
+        """This worker comes to the others after a step, and compares when they do."""
+        self._watched = set(watched)
+        self._agreed_step = self._joined_step = step
+        self.changed(step)
+
+    # Comparisons
+
+    def compare(self, step: int) -> None:
+        """Compare what must be alike. Call it on all workers, outside of other exchanges.
+
+        Raises:
+            TargetError: Workers have parted: the first parameter, who, since when and why.
+        """
+        subject = self._subject
+        rows: Tensor = subject.together(lambda: _rows(subject.place(), self._own_row()))
+        if not self._agree(rows):
+            told: list[str] = subject.together(
+                lambda: _texts(subject.place(), json.dumps(self._statement().as_json()))
+            )
+            fault = find_fault([Statement.of_json(json.loads(text)) for text in told], step)
+            if fault is not None:
+                raise TargetError(fault.message, hint=fault.hint)
+            # Rounding between unlike devices: the numbers in the steps' sums would not tell more.
+            self._settings_are_exact = False
+        self._agreed_step = step
+        self._judge_means(rows)
+
+    def _own_row(self) -> Tensor:
+        subject, means = self._subject, self._means
+        ranges = means.ranges() if means is not None else [math.nan] * NUM_RANGES
+        held = subject.shared() if subject.place().distributed else []
+        numbers = [fingerprint(list(shared.tensors.values())) for shared in held]
+        head = [
+            _hash(arithmetic_of(subject.place().device)),
+            _hash(repr(settings_of(subject.optimizers))),
+            _hash(repr(self._frozen())),
+            *(struct.unpack("q", struct.pack("d", value))[0] for value in ranges),
+        ]
+        return torch.cat([torch.tensor(head), *(number.reshape(1).cpu() for number in numbers)])
+
+    def _frozen(self) -> list[str]:
+        return self._subject.known.frozen
+
+    def _agree(self, rows: Tensor) -> bool:
+        if len(rows) == 1:
+            return True
+        columns = [rows[:, _SETTINGS], rows[:, _FROZEN]]
+        for number, shared in enumerate(self._subject.shared()):
+            column = rows[:, _FINGERPRINTS + number]
+            columns.append(column if shared.holders is None else column[list(shared.holders)])
+        return all(bool((column == column[0]).all()) for column in columns)
+
+    def _statement(self) -> Statement:
+        subject, known = self._subject, self._subject.known
+        tensors = {n: t for shared in subject.shared() for n, t in shared.tensors.items()}
+        return Statement(
+            arithmetic=arithmetic_of(subject.place().device),
+            joined_step=self._joined_step,
+            agreed_step=self._agreed_step,
+            settings=settings_of(subject.optimizers),
+            groups=known.first_of_groups(),
+            frozen=self._frozen(),
+            unheld=known.unheld(),
+            numbers={name: int(fingerprint([tensor])) for name, tensor in tensors.items()},
+            shadows={name: shadow_of(tensor) for name, tensor in tensors.items()},
+        )
+
+    def _judge_means(self, rows: Tensor) -> None:
+        if self._has_warned_of_means:
+            return
+        floats = rows[:, _MEANS:_FINGERPRINTS].contiguous().view(torch.float64)
+        found = uneven(floats.tolist())
+        if found is None:
+            return
+        self._has_warned_of_means = True
+        least, most = f"{found.least_per_sample:.4g}", f"{found.most_per_sample:.4g}"
+        self._warn(
+            f"the loss is a mean over {found.kind} ({least} to {most} a sample) and has no weight, "
+            f"so the step's gradient is not that of the mean over the global batch; return (mean "
+            f"loss, what it is the mean over), see docs/training.md, Gradients"
+        )
+
+    def _warn(self, sentence: str) -> None:
+        if self._subject.place().rank == 0:
+            sys.stderr.write(f"hetflow: warning: {sentence}\n")
+
+    def close(self) -> None:
+        """The job is over."""
+        self._subject.others.close()
+
+
+def arithmetic_of(device: torch.device) -> str:
+    """What the bits of an update may depend on: kind of device, threads, version of torch."""
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return f"{torch.__version__} {found.name} {found.multi_processor_count}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{torch.__version__} {_cpu_name()} {capability} {torch.get_num_threads()}"
+
+
+@cache
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _hash(text: str) -> int:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def _rows(place: Place, own: Tensor) -> Tensor:
+    """[workers, length] every worker's vector of integers, on the host."""
+    if not place.distributed:
+        return own[None]
+    sent = own.to(place.device if uses_nccl() else "cpu")
+    whole = sent.new_empty((place.world_size, len(own)))
+    peers.all_gather(whole.view(-1), sent)
+    return whole.cpu()
+
+
+def _texts(place: Place, own: str) -> list[str]:
+    """Every worker's text, by rank."""
+    data = torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8)
+    lengths = _rows(place, torch.tensor([len(data)]))[:, 0].tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = data
+    rows = _rows(place, padded)
+    return [
+        row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=True)
+    ]

@@ -1,0 +1,119 @@
+"""What trains beside the job: optimizers and parameters that ``prepare`` was not given.
+
+An optimizer of its own over the job's parameters steps alike on all workers, but checkpoints and
+joining workers know nothing of its state. A parameter that the loss depends on and that is not the
+job's gets another gradient on each worker.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...schema.errors import TargetError
+
+
+class OtherOptimizers:
+    """Sees every optimizer of the process step.
+
+    Args:
+        own: Those that ``prepare`` was given.
+        names: The job's parameters, by ``id``.
+        matters: Whether anything of this job is ever saved or handed to another worker.
+
+    Attributes:
+        has_met_unknown: Whether one has stepped parameters that are not the job's.
+    """
+
+    _of_jobs: ClassVar["WeakSet[Any]"] = WeakSet()  # a script may prepare several jobs
+
+    def __init__(
+        self, own: tuple[Any, ...], names: Mapping[int, str], matters: Callable[[], bool]
+    ) -> None:
+        self._own, self._names, self._matters = own, names, matters
+        self._of_jobs.update(own)
+        self._cleared: WeakSet[Any] = WeakSet()
+        self.has_met_unknown = False
+        self._handle = register_optimizer_step_pre_hook(self._stepping)
+
+    def clear(self, optimizer: object) -> None:
+        """This one is registered with the job, so its state is kept."""
+        if isinstance(optimizer, torch.optim.Optimizer):
+            self._cleared.add(optimizer)
+
+    def close(self) -> None:
+        """Look no more."""
+        self._handle.remove()
+
+    def _stepping(self, optimizer: Any, *_: Any) -> None:
+        if optimizer in self._cleared or optimizer in self._of_jobs:
+            return
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        ours = [self._names[id(p)] for p in held if id(p) in self._names]
+        self.has_met_unknown = self.has_met_unknown or len(ours) < len(held)
+        # A wrapper that was given to prepare shows its inner optimizer's state as its own.
+        is_inner = any(getattr(own, "state", None) is optimizer.state for own in self._own)
+        if ours and not is_inner and self._matters():
+            more = f" and {len(ours) - 1} more" if len(ours) > 1 else ""
+            raise TargetError(
+                f"a second optimizer ({type(optimizer).__name__}) steps {ours[0]}{more}, and "
+                f"hf.prepare does not know it: its state would be in no checkpoint",
+                hint="give hf.prepare(model, [optimizer, other]) all optimizers of the model",
+            )
+        self._cleared.add(optimizer)
+
+
+def check_leaves(loss: Any, names: Mapping[int, str], answered: set[Any] | None = None) -> None:
+    """Refuse a loss that depends on a parameter which is not the job's.
+
+    Leaves that are plain tensors (inputs that want a gradient) are not meant. Walks the whole graph
+    of autograd, so it is not for every step.
+
+    Args:
+        loss: What the script's function returned.
+        names: The job's parameters, by ``id``.
+        answered: Nodes where to stop.
+
+    Raises:
+        TargetError: Names the parameter as far as anything in the process tells its name.
+    """
+    for leaf in _leaves(loss, set(answered or ())):
+        if isinstance(leaf, nn.Parameter) and id(leaf) not in names:
+            raise TargetError(
+                f"the loss depends on {_name_of(leaf)}, of shape {list(leaf.shape)}, which "
+                f"hf.prepare does not know: workers would train it apart",
+                hint="make it a part of the model, or give hf.prepare the list of all optimizers",
+            )
+
+
+def _leaves(value: Any, seen: set[Any]) -> Iterator[Tensor]:
+    ahead = list(_nodes(value))
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        ahead += [source for source, _ in node.next_functions if source is not None]
+
+
+def _nodes(value: Any) -> Iterator[Any]:
+    for entry in value if isinstance(value, tuple | list) else [value]:
+        if isinstance(entry, Tensor) and entry.grad_fn is not None:
+            yield entry.grad_fn
+
+
+def _name_of(leaf: Tensor) -> str:
+    """Where a module has it; a search through all objects, for an error only."""
+    for found in gc.get_objects():
+        if issubclass(type(found), nn.Module):
+            for name, parameter in found.__dict__.get("_parameters", {}).items():
+                if parameter is leaf:
+                    return f"the {name} of a {type(found).__name__}"
+    return "a parameter"

@@ -1,0 +1,190 @@
+"""From what all workers tell of themselves to one sentence: what differs, since when, and why."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .fingerprints import Shadow
+from .settings import Settings, differing
+
+_NEARLY = 1e-4  # relative; settings that an optimizer computes on unlike devices
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statement:
+    """What one worker tells when some do not agree.
+
+    Attributes:
+        arithmetic: What its results may depend on: kind of device, threads, version of torch.
+        joined_step: The step before which it came to the others; 0 from the start.
+        agreed_step: Steps that were done when all last agreed, as far as it knows.
+        settings: Of its optimizers' groups.
+        groups: The first parameter of each group.
+        frozen: The parameters that want no gradient.
+        unheld: The parameters that none of its optimizers holds.
+        numbers: The fingerprint of each tensor that it shares with others.
+        shadows: Their shadows.
+    """
+
+    arithmetic: str
+    joined_step: int
+    agreed_step: int
+    settings: Settings
+    groups: list[str]
+    frozen: list[str]
+    unheld: list[str]
+    numbers: dict[str, int]
+    shadows: dict[str, Shadow]
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, plain: dict[str, Any]) -> "Statement":
+        """Back from plain data."""
+        shadows = {
+            name: Shadow(s["norm"], tuple(s["projections"]), s["digits"])
+            for name, s in plain["shadows"].items()
+        }
+        return cls(**{**plain, "shadows": shadows})
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why workers do not agree, and how to fix it."""
+
+    message: str
+    hint: str
+
+
+def find_fault(workers: Sequence[Statement], step: int) -> Fault | None:
+    """What is wrong; None where values differ by rounding only, between unlike devices.
+
+    Args:
+        workers: What each tells, by rank.
+        step: Steps that are done.
+    """
+    alike = len({worker.arithmetic for worker in workers}) == 1
+    parted = _parted_tensors(workers, alike=alike)
+    since = _since(workers, step)
+    frozen = _frozen_somewhere(workers)
+    if frozen is not None:
+        usual, others = _split(workers, lambda worker: frozen in worker.frozen)
+        state = "frozen" if frozen in workers[others[0]].frozen else "trained"
+        return Fault(
+            f"{frozen} is {state} on {_named(others)} and not on {_named(usual)}: training has "
+            f"parted{since}",
+            "freeze and unfreeze on every worker at the same step; give job.register what decides",
+        )
+    setting = differing([worker.settings for worker in workers], relative=0.0 if alike else _NEARLY)
+    if setting is not None:
+        return _of_settings(workers, setting, parted, since)
+    if parted:
+        return _of_parameters(workers, parted, since)
+    return None
+
+
+def _parted_tensors(workers: Sequence[Statement], *, alike: bool) -> list[str]:
+    """The tensors that are not the same on all who hold them, in the model's order."""
+    names = dict.fromkeys(name for worker in workers for name in worker.numbers)
+    found = []
+    for name in names:
+        holders = [worker for worker in workers if name in worker.numbers]
+        if len({worker.numbers[name] for worker in holders}) == 1:
+            continue
+        shadows = [worker.shadows[name] for worker in holders if name in worker.shadows]
+        near = not alike and len(shadows) == len(holders)
+        if not (near and all(shadows[0].is_near(shadow) for shadow in shadows[1:])):
+            found.append(name)
+    return found
+
+
+def _since(workers: Sequence[Statement], step: int) -> str:
+    agreed = min(worker.agreed_step for worker in workers)
+    return f" (steps {agreed + 1} to {step})" if agreed + 1 < step else f" (step {step})"
+
+
+def _frozen_somewhere(workers: Sequence[Statement]) -> str | None:
+    names = dict.fromkeys(name for worker in workers for name in worker.frozen)
+    return next((n for n in names if not all(n in worker.frozen for worker in workers)), None)
+
+
+def _of_settings(
+    workers: Sequence[Statement], setting: tuple[int, str], parted: list[str], since: str
+) -> Fault:
+    group, name = setting
+
+    def value_of(worker: Statement) -> Hashable:
+        groups = worker.settings
+        return repr(groups[group].get(name)) if group < len(groups) else "absent"
+
+    usual, others = _split(workers, value_of)
+    firsts = max((worker.groups for worker in workers), key=len)
+    first = firsts[group] if group < len(firsts) else "no parameter"
+    values = f"{value_of(workers[others[0]])} on {_named(others)}"
+    what = (
+        f"{parted[0]}{_more(parted)} has parted{since}"
+        if parted
+        else f"{first} and all of its group would part{since}"
+    )
+    return Fault(
+        f"{what}: {name} of the optimizer's group {group} ({first}) is {values}, "
+        f"{value_of(workers[usual[0]])} on {_named(usual)}",
+        "set it alike on every worker; give the scheduler, or whatever sets it, to "
+        "job.register(...), so that a worker that joins gets its state",
+    )
+
+
+def _of_parameters(workers: Sequence[Statement], parted: list[str], since: str) -> Fault:
+    first = parted[0]
+    usual, others = _split(workers, lambda worker: worker.numbers.get(first), holds=first)
+    message = (
+        f"{first}{_more(parted)} on {_named(others)} is not what it is on {_named(usual)}: "
+        f"training has parted{since}"
+    )
+    agreed = min(worker.agreed_step for worker in workers)
+    late = [rank for rank in others if workers[rank].joined_step >= max(agreed, 1)]
+    if late:
+        return Fault(
+            message,
+            f"{_named(late)} joined before step {workers[late[0]].joined_step + 1}: give "
+            "job.register(...) all that the script counts, schedules or keeps between steps",
+        )
+    if first in workers[others[0]].unheld:
+        return Fault(
+            message,
+            "no optimizer of hf.prepare holds it, so the script changes it by itself: do that "
+            "alike on every worker",
+        )
+    return Fault(
+        message,
+        "look for code that depends on job.rank or job.is_main, or draws random numbers outside "
+        "job.batches; where there is none, the memory of that device may be faulty",
+    )
+
+
+def _split(
+    workers: Sequence[Statement],
+    value_of: Callable[[Statement], Hashable],
+    *,
+    holds: str | None = None,
+) -> tuple[list[int], list[int]]:
+    """Ranks with the most frequent value (of equally frequent the lowest rank's), and the rest."""
+    ranks = [r for r, worker in enumerate(workers) if holds is None or holds in worker.numbers]
+    by_value: dict[Hashable, list[int]] = {}
+    for rank in ranks:
+        by_value.setdefault(value_of(workers[rank]), []).append(rank)
+    usual = max(by_value.values(), key=len)
+    return usual, [rank for rank in ranks if rank not in usual]
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in ranks[:_MOST_NAMED])
+    rest = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"worker{'s' if len(ranks) > 1 else ''} {shown}{rest}"
+
+
+def _more(names: Sequence[str] | Mapping[str, Any]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

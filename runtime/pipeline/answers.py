@@ -1,0 +1,96 @@
+"""What a model answers, as a list of tensors and the form around them.
+
+torch.export gives back containers that pytree knows. Models also answer with dataclasses, with
+mappings of their own, and with objects that no training step reads (the cache of keys and values
+of transformers): those are left out, and whoever touches one is told so.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from ...schema.errors import TargetError
+
+_TRACED = (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+Rebuild = Callable[[Iterator[Any]], Any]
+
+
+class LeftOut:
+    """Stands in an answer for an object that stages cannot hand over."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse to be used.
+
+        Raises:
+            TargetError: Always.
+        """
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise TargetError(
+            f"the model's answer holds a {self._kind}, which a pipeline leaves out",
+            hint="let the model answer with tensors (transformers: use_cache=False)",
+        )
+
+
+def taken_apart(answer: Any) -> tuple[list[Any], Rebuild]:
+    """The tensors of an answer, and how others of the same kind get its form.
+
+    Returns:
+        The tensors (while a model is traced, its symbolic numbers too), and a function that
+        takes an iterator of as many and gives the answer.
+    """
+    leaves, spec = _pytree.tree_flatten(answer)
+    tensors: list[Any] = []
+    makers: list[Rebuild] = []
+    for leaf in leaves:
+        inside, make = _leaf(leaf)
+        tensors += inside
+        makers.append(make)
+    return tensors, lambda given: _pytree.tree_unflatten([make(given) for make in makers], spec)
+
+
+def _leaf(value: Any) -> tuple[list[Any], Rebuild]:
+    if isinstance(value, _TRACED):
+        return [value], next
+    if value is None or isinstance(value, _PLAIN):
+        return [], lambda given: value
+    if isinstance(value, Mapping):
+        return _entries(dict(value), copy.copy(value), _set_item)
+    if is_dataclass(value):
+        found = {field.name: getattr(value, field.name, None) for field in fields(value)}
+        # A frozen one, too: the copy is nobody else's yet.
+        return _entries(found, copy.copy(value), object.__setattr__)
+    left_out = LeftOut(type(value).__name__)
+    return [], lambda given: left_out
+
+
+def _set_item(mapping: Any, key: Any, value: Any) -> None:
+    mapping[key] = value
+
+
+def _entries(
+    found: dict[Any, Any], empty: Any, put: Callable[[Any, Any, Any], None]
+) -> tuple[list[Any], Rebuild]:
+    tensors: list[Any] = []
+    makers: dict[Any, Rebuild] = {}
+    for key, value in found.items():
+        inside, makers[key] = taken_apart(value)
+        tensors += inside
+        put(empty, key, None)  # what is traced must not live on in it
+
+    def make(given: Iterator[Any]) -> Any:
+        made = copy.copy(empty)
+        for key, maker in makers.items():
+            put(made, key, maker(given))
+        return made
+
+    return tensors, make

@@ -1,0 +1,90 @@
+"""The call that a graph of torch.export was made for, and which other calls it holds for."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...schema.errors import TargetError
+
+_HINT = "call the model as the profiled workload does, or profile it as the script calls it"
+
+
+class TracedCall:
+    """Compares calls with the traced one.
+
+    Args:
+        inputs: Its tensors by argument name.
+        constants: Its other arguments.
+        guards: Called with the tensors, raises AssertionError where the code would have gone
+            another way for their sizes; None where this torch does not tell.
+    """
+
+    def __init__(
+        self,
+        inputs: Mapping[str, Tensor],
+        constants: Mapping[str, Any],
+        guards: Callable[..., Any] | None,
+    ) -> None:
+        self.inputs, self._constants, self._guards = inputs, constants, guards
+        self._held: set[tuple[Any, ...]] = set()
+
+    def check(self, arguments: Mapping[str, Any]) -> None:
+        """Refuse a call that the graph does not hold for.
+
+        Args:
+            arguments: By name (arguments.py), defaults included.
+
+        Raises:
+            TargetError: Other arguments than the traced call's, or other sizes than its code
+                takes the same way; says which.
+        """
+        tensors = []
+        for name, value in arguments.items():
+            if name.startswith("*"):
+                continue
+            if name in self.inputs:
+                tensors.append(self._tensor(name, value))
+            elif name not in self._constants:
+                if value is not None:
+                    raise _refusal(f"with argument {name}, which the traced call did not have")
+            elif isinstance(value, Tensor) or value != self._constants[name]:
+                said = "a tensor" if isinstance(value, Tensor) else repr(value)
+                raise _refusal(f"with {name}={said}, and was traced with {self._constants[name]!r}")
+        absent = [name for name in self.inputs if name not in arguments]
+        if absent:
+            raise _refusal(f"without {absent[0]}, which the traced call had")
+        self._check_sizes(tensors)
+
+    def _tensor(self, name: str, value: Any) -> Tensor:
+        traced = self.inputs[name]
+        if not isinstance(value, Tensor):
+            raise _refusal(f"with {name}={value!r}, and was traced with a tensor")
+        if value.dtype != traced.dtype or value.dim() != traced.dim():
+            raise _refusal(f"with {name} as {_said(value)}, and was traced with {_said(traced)}")
+        return value
+
+    def _check_sizes(self, tensors: list[Tensor]) -> None:
+        key = tuple(tensor.shape for tensor in tensors)
+        if key in self._held:
+            return
+        if self._guards is not None:
+            try:
+                self._guards(*tensors)
+            except AssertionError as error:
+                raise _refusal(f"with sizes it was not traced for ({error})") from None
+        else:
+            for (name, traced), tensor in zip(self.inputs.items(), tensors, strict=True):
+                if tensor.shape[1:] != traced.shape[1:]:
+                    raise _refusal(
+                        f"with {name} as {_said(tensor)}, and was traced with {_said(traced)}"
+                    )
+        self._held.add(key)
+
+
+def _refusal(how: str) -> TargetError:
+    return TargetError(f"the model is called {how}", hint=_HINT)
+
+
+def _said(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

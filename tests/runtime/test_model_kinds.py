@@ -1,0 +1,180 @@
+"""Models as people write them are taken apart, and trained stage by stage as in one piece."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hetflow.cli.solve_pipeline import solve_pipeline
+from hetflow.profilers.bench import Bench
+from hetflow.profilers.layer_traces import call_of, find_layers
+from hetflow.profilers.layers import graph_of, measure_layers
+from hetflow.profilers.targets import Workload
+from hetflow.runtime.pipeline.cut import check_crossing, cut
+from hetflow.runtime.pipeline.layered import LayeredModel
+from hetflow.runtime.pipeline.stage import Stage
+from hetflow.runtime.pipeline.trace import layers_of
+from hetflow.schema import files
+from hetflow.schema.cluster import Cluster
+from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.profile import BatchPoint, Profile
+
+from .model_kinds import GLOBAL_BATCH_SIZE, KINDS, build, train
+
+KINDS_FILE = Path(__file__).with_name("model_kinds.py")
+
+TRACED_AT, DROPOUT = 4, 0.3
+# Each takes seconds; of kinds that are alike one is enough between two commits.
+SLOW = {"plain_gpt", "hf_llama", "hf_bert", "hf_vit"}
+EXPORTED = set(KINDS) - {"plain_vit", "resnet", "unet"}
+
+
+def bench_of(model: nn.Module, make_batch: Any, loss: Any) -> Bench:
+    return Bench(Workload(model=model, make_batch=make_batch, loss=loss), "cpu", "sgd")
+
+
+class Piecewise:
+    """A model run stage by stage: what crosses is cut from autograd, as between workers."""
+
+    def __init__(self, layered: LayeredModel, num_stages: int, recompute: bool) -> None:
+        names = [layer.id for layer in layered.layers]
+        ends = [round(len(names) * s / num_stages) for s in range(num_stages + 1)]
+        cuts = [names[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+        self.check_call, self.crossed = layered.check_call, []
+        device = torch.device("cpu")
+        self.stages = [
+            Stage(part, recompute=recompute, device=device) for part in cut(layered, cuts)
+        ]
+
+    def answer(self, arguments: dict[str, Any]) -> Any:
+        self.check_call(arguments)
+        received: Any = ((), ())
+        for number, stage in enumerate(self.stages[:-1]):
+            made = stage.forward(0, arguments, received, None)
+            check_crossing(stage.part, made, number)
+            stage.keep(0, made)
+            wants = tuple(isinstance(v, Tensor) and v.requires_grad for v in made)
+            received = (tuple(detached(value) for value in made), wants)
+        return self.stages[-1].forward(0, arguments, received, None)
+
+    def backward(self, loss: Tensor) -> None:
+        self.stages[-1].keep(0, (loss,))
+        gradients: Any = None
+        for stage in reversed(self.stages):
+            gradients = stage.backward(0, gradients)
+
+
+def detached(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def outcome(model: nn.Module, loss: Tensor) -> dict[str, Any]:
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    model.zero_grad()
+    return {"loss": loss.detach(), "gradients": gradients, "buffers": buffers}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind in SLOW)) for kind in KINDS]
+)
+def test_stage_by_stage_is_as_in_one_piece(kind: str) -> None:
+    trace = find_layers(bench_of(*build(kind, DROPOUT)), TRACED_AT).trace
+    assert trace.way == ("export" if kind in EXPORTED else "fx"), trace.reason
+    model, make_batch, loss_of = build(kind, DROPOUT)
+    layered = layers_of(model, trace)
+    bench = bench_of(model, make_batch, loss_of)
+    # Batches of one, and of other sizes than the traced one.
+    for num_stages, samples, recompute in ((2, 3, False), (3, 5, True), (4, 1, False)):
+        batch = make_batch(samples, torch.Generator().manual_seed(samples))
+        arguments = call_of(bench, batch).arguments
+        model.load_state_dict(build(kind)[0].state_dict())  # that call has moved statistics
+        torch.manual_seed(3)
+        loss = loss_of(model, batch)
+        loss.backward()
+        expected = outcome(model, loss)
+        model.load_state_dict(build(kind)[0].state_dict())
+        pieces = Piecewise(layered, num_stages, recompute)
+        torch.manual_seed(3)
+        loss = loss_of(lambda *_, **__: pieces.answer(arguments), batch)  # noqa: B023
+        pieces.backward(loss)
+        torch.testing.assert_close(outcome(model, loss), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of each kind by its measured layers, and what two workers trained under it."""
+    folder = tmp_path_factory.mktemp("kinds")
+    for kind in KINDS:
+        plan = solve_pipeline(
+            [profile_of(kind)], Cluster.parse("2xcpu"), GLOBAL_BATCH_SIZE, pool_name="2xcpu",
+            num_stages=2, link_bytes_per_second=1e9,
+        )  # fmt: skip
+        files.write(folder / f"{kind}.json", plan)
+    train_on_two(folder)
+    return folder
+
+
+def profile_of(kind: str) -> Profile:
+    measured = measure_layers(bench_of(*build(kind)), 2, 1)
+    return Profile(
+        model=kind,
+        device_type="cpu",
+        device_memory_bytes=1 << 30,
+        weight_bytes=sum(node["weight_bytes"] for node in measured["nodes"]),
+        update_seconds=0.001,
+        batch_curve=(BatchPoint(batch_size=2, step_seconds=0.01, peak_memory_bytes=1),),
+        layers=graph_of(measured),
+    )
+
+
+def train_on_two(folder: Path) -> None:
+    """All kinds, one after another, in the same two processes."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        **os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "HETFLOW_TIMEOUT": "60", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    workers = [
+        subprocess.Popen(
+            [sys.executable, str(KINDS_FILE), str(folder), *KINDS],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "HETFLOW_SLOT": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [worker.communicate(timeout=240)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert [worker.returncode for worker in workers] == [0, 0], said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_workers_train_as_one_process_does(
+    kind: str, folder: Path, plan_of: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = files.read_any(folder / f"{kind}.json")
+    assert isinstance(plan, PipelinePlan)
+    assert len(plan.stages) == 2
+    alone = plan_of([(plan.microbatches, plan.microbatch_size)])
+    files.write(folder / f"{kind}-alone.json", alone)
+    monkeypatch.setenv("HETFLOW_PLAN", str(folder / f"{kind}-alone.json"))
+    expected = train(kind)
+    for rank in range(2):
+        found = torch.load(folder / f"rank{rank}.pt")[kind]
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
+        torch.testing.assert_close(found["state"], expected["state"], rtol=1e-10, atol=1e-12)
