@@ -149,8 +149,7 @@ def _device_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
             faults.append(f"{used} {pool.device_type} are used, {pool.num_devices} exist")
         if problem.workers == "exactly" and used < pool.num_devices:
             faults.append(f"{used} of {pool.num_devices} {pool.device_type} are used, not all")
-        if plan.solved == "flat":
-            faults += _run_faults(mine, pool)
+        faults += _held_faults(mine, pool)
     for index, stage in enumerate(plan.stages):
         if pool_of(problem, stage) is None:
             faults.append(f"stage {index}: no pool of {stage.device_type}")
@@ -165,14 +164,18 @@ def _one_of_each_device(stages: list[StagePlan]) -> list[StagePlan]:
     return [held[first] for first in sorted(held)]
 
 
-def _run_faults(stages: list[StagePlan], pool: DevicePool) -> list[str]:
-    free, faults = 0, []
+def _held_faults(stages: list[StagePlan], pool: DevicePool) -> list[str]:
+    """Devices that two stages hold, or that do not exist; stages may hold any, in any order."""
+    taken: set[int] = set()
+    faults = []
     for stage in stages:
-        if stage.first_device < free:
-            faults.append(f"device {stage.first_device} of {pool.device_type} is given out twice")
-        free = max(free, stage.first_device + stage.num_replicas)
-    if free > pool.num_devices:
-        faults.append(f"{pool.device_type}: a run ends behind device {pool.num_devices - 1}")
+        twice = sorted(taken & set(stage.held))
+        faults += [f"device {device} of {pool.device_type} is given out twice" for device in twice]
+        taken |= set(stage.held)
+    if taken and max(taken) >= pool.num_devices:
+        faults.append(
+            f"{pool.device_type}: device {max(taken)} is held, the last is {pool.num_devices - 1}"
+        )
     return faults
 
 

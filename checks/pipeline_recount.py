@@ -1,6 +1,8 @@
 """What a pipeline plan's stages cost by the definitions, recounted from layers and edges."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import combinations
 from math import prod
 
 from ..schedules.counting import held_by_stage
@@ -143,15 +145,18 @@ def _sums(plan: PipelinePlan, problem: PipelineProblem, stages: list[int]) -> tu
     )
 
 
-def _slowest_link(pool: DevicePool, one: int, other: int) -> float:
-    return definitions.link_between(pool.levels, one, other)
+def _slowest_link(pool: DevicePool, devices: Iterable[int]) -> float:
+    """Bytes per second between the two of some devices that are farthest apart."""
+    pairs = combinations(tuple(devices), 2)
+    rates = (definitions.link_between(pool.levels, one, two) for one, two in pairs)
+    return min(rates, default=float("inf"))
 
 
 def _span(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
     stage = plan.stages[index]
     pool = pool_of(problem, stage)
     assert pool is not None
-    return _slowest_link(pool, stage.first_device, stage.first_device + stage.num_replicas - 1)
+    return _slowest_link(pool, stage.held)
 
 
 def _flat_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
@@ -174,8 +179,7 @@ def _boundary_link(plan: PipelinePlan, problem: PipelineProblem, index: int) -> 
     if before.device_type == after.device_type:
         pool = pool_of(problem, after)
         assert pool is not None
-        low, high = sorted((before, after), key=lambda stage: stage.first_device)
-        return _slowest_link(pool, low.first_device, high.first_device + high.num_replicas - 1)
+        return _slowest_link(pool, {*before.held, *after.held})
     spans = (_span(plan, problem, index - 1), _span(plan, problem, index))
     return min(*spans, problem.inter_bytes_per_second or 0.0)
 

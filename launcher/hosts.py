@@ -8,7 +8,9 @@ import secrets
 import socket
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from ..runtime.environment import TOKEN
@@ -476,7 +478,12 @@ class Together:
 
 
 def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[list[int]]:
-    """Deal slots to hosts by device type, in order of ranks and of hosts. Pure.
+    """Deal slots to hosts by device type, in order of the planned devices and of hosts. Pure.
+
+    A slot whose device the plan names goes to the host that has it, counting the devices of the
+    type host after host: stages that the plan puts on one server are on one host, whatever their
+    ranks. Where the hosts have fewer devices than the plan counted (it left some idle), slots
+    keep the order of their devices; slots without one follow in order of ranks.
 
     Args:
         config: The slots.
@@ -490,11 +497,11 @@ def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[
     """
     free = [dict(offered) for offered in devices]
     ranks: list[list[int]] = [[] for _ in devices]
-    for slot in config.workers:
+    planned = _hosts_of_devices(config, devices)
+    for slot in sorted(config.workers, key=_device_order):
         names = (slot.device_type, base_type(slot.device_type, config))
-        found = next(
-            ((host, n) for host in range(len(free)) for n in names if free[host].get(n)), None
-        )
+        hosts = [planned[slot.rank]] if slot.rank in planned else range(len(free))
+        found = next(((host, n) for host in hosts for n in names if free[host].get(n)), None)
         if found is None:
             raise LaunchError(_shortage(config, devices, slot.device_type))
         host, name = found
@@ -503,7 +510,25 @@ def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[
     for host, mine in enumerate(ranks):
         if not mine:
             raise LaunchError(f"the plan has no work for node {host}; leave that host out")
-    return ranks
+    return [sorted(mine) for mine in ranks]
+
+
+def _device_order(slot: WorkerSlot) -> tuple[int, int, int]:
+    return (slot.device is None, slot.device or 0, slot.rank)
+
+
+def _hosts_of_devices(
+    config: LaunchConfig, devices: Sequence[dict[str, int]]
+) -> dict[int, int]:
+    """The host of each rank whose device the hosts have, by the plan's count of devices."""
+    found: dict[int, int] = {}
+    for kind in {slot.device_type for slot in config.workers}:
+        slots = [slot for slot in config.workers if slot.device_type == kind]
+        ends = list(accumulate(offered.get(kind, 0) for offered in devices))
+        if any(slot.device is None or slot.device >= ends[-1] for slot in slots):
+            continue
+        found |= {slot.rank: bisect_right(ends, slot.device or 0) for slot in slots}
+    return found
 
 
 def _shortage(config: LaunchConfig, devices: Sequence[dict[str, int]], name: str) -> str:

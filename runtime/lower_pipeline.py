@@ -1,5 +1,6 @@
 """Lower a pipeline plan: stages become ranks, microbatches their virtual nodes."""
 
+from collections.abc import Sequence
 from itertools import count
 
 from ..schedules.operations import Kind, Schedule
@@ -32,10 +33,10 @@ def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
     schedule = schedule_of(work, plan.microbatches)
     if schedule.weight_semantics != "flush":
         _check_rounds(plan)
-    types = {
-        rank: stage.device_type
+    held = {
+        rank: (stage.device_type, device)
         for stage, ranks in zip(plan.stages, ranks_of_stage, strict=True)
-        for rank in ranks
+        for rank, device in zip(ranks, _devices_of(plan, stage, ranks), strict=True)
     }
     return LaunchConfig(
         model=plan.model,
@@ -46,13 +47,14 @@ def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
         workers=tuple(
             WorkerSlot(
                 rank=rank,
-                device_type=types[rank],
+                device_type=held[rank][0],
+                device=held[rank][1],
                 virtual_nodes=tuple(
                     VirtualNode(index=index, batch_size=plan.microbatch_size)
                     for index in microbatches_of(schedule, rank)
                 ),
             )
-            for rank in range(len(types))
+            for rank in range(len(held))
         ),
     )
 
@@ -107,11 +109,17 @@ def _ranks_of_stages(plan: PipelinePlan) -> list[tuple[int, ...]]:
     known: dict[tuple[str, int], int] = {}
     return [
         tuple(
-            known.setdefault((stage.device_type, stage.first_device + replica), len(known))
-            for replica in range(stage.num_replicas)
+            known.setdefault((stage.device_type, device), len(known)) for device in stage.held
         )
         for stage in plan.stages
     ]
+
+
+def _devices_of(
+    plan: PipelinePlan, stage: StagePlan, ranks: tuple[int, ...]
+) -> Sequence[int | None]:
+    """The device of each rank; DualPipe's two directions run on any."""
+    return [None] * len(ranks) if plan.schedule == "dualpipe" else stage.held
 
 
 def _stage_of(stage: StagePlan, ranks: tuple[int, ...], recompute: bool) -> PipelineStage:

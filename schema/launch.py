@@ -21,11 +21,16 @@ class VirtualNode:
 
 @record
 class WorkerSlot:
-    """One worker: a rank, the device type it needs, and its virtual nodes in running order."""
+    """One worker: a rank, the device type it needs, and its virtual nodes in running order.
+
+    ``device`` is the device that the plan gave it: its place among those of the type, host after
+    host. None takes any.
+    """
 
     rank: Index
     device_type: Name
     virtual_nodes: tuple[VirtualNode, ...]
+    device: Index | None = None
 
     def __post_init__(self) -> None:
         if not self.virtual_nodes:

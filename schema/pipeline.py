@@ -381,7 +381,8 @@ class NestedBlock:
 class StagePlan:
     """One stage: its layers, who runs it, and what that costs.
 
-    ``first_device`` counts the pool's devices in the order of the topology. ``num_in_flight``
+    ``first_device`` counts the pool's devices in the order of the topology. ``devices`` names all
+    of them where they are no run from ``first_device`` on; ``held`` does always. ``num_in_flight``
     and ``weight_versions`` are per replica. ``seconds_per_input`` is the stage's share of the
     objective; ``compute_seconds`` one forward + backward pass of a microbatch (with
     recomputation where planned), ``forward_seconds`` the forward part of it; ``output_seconds``
@@ -406,10 +407,30 @@ class StagePlan:
     update_seconds: Seconds | None = None
     tied_seconds: Seconds | None = None
     nesting: tuple[NestedBlock, ...] = ()
+    devices: tuple[Index, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
             raise ProblemError("a stage must hold at least one layer")
+        if not self.devices:
+            return
+        if sorted(set(self.devices)) != list(self.devices) or len(self.devices) != (
+            self.num_replicas
+        ):
+            raise ProblemError(
+                f"devices must be {self.num_replicas} different ones, ascending, one a replica; "
+                f"got {list(self.devices)}"
+            )
+        if self.devices[0] != self.first_device:
+            raise ProblemError(
+                f"first_device is {self.first_device}, devices begin with {self.devices[0]}"
+            )
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The pool's devices that hold the stage, ascending: one a replica."""
+        run = range(self.first_device, self.first_device + self.num_replicas)
+        return self.devices or tuple(run)
 
 
 @record

@@ -310,6 +310,15 @@ def _leaves(
     return found
 
 
+def _devices(problem: PipelineProblem, path: Path, first: int) -> tuple[int, ...]:
+    """The devices of a lowest block: the same ones in each component that its parents take."""
+    found, width = [first], problem.pools[0].num_devices
+    for block, level in zip(path, reversed(problem.pools[0].levels), strict=True):
+        width //= level.num_components
+        found = [device + width * number for number in range(block.num_replicas) for device in found]
+    return tuple(sorted(found))
+
+
 def _product(path: Path) -> int:
     total = 1
     for block in path:
@@ -339,6 +348,7 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
         output_seconds=_output(problem, ranges, leaves, index),
         memory_bytes=_memory(problem, ranges, block, in_flight, versions),
         nesting=path,
+        devices=_devices(problem, path, device),
     )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -128,7 +128,7 @@ def partitions(problem: PipelineProblem) -> Iterator[list[tuple[str, ...]]]:
             ]
 
 
-def placements(problem: PipelineProblem, count: int) -> Iterator[list[tuple[str, int, int]]]:
+def runs(problem: PipelineProblem, count: int) -> Iterator[list[tuple[str, int, int]]]:
     """Every (type, first device, replicas) for each stage; runs may leave any devices idle."""
 
     def extend(done: list[tuple[str, int, int]]) -> Iterator[list[tuple[str, int, int]]]:
@@ -146,10 +146,57 @@ def placements(problem: PipelineProblem, count: int) -> Iterator[list[tuple[str,
     yield from extend([])
 
 
+def any_placements(
+    problem: PipelineProblem, count: int
+) -> Iterator[list[tuple[str, int, int, tuple[int, ...]]]]:
+    """Every choice of devices of one type for each stage, in any order and on any servers.
+
+    Devices of a lowest component are alike, so its first free ones stand for all.
+    """
+    widths = {pool.device_type: pool.levels[0].num_components for pool in problem.pools}
+
+    def chosen(free: tuple[int, ...], wanted: int) -> Iterator[tuple[int, ...]]:
+        """How many devices of each component, ``wanted`` in all."""
+        if not free:
+            if wanted == 0:
+                yield ()
+            return
+        for taken in range(min(free[0], wanted) + 1):
+            for rest in chosen(free[1:], wanted - taken):
+                yield (taken, *rest)
+
+    def extend(
+        free: dict[str, tuple[int, ...]], done: list[tuple[str, int, int, tuple[int, ...]]]
+    ) -> Iterator[list[tuple[str, int, int, tuple[int, ...]]]]:
+        if len(done) == count:
+            yield done
+            return
+        for name, left in free.items():
+            most = sum(left) if problem.replication else min(1, sum(left))
+            for m in range(1, most + 1):
+                for taken in chosen(left, m):
+                    width = widths[name]
+                    devices = tuple(
+                        width * (server + 1) - left[server] + number
+                        for server, some in enumerate(taken)
+                        for number in range(some)
+                    )
+                    rest = tuple(one - some for one, some in zip(left, taken, strict=True))
+                    stage = (name, devices[0], m, devices)
+                    yield from extend({**free, name: rest}, [*done, stage])
+
+    components = {
+        pool.device_type: (widths[pool.device_type],)
+        * (pool.num_devices // widths[pool.device_type])
+        for pool in problem.pools
+    }
+    yield from extend(components, [])
+
+
 def plan_of(
     problem: PipelineProblem,
     stages: list[tuple[str, ...]],
-    placed: list[tuple[str, int, int]],
+    placed: Sequence[tuple[str, int, int] | tuple[str, int, int, tuple[int, ...]]],
     recompute: bool,
     nesting: list[tuple[NestedBlock, ...]] | None = None,
 ) -> PipelinePlan:
@@ -164,10 +211,13 @@ def plan_of(
         stages=tuple(
             StagePlan(
                 layers=names, num_replicas=m, device_type=kind, first_device=first,
+                devices=devices[0] if devices else (),
                 num_in_flight=1, weight_versions=1, seconds_per_input=0.0, compute_seconds=0.0,
                 output_seconds=0.0, memory_bytes=0, nesting=nesting[i] if nesting else (),
             )
-            for i, (names, (kind, first, m)) in enumerate(zip(stages, placed, strict=True))
+            for i, (names, (kind, first, m, *devices)) in enumerate(
+                zip(stages, placed, strict=True)
+            )
         ),
         predicted=Prediction(step_seconds=0.0, samples_per_second=0.0),
         proof=Proof(termination="feasible", objective=0.0, lower_bound=None, gap=None, method=""),
@@ -266,8 +316,11 @@ def _launches(schedule: str, num_microbatches: int, replicas: tuple[int, ...]) -
     return True
 
 
-def best_flat(problem: PipelineProblem) -> float | None:
-    """The least objective over every plan, or None where none fits."""
+def best_flat(problem: PipelineProblem, placements=any_placements) -> float | None:
+    """The least objective over every plan, or None where none fits.
+
+    ``placements`` gives the devices of so many stages: any (the default), or ``runs`` in order.
+    """
     judge = replayed_step if problem.minimises == "step" else seconds_per_input
     best = None
     options = (False, True) if problem.recompute is None else (problem.recompute,)
@@ -275,11 +328,12 @@ def best_flat(problem: PipelineProblem) -> float | None:
         if problem.schedule not in FLUSHING and splits_tied_weights(problem, stages):
             continue
         for placed in placements(problem, len(stages)):
-            if problem.workers == "exactly" and sum(m for *_, m in placed) < problem.num_devices:
+            counts = tuple(entry[2] for entry in placed)
+            if problem.workers == "exactly" and sum(counts) < problem.num_devices:
                 continue
             if problem.num_stages not in (None, len(stages)):
                 continue
-            if problem.launchable and not launches(problem, tuple(m for *_, m in placed)):
+            if problem.launchable and not launches(problem, counts):
                 continue
             for recompute in options:
                 plan = plan_of(problem, stages, placed, recompute)
