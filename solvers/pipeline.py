@@ -3,7 +3,8 @@
 The text solves level by level for one device type; so does ``solved="nested"``
 (pipeline_nested.py), also with the released optimizer's prices. The default is flat: a stage
 takes a run of devices in the order of the topology and pays for the links it spans, which finds
-15-1 on four servers of four, where nested levels cannot. Memory limits and device types are part
+15-1 on four servers of four, where nested levels cannot; then any devices in any order
+(pipeline_anywhere.py). Memory limits and device types are part
 of the search.
 """
 
@@ -15,98 +16,248 @@ import numpy as np
 from ..schema.errors import InfeasibleError
 from ..schema.pipeline import ALIKE, PipelinePlan, PipelineProblem
 from . import pipeline_alike, pipeline_graph, pipeline_line, pipeline_nested
+from .effort import DEFAULT, Effort
+from .pipeline_anywhere import exact, has_one_order, relaxed
 from .pipeline_assemble import assemble, fill_seconds
-from .pipeline_cuts import Cuts, cuts_of
-from .pipeline_graph import PlacedStage
+from .pipeline_cuts import Cuts, cuts_of, own_order
+from .pipeline_graph import PlacedStage, Search, StoppedError
 from .pipeline_infeasible import explain
 from .pipeline_line import TOLERANCE, objective
+from .pipeline_packing import NoSeatsError, Seats, seat
 from .pipeline_prices import Prices
 from .pipeline_space import Space, build
 from .pipeline_step import best_step, relaxed_step
+from .pipeline_step_tree import EXACT, Incumbent
 
 Method = Literal["auto", "line", "graph"]
+ORDERED = "; optimal among ordered placements, the gap is against all"
 
 
-def solve(problem: PipelineProblem, *, method: Method = "auto") -> PipelinePlan:
-    """Minimise the time of the slowest stage or boundary, in seconds per input.
+def solve(
+    problem: PipelineProblem, *, method: Method = "auto", effort: Effort = DEFAULT
+) -> PipelinePlan:
+    """Minimise the step, or the slowest stage or boundary in seconds per input.
 
-    Exact: over every partition into cuts of the graph, every number of replicas, every order of
-    device types and every placement as a run of devices. A graph of more than 2,000 cuts is cut
-    in its own order only; the plan then says ``feasible`` and carries a bound. Deterministic.
-    Of plans within a billionth of the best, single stages included, the one with the least step
-    time is returned.
+    Over every partition into cuts of the graph, every number of replicas and every placement on
+    devices: ordered ones (runs in the order of the topology) first, then any devices in any
+    order, searched to the end where that is affordable and bounded from below where not. The
+    proof says which: ``optimal`` is so over all placements. A graph of more than 2,000 cuts is
+    cut in its own order only; the plan then says ``feasible`` and carries a bound. Deterministic,
+    unless ``effort`` stops it by a clock. Of plans within a billionth of the best, single stages
+    included, the one with the least step time is returned.
 
     Args:
         problem: Layers, pools, and the choices that govern the search.
         method: ``line`` (parametric search; cuts in one line, at most all workers), ``graph``
             (dynamic program; any), or whichever applies. Both give the same objective.
+        effort: How much to search, and which gap is near enough.
 
     Returns:
         A plan that ``checks.pipeline.check`` accepts for ``problem``.
 
     Raises:
         InfeasibleError: No partition fits the memory, or uses exactly what is asked; says which
-            stage lacks how many bytes.
+            stage lacks how many bytes. Or the effort's limit came before any plan.
     """
     if problem.schedule in ALIKE:
-        return pipeline_alike.solve(problem)
+        return pipeline_alike.solve(problem, effort=effort)
     if problem.solved == "nested":
-        return pipeline_nested.solve(problem, method=method)
+        return pipeline_nested.solve(problem, method=method, effort=effort)
     cuts, space = cuts_of(problem), build(problem)
     options = (False, True) if problem.recompute is None else (problem.recompute,)
     tables = [Prices(problem, cuts, space.bandwidths, recompute=option) for option in options]
-    found = [
-        Candidate(prices, placed)
-        for prices in tables
-        for placed in _candidates(problem, prices, space, method)
-    ]
+    task = _Task(problem, tables, space, method, effort)
+    found = [candidate for prices in tables for candidate in task.candidates(prices)]
     if not found:
+        if task.was_stopped:
+            raise InfeasibleError(
+                "the time limit came before any plan was found", hint="give the search longer"
+            )
         raise explain(problem, tables[-1], space, _search(problem, cuts, method))
-    if problem.minimises == "step":
-        return _least_step(problem, tables, space, found)
-    best = _choose(found)
-    bound = None if cuts.complete else relaxed_bound(tables, space)
-    return assemble(problem, best.prices, best.placed, best.seconds, bound, _name(problem, cuts))
+    return _least_step(task, found) if problem.minimises == "step" else _bottleneck(task, found)
 
 
-def _least_step(
-    problem: PipelineProblem, tables: list[Prices], space: Space, found: list["Candidate"]
-) -> PipelinePlan:
-    search = _search(problem, tables[0].cuts, "auto")
-    known = [(candidate.prices, candidate.placed) for candidate in found]
-    best, bound = best_step(problem, tables, space, known, search)
-    assert best.placed is not None
-    assert best.prices is not None
-    cuts, prices = tables[0].cuts, best.prices
+@dataclass
+class _Task:
+    """One problem with its tables, and what a search over them has found out."""
+
+    problem: PipelineProblem
+    tables: list[Prices]
+    space: Space
+    method: Method
+    effort: Effort
+    was_stopped: bool = False
+
+    def candidates(self, prices: Prices) -> list["Candidate"]:
+        """Single stages, and the least bottleneck of ordered placements."""
+        found = _single_stages(self.problem, prices, self.space)
+        search = _search(self.problem, prices.cuts, self.method)
+        below = np.inf
+        if search is pipeline_graph.search:
+            below = self._first_guess(prices, found)
+        placed = self.ask(search, prices, self.space, below)
+        if placed is None and np.isfinite(below) and not self.was_stopped and not found:
+            placed = self.ask(search, prices, self.space, np.inf)
+        found += [placed] if placed is not None else []
+        return [self.seated(prices, self.space, entry) for entry in found]
+
+    def _first_guess(self, prices: Prices, found: list[list[PlacedStage]]) -> float:
+        """Seconds that some placement attains: a single stage, or cuts in the layers' own order."""
+        known = [objective(prices, placed) for placed in found]
+        line = own_order(self.problem, prices.cuts)
+        if line is not None and self._is_simple:
+            table = Prices(self.problem, line, self.space.bandwidths, recompute=prices.recompute)
+            placed = self.ask(pipeline_line.search, table, self.space, np.inf)
+            if placed is not None:
+                number = {inside: cut for cut, inside in enumerate(prices.cuts.layer_sets)}
+                at = [number[inside] for inside in line.layer_sets]
+                found.append([(at[first], at[last], move) for first, last, move in placed])
+                known.append(objective(prices, found[-1]))
+        return min(known, default=np.inf) * (1 + TOLERANCE)
+
+    @property
+    def _is_simple(self) -> bool:
+        return self.problem.workers == "at_most" and self.problem.num_stages is None
+
+    def ask(
+        self, search: Search, prices: Prices, space: Space, below: float
+    ) -> list[PlacedStage] | None:
+        """A search's answer; what it has when the effort's limit comes."""
+        try:
+            return search(self.problem, prices, space, below=below, effort=self.effort)
+        except StoppedError as stopped:
+            self.was_stopped = True
+            return stopped.placed
+
+    def seated(self, prices: Prices, space: Space, placed: list[PlacedStage]) -> "Candidate":
+        """A placement as a plan's stages.
+
+        Raises:
+            NoSeatsError: The devices that it counts are nowhere together.
+        """
+        return Candidate(prices, seat(self.problem, space, placed))
+
+    def finish(self, best: "Candidate", seconds: float, bound: float, claim: str) -> PipelinePlan:
+        """The plan of a candidate, with what is proved of it."""
+        return assemble(self.problem, best.prices, best.seats, seconds, bound, claim)
+
+
+def _bottleneck(task: _Task, found: list["Candidate"]) -> PipelinePlan:
+    """The least bottleneck of ordered placements, then of all."""
+    problem, cuts = task.problem, task.tables[0].cuts
+    ordered = _choose(found)
+    spread = relaxed_bound(task.tables, task.space)
+    is_closed = cuts.complete and not task.was_stopped
+    best, bound = ordered, ordered.seconds if is_closed else min(spread, ordered.seconds)
+    if not has_one_order(problem):
+        best, least = _anywhere(task, ordered)
+        bound = min(bound, max(least, min(spread, best.seconds)))
+        bound = min(max(bound, spread), best.seconds)
+        if not is_closed:
+            bound = min(spread, best.seconds)
+    name = _name(problem, cuts)
+    is_gap = bound < best.seconds * (1 - EXACT)
+    if is_gap and is_closed and best is ordered:
+        name += ORDERED
+    return task.finish(best, best.seconds, bound, name)
+
+
+def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
+    """A placement in any order that beats the ordered one, and a bound of all.
+
+    A relaxed search bounds them; where its answer fits the components it is the optimum. Else
+    the exact space is searched, where it is small enough.
+    """
+    problem, effort, best, bounds = task.problem, task.effort, ordered, []
+    search = _search(problem, task.tables[0].cuts, task.method)
+    cost = 1.0 if search is pipeline_line.search else float(task.tables[0].cuts.size) ** 2 / 10
+    most_moves = effort.anywhere_work / cost
+    counted = relaxed(problem, most_moves)
+    if counted is None:
+        return ordered, 0.0
+    for prices in task.tables:
+        known = best.seconds * (1 - TOLERANCE)
+        bound = best.seconds
+        placed = task.ask(search, prices, counted, known)
+        if task.was_stopped:
+            return best, 0.0
+        if placed is not None:
+            bound = objective(prices, placed)
+            try:
+                other = task.seated(prices, counted, placed)
+            except NoSeatsError:
+                other, bound = _exactly(task, search, prices, best, bound, most_moves)
+            best = other if other.seconds < best.seconds else best
+        bounds.append(bound)
+    return best, min(bounds)
+
+
+def _exactly(
+    task: _Task,
+    search: Search,
+    prices: Prices,
+    best: "Candidate",
+    bound: float,
+    most_moves: float,
+) -> tuple["Candidate", float]:
+    """The best placement where what every component holds is counted, and what is proved."""
+    space = exact(task.problem, most_moves)
+    if space is None:
+        return best, bound
+    placed = task.ask(search, prices, space, best.seconds * (1 - TOLERANCE))
+    if task.was_stopped:
+        return best, bound
+    if placed is None:
+        return best, best.seconds
+    other = task.seated(prices, space, placed)
+    return other, other.seconds
+
+
+def _least_step(task: _Task, found: list["Candidate"]) -> PipelinePlan:
+    """The least step, of placements in any order where the search closes, else of ordered ones."""
+    problem, tables, effort, cuts = task.problem, task.tables, task.effort, task.tables[0].cuts
+    search, best = _search(problem, cuts, "auto"), Incumbent()
+    for candidate in found:
+        best.offer_seated(problem, candidate.prices, candidate.seats)
+    bound, claim = 0.0, ""
+    counted = task.space
+    if not has_one_order(problem):
+        per_move = cuts.size if tables[0].is_line else cuts.size**2 / 10
+        found_space = relaxed(problem, effort.relaxed_work / per_move / 10)
+        counted = found_space or counted
+    if has_one_order(problem) or not counted.is_ordered:
+        bound = best_step(problem, tables, counted, best, search, effort)
+    is_open = not effort.accepts(best.seconds, bound)
+    if is_open and not has_one_order(problem):
+        before = best.seconds
+        ordered = best_step(problem, tables, task.space, best, search, effort)
+        if best.seconds <= before and ordered >= best.seconds * (1 - EXACT):
+            claim = ORDERED
+        bound = max(bound, relaxed_step(problem, tables))
     if not cuts.complete:
         bound = min(bound, relaxed_step(problem, tables))
+    assert best.seats is not None
+    assert best.prices is not None
     suffix = "" if cuts.complete else "; cuts in the layers' own order only"
-    name = f"least step over {cuts.size} cuts, flat, ring prices{suffix}"
-    return assemble(problem, prices, best.placed, best.seconds, bound, name)
+    name = f"least step over {cuts.size} cuts, flat, ring prices{suffix}{claim}"
+    bound = min(bound, best.seconds)
+    return task.finish(Candidate(best.prices, best.seats), best.seconds, bound, name)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A placement with the prices it was found under."""
+    """A placement on named devices, with the prices it was found under."""
 
     prices: Prices
-    placed: list[PlacedStage]
+    seats: Seats
 
     @property
     def seconds(self) -> float:
-        """The objective."""
-        return objective(self.prices, self.placed)
+        """The slowest stage or boundary, in seconds per input."""
+        return objective(self.prices, self.seats.placed)
 
 
-def _candidates(
-    problem: PipelineProblem, prices: Prices, space: Space, method: Method
-) -> list[list[PlacedStage]]:
-    found = _single_stages(problem, prices, space)
-    placed = _search(problem, prices.cuts, method)(problem, prices, space, 0.0)
-    return [*found, placed] if placed is not None else found
-
-
-def _search(problem: PipelineProblem, cuts: Cuts, method: Method) -> "pipeline_graph.Search":
+def _search(problem: PipelineProblem, cuts: Cuts, method: Method) -> Search:
     if method == "auto":
         simple = problem.workers == "at_most" and problem.num_stages is None
         is_line = cuts.before is None and cuts.copied_bytes is None
@@ -137,7 +288,9 @@ def _single_stages(
 def _choose(found: list[Candidate]) -> Candidate:
     least = min(candidate.seconds for candidate in found)
     ties = [c for c in found if c.seconds <= least * (1 + 1e-9)]
-    return min(ties, key=lambda c: (fill_seconds(c.prices, c.placed), len(c.placed)))
+    return min(
+        ties, key=lambda c: (fill_seconds(c.prices, c.seats.placed), len(c.seats.placed))
+    )
 
 
 def relaxed_bound(tables: list[Prices], space: Space) -> float:

@@ -20,6 +20,7 @@ from ..schedules.operations import Schedule
 from ..schedules.registry import generate
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.pipeline import FLUSHING, SPLIT_BACKWARD, PipelinePlan, PipelineProblem
+from .effort import DEFAULT, Effort
 from .pipeline_alike_option import Cut, Option, Shape
 from .pipeline_assemble import finish
 from .pipeline_cuts import cuts_of
@@ -50,7 +51,7 @@ class _Best:
         return True
 
 
-def solve(problem: PipelineProblem) -> PipelinePlan:
+def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan:
     """Plan a schedule of pipelines side by side; see the module.
 
     Raises:

@@ -7,6 +7,7 @@ from ..schema.pipeline import FLUSHING, NestedBlock, PipelinePlan, PipelineProbl
 from ..schema.plan import Prediction, Proof
 from .pipeline_cuts import layers_of
 from .pipeline_graph import PlacedStage
+from .pipeline_packing import Seats
 from .pipeline_prices import Prices
 from .pipeline_step_model import stages_of, step_of
 
@@ -14,7 +15,7 @@ from .pipeline_step_model import stages_of, step_of
 def assemble(
     problem: PipelineProblem,
     prices: Prices,
-    placed: list[PlacedStage],
+    seats: Seats,
     objective: float,
     bound: float | None,
     method: str,
@@ -24,18 +25,18 @@ def assemble(
     Args:
         problem: What was asked.
         prices: The tables it was found under, with or without recomputation.
-        placed: Stages, first one first.
+        seats: Stages, first one first, and their devices.
         objective: Seconds per input, or per step, as the problem says.
         bound: A lower bound where the search was cut short; None where it was exhaustive.
         method: How the plan was found.
     """
     return finish(
         problem,
-        [_stage(problem, prices, placed, index) for index in range(len(placed))],
+        [_stage(problem, prices, seats, index) for index in range(len(seats.placed))],
         recompute=prices.recompute,
         objective=objective,
         bound=bound,
-        step=_step(problem, prices, placed, objective),
+        step=_step(problem, prices, seats.placed, objective),
         method=method,
     )
 
@@ -112,9 +113,8 @@ def _output(prices: Prices, placed: list[PlacedStage], index: int) -> float:
     return boundary_seconds(crossing, prices.bandwidths[slowest])
 
 
-def _stage(
-    problem: PipelineProblem, prices: Prices, placed: list[PlacedStage], index: int
-) -> StagePlan:
+def _stage(problem: PipelineProblem, prices: Prices, seats: Seats, index: int) -> StagePlan:
+    placed, held = seats.placed, seats.devices[index]
     first, last, move = placed[index]
     pool = problem.pools[move.pool]
     forward = prices.cuts.forward_seconds[move.pool]
@@ -127,7 +127,8 @@ def _stage(
         layers=names_between(problem, prices, first, last),
         num_replicas=move.num_replicas,
         device_type=pool.device_type,
-        first_device=pool.num_devices - move.first - move.num_replicas,
+        first_device=held[0],
+        devices=listed(held),
         num_in_flight=in_flight,
         weight_versions=versions,
         seconds_per_input=prices.stage_seconds(
@@ -143,6 +144,11 @@ def _stage(
     )
 
 
+def listed(devices: tuple[int, ...]) -> tuple[int, ...]:
+    """Devices as a stage of a plan names them: none where they are a run."""
+    return () if devices[-1] - devices[0] + 1 == len(devices) else devices
+
+
 def names_between(
     problem: PipelineProblem, prices: Prices, first: int, last: int
 ) -> tuple[str, ...]:
@@ -151,4 +157,4 @@ def names_between(
     return tuple(problem.layers[layer].id for layer in layers_of(sets[last] & ~sets[first]))
 
 
-__all__ = ["NestedBlock", "assemble", "fill_seconds", "finish", "names_between"]
+__all__ = ["NestedBlock", "assemble", "fill_seconds", "finish", "listed", "names_between"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..costs.pipeline import tied_weights
+from ..costs.pipeline import slowest_links, tied_weights
 from ..schema.pipeline import PipelineProblem
 
 MAX_CUTS = 2000
@@ -54,26 +54,72 @@ class Cuts:
         return len(self.layer_sets)
 
 
-def cuts_of(problem: PipelineProblem, *, lazy_sources: bool = False) -> Cuts:
+def cuts_of(
+    problem: PipelineProblem, *, lazy_sources: bool = False, every: bool = False
+) -> Cuts:
     """List the cuts of a problem's graph.
 
     Args:
         problem: Layers and edges.
         lazy_sources: A second source enters with its first consumer, as in the released
             optimizer; fewer cuts.
+        every: List those too that ``_weightless`` leaves out.
 
     Returns:
-        All cuts; or, where there are more than 2,000, those of the layers' own order.
+        All cuts that may count (see ``_weightless``); or, where there are more than 2,000, those
+        of the layers' own order.
     """
     size = len(problem.layers)
     parents = _parents(problem)
+    free = 0 if every else _weightless(problem)
     if all(layer in (0, size) or parents[layer] >> (layer - 1) & 1 for layer in range(size)):
         return _sums(problem, [(1 << k) - 1 for k in range(size + 1)], is_line=True, complete=True)
-    sets = _lazy_sets(problem, parents) if lazy_sources else _sets(parents, (1 << size) - 1)
+    sets = _lazy_sets(problem, parents, free) if lazy_sources else _sets(parents, free)
     if sets is None:
         line = [(1 << k) - 1 for k in range(size + 1)]
         return _sums(problem, line, is_line=True, complete=False)
-    return _sums(problem, sets, is_line=len(sets) == size + 1, complete=True)
+    nested = all(before & ~after == 0 for before, after in zip(sets, sets[1:], strict=False))
+    return _sums(problem, sets, is_line=nested, complete=True)
+
+
+def _weightless(problem: PipelineProblem) -> int:
+    """Layers, as bits, that take no time and no bytes at all, such as picking an unused state.
+
+    Moving one into the stage of its last parent (the first stage where it has none) makes no
+    stage slower or larger and lets no more cross a cut. A stage that it leaves empty is dropped:
+    the link past it is no slower than the slower of its two. So only cuts that hold such a layer
+    as soon as they hold its parents count. Not so where a number of stages or workers is asked
+    for, nor where a second device type might be a faster way between devices of one.
+    """
+    if problem.num_stages is not None or problem.workers == "exactly":
+        return 0
+    between = problem.inter_bytes_per_second
+    if len(problem.pools) > 1 and between is not None:
+        if between > min(slowest_links(pool.levels)[-1] for pool in problem.pools):
+            return 0
+    tied = {name for layer in problem.layers for name in (*layer.shared_with, layer.id)
+            if layer.shared_with}  # fmt: skip
+    found = 0
+    for index, layer in enumerate(problem.layers):
+        seconds = sum(
+            pool.forward_seconds[index] + pool.backward_seconds[index] for pool in problem.pools
+        )
+        size = layer.activation_bytes + layer.weight_bytes + layer.kept_bytes
+        if seconds == 0 and size == 0 and layer.id not in tied:
+            found |= 1 << index
+    return 0 if found == (1 << len(problem.layers)) - 1 else found
+
+
+def own_order(problem: PipelineProblem, cuts: Cuts) -> Cuts | None:
+    """The cuts of the layers' own order alone, of a graph that has others; else None.
+
+    None too where weights are tied: then a stage is more than the difference of two cuts.
+    """
+    if cuts.before is None or cuts.copied_bytes is not None:
+        return None
+    parents, free = _parents(problem), _weightless(problem)
+    prefixes = [_closed(parents, (1 << k) - 1, free) for k in range(1, len(problem.layers) + 1)]
+    return _sums(problem, sorted({0, *prefixes}), is_line=True, complete=False)
 
 
 def _parents(problem: PipelineProblem) -> list[int]:
@@ -83,16 +129,23 @@ def _parents(problem: PipelineProblem) -> list[int]:
     return parents
 
 
-def _sets(parents: list[int], among: int) -> list[int] | None:
-    """Every set of layers among some that holds its members' parents; None if too many."""
+def _sets(parents: list[int], free: int) -> list[int] | None:
+    """Every set of layers that holds its members' parents; None if too many.
+
+    Those of ``free`` are in it as soon as their parents are, the empty set apart.
+    """
     found, newest = {0}, [0]
     while newest:
         following = set()
         for inside in newest:
             for layer, needs in enumerate(parents):
                 bit = 1 << layer
-                if among & bit and not inside & bit and not needs & among & ~inside:
-                    following.add(inside | bit)
+                if bit & (free | inside) or needs & ~inside & ~free:
+                    continue
+                closed = _closed(parents, inside | bit, free)
+                if not needs & ~closed:
+                    following.add(closed)
+        following -= found
         found |= following
         newest = list(following)
         if len(found) > MAX_CUTS:
@@ -100,7 +153,17 @@ def _sets(parents: list[int], among: int) -> list[int] | None:
     return sorted(found, key=lambda inside: (inside.bit_count(), inside))
 
 
-def _lazy_sets(problem: PipelineProblem, parents: list[int]) -> list[int] | None:
+def _closed(parents: list[int], inside: int, free: int) -> int:
+    """A set with the layers of ``free`` whose parents are in it."""
+    if not free:
+        return inside
+    for layer, needs in enumerate(parents):
+        if free >> layer & 1 and not needs & ~inside:
+            inside |= 1 << layer
+    return inside
+
+
+def _lazy_sets(problem: PipelineProblem, parents: list[int], free: int) -> list[int] | None:
     """The empty cut, and what taking in one child after another reaches from the first layer."""
     ancestors: list[int] = []
     for needs in parents:
@@ -108,14 +171,18 @@ def _lazy_sets(problem: PipelineProblem, parents: list[int]) -> list[int] | None
         for layer in layers_of(needs):
             ancestors[-1] |= ancestors[layer]
     children = _children(problem)
-    found, newest = {1}, [1]
+    first = _closed(parents, 1, free)
+    found, newest = {first}, [first]
     while newest and len(found) <= MAX_CUTS:
         following = set()
         for inside in newest:
             open_ = 0
             for layer in layers_of(inside):
                 open_ |= children[layer] & ~inside
-            following |= {inside | 1 << child | ancestors[child] for child in layers_of(open_)}
+            following |= {
+                _closed(parents, inside | 1 << child | ancestors[child], free)
+                for child in layers_of(open_)
+            }
         newest = list(following - found)
         found |= following
     if len(found) > MAX_CUTS:
@@ -143,12 +210,10 @@ def _sums(problem: PipelineProblem, sets: list[int], *, is_line: bool, complete:
         dtype=np.float64,
     )
     if is_line:
-        order = [
-            layers_of(after & ~before)[0] for before, after in zip(sets, sets[1:], strict=False)
-        ]
-        sums = np.concatenate(
-            [np.zeros((len(per_layer), 1)), np.cumsum(per_layer[:, order], axis=1)], axis=1
-        )
+        added = [layers_of(after & ~before) for before, after in zip(sets, sets[1:], strict=False)]
+        steps = [per_layer[:, layers].sum(axis=1) for layers in added]
+        start = np.zeros(len(per_layer))
+        sums = np.cumsum(np.array([start, *steps]), axis=0).T
     else:
         inside = _membership(sets, len(problem.layers)).astype(np.float64)
         sums = per_layer @ inside.T
@@ -215,8 +280,9 @@ def _crossing(problem: PipelineProblem, sets: list[int], is_line: bool) -> Float
 
 def _crossing_line(problem: PipelineProblem, sets: list[int], children: list[int]) -> Floats:
     position = {
-        (after & ~before).bit_length() - 1: index
+        layer: index
         for index, (before, after) in enumerate(zip(sets, sets[1:], strict=False))
+        for layer in layers_of(after & ~before)
     }
     change = np.zeros(len(sets) + 1)
     for layer, index in position.items():

@@ -10,41 +10,87 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schema.pipeline import PipelineProblem
+from .effort import DEFAULT, Effort
 from .pipeline_cuts import Floats
 from .pipeline_prices import Prices
 from .pipeline_space import Move, Space
 
 PlacedStage = tuple[int, int, Move]
+_LOOK = 64  # moves between two questions whether to stop
+_CLOSE = 1 + 1e-9
 
 
 class Search(Protocol):
     """A method: the best placement under limits raised by some bytes, or None."""
 
     def __call__(
-        self, problem: PipelineProblem, prices: Prices, space: Space, extra_bytes: float
+        self,
+        problem: PipelineProblem,
+        prices: Prices,
+        space: Space,
+        extra_bytes: float = 0.0,
+        *,
+        below: float = ...,
+        effort: Effort = ...,
     ) -> list[PlacedStage] | None:
         """Stages in the model's order."""
 
 
+class StoppedError(Exception):
+    """The caller's limit ended a search; ``bound`` is what it had proved."""
+
+    def __init__(self, bound: float, placed: list[PlacedStage] | None = None) -> None:
+        super().__init__("stopped")
+        self.bound, self.placed = bound, placed
+
+
 def search(
-    problem: PipelineProblem, prices: Prices, space: Space, extra_bytes: float = 0.0
+    problem: PipelineProblem,
+    prices: Prices,
+    space: Space,
+    extra_bytes: float = 0.0,
+    *,
+    below: float = np.inf,
+    effort: Effort = DEFAULT,
 ) -> list[PlacedStage] | None:
-    """Find the best placement, first stage first; None where nothing fits the memory."""
+    """Find the best placement, first stage first; None where nothing fits the memory.
+
+    Args:
+        problem: What is asked.
+        prices: Seconds of stages and boundaries.
+        space: The pools' states and moves.
+        extra_bytes: Raises every limit of memory.
+        below: Only placements of at most so many seconds are looked for. A state and cut whose
+            work ahead takes longer even spread over all devices left is passed over.
+        effort: Says when to stop.
+
+    Raises:
+        StoppedError: The effort's limit came first.
+    """
     size = prices.cuts.size
     best = np.full((len(space.states), size), np.inf)
     move_of = np.full((len(space.states), size), -1, np.int32)
     next_cut = np.zeros((len(space.states), size), np.int32)
     best[0, -1] = 0.0
     table = _Table(problem, prices, extra_bytes)
+    ahead = _least_ahead(problem, prices, space)
     rows = np.arange(size)
+    used = [sum(state.used) for state in space.states]
     for number, move in enumerate(space.moves):
+        if number % _LOOK == 0 and effort.should_stop():
+            raise StoppedError(0.0)
         behind = np.maximum(best[move.source], prices.boundary_seconds[move.gap])
-        if not np.isfinite(behind).any():
+        hopeful = behind < np.inf
+        if below < np.inf:
+            left = problem.num_devices - used[move.source]
+            hopeful = (behind <= below) & (ahead <= below * left * _CLOSE)
+        cuts = np.flatnonzero(hopeful)
+        if not len(cuts):
             continue
-        total = np.maximum(table.price(move), behind[None, :])
-        following = total.argmin(axis=1)
-        value = total[rows, following]
-        better = value < best[move.target]
+        total = np.maximum(table.price(move)[:, cuts], behind[cuts])
+        chosen = total.argmin(axis=1)
+        value, following = total[rows, chosen], cuts[chosen]
+        better = (value < best[move.target]) & (value <= below)
         best[move.target][better] = value[better]
         move_of[move.target][better] = number
         next_cut[move.target][better] = following[better]
@@ -53,6 +99,17 @@ def search(
     if not np.isfinite(best[state, 0]):
         return None
     return _walk(space, state, move_of, next_cut)
+
+
+def _least_ahead(problem: PipelineProblem, prices: Prices, space: Space) -> Floats:
+    """[cuts] device seconds per input that the layers before a cut need at the least."""
+    kinds, _ = space.moves.numbered("pool", "num_replicas", "span")
+    found = np.full(prices.cuts.size, np.inf)
+    for pool in range(len(problem.pools)):
+        rates = [m * prices.slopes(own, m, span).per_compute for own, m, span in kinds if own == pool]
+        if rates and len(problem.pools) == 1:
+            found = np.minimum(found, min(rates) * prices.compute_seconds[pool])
+    return np.where(np.isfinite(found), found, 0.0)
 
 
 def final_states(problem: PipelineProblem, space: Space) -> NDArray[np.int64]:

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..schema.pipeline import PipelineProblem
+from .effort import DEFAULT, Effort
 from .pipeline_cuts import Floats
-from .pipeline_graph import PlacedStage
+from .pipeline_graph import PlacedStage, StoppedError
 from .pipeline_prices import Prices
 from .pipeline_space import Space
 
@@ -25,19 +26,27 @@ Ints = NDArray[np.int64]
 
 
 def search(
-    problem: PipelineProblem, prices: Prices, space: Space, extra_bytes: float = 0.0
+    problem: PipelineProblem,
+    prices: Prices,
+    space: Space,
+    extra_bytes: float = 0.0,
+    *,
+    below: float = np.inf,
+    effort: Effort = DEFAULT,
 ) -> list[PlacedStage] | None:
     """Find the best placement, first stage first; None where nothing fits the memory.
 
-    Exact up to one part in 10^12.
+    Exact up to one part in 10^12. Arguments and errors as of ``pipeline_graph.search``.
     """
     line = Line(problem, prices, space, extra_bytes)
-    placed = line.place(np.inf)
+    placed = line.place(below)
     if placed is None:
         return None
     high, low, halvings = line.attained(placed), 0.0, 0
     probe = False
     while high > low * (1 + TOLERANCE) and high > 0:
+        if effort.should_stop():
+            raise StoppedError(low, placed)
         limit = high * (1 - TOLERANCE) if probe else _between(low, high)
         found = line.place(limit)
         halvings += 1

@@ -6,7 +6,7 @@ compute time of a block. The dynamic program fills A(i -> j, m) with arrays over
 are in one line the parametric search of pipeline_nested_line.py gives the same in far less time.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
@@ -21,7 +21,8 @@ from ..costs.pipeline import (
 from ..schema.errors import InfeasibleError
 from ..schema.pipeline import NestedBlock, PipelinePlan, PipelineProblem, StagePlan
 from . import pipeline_nested_line
-from .pipeline_assemble import finish
+from .effort import DEFAULT, Effort
+from .pipeline_assemble import finish, listed
 from .pipeline_cuts import Floats, cuts_of, layers_of
 from .pipeline_states import (
     Block,
@@ -35,10 +36,14 @@ from .pipeline_states import (
 _CLOSE = 1 + 1e-12
 
 
-def solve(problem: PipelineProblem, *, method: str = "auto") -> PipelinePlan:
+def solve(
+    problem: PipelineProblem, *, method: str = "auto", effort: Effort = DEFAULT
+) -> PipelinePlan:
     """Minimise the slowest block over nested levels, in seconds per input.
 
-    Exact for the recurrence, with exactly or at most the components of each level.
+    Exact for the recurrence, with exactly or at most the components of each level: its plans are
+    blocks inside blocks, so ``optimal`` is said of those alone. A graph of more than 2,000 cuts
+    is cut in its own order only, and the plan claims no bound.
 
     Raises:
         InfeasibleError: No partition uses what is asked, or passes the published memory test.
@@ -48,12 +53,23 @@ def solve(problem: PipelineProblem, *, method: str = "auto") -> PipelinePlan:
     cuts = cuts_of(problem, lazy_sources=True)
     if method == "line" or (method == "auto" and pipeline_nested_line.applies(problem, cuts)):
         answer = pipeline_nested_line.search(problem, cuts)
-        return _plan(problem, answer.ranges, answer.nested, answer.seconds, "parametric search")
-    return _by_tables(problem, inclusion_states(cuts))
+        plan = _plan(problem, answer.ranges, answer.nested, answer.seconds, "parametric search")
+        return plan if cuts.complete else _of_own_order(plan)
+    plan = _by_tables(problem, inclusion_states(cuts), effort)
+    return plan if cuts.complete else _of_own_order(plan)
 
 
-def _by_tables(problem: PipelineProblem, states: States) -> PipelinePlan:
-    tables = _fill(problem, states)
+def _of_own_order(plan: PipelinePlan) -> PipelinePlan:
+    """A plan of one order of the layers out of many, which bounds nothing."""
+    method = f"{plan.proof.method}; cuts in the layers' own order only"
+    proof = replace(
+        plan.proof, termination="feasible", lower_bound=None, gap=None, method=method
+    )
+    return replace(plan, proof=proof)
+
+
+def _by_tables(problem: PipelineProblem, states: States, effort: Effort) -> PipelinePlan:
+    tables = _fill(problem, states, effort)
     seconds = float(tables[-1].best[0, -1, -1])
     if not np.isfinite(seconds):
         raise InfeasibleError(
@@ -76,7 +92,7 @@ class _Level:
     devices_below: int
 
 
-def _fill(problem: PipelineProblem, states: States) -> list[_Level]:
+def _fill(problem: PipelineProblem, states: States, effort: Effort) -> list[_Level]:
     compute, below, tables = states.compute, 1, []
     levels = problem.pools[0].levels
     for number, level in enumerate(levels):
@@ -88,7 +104,7 @@ def _fill(problem: PipelineProblem, states: States) -> list[_Level]:
             level.bytes_per_second,
             below,
         )
-        _fill_level(problem, states, table, 1 if is_top else states.size)
+        _fill_level(problem, states, table, 1 if is_top else states.size, effort)
         tables.append(table)
         compute = table.best[:, :, -1]
         # The released code divides by the previous level's devices alone.
@@ -96,11 +112,19 @@ def _fill(problem: PipelineProblem, states: States) -> list[_Level]:
     return tables
 
 
-def _fill_level(problem: PipelineProblem, states: States, table: _Level, rows: int) -> None:
+def _fill_level(
+    problem: PipelineProblem, states: States, table: _Level, rows: int, effort: Effort
+) -> None:
     for replicas in range(1, _most(problem, table.components) + 1):
         table.best[:, :, replicas - 1] = _single(problem, states, table, replicas)
     for workers in range(2, table.components + 1):
         for last in range(states.size):
+            if effort.should_stop():
+                raise InfeasibleError(
+                    "the time limit came before the nested recurrence was solved, which has no "
+                    "plan before its end",
+                    hint="give it longer, or solve flat (leave --stage-cost published out)",
+                )
             found = table.best[: min(rows, last + 1), last]
             if problem.workers == "at_most":
                 np.minimum(found[:, workers - 1], found[:, workers - 2], out=found[:, workers - 1])
@@ -284,7 +308,7 @@ def _plan(
         bound=None,
         step=problem.num_microbatches * seconds,
         method=f"{method} over {len(ranges.layer_sets) + 1} cuts, nested levels, "
-        f"{problem.stage_cost} prices",
+        f"{problem.stage_cost} prices; of nested placements alone",
     )
 
 
@@ -348,7 +372,7 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
         output_seconds=_output(problem, ranges, leaves, index),
         memory_bytes=_memory(problem, ranges, block, in_flight, versions),
         nesting=path,
-        devices=_devices(problem, path, device),
+        devices=listed(_devices(problem, path, device)),
     )
 
 

@@ -102,7 +102,7 @@ class Repetitive:
     def _prices(self) -> dict[tuple[int, bool], Prices]:
         return {
             (size, recompute): Prices(
-                problem, cuts_of(problem), bandwidths_of(problem), recompute=recompute
+                problem, cuts_of(problem, every=True), bandwidths_of(problem), recompute=recompute
             )
             for size, problem in self.problems.items()
             for recompute in (False, True)

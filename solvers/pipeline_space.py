@@ -21,13 +21,15 @@ class State(NamedTuple):
     """Devices consumed so far, by pool; and what else the future depends on.
 
     ``workers`` counts devices in use, ``last_pool`` names the pool of the stage placed last,
-    ``stages`` counts stages; each stays -1 where nothing depends on it.
+    ``stages`` counts stages; each stays -1 where nothing depends on it. ``inside`` is what the
+    chain of stages that ends here holds of its component of each level (pipeline_anywhere.py).
     """
 
     used: tuple[int, ...]
     workers: int = -1
     last_pool: int = -1
     stages: int = -1
+    inside: tuple[int, ...] = ()
 
 
 class Move(NamedTuple):
@@ -103,12 +105,14 @@ class Moves:
 class Space:
     """States in the order they can be filled; every move's source comes before its target.
 
-    ``bandwidths`` starts with infinity (one device and itself), then falls.
+    ``bandwidths`` starts with infinity (one device and itself), then falls. ``is_ordered`` tells
+    moves that name a run of devices from those that count devices anywhere.
     """
 
     states: tuple[State, ...]
     moves: Moves
     bandwidths: tuple[float, ...]
+    is_ordered: bool = True
 
 
 class _Pool:

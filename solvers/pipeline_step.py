@@ -16,26 +16,17 @@ from math import ceil
 import numpy as np
 
 from ..schema.pipeline import PipelineProblem
-from .pipeline_graph import PlacedStage, Search, final_states
+from .effort import Effort
+from .pipeline_graph import PlacedStage, Search, StoppedError, final_states
 from .pipeline_line import objective
 from .pipeline_prices import Prices, Slopes
 from .pipeline_space import Space
 from .pipeline_step_coarse import improve
 from .pipeline_step_model import StepModel
 from .pipeline_step_tables import Sums, Tables
-from .pipeline_step_tree import EXACT, Budget, Incumbent, Tree
+from .pipeline_step_tree import EXACT, Incumbent, Tree
 
-LIMITS_WORK = 5e7
-"""Entries (moves x cuts) that the tables of one model may cost over all limits."""
-RELAXED_WORK = 3e8
-"""Entries of the one table that bounds what has no other: about ten seconds."""
-TREE_WORK = 1.5e7
-"""Entries that a tree may look at."""
-TREE_PASSES = 3e5
-"""Passes of steps that a tree may replay."""
-COARSE_WORK = 2e7
-"""Entries of all tables over some cuts and runs of devices, for one model."""
-_MOST_LIMITS, _MOST_PESSIMISTIC, _COARSE_LIMITS = 24, 8, 12
+_MOST_PESSIMISTIC, _COARSE_LIMITS = 8, 12
 _HEAVIER = (1.0,)
 _PAIRS_AT_ONCE = 10  # pairs of cuts cost a tenth of a window's entries
 
@@ -44,51 +35,53 @@ def best_step(
     problem: PipelineProblem,
     tables: list[Prices],
     space: Space,
-    known: list[tuple[Prices, list[PlacedStage]]],
+    best: Incumbent,
     search: Search,
-) -> tuple[Incumbent, float]:
-    """The fastest plan found, and a step that no plan of these cuts can beat.
+    effort: Effort,
+) -> float:
+    """Look for plans faster than the best one; a step that no plan of this space can beat.
 
     Args:
         problem: What is asked.
         tables: Prices with and without recomputation, as asked for.
         space: States and moves of the pools.
-        known: Plans to begin with, under some of these prices.
+        best: The plan to begin with; gets what is found.
         search: The method for the least maximum, which bounds the step too.
+        effort: How much to do.
     """
-    final, best = final_states(problem, space), Incumbent()
-    for prices, placed in known:
-        best.offer(problem, prices, placed)
+    final = final_states(problem, space)
     cost = _cost(tables[0], space)
-    affordable = int(LIMITS_WORK / cost)
-    if cost > COARSE_WORK / _COARSE_LIMITS / 4 and tables[0].is_line:
+    affordable = int(effort.limits_work / cost)
+    if cost > effort.coarse_work / _COARSE_LIMITS / 4 and tables[0].is_line:
         for prices in tables:
-            entries = COARSE_WORK / _COARSE_LIMITS
-            improve(problem, prices, space, best, partial(_sweep, problem), entries)
+            entries = effort.coarse_work / _COARSE_LIMITS
+            improve(problem, prices, space, best, partial(_sweep, problem, effort), entries)
     if affordable < 1:
         bounds = [
-            max(_busiest(problem, prices, space, search, best), _relaxed(problem, prices, space))
+            max(
+                _busiest(problem, prices, space, search, best, effort),
+                _relaxed(problem, prices, space, effort),
+            )
             for prices in tables
         ]
-        return best, min([best.seconds, *bounds])
+        return float(min([best.seconds, *bounds]))
     models = [
         Tables(StepModel(problem, prices, pessimistic=False), space, final) for prices in tables
     ]
     for own in models:
         pessimistic = StepModel(problem, own.model.prices, pessimistic=True)
         few = Tables(pessimistic, space, final)
-        _sweep(problem, few, best, min(_MOST_PESSIMISTIC, affordable))
+        _sweep(problem, effort, few, best, min(_MOST_PESSIMISTIC, affordable))
     bounds = []
     for own in models:
-        bound, sums = _sweep(problem, own, best, min(_MOST_LIMITS, affordable))
-        if sums and bound < best.seconds * (1 - EXACT):
-            tree = Tree(problem, own, sums, best)
-            bound = max(bound, tree.search(Budget(TREE_WORK, TREE_PASSES)))
-        if bound < best.seconds * (1 - EXACT):
-            busy = _busiest(problem, own.model.prices, space, search, best, heavier=())
-            bound = max(bound, busy)
+        bound, sums = _sweep(problem, effort, own, best, min(effort.most_limits, affordable))
+        if sums and not effort.accepts(best.seconds, bound):
+            bound = max(bound, Tree(problem, own, sums, best).search(effort))
+        if not effort.accepts(best.seconds, bound):
+            prices = own.model.prices
+            bound = max(bound, _busiest(problem, prices, space, search, best, effort, heavier=()))
         bounds.append(bound)
-    return best, min([best.seconds, *bounds])
+    return float(min([best.seconds, *bounds]))
 
 
 def _cost(prices: Prices, space: Space) -> float:
@@ -96,9 +89,11 @@ def _cost(prices: Prices, space: Space) -> float:
     return len(space.moves) * (size if prices.is_line else size * size / _PAIRS_AT_ONCE)
 
 
-def _relaxed(problem: PipelineProblem, prices: Prices, space: Space) -> float:
+def _relaxed(
+    problem: PipelineProblem, prices: Prices, space: Space, effort: Effort
+) -> float:
     """The least sum of the bound alone, memory left out; 0 where even that costs too much."""
-    if not prices.is_line or _cost(prices, space) > RELAXED_WORK:
+    if not prices.is_line or _cost(prices, space) > effort.relaxed_work:
         return 0.0
     model = StepModel(problem, prices, pessimistic=False)
     final = final_states(problem, space)
@@ -107,7 +102,11 @@ def _relaxed(problem: PipelineProblem, prices: Prices, space: Space) -> float:
 
 
 def _sweep(
-    problem: PipelineProblem, tables: Tables, best: Incumbent, most_limits: int = _COARSE_LIMITS
+    problem: PipelineProblem,
+    effort: Effort,
+    tables: Tables,
+    best: Incumbent,
+    most_limits: int = _COARSE_LIMITS,
 ) -> tuple[float, list[Sums]]:
     """Halve the limits that may still hold a better plan; a bound, and the sums found.
 
@@ -123,7 +122,7 @@ def _sweep(
         placed = tables.placement(found)
         if placed is None:
             return
-        best.offer(problem, tables.model.prices, placed)
+        best.consider(problem, tables.model.prices, tables.space, placed)
         whole = float(found.whole[tables.final].min())
         most = _most_left(tables, placed)
         least = min(least, whole + most)
@@ -133,7 +132,8 @@ def _sweep(
     while intervals and len(sums) < most_limits:
         goal = least if tables.model.pessimistic else min(least, best.seconds)
         bound, low, high, whole = intervals[0]
-        if bound >= goal * (1 - EXACT):
+        is_near = not tables.model.pessimistic and effort.accepts(best.seconds, bound)
+        if is_near or bound >= goal * (1 - EXACT) or effort.should_stop():
             break
         heapq.heappop(intervals)
         middle = (low + high) / 2
@@ -172,6 +172,7 @@ def _busiest(
     space: Space,
     search: Search,
     best: Incumbent,
+    effort: Effort,
     heavier: Sequence[float] = _HEAVIER,
 ) -> float:
     """A step that no plan beats: the least work of the busiest device.
@@ -184,9 +185,13 @@ def _busiest(
     bound = np.inf
     for weight in (0.0, *heavier):
         busy.boundary_seconds = weight * transfers
-        placed = search(problem, busy, space, 0.0)
+        try:
+            placed = search(problem, busy, space, effort=effort)
+        except StoppedError as stopped:
+            bound = min(bound, stopped.bound) if weight == 0.0 else bound
+            break
         if placed is not None:
-            best.offer(problem, prices, placed)
+            best.consider(problem, prices, space, placed)
             bound = min(bound, objective(busy, placed)) if weight == 0.0 else bound
     return bound * (1 - EXACT)
 

@@ -13,6 +13,7 @@ import numpy as np
 from ..schema.pipeline import PipelineProblem
 from .pipeline_cuts import Cuts
 from .pipeline_graph import PlacedStage, final_states
+from .pipeline_packing import Seats
 from .pipeline_prices import Prices
 from .pipeline_space import Moves, Space
 from .pipeline_step_model import Ints, StepModel
@@ -56,8 +57,8 @@ def improve(
         for pessimistic in (True, False):
             model = StepModel(problem, own, pessimistic=pessimistic)
             sweep(Tables(model, some, final_states(problem, some)), found)
-        if found.placed is not None:
-            best.offer(problem, prices, _in_full(found.placed, chosen))
+        if found.seats is not None:
+            best.offer_seated(problem, prices, _in_full(found.seats, chosen))
         if best.placed is None or best.seconds > step_seconds * (1 - 1e3 * EXACT):
             break
         chosen = _near(prices, best.placed, entries, kept)
@@ -123,5 +124,6 @@ def _subset(cuts: Cuts, chosen: Ints) -> Cuts:
     )
 
 
-def _in_full(placed: list[PlacedStage], chosen: Ints) -> list[PlacedStage]:
-    return [(int(chosen[first]), int(chosen[last]), move) for first, last, move in placed]
+def _in_full(seats: Seats, chosen: Ints) -> Seats:
+    placed = [(int(chosen[first]), int(chosen[last]), move) for first, last, move in seats.placed]
+    return Seats(placed, seats.devices)

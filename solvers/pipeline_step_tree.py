@@ -9,52 +9,70 @@ the best plan, which is then the optimum, or when it has done its share of work.
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from itertools import count
 
 import numpy as np
 
 from ..schema.pipeline import PipelineProblem
+from .effort import Effort
 from .pipeline_cuts import Floats
 from .pipeline_graph import PlacedStage
+from .pipeline_packing import NoSeatsError, Seats, seat
 from .pipeline_prices import Prices
+from .pipeline_space import Space
 from .pipeline_step_model import step_of
 from .pipeline_step_tables import Sums, Tables
 
 EXACT = 1e-9
 _CALL = 3000  # entries that looking at a move costs beside its own
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How much a tree may look at: entries of tables, and passes of replayed steps."""
-
-    entries: float
-    passes: float
+_MOST_NODES = 3_000_000  # about a gigabyte
 
 
 class Incumbent:
     """The fastest plan so far, its prices, and its step."""
 
     def __init__(self) -> None:
-        self.placed: list[PlacedStage] | None = None
+        self.seats: Seats | None = None
         self.prices: Prices | None = None
         self.seconds = np.inf
-        self._seen: set[tuple[int, tuple[PlacedStage, ...]]] = set()
+        self._seen: set[tuple[int, bool, tuple[PlacedStage, ...]]] = set()
 
-    def offer(self, problem: PipelineProblem, prices: Prices, placed: list[PlacedStage]) -> bool:
-        """Time a plan and keep it if it is faster; whether it was new."""
-        key = (int(prices.recompute), tuple(placed))
+    @property
+    def placed(self) -> list[PlacedStage] | None:
+        """The plan's stages."""
+        return None if self.seats is None else self.seats.placed
+
+    def offer(
+        self, problem: PipelineProblem, prices: Prices, space: Space, placed: list[PlacedStage]
+    ) -> bool:
+        """Seat and time a plan, and keep it if it is faster; whether it was new.
+
+        Raises:
+            NoSeatsError: The devices that it counts are nowhere together: it is no plan.
+        """
+        key = (int(prices.recompute), space.is_ordered, tuple(placed))
         if key in self._seen:
             return False
         self._seen.add(key)
-        seconds = step_of(problem, prices, placed)
-        fewer = self.placed is None or len(placed) < len(self.placed)
+        self.offer_seated(problem, prices, seat(problem, space, placed))
+        return True
+
+    def offer_seated(self, problem: PipelineProblem, prices: Prices, seats: Seats) -> None:
+        """Time a plan whose devices are named, and keep it if it is faster."""
+        seconds = step_of(problem, prices, seats.placed)
+        fewer = self.placed is None or len(seats.placed) < len(self.placed)
         if seconds < self.seconds * (1 - EXACT) or (
             fewer and seconds <= self.seconds * (1 + EXACT)
         ):
-            self.placed, self.prices, self.seconds = placed, prices, seconds
-        return True
+            self.seats, self.prices, self.seconds = seats, prices, seconds
+
+    def consider(
+        self, problem: PipelineProblem, prices: Prices, space: Space, placed: list[PlacedStage]
+    ) -> None:
+        """``offer`` what may be no plan."""
+        with suppress(NoSeatsError):
+            self.offer(problem, prices, space, placed)
 
 
 class Tree:
@@ -64,6 +82,7 @@ class Tree:
         self, problem: PipelineProblem, tables: Tables, sums: Sequence[Sums], best: Incumbent
     ) -> None:
         self.problem, self.tables, self.best = problem, tables, best
+        self.space = tables.space
         ordered = sorted(sums, key=lambda entry: -entry.limit)
         self.behind = np.array([entry.behind for entry in ordered])
         self.whole = np.array([entry.whole for entry in ordered])
@@ -71,29 +90,35 @@ class Tree:
         self.above = np.array([*(entry.limit for entry in ordered[1:]), 0.0])
         self.order = count()
 
-    def search(self, budget: Budget) -> float:
+    def search(self, budget: Effort) -> float:
         """Look for better plans; a step that no plan of these tables can beat."""
         heap: list[tuple[float, int, float, float, list[PlacedStage], int, int, int]] = []
         for state in self.tables.final.tolist():
             bound = float((self.whole[:, state] + self.above).min())
             if np.isfinite(bound):
                 heapq.heappush(heap, (bound, next(self.order), 0.0, 0.0, [], state, 0, 0))
-        entries, passes = budget.entries, budget.passes
-        while heap and entries > 0 and passes > 0:
+        entries, passes, unseated = budget.tree_work, budget.tree_passes, np.inf
+        while heap and entries > 0 and passes > 0 and len(heap) < _MOST_NODES:
             bound, _, total, most, placed, state, cut, link = heap[0]
-            if bound >= self.best.seconds * (1 - EXACT):
-                return self.best.seconds
+            if budget.accepts(self.best.seconds, bound):
+                break
+            if budget.should_stop():
+                break
             heapq.heappop(heap)
             if state == 0:
-                if self.best.offer(self.problem, self.tables.model.prices, placed):
-                    passes -= self.problem.num_microbatches * len(placed) * 2
+                passes -= self.problem.num_microbatches * len(placed) * 2
+                try:
+                    self.best.offer(self.problem, self.tables.model.prices, self.space, placed)
+                except NoSeatsError as error:
+                    unseated = unseated if error.is_proved else min(unseated, bound)
                 continue
             first, last = self.tables.into[state], self.tables.into[state + 1]
             entries -= (last - first) * (_CALL + self.behind.shape[0] * self.behind.shape[-1])
             for number in range(first, last):
                 for child in self._children(number, total, most, placed, cut, link):
                     heapq.heappush(heap, child)
-        return min(heap[0][0], self.best.seconds) if heap else self.best.seconds
+        left = heap[0][0] if heap else np.inf
+        return float(min(left, unseated, self.best.seconds))
 
     def _children(
         self,

@@ -21,7 +21,7 @@ from hetflow.schedules.of_plan import schedule_of, times_of
 from hetflow.schedules.timing import time_schedule
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
-from hetflow.solvers import pipeline_step
+from hetflow.solvers.effort import Effort
 from hetflow.solvers.pipeline import solve
 
 FEW = settings(max_examples=50, deadline=None, derandomize=True)
@@ -113,24 +113,20 @@ def test_a_gap_is_stated_where_the_search_ends_early():
 @settings(FEW, max_examples=60)
 @given(step_problems())
 def test_a_problem_too_large_for_tables_has_a_plan_and_a_bound_that_hold(problem):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_step, "LIMITS_WORK", 0.0)
-        patch.setattr(pipeline_step, "COARSE_WORK", 500.0)
-        try:
-            plan = solve(problem)
-        except InfeasibleError:
-            return
+    try:
+        plan = solve(problem, effort=Effort(limits_work=0.0, coarse_work=500.0))
+    except InfeasibleError:
+        return
     least = best_flat(problem)
     assert check(plan, problem) == []
     assert plan.proof.lower_bound <= least * (1 + 1e-9)
     assert plan.proof.objective >= least * (1 - 1e-9)
 
 
-def test_a_large_pool_is_searched_beyond_its_few_tables(monkeypatch):
+def test_a_large_pool_is_searched_beyond_its_few_tables():
     # 36 devices: the three tables of all cuts and runs that this affords find 3,455 s alone.
-    monkeypatch.setattr(pipeline_step, "LIMITS_WORK", 1e7)
     large = unlike(40, 12)
-    plan = solve(large)
+    plan = solve(large, effort=Effort(limits_work=1e7))
     assert check(plan, large) == []
     assert plan.proof.termination == "feasible"
     assert plan.proof.objective < 3200

@@ -1,0 +1,64 @@
+"""How much a search may do before it ends with the best plan so far and a bound.
+
+A solver has no clock: whoever calls it says when to stop, as a value. Without one, a search
+ends by the work it has done, which is the same on every machine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+_LONGER = 1000.0
+
+
+def never() -> bool:
+    """Do not stop."""
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """Limits of a pipeline search.
+
+    Args:
+        gap: Accept a plan whose step is proved within this fraction of the least.
+        should_stop: Asked every few milliseconds of work; True ends the search.
+        limits_work: Entries (moves x cuts) that the tables of one model may cost over all limits.
+        relaxed_work: Entries of the one table that bounds what has no other.
+        tree_work: Entries that a tree may look at.
+        tree_passes: Passes of steps that a tree may replay.
+        coarse_work: Entries of all tables over some cuts and runs of devices, for one model.
+        anywhere_work: Entries of a search over placements in any order.
+        most_limits: Tables of one model.
+    """
+
+    gap: float = 0.0
+    should_stop: Callable[[], bool] = never
+    limits_work: float = 5e7
+    relaxed_work: float = 3e8
+    tree_work: float = 1.5e7
+    tree_passes: float = 3e5
+    coarse_work: float = 2e7
+    anywhere_work: float = 2e7
+    most_limits: int = 24
+
+    def until(self, should_stop: Callable[[], bool]) -> "Effort":
+        """The same search, ended by whoever calls instead of by its work.
+
+        What one table may cost stays as it is: it bounds the memory.
+        """
+        return replace(
+            self,
+            should_stop=should_stop,
+            tree_work=self.tree_work * _LONGER,
+            tree_passes=self.tree_passes * _LONGER,
+            limits_work=self.limits_work * 4,
+            anywhere_work=self.anywhere_work * 4,
+            most_limits=2 * self.most_limits,
+        )
+
+    def accepts(self, seconds: float, bound: float) -> bool:
+        """Whether a plan is near enough to a bound, one part in 10^9 at the least."""
+        return bound >= seconds * (1 - max(self.gap, 1e-9))
+
+
+DEFAULT = Effort()
