@@ -49,7 +49,7 @@ def solve(
         InfeasibleError: No partition uses what is asked, or passes the published memory test.
     """
     if problem.stage_cost == "published" or problem.cut_rule == "released":
-        return _by_tables(problem, published_states(problem))
+        return _by_tables(problem, published_states(problem), effort)
     cuts = cuts_of(problem, lazy_sources=True)
     if method == "line" or (method == "auto" and pipeline_nested_line.applies(problem, cuts)):
         answer = pipeline_nested_line.search(problem, cuts)
