@@ -5,7 +5,9 @@ from typing import cast
 
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
 from ..schema.pipeline import FLUSHING, PipelinePlan, PlannedSchedule
+from ..solvers.effort import Effort
 from .common import note, warn
+from .limits import Clock
 from .question import Question
 from .solve_pipeline import solve_pipeline
 from .solve_repetitive import solve_repetitive
@@ -32,7 +34,11 @@ def check_flags(question: Question) -> None:
             f"--repetitive plans schedule 2bw (thesis 3.3), not {flags.schedule}",
             hint="add --schedule 2bw",
         )
-    taken = {"--num-stages": flags.num_stages, "--stage-cost": flags.stage_cost != "ring"}
+    taken = {
+        "--num-stages": flags.num_stages,
+        "--stage-cost": flags.stage_cost != "ring",
+        "--time-limit and --gap": question.limits.are_asked,
+    }
     for name, value in taken.items():
         if value:
             raise ProblemError(f"--repetitive chooses by itself; leave {name} out")
@@ -56,11 +62,12 @@ def _best(question: Question) -> PipelinePlan:
     asked = question.pipeline.schedule
     sizes = _microbatch_sizes(question)
     _say_links(question)
+    clock = Clock(question.limits)
     if question.pipeline.repetitive:
         return _repetitive(question, sizes)
     if asked == "auto":
-        return _best_schedule(question, sizes)
-    return _scheduled(question, asked, sizes)
+        return _best_schedule(question, sizes, clock)
+    return _scheduled(question, asked, sizes, clock)
 
 
 def _repetitive(question: Question, sizes: list[int]) -> PipelinePlan:
@@ -78,15 +85,17 @@ def _repetitive(question: Question, sizes: list[int]) -> PipelinePlan:
     )
 
 
-def _best_schedule(question: Question, sizes: list[int]) -> PipelinePlan:
+def _best_schedule(question: Question, sizes: list[int], clock: Clock) -> PipelinePlan:
     """The fastest schedule of one semantics: those that flush train alike."""
     plans: list[PipelinePlan] = []
     refusals: list[HetflowError] = []
-    for schedule in FLUSHING:
+    for number, schedule in enumerate(FLUSHING):
         if question.pipeline.num_model_chunks is not None and schedule != "interleaved":
             continue
         try:
-            plans.append(_scheduled(question, cast(PlannedSchedule, schedule), sizes))
+            others_left = (len(FLUSHING) - number - 1) * len(sizes)
+            named = cast(PlannedSchedule, schedule)
+            plans.append(_scheduled(question, named, sizes, clock, others_left))
         except (InfeasibleError, ProblemError) as error:
             refusals.append(error)
             note(f"{schedule}: {error.message}")
@@ -107,13 +116,20 @@ def _best_schedule(question: Question, sizes: list[int]) -> PipelinePlan:
     return dataclasses.replace(best, provenance=origin)
 
 
-def _scheduled(question: Question, schedule: PlannedSchedule, sizes: list[int]) -> PipelinePlan:
-    """The best microbatch size of one schedule."""
+def _scheduled(
+    question: Question,
+    schedule: PlannedSchedule,
+    sizes: list[int],
+    clock: Clock,
+    others_left: int = 0,
+) -> PipelinePlan:
+    """The best microbatch size of one schedule; ``others_left`` searches come after it."""
     plans: dict[int, PipelinePlan] = {}
     refusals: list[HetflowError] = []
-    for size in sizes:
+    for number, size in enumerate(sizes):
+        effort = clock.effort(others_left + len(sizes) - number)
         try:
-            plans[size] = _pipeline_at(question, schedule, size)
+            plans[size] = _pipeline_at(question, schedule, size, effort)
         except (InfeasibleError, ProblemError) as error:
             refusals.append(error)
     if not plans:
@@ -162,7 +178,7 @@ def _say_links(question: Question) -> None:
 
 
 def _pipeline_at(
-    question: Question, schedule: PlannedSchedule, microbatch_size: int
+    question: Question, schedule: PlannedSchedule, microbatch_size: int, effort: Effort
 ) -> PipelinePlan:
     flags = question.pipeline
     return solve_pipeline(
@@ -179,4 +195,5 @@ def _pipeline_at(
         objective=flags.objective,
         num_model_chunks=flags.num_model_chunks,
         optimizer=question.optimizer,
+        effort=effort,
     )

@@ -1,6 +1,6 @@
 """What ``hetflow solve`` is asked: profiles, pool and flags."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -8,6 +8,7 @@ from ..schema.cluster import Cluster
 from ..schema.optimizer import OptimizerState
 from ..schema.pipeline import Objective, PlannedSchedule, StageCost
 from ..schema.profile import Profile
+from .limits import Limits
 
 CostModelName = Literal["profiled", "closed-form", "measured"]
 
@@ -21,7 +22,6 @@ class SplitFlags:
     virtual_nodes: int | None = None
     top: int = 1
     interpolate: bool = False
-    time_limit_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -53,3 +53,4 @@ class Question:
     pipeline: PipelineFlags
     optimizer: OptimizerState | None = None
     """The one that will train; None takes what the profiles say."""
+    limits: Limits = field(default_factory=Limits)

@@ -48,7 +48,21 @@ def solve(
         Method, typer.Option(help="The fast exact method, or the MILP through CBC or HiGHS.")
     ] = "exact",
     time_limit: Annotated[
-        float | None, typer.Option(min=0.001, help="Seconds for the MILP; exit 4 if it runs out.")
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Wall seconds for a pipeline's searches or the MILP (--method); exit 4 if they "
+            "end with a plan that is not proved within --gap.",
+        ),
+    ] = None,
+    gap: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Stop at a pipeline proved within this fraction of the best; exit 4 if none is "
+            "[default: 0 with --time-limit].",
+        ),
     ] = None,
     schedule: Annotated[
         Literal["auto", PlannedSchedule],
@@ -122,6 +136,7 @@ def solve(
     from ..reports.tables import table_of
     from ..schema.files import check_writable
     from ..schema.optimizer import asked_optimizer
+    from .limits import Limits
     from .problems import read_model_profiles, read_pool
     from .question import PipelineFlags, Question, SplitFlags
     from .solving import answer, ended_early
@@ -134,7 +149,7 @@ def solve(
         pool_name=gpus or str(cluster),
         batch_size=batch_size,
         optimizer=asked_optimizer(optimizer, state_bytes_per_weight_byte),
-        split=SplitFlags(objective, method, virtual_nodes, top, interpolate, time_limit),
+        split=SplitFlags(objective, method, virtual_nodes, top, interpolate),
         pipeline=PipelineFlags(
             schedule=schedule,
             stage_cost=stage_cost,
@@ -148,11 +163,12 @@ def solve(
             objective="bottleneck" if objective == "bottleneck" else None,
             microbatch_size=microbatch_size,
         ),
+        limits=Limits(time_limit, gap),
     )
     plan = answer(question, strategy)
     emit_file(plan, output, force=force, json=json)
     note(table_of(plan))
     if output is not None:
         note(f"plan written to {output}; next: hetflow launch {output} SCRIPT")
-    if ended_early(plan):
+    if ended_early(plan, question.limits):
         raise typer.Exit(4)

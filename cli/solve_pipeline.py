@@ -16,6 +16,7 @@ from ..schema.pipeline import (
     WorkerCount,
 )
 from ..schema.profile import Profile
+from ..solvers.effort import DEFAULT, Effort
 
 
 def solve_pipeline(
@@ -36,6 +37,7 @@ def solve_pipeline(
     optimizer: OptimizerState | None = None,
     objective: Objective | None = None,
     num_model_chunks: int | None = None,
+    effort: Effort = DEFAULT,
 ) -> PipelinePlan:
     """Cut a profiled model into stages and check the plan.
 
@@ -54,6 +56,7 @@ def solve_pipeline(
         optimizer: The one that will train; None takes what the profiles say.
         objective: The whole step or the bottleneck; None takes the step where there is one.
         num_model_chunks: Stages on a device of ``interleaved``; None tries several.
+        effort: How much to search, and when to stop.
         solved: None takes ``flat``, or ``nested`` for the published prices.
         recompute: None lets the solver choose.
 
@@ -86,7 +89,7 @@ def solve_pipeline(
         num_model_chunks=num_model_chunks,
         launchable=not nested,
     )
-    plan = solve(problem)
+    plan = solve(problem, effort=effort)
     faults = pipeline_faults(problem, profiles, pool) + check(plan, problem)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")

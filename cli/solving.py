@@ -9,6 +9,7 @@ from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
 from .choose_pipeline import best_pipeline, check_flags
 from .common import note, warn
+from .limits import Limits
 from .question import Question, SplitFlags
 from .solve_pipeline import trace_for
 
@@ -27,20 +28,34 @@ def answer(question: Question, strategy: str) -> SplitPlan | PipelinePlan:
     if question.split.objective == "bottleneck" and strategy != "pipeline":
         raise ProblemError("--objective bottleneck is a pipeline's", hint="add --strategy pipeline")
     if strategy == "split" or not _could_be_pipeline(question):
+        _check_limits(question)
         return _split(question)
     return _faster(question)
 
 
-def ended_early(plan: SplitPlan | PipelinePlan) -> bool:
-    """Whether a limit cut the search short.
+def ended_early(plan: SplitPlan | PipelinePlan, limits: Limits) -> bool:
+    """Whether a limit that was asked for ended the search with a plan that it does not prove.
 
-    The least step of a pipeline is searched to the end of its bound; what the bound leaves open
-    is the plan's gap, not a search that was stopped. A cost model's choice claims no bound.
+    A search that ends by itself, its work done, has ended: what it leaves open is the plan's gap.
     """
-    claims = plan.proof.lower_bound is not None
-    if isinstance(plan, PipelinePlan) and (plan.objective == "step" or not claims):
-        return False
-    return plan.proof.termination != "optimal"
+    return limits.is_missed(plan)
+
+
+def _check_limits(question: Question) -> None:
+    """Refuse limits of a search that has none: the exact split takes milliseconds."""
+    flags, limits = question.split, question.limits
+    if limits.time_limit_seconds is not None and (
+        flags.method == "exact" or flags.objective == "waste"
+    ):
+        raise ProblemError(
+            "--time-limit concerns pipelines and the MILP, the exact split ends at once",
+            hint="leave it out, or add --strategy pipeline, or --method cbc or highs",
+        )
+    if limits.gap is not None:
+        raise ProblemError(
+            "--gap concerns pipelines, a split is solved to a gap of 0",
+            hint="leave it out, or add --strategy pipeline",
+        )
 
 
 def _could_be_pipeline(question: Question) -> bool:
@@ -98,7 +113,7 @@ def _split(question: Question) -> SplitPlan:
         flags.interpolate, question.optimizer,
     )  # fmt: skip
     _warn_about_free_communication(problem)
-    plan = _with_origin(_solve_split(problem, flags), question)
+    plan = _with_origin(_solve_split(problem, flags, question.limits), question)
     faults = check(plan, problem)
     faults += split_faults(plan, question.profiles, question.pool, question.optimizer)
     if faults:
@@ -125,14 +140,12 @@ def _warn_about_free_communication(problem: SplitProblem) -> None:
         )
 
 
-def _solve_split(problem: SplitProblem, flags: SplitFlags) -> SplitPlan:
+def _solve_split(problem: SplitProblem, flags: SplitFlags, limits: Limits) -> SplitPlan:
     if flags.objective == "waste":
         return _solve_waste(problem, flags)
     if flags.top != 1:
         raise ProblemError("--top lists EasyScale's configurations", hint="add --objective waste")
     if flags.method == "exact":
-        if flags.time_limit_seconds is not None:
-            raise ProblemError("--time-limit concerns the MILP", hint="add --method cbc or highs")
         from ..solvers import batch_split
 
         return batch_split.solve(problem)
@@ -140,7 +153,7 @@ def _solve_split(problem: SplitProblem, flags: SplitFlags) -> SplitPlan:
 
     backend: Literal["cbc", "highs"] = "cbc" if flags.method == "cbc" else "highs"
     return batch_split_milp.solve(
-        problem, backend=backend, time_limit_seconds=flags.time_limit_seconds
+        problem, backend=backend, time_limit_seconds=limits.time_limit_seconds
     )
 
 

@@ -13,12 +13,12 @@ from typing import Literal
 
 import numpy as np
 
-from ..schema.errors import InfeasibleError
+from ..schema.errors import BackendError, InfeasibleError
 from ..schema.pipeline import ALIKE, PipelinePlan, PipelineProblem
 from . import pipeline_alike, pipeline_graph, pipeline_line, pipeline_nested
 from .effort import DEFAULT, Effort
 from .pipeline_anywhere import exact, has_one_order, relaxed
-from .pipeline_assemble import assemble, fill_seconds
+from .pipeline_assemble import ORDERED, assemble, fill_seconds
 from .pipeline_cuts import Cuts, cuts_of, own_order
 from .pipeline_graph import PlacedStage, Search, StoppedError
 from .pipeline_infeasible import explain
@@ -30,7 +30,6 @@ from .pipeline_step import best_step, relaxed_step
 from .pipeline_step_tree import EXACT, Incumbent
 
 Method = Literal["auto", "line", "graph"]
-ORDERED = "; optimal among ordered placements, the gap is against all"
 
 
 def solve(
@@ -57,7 +56,8 @@ def solve(
 
     Raises:
         InfeasibleError: No partition fits the memory, or uses exactly what is asked; says which
-            stage lacks how many bytes. Or the effort's limit came before any plan.
+            stage lacks how many bytes.
+        BackendError: ``effort`` stopped the search before it had a plan.
     """
     if problem.schedule in ALIKE:
         return pipeline_alike.solve(problem, effort=effort)
@@ -70,8 +70,8 @@ def solve(
     found = [candidate for prices in tables for candidate in task.candidates(prices)]
     if not found:
         if task.was_stopped:
-            raise InfeasibleError(
-                "the time limit came before any plan was found", hint="give the search longer"
+            raise BackendError(
+                "the search was stopped before it had a plan", hint="give it more time"
             )
         raise explain(problem, tables[-1], space, _search(problem, cuts, method))
     return _least_step(task, found) if problem.minimises == "step" else _bottleneck(task, found)
@@ -288,9 +288,7 @@ def _single_stages(
 def _choose(found: list[Candidate]) -> Candidate:
     least = min(candidate.seconds for candidate in found)
     ties = [c for c in found if c.seconds <= least * (1 + 1e-9)]
-    return min(
-        ties, key=lambda c: (fill_seconds(c.prices, c.seats.placed), len(c.seats.placed))
-    )
+    return min(ties, key=lambda c: (fill_seconds(c.prices, c.seats.placed), len(c.seats.placed)))
 
 
 def relaxed_bound(tables: list[Prices], space: Space) -> float:

@@ -22,9 +22,9 @@ from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.pipeline import FLUSHING, SPLIT_BACKWARD, PipelinePlan, PipelineProblem
 from .effort import DEFAULT, Effort
 from .pipeline_alike_option import Cut, Option, Shape
-from .pipeline_assemble import finish
+from .pipeline_assemble import ORDERED, finish
 from .pipeline_cuts import cuts_of
-from .pipeline_layouts import layouts
+from .pipeline_layouts import Layout, layouts
 from .pipeline_prices import Prices
 from .pipeline_space import bandwidths_of
 
@@ -63,21 +63,25 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan
     if problem.schedule in SPLIT_BACKWARD:
         recompute = (False,)
     tables = [Prices(problem, cuts, bandwidths, recompute=option) for option in recompute]
-    shapes, refusal = _shapes(problem)
+    listed = layouts(problem)
+    shapes, refusal = _shapes(problem, listed.found)
     options = [Option(problem, prices, shape) for shape in shapes for prices in tables]
     options.sort(key=lambda option: option.bound)
     best = _Best()
     flushes = problem.schedule in FLUSHING
-    is_exact = True
     if flushes and cuts.before is None and _num_cuts(options, cuts.size) <= FEW_CUTS:
-        _time_all(options, cuts.size, best)
+        is_exact = _time_all(options, cuts.size, best, effort)
     else:
-        is_exact = (_approach if flushes else _least_maximum)(options, best)
+        is_exact = (_approach if flushes else _least_maximum)(options, best, effort)
     if best.option is None:
         raise _infeasible(problem, options, refusal)
-    bound = None
+    bound, claim = best.seconds, ""
     if not is_exact or not cuts.complete:
         bound = min([best.seconds, *(option.bound for option in options)])
+    if not listed.are_all:
+        claim = ORDERED if is_exact and cuts.complete else ""
+        bound = min([bound, *(option.bound_of_any_order for option in options)])
+        claim = claim if bound < best.seconds * (1 - _EXACT) else ""
     step = best.seconds if flushes else best.seconds * problem.num_microbatches
     held = best.option.shape.num_chunks
     chunks = f", {held} chunks a device" if held > 1 else ""
@@ -89,13 +93,15 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan
         objective=best.seconds,
         bound=bound,
         step=step,
-        method=f"{len(shapes)} layouts over {cuts.size} cuts{chunks}, flat, ring prices{suffix}",
+        method=f"{len(shapes)} layouts over {cuts.size} cuts{chunks}, flat, ring prices{suffix}{claim}",
         chunks=held,
     )
 
 
-def _shapes(problem: PipelineProblem) -> tuple[list[Shape], ProblemError | None]:
-    """Every layout that the schedule can have; and why the last refused one cannot."""
+def _shapes(
+    problem: PipelineProblem, found_layouts: Sequence[Layout]
+) -> tuple[list[Shape], ProblemError | None]:
+    """The layouts that the schedule can have; and why the last refused one cannot."""
     count = problem.num_microbatches
     endless = problem.schedule not in FLUSHING
     chunk_counts = _CHUNKS.get(problem.schedule, (1,))
@@ -103,7 +109,7 @@ def _shapes(problem: PipelineProblem) -> tuple[list[Shape], ProblemError | None]
         chunk_counts = (problem.num_model_chunks,)
     made: dict[tuple[int, int, int], tuple[Schedule, tuple[tuple[int, int], ...]]] = {}
     found, refusal = [], None
-    for layout in layouts(problem):
+    for layout in found_layouts:
         for chunks in chunk_counts:
             size = len(layout.places)
             if size * chunks > len(problem.layers):
@@ -136,17 +142,23 @@ def _num_cuts(options: Sequence[Option], size: int) -> int:
     return sum(comb(size - 2, option.shape.num_stages - 1) for option in options)
 
 
-def _time_all(options: Sequence[Option], size: int, best: _Best) -> None:
+def _time_all(options: Sequence[Option], size: int, best: _Best, effort: Effort) -> bool:
+    """Time every cut; whether that came to its end."""
     for option in options:
+        if effort.should_stop() and best.option is not None:
+            return False
         for inner in combinations(range(1, size - 1), option.shape.num_stages - 1):
             cut = (0, *inner, size - 1)
             if option.bound < best.seconds * (1 - _EXACT) and option.fits(cut):
                 best.offer(option, cut, option.step(cut))
+    return True
 
 
-def _least_maximum(options: Sequence[Option], best: _Best) -> bool:
-    """The steady state's bottleneck, exactly."""
+def _least_maximum(options: Sequence[Option], best: _Best, effort: Effort) -> bool:
+    """The steady state's bottleneck, exactly; whether that came to its end."""
     for option in options:
+        if effort.should_stop() and best.option is not None:
+            return False
         if option.bound >= best.seconds * (1 - _EXACT):
             break
         found = option.least_maximum(1.0, 1)
@@ -155,11 +167,12 @@ def _least_maximum(options: Sequence[Option], best: _Best) -> bool:
     return True
 
 
-def _approach(options: Sequence[Option], best: _Best) -> bool:
+def _approach(options: Sequence[Option], best: _Best, effort: Effort) -> bool:
     """Time the least maxima of every layout, then move the best cuts one layer at a time."""
     begun: list[tuple[float, int, Option, Cut]] = []
     for number, option in enumerate(options):
-        if option.bound >= best.seconds * (1 - _EXACT):
+        is_late = effort.should_stop() and best.option is not None
+        if effort.accepts(best.seconds, option.bound) or is_late:
             break
         for cut in _starts(option):
             seconds = option.step(cut)
@@ -167,6 +180,8 @@ def _approach(options: Sequence[Option], best: _Best) -> bool:
             best.offer(option, cut, seconds)
     begun.sort(key=lambda entry: entry[:2])
     for seconds, _, option, cut in begun[:_TIMED_LAYOUTS]:
+        if effort.should_stop():
+            break
         _move(option, cut, seconds, best)
     return False
 

@@ -9,7 +9,7 @@ from ..costs.pipeline import ring_sync_seconds
 from ..schedules.operations import Schedule
 from ..schedules.timing import StageTimes, time_schedule
 from ..schema.pipeline import FLUSHING, PipelineProblem, StagePlan
-from .pipeline_assemble import names_between
+from .pipeline_assemble import listed, names_between
 from .pipeline_cuts import Floats
 from .pipeline_infeasible import needs
 from .pipeline_layouts import Layout, link, span
@@ -49,7 +49,7 @@ class Option:
         ]
         self.pools = [layout.places[place].pool for place in shape.place]
         self.rounds = ceil(problem.num_microbatches / layout.num_replicas)
-        self.bound = self._bound()
+        self.bound = self.bound_of_any_order = self._bound()
 
     def _bound(self) -> float:
         """Seconds that no cut of this shape beats."""
@@ -195,7 +195,8 @@ class Option:
                     layers=names_between(problem, prices, first, last),
                     num_replicas=layout.num_replicas,
                     device_type=problem.pools[pool].device_type,
-                    first_device=layout.places[place].first_device,
+                    first_device=layout.places[place].devices[0],
+                    devices=listed(layout.places[place].devices),
                     num_in_flight=in_flight,
                     weight_versions=versions,
                     seconds_per_input=prices.stage_seconds(

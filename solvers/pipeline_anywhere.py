@@ -41,12 +41,14 @@ def has_one_order(problem: PipelineProblem) -> bool:
     )
 
 
-def relaxed(problem: PipelineProblem, most_moves: float) -> Space | None:
+def relaxed(
+    problem: PipelineProblem, most_moves: float, replicas: int | None = None
+) -> Space | None:
     """States and moves where only chains of neighbouring stages have to fit a component.
 
-    None where there are more moves than that.
+    None where there are more moves than that. ``replicas`` gives every stage so many.
     """
-    return _Builder(problem, is_exact=False, most_moves=most_moves).space()
+    return _Builder(problem, is_exact=False, most_moves=most_moves, replicas=replicas).space()
 
 
 def exact(problem: PipelineProblem, most_moves: float) -> Space | None:
@@ -84,7 +86,15 @@ class _Seat(NamedTuple):
 
 
 class _Builder:
-    def __init__(self, problem: PipelineProblem, *, is_exact: bool, most_moves: float) -> None:
+    def __init__(
+        self,
+        problem: PipelineProblem,
+        *,
+        is_exact: bool,
+        most_moves: float,
+        replicas: int | None = None,
+    ) -> None:
+        self.replicas = replicas
         self.problem, self.is_exact, self.most_moves = problem, is_exact, most_moves
         self.bandwidths = bandwidths_of(problem)
         self.widths = [
@@ -129,7 +139,9 @@ class _Builder:
         found = np.array(columns, np.int64).reshape(-1, 8).T
         found = found[:, np.lexsort((found[3], found[2], found[0], found[1]))]
         states_ = tuple(
-            State(state.used, -1, state.last_pool if self.by_pool else -1, state.stages, state.inside)
+            State(
+                state.used, -1, state.last_pool if self.by_pool else -1, state.stages, state.inside
+            )
             for state in order
         )
         return Space(states_, Moves(*found), self.bandwidths, is_ordered=False)
@@ -143,7 +155,10 @@ class _Builder:
         for pool, widths in enumerate(self.widths):
             left = min(widths[-1] - state.used[pool], problem.most_workers - state.total)
             most = left if problem.replication else min(1, left)
-            for replicas in filter(problem.may_replicate, range(1, most + 1)):
+            counts = range(1, most + 1)
+            if self.replicas is not None:
+                counts = range(self.replicas, min(self.replicas, most) + 1)
+            for replicas in filter(problem.may_replicate, counts):
                 used = tuple(
                     count + replicas * (index == pool) for index, count in enumerate(state.used)
                 )

@@ -11,6 +11,9 @@ from .pipeline_packing import Seats
 from .pipeline_prices import Prices
 from .pipeline_step_model import stages_of, step_of
 
+ORDERED = "; optimal among ordered placements, the gap is against all"
+"""What is proved where only runs of devices in order were searched to the end."""
+
 
 def assemble(
     problem: PipelineProblem,

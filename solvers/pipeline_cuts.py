@@ -54,9 +54,7 @@ class Cuts:
         return len(self.layer_sets)
 
 
-def cuts_of(
-    problem: PipelineProblem, *, lazy_sources: bool = False, every: bool = False
-) -> Cuts:
+def cuts_of(problem: PipelineProblem, *, lazy_sources: bool = False, every: bool = False) -> Cuts:
     """List the cuts of a problem's graph.
 
     Args:

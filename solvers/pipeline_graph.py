@@ -106,7 +106,9 @@ def _least_ahead(problem: PipelineProblem, prices: Prices, space: Space) -> Floa
     kinds, _ = space.moves.numbered("pool", "num_replicas", "span")
     found = np.full(prices.cuts.size, np.inf)
     for pool in range(len(problem.pools)):
-        rates = [m * prices.slopes(own, m, span).per_compute for own, m, span in kinds if own == pool]
+        rates = [
+            m * prices.slopes(own, m, span).per_compute for own, m, span in kinds if own == pool
+        ]
         if rates and len(problem.pools) == 1:
             found = np.minimum(found, min(rates) * prices.compute_seconds[pool])
     return np.where(np.isfinite(found), found, 0.0)

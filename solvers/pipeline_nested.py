@@ -18,7 +18,7 @@ from ..costs.pipeline import (
     stage_bytes,
     weight_versions,
 )
-from ..schema.errors import InfeasibleError
+from ..schema.errors import BackendError, InfeasibleError
 from ..schema.pipeline import NestedBlock, PipelinePlan, PipelineProblem, StagePlan
 from . import pipeline_nested_line
 from .effort import DEFAULT, Effort
@@ -62,9 +62,7 @@ def solve(
 def _of_own_order(plan: PipelinePlan) -> PipelinePlan:
     """A plan of one order of the layers out of many, which bounds nothing."""
     method = f"{plan.proof.method}; cuts in the layers' own order only"
-    proof = replace(
-        plan.proof, termination="feasible", lower_bound=None, gap=None, method=method
-    )
+    proof = replace(plan.proof, termination="feasible", lower_bound=None, gap=None, method=method)
     return replace(plan, proof=proof)
 
 
@@ -120,10 +118,9 @@ def _fill_level(
     for workers in range(2, table.components + 1):
         for last in range(states.size):
             if effort.should_stop():
-                raise InfeasibleError(
-                    "the time limit came before the nested recurrence was solved, which has no "
-                    "plan before its end",
-                    hint="give it longer, or solve flat (leave --stage-cost published out)",
+                raise BackendError(
+                    "the search was stopped, and nested levels have no plan before their end",
+                    hint="give it more time, or solve flat (leave --stage-cost published out)",
                 )
             found = table.best[: min(rows, last + 1), last]
             if problem.workers == "at_most":
@@ -339,7 +336,9 @@ def _devices(problem: PipelineProblem, path: Path, first: int) -> tuple[int, ...
     found, width = [first], problem.pools[0].num_devices
     for block, level in zip(path, reversed(problem.pools[0].levels), strict=True):
         width //= level.num_components
-        found = [device + width * number for number in range(block.num_replicas) for device in found]
+        found = [
+            device + width * number for number in range(block.num_replicas) for device in found
+        ]
     return tuple(sorted(found))
 
 

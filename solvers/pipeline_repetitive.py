@@ -117,7 +117,7 @@ class Repetitive:
         prices = self._prices[size, configuration.recompute]
         if configuration not in self._options:
             replicas = configuration.data_parallel_size
-            places = tuple(Place(0, stage * replicas) for stage in range(stages))
+            places = tuple(Place.run(0, stage * replicas, replicas) for stage in range(stages))
             held = tuple(
                 prices.stashed(replicas, (stages - stage) * replicas) for stage in range(stages)
             )

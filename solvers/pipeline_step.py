@@ -89,9 +89,7 @@ def _cost(prices: Prices, space: Space) -> float:
     return len(space.moves) * (size if prices.is_line else size * size / _PAIRS_AT_ONCE)
 
 
-def _relaxed(
-    problem: PipelineProblem, prices: Prices, space: Space, effort: Effort
-) -> float:
+def _relaxed(problem: PipelineProblem, prices: Prices, space: Space, effort: Effort) -> float:
     """The least sum of the bound alone, memory left out; 0 where even that costs too much."""
     if not prices.is_line or _cost(prices, space) > effort.relaxed_work:
         return 0.0

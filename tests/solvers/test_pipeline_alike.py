@@ -6,7 +6,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partition_cases import chain, enlarged, flat_problems, levels, plan_of, same
+from partition_cases import any_placements, chain, enlarged, flat_problems, levels, plan_of, same
 
 from hetflow.checks.pipeline import check, seconds_per_input, stage_memory, timed_stage
 from hetflow.schedules.of_plan import schedule_of, times_of
@@ -14,6 +14,7 @@ from hetflow.schedules.timing import time_schedule
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import ALIKE, PipelinePlan, PipelineProblem
 from hetflow.solvers.pipeline import solve
+from hetflow.solvers.pipeline_assemble import ORDERED
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -22,7 +23,8 @@ FEW = settings(max_examples=40, deadline=None, derandomize=True)
 def alike_problems(draw) -> PipelineProblem:
     problem = draw(flat_problems(graphs=False))
     schedule = draw(st.sampled_from(ALIKE))
-    pools = tuple(dataclasses.replace(pool, levels=pool.levels[:1]) for pool in problem.pools)
+    depth = 1 if schedule == "interleaved" else 2
+    pools = tuple(dataclasses.replace(pool, levels=pool.levels[:depth]) for pool in problem.pools)
     return dataclasses.replace(
         problem,
         pools=pools,
@@ -45,30 +47,23 @@ def objective(problem: PipelineProblem) -> float | None:
 
 
 def every_plan(problem: PipelineProblem):
-    """All pipelines side by side: replicas, places, order of types, and cuts of the chain."""
+    """All pipelines side by side: replicas, places on any devices, and cuts of the chain."""
     names = [layer.id for layer in problem.layers]
     chunks = 2 if problem.schedule in ("interleaved", "zb-v") else 1
-    widest = max(pool.num_devices for pool in problem.pools) if problem.replication else 1
-    for replicas in range(1, widest + 1):
-        for order in itertools.permutations(problem.pools):
-            for counts in itertools.product(
-                *(range(pool.num_devices // replicas + 1) for pool in order)
-            ):
-                places = [
-                    (pool.device_type, number * replicas, replicas)
-                    for pool, count in zip(order, counts, strict=True)
-                    for number in range(count)
-                ]
-                used = replicas * len(places)
-                if not places or (problem.workers == "exactly" and used < problem.num_devices):
-                    continue
-                stages = places * chunks
-                if problem.schedule == "zb-v":
-                    stages = places + places[::-1]
-                for inner in itertools.combinations(range(1, len(names)), len(stages) - 1):
-                    ends = [0, *inner, len(names)]
-                    layers = [tuple(names[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
-                    yield plan_of(problem, layers, stages, False)
+    most = min(problem.num_devices, len(names) // chunks)
+    for count in range(1, most + 1):
+        for places in any_placements(problem, count):
+            replicas = {m for _, _, m, _ in places}
+            used = sum(m for _, _, m, _ in places)
+            if len(replicas) > 1 or (problem.workers == "exactly" and used < problem.num_devices):
+                continue
+            stages = places * chunks
+            if problem.schedule == "zb-v":
+                stages = places + places[::-1]
+            for inner in itertools.combinations(range(1, len(names)), len(stages) - 1):
+                ends = [0, *inner, len(names)]
+                layers = [tuple(names[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+                yield plan_of(problem, layers, stages, False)
 
 
 def best(problem: PipelineProblem) -> float | None:
@@ -195,3 +190,27 @@ def test_too_few_microbatches_say_so():
     )  # fmt: skip
     with pytest.raises(InfeasibleError, match="multiple of 4 microbatches"):
         solve(problem)
+
+
+def test_equal_replicas_are_placed_inside_servers_whatever_their_order():
+    # Runs of 3 behind each other would span servers of 4; one on each server does not.
+    problem = chain(
+        [(1.0, 2.0)] * 4, [(1, 64)] * 4, levels((4, 64.0), (2, 0.5)), num_microbatches=6,
+        schedule="pipedream-vertical-sync", num_stages=2,
+    )  # fmt: skip
+    plan = solve(problem)
+    assert check(plan, problem) == []
+    assert plan.proof.termination == "optimal"
+    assert same(plan.proof.objective, best(problem))
+
+
+def test_interleaved_layouts_on_servers_are_bounded_against_all():
+    problem = chain(
+        [(1.0, 2.0)] * 4, [(8, 64)] * 4, levels((2, 64.0), (2, 0.5)), num_microbatches=4,
+        schedule="interleaved", num_model_chunks=2,
+    )  # fmt: skip
+    plan = solve(problem)
+    assert check(plan, problem) == []
+    assert plan.proof.lower_bound <= best(problem) * (1 + 1e-9)
+    if plan.proof.termination == "feasible":
+        assert ORDERED in plan.proof.method

@@ -13,7 +13,8 @@ from hetflow.runtime.lower_pipeline import lower_pipeline
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.effort import Effort
-from hetflow.solvers.pipeline import ORDERED, solve
+from hetflow.solvers.pipeline import solve
+from hetflow.solvers.pipeline_assemble import ORDERED
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 SHAPES = [(2, 2), (3, 2), (2, 3)]
