@@ -517,9 +517,7 @@ def _device_order(slot: WorkerSlot) -> tuple[int, int, int]:
     return (slot.device is None, slot.device or 0, slot.rank)
 
 
-def _hosts_of_devices(
-    config: LaunchConfig, devices: Sequence[dict[str, int]]
-) -> dict[int, int]:
+def _hosts_of_devices(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> dict[int, int]:
     """The host of each rank whose device the hosts have, by the plan's count of devices."""
     found: dict[int, int] = {}
     for kind in {slot.device_type for slot in config.workers}:

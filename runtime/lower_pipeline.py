@@ -108,9 +108,7 @@ def _ranks_of_stages(plan: PipelinePlan) -> list[tuple[int, ...]]:
         return [tuple(next(rank) for _ in range(stage.num_replicas)) for stage in plan.stages]
     known: dict[tuple[str, int], int] = {}
     return [
-        tuple(
-            known.setdefault((stage.device_type, device), len(known)) for device in stage.held
-        )
+        tuple(known.setdefault((stage.device_type, device), len(known)) for device in stage.held)
         for stage in plan.stages
     ]
 

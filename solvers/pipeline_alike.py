@@ -57,7 +57,7 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan
     Raises:
         InfeasibleError: No layout has the schedule's shape and fits the memory.
     """
-    cuts = cuts_of(problem)
+    cuts = cuts_of(problem, every=True)
     bandwidths = bandwidths_of(problem)
     recompute = (False, True) if problem.recompute is None else (problem.recompute,)
     if problem.schedule in SPLIT_BACKWARD:
@@ -75,17 +75,12 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan
         is_exact = (_approach if flushes else _least_maximum)(options, best, effort)
     if best.option is None:
         raise _infeasible(problem, options, refusal)
-    bound, claim = best.seconds, ""
-    if not is_exact or not cuts.complete:
-        bound = min([best.seconds, *(option.bound for option in options)])
-    if not listed.are_all:
-        claim = ORDERED if is_exact and cuts.complete else ""
-        bound = min([bound, *(option.bound_of_any_order for option in options)])
-        claim = claim if bound < best.seconds * (1 - _EXACT) else ""
+    bound, claim = _proved(best.seconds, options, is_exact and cuts.complete, listed.are_all)
     step = best.seconds if flushes else best.seconds * problem.num_microbatches
     held = best.option.shape.num_chunks
     chunks = f", {held} chunks a device" if held > 1 else ""
     suffix = "" if cuts.complete else "; cuts in the layers' own order only"
+    searched = f"{len(shapes)} layouts over {cuts.size} cuts{chunks}"
     return finish(
         problem,
         best.option.stages(best.cut),
@@ -93,9 +88,22 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan
         objective=best.seconds,
         bound=bound,
         step=step,
-        method=f"{len(shapes)} layouts over {cuts.size} cuts{chunks}, flat, ring prices{suffix}{claim}",
+        method=f"{searched}, flat, ring prices{suffix}{claim}",
         chunks=held,
     )
+
+
+def _proved(
+    seconds: float, options: Sequence[Option], is_exact: bool, are_all: bool
+) -> tuple[float, str]:
+    """A bound of all placements, and what to say where that of the ordered ones is better."""
+    bound = seconds
+    if not is_exact:
+        bound = min([seconds, *(option.bound for option in options)])
+    if are_all:
+        return bound, ""
+    bound = min([bound, *(option.bound_of_any_order for option in options)])
+    return bound, ORDERED if is_exact and bound < seconds * (1 - _EXACT) else ""
 
 
 def _shapes(

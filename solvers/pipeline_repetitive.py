@@ -23,7 +23,7 @@ from .parallel_pipeline import (
     Row,
 )
 from .pipeline_alike_option import Cut, Option, Shape
-from .pipeline_assemble import finish
+from .pipeline_assemble import ORDERED, finish
 from .pipeline_cuts import cuts_of
 from .pipeline_layouts import Layout, Place
 from .pipeline_prices import Prices
@@ -208,7 +208,8 @@ def solve(model: Repetitive, cost_model: CostModel | None = None) -> tuple[Pipel
     for row in rows:
         found = model.option(row.configuration)
         if found is not None and row.fits and found[0].fits(found[1]):
-            return _plan(*found, is_own=cost_model is None, num_rows=len(rows)), rows
+            bound = None if cost_model is not None else _least_per_sample(model, rows)
+            return _plan(*found, least_per_sample=bound, num_rows=len(rows)), rows
     parallel_pipeline.solve(question)
     raise InfeasibleError(
         "no configuration that the cost model accepts fits the memory once optimizer state is "
@@ -217,17 +218,36 @@ def solve(model: Repetitive, cost_model: CostModel | None = None) -> tuple[Pipel
     )
 
 
-def _plan(option: Option, cut: Cut, *, is_own: bool, num_rows: int) -> PipelinePlan:
-    seconds = option.slowest(cut)
+def _least_per_sample(model: Repetitive, rows: list[Row]) -> float:
+    """Seconds per sample that no configuration beats, wherever its stages are."""
+    least = float("inf")
+    for row in rows:
+        found = model.option(row.configuration)
+        if found is not None and row.fits and found[0].fits(found[1]):
+            seconds = found[0].least_slowest(found[1])
+            least = min(least, seconds / row.configuration.microbatch_size)
+    return least
+
+
+def _plan(
+    option: Option, cut: Cut, *, least_per_sample: float | None, num_rows: int
+) -> PipelinePlan:
+    """A configuration as a plan; ``least_per_sample`` bounds all, None where nothing does."""
+    seconds, is_own = option.slowest(cut), least_per_sample is not None
+    bound = seconds
+    if least_per_sample is not None:
+        bound = min(seconds, least_per_sample * option.problem.microbatch_size)
+    is_open = bound < seconds * (1 - 1e-9)
     plan = finish(
         option.problem,
         option.stages(cut),
         recompute=option.prices.recompute,
         objective=seconds,
-        bound=None,
+        bound=bound,
         step=seconds * option.problem.num_microbatches,
         method=f"algorithm 1 of thesis 3.3 over {num_rows} configurations, "
-        + ("ring prices of the profiled layers" if is_own else "ranked by the cost model given"),
+        + ("ring prices of the profiled layers" if is_own else "ranked by the cost model given")
+        + (ORDERED if is_open else ""),
     )
     if is_own:
         return plan

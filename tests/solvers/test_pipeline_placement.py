@@ -31,9 +31,7 @@ def two_level_problems(draw) -> PipelineProblem:
     for pool, shape in zip(problem.pools, shapes, strict=False):
         fast = draw(st.sampled_from([1.0, 8.0, 64.0]))
         slow = draw(st.sampled_from([0.05, 0.25, 1.0]))
-        pools.append(
-            dataclasses.replace(pool, levels=levels((shape[0], fast), (shape[1], slow)))
-        )
+        pools.append(dataclasses.replace(pool, levels=levels((shape[0], fast), (shape[1], slow))))
     if len(pools) > 1:
         pools[0] = dataclasses.replace(pools[0], levels=levels((2, 8.0), (2, 0.25)))
         pools[1] = dataclasses.replace(pools[1], levels=pools[1].levels[:1])
@@ -101,7 +99,7 @@ def test_the_least_step_is_that_of_any_devices(problem, schedule):
 @FEW
 @given(two_level_problems())
 def test_what_is_not_searched_is_bounded(problem):
-    """No search over other placements: the plan is the best ordered one, its bound holds for all."""
+    """The plan is then the best ordered one, and its bound holds for all."""
     plan = answer(problem, effort=Effort(anywhere_work=0.0, relaxed_work=0.0))
     if plan is None:
         return
