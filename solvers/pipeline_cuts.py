@@ -116,8 +116,10 @@ def own_order(problem: PipelineProblem, cuts: Cuts) -> Cuts | None:
     if cuts.before is None or cuts.copied_bytes is not None:
         return None
     parents, free = _parents(problem), _weightless(problem)
-    prefixes = [_closed(parents, (1 << k) - 1, free) for k in range(1, len(problem.layers) + 1)]
-    return _sums(problem, sorted({0, *prefixes}), is_line=True, complete=False)
+    prefixes = (_closed(parents, (1 << k) - 1, free) for k in range(1, len(problem.layers) + 1))
+    # One of weightless layers alone is no cut that counts.
+    found = sorted({0, *(inside for inside in prefixes if inside & ~free)})
+    return _sums(problem, found, is_line=True, complete=False)
 
 
 def _parents(problem: PipelineProblem) -> list[int]:

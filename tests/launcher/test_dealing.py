@@ -1,6 +1,7 @@
 """Slots to hosts and to devices, and which failure is the cause."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -41,6 +42,23 @@ def test_slots_go_to_the_hosts_that_have_the_type() -> None:
     config = config_of("V100", "P100", "P100", "V100")
     assert deal_slots(config, [{"P100": 2}, {"V100": 2}]) == [[1, 2], [0, 3]]
     assert deal_slots(config, [{"P100": 1, "V100": 1}, {"V100": 4, "P100": 1}]) == [[0, 1], [2, 3]]
+
+
+def on(config: LaunchConfig, *planned: int) -> LaunchConfig:
+    """The same slots on planned devices."""
+    slots = zip(config.workers, planned, strict=True)
+    return replace(config, workers=tuple(replace(slot, device=device) for slot, device in slots))
+
+
+def test_slots_go_to_the_hosts_of_their_planned_devices() -> None:
+    # Stage 0 on servers' devices 2 and 3, stage 1 on 4 to 6, stage 2 on device 0.
+    config = on(config_of(*["V100"] * 6), 2, 3, 4, 5, 6, 0)
+    assert deal_slots(config, [{"V100": 4}, {"V100": 4}]) == [[0, 1, 5], [2, 3, 4]]
+    # Hosts that leave the idle devices out: the order of the devices still holds.
+    assert deal_slots(config, [{"V100": 3}, {"V100": 3}]) == [[0, 1, 5], [2, 3, 4]]
+    # Types are counted apart.
+    mixed = on(config_of("P100", "V100", "P100"), 1, 0, 0)
+    assert deal_slots(mixed, [{"P100": 1}, {"P100": 1, "V100": 1}]) == [[2], [0, 1]]
 
 
 def test_emulated_types_may_be_offered_by_their_base() -> None:

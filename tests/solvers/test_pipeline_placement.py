@@ -149,3 +149,34 @@ def test_devices_are_ascending_one_a_replica_from_the_first(devices):
     stage = next(stage for stage in plan.stages if stage.num_replicas == 2)
     with pytest.raises(ProblemError, match="devices"):
         dataclasses.replace(stage, first_device=3, devices=devices)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "1f1b", "zb-h1", "pipedream-vertical-sync"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_search_that_is_stopped_has_a_plan_and_a_bound(schedule, graph):
+    problem = drawn(20, schedule=schedule)
+    if graph:
+        problem = dataclasses.replace(problem, edges=((0, 1), (0, 2)))
+    least = answer(problem).proof.objective
+    plan = answer(problem, effort=Effort(should_stop=lambda: True))
+    assert plan.proof.lower_bound <= least * (1 + 1e-9)
+    assert plan.proof.objective >= least * (1 - 1e-9)
+
+
+def test_a_gap_that_is_near_enough_ends_the_search():
+    times = [(0.3 * (number % 5 + 1), 0.7 * (number % 3 + 1)) for number in range(30)]
+    sizes = [(number % 7, number % 4) for number in range(30)]
+    problem = chain(times, sizes, levels((4, 8.0), (2, 1.0)), schedule="1f1b", num_microbatches=16)
+    calls: list[None] = []
+
+    def count(effort: Effort) -> int:
+        calls.clear()
+        plan = answer(problem, effort=dataclasses.replace(effort, should_stop=watch))
+        assert plan.proof.gap <= max(effort.gap, 1e-9)
+        return len(calls)
+
+    def watch() -> bool:
+        calls.append(None)
+        return False
+
+    assert count(Effort(gap=0.5)) < count(Effort())
