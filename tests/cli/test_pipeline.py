@@ -467,3 +467,46 @@ def test_a_plan_that_cannot_be_launched_says_so_when_it_is_made(
     # With the choice left open, only what can be launched is chosen.
     chosen = hetflow("solve", *pool)
     assert json.loads(chosen.stdout)["kind"] == "split"
+
+
+def test_limits_of_a_search_and_their_exit_codes(
+    hetflow: Hetflow, tmp_path: Path, make_profile: Callable[..., Profile]
+) -> None:
+    nodes = tuple(
+        LayerNode(
+            id=f"layer{i}",
+            op="Linear",
+            forward_seconds=0.001 * (1 + i % 5),
+            backward_seconds=0.001 * (2 + i % 3),
+            activation_bytes=400_000 * (1 + i % 4),
+            weight_bytes=8 << 20,
+        )
+        for i in range(24)
+    )
+    edges = tuple((f"layer{i}", f"layer{i + 1}") for i in range(23))
+    graph = LayerGraph(microbatch_size=8, nodes=nodes, edges=edges)
+    files.write(tmp_path / "v.json", replace(make_profile("V100", 1.0), layers=graph))
+
+    def asked(*limits: object, strategy: str = "pipeline") -> Any:
+        return hetflow(
+            "solve", "--profiles", tmp_path / "v.json", "--gpus", "2x(4xV100)", "--batch-size", 128,
+            *LINK, "--strategy", strategy, *limits,
+        )  # fmt: skip
+
+    by_itself = asked()
+    proof = json.loads(by_itself.stdout)["proof"]
+    assert by_itself.code == 0
+    assert proof["gap"] > 0.02  # which no limit was asked for
+    assert asked("--gap", 0.9).code == 0
+    missed = asked("--gap", 0.0)
+    assert missed.code == 4
+    assert json.loads(missed.stdout)["proof"] == proof
+    stopped = asked("--time-limit", 0.001)
+    assert stopped.code == 4
+    assert json.loads(stopped.stdout)["proof"]["termination"] == "feasible"
+    assert asked("--time-limit", 0.001, "--gap", 0.9).code == 0
+    assert asked("--objective", "bottleneck", "--time-limit", 60).code == 0
+    for flag, value in (("--time-limit", 5), ("--gap", 0.1)):
+        refused = asked(flag, value, strategy="split")
+        assert refused.code == 2
+        assert f"{flag} concerns pipelines" in refused.stderr
