@@ -3,7 +3,8 @@
 Both answer the same inputs (chains drawn from a seed, two levels, at most all workers, the
 text's prices) in one run and must agree on the objective. CPU seconds of this process; the
 solver's is the median of five. Published profiles are timed where the folder of shared data is
-given. The whole step is set beside the bottleneck on unlike devices.
+given. The whole step is set beside the bottleneck on unlike devices, placements in any order
+beside ordered ones on servers, and a deep graph of many cuts is solved under several prices.
 
     python benchmarks/solver_pipeline.py --quick
     python benchmarks/solver_pipeline.py --profiles ../shared/data/pipedream --json OUT
@@ -21,9 +22,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from peers.translation_graph import translation
+
 from hetflow.profilers.importers import read_graph, without_placeholders
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
+from hetflow.solvers.effort import Effort
 from hetflow.solvers.pipeline import solve
 from hetflow.solvers.pipeline_problems import layers_of_graph
 
@@ -40,6 +44,17 @@ STEPS: dict[str, tuple[int, dict[str, tuple[int, float]], float, bool]] = {
     "500 layers, 16+16+16": (500, {"A": (16, 1.0), "B": (16, 2.0), "C": (16, 3.0)}, 1e10, True),
 }
 CLUSTERS = {"4x4": ((4, 12e9), (4, 1.25e9)), "2x8": ((8, 150e9), (2, 3.125e9))}
+PLACED = {
+    "2x4": ((4, 12e9), (2, 1.25e9)),
+    "4x4": ((4, 12e9), (4, 1.25e9)),
+    "2x8": ((8, 150e9), (2, 3.125e9)),
+}
+PRICES = (
+    ("flat", "ring", "pipedream"),
+    ("flat", "ring", "1f1b"),
+    ("nested", "thesis", "pipedream"),
+    ("nested", "published", "pipedream"),
+)
 MODELS = ["vgg16", "resnet18", "resnet50", "squeezenet1_0", "gnmt"]
 
 
@@ -198,7 +213,7 @@ def on_profiles(folder: Path) -> list[dict[str, Any]]:
         graph = without_placeholders(read_graph((folder / f"{model}.graph.txt").read_text()))
         layers, edges, order = layers_of_graph(graph)
         for name, shape in CLUSTERS.items():
-            for solved, cost in (("flat", "ring"), ("nested", "thesis"), ("nested", "published")):
+            for solved, cost, schedule in PRICES:
                 pool = DevicePool(
                     device_type="V100",
                     levels=tuple(
@@ -209,17 +224,18 @@ def on_profiles(folder: Path) -> list[dict[str, Any]]:
                 )
                 problem = PipelineProblem(
                     model=model, layers=layers, edges=edges, pools=(pool,), microbatch_size=1,
-                    num_microbatches=16, schedule="pipedream", solved=solved, stage_cost=cost,
+                    num_microbatches=16, schedule=schedule, solved=solved, stage_cost=cost,
                     optimizer=SGD,
                     workers="exactly" if cost == "published" else "at_most",
                 )  # fmt: skip
                 seconds, plan = cpu_seconds(lambda problem=problem: solve(problem), 3)
                 rows.append(
                     {"model": model, "cluster": name, "prices": cost, "solved": solved,
+                     "schedule": schedule, "gap": plan.proof.gap,
                      "cpu_seconds": seconds, "config": plan.config,
                      "objective": plan.proof.objective}
                 )  # fmt: skip
-                _say(f"{model:14} {name} {cost:9} {seconds:6.3f} s  {plan.config}")
+                _say(f"{model:14} {name} {cost:9} {schedule:9} {seconds:6.3f} s  {plan.config}")
     return rows
 
 
@@ -246,6 +262,87 @@ def on_steps() -> list[dict[str, Any]]:
         _say(f"{name:34} {seconds:6.2f} s, gap {plan.proof.gap:6.2%}; bottleneck {before:6.2f} s, "
              f"its step {ratio:.3f} of ours")  # fmt: skip
     return rows
+
+
+def on_deep_graph() -> list[dict[str, Any]]:
+    """A 16-layer translation model: what branching costs, medians of three."""
+    rows = []
+    cases = (
+        ("flat", "ring", "pipedream"),
+        ("flat", "ring", "1f1b"),
+        ("nested", "thesis", "pipedream"),
+    )
+    for name, shape in CLUSTERS.items():
+        for solved, cost, schedule in cases:
+            problem = translation(shape, solved=solved, stage_cost=cost, schedule=schedule)
+            seconds, plan = cpu_seconds(lambda p=problem: solve(p), 3)
+            proof = plan.proof
+            rows.append(
+                {"cluster": name, "solved": solved, "schedule": schedule, "cpu_seconds": seconds,
+                 "config": plan.config, "objective": proof.objective, "gap": proof.gap,
+                 "method": proof.method}
+            )  # fmt: skip
+            _say(f"translation {name} {solved} {schedule:9} {seconds:6.2f} s, gap "
+                 f"{_percent(proof.gap)}  {plan.config}; {proof.method}")  # fmt: skip
+    return rows
+
+
+def on_placements(count: int) -> list[dict[str, Any]]:
+    """Drawn chains on servers: placements in any order against ordered ones, and their cost."""
+    rows = []
+    for name, shape in PLACED.items():
+        taken, plain, ratios, gaps = [], [], [], []
+        for seed in range(count):
+            problem = on_servers(shape, seed)
+            seconds, plan = cpu_seconds(lambda p=problem: solve(p))
+            before, other = cpu_seconds(lambda p=problem: solve(p, effort=Effort(anywhere_work=0)))
+            taken.append(seconds)
+            plain.append(before)
+            ratios.append(other.proof.objective / plan.proof.objective)
+            gaps.append(plan.proof.gap or 0.0)
+        better = sum(ratio > 1 + 1e-9 for ratio in ratios)
+        rows.append(
+            {"servers": name, "instances": count, "better": better, "largest_ratio": max(ratios),
+             "proved_optimal": sum(gap <= 1e-9 for gap in gaps), "largest_gap": max(gaps),
+             "median_cpu_seconds": statistics.median(taken), "most_cpu_seconds": max(taken),
+             "ordered_median_cpu_seconds": statistics.median(plain)}
+        )  # fmt: skip
+        _say(f"{name}: {better} of {count} better out of order, at most {max(ratios):.3f}x; "
+             f"{rows[-1]['proved_optimal']} proved; {statistics.median(taken):.3f} s (at most "
+             f"{max(taken):.2f}), ordered alone {statistics.median(plain):.3f} s")  # fmt: skip
+    return rows
+
+
+def on_servers(shape: tuple[tuple[int, float], ...], seed: int) -> PipelineProblem:
+    """A drawn chain without flushes on servers whose links are as slow as a layer's pass."""
+    draw = random.Random(seed)
+    num_layers = draw.randint(6, 12)
+    pool = DevicePool(
+        device_type="V100",
+        levels=tuple(TopologyLevel(num_components=m, bytes_per_second=b) for m, b in shape),
+        forward_seconds=tuple(draw.uniform(0.001, 0.01) for _ in range(num_layers)),
+        backward_seconds=tuple(draw.uniform(0.002, 0.02) for _ in range(num_layers)),
+    )
+    layers = tuple(
+        PipelineLayer(
+            id=f"l{i}",
+            activation_bytes=draw.randint(10**4, 10**7),
+            weight_bytes=draw.randint(10**5, 10**8),
+        )
+        for i in range(num_layers)
+    )
+    return PipelineProblem(
+        model="servers",
+        layers=layers,
+        pools=(pool,),
+        microbatch_size=1,
+        num_microbatches=16,
+        schedule="pipedream",
+    )
+
+
+def _percent(fraction: float | None) -> str:
+    return "unknown" if fraction is None else f"{fraction:.1%}"
 
 
 def unlike(
@@ -305,6 +402,10 @@ def main() -> None:
         result["profiles"] = on_profiles(arguments.profiles)
         result["profiles_peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         _say(f"peak memory {result['profiles_peak_mib']:.0f} MiB")
+    result["deep_graph"] = on_deep_graph()
+    result["deep_graph_peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    _say(f"peak memory {result['deep_graph_peak_mib']:.0f} MiB")
+    result["placements"] = on_placements(20 if arguments.quick else 60)
     result["steps"] = on_steps()
     result["alone"] = [] if arguments.quick else alone()
     result["against_plain"] = against_plain(QUICK if arguments.quick else FULL)
