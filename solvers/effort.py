@@ -38,7 +38,7 @@ class Effort:
     tree_work: float = 1.5e7
     tree_passes: float = 3e5
     coarse_work: float = 2e7
-    anywhere_work: float = 2e7
+    anywhere_work: float = 6e7
     most_limits: int = 24
 
     def until(self, should_stop: Callable[[], bool]) -> "Effort":

@@ -8,7 +8,7 @@ takes a run of devices in the order of the topology and pays for the links it sp
 of the search.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -30,6 +30,8 @@ from .pipeline_step import best_step, relaxed_step
 from .pipeline_step_tree import EXACT, Incumbent
 
 Method = Literal["auto", "line", "graph"]
+_FEW_LIMITS = 8  # tables of ordered placements, once those of all have bounded the step
+_LINE_WORK = 200  # entries that a move costs a parametric search over all its limits
 
 
 def solve(
@@ -170,8 +172,10 @@ def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
     """
     problem, effort, best, bounds = task.problem, task.effort, ordered, []
     search = _search(problem, task.tables[0].cuts, task.method)
-    cost = 1.0 if search is pipeline_line.search else float(task.tables[0].cuts.size) ** 2 / 10
-    most_moves = effort.anywhere_work / cost
+    per_move = float(_LINE_WORK)
+    if search is not pipeline_line.search:
+        per_move = max(per_move, task.tables[0].cuts.size ** 2 / 10)
+    most_moves = effort.anywhere_work / per_move
     counted = relaxed(problem, most_moves)
     if counted is None:
         return ordered, 0.0
@@ -230,7 +234,8 @@ def _least_step(task: _Task, found: list["Candidate"]) -> PipelinePlan:
     is_open = not effort.accepts(best.seconds, bound)
     if is_open and not has_one_order(problem):
         before = best.seconds
-        ordered = best_step(problem, tables, task.space, best, search, effort)
+        fewer = replace(effort, most_limits=_FEW_LIMITS)
+        ordered = best_step(problem, tables, task.space, best, search, fewer)
         if best.seconds <= before and ordered >= best.seconds * (1 - EXACT):
             claim = ORDERED
         bound = max(bound, relaxed_step(problem, tables))

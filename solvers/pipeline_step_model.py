@@ -57,6 +57,7 @@ class StepModel:
         self.weights = prices.cuts.weight_bytes
         self.between: Mask | None = None if self.is_line else prices.between()
         self._rows: dict[tuple[Kind, int], Mask] = {}
+        self._rooms: dict[tuple[int, int, int], Mask] = {}
 
     def kind(self, pool: int, num_replicas: int, span: int, workers: int, is_last: int) -> Kind:
         """What a move's stage is like; ``workers`` from it on, ``is_last`` if nothing follows."""
@@ -102,6 +103,18 @@ class StepModel:
         state, stashes = self.prices.memory_terms(kind.in_flight, kind.versions)
         own: Floats = state * cuts.weight_bytes + stashes * cuts.activation_bytes
         return own, kind.in_flight * cuts.crossing_bytes, np.inf if limit is None else float(limit)
+
+    def room(self, kind: Kind) -> Mask:
+        """[cuts, cuts] where a stage may lie between two cuts, within the memory."""
+        limit = self.problem.pools[kind.pool].memory_bytes
+        assert self.between is not None
+        if limit is None:
+            return self.between
+        key = (kind.pool, kind.in_flight, kind.versions)
+        if key not in self._rooms:
+            used = self.prices.own_bytes(kind.in_flight, kind.versions)
+            self._rooms[key] = self.between & (used <= limit)
+        return self._rooms[key]
 
     def row(self, kind: Kind, first: int) -> Mask:
         """[cuts] where a stage that begins at a cut may end: behind it, within the memory."""

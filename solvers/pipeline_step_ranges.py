@@ -228,6 +228,7 @@ class Squares:
         self.model, self.batched, self.limit = model, batched, limit
         self.values = np.full((len(batched.row_source), model.size), np.inf)
         self.barred: dict[tuple[int, int], Floats] = {}
+        self.window, self.distinct = _windows(model, batched.kinds)
 
     def fill(self, behind: Floats, rows: Ints) -> None:
         """As ``Windows.fill``."""
@@ -238,37 +239,40 @@ class Squares:
         )
 
     def least(self, batch: Batch, link: Ints) -> Floats:
-        """As ``Windows.least``."""
-        rows = zip(batch.kind.tolist(), link.tolist(), batch.row.tolist(), strict=True)
-        found = [(self._barred(kind, at) + self.values[row]).min(axis=1) for kind, at, row in rows]
-        return np.array(found)
+        """As ``Windows.least``; moves with the same window and row share their answer."""
+        at = link if self.model.pessimistic else np.zeros_like(link)
+        asked = np.stack([self.window[batch.kind], at, batch.row])
+        distinct, place = np.unique(asked, axis=1, return_inverse=True)
+        found = [
+            (self._barred(window, link) + self.values[row]).min(axis=1)
+            for window, link, row in distinct.T.tolist()
+        ]
+        answer: Floats = np.array(found)[place.reshape(-1)]
+        return answer
 
     def whole(self, batch: Batch) -> Floats:
         """As ``Windows.whole``."""
         model, found = self.model, []
         rows = zip(batch.kind.tolist(), batch.span.tolist(), batch.row.tolist(), strict=True)
         for kind, link, row in rows:
-            totals = self._barred(kind, link)[0] + self.values[row]
+            at = link if model.pessimistic else 0
+            totals = self._barred(int(self.window[kind]), at)[0] + self.values[row]
             if not model.pessimistic:
                 totals = totals + model.step_end(self.batched.kinds[kind])
             found.append(float(totals.min()))
         whole: Floats = np.array(found) - model.compute[batch.pool, 0]
         return whole
 
-    def _barred(self, number: int, link: int) -> Floats:
+    def _barred(self, window: int, link: int) -> Floats:
         """[cuts, cuts] 0 where a stage may lie between two cuts, else infinity."""
-        model, kind = self.model, self.batched.kinds[number]
-        key = (number, link if model.pessimistic else -1)
+        model, kind, key = self.model, self.distinct[window], (window, link)
         if key not in self.barred:
-            memory = model.stash(kind)[2]
-            assert model.between is not None
-            used = model.prices.own_bytes(kind.in_flight, kind.versions)
-            allowed = model.between & (used <= memory)
+            allowed = model.room(kind)
             if np.isfinite(self.limit):
                 curve = model.left(kind)
                 left = curve[None, :] - curve[:, None]
                 if model.pessimistic:
                     left = left + kind.left_backward * model.transfer[link][:, None]
-                allowed &= left <= self.limit + SLACK * (self.limit + curve[-1])
+                allowed = allowed & (left <= self.limit + SLACK * (self.limit + curve[-1]))
             self.barred[key] = np.where(allowed, 0.0, np.inf)
         return self.barred[key]
