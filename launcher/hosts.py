@@ -498,7 +498,7 @@ def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[
     free = [dict(offered) for offered in devices]
     ranks: list[list[int]] = [[] for _ in devices]
     planned = _hosts_of_devices(config, devices)
-    for slot in sorted(config.workers, key=_device_order):
+    for slot in config.workers_by_device:
         names = (slot.device_type, base_type(slot.device_type, config))
         hosts = [planned[slot.rank]] if slot.rank in planned else range(len(free))
         found = next(((host, n) for host in hosts for n in names if free[host].get(n)), None)
@@ -511,10 +511,6 @@ def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[
         if not mine:
             raise LaunchError(f"the plan has no work for node {host}; leave that host out")
     return [sorted(mine) for mine in ranks]
-
-
-def _device_order(slot: WorkerSlot) -> tuple[int, int, int]:
-    return (slot.device is None, slot.device or 0, slot.rank)
 
 
 def _hosts_of_devices(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> dict[int, int]:

@@ -141,7 +141,10 @@ def read_plan(
 
 
 def assign_slots(config: LaunchConfig, types: Sequence[str | None]) -> list[int]:
-    """Deal slots to processes by device type.
+    """Deal slots to processes by device type, in order of the planned devices.
+
+    Launchers number the processes of a host one after another, so stages that the plan puts on
+    one server are on one host, if each host starts as many processes as the plan uses there.
 
     Args:
         config: The slots.
@@ -156,7 +159,7 @@ def assign_slots(config: LaunchConfig, types: Sequence[str | None]) -> list[int]
     free = list(range(len(types)))
     slot_of: dict[int, int] = {}
     waiting = []
-    for slot in config.workers:
+    for slot in config.workers_by_device:
         match = next((rank for rank in free if types[rank] == slot.device_type), None)
         if match is None:
             waiting.append(slot)

@@ -122,5 +122,18 @@ class LaunchConfig:
         """Workers over all hosts."""
         return len(self.workers)
 
+    @property
+    def workers_by_device(self) -> tuple[WorkerSlot, ...]:
+        """The workers type by type, each type's in order of the planned devices, then of ranks."""
+        types = list(dict.fromkeys(slot.device_type for slot in self.workers))
+        return tuple(
+            sorted(
+                self.workers,
+                key=lambda slot: (
+                    types.index(slot.device_type), slot.device is None, slot.device or 0, slot.rank,
+                ),
+            )
+        )  # fmt: skip
+
 
 register_keys(VirtualNode, WorkerSlot, PipelineStage, PipelineWork, LaunchConfig)

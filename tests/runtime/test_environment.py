@@ -8,6 +8,13 @@ from hetflow.runtime.environment import assign_slots, read_environment
 from hetflow.runtime.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import FileError, TargetError
+from hetflow.schema.launch import (
+    LaunchConfig,
+    PipelineStage,
+    PipelineWork,
+    VirtualNode,
+    WorkerSlot,
+)
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 
 
@@ -83,6 +90,23 @@ def test_slots_go_by_type_not_by_rank() -> None:
     assert assign_slots(config, ["P100", "P100", "V100"]) == [1, 2, 0]
     assert assign_slots(config, ["P100", None, "V100"]) == [1, 2, 0]
     assert assign_slots(config, [None, "V100", None]) == [1, 0, 2]
+
+
+def test_foreign_launchers_deal_slots_in_order_of_the_planned_devices():
+    nodes = (VirtualNode(index=0, batch_size=8),)
+    stage = PipelineStage(layers=("l",), ranks=(0,))
+    work = PipelineWork(schedule="1f1b", num_microbatches=1, recompute=False, stages=(stage,) * 3)
+    config = LaunchConfig(
+        model="m",
+        global_batch_size=8,
+        pipeline=work,
+        workers=tuple(
+            WorkerSlot(rank=rank, device_type="V100", virtual_nodes=nodes, device=device)
+            for rank, device in enumerate([2, 0, 3])
+        ),
+    )
+    assert assign_slots(config, [None] * 3) == [1, 0, 2]
+    assert assign_slots(config, ["V100"] * 3) == [1, 0, 2]
 
 
 def test_wrong_types_are_refused() -> None:
