@@ -17,7 +17,7 @@ from ..schema.errors import BackendError, InfeasibleError
 from ..schema.pipeline import ALIKE, PipelinePlan, PipelineProblem
 from . import pipeline_alike, pipeline_graph, pipeline_line, pipeline_nested
 from .effort import DEFAULT, Effort
-from .pipeline_anywhere import exact, has_one_order, relaxed
+from .pipeline_anywhere import blind, exact, has_one_order, relaxed
 from .pipeline_assemble import ORDERED, assemble, fill_seconds
 from .pipeline_cuts import Cuts, cuts_of, own_order
 from .pipeline_graph import PlacedStage, Search, StoppedError
@@ -176,9 +176,7 @@ def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
     if search is not pipeline_line.search:
         per_move = max(per_move, task.tables[0].cuts.size ** 2 / 10)
     most_moves = effort.anywhere_work / per_move
-    counted = relaxed(problem, most_moves)
-    if counted is None:
-        return ordered, 0.0
+    counted = relaxed(problem, most_moves) or blind(problem)
     for prices in task.tables:
         known = best.seconds * (1 - TOLERANCE)
         bound = best.seconds
@@ -190,6 +188,9 @@ def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
             try:
                 other = task.seated(prices, counted, placed)
             except NoSeatsError:
+                if counted.kind == "blind":
+                    bounds.append(bound)
+                    continue
                 other, bound = _exactly(task, search, prices, best, bound, most_moves)
             best = other if other.seconds < best.seconds else best
         bounds.append(bound)
@@ -223,14 +224,12 @@ def _least_step(task: _Task, found: list["Candidate"]) -> PipelinePlan:
     search, best = _search(problem, cuts, "auto"), Incumbent()
     for candidate in found:
         best.offer_seated(problem, candidate.prices, candidate.seats)
-    bound, claim = 0.0, ""
+    claim = ""
     counted = task.space
     if not has_one_order(problem):
         per_move = cuts.size if tables[0].is_line else cuts.size**2 / 10
-        found_space = relaxed(problem, effort.relaxed_work / per_move / 10)
-        counted = found_space or counted
-    if has_one_order(problem) or not counted.is_ordered:
-        bound = best_step(problem, tables, counted, best, search, effort)
+        counted = relaxed(problem, effort.relaxed_work / per_move / 10) or blind(problem)
+    bound = best_step(problem, tables, counted, best, search, effort)
     is_open = not effort.accepts(best.seconds, bound)
     if is_open and not has_one_order(problem):
         before = best.seconds

@@ -10,6 +10,9 @@ devices instead of naming them:
     has in its component: no chain may overflow one. Whether all chains fit the components
     together is left out, so a search over it bounds every placement from below. A placement
     whose chains do fit (pipeline_packing.py) is a plan.
+``blind``
+    remembers no chain at all: every stage, and every two neighbours, are taken to share the
+    smallest component that could hold them. A bound alone, for pools too large for the others.
 ``exact``
     also remembers what is taken of every component, equal ones exchanged: servers of devices
     (two levels) at most. Stages that span servers only count, as any devices left will do.
@@ -20,7 +23,7 @@ Both include every ordered placement at its own price.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -49,6 +52,13 @@ def relaxed(
     None where there are more moves than that. ``replicas`` gives every stage so many.
     """
     return _Builder(problem, is_exact=False, most_moves=most_moves, replicas=replicas).space()
+
+
+def blind(problem: PipelineProblem) -> Space:
+    """States and moves where every stage has the fastest links that its devices could have."""
+    space = _Builder(problem, is_exact=False, is_blind=True, most_moves=np.inf).space()
+    assert space is not None
+    return space
 
 
 def exact(problem: PipelineProblem, most_moves: float) -> Space | None:
@@ -92,8 +102,10 @@ class _Builder:
         *,
         is_exact: bool,
         most_moves: float,
+        is_blind: bool = False,
         replicas: int | None = None,
     ) -> None:
+        self.is_blind = is_blind
         self.replicas = replicas
         self.problem, self.is_exact, self.most_moves = problem, is_exact, most_moves
         self.bandwidths = bandwidths_of(problem)
@@ -113,6 +125,8 @@ class _Builder:
 
     def space(self) -> Space | None:
         """List states by devices in use, each with its moves; None where they are too many."""
+        if self._least_moves() > self.most_moves:
+            return None
         fills = tuple(
             (0,) * (widths[-1] // widths[0]) if self.is_exact and len(widths) > 1 else ()
             for widths in self.widths
@@ -144,7 +158,17 @@ class _Builder:
             )
             for state in order
         )
-        return Space(states_, Moves(*found), self.bandwidths, is_ordered=False)
+        kind: Literal["counted", "blind"] = "blind" if self.is_blind else "counted"
+        return Space(states_, Moves(*found), self.bandwidths, kind)
+
+    def _least_moves(self) -> float:
+        """About how many moves there are; what is hopeless is not begun."""
+        if self.is_blind:
+            return 0.0
+        states = prod(widths[-1] + 1 for widths in self.widths)
+        held = sum(prod(width + 1 for width in widths[:-1]) for widths in self.widths)
+        ways = sum(1 if self.replicas else widths[-1] for widths in self.widths)
+        return states * held * ways / 2
 
     def _moves(self, state: _At) -> Iterator[tuple[_At, tuple[int, ...]]]:
         """Each stage that may be placed next: where it leads, and its columns of ``Moves``."""
@@ -175,6 +199,11 @@ class _Builder:
         for span in [0] if replicas == 1 else range(1, top + 1):
             if span and widths[span - 1] < replicas:
                 continue
+            if self.is_blind:
+                wider = next((n for n, width in enumerate(widths, 1) if width > replicas), top)
+                same = 0 if is_first else self.classes[pool][wider]
+                yield _Seat(span, same if is_same else self.inter, (), state.fills, 0)
+                return
             fresh = tuple(replicas if level >= span else 0 for level in range(1, top))
             if not is_first and is_same:
                 yield from self._beside(state, pool, replicas, span, fresh)

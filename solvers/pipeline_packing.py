@@ -46,6 +46,8 @@ def seat(problem: PipelineProblem, space: Space, placed: list[PlacedStage]) -> S
     """
     if space.is_ordered:
         return Seats(placed, _runs(problem, placed))
+    if space.kind == "blind":
+        raise NoSeatsError(is_proved=False)
     devices: list[tuple[int, ...]] = [()] * len(placed)
     for number, pool in enumerate(problem.pools):
         mine = [index for index, (_, _, move) in enumerate(placed) if move.pool == number]

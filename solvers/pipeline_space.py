@@ -8,7 +8,7 @@ never gains from starting anywhere else: shifted left to such a place it spans n
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,14 +105,19 @@ class Moves:
 class Space:
     """States in the order they can be filled; every move's source comes before its target.
 
-    ``bandwidths`` starts with infinity (one device and itself), then falls. ``is_ordered`` tells
-    moves that name a run of devices from those that count devices anywhere.
+    ``bandwidths`` starts with infinity (one device and itself), then falls. ``kind`` tells moves
+    that name a run of devices from those that count devices anywhere, in chains or blindly.
     """
 
     states: tuple[State, ...]
     moves: Moves
     bandwidths: tuple[float, ...]
-    is_ordered: bool = True
+    kind: Literal["ordered", "counted", "blind"] = "ordered"
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether a move names its devices."""
+        return self.kind == "ordered"
 
 
 class _Pool:

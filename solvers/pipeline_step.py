@@ -26,7 +26,7 @@ from .pipeline_step_model import StepModel
 from .pipeline_step_tables import Sums, Tables
 from .pipeline_step_tree import EXACT, Incumbent, Tree
 
-_MOST_PESSIMISTIC, _COARSE_LIMITS = 8, 12
+_MOST_PESSIMISTIC, _COARSE_LIMITS, _PLAN_TABLES = 8, 12, 4
 _HEAVIER = (1.0,)
 _PAIRS_AT_ONCE = 10  # pairs of cuts cost a tenth of a window's entries
 
@@ -52,7 +52,10 @@ def best_step(
     final = final_states(problem, space)
     cost = _cost(tables[0], space)
     affordable = int(effort.limits_work / cost)
-    if cost > effort.coarse_work / _COARSE_LIMITS / 4 and tables[0].is_line:
+    # Where tables are dear, good plans are looked for among ordered placements.
+    is_plan_search = space.is_ordered or affordable >= _PLAN_TABLES
+    is_coarse = is_plan_search and tables[0].is_line
+    if is_coarse and cost > effort.coarse_work / _COARSE_LIMITS / 4:
         for prices in tables:
             entries = effort.coarse_work / _COARSE_LIMITS
             improve(problem, prices, space, best, partial(_sweep, problem, effort), entries)
@@ -68,7 +71,7 @@ def best_step(
     models = [
         Tables(StepModel(problem, prices, pessimistic=False), space, final) for prices in tables
     ]
-    for own in models:
+    for own in models if is_plan_search else ():
         pessimistic = StepModel(problem, own.model.prices, pessimistic=True)
         few = Tables(pessimistic, space, final)
         _sweep(problem, effort, few, best, min(_MOST_PESSIMISTIC, affordable))

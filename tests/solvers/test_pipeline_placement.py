@@ -12,6 +12,7 @@ from hetflow.checks.pipeline import check
 from hetflow.runtime.lower_pipeline import lower_pipeline
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
+from hetflow.solvers import pipeline
 from hetflow.solvers.effort import Effort
 from hetflow.solvers.pipeline import solve
 from hetflow.solvers.pipeline_assemble import ORDERED
@@ -180,3 +181,12 @@ def test_a_gap_that_is_near_enough_ends_the_search():
         return False
 
     assert count(Effort(gap=0.5)) < count(Effort())
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "1f1b"])
+def test_a_blind_bound_holds_where_chains_are_too_many(schedule, monkeypatch):
+    monkeypatch.setattr(pipeline, "relaxed", lambda *_: None)
+    for seed in (1, 7, 13, 20, 41):
+        problem = drawn(seed, schedule=schedule)
+        plan = answer(problem)
+        assert plan.proof.lower_bound <= best_flat(problem) * (1 + 1e-9)
