@@ -125,10 +125,12 @@ def _fill_level(
             found = table.best[: min(rows, last + 1), last]
             if problem.workers == "at_most":
                 np.minimum(found[:, workers - 1], found[:, workers - 2], out=found[:, workers - 1])
-            splits = states.splits[last]
+            if not len(states.splits[last]):
+                continue
             for replicas in range(1, _most(problem, workers - 1) + 1):
-                if len(splits):
-                    total = _split(problem, states, table, len(found), last, workers, replicas)
+                worst = float(found[:, workers - 1].max())
+                total = _split(problem, states, table, len(found), last, workers, replicas, worst)
+                if total.shape[1]:
                     np.minimum(found[:, workers - 1], total.min(axis=1), out=found[:, workers - 1])
 
 
@@ -157,10 +159,16 @@ def _split(
     last: int,
     workers: int,
     replicas: int,
+    worst: float,
 ) -> Floats:
-    """[i, splits of last]: the pipeline up to a split, then one block up to ``last``."""
+    """[i, splits of last]: the pipeline up to a split, then one block up to ``last``.
+
+    Splits whose last block alone takes ``worst``, which every row attains, are left out.
+    """
     splits = states.splits[last]
     block = last_block(problem, states, table, splits, last, workers, replicas)
+    better = block < worst
+    splits, block = splits[better], block[better]
     total = np.maximum(table.best[:rows, splits, workers - replicas - 1], block)
     found: Floats = np.where(states.allowed[:rows, splits], total, np.inf)
     return found
