@@ -71,13 +71,15 @@ def best_step(
     models = [
         Tables(StepModel(problem, prices, pessimistic=False), space, final) for prices in tables
     ]
-    for own in models if is_plan_search else ():
+    most_limits = min(effort.most_limits, affordable)
+    swept = [_sweep(problem, effort, own, best, most_limits) for own in models]
+    is_open = not effort.accepts(best.seconds, min(bound for bound, _ in swept))
+    for own in models if is_open and is_plan_search else ():
         pessimistic = StepModel(problem, own.model.prices, pessimistic=True)
         few = Tables(pessimistic, space, final)
         _sweep(problem, effort, few, best, min(_MOST_PESSIMISTIC, affordable))
     bounds = []
-    for own in models:
-        bound, sums = _sweep(problem, effort, own, best, min(effort.most_limits, affordable))
+    for own, (bound, sums) in zip(models, swept, strict=True):
         if sums and not effort.accepts(best.seconds, bound):
             bound = max(bound, Tree(problem, own, sums, best).search(effort))
         if not effort.accepts(best.seconds, bound):
