@@ -150,13 +150,10 @@ def _bottleneck(task: _Task, found: list["Candidate"]) -> PipelinePlan:
     ordered = _choose(found)
     spread = relaxed_bound(task.tables, task.space)
     is_closed = cuts.complete and not task.was_stopped
-    best, bound = ordered, ordered.seconds if is_closed else min(spread, ordered.seconds)
+    best, bound = ordered, ordered.seconds
     if not has_one_order(problem):
-        best, least = _anywhere(task, ordered)
-        bound = min(bound, max(least, min(spread, best.seconds)))
-        bound = min(max(bound, spread), best.seconds)
-        if not is_closed:
-            bound = min(spread, best.seconds)
+        best, bound = _anywhere(task, ordered)
+    bound = min(max(bound, spread) if is_closed else spread, best.seconds)
     name = _name(problem, cuts)
     is_gap = bound < best.seconds * (1 - EXACT)
     if is_gap and is_closed and best is ordered:
@@ -235,7 +232,8 @@ def _least_step(task: _Task, found: list["Candidate"]) -> PipelinePlan:
         before = best.seconds
         fewer = replace(effort, most_limits=_FEW_LIMITS)
         ordered = best_step(problem, tables, task.space, best, search, fewer)
-        if best.seconds <= before and ordered >= best.seconds * (1 - EXACT):
+        is_least = best.seconds <= before and ordered >= best.seconds * (1 - EXACT)
+        if is_least and cuts.complete and best.seats is not None and best.seats.are_runs():
             claim = ORDERED
         bound = max(bound, relaxed_step(problem, tables))
     if not cuts.complete:

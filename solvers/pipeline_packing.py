@@ -26,6 +26,15 @@ class Seats(NamedTuple):
     placed: list[PlacedStage]
     devices: Devices
 
+    def are_runs(self) -> bool:
+        """Whether the placement is ordered: runs of devices, each behind the type's previous."""
+        free: dict[int, int] = {}
+        for (_, _, move), held in zip(self.placed, self.devices, strict=True):
+            if held[0] < free.get(move.pool, 0) or held[-1] - held[0] >= len(held):
+                return False
+            free[move.pool] = held[-1] + 1
+        return True
+
 
 class NoSeatsError(Exception):
     """The chains fit no components.

@@ -16,6 +16,8 @@ from hetflow.solvers import pipeline
 from hetflow.solvers.effort import Effort
 from hetflow.solvers.pipeline import solve
 from hetflow.solvers.pipeline_assemble import ORDERED
+from hetflow.solvers.pipeline_packing import Seats
+from hetflow.solvers.pipeline_space import Move
 
 FEW = settings(max_examples=25, deadline=None, derandomize=True)
 SHAPES = [(2, 2), (3, 2), (2, 3)]
@@ -190,3 +192,11 @@ def test_a_blind_bound_holds_where_chains_are_too_many(schedule, monkeypatch):
         problem = drawn(seed, schedule=schedule)
         plan = answer(problem)
         assert plan.proof.lower_bound <= best_flat(problem) * (1 + 1e-9)
+
+
+def test_only_an_ordered_plan_is_called_optimal_among_ordered_ones():
+    placed = [(0, 1, None), (1, 2, None)]
+    moves = [entry[:2] + (Move(0, 0, 0, 2, 0, 0, 0, 2),) for entry in placed]
+    assert Seats(moves, ((0, 1), (4, 5))).are_runs()
+    assert not Seats(moves, ((4, 5), (0, 1))).are_runs()
+    assert not Seats(moves, ((0, 1), (2, 4))).are_runs()
