@@ -106,7 +106,7 @@ class StepModel:
 
     def room(self, kind: Kind) -> Mask:
         """[cuts, cuts] where a stage may lie between two cuts, within the memory."""
-        limit = self.problem.pools[kind.pool].memory_bytes
+        limit = self.problem.pools[kind.pool].limit_bytes
         assert self.between is not None
         if limit is None:
             return self.between

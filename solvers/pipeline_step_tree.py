@@ -111,6 +111,10 @@ class Tree:
                     self.best.offer(self.problem, self.tables.model.prices, self.space, placed)
                 except NoSeatsError as error:
                     unseated = unseated if error.is_proved else min(unseated, bound)
+                if self.space.kind == "blind":
+                    # The devices found may lie farther apart than others of the same numbers.
+                    unseated = min(unseated, bound)
+                    break
                 continue
             first, last = self.tables.into[state], self.tables.into[state + 1]
             entries -= (last - first) * (_CALL + self.behind.shape[0] * self.behind.shape[-1])

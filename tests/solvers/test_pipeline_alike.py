@@ -90,11 +90,15 @@ def best(problem: PipelineProblem) -> float | None:
 
 def fits(plan: PipelinePlan, problem: PipelineProblem) -> bool:
     limits = {pool.device_type: pool.memory_bytes for pool in problem.pools}
+    aside = {pool.device_type: pool.workspace_bytes for pool in problem.pools}
     used: dict[tuple[str, int], float] = {}
     for index, stage in enumerate(plan.stages):
         device = (stage.device_type, stage.first_device)
         used[device] = used.get(device, 0.0) + stage_memory(plan, problem, index)
-    return all(limits[kind] is None or bytes_ <= limits[kind] for (kind, _), bytes_ in used.items())
+    return all(
+        limits[kind] is None or bytes_ + aside[kind] <= limits[kind]
+        for (kind, _), bytes_ in used.items()
+    )
 
 
 @FEW
