@@ -337,6 +337,7 @@ def on_servers(shape: tuple[tuple[int, float], ...], seed: int) -> PipelineProbl
         pools=(pool,),
         microbatch_size=1,
         num_microbatches=16,
+        optimizer=SGD,
         schedule="pipedream",
     )
 

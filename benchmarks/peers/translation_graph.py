@@ -5,6 +5,7 @@ decoder layer takes, and a pick of an unused hidden state in front of each. Pipe
 profile has this structure; its file is not ours to ship.
 """
 
+from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 
 ACTIVATION, STATE = 13_107_200, 524_288
@@ -53,6 +54,7 @@ def translation(
         pools=(pool,),
         microbatch_size=1,
         num_microbatches=16,
+        optimizer=named_optimizer("sgd"),
         **options,
     )
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partition_cases import flat_problems, objective, same
+from partition_cases import SGD, flat_problems, objective, same
 
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from hetflow.solvers import pipeline_cuts
@@ -78,7 +78,7 @@ def picks(num_blocks: int, **options) -> PipelineProblem:
     asked = {"schedule": "pipedream", **options}
     return PipelineProblem(
         model="picks", layers=layers, edges=tuple(sorted(edges)), pools=(pool,),
-        microbatch_size=1, num_microbatches=8, **asked,
+        microbatch_size=1, num_microbatches=8, optimizer=SGD, **asked,
     )  # fmt: skip
 
 
