@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def show(
     file: Annotated[Path, typer.Argument(help="Any hetflow file, or a folder of profiles.")],
     plot: Annotated[
-        Path | None, typer.Option(help="Draw profiles or a plan into this .png or .svg file.")
+        Path | None,
+        typer.Option(help="Draw profiles, a plan or a simulated run into this .png or .svg."),
     ] = None,
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Draw a pipeline plan's schedule here.")
@@ -65,6 +66,7 @@ def _picture(records: tuple[object, ...], target: Path) -> bytes:
     from ..schema.pipeline import PipelinePlan
     from ..schema.plan import SplitPlan
     from ..schema.profile import Profile
+    from ..schema.simulation import SimulationRun
 
     file_format = target.suffix.lower().lstrip(".")
     if file_format not in ("png", "svg"):
@@ -76,13 +78,19 @@ def _picture(records: tuple[object, ...], target: Path) -> bytes:
         if file_format != "svg":
             raise HetflowError(f"--plot {target}: a timeline is drawn as .svg", hint="rename it")
         return svg_timeline(_timing(first)).encode()
+    if isinstance(first, SimulationRun):
+        from ..reports.gantt import simulation_image
+
+        return simulation_image(first, file_format)
     from ..reports.plots import curves_image, split_image
 
     if isinstance(first, SplitPlan):
         return split_image(first, file_format)
     profiles = [record for record in records if isinstance(record, Profile)]
     if not profiles:
-        raise HetflowError("only profiles and plans can be plotted", hint="leave --plot out")
+        raise HetflowError(
+            "only profiles, plans and simulated runs can be plotted", hint="leave --plot out"
+        )
     return curves_image(profiles, file_format)
 
 

@@ -86,10 +86,14 @@ def simulate(
     ] = 1.0,
     processes: Annotated[int, typer.Option(min=1, help="Sweeps run in so many.")] = 1,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw who held what, and the CDF of JCT (.png, .svg).")
+        Path | None,
+        typer.Option(help="Draw which job held each device, and the CDF of JCT (.png, .svg)."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the run with every job here.")
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Write the run with every job, and who held which devices, here."
+        ),
     ] = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
@@ -98,6 +102,8 @@ def simulate(
 
     \b
     hetflow simulate continuous-single --throughputs t.json --gpus 36xv100,36xp100 --loads 4,5.6
+
+    Who held which devices is kept for one run with -o, --json or --plot; keeping it takes longer.
     """
     from ..schema.files import check_writable
     from ..simulator import Case
@@ -133,11 +139,12 @@ def simulate(
         repair_seconds=3600.0 * repair_hours,
         seed=seed,
         window=_window(window),
-        records_spans=plot is not None,
     )
     cases = _cases(base, trace, seeds, _numbers(loads), num_jobs)
     if (plot is not None or output is not None) and len(cases) > 1:
         raise ProblemError(f"--plot and -o take one run, this sweep has {len(cases)}")
+    if len(cases) == 1 and (json or plot is not None or output is not None):
+        cases = [replace(cases[0], records_spans=True)]
     runs = _run(cases, trace, processes, with_jobs=output is not None or plot is not None)
     if plot is not None and picture is not None:
         _draw(runs[0], plot, picture, force)

@@ -1,6 +1,7 @@
-"""Simulated runs as a Gantt chart with the CDF of completion times."""
+"""Simulated runs as a Gantt chart, a row a device, with the CDF of completion times."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..schema.errors import HetflowError
@@ -11,25 +12,52 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _HOUR = 3600.0
+MOST_NAMED_ROWS = 80  # beyond, rows are too low for names: only their groups are named
+_ROW_INCHES = 0.16
+_WIDTH_INCHES = 5.5  # of the bars, about
+_LETTER_INCHES = 0.055
+_COLOURS = 10  # no more jobs than that have colours of their own, and a legend
+_ALPHA = 0.75
+_MOST_BARS = 20_000  # beyond, bars are drawn as pixels inside an .svg too
 
 
 def simulation_image(run: SimulationRun, file_format: str) -> bytes:
-    """Who held what over time, and the share of jobs done within a time.
+    """Which job held each device over time, and the share of jobs done within a time.
+
+    Bars are coloured by job (with a legend while colours last), and named where the name fits.
+    More than ``MOST_NAMED_ROWS`` devices are thin rows, named by server and type or, where these
+    are more than that too, by type.
 
     Args:
         run: With its spans and jobs.
         file_format: ``png`` or ``svg``.
 
     Raises:
-        HetflowError: matplotlib is not installed, or the run keeps no jobs.
+        HetflowError: matplotlib is not installed, or the run keeps no jobs or no names of devices.
     """
+    hint = "simulate it again with -o, or with --plot"
     if not run.jobs:
-        raise HetflowError("this run keeps no jobs to draw", hint="simulate it with --plot")
-    figure = new_figure()
-    upper, lower = figure.subplots(2, 1)
-    _draw_spans(upper, run.spans)
+        raise HetflowError("this run keeps no jobs to draw", hint=hint)
+    if not run.spans or not all(span.devices for span in run.spans):
+        raise HetflowError("this run does not say which devices its jobs held", hint=hint)
+    rows = _rows(run)
+    named = min(len(rows), MOST_NAMED_ROWS)
+    gantt = max(2.0, 0.5 + _ROW_INCHES * named)
+    figure = new_figure(height_inches=gantt + 2.2)
+    upper, lower = figure.subplots(2, 1, height_ratios=[gantt, 2.2])
+    colours = {
+        job: f"C{i % _COLOURS}" for i, job in enumerate(dict.fromkeys(s.job for s in run.spans))
+    }
+    _draw_spans(upper, run.spans, rows, colours)
+    if len(colours) <= _COLOURS:
+        from matplotlib.patches import Patch
+
+        patches = [
+            Patch(color=colour, alpha=_ALPHA, label=_plain(job)) for job, colour in colours.items()
+        ]
+        figure.legend(handles=patches, loc="outside upper center", ncols=5, fontsize=6)
     upper.set_xlabel("time (h)")
-    upper.set_ylabel("jobs by type")
+    upper.set_ylabel(_held(len(rows), sum(run.num_devices.values())))
     times = sorted(job.completion_seconds / _HOUR for job in run.jobs)
     lower.step(times, [(i + 1) / len(times) for i in range(len(times))], where="post")
     lower.set_xscale("log")
@@ -39,27 +67,84 @@ def simulation_image(run: SimulationRun, file_format: str) -> bytes:
     return rendered(figure, file_format)
 
 
-def _draw_spans(axes: "Axes", spans: Sequence[Span]) -> None:
-    lanes = _lanes(spans)
-    colours = {name: f"C{i % 10}" for i, name in enumerate(dict.fromkeys(t for t, _ in lanes))}
-    bars: Any = axes.broken_barh
-    named: set[str] = set()
-    for lane, ((name, _), stretches) in enumerate(lanes.items()):
-        hours = [(start / _HOUR, (end - start) / _HOUR) for start, end in stretches]
-        label = None if name in named else name
-        named.add(name)
-        bars(hours, (lane, 0.9), facecolors=colours[name], label=label)
-    if named:
-        axes.legend(loc="upper right", ncols=len(named), fontsize="small")
+def device_groups(devices: Sequence[str]) -> list[str]:
+    """What the row of each device is named after: itself, its server and type, or its type."""
+    if len(devices) <= MOST_NAMED_ROWS:
+        return list(devices)
+    groups = [name.rpartition(":")[0] for name in devices]
+    if len(set(groups)) <= MOST_NAMED_ROWS:
+        return groups
+    return [name.rpartition("/")[2] for name in groups]
 
 
-def _lanes(spans: Sequence[Span]) -> dict[tuple[str, str], list[tuple[float, float]]]:
-    """Stretches by device type and job; rounds that follow each other become one."""
-    lanes: dict[tuple[str, str], list[tuple[float, float]]] = {}
+def _held(held: int, total: int) -> str:
+    return "devices" if held == total else f"devices ({held} of {total} ever held)"
+
+
+def _plain(name: str) -> str:
+    """A name that matplotlib takes for text, not for a formula."""
+    return name.replace("$", r"\$")
+
+
+def _rows(run: SimulationRun) -> dict[str, int]:
+    """Devices that were held, by type in the pool's order, then server, then number."""
+    types = list(run.num_devices)
+    kinds = {name: types.index(span.device_type) for span in run.spans for name in span.devices}
+    ordered = sorted(kinds, key=lambda name: (kinds[name], _numbers(name)))
+    return {name: row for row, name in enumerate(ordered)}
+
+
+def _numbers(name: str) -> tuple[int, int]:
+    """Server and number of a device; -1 is the server in a flat pool."""
+    server = re.match(r"server(\d+)/", name)
+    return (-1 if server is None else int(server[1]), int(name.rpartition(":")[2]))
+
+
+def _draw_spans(
+    axes: "Axes", spans: Sequence[Span], rows: dict[str, int], colours: dict[str, str]
+) -> None:
+    hours = max(span.end_seconds for span in spans) / _HOUR
+    bars: dict[tuple[int, float, float], list[tuple[float, float, str]]] = {}
     for span in spans:
-        stretches = lanes.setdefault((span.device_type, span.job), [])
-        if stretches and span.start_seconds - stretches[-1][1] <= 1.0:
-            stretches[-1] = (stretches[-1][0], span.end_seconds)
-        else:
-            stretches.append((span.start_seconds, span.end_seconds))
-    return lanes
+        offset, height = _band(span)
+        start, length = span.start_seconds / _HOUR, (span.end_seconds - span.start_seconds) / _HOUR
+        for name in span.devices:
+            row = bars.setdefault((rows[name], offset, height), [])
+            row.append((start, length, colours[span.job]))
+            is_named = len(rows) <= MOST_NAMED_ROWS and height > 0.5
+            if is_named and length / hours * _WIDTH_INCHES > _LETTER_INCHES * (len(span.job) + 1):
+                middle = (start + length / 2, rows[name])
+                axes.text(
+                    *middle, _plain(span.job), ha="center", va="center", fontsize=5.5, clip_on=True
+                )
+    as_pixels = sum(map(len, bars.values())) > _MOST_BARS
+    draw: Any = axes.broken_barh
+    for (line, offset, height), pieces in bars.items():
+        draw(
+            [(start, length) for start, length, _ in pieces],
+            (line + offset, height),
+            facecolors=[colour for _, _, colour in pieces],
+            alpha=_ALPHA,
+            edgecolor="white",
+            linewidth=0.3 if len(rows) <= MOST_NAMED_ROWS else 0.0,
+            rasterized=as_pixels,
+        )
+    _name_rows(axes, rows)
+    axes.set_xlim(0.0, hours)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+
+
+def _band(span: Span) -> tuple[float, float]:
+    """Where in its row a bar lies, and its height: two jobs of a pair have half a row each."""
+    if span.shared_with is None:
+        return -0.45, 0.9
+    return (-0.45 if span.job < span.shared_with else 0.0), 0.45
+
+
+def _name_rows(axes: "Axes", rows: Iterable[str]) -> None:
+    groups: dict[str, list[int]] = {}
+    for row, group in enumerate(device_groups(list(rows))):
+        groups.setdefault(group, []).append(row)
+    middles = [sum(each) / len(each) for each in groups.values()]
+    axes.set_yticks(middles, list(groups), fontsize=6)
+    axes.tick_params(axis="y", length=0)

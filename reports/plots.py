@@ -95,7 +95,7 @@ def _label(profile: Profile) -> str:
     return device_name(profile.device_type, profile.emulation is not None)
 
 
-def new_figure() -> "Figure":
+def new_figure(*, height_inches: float = 4.0) -> "Figure":
     """An empty figure; matplotlib is optional."""
     try:
         from matplotlib.figure import Figure
@@ -103,7 +103,7 @@ def new_figure() -> "Figure":
         raise HetflowError(
             "plots need matplotlib, which is not installed", hint="pip install 'hetflow[plots]'"
         ) from None
-    return Figure(figsize=(7, 4), layout="constrained")
+    return Figure(figsize=(7, height_inches), layout="constrained")
 
 
 def rendered(figure: "Figure", file_format: str) -> bytes:

@@ -56,7 +56,9 @@ class JobOutcome:
 class Span:
     """A stretch of time for which a job held ``num_devices`` devices of a type.
 
-    ``shared_with`` is the job on the same devices at its start, None where it is alone.
+    ``shared_with`` is the job on the same devices, None where it is alone. ``devices`` names them:
+    ``server2/V100:1`` is device 1 of the V100s of the third server, ``V100:5`` the sixth of a flat
+    pool; files of earlier versions name none.
     """
 
     job: Name
@@ -65,6 +67,7 @@ class Span:
     start_seconds: Seconds
     end_seconds: Seconds
     shared_with: Name | None = None
+    devices: tuple[Name, ...] = ()
 
 
 @record

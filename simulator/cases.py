@@ -104,18 +104,23 @@ class Case:
             )
 
     @property
+    def layout(self) -> Layout | None:
+        """The servers that devices are on; None for a flat pool, or a mechanism that knows none."""
+        if self.servers is None or self.scheduler == "published-rounds":
+            return None
+        layout = Layout.apart(self.servers)
+        if self.server_numbers is None:
+            return layout
+        return replace(layout, servers=self.server_numbers)
+
+    @property
     def failures(self) -> FailureOptions | None:
         """When devices and servers fail, drawn from the case's seed; None where they never do."""
         if self.failure_seconds is None and self.server_failure_seconds is None:
             return None
-        layout = None
-        if self.servers is not None and self.scheduler != "published-rounds":
-            layout = Layout.apart(self.servers)
-            if self.server_numbers is not None:
-                layout = replace(layout, servers=self.server_numbers)
         return FailureOptions(
             mean_seconds=self.failure_seconds, server_mean_seconds=self.server_failure_seconds,
-            repair_seconds=self.repair_seconds, seed=self.seed, layout=layout,
+            repair_seconds=self.repair_seconds, seed=self.seed, layout=self.layout,
         )  # fmt: skip
 
     def _refuse_what_goes_unheard(self) -> None:
@@ -166,6 +171,8 @@ def run_case(
             takes=case.scheduler == "easyscale-taking",
             resize_seconds=case.restart_seconds,
             failures=case.failures,
+            layout=case.layout,
+            records_spans=case.records_spans,
         )
         return simulate_proposals(jobs, pool, proposals, on_progress)
     if case.scheduler in ("elastic", "static-priority"):
@@ -174,6 +181,8 @@ def run_case(
             scheduler="elastic" if elastic else "static_priority",
             resize_seconds=case.restart_seconds,
             failures=case.failures,
+            layout=case.layout,
+            records_spans=case.records_spans,
         )
         return simulate_fair_share(jobs, pool, shares, on_progress)
     return _in_rounds(case, jobs, pool, on_progress)
@@ -207,6 +216,7 @@ def _in_rounds(
         convention="published" if published else "text",
         fills_idle=not allocator.leaves_idle,
         records_spans=case.records_spans,
+        layout=case.layout,
         servers=None if published else case.servers,
         selection=case.selection,
         seed=case.seed,
@@ -244,7 +254,7 @@ def report(case: Case, run: Simulation, trace: str, *, with_jobs: bool = False) 
         left_out=run.left_out,
         metrics=summarise(run, kept),
         jobs=run.jobs if with_jobs else (),
-        spans=run.spans if case.records_spans else (),
+        spans=run.spans,
     )
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..schema.simulation import Span
 from .outages import shares_of_fitting
 from .pairs import Chosen, PairShares, choose_combinations
 from .priorities import NOWHERE, Bools, Floats, Ints, fill_idle, priorities
@@ -37,7 +36,6 @@ class CombinedRounds(Rounds):
     def begin(self) -> None:
         """No pair has a share yet."""
         self.pairs = PairShares()
-        self.partners: dict[int, str] = {}
         self.moved: Bools = np.zeros(0, dtype=bool)
 
     def take_shares(self) -> None:
@@ -133,7 +131,9 @@ class CombinedRounds(Rounds):
     def _record(self, chosen: Chosen, work: _Work, kind: Ints) -> None:
         active, resources = self.active, self.pool.resources
         usage = np.where(self.pool.is_mix[work.column] == 1, 1, active.scale[work.job])
-        struck = self._struck(chosen)
+        hits = self._hit(chosen)
+        both = np.concatenate((chosen.first[hits], chosen.second[hits]))
+        struck = np.unique(both[both >= 0])
         hit = np.isin(work.job, struck)
         work.steps[hit] = 0.0
         left = active.left[work.job] - work.steps
@@ -142,8 +142,14 @@ class CombinedRounds(Rounds):
         active.held[work.column, work.job] += work.charged
         self.busy += resources[:, work.column] @ (work.charged * usage)
         self._receive(chosen, work)
-        self.partners = self._partners(chosen)
-        self.note(work.job, work.column, self.moved[work.job], work.seconds)
+        self.note(work.job, self.moved[work.job])
+        if self.book is not None:
+            number, ids = len(chosen.first), self._ids(chosen)
+            seconds = [[time] for time in work.seconds[:number].tolist()]
+            paired = (chosen.second >= 0).nonzero()[0].tolist()
+            for place, time in zip(paired, work.seconds[number:].tolist(), strict=True):
+                seconds[place].append(time)
+            self.hold(self.book, ids, chosen.placed, usage[:number], seconds, hits)
         kind[struck] = NOWHERE  # it restarts
         active.last_type[:] = kind
         start, number = self.now, len(active)
@@ -162,15 +168,6 @@ class CombinedRounds(Rounds):
             for a, b in zip(chosen.first.tolist(), chosen.second.tolist(), strict=True)
         ]
 
-    def _partners(self, chosen: Chosen) -> dict[int, str]:
-        if not self.options.records_spans:
-            return {}
-        names: dict[int, str] = {}
-        for a, b in zip(chosen.first.tolist(), chosen.second.tolist(), strict=True):
-            if b >= 0:
-                names[a], names[b] = self.active.jobs[b].id, self.active.jobs[a].id
-        return names
-
     def _receive(self, chosen: Chosen, work: _Work) -> None:
         """Count the seconds of combinations, each once."""
         active, number = self.active, len(chosen.first)
@@ -183,32 +180,14 @@ class CombinedRounds(Rounds):
         columns = len(self.pool.columns)
         self.worker_seconds += np.bincount(chosen.column, weights=seconds, minlength=columns)
 
-    def _struck(self, chosen: Chosen) -> Ints:
+    def _hit(self, chosen: Chosen) -> Ints:
+        """Which placements a failure hits."""
         if self.outages is None:
             return np.zeros(0, dtype=np.int64)
         mix = self.pool.is_mix[chosen.placed] == 1
         often = np.where(mix, 1, self.active.scale[chosen.first])
         usage = self.pool.resources[:, chosen.placed] * often
-        hit = self.strike(self._ids(chosen), usage, self.outages)
-        both = np.concatenate((chosen.first[hit], chosen.second[hit]))
-        answer: Ints = np.unique(both[both >= 0])
-        return answer
-
-    def spans_of(self, job: int, column: int, seconds: float) -> list[Span]:
-        """Who held what; a mix is a span for each of its types."""
-        held = self.pool.resources[:, column] * int(self.active.usage(job)[column])
-        return [
-            Span(
-                job=self.active.jobs[job].id,
-                device_type=self.pool.types[kind],
-                num_devices=count,
-                start_seconds=self.now,
-                end_seconds=self.now + seconds,
-                shared_with=self.partners.get(job),
-            )
-            for kind, count in enumerate(held.tolist())
-            if count
-        ]
+        return self.strike(self._ids(chosen), usage, self.outages)
 
 
 def _phase(left: Floats, rate: Floats, lost: Floats) -> Floats:

@@ -7,11 +7,13 @@ import numpy as np
 
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.jobs import Job
-from ..schema.simulation import JobOutcome, Span
+from ..schema.simulation import JobOutcome
 from .arrivals import Queue
 from .failures import FailureEvents, FailureOptions, Layout
 from .outcomes import Simulation
 from .pool import Pool
+from .seats import Placement
+from .span_book import SpanBook
 
 Counts = tuple[int, ...]
 _DONE = 1e-9
@@ -29,7 +31,6 @@ class Entry:
     rate: float = 0.0
     started: float | None = None
     held: list[float] = field(default_factory=list)
-    since: float = 0.0
     paused_until: float = 0.0
     resizes: int = 0
     resized_at: float = -1.0
@@ -51,6 +52,8 @@ class EventCluster:
         failures: FailureOptions | None,
         *,
         gangs: bool,
+        layout: Layout | None = None,
+        records_spans: bool = True,
     ) -> None:
         if not 0 <= resize_seconds < float("inf"):
             raise ProblemError(f"a resize must last >= 0 s and end, got {resize_seconds} s")
@@ -61,7 +64,10 @@ class EventCluster:
         self.now = 0.0
         self.busy = [0.0] * len(pool.types)
         self.outcomes: list[JobOutcome] = []
-        self.spans: list[Span] = []
+        self.book: SpanBook | None = None
+        if records_spans:
+            layout = layout or (None if failures is None else failures.layout)
+            self.book = SpanBook(pool.types, pool.capacity.tolist(), layout)
         self.events = 0
         self.hourly = pool.hourly()
         self.gangs = gangs  # whether a job runs on all its devices or on none
@@ -113,7 +119,7 @@ class EventCluster:
                 0 if self.failures is None else self.failures.fleet.num_servers_failed
             ),
             left_out=dict(self.queue.left_out),
-            spans=tuple(self.spans),
+            spans=() if self.book is None else self.book.spans(),
         )
 
     def _step(self) -> bool:
@@ -139,7 +145,10 @@ class EventCluster:
                     f"{_MOST_FAILURES} failures of devices and no job that ended between them; "
                     "make failures rarer or resizes shorter"
                 )
-            for entry in self._holders(devices):
+            hit = self._holders(devices)
+            if self.book is not None:
+                self.book.strike(entry.job.id for entry in hit)
+            for entry in hit:
                 # Its state is with its other devices, or in a checkpoint that is as new.
                 if self.gangs:
                     self._stop(entry)
@@ -160,7 +169,7 @@ class EventCluster:
 
     def _enter(self, job: Job) -> Entry:
         entry = Entry(
-            job, job.steps, 1.0, self.none, held=[0.0] * len(self.none), since=self.now
+            job, job.steps, 1.0, self.none, held=[0.0] * len(self.none)
         )  # fmt: skip
         number = len(self.running) + len(self.waiting) + 1
         rate = self.pool.rate(job)
@@ -175,6 +184,8 @@ class EventCluster:
         return max(self.now, entry.paused_until) + entry.left / entry.rate
 
     def _advance(self, until: float) -> None:
+        if self.book is not None and until > self.now:
+            self._hold(self.book, until)
         for entry in self.running:
             worked = max(0.0, until - max(self.now, entry.paused_until))
             ends = self._finish(entry) <= until
@@ -187,21 +198,19 @@ class EventCluster:
         self.running = [entry for entry in self.running if entry.left > _DONE]
         self._since_an_end = 0 if done else self._since_an_end
         for entry in done:
-            self._close_span(entry)
             self.outcomes.append(self._outcome(entry))
 
     def resize(self, entry: Entry, counts: Counts) -> None:
         """Give a job other devices; it stops for ``resize_seconds`` unless it just starts."""
         if counts == entry.counts:
             return
-        self._close_span(entry)
         if any(counts) and entry.started is None:
             entry.started = self.now
         elif any(counts):
             self._pause(entry)
         elif entry.resized_at == self.now:  # it lost a device, and now the others too
             entry.resizes, entry.resized_at = entry.resizes - 1, -1.0
-        entry.counts, entry.since = counts, self.now
+        entry.counts = counts
         entry.rate = self.rate_of(entry, counts) if any(counts) else 0.0
 
     def _pause(self, entry: Entry) -> None:
@@ -214,19 +223,17 @@ class EventCluster:
         self.running.remove(entry)
         self.waiting = sorted([entry, *self.waiting], key=lambda e: e.job.arrival_seconds)
 
-    def _close_span(self, entry: Entry) -> None:
-        if self.now > entry.since:
-            for name, number in zip(self.pool.types, entry.counts, strict=True):
-                if number:
-                    self.spans.append(
-                        Span(
-                            job=entry.job.id,
-                            device_type=name,
-                            num_devices=number,
-                            start_seconds=entry.since,
-                            end_seconds=self.now,
-                        )
-                    )
+    def _hold(self, book: SpanBook, until: float) -> None:
+        """Keep who holds what from now on."""
+        placements = [
+            Placement(
+                (entry.job.id,),
+                tuple((kind, number) for kind, number in enumerate(entry.counts) if number),
+            )
+            for entry in self.running
+        ]
+        standing = None if self.failures is None else self.failures.standing
+        book.hold(placements, self.now, [(until,)] * len(placements), standing)
 
     def _outcome(self, entry: Entry) -> JobOutcome:
         job, hourly = entry.job, self.hourly

@@ -255,6 +255,11 @@ class FailureEvents:
         """When something fails or comes back."""
         return min(self._next, self.fleet.next_repair_seconds)
 
+    @property
+    def standing(self) -> list[list[int]]:
+        """Devices that work [types][servers]."""
+        return self._standing
+
     def up(self) -> list[int]:
         """Devices by type that work."""
         return [sum(row) for row in self._standing]

@@ -19,7 +19,7 @@ from typing import Literal
 from ..schema.errors import ProblemError
 from ..schema.jobs import Job
 from .events import Counts, Entry, EventCluster
-from .failures import FailureOptions
+from .failures import FailureOptions, Layout
 from .outcomes import Simulation
 from .pool import Pool
 
@@ -30,13 +30,16 @@ class FairShareOptions:
 
     ``resize_seconds`` stop a job whenever it is resized. ``efficiency`` maps (devices, demand)
     to the part of the full rate. ``failures`` of devices: an elastic job goes on with fewer, any
-    other starts again, once it has all its devices, from where it was.
+    other starts again, once it has all its devices, from where it was. Spans name devices on the
+    servers of ``layout``; None: those of ``failures``, else a flat pool.
     """
 
     scheduler: Literal["elastic", "static_priority"] = "elastic"
     resize_seconds: float = 0.0
     efficiency: Callable[[int, int], float] = field(default=lambda n, demand: n / demand)
     failures: FailureOptions | None = None
+    layout: Layout | None = None
+    records_spans: bool = True
 
 
 def simulate_fair_share(
@@ -100,7 +103,10 @@ def _whole(exact: list[float], weights: list[float], free: int) -> list[int]:
 class _FairShare(EventCluster):
     def __init__(self, jobs: Iterable[Job], pool: Pool, options: FairShareOptions) -> None:
         gangs = options.scheduler == "static_priority"
-        super().__init__(jobs, pool, options.resize_seconds, options.failures, gangs=gangs)
+        super().__init__(
+            jobs, pool, options.resize_seconds, options.failures,
+            gangs=gangs, layout=options.layout, records_spans=options.records_spans,
+        )  # fmt: skip
         self.options = options
 
     def rate_of(self, entry: Entry, counts: Counts) -> float:

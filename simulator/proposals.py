@@ -24,7 +24,7 @@ from typing import Literal
 from ..schema.errors import ProblemError
 from ..schema.jobs import Job
 from .events import Counts, Entry, EventCluster
-from .failures import FailureOptions
+from .failures import FailureOptions, Layout
 from .outcomes import Simulation
 from .pool import Pool
 
@@ -38,6 +38,7 @@ class ProposalOptions:
     rate that a job really reaches on its devices; where an increment turns out slower than
     before, the job falls back and does not ask again for it. ``failures`` of devices: the job that
     a device costs least yields one, a gang of ``yarn`` starts again from where it was.
+    Spans name devices on the servers of ``layout``; None: those of ``failures``, else a flat pool.
     """
 
     scheduler: Literal["heterogeneous", "homogeneous", "yarn"] = "heterogeneous"
@@ -47,6 +48,8 @@ class ProposalOptions:
     serving: tuple[tuple[float, Counts], ...] = ()
     measured: Callable[[Job, Counts], float] | None = None
     failures: FailureOptions | None = None
+    layout: Layout | None = None
+    records_spans: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +101,10 @@ def est_rate(capability: tuple[float, ...], counts: Counts, max_p: int) -> float
 class _Proposals(EventCluster):
     def __init__(self, jobs: Iterable[Job], pool: Pool, options: ProposalOptions) -> None:
         gangs = options.scheduler == "yarn"
-        super().__init__(jobs, pool, options.resize_seconds, options.failures, gangs=gangs)
+        super().__init__(
+            jobs, pool, options.resize_seconds, options.failures,
+            gangs=gangs, layout=options.layout, records_spans=options.records_spans,
+        )  # fmt: skip
         self.options = options
         self.refused: dict[str, set[Counts]] = {}
 

@@ -18,16 +18,18 @@ import numpy as np
 
 from ..schema.errors import ProblemError
 from ..schema.jobs import Job
-from ..schema.simulation import JobOutcome, Span
+from ..schema.simulation import JobOutcome
 from .active import Active
 from .arrivals import Queue
-from .failures import FailureOptions, Seats
+from .failures import FailureOptions, Layout, Seats
 from .outages import Outages, shares_of_fitting
 from .outcomes import Simulation
 from .pool import Pool
 from .priorities import NOWHERE, Bools, Floats, Ints, choose, choose_by_type, fill_idle, priorities
+from .seats import Placement
 from .servers import Servers
 from .shares import Allocator
+from .span_book import SpanBook
 
 ANY_SHARE = 1e-300
 LONGEST_ROUND = 1e7  # seconds, four months: events within a round are drawn one by one
@@ -43,11 +45,12 @@ class RoundOptions:
     ``reset_seconds`` is the least time between allocations; ``restart_seconds`` is lost by a
     job that starts or changes its device type (a lease that is renewed loses nothing).
     ``fills_idle`` gives devices away that no job has a share of. ``records_spans`` keeps who
-    held what, for Gantt plots. ``failures`` (None: never) cost the job on the device the
-    round: it goes back to the checkpoint at the round's start, and restarts. ``servers`` holds
-    the devices of each type on each server [types][servers]: jobs are then placed on servers, run
-    at their unconsolidated rate where they are spread, and restart when they move; None ignores
-    placement. Policies share what is up; a job that does not fit that waits.
+    held what, on the servers of ``layout`` (None: ``servers``, else a flat pool). ``failures``
+    (None: never) cost the job on the device the round: it goes back to the checkpoint at the
+    round's start, and restarts. ``servers`` holds the devices of each type on each server
+    [types][servers]: jobs are then placed on servers, run at their unconsolidated rate where they
+    are spread, and restart when they move; None ignores placement. Policies share what is up; a
+    job that does not fit that waits.
     """
 
     round_seconds: float = 360.0
@@ -57,6 +60,7 @@ class RoundOptions:
     selection: Literal["by_type", "joint"] = "by_type"
     fills_idle: bool = True
     records_spans: bool = False
+    layout: Layout | None = None
     failures: FailureOptions | None = None
     seed: int = 0
     servers: tuple[tuple[int, ...], ...] | None = None
@@ -104,7 +108,12 @@ class Rounds:
         self.busy = np.zeros(len(pool.types))
         self.hourly = pool.hourly()
         self.outcomes: list[JobOutcome] = []
-        self.spans: list[Span] = []
+        self.book: SpanBook | None = None
+        if options.records_spans:
+            layout = options.layout
+            if layout is None and options.servers is not None:
+                layout = Layout.apart(options.servers)
+            self.book = SpanBook(pool.types, pool.capacity.tolist(), layout)
         self.num_rounds = self.num_allocations = 0
         self.up = pool.capacity
         self.outages = None if options.failures is None else Outages(options, pool)
@@ -244,7 +253,10 @@ class Rounds:
         active.received[kind, runs] += seconds
         self.worker_seconds += np.bincount(kind, weights=seconds, minlength=len(self.busy))
         self.busy += np.bincount(kind, weights=spent, minlength=len(self.busy))
-        self.note(runs, kind, moved, seconds)
+        self.note(runs, moved)
+        if self.book is not None:
+            ids = [(active.jobs[i].id,) for i in runs.tolist()]
+            self.hold(self.book, ids, kind, scale, seconds[:, None].tolist(), struck)
         chosen[runs[struck]] = NOWHERE  # it restarts
         active.last_type[:] = chosen
         start = self.now
@@ -308,31 +320,47 @@ class Rounds:
             return float(seconds.max())
         return self.options.round_seconds
 
-    def note(self, runs: Ints, kind: Ints, moved: Bools, seconds: Floats) -> None:
-        """Keep the books of starts, restarts and spans."""
+    def note(self, runs: Ints, moved: Bools) -> None:
+        """Keep the books of starts and restarts."""
         active = self.active
         movers = runs[moved]
         if len(movers):
             had = active.started[movers]
             active.started[movers] = np.where(had < 0, self.now, had)
             active.restarts[movers] += had >= 0
-        if self.options.records_spans:
-            for job, where, time in zip(
-                runs.tolist(), kind.tolist(), seconds.tolist(), strict=True
-            ):
-                self.spans.extend(self.spans_of(job, where, time))
 
-    def spans_of(self, job: int, column: int, seconds: float) -> list[Span]:
-        """Who held what in this round."""
-        return [
-            Span(
-                job=self.active.jobs[job].id,
-                device_type=self.pool.types[column],
-                num_devices=int(self.active.scale[job]),
-                start_seconds=self.now,
-                end_seconds=self.now + seconds,
+    def hold(
+        self,
+        book: SpanBook,
+        ids: Sequence[tuple[str, ...]],
+        column: Ints,
+        often: Ints,
+        seconds: Sequence[Sequence[float]],
+        struck: Ints,
+    ) -> None:
+        """Keep who holds what in this round.
+
+        Args:
+            book: What to keep it in.
+            ids: The jobs of each placement [placements].
+            column: Where each is.
+            often: How many times the devices of its column each holds.
+            seconds: How long each job works [placements][jobs].
+            struck: Placements that a failure hits in this round.
+        """
+        held = (self.pool.resources[:, column] * often).T.tolist()
+        placements = [
+            Placement(
+                names,
+                tuple((kind, int(number)) for kind, number in enumerate(counts) if number),
+                None if self.servers is None else self.servers.held[names[0]][1],
             )
+            for names, counts in zip(ids, held, strict=True)
         ]
+        ends = [[self.now + time for time in each] for each in seconds]
+        standing = None if self.outages is None else self.outages.standing
+        book.hold(placements, self.now, ends, standing)
+        book.strike(name for place in struck.tolist() for name in ids[place])
 
     def result(self) -> Simulation:
         """What the run leaves behind; it ends when its last job does."""
@@ -349,5 +377,5 @@ class Rounds:
                 0 if self.outages is None else self.outages.fleet.num_servers_failed
             ),
             left_out=dict(self.queue.left_out),
-            spans=tuple(self.spans),
+            spans=() if self.book is None else self.book.spans(),
         )

@@ -283,3 +283,30 @@ def test_whole_servers_fail_from_the_command_line(
     run = json.loads(result.stdout)
     assert run["num_server_failures"] > 0
     assert run["num_failures"] == 0
+
+
+def test_one_run_keeps_who_held_which_devices_and_a_table_does_not(
+    app: typer.Typer, table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """-o and --json keep spans, with the figures of the run that keeps none."""
+    from hetflow import simulator
+
+    output, kept = tmp_path / "run.json", list[bool]()
+    run_case = simulator.run_case
+
+    def spy(case: simulator.Case, *given: object) -> simulator.Simulation:
+        kept.append(case.records_spans)
+        return run_case(case, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("hetflow.simulator.run_case", spy)
+    arguments = _arguments("static-single", table, "--num-jobs", "5")
+    plain = CliRunner().invoke(app, arguments)
+    written = CliRunner().invoke(app, [*arguments, "-o", str(output)])
+    assert (plain.exit_code, plain.stdout) == (0, written.stdout)
+    printed = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert kept == [False, True, True]
+    run = files.read(output, SimulationRun)
+    assert {name for span in run.spans for name in span.devices} == {
+        "fast:0", "fast:1", "slow:0", "slow:1"
+    }  # fmt: skip
+    assert [tuple(span["devices"]) for span in printed["spans"]] == [s.devices for s in run.spans]
