@@ -12,6 +12,7 @@ from hetflow.cli.main import run
 from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, PairThroughput, Throughputs
+from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync
 from hetflow.schema.run import DeviceRun, Generation, GenerationWorker, RunEvent, RunRecord
 
@@ -230,6 +231,7 @@ def _layered(device_type: str) -> Profile:
         update_seconds=0.001,
         batch_curve=(BatchPoint(batch_size=8, step_seconds=0.03, peak_memory_bytes=1 << 30),),
         layers=LayerGraph(microbatch_size=8, nodes=nodes, edges=edges),
+        optimizer=OptimizerState(name="adam", state_bytes_per_weight_byte=2.0),
     )  # fmt: skip
 
 
