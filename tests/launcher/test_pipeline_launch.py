@@ -144,7 +144,7 @@ def test_a_stop_saves_and_a_restart_ends_as_if_undisturbed(
     assert stopped.returncode == 143, stopped.stderr
     assert "asked to stop; " in stopped.stderr
     newest = max((plan.parent / "saved").glob("step-*"))
-    assert {part.name for part in newest.iterdir()} == {"part-0-of-2", "part-1-of-2"}
+    assert {part.name for part in newest.iterdir()} == {"part-0-of-2", "part-1-of-2", "complete"}
     if schedule == "1f1b":
         assert f"saved {plan.parent / 'saved'}, step {int(newest.name[5:])}" in stopped.stderr
     assert go_on(plan)[1] == whole(schedule).parameters_digest
