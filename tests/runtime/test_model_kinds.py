@@ -22,6 +22,7 @@ from hetflow.runtime.pipeline.stage import Stage
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
+from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.profile import BatchPoint, Profile
 
@@ -114,7 +115,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in KINDS:
         plan = solve_pipeline(
             [profile_of(kind)], Cluster.parse("2xcpu"), GLOBAL_BATCH_SIZE, pool_name="2xcpu",
-            num_stages=2, link_bytes_per_second=1e9,
+            num_stages=2, link_bytes_per_second=1e9, optimizer=named_optimizer("sgd-momentum"),
         )  # fmt: skip
         files.write(folder / f"{kind}.json", plan)
     train_on_two(folder)
