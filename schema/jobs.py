@@ -17,7 +17,8 @@ from .records import (
     register_keys,
 )
 
-Rate = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, le=1e12)]
+Weight = Annotated[float, Field(ge=1e-9, le=1e9)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Placement = Literal["consolidated", "unconsolidated", "mixed"]
 
@@ -36,7 +37,7 @@ class Job:
     steps: PositiveRate
     scale_factor: Count = 1
     arrival_seconds: Seconds = 0.0
-    priority_weight: PositiveRate = 1.0
+    priority_weight: Weight = 1.0
     slo_seconds: PositiveSeconds | None = None
     entity: Name | None = None
     elapsed_seconds: Seconds = 0.0
@@ -51,7 +52,7 @@ class Entity:
     """
 
     name: Name
-    weight: PositiveRate = 1.0
+    weight: Weight = 1.0
     policy: Literal["fairness", "fifo"] = "fairness"
     parent: Name | None = None
 
@@ -145,7 +146,7 @@ class MixThroughput:
     model: Name
     scale_factor: Count = 1
     devices: dict[str, Count]
-    steps_per_second: PositiveRate
+    steps_per_second: Annotated[float, Field(gt=0, le=1e12)]
 
     def __post_init__(self) -> None:
         if not self.devices:

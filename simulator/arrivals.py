@@ -6,6 +6,17 @@ from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.jobs import Job
 from .pool import Pool
 
+LONGEST_SECONDS = 1e8  # three years: a run goes through every round of them
+
+
+def _refuse_endless(job: Job, most_steps_per_second: float) -> None:
+    alone = job.steps / most_steps_per_second
+    if not max(alone, job.arrival_seconds) <= LONGEST_SECONDS:
+        raise ProblemError(
+            f"job {job.id!r} arrives at {job.arrival_seconds:g} s and would run {alone:g} s on its "
+            f"fastest devices; simulated jobs may take at most {LONGEST_SECONDS:g} s (3 years)"
+        )
+
 
 def in_order(jobs: Iterable[Job]) -> Iterator[Job]:
     """Pass jobs on, refusing what makes no trace.
@@ -55,6 +66,7 @@ class Queue:
             reason = pool.why_left_out(job)
             if reason is None:
                 fits = True
+                _refuse_endless(job, float(pool.rate(job).max()))
                 yield job
             else:
                 self.left_out[job.id] = reason
