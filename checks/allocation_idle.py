@@ -13,6 +13,8 @@ from .allocation_policies import Pool
 # Smaller parts of a job's time, and smaller parts of a type's devices, are rounding.
 NEGLIGIBLE_TIME = 1e-5
 NEGLIGIBLE_PART = 1e-6
+# A column on which a job runs slower than this part of its best rate is of no use to it.
+NEGLIGIBLE_RATE = 1e-6
 # Figures that differ by less than this part of the type's devices are the same.
 SAME_PART = 2e-5
 
@@ -96,7 +98,7 @@ def _movable(
 ) -> float:
     """The part of its time that a job would rather spend on a column."""
     rate = pool.rate(name, column)
-    if rate <= 0:
+    if rate <= NEGLIGIBLE_RATE * max(pool.rate(name, c) for c in pool.columns):
         return 0.0
     spent = list(allocation.x[name].values())
     slower = [t for c, t in allocation.x[name].items() if pool.rate(name, c) < rate]

@@ -9,6 +9,7 @@ from .program import Floats
 # Smaller parts of a job's time, and smaller parts of a type's devices, are rounding.
 NEGLIGIBLE_TIME = 1e-5
 NEGLIGIBLE_PART = 1e-6
+NEGLIGIBLE_RATE = 1e-6  # of the best rate: slower columns are of no use to the job
 
 
 def idle_devices(instance: Instance, outcome: Outcome) -> tuple[Floats, Floats]:
@@ -61,4 +62,5 @@ def _movable(instance: Instance, outcome: Outcome) -> Floats:
             leaves = (rate[one] > own[:, None]) & stays[:, None]
             np.add.at(time, one, leaves * p.time[:, None])
     time = time + np.where(rate > 0, np.maximum(1.0 - spent, 0.0)[:, None], 0.0)
-    return np.where(time > NEGLIGIBLE_TIME, time, 0.0)
+    useful = rate > NEGLIGIBLE_RATE * rate.max(axis=1, keepdims=True)
+    return np.where((time > NEGLIGIBLE_TIME) & useful, time, 0.0)
