@@ -18,7 +18,7 @@ from .records import (
 )
 
 Rate = Annotated[float, Field(ge=0, le=1e12)]
-Weight = Annotated[float, Field(ge=1e-12, le=1e12)]
+Weight = Annotated[float, Field(gt=0, le=1e12)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Placement = Literal["consolidated", "unconsolidated", "mixed"]
 
