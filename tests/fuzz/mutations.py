@@ -188,7 +188,7 @@ def _change_a_number(document: Any, draw: random.Random) -> Any:
         holder, key = draw.choice(places)
         factor = draw.choice((0, 0.5, 2, 3, 10, 1000, 1e-3, 1e-9, 1e6, 1e12, 1e100, 1e300))
         if isinstance(holder[key], int):
-            holder[key] = int(min(holder[key] * factor, 1e40))
+            holder[key] = int(min(float(min(holder[key], 10**40)) * factor, 1e40))
         else:
             holder[key] = holder[key] * factor
     return document
