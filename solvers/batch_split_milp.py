@@ -98,9 +98,7 @@ def _known_seconds(problem: SplitProblem) -> float:
 def _most_passes(problem: SplitProblem, point: BatchPoint, known: float) -> int:
     """M of the big-M constraints: as small as is safe, since it decides the search's speed."""
     most = _batch(problem) // point.batch_size
-    return (
-        most if known == float("inf") else min(most, int(known / point.step_seconds * (1 + 1e-9)))
-    )
+    return int(min(most, known / point.step_seconds * (1 + 1e-9)))
 
 
 def _devices(program: Program, problem: SplitProblem) -> list[_Device]:
