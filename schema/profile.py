@@ -17,6 +17,8 @@ from .records import (
     register_keys,
 )
 
+SHORTEST_PASS_SECONDS = 1e-12  # shorter is a mistake, and its rate overflows
+
 
 @record
 class BatchPoint:
@@ -29,6 +31,12 @@ class BatchPoint:
     batch_size: Count
     step_seconds: PositiveMeasuredSeconds
     peak_memory_bytes: Bytes
+
+    def __post_init__(self) -> None:
+        if self.step_seconds < SHORTEST_PASS_SECONDS:
+            raise ProblemError(
+                f"step_seconds: must be at least {SHORTEST_PASS_SECONDS:g}, got {self.step_seconds}"
+            )
 
 
 @record
