@@ -90,15 +90,6 @@ class TiedWeights(NamedTuple):
     sharers: frozenset[int]
     weight_bytes: int
 
-    def needs_copy(self, inside: set[int]) -> bool:
-        """Whether a stage of these layers keeps a copy beside the holder's."""
-        return bool(self.sharers & inside) and not self.holders <= inside
-
-    def is_split(self, inside: set[int]) -> bool:
-        """Whether a stage of these layers has some of the users, but not all."""
-        users = self.holders | self.sharers
-        return bool(users & inside) and not users <= inside
-
 
 def tied_weights(layers: Sequence[PipelineLayer]) -> tuple[TiedWeights, ...]:
     """The tied weights of a model, one entry for each set of holders."""
