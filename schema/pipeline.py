@@ -14,6 +14,7 @@ from .records import (
     Name,
     PositiveBytes,
     PositiveRate,
+    Ratio,
     Seconds,
     record,
     register_keys,
@@ -77,6 +78,8 @@ class DevicePool:
     inside a server, then 4 at the network's. ``update_seconds`` is one optimizer update of the
     whole model. ``memory_bytes`` is a device's memory; None sets no limit. ``workspace_bytes`` of
     it are set aside on every device for what the dearest layer's passes need for a while.
+    ``pass_seconds`` is what every forward and every backward pass of a stage costs beyond its
+    layers, ``fixed_seconds`` what a step costs beside its passes, messages and updates.
     """
 
     device_type: Name
@@ -86,6 +89,8 @@ class DevicePool:
     update_seconds: Seconds = 0.0
     memory_bytes: PositiveBytes | None = None
     workspace_bytes: Bytes = 0
+    pass_seconds: Seconds = 0.0
+    fixed_seconds: Seconds = 0.0
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -137,6 +142,9 @@ class PipelineProblem:
         launchable: Only plans that ``hetflow launch`` runs (flat). Every replica has a microbatch
             of each batch; without flushes it has the same ones of each, so replicas divide them,
             and 2BW, which keeps two versions, uses no more devices than there are microbatches.
+        message_seconds: What a message from one stage to the next costs beyond its bytes.
+        step_error: How far steps put together from these terms may be off, relative; None where
+            nobody measured it.
     """
 
     model: Name
@@ -160,6 +168,8 @@ class PipelineProblem:
     objective: Objective | None = None
     num_model_chunks: Count | None = None
     launchable: bool = False
+    message_seconds: Seconds = 0.0
+    step_error: Ratio | None = None
 
     def __post_init__(self) -> None:
         _check_microbatches(self.num_microbatches)

@@ -24,13 +24,25 @@ class Proof:
 
 @record
 class Prediction:
-    """What a plan is expected to reach; the parts add up to ``step_seconds``."""
+    """What a plan is expected to reach; the parts add up to ``step_seconds``.
+
+    ``compute_seconds`` is the passes of the slowest device, ``load_seconds`` its waiting for
+    samples, ``virtual_node_seconds`` what the runtime does for its virtual nodes and
+    ``fixed_seconds`` for the step; None where the profile does not tell them apart (they are in
+    ``compute_seconds`` then). ``step_seconds_low`` and ``step_seconds_high`` bound what the
+    measurements allow, None where their spread is unknown.
+    """
 
     step_seconds: Seconds
     samples_per_second: Seconds
     compute_seconds: Seconds | None = None
     sync_seconds: Seconds | None = None
     update_seconds: Seconds | None = None
+    load_seconds: Seconds | None = None
+    virtual_node_seconds: Seconds | None = None
+    fixed_seconds: Seconds | None = None
+    step_seconds_low: Seconds | None = None
+    step_seconds_high: Seconds | None = None
 
 
 @record

@@ -3,15 +3,27 @@
 from .errors import ProblemError
 from .optimizer import OptimizerState
 from .profile import BatchPoint, Sync
-from .records import Bytes, Count, Name, PositiveRate, Seconds, record
+from .records import Bytes, Count, Name, PositiveRate, Ratio, Seconds, record
+
+
+@record
+class AloneDevice:
+    """What one device costs where it is the only one of its host that trains."""
+
+    batch_curve: tuple[BatchPoint, ...]
+    update_seconds: Seconds
+    fixed_seconds: Seconds = 0.0
 
 
 @record
 class DeviceOption:
     """The devices of one type that a split may use.
 
-    ``batch_curve`` holds only the sizes that fit: the builder has applied the memory limit.
-    ``link_bytes_per_second`` caps the fitted link model (a cluster's slow network).
+    ``batch_curve`` holds only the sizes that fit: the builder has applied the memory limit. It,
+    ``update_seconds`` and ``fixed_seconds`` are of a device while others of its host train too,
+    where there are others; ``alone`` is the same where it trains alone, None where that is alike.
+    ``link_bytes_per_second`` caps the fitted ring model (a cluster's slow network).
+    ``step_error`` is the profile's: how far steps put together from these terms may be off.
     """
 
     device_type: Name
@@ -22,6 +34,9 @@ class DeviceOption:
     sync: Sync | None = None
     link_bytes_per_second: PositiveRate | None = None
     interpolated_sizes: tuple[Count, ...] = ()
+    fixed_seconds: Seconds = 0.0
+    alone: AloneDevice | None = None
+    step_error: Ratio | None = None
 
     def __post_init__(self) -> None:
         sizes = [point.batch_size for point in self.batch_curve]

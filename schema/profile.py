@@ -13,30 +13,66 @@ from .records import (
     PositiveBytes,
     PositiveMeasuredSeconds,
     PositiveRate,
+    Ratio,
     record,
     register_keys,
 )
+from .step_costs import Links, MessageTime, PipelineCosts
 
 SHORTEST_PASS_SECONDS = 1e-12  # shorter is a mistake, and its rate overflows
 
 
 @record
 class BatchPoint:
-    """One forward + backward pass at one batch size.
+    """One virtual node of a batch size: forward + backward in the loop that trains.
 
-    ``step_seconds`` is t_i(b) of VirtualFlow 5.1.2: without the optimizer update and without
-    communication. ``peak_memory_bytes`` is the device's peak over a whole training step.
+    ``step_seconds`` is t_i(b) of VirtualFlow 5.1.2: what one more virtual node of this size adds
+    to a step, without the optimizer update and without communication. ``load_seconds`` and
+    ``virtual_node_seconds`` are parts of it: waiting for its samples, and what the runtime does
+    for a virtual node of any size; None where the file, an older or a foreign one, does not tell
+    them apart. ``step_seconds_error`` is half the width of its median's 95 % confidence interval,
+    relative to it. ``peak_memory_bytes`` is the device's peak over a whole training step.
     """
 
     batch_size: Count
     step_seconds: PositiveMeasuredSeconds
     peak_memory_bytes: Bytes
+    load_seconds: MeasuredSeconds | None = None
+    virtual_node_seconds: MeasuredSeconds | None = None
+    step_seconds_error: Ratio | None = None
 
     def __post_init__(self) -> None:
         if self.step_seconds < SHORTEST_PASS_SECONDS:
             raise ProblemError(
                 f"step_seconds: must be at least {SHORTEST_PASS_SECONDS:g}, got {self.step_seconds}"
             )
+        if self.pass_seconds < 0:
+            raise ProblemError(
+                "load_seconds and virtual_node_seconds are parts of step_seconds, and more than it"
+            )
+
+    @property
+    def pass_seconds(self) -> float:
+        """The model's own forward + backward, without loading and the runtime's part."""
+        return self.step_seconds - (self.load_seconds or 0.0) - (self.virtual_node_seconds or 0.0)
+
+
+@record
+class BusyHost:
+    """The same device while ``num_devices`` of its host train at once.
+
+    Memory bandwidth, host cores, PCIe and power are shared, so everything may take longer.
+    """
+
+    num_devices: Count
+    batch_curve: tuple[BatchPoint, ...]
+    update_seconds: MeasuredSeconds
+    fixed_seconds: MeasuredSeconds = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 2:
+            raise ProblemError(f"num_devices must be >= 2, got {self.num_devices}")
+        _check_curve(self.batch_curve)
 
 
 @record
@@ -92,14 +128,16 @@ class Sync:
     """Gradient synchronisation, measured as VirtualFlow 5.1.2 does.
 
     ``sync_seconds`` is the distributed minus the single-device step time at batch size 1, on
-    ``num_devices`` devices. The optional link model (``latency_seconds`` per ring message,
-    ``bytes_per_second`` per link) predicts other device counts; see costs/comm.py.
+    ``num_devices`` devices. The optional ring model (``latency_seconds`` per ring message,
+    ``bytes_per_second`` per ring link, fitted to ``messages``) predicts other device counts; see
+    costs/comm.py. It is no link's rate: those are measured apart (``Links``).
     """
 
     num_devices: Count
     sync_seconds: MeasuredSeconds
     latency_seconds: MeasuredSeconds | None = None
     bytes_per_second: PositiveRate | None = None
+    messages: tuple[MessageTime, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_devices < 2:
@@ -133,6 +171,12 @@ class Profile:
     are the layers of ``layers`` at further microbatch sizes. ``optimizer`` is what
     ``update_seconds`` and ``peak_memory_bytes`` were measured with; None where the file, an older
     or a foreign one, does not say.
+
+    ``fixed_seconds`` is what a step costs beside its virtual nodes, the update and
+    synchronisation: opening it, its first pass's cold caches, its sums, asking for the next
+    batch. ``step_error`` is how far steps put together from these terms are from measured ones,
+    relative. ``busy`` is the same with the host's devices at work; ``base_memory_bytes`` what a
+    worker holds before there is a model.
     """
 
     schema: Literal["hetflow.profile/1"] = "hetflow.profile/1"
@@ -148,19 +192,16 @@ class Profile:
     emulation: Emulation | None = None
     out_of_memory_batch_size: Count | None = None
     optimizer: OptimizerState | None = None
+    fixed_seconds: MeasuredSeconds | None = None
+    step_error: Ratio | None = None
+    busy: BusyHost | None = None
+    links: Links | None = None
+    pipeline: PipelineCosts | None = None
+    base_memory_bytes: Bytes | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        sizes = [point.batch_size for point in self.batch_curve]
-        if not sizes:
-            raise ProblemError("batch_curve must hold at least one batch size")
-        for before, after in zip(sizes, sizes[1:], strict=False):
-            if before == after:
-                raise ProblemError(f"batch_curve: duplicate batch_size {after}")
-            if before > after:
-                raise ProblemError(
-                    f"batch_curve must be sorted by batch_size; {after} follows {before}"
-                )
+        _check_curve(self.batch_curve)
         self._check_layers()
 
     def _check_layers(self) -> None:
@@ -181,4 +222,17 @@ class Profile:
         return () if self.layers is None else (self.layers, *self.more_layers)
 
 
-register_keys(BatchPoint, LayerNode, LayerGraph, Sync, Emulation, Profile)
+def _check_curve(batch_curve: tuple[BatchPoint, ...]) -> None:
+    sizes = [point.batch_size for point in batch_curve]
+    if not sizes:
+        raise ProblemError("batch_curve must hold at least one batch size")
+    for before, after in zip(sizes, sizes[1:], strict=False):
+        if before == after:
+            raise ProblemError(f"batch_curve: duplicate batch_size {after}")
+        if before > after:
+            raise ProblemError(
+                f"batch_curve must be sorted by batch_size; {after} follows {before}"
+            )
+
+
+register_keys(BatchPoint, BusyHost, LayerNode, LayerGraph, Sync, Emulation, Profile)

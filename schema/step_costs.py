@@ -1,0 +1,64 @@
+"""What a step costs beside its passes, what links cost, and what a pipeline's passes cost.
+
+All of it is measured in the loop that trains (runtime/), and each is one term of a predicted step.
+"""
+
+from .errors import ProblemError
+from .records import Count, MeasuredSeconds, PositiveRate, Ratio, record, register_keys
+
+
+@record
+class MessageTime:
+    """An all-reduce of ``num_bytes`` over all devices took ``seconds``."""
+
+    num_bytes: Count
+    seconds: MeasuredSeconds
+
+
+@record
+class LinkPoint:
+    """Sending ``num_bytes`` from one device to another: there, back, and both at once."""
+
+    num_bytes: Count
+    there_seconds: MeasuredSeconds
+    back_seconds: MeasuredSeconds
+    both_seconds: MeasuredSeconds
+
+
+@record
+class Links:
+    """The link between two devices, measured by sending messages from one to the other.
+
+    ``latency_seconds`` and ``bytes_per_second`` are fitted to messages that go both ways at once,
+    as they do in a pipeline that is full; ``points`` are the medians behind the fit.
+    """
+
+    latency_seconds: MeasuredSeconds
+    bytes_per_second: PositiveRate
+    points: tuple[LinkPoint, ...]
+
+    def __post_init__(self) -> None:
+        sizes = [point.num_bytes for point in self.points]
+        if sizes != sorted(set(sizes)):
+            raise ProblemError("points must be sorted by num_bytes, each size once")
+
+
+@record
+class PipelineCosts:
+    """What a pipeline's step costs beyond its layers and the bytes on its links.
+
+    Args:
+        pass_seconds: Of one forward or one backward pass of a stage, beyond its layers.
+        message_seconds: Of one message between two stages, beyond its bytes: held against the
+            stage that sends.
+        fixed_seconds: Of a whole step: opening it, its sums, asking for the next batch.
+        step_error: Of steps put together from these terms, relative to measured ones.
+    """
+
+    pass_seconds: MeasuredSeconds
+    message_seconds: MeasuredSeconds
+    fixed_seconds: MeasuredSeconds
+    step_error: Ratio | None = None
+
+
+register_keys(MessageTime, LinkPoint, Links, PipelineCosts)
