@@ -32,6 +32,7 @@ from .shares import Allocator
 from .span_book import SpanBook
 
 ANY_SHARE = 1e-300
+SHORTEST_ROUND = 1.0  # seconds: shorter than any restart, and a simulated day takes hours
 LONGEST_ROUND = 1e7  # seconds, four months: events within a round are drawn one by one
 _NOBODY: Ints = np.zeros(0, dtype=np.int64)
 _NEAR = 1e-6  # apart, so that sums kept from job to job tell types' order
@@ -68,11 +69,11 @@ class RoundOptions:
 
     def __post_init__(self) -> None:
         at_least_0 = (self.reset_seconds, self.restart_seconds)
-        if not 0 < self.round_seconds <= LONGEST_ROUND or not all(
+        if not SHORTEST_ROUND <= self.round_seconds <= LONGEST_ROUND or not all(
             0 <= t < math.inf for t in at_least_0
         ):
             raise ProblemError(
-                f"rounds must last > 0 s and at most {LONGEST_ROUND:g} s, resets and restarts "
+                f"rounds must last {SHORTEST_ROUND:g} to {LONGEST_ROUND:g} s, resets and restarts "
                 ">= 0 s, all finite; got "
                 f"{self.round_seconds}, {', '.join(map(str, at_least_0))}"
             )
