@@ -24,8 +24,8 @@ def digits(dtype: torch.dtype) -> TensorDataset:
     return TensorDataset(x, torch.tensor(classes, dtype=torch.int64))
 
 
-def workload() -> tuple[nn.Module, Any, Any, Any]:
-    """The same training as a target of ``hetflow profile``: model, batches, loss, optimizer."""
+def workload() -> tuple[nn.Module, Any, Any, Any, TensorDataset]:
+    """The same training for ``hetflow profile``: model, batches, loss, optimizer, dataset."""
     dataset = digits(torch.float64)
 
     def make_batch(batch_size: int) -> tuple[torch.Tensor, ...]:
@@ -34,7 +34,7 @@ def workload() -> tuple[nn.Module, Any, Any, Any]:
     def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
-    return DigitsCNN().double(), make_batch, loss, torch.optim.Adam
+    return DigitsCNN().double(), make_batch, loss, torch.optim.Adam, dataset
 
 
 def accuracy_of(model: nn.Module, dataset: TensorDataset, device: torch.device) -> float:

@@ -18,6 +18,7 @@ from ..runtime.emulation import PassHolder
 from ..schema.errors import TargetError
 from . import memory
 from .batch_curve import SizeResult
+from .samples import Samples
 from .targets import Workload, one_line
 from .timing import RepeatPolicy, Timing, repeat
 
@@ -45,14 +46,26 @@ class Bench:
         self.num_parameters = sum(p.numel() for p in parameters)
         make = workload.make_optimizer
         self.optimizer = make(parameters) if make else _make_optimizer(optimizer, parameters)
+        self.samples = Samples(self)
 
     def make_batch(self, batch_size: int) -> Any:
         """One batch, on the device."""
-        return move(self._of_user("make_batch", self.workload.make_batch, batch_size), self.device)
+        return move(self._made(batch_size), self.device)
+
+    def host_batch(self, batch_size: int) -> Any:
+        """One batch, on the host."""
+        return move(self._made(batch_size), "cpu")
+
+    def _made(self, batch_size: int) -> Any:
+        return self._of_user("make_batch", self.workload.make_batch, batch_size)
+
+    def loss_of(self, batch: Any) -> Any:
+        """What the target's loss gives for a batch."""
+        return self._of_user("loss", self.workload.loss, self.model, batch)
 
     def run_pass(self, batch: Any) -> None:
         """Forward and backward, to the end."""
-        loss = self._of_user("loss", self.workload.loss, self.model, batch)
+        loss = self.loss_of(batch)
         if getattr(loss, "ndim", None) != 0:
             raise TargetError(f"loss must return a scalar tensor, got {_described(loss)}")
         self._of_user("loss.backward", loss.backward)

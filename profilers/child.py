@@ -22,6 +22,7 @@ from . import memory, targets
 from .bench import Bench
 from .exchange import exchange
 from .layers import measure_layers
+from .rehearsal import rehearse
 from .timing import RepeatPolicy
 
 _PR_SET_PDEATHSIG = 1
@@ -154,6 +155,7 @@ _OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "hold": _hold,
     "layers": _layers,
     "exchange": exchange,
+    "rehearse": rehearse,
 }
 
 

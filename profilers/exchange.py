@@ -6,10 +6,10 @@ not alternate, so that a drift of the machine meets both.
 
 import os
 import time
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from .bench import Bench
+from .meeting import process_group
 
 if TYPE_CHECKING:
     from ..runtime.gradients import GradientReducer
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 _WARM_UP_STEPS = 3
 _MIN_REPEATS = 5
 _MAX_REPEATS = 100
-_TIMEOUT = timedelta(seconds=120)
 
 
 def exchange(
@@ -47,23 +46,13 @@ def exchange(
         ``single`` and ``distributed``: wall seconds of each step; ``messages``: for each size
         the wall seconds of each all-reduce.
     """
-    import torch
-    import torch.distributed as dist
-
     path = os.path.join(folder, "store")
-    store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
-    device = torch.device(bench.device)
-    if bench.on_cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT
-    )
-    try:
+    with process_group(
+        path, rank=rank, world_size=world_size, backend=backend, device=bench.device
+    ):
         steps = _steps(bench, batch_size, budget_seconds)
         messages = [_messages(bench, size, budget_seconds / 8) for size in message_bytes]
         return {**steps, "messages": messages}
-    finally:
-        dist.destroy_process_group()
 
 
 def _steps(bench: Bench, batch_size: int, budget_seconds: float) -> dict[str, list[float]]:

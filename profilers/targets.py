@@ -4,7 +4,9 @@ A factory takes no arguments and returns ``(model, make_batch, loss)``:
 
 - ``make_batch(batch_size)`` gives a batch: a tensor, or a tuple, list or dict of them;
 - ``loss(model, batch)`` gives a scalar tensor to call ``backward`` on;
-- optionally fourth, ``make_optimizer(parameters)`` gives the optimizer.
+- optionally fourth, ``make_optimizer(parameters)`` gives the optimizer (None for none);
+- optionally fifth, the dataset that the script trains on (map-style, or the script's DataLoader):
+  then the time to load samples is the script's own.
 
 Only a ``file.py`` target runs code of the user's, as asked; nothing is downloaded or unpickled.
 """
@@ -51,6 +53,7 @@ class Workload:
     make_batch: Callable[[int], Any]
     loss: Callable[["nn.Module", Any], "Tensor"]
     make_optimizer: Callable[[Any], "Optimizer"] | None = None
+    dataset: Any = None
 
 
 def parse(text: str) -> Target:
@@ -96,29 +99,48 @@ def as_workload(answer: object, name: str) -> Workload:
     """Check what a factory returned.
 
     Raises:
-        TargetError: It is not ``(model, make_batch, loss[, make_optimizer])``.
+        TargetError: It is not ``(model, make_batch, loss[, make_optimizer[, dataset]])``.
     """
     from torch import nn
 
-    rule = f"{name}: must return (model, make_batch, loss) and optionally make_optimizer"
+    rule = f"{name}: must return (model, make_batch, loss) and optionally make_optimizer, dataset"
     if isinstance(answer, Workload):
         return answer
     if not isinstance(answer, tuple | list):
         raise TargetError(f"{rule}; got {type(answer).__name__}")
-    if len(answer) not in (3, 4):
+    if len(answer) not in (3, 4, 5):
         raise TargetError(f"{rule}; got {len(answer)} values")
-    model, *functions = answer
+    model, make_batch, loss, make_optimizer, dataset = [*answer, None, None][:5]
     if not isinstance(model, nn.Module):
         raise TargetError(f"{rule}; model must be a torch.nn.Module, got {type(model).__name__}")
-    for role, function in zip(("make_batch", "loss", "make_optimizer"), functions, strict=False):
+    functions = {"make_batch": make_batch, "loss": loss}
+    if len(answer) == 4 or make_optimizer is not None:
+        functions["make_optimizer"] = make_optimizer
+    for role, function in functions.items():
         if not callable(function):
             raise TargetError(f"{rule}; {role} must be callable, got {type(function).__name__}")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise TargetError(f"{name}: the model has no parameter to train")
-    make_optimizer = functions[2] if len(functions) == 3 else None
+    if dataset is not None:
+        _check_dataset(dataset, rule)
     return Workload(
-        model=model, make_batch=functions[0], loss=functions[1], make_optimizer=make_optimizer
+        model=model,
+        make_batch=make_batch,
+        loss=loss,
+        make_optimizer=make_optimizer,
+        dataset=dataset,
     )
+
+
+def _check_dataset(dataset: Any, rule: str) -> None:
+    from torch.utils.data import DataLoader
+
+    held = dataset.dataset if isinstance(dataset, DataLoader) else dataset
+    if not hasattr(held, "__getitem__") or not hasattr(held, "__len__") or not len(held):
+        raise TargetError(
+            f"{rule}; dataset must be map-style (__len__ and __getitem__) and not empty, or a "
+            f"DataLoader over such a one, got {type(held).__name__}"
+        )
 
 
 def one_line(error: BaseException, file: str | None = None, doing: str = "") -> str:

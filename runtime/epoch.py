@@ -50,6 +50,7 @@ class Epoch:
         job._open_epoch = self
         self._read_from(first)
         for step in range(first, sampler.num_steps):
+            job._clock.ask()
             if saver is not None:
                 saver.entered(self._call, step)
             self._batch = batch = self._make(step)

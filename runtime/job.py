@@ -35,6 +35,7 @@ from .measurements import StepClock
 from .places import batch_sizes_of, holders_of, invariant_of, pass_holder_of
 from .saving import Checkpoints
 from .setup import broadcast_state, named_parameters
+from .step_times import StepTimes
 from .streams import seed_streams
 from .totals import StepTotals
 
@@ -91,10 +92,14 @@ class Job:
         has_folder = start.checkpoint_folder is not None or start.handover_folder is not None
         if has_folder or self._member is not None:
             self._checkpoints = self._open(start.checkpoint_folder, start.checkpoint_every)
-        self._agreement = Agreement(
-            self._subject(), every=start.compare_every, step=self._num_steps
-        )
+        self._agree(every=start.compare_every)
         at_exit(self)
+
+    def _agree(self, *, every: int, watches_first: bool = True) -> None:
+        """Begin to compare with the other workers; see ``Agreement``."""
+        self._agreement = Agreement(
+            self._subject(), every=every, step=self._num_steps, watches_first=watches_first
+        )
 
     def _subject(self, *, is_pipeline: bool = False, flushes: bool = True) -> Subject:
         """What this worker and the others must agree on.
@@ -178,6 +183,11 @@ class Job:
     @num_steps.setter
     def num_steps(self, number: int) -> None:
         self._num_steps = number
+
+    @property
+    def step_times(self) -> tuple[StepTimes, ...]:
+        """When the parts of each full step that has ended began and ended. Waits for the device."""
+        return self._clock.steps
 
     def _join(self) -> None:
         """A worker that was started later gets the others' state where it is first needed."""

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from .step_times import StepTimes
+
 WARMUP_STEPS = 3
 MAX_STEPS_KEPT = 20_000
 
@@ -39,31 +41,30 @@ class _StepMarks:
     ended: Mark | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _StepTimes:
-    passes: list[float]
-    compute: float
-    sync: float
-    update: float
-    step: float
-
-
 class StepClock:
     """Mark the parts of each step and reduce them to medians."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._on_cuda = device, device.type == "cuda"
         self._open: _StepMarks | None = None
+        self._asked: Mark | None = None
+        self._first: Mark | None = None
         self._pending: deque[_StepMarks] = deque()
-        self._times: deque[_StepTimes] = deque(maxlen=MAX_STEPS_KEPT)
+        self._times: deque[StepTimes] = deque(maxlen=MAX_STEPS_KEPT)
         self.num_steps = 0
         self.num_samples = 0
         self._samples_before = 0
 
+    def ask(self) -> None:
+        """The script asks for a batch: the step over it begins here."""
+        self._asked = self._mark()
+
     def begin_step(self, *, is_full: bool) -> None:
         """The step's first pass is about to start."""
         self.end_step()
-        self._open = _StepMarks(is_full=is_full, began=self._mark(), passes=[])
+        asked, self._asked = self._asked, None
+        began = self._mark() if asked is None else asked
+        self._open = _StepMarks(is_full=is_full, began=began, passes=[])
         self.num_steps += 1
         self._samples_before = self.num_samples
 
@@ -111,15 +112,21 @@ class StepClock:
         times = times[min(WARMUP_STEPS, len(times) // 2) :]
         if not times:
             return Timings(None, None, None, None, None, None)
-        steps = [entry.step for entry in times]
+        steps = [entry.ended for entry in times]
         return Timings(
-            passes=_median([seconds for entry in times for seconds in entry.passes]),
-            compute=_median([entry.compute for entry in times]),
-            sync=_median([entry.sync for entry in times]),
-            update=_median([entry.update for entry in times]),
+            passes=_median([seconds for entry in times for seconds in entry.pass_seconds]),
+            compute=_median([entry.computed for entry in times]),
+            sync=_median([entry.sync_seconds for entry in times]),
+            update=_median([entry.update_seconds for entry in times]),
             step=_median(steps),
             spread=_interquartile_range(steps),
         )
+
+    @property
+    def steps(self) -> tuple[StepTimes, ...]:
+        """Every full step that has ended, the newest MAX_STEPS_KEPT. Waits for the device."""
+        self._harvest(wait=True)
+        return tuple(self._times)
 
     def _mark(self) -> Mark:
         if not self._on_cuda:
@@ -136,16 +143,22 @@ class StepClock:
                     last.synchronize()
                 elif not last.query():  # type: ignore[no-untyped-call]
                     return
-            self._times.append(_times_of(self._pending.popleft()))
+            step = self._pending.popleft()
+            if self._first is None:
+                self._first = step.began
+            self._times.append(_times_of(step, self._first))
 
 
-def _times_of(step: _StepMarks) -> _StepTimes:
-    return _StepTimes(
-        passes=[_between(began, ended) for began, ended in step.passes],
-        compute=_between(step.began, step.computed),
-        sync=_between(step.computed, step.synchronised),
-        update=_between(step.synchronised, step.ended),
-        step=_between(step.began, step.ended),
+def _times_of(step: _StepMarks, first: Mark) -> StepTimes:
+    def since(mark: Mark | None) -> float:
+        return _between(step.began, mark)
+
+    return StepTimes(
+        asked_seconds=_between(first, step.began),
+        passes=tuple((since(began), since(ended)) for began, ended in step.passes),
+        computed=since(step.computed),
+        synchronised=since(step.synchronised),
+        ended=since(step.ended),
     )
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from .determinism import apply_level, check_level
 from .environment import read_environment
-from .group import join
+from .group import Place, join
 from .job import Job
 from .lower import check_pipeline_level
 from .optimizer_state import warning_of
@@ -51,13 +51,26 @@ def prepare(
     apply_level(start.determinism)
     seed = start.seed if seed is None else seed
     if start.config is not None and start.config.pipeline is not None:
-        from .pipeline.job import PipelineJob
-
         check_pipeline_level(start.determinism)
-        job: Job = PipelineJob(model, optimizers, place, start.config.pipeline, seed=seed)
-    else:
-        job = Job(model, optimizers, place, seed=seed, overlap=overlap)
+    job = job_of(model, optimizers, place, seed=seed, overlap=overlap)
     if warning is not None:
         say(job, warning)
     job._go_on()
     return job
+
+
+def job_of(
+    model: nn.Module,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    place: Place,
+    *,
+    seed: int,
+    overlap: bool = True,
+) -> Job:
+    """The job of one worker: of a split, or of a pipeline where its config is one."""
+    config = place.start.config
+    if config is None or config.pipeline is None:
+        return Job(model, optimizers, place, seed=seed, overlap=overlap)
+    from .pipeline.job import PipelineJob
+
+    return PipelineJob(model, optimizers, place, config.pipeline, seed=seed)

@@ -93,13 +93,17 @@ class Agreement:
         subject: What is compared.
         every: Steps between two comparisons; 0 for none but those that a change or the end needs.
         step: Steps that are done when this worker comes.
+        watches_first: Whether to compare before the steps after the first in any case.
     """
 
-    def __init__(self, subject: Subject, *, every: int, step: int) -> None:
+    def __init__(
+        self, subject: Subject, *, every: int, step: int, watches_first: bool = True
+    ) -> None:
         self._subject, self._every = subject, every
         self._settings = SettingsNumber(subject.optimizers)
         self._agreed_step = self._joined_step = step
-        self._watched = {step + number for number in _AFTER_A_CHANGE}
+        after = _AFTER_A_CHANGE if watches_first else ()
+        self._watched = {step + number for number in after}
         self._settings_are_exact = True
         self._epoch = -1
         self._means: MeansOfStep | None = None

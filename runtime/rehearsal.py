@@ -1,0 +1,114 @@
+"""A job that leaves no trace: a profiler trains a few steps in it, and then in another.
+
+The job is the one that ``prepare`` makes, under a launch config of the profiler's own, and the
+loop over it is the script's. Only what must not stay is left out or put back: the end of the
+process is not hooked, nothing is saved, nobody is compared with, and afterwards the model has its
+own tensors and the optimizer its own parameters again. Values stay trained.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .group import Place
+from .job import Job
+from .setup import named_parameters
+from .start import job_of
+
+
+@contextmanager
+def rehearsed(
+    model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], place: Place
+) -> Iterator[Job]:
+    """A job for the body of a ``with`` statement.
+
+    Args:
+        model: Left with its own parameters and buffers; of a pipeline, those of other workers'
+            stages have their values of before.
+        optimizers: Left with their own groups.
+        place: This worker's. Workers of one job enter and leave together, and close the process
+            group themselves.
+
+    Raises:
+        TargetError: As ``prepare``.
+    """
+    config = place.start.config
+    with _streams_kept(), _tensors_kept(model, optimizers):
+        job = job_of(model, optimizers, place, seed=config.seed if config is not None else 0)
+        try:
+            job._agree(every=0, watches_first=False)
+            yield job
+        finally:
+            job._reducer.close()
+            if hasattr(job, "_agreement"):
+                job._agreement.close()
+            # Its parts know each other through it, and would stay until the next collection.
+            job.__dict__.clear()
+
+
+@contextmanager
+def _streams_kept() -> Iterator[None]:
+    """Put the global random streams of the host and of used devices back."""
+    host, numbers, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = torch.cuda.get_rng_state_all() if used else []
+    try:
+        yield
+    finally:
+        random.setstate(host)
+        np.random.set_state(numbers)  # noqa: NPY002
+        torch.set_rng_state(torchs)
+        if devices:
+            torch.cuda.set_rng_state_all(devices)
+
+
+@contextmanager
+def _tensors_kept(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    parameters = list(named_parameters(model, optimizers).values())
+    data = [parameter.data for parameter in parameters]
+    buffers = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in module._buffers.items()
+    ]
+    own = [_OptimizerParts(optimizer) for optimizer in optimizers]
+    forward = model.__dict__.get("forward")
+    try:
+        yield
+    finally:
+        for parameter, tensor in zip(parameters, data, strict=True):
+            parameter.grad = None
+            parameter.data = tensor
+        for module, name, value in buffers:
+            module._buffers[name] = value
+        for parts in own:
+            parts.put_back()
+        model.__dict__.pop("forward", None)
+        if forward is not None:
+            model.forward = forward
+
+
+class _OptimizerParts:
+    """What a pipeline takes from an optimizer, which keeps the parameters of one worker only."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._groups: list[dict[str, Any]] = [dict(group) for group in optimizer.param_groups]
+        self._state = dict(optimizer.state)
+        self._step = optimizer.__dict__.get("step")
+
+    def put_back(self) -> None:
+        """Groups and their settings, state that was taken out, and the method that steps."""
+        optimizer = self._optimizer
+        for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(settings)
+        for parameter, state in self._state.items():
+            optimizer.state.setdefault(parameter, state)
+        optimizer.__dict__.pop("step", None)
+        if self._step is not None:
+            optimizer.__dict__["step"] = self._step
