@@ -2,7 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +13,14 @@ import typer
 from ..schema.errors import FileError, ProblemError
 from ..schema.layer_trace import LayerTrace
 from ..schema.masking import mask
-from ..schema.profile import Profile
+from ..schema.profile import BatchPoint, Profile
 from .common import ForceFlag, JsonFlag, emit, emit_json, note, shows_progress, warn
 
 if TYPE_CHECKING:
     from ..profilers.batch_curve import CurveLimits
+    from ..profilers.busy import Progress as Told
     from ..profilers.devices import DeviceRequest
+    from ..profilers.profile import ProfileOptions
 
 
 def profile(
@@ -36,6 +38,9 @@ def profile(
     max_batch_size: Annotated[int | None, typer.Option(min=1, help="Grow no further.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Most repeats of one size.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Rougher, within a minute.")] = False,
+    thorough: Annotated[
+        bool, typer.Option("--thorough", help="Until intervals are narrower; takes minutes.")
+    ] = False,
     optimizer: Annotated[
         str | None,
         typer.Option(
@@ -69,7 +74,7 @@ def profile(
     hetflow profile train.py:workload --device cpu:fast --device cpu:slow=0.25 --quick
     """
     from ..profilers import devices, targets
-    from ..profilers.profile import ProfileOptions, profile_target
+    from ..profilers.profile import profile_target
     from ..schema import files
     from ..schema.optimizer import named_optimizer
 
@@ -77,14 +82,15 @@ def profile(
         named_optimizer(optimizer)  # refuses a name that there is not
     parsed = targets.parse(target)
     parsed = replace(parsed, model=name) if name else parsed
-    options = ProfileOptions(
-        limits=_limits(batch_sizes, max_batch_size, steps, quick),
+    options = replace(
+        _how_well(quick=quick, thorough=thorough, steps=steps),
         optimizer=optimizer,
         sync_devices=sync_devices,
         links=links,
         layers_at=_microbatch_sizes(microbatch_size) if layers else (),
         command=shlex.join(["hetflow", *mask(sys.argv[1:])]),
     )
+    options = replace(options, limits=_sizes(options.limits, batch_sizes, max_batch_size))
     requests = devices.parse_requests(device or [], devices.local_devices())
     paths = _paths(output, parsed.model, requests, force=force)
     with _no_empty_folder(output), _progress() as progress:
@@ -133,17 +139,27 @@ def _say_how_found(measured: Profile) -> None:
         note(f"layers found by {_TOOLS[trace.way]}; {trace.reason}")
 
 
-def _limits(
-    batch_sizes: str | None, largest: int | None, steps: int | None, quick: bool
-) -> "CurveLimits":
-    from ..profilers.batch_curve import CurveLimits, parse_sizes
+def _how_well(*, quick: bool, thorough: bool, steps: int | None) -> "ProfileOptions":
+    from ..profilers.batch_curve import CurveLimits
+    from ..profilers.loop_costs import LoopPolicy
+    from ..profilers.profile import ProfileOptions
 
-    limits = CurveLimits.quick() if quick else CurveLimits()
+    if quick and thorough:
+        raise ProblemError("--quick and --thorough: choose one")
+    options = ProfileOptions()
+    if quick:
+        options = ProfileOptions(
+            limits=CurveLimits.quick(), loop=LoopPolicy.quick(), sync_seconds=3.0, hold_seconds=4.0
+        )
+    elif thorough:
+        options = ProfileOptions(loop=LoopPolicy.thorough(), sync_seconds=30.0)
+    return replace(options, loop=replace(options.loop, most_samples=steps))
+
+
+def _sizes(limits: "CurveLimits", batch_sizes: str | None, largest: int | None) -> "CurveLimits":
+    from ..profilers.batch_curve import parse_sizes
+
     limits = replace(limits, largest=largest)
-    if steps is not None:
-        fewest = min(steps, limits.repeats.min_repeats)
-        repeats = replace(limits.repeats, max_repeats=steps, min_repeats=fewest)
-        limits = replace(limits, repeats=repeats)
     return parse_sizes(batch_sizes, limits) if batch_sizes else limits
 
 
@@ -182,9 +198,9 @@ def _file_name(name: str) -> str:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
+def _progress() -> Iterator["Told"]:
     if not shows_progress():
-        yield lambda text: None
+        yield lambda text, left: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -193,28 +209,79 @@ def _progress() -> Iterator[Callable[[str], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         # How many sizes fit is what is being found out, so the bar pulses.
         task = bar.add_task("", total=None)
-        yield lambda text: bar.update(task, description=text)
+        yield lambda text, left: bar.update(task, description=text + _left(left))
+
+
+def _left(seconds: float | None) -> str:
+    return "" if seconds is None else f" (at most {seconds:.0f} s left)"
 
 
 def _table(measured: Profile) -> str:
     from tabulate import tabulate
 
-    rows = [
-        (
-            point.batch_size,
-            f"{point.step_seconds * 1e3:.2f}",
+    busy = measured.busy.batch_curve if measured.busy else ()
+    of_busy = {point.batch_size: point for point in busy}
+    has_parts = any(point.load_seconds is not None for point in measured.batch_curve)
+    rows = []
+    for point in measured.batch_curve:
+        row = [
+            str(point.batch_size),
+            _step(point),
+            *((_ms(point.pass_seconds), _ms(point.load_seconds), _ms(point.virtual_node_seconds))
+              if has_parts else ()),
             f"{point.batch_size / point.step_seconds:.1f}",
             f"{point.peak_memory_bytes / 2**20:.0f}",
-        )
-        for point in measured.batch_curve
-    ]
-    headers = ("batch size", "step ms", "samples/s", "peak MiB")
+        ]  # fmt: skip
+        if busy:
+            row.append(_step(of_busy[point.batch_size]) if point.batch_size in of_busy else "-")
+        rows.append(row)
+    parts = ["pass ms", "load ms", "runtime ms"] if has_parts else []
+    headers = ["batch size", "step ms", *parts, "samples/s", "peak MiB"]
+    if measured.busy:
+        headers.append(f"step ms, {measured.busy.num_devices} busy")
     right = ("right",) * len(headers)
     table = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=right)
     ending = f"ended: {(measured.provenance or {}).get('curve_stopped', '')}"
     if measured.out_of_memory_batch_size:
         ending += f" at batch size {measured.out_of_memory_batch_size}"
-    return "\n".join([_head(measured), table, ending, *_layer_lines(measured)])
+    return "\n".join(
+        [_head(measured), table, ending, *_step_lines(measured), *_layer_lines(measured)]
+    )
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f}"
+
+
+def _step(point: BatchPoint) -> str:
+    """Milliseconds and how well they are known."""
+    error = point.step_seconds_error
+    return _ms(point.step_seconds) + (f" +-{error:.1%}" if error is not None else " +-?")
+
+
+def _step_lines(measured: Profile) -> list[str]:
+    """What a step costs beside its virtual nodes, what is wide, what was not measured."""
+    how, lines = measured.provenance or {}, []
+    if measured.fixed_seconds is not None:
+        line = f"a step adds: fixed {_ms(measured.fixed_seconds)} ms, update "
+        line += f"{_ms(measured.update_seconds)} ms alone"
+        if measured.busy:
+            line += f"; fixed {_ms(measured.busy.fixed_seconds)} ms, update "
+            line += f"{_ms(measured.busy.update_seconds)} ms with {measured.busy.num_devices} busy"
+        if measured.step_error is not None:
+            line += f"; steps put together so are off by {measured.step_error:.1%}"
+        lines.append(line)
+    for kind in ("alone", "busy"):
+        found = how.get(kind, {})
+        if found.get("wide_batch_sizes") and (kind == "alone" or measured.busy):
+            sizes = ", ".join(map(str, found["wide_batch_sizes"]))
+            lines.append(
+                f"wider than +-{found['tolerance']:.0%} {kind}, at batch size {sizes}: a quieter "
+                f"machine or --thorough makes it narrower"
+            )
+    if how.get("loading", "measured") != "measured":
+        lines.append(f"loading not measured: {how['loading']}")
+    return lines
 
 
 def _layer_lines(measured: Profile) -> list[str]:

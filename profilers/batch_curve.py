@@ -10,13 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..schema.errors import ProblemError, TargetError
-from ..schema.profile import BatchPoint
 from .timing import RepeatPolicy, Timing
 
 _LARGEST = 1 << 20
 _FLAT_SIZES = 6  # three octaves of batch size without gain
 _FLAT_GAIN = 1.05
 _FLAT_FLOOR_SECONDS = 0.1  # below it another size costs next to nothing
+
+# Enough to tell what fits and what a pass takes about.
+SCOUT_REPEATS = RepeatPolicy(max_repeats=5, min_repeats=2, tolerance=0.1, budget_seconds=0.5)
 
 StopReason = Literal[
     "out of memory",
@@ -45,40 +47,31 @@ class CurveLimits:
     them; a stated list is measured whole, unless memory ends.
     """
 
-    repeats: RepeatPolicy = RepeatPolicy()
+    repeats: RepeatPolicy = SCOUT_REPEATS
     sizes: tuple[int, ...] | None = None
     first: int = 1
     largest: int | None = None
     pass_limit_seconds: float = 10.0
-    budget_seconds: float = 240.0
+    budget_seconds: float = 90.0
     stop_when_flat: bool = True
 
     @classmethod
     def quick(cls) -> "CurveLimits":
         """Limits that keep a whole profile within a minute on one core."""
-        repeats = RepeatPolicy(max_repeats=60, tolerance=0.08, budget_seconds=1.0)
-        return cls(repeats=repeats, pass_limit_seconds=3.0, budget_seconds=25.0)
+        return cls(pass_limit_seconds=3.0, budget_seconds=10.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """Measured sizes, ascending; the first size that did not fit; why measuring stopped."""
+    """Sizes that fit, ascending; the first size that did not; why measuring stopped.
+
+    Times are of a few passes, enough to know what fits and pays; the profile's own are measured
+    later, in the loop that trains (``loop_costs``).
+    """
 
     results: tuple[SizeResult, ...]
     out_of_memory_batch_size: int | None
     stopped: StopReason
-
-    @property
-    def points(self) -> tuple[BatchPoint, ...]:
-        """The curve as it stands in a profile."""
-        return tuple(
-            BatchPoint(
-                batch_size=result.batch_size,
-                step_seconds=result.timing.median_seconds,
-                peak_memory_bytes=result.peak_memory_bytes,
-            )
-            for result in self.results
-        )
 
 
 def growing_sizes(first: int = 1) -> Iterator[int]:

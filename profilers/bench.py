@@ -104,12 +104,6 @@ class Bench:
             peak_memory_bytes=self._peak(),
         )
 
-    def measure_update(self, batch_size: int, policy: RepeatPolicy) -> Timing:
-        """Median time of the optimizer's update, with state and gradients in place."""
-        self.run_step(self.make_batch(batch_size))
-        samples = repeat(lambda: self._timed(self.optimizer.step)[0], policy, time.perf_counter)
-        return Timing.of(samples)
-
     def optimizer_state(self, batch_size: int) -> dict[str, Any]:
         """What the optimizer keeps once it has made a step: its class, and bytes of its tensors."""
         self.run_step(self.make_batch(batch_size))

@@ -128,10 +128,6 @@ def _measure(bench: Bench, batch_size: int, policy: dict[str, Any]) -> dict[str,
     return dataclasses.asdict(bench.measure(batch_size, RepeatPolicy(**policy)))
 
 
-def _update(bench: Bench, batch_size: int, policy: dict[str, Any]) -> dict[str, Any]:
-    return dataclasses.asdict(bench.measure_update(batch_size, RepeatPolicy(**policy)))
-
-
 def _optimizer_state(bench: Bench, batch_size: int) -> dict[str, Any]:
     return bench.optimizer_state(batch_size)
 
@@ -150,7 +146,6 @@ def _layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str, Any]:
 
 _OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "measure": _measure,
-    "update": _update,
     "optimizer_state": _optimizer_state,
     "hold": _hold,
     "layers": _layers,

@@ -69,7 +69,7 @@ def measure_sync(
     Returns:
         The measurement, None where it was not possible, and its provenance: how, or why not.
     """
-    why_not = _obstacle(request, options)
+    why_not = obstacle(request, options)
     if why_not:
         return None, {"skipped": why_not}
     backend = "gloo" if request.torch_device == "cpu" else "nccl"
@@ -83,7 +83,7 @@ def measure_sync(
         sync, provenance = _summary(request, options, answers)
         return sync, {"backend": backend, "batch_size": batch_size, **provenance}
     # A profile without synchronisation is still worth having; it says what is missing.
-    return None, {"skipped": f"the workers failed: {_said(failure)}"}
+    return None, {"skipped": f"the workers failed: {said(failure)}"}
 
 
 def fit_link(
@@ -148,7 +148,8 @@ def _non_negative(terms: "Array", values: "Array") -> "Array":
     return min(candidates, key=lambda x: float(np.linalg.norm(terms @ x - values)))
 
 
-def _obstacle(request: DeviceRequest, options: SyncOptions) -> str | None:
+def obstacle(request: DeviceRequest, options: SyncOptions) -> str | None:
+    """Why synchronisation cannot be measured, or None."""
     if options.num_devices < 2:
         return "not asked for"
     if request.torch_device != "cpu" and request.local.num_devices < options.num_devices:
@@ -159,7 +160,8 @@ def _obstacle(request: DeviceRequest, options: SyncOptions) -> str | None:
     return None
 
 
-def _said(error: Exception | None) -> str:
+def said(error: Exception | None) -> str:
+    """What a worker's failure was, in one line."""
     if isinstance(error, ChildDied):
         return f"{error.how}: {error.said}"
     return str(error) or "out of memory"

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from ..runtime.step_times import StepTimes
+from ..schema import files
 from ..schema.errors import TargetError
 from ..schema.plan import PassTime
 from .batch_curve import SizeResult
 from .memory import says_out_of_memory
 from .process import Child, ChildDied
+from .rehearsal import config_of
 from .targets import Target
 from .timing import RepeatPolicy, Timing
 
@@ -39,6 +42,7 @@ class Measurer:
     ) -> None:
         self.facts: dict[str, Any] = {}
         self.death: str | None = None
+        self.no_loading: str | None = None
         self._load = {
             "target": target.text,
             "device": device,
@@ -76,14 +80,28 @@ class Measurer:
         self._measured_any = True
         return SizeResult(timing=Timing(**answer.pop("timing")), **answer)
 
-    def measure_update(self, batch_size: int, policy: RepeatPolicy) -> Timing:
-        """Measure the optimizer's update.
+    def rehearse(
+        self, sizes: Sequence[int], *, num_steps: int, is_empty: bool = False
+    ) -> list[list[StepTimes]]:
+        """Train steps with virtual nodes of these sizes; the steps of the one worker.
 
         Raises:
+            MemoryError: They do not fit the device's memory.
             TargetError: The workload is at fault, or gave no answer in time.
         """
-        asked = dataclasses.asdict(policy)
-        return Timing(**self._ask("update", batch_size=batch_size, policy=asked))
+        try:
+            answer = self._ask(
+                "rehearse",
+                config=files.to_json(config_of([sizes])),
+                num_steps=num_steps,
+                warm_up_steps=0,
+                is_empty=is_empty,
+            )
+        except MemoryError:
+            self.release()
+            raise
+        self.no_loading = answer["no_loading"]
+        return [[StepTimes.of_json(step) for step in answer["steps"]]]
 
     def optimizer_state(self, batch_size: int) -> dict[str, Any]:
         """Count what the optimizer keeps after a step; see ``Bench.optimizer_state``.

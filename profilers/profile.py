@@ -3,7 +3,7 @@
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -11,18 +11,18 @@ from typing import Any
 from .. import __version__
 from ..schema.errors import HetflowError
 from ..schema.optimizer import OptimizerState
-from ..schema.profile import Emulation, Profile, Sync
+from ..schema.profile import BatchPoint, BusyHost, Emulation, Profile
 from . import emulated, links
 from .batch_curve import Curve, CurveLimits, measure_curve
+from .busy import Busy, BusyOptions, Progress, measure_busy
 from .devices import DeviceRequest
 from .layers import graph_of
+from .loop_costs import LoopCosts, LoopPolicy, Rounds
 from .measurer import Measurer
 from .targets import Target
-from .timing import Timing
 
 LAYER_REPEATS = 7
 DEFAULT_OPTIMIZER = "sgd-momentum"
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +31,15 @@ class ProfileOptions:
 
     ``optimizer`` None measures with DEFAULT_OPTIMIZER where the target brings none, and the
     profile says that nobody chose it.
+    ``limits`` say which sizes there are, ``loop`` how well each is measured; ``sync_seconds`` and
+    ``hold_seconds`` are for synchronisation, and for held passes of each emulated type.
     ``layers_at`` are the microbatch sizes to profile layers at; none leaves them out.
     """
 
     limits: CurveLimits = CurveLimits()
+    loop: LoopPolicy = LoopPolicy()
+    sync_seconds: float = 6.0
+    hold_seconds: float = 12.0
     optimizer: str | None = None
     sync_devices: int = 2
     links: bool = False
@@ -47,12 +52,12 @@ class _Base:
     """What was measured on a real device; emulated types of it share it."""
 
     curve: Curve
-    update: Timing
+    costs: LoopCosts
+    no_loading: str | None
     optimizer: OptimizerState
     facts: dict[str, Any]
     death: str | None
-    sync: Sync | None
-    sync_provenance: dict[str, Any]
+    busy: Busy
     layers: tuple[dict[str, Any], ...]
     seconds: float
 
@@ -61,7 +66,7 @@ def profile_target(
     target: Target,
     requests: Sequence[DeviceRequest],
     options: ProfileOptions,
-    progress: Progress = lambda text: None,
+    progress: Progress = lambda text, left: None,
 ) -> tuple[Profile, ...]:
     """Measure a target on every requested type, one device at a time.
 
@@ -87,7 +92,15 @@ def profile_target(
             device = request.torch_device
             if device not in bases:
                 measurers[device] = stack.enter_context(_measurer(target, request, options))
-                bases[device] = _measure(target, request, options, measurers[device], progress)
+                alike = [r for r in requests if r.torch_device == device]
+                bases[device] = _measure(
+                    target,
+                    request,
+                    options,
+                    measurers[device],
+                    progress,
+                    is_real=any(r.speed is None for r in alike),
+                )
             base, measurer = bases[device], measurers[device]
             profiles.append(_profile(target, request, options, base, measurer, progress))
     return tuple(profiles)
@@ -108,25 +121,37 @@ def _measure(
     options: ProfileOptions,
     measurer: Measurer,
     progress: Progress,
+    *,
+    is_real: bool,
 ) -> _Base:
+    """Measure a real device; ``is_real`` where not only emulated types of it are asked for."""
     start = time.monotonic()
     name = request.local.device_type
-    limits = options.limits
-    progress(f"{target.model} on {name}: starting")
+    limits, clock = options.limits, time.monotonic
+
+    def say(text: str, left: float | None = None) -> None:
+        progress(f"{target.model} on {name}: {text}", left)
+
+    say("starting")
     try:
         curve = measure_curve(
             lambda size: measurer.measure(size, limits.repeats),
             _limits_of(request, limits),
-            time.monotonic,
-            lambda size: progress(f"{target.model} on {name}: batch size {size}"),
+            clock,
+            lambda size: say(f"looking at batch size {size}"),
         )
-        progress(f"{target.model} on {name}: optimizer update")
-        update = measurer.measure_update(curve.results[0].batch_size, limits.repeats)
         kept = measurer.optimizer_state(curve.results[0].batch_size)
+        costs = Rounds(
+            measurer.rehearse,
+            {result.batch_size: result.wall_seconds for result in curve.results},
+            options.loop,
+            clock,
+            say,
+        ).run()
         repeats = min(limits.repeats.max_repeats, LAYER_REPEATS)
         layers = []
         for size in options.layers_at:
-            progress(f"{target.model} on {name}: layers at {size}")
+            say(f"layers at {size}")
             layers.append(measurer.measure_layers(size, repeats))
     except HetflowError as error:
         error.args = (f"{target.text} on {name}: {error.message}",)
@@ -134,18 +159,68 @@ def _measure(
         raise
     if request.torch_device != "cpu":
         measurer.release()  # its cached memory is the device's, and the workers need some
-    progress(f"{target.model} on {name}: gradient synchronisation")
-    sync, sync_provenance = links.measure_sync(target, request, _sync_options(options, curve))
+    busy = measure_busy(
+        target,
+        request,
+        {point.batch_size: point.step_seconds for point in costs.points},
+        _sync_options(options, curve),
+        BusyOptions(policy=options.loop, sync_seconds=options.sync_seconds, with_curve=is_real),
+        clock,
+        say,
+    )
     return _Base(
-        curve=curve,
-        update=update,
+        curve=_fitting(curve, costs),
+        costs=costs,
+        no_loading=measurer.no_loading,
         optimizer=_optimizer(kept, measurer.facts["weight_bytes"], options),
         facts=measurer.facts,
         death=measurer.death,
-        sync=sync,
-        sync_provenance=sync_provenance,
+        busy=busy,
         layers=tuple(layers),
         seconds=time.monotonic() - start,
+    )
+
+
+def _fitting(curve: Curve, costs: LoopCosts) -> Curve:
+    """The sizes that a launch could train too: a whole job may need more than a step."""
+    if costs.out_of_memory_batch_size is None:
+        return curve
+    known = {point.batch_size for point in costs.points}
+    return replace(
+        curve,
+        results=tuple(result for result in curve.results if result.batch_size in known),
+        out_of_memory_batch_size=costs.out_of_memory_batch_size,
+        stopped="out of memory",
+    )
+
+
+def _points(curve: Curve, costs: LoopCosts, no_loading: str | None) -> tuple[BatchPoint, ...]:
+    peaks = {result.batch_size: result.peak_memory_bytes for result in curve.results}
+    return tuple(
+        BatchPoint(
+            batch_size=point.batch_size,
+            step_seconds=point.step_seconds,
+            peak_memory_bytes=peaks[point.batch_size],
+            load_seconds=None if no_loading else min(point.load_seconds, point.step_seconds),
+            virtual_node_seconds=min(
+                costs.virtual_node_seconds,
+                max(0.0, point.step_seconds - (0.0 if no_loading else point.load_seconds)),
+            ),
+            step_seconds_error=point.error,
+        )
+        for point in costs.points
+    )
+
+
+def _busy_host(base: _Base) -> BusyHost | None:
+    costs = base.busy.costs
+    if costs is None:
+        return None
+    return BusyHost(
+        num_devices=base.busy.num_devices,
+        batch_curve=_points(base.curve, costs, base.no_loading),
+        update_seconds=costs.update.median_seconds,
+        fixed_seconds=costs.fixed_seconds,
     )
 
 
@@ -165,7 +240,7 @@ def _sync_options(options: ProfileOptions, curve: Curve) -> links.SyncOptions:
         links=options.links,
         fallback_batch_size=curve.results[0].batch_size,
         optimizer=options.optimizer or DEFAULT_OPTIMIZER,
-        budget_seconds=3 * options.limits.repeats.budget_seconds,
+        budget_seconds=options.sync_seconds,
     )
 
 
@@ -182,14 +257,16 @@ def _profile(
     measurer: Measurer,
     progress: Progress,
 ) -> Profile:
-    points = base.curve.points
+    points = _points(base.curve, base.costs, base.no_loading)
     provenance = _provenance(request, options, base)
     emulation = None
+    busy = _busy_host(base)
+    errors = [costs.step_error for costs in (base.costs, base.busy.costs) if costs is not None]
+    known = [error for error in errors if error is not None]
     if request.speed is not None:
-        progress(f"{target.model} on {request.device_type} (emulated): held passes")
-        points = emulated.stretched(points, request.speed)
-        budget = 4 * options.limits.repeats.budget_seconds**0.5
-        held = emulated.verify(measurer, points, budget)
+        progress(f"{target.model} on {request.device_type} (emulated): held passes", None)
+        points, busy = emulated.stretched(points, request.speed), None
+        held = emulated.verify(measurer, points, options.hold_seconds)
         provenance["emulation"] = emulated.as_provenance(held, request.speed)
         emulation = Emulation(speed=request.speed, base_device_type=request.local.device_type)
     tables = tuple(graph_of(measured, request.speed or 1.0) for measured in base.layers)
@@ -198,11 +275,14 @@ def _profile(
         device_type=request.device_type,
         device_memory_bytes=request.local.memory_bytes,
         weight_bytes=base.facts["weight_bytes"],
-        update_seconds=base.update.median_seconds,
+        update_seconds=base.costs.update.median_seconds,
         batch_curve=points,
+        fixed_seconds=base.costs.fixed_seconds,
+        step_error=max(known) if known else None,
+        busy=busy,
         layers=tables[0] if tables else None,
         more_layers=tables[1:],
-        sync=base.sync,
+        sync=base.busy.sync,
         emulation=emulation,
         out_of_memory_batch_size=base.curve.out_of_memory_batch_size,
         optimizer=base.optimizer,
@@ -211,8 +291,8 @@ def _profile(
 
 
 def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) -> dict[str, Any]:
-    results = base.curve.results
     on_cpu = request.torch_device == "cpu"
+    timings = [point.timing for point in base.costs.points]
     return {
         "command": options.command,
         "hetflow": __version__,
@@ -223,7 +303,7 @@ def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) ->
         "driver": request.local.driver,
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "measured_in_seconds": base.seconds,
-        "clock": "CPU time of the process, one thread" if on_cpu else "wall, device synchronised",
+        "clock": "wall, in the loop that trains" + (", one thread" if on_cpu else ""),
         "peak_memory": (
             "resident memory of the whole process"
             + ("" if base.facts["peak_memory_reset"] else ", highest so far")
@@ -232,19 +312,44 @@ def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) ->
         ),
         "optimizer": base.facts["optimizer"],
         "num_parameters": base.facts["num_parameters"],
-        "repeats": max(result.timing.repeats for result in results),
-        "spread": max(result.timing.spread for result in results),
+        "repeats": max(timing.repeats for timing in timings),
+        "spread": max(timing.spread for timing in timings),
         "curve_stopped": base.curve.stopped,
         "died_of": base.death,
-        "update": asdict(base.update),
-        "points": [
+        "loading": base.no_loading or "measured",
+        "alone": _as_provenance(base.costs),
+        "busy": (
+            {"skipped": base.busy.costs_skipped}
+            if base.busy.costs is None
+            else {"num_devices": base.busy.num_devices, **_as_provenance(base.busy.costs)}
+        ),
+        "passes_alone": [
             {
                 "batch_size": result.batch_size,
                 "wall_seconds": result.wall_seconds,
                 **asdict(result.timing),
             }
-            for result in results
+            for result in base.curve.results
         ],
-        "sync": base.sync_provenance,
+        "sync": base.busy.sync_provenance,
         **({"layers": [measured["provenance"] for measured in base.layers]} if base.layers else {}),
+    }
+
+
+def _as_provenance(costs: LoopCosts) -> dict[str, Any]:
+    """How well the parts of a step are known; times in seconds."""
+    return {
+        "rounds": costs.num_rounds,
+        "tolerance": costs.tolerance,
+        "wide_batch_sizes": list(costs.wide),
+        "points": [
+            {"batch_size": point.batch_size, "load_seconds": point.load_seconds}
+            | asdict(point.timing)
+            for point in costs.points
+        ],
+        "update": asdict(costs.update),
+        "virtual_node_seconds": costs.virtual_node_seconds,
+        "fixed_seconds": costs.fixed_seconds,
+        "steps_put_together": [{**asdict(check), "error": check.error} for check in costs.checks],
+        "step_error": costs.step_error,
     }

@@ -65,7 +65,7 @@ def rehearse(
     group: dict[str, Any] | None = None,
     beside: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Train ``warm_up_steps`` (at least 1), which are dropped, and then ``num_steps``.
+    """Train ``warm_up_steps``, which are dropped, and then ``num_steps``.
 
     Args:
         bench: The loaded workload.
@@ -78,7 +78,8 @@ def rehearse(
         group: ``path`` of a file and ``backend``, where the config has several workers; the path
             is of this rehearsal only.
         beside: ``folder`` (of this rehearsal only), ``index`` and ``number`` of processes that
-            train at the same time; all steps told of are made while all of them train.
+            train at the same time. They wait for each other in the last warm-up step, or in the
+            first of all; later ones are made while all of them train.
 
     Returns:
         ``steps``: a ``StepTimes`` each, as JSON; ``no_loading``: why loading is not in them, or
@@ -145,7 +146,7 @@ class _Loop:
         loader = self._source.loader(config.global_batch_size, total)
         with rehearsed(self._bench.model, (self._bench.optimizer,), self._place) as job:
             for number, batch in enumerate(job.batches(loader), start=1):
-                if line is not None and number == warm_up_steps:
+                if line is not None and number == max(1, warm_up_steps):
                     line.wait("ready")
                 self._step(job, batch)
             steps = job.step_times[warm_up_steps:]
@@ -163,7 +164,8 @@ class _Loop:
         optimizer.zero_grad()
 
     def _loss(self, *parts: Any) -> "Tensor":
-        return self._bench.loss_of(self._source.batch_of(parts))
+        loss: Tensor = self._bench.loss_of(self._source.batch_of(parts))
+        return loss
 
     def _empty(self, *_: Any) -> "Tensor":
         """A loss that can be differentiated, and costs next to nothing."""

@@ -14,6 +14,7 @@ from hetflow.profilers.process import Child
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.schema.errors import TargetError
+from hetflow.schema.profile import BatchPoint
 
 SOURCE = """
 import os
@@ -82,12 +83,11 @@ def test_a_small_model_is_measured_updated_and_held(file: Path) -> None:
         assert first.peak_memory_bytes > 1 << 20
         assert measure.facts["weight_bytes"] == (8 * 8 + 8) * 4
         assert measure.facts["torch_threads"] == 1
-        assert measure.measure_update(4, POLICY).median_seconds > 0
-        table = emulated.stretched(
-            measure_curve(lambda size: measure.measure(size, POLICY),
-                          CurveLimits(sizes=(4,)), time.monotonic).points,
-            0.001,
-        )  # fmt: skip
+        ((first_step, second_step),) = measure.rehearse([4, 4], num_steps=2)
+        assert first_step.ended > 0
+        assert second_step.update_seconds > 0
+        point = BatchPoint(batch_size=4, step_seconds=second_step.ended / 2, peak_memory_bytes=1)
+        table = emulated.stretched([point], 0.001)
         (held,) = emulated.verify(measure, table, budget_seconds=1.0)
     # Never faster than stated; slower only by what the machine's other work takes away.
     assert held.measured.high_seconds >= held.table_seconds
@@ -104,7 +104,9 @@ def test_memory_ends_a_curve_in_the_child_and_it_goes_on_after(file: Path) -> No
         assert curve.out_of_memory_batch_size == 256
         peaks = [result.peak_memory_bytes for result in curve.results]
         assert peaks[1] - peaks[0] >= 4 * (12 << 20)
-        assert measure.measure_update(1, POLICY).repeats >= 1
+        with pytest.raises(MemoryError):
+            measure.rehearse([256, 256], num_steps=1)
+        assert len(measure.rehearse([1, 1], num_steps=1)[0]) == 1
 
 
 def test_being_killed_at_a_larger_size_is_recorded_as_memory(file: Path) -> None:

@@ -1,0 +1,156 @@
+"""The same costs with the host's devices at work, and what synchronising them costs."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ..schema.errors import HetflowError
+from ..schema.profile import Sync
+from . import links
+from .crew import Crew
+from .devices import DeviceRequest
+from .loop_costs import LoopCosts, LoopPolicy, Rounds
+from .process import ChildDied
+from .sync_in_loop import measure_sync_in_loop
+from .targets import Target
+
+Progress = Callable[[str, float | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusyOptions:
+    """How to measure with several devices.
+
+    Attributes:
+        policy: Of the rounds.
+        sync_seconds: Wall time for synchronisation.
+        with_curve: Whether to measure the sizes too, and not synchronisation alone.
+    """
+
+    policy: LoopPolicy
+    sync_seconds: float
+    with_curve: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Busy:
+    """``costs`` with ``num_devices`` training at once, and ``sync``; None where unmeasured."""
+
+    num_devices: int
+    costs: LoopCosts | None
+    costs_skipped: str | None
+    sync: Sync | None
+    sync_provenance: dict[str, Any]
+
+
+def measure_busy(
+    target: Target,
+    request: DeviceRequest,
+    pass_seconds: dict[int, float],
+    sync: links.SyncOptions,
+    options: BusyOptions,
+    clock: Callable[[], float],
+    progress: Progress,
+) -> Busy:
+    """Train on several local devices of one type at once: by themselves, then synchronised.
+
+    On GPUs all of the type are at work; on a CPU as many cores as synchronise, one thread each.
+
+    Args:
+        target: What they train.
+        request: The device type; emulated types share their base's.
+        pass_seconds: About how long a pass of each size takes, alone.
+        sync: Over how many devices to synchronise, and how to where the loop fails.
+        options: How.
+        clock: Wall seconds.
+        progress: Told what is being measured now, and how many seconds it takes at most.
+    """
+    number = _num_busy(request, sync.num_devices)
+    costs: LoopCosts | None = None
+    skipped: str | None = "emulated types are held to their table"
+    with Crew(target, request, max(number, 2), sync.optimizer) as crew:
+        if number < 2 or sync.num_devices < 2:
+            skipped = "not asked for" if sync.num_devices < 2 else "one device of the type here"
+        elif options.with_curve:
+            rounds = Rounds(
+                crew.beside,
+                pass_seconds,
+                options.policy,
+                clock,
+                lambda text, left: progress(f"{text}, {number} devices busy", left),
+            )
+            try:
+                costs, skipped = rounds.run(), None
+            except (HetflowError, ChildDied, MemoryError) as error:
+                skipped = f"the workers failed: {links.said(error)}"
+        found, provenance = _sync_of(
+            crew, target, request, pass_seconds, sync, options, clock, progress
+        )
+    return Busy(
+        num_devices=number,
+        costs=costs,
+        costs_skipped=skipped,
+        sync=found,
+        sync_provenance=provenance,
+    )
+
+
+def _num_busy(request: DeviceRequest, sync_devices: int) -> int:
+    local = request.local.num_devices
+    return min(local, sync_devices) if request.torch_device == "cpu" else local
+
+
+def _sync_of(
+    crew: Crew,
+    target: Target,
+    request: DeviceRequest,
+    pass_seconds: dict[int, float],
+    sync: links.SyncOptions,
+    options: BusyOptions,
+    clock: Callable[[], float],
+    progress: Progress,
+) -> tuple[Sync | None, dict[str, Any]]:
+    """In the loop; as VirtualFlow 5.1.2 where that fails, and for its messages where asked for."""
+    why_not = links.obstacle(request, sync)
+    if why_not:
+        return None, {"skipped": why_not}
+    try:
+        with _crew_of(crew, target, request, sync) as workers:
+            found = measure_sync_in_loop(
+                workers,
+                pass_seconds,
+                budget_seconds=options.sync_seconds,
+                clock=clock,
+                progress=progress,
+            )
+    except (HetflowError, ChildDied, MemoryError) as error:
+        crew.release()
+        progress("gradient synchronisation", None)
+        other, provenance = links.measure_sync(target, request, sync)
+        return other, {**provenance, "not_in_the_loop": links.said(error)}
+    provenance = {
+        "method": "a step that synchronises minus the same step that does not, in the loop",
+        "backend": crew.backend,
+        **asdict(found.timing),
+        "by_batch_size": {str(size): seconds for size, seconds in found.by_size.items()},
+    }
+    measured = Sync(num_devices=sync.num_devices, sync_seconds=found.seconds)
+    if not sync.links:
+        return measured, provenance
+    crew.release()
+    progress("all-reduces over sizes", None)
+    with_messages, of_messages = links.measure_sync(target, request, sync)
+    if with_messages is None:
+        return measured, {**provenance, "at_batch_1": of_messages}
+    return (
+        replace(with_messages, sync_seconds=found.seconds),
+        {**provenance, "at_batch_1": of_messages},
+    )
+
+
+def _crew_of(crew: Crew, target: Target, request: DeviceRequest, sync: links.SyncOptions) -> Crew:
+    """Those who were busy, where they are as many as synchronise."""
+    if crew.num_workers == sync.num_devices:
+        return crew
+    crew.release()
+    return Crew(target, request, sync.num_devices, sync.optimizer)

@@ -1,0 +1,133 @@
+"""Measuring processes of one workload on several devices of a type, which train at once."""
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..runtime.step_times import StepTimes
+from ..schema import files
+from ..schema.launch import LaunchConfig
+from .devices import DeviceRequest
+from .process import Child
+from .rehearsal import config_of
+from .targets import Target
+
+_ANSWER_SECONDS = 600.0
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+class Crew:
+    """As many workers as devices. A context manager; its processes start when first needed.
+
+    Args:
+        target: What they train.
+        request: The device type; workers on a CPU have one thread each.
+        num_workers: How many.
+        optimizer: The optimizer where the workload brings none.
+    """
+
+    def __init__(
+        self, target: Target, request: DeviceRequest, num_workers: int, optimizer: str
+    ) -> None:
+        self._request, self.num_workers = request, num_workers
+        self._load = {
+            "target": target.text,
+            "memory_bytes": request.local.memory_bytes,
+            "optimizer": optimizer,
+        }
+        self._children: list[Child] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._num_meetings = 0
+
+    def __enter__(self) -> "Crew":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    @property
+    def backend(self) -> str:
+        """What the workers exchange over."""
+        return "gloo" if self._request.torch_device == "cpu" else "nccl"
+
+    def beside(
+        self, sizes: Sequence[int], *, num_steps: int, is_empty: bool = False
+    ) -> list[list[StepTimes]]:
+        """Train on all devices at once, each by itself; the steps of each worker.
+
+        Raises:
+            MemoryError: It does not fit.
+            ChildDied: A process ended.
+            TargetError: The workload is at fault.
+        """
+        config, folder = config_of([sizes]), self._meeting_place()
+        folder.mkdir()
+        return self._rehearse(
+            config,
+            [
+                {"beside": {"folder": str(folder), "index": index, "number": self.num_workers}}
+                for index in range(self.num_workers)
+            ],
+            num_steps=num_steps,
+            is_empty=is_empty,
+        )
+
+    def together(self, config: LaunchConfig, *, num_steps: int) -> list[list[StepTimes]]:
+        """Train one config on all devices, which synchronise; raises as ``beside``."""
+        group = {"path": str(self._meeting_place()), "backend": self.backend}
+        return self._rehearse(
+            config,
+            [{"group": group, "rank": rank} for rank in range(config.world_size)],
+            num_steps=num_steps,
+        )
+
+    def _rehearse(
+        self, config: LaunchConfig, asked: list[dict[str, Any]], **named: Any
+    ) -> list[list[StepTimes]]:
+        text = files.to_json(config)
+        try:
+            self._start()
+            workers = self._children[: len(asked)]
+            for worker, values in zip(workers, asked, strict=True):
+                worker.send("rehearse", config=text, warm_up_steps=0, **values, **named)
+            answers = [worker.receive(_ANSWER_SECONDS) for worker in workers]
+        except BaseException:
+            # The others may wait for the one that failed.
+            self.release()
+            raise
+        return [[StepTimes.of_json(step) for step in answer["steps"]] for answer in answers]
+
+    def _start(self) -> None:
+        if self._children:
+            return
+        local = self._request.local
+        on_cpu = self._request.torch_device == "cpu"
+        for index in range(self.num_workers):
+            child = Child(_LOOPBACK)
+            self._children.append(child)
+            device = "cpu" if on_cpu else local.torch_devices[index]
+            child.send("load", device=device, **self._load)
+        for child in self._children:
+            child.receive(_ANSWER_SECONDS)
+
+    def _meeting_place(self) -> Path:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="hetflow-crew-")
+        self._num_meetings += 1
+        return Path(self._folder.name) / str(self._num_meetings)
+
+    def release(self) -> None:
+        """End the processes."""
+        children, self._children = self._children, []
+        for child in children:
+            child.stop()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None

@@ -1,0 +1,316 @@
+"""What a step costs, part by part, from rehearsals of all sizes in turns.
+
+Sizes take turns over several rounds, in another order each time, so that a drift of the machine
+meets all of them. A rehearsal's first step is dropped. The first pass of a step is cold: what it
+takes longer belongs to the step (``fixed_seconds``), the later ones are what one more virtual node
+costs (``step_seconds``). Rounds go on until the median's interval of each size is narrow, or the
+budget ends.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Protocol
+
+from ..runtime.step_times import StepTimes
+from ..schema.errors import TargetError
+from .timing import Timing, median_interval
+
+_NUM_NODES, _NUM_LONG_NODES = 3, 2
+_LONG_SECONDS = 0.3  # a pass; caches are then no matter, and a step of three is dear
+_REHEARSAL_SECONDS = 0.08
+_MOST_STEPS = 25
+_EMPTY_NODES, _EMPTY_STEPS = 6, 8
+_CHECKED_NODES = (1, 6)
+_CHECK_SHARE = 0.1  # of the budget
+_FEWEST_SAMPLES = 6  # below, no interval of 95 % can be told
+
+
+class Rehearse(Protocol):
+    """Trains steps in the runtime's loop."""
+
+    def __call__(
+        self, sizes: Sequence[int], *, num_steps: int, is_empty: bool = False
+    ) -> Sequence[Sequence[StepTimes]]:
+        """Train with virtual nodes of these sizes; every step of each worker.
+
+        Raises:
+            MemoryError: They do not fit.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopPolicy:
+    """When to stop.
+
+    Attributes:
+        tolerance: Half the width of the median's 95 % interval, relative to the median.
+        most_passes: Of one size: its part of the budget in passes.
+        most_seconds: Of one size: its part of the budget, at most.
+        least_seconds: Of one size: its part of the budget, at least.
+        most_samples: Of one size: passes to time at most; None for no limit.
+    """
+
+    tolerance: float = 0.02
+    most_passes: int = 60
+    most_seconds: float = 4.0
+    least_seconds: float = 0.3
+    most_samples: int | None = None
+
+    @classmethod
+    def quick(cls) -> "LoopPolicy":
+        """Within a minute for a handful of sizes."""
+        return cls(tolerance=0.05, most_passes=30, most_seconds=1.0, least_seconds=0.2)
+
+    @classmethod
+    def thorough(cls) -> "LoopPolicy":
+        """As narrow as a quiet machine allows."""
+        return cls(tolerance=0.01, most_passes=600, most_seconds=40.0, least_seconds=2.0)
+
+    def budget_seconds(self, pass_seconds: Sequence[float]) -> float:
+        """For sizes whose passes take so long."""
+        return sum(
+            max(self.least_seconds, min(self.most_seconds, self.most_passes * seconds))
+            for seconds in pass_seconds
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopPoint:
+    """One size. ``error`` is half the relative width of the interval; None below two samples."""
+
+    batch_size: int
+    timing: Timing
+    load_seconds: float
+    error: float | None
+
+    @property
+    def step_seconds(self) -> float:
+        """What one more virtual node costs."""
+        return self.timing.median_seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedStep:
+    """A whole step of ``num_nodes`` virtual nodes: measured, and put together from its parts."""
+
+    batch_size: int
+    num_nodes: int
+    measured_seconds: float
+    predicted_seconds: float
+
+    @property
+    def error(self) -> float:
+        """(predicted - measured) / measured."""
+        return self.predicted_seconds / self.measured_seconds - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopCosts:
+    """What rehearsals gave. ``out_of_memory_batch_size`` is the first size that did not fit."""
+
+    points: tuple[LoopPoint, ...]
+    virtual_node_seconds: float
+    fixed_seconds: float
+    update: Timing
+    checks: tuple[CheckedStep, ...]
+    num_rounds: int
+    tolerance: float
+    out_of_memory_batch_size: int | None = None
+
+    @property
+    def step_error(self) -> float | None:
+        """Root mean square of the checked steps' errors; None where none was affordable."""
+        if not self.checks:
+            return None
+        return math.sqrt(statistics.fmean(check.error**2 for check in self.checks))
+
+    @property
+    def wide(self) -> tuple[int, ...]:
+        """The sizes whose interval is not as narrow as was asked for."""
+        return tuple(
+            point.batch_size
+            for point in self.points
+            if point.error is None or point.error > self.tolerance
+        )
+
+
+@dataclass(slots=True)
+class _Size:
+    batch_size: int
+    pass_seconds: float
+    nodes: list[float] = field(default_factory=list)
+    loads: list[float] = field(default_factory=list)
+
+    @property
+    def is_long(self) -> bool:
+        return self.pass_seconds >= _LONG_SECONDS
+
+    @property
+    def num_nodes(self) -> int:
+        return _NUM_LONG_NODES if self.is_long else _NUM_NODES
+
+    @property
+    def num_steps(self) -> int:
+        """Of one rehearsal, the first one included."""
+        wanted = _REHEARSAL_SECONDS / (self.num_nodes * max(self.pass_seconds, 1e-6))
+        return 1 + max(1 if self.is_long else 2, min(_MOST_STEPS, round(wanted)))
+
+    @property
+    def rehearsal_seconds(self) -> float:
+        return self.num_steps * self.num_nodes * self.pass_seconds
+
+    def error(self) -> float | None:
+        if len(self.nodes) < 2:
+            return None
+        low, high = median_interval(self.nodes) or (min(self.nodes), max(self.nodes))
+        return (high - low) / 2 / statistics.median(self.nodes)
+
+    def is_done(self, policy: LoopPolicy) -> bool:
+        if policy.most_samples is not None and len(self.nodes) >= policy.most_samples:
+            return True
+        error = self.error()
+        return (
+            len(self.nodes) >= _FEWEST_SAMPLES and error is not None and error <= policy.tolerance
+        )
+
+
+class Rounds:
+    """Rehearse all sizes in turns.
+
+    Args:
+        rehearse: Trains.
+        pass_seconds: About how long a pass of each size takes.
+        policy: When to stop.
+        clock: Wall seconds.
+        progress: Told what is rehearsed, and how many seconds there are left at most.
+    """
+
+    def __init__(
+        self,
+        rehearse: Rehearse,
+        pass_seconds: dict[int, float],
+        policy: LoopPolicy,
+        clock: Callable[[], float],
+        progress: Callable[[str, float], None] = lambda text, left: None,
+    ) -> None:
+        self._rehearse, self._policy, self._clock = rehearse, policy, clock
+        self._progress = progress
+        self._sizes = [_Size(size, pass_seconds[size]) for size in sorted(pass_seconds)]
+        self._budget_seconds = policy.budget_seconds(list(pass_seconds.values()))
+        self._fixed: list[float] = []
+        self._updates: list[float] = []
+        self._empty: list[float] = []
+        self._checked: dict[tuple[int, int], list[float]] = {}
+        self._out_of_memory: int | None = None
+        self._num_rounds = 0
+
+    def run(self) -> LoopCosts:
+        """Go round until every size is narrow or the budget is spent; once at least.
+
+        Raises:
+            TargetError: Not even the first size fits, trained as a launch trains it.
+        """
+        end = self._clock() + self._budget_seconds
+        while True:
+            wanted = [s for s in self._sizes if not s.is_done(self._policy)]
+            if self._num_rounds and (not wanted or self._clock() >= end):
+                break
+            shift = self._num_rounds % max(len(wanted), 1)
+            for size in wanted[shift:] + wanted[:shift]:
+                late = self._clock() + size.rehearsal_seconds > end
+                if size in self._sizes and not (self._num_rounds and late):
+                    self._progress(f"batch size {size.batch_size}", max(0.0, end - self._clock()))
+                    self._visit(size)
+            self._visit_empty()
+            self._check_next(end)
+            self._num_rounds += 1
+        return self._summary()
+
+    def _visit(self, size: _Size) -> None:
+        nodes = [size.batch_size] * size.num_nodes
+        try:
+            workers = self._rehearse(nodes, num_steps=size.num_steps)
+        except MemoryError:
+            self._drop_from(size.batch_size)
+            return
+        for steps in workers:
+            for number, step in enumerate(steps):
+                later = [after[1] - before[1] for before, after in pairwise(step.passes)]
+                if number or size.is_long:
+                    size.nodes += later
+                    size.loads += step.gap_seconds
+                if number:
+                    of_nodes = len(step.passes) * statistics.fmean(later)
+                    self._fixed.append(step.ended - step.update_seconds - of_nodes)
+                    self._updates.append(step.update_seconds)
+
+    def _drop_from(self, batch_size: int) -> None:
+        self._sizes = [size for size in self._sizes if size.batch_size < batch_size]
+        self._out_of_memory = batch_size
+        if not self._sizes:
+            raise TargetError(
+                f"the model does not fit the device's memory at batch size {batch_size}, trained "
+                f"as a launch trains it",
+                hint="use a smaller model, or a device with more memory",
+            )
+
+    def _visit_empty(self) -> None:
+        nodes = [self._sizes[0].batch_size] * _EMPTY_NODES
+        for steps in self._rehearse(nodes, num_steps=_EMPTY_STEPS, is_empty=True):
+            for step in steps[1:]:
+                self._empty += step.pass_seconds[1:]
+
+    def _check_next(self, end: float) -> None:
+        """Measure a whole step of another number of virtual nodes than the rounds have."""
+        combinations = [(s, n) for n in _CHECKED_NODES for s in self._spread()]
+        size, number = combinations[self._num_rounds % len(combinations)]
+        steps = 3 if number * size.pass_seconds < _REHEARSAL_SECONDS else 2
+        seconds = steps * number * size.pass_seconds
+        left = end - self._clock()
+        if seconds > max(_CHECK_SHARE * self._budget_seconds, 0.0) or seconds > left:
+            return
+        workers = self._rehearse([size.batch_size] * number, num_steps=steps)
+        kept = self._checked.setdefault((size.batch_size, number), [])
+        for found in workers:
+            kept += [step.ended for step in found[1:]]
+
+    def _spread(self) -> list[_Size]:
+        """Up to three sizes over the whole range, none of them long."""
+        short = [size for size in self._sizes if not size.is_long] or self._sizes[:1]
+        return [short[index] for index in sorted({len(short) // 2, 0, len(short) - 1})]
+
+    def _summary(self) -> LoopCosts:
+        points = tuple(
+            LoopPoint(
+                batch_size=size.batch_size,
+                timing=Timing.of(size.nodes),
+                load_seconds=statistics.median(size.loads),
+                error=size.error(),
+            )
+            for size in self._sizes
+        )
+        fixed, update = max(0.0, statistics.median(self._fixed)), Timing.of(self._updates)
+        step_seconds = {point.batch_size: point.step_seconds for point in points}
+        return LoopCosts(
+            points=points,
+            virtual_node_seconds=statistics.median(self._empty),
+            fixed_seconds=fixed,
+            update=update,
+            checks=tuple(
+                CheckedStep(
+                    batch_size=size,
+                    num_nodes=number,
+                    measured_seconds=statistics.median(measured),
+                    predicted_seconds=number * step_seconds[size] + fixed + update.median_seconds,
+                )
+                for (size, number), measured in self._checked.items()
+                if size in step_seconds
+            ),
+            num_rounds=self._num_rounds,
+            tolerance=self._policy.tolerance,
+            out_of_memory_batch_size=self._out_of_memory,
+        )
