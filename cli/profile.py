@@ -256,7 +256,7 @@ def _ms(seconds: float | None) -> str:
 def _step(point: BatchPoint) -> str:
     """Milliseconds and how well they are known."""
     error = point.step_seconds_error
-    return _ms(point.step_seconds) + (f" +-{error:.1%}" if error is not None else " +-?")
+    return _ms(point.step_seconds) + (f" +-{error:.1%}" if error is not None else "")
 
 
 def _step_lines(measured: Profile) -> list[str]:

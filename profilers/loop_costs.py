@@ -130,11 +130,13 @@ class LoopCosts:
 
     @property
     def wide(self) -> tuple[int, ...]:
-        """The sizes whose interval is not as narrow as was asked for."""
+        """The sizes whose interval is not as narrow as was asked for, or of too few passes."""
         return tuple(
             point.batch_size
             for point in self.points
-            if point.error is None or point.error > self.tolerance
+            if point.timing.repeats < _FEWEST_SAMPLES
+            or point.error is None
+            or point.error > self.tolerance
         )
 
 
