@@ -3,7 +3,8 @@
 The layers are those that the runtime cuts by (runtime/pipeline/trace.py), so a plan made from a
 profile can be launched; only models that cannot be traced are seen through hooks. Alone, caches
 are warm, so the sums differ from the whole pass, the backward's most; layer times are scaled to
-the whole, and the raw ratios are reported.
+the whole, forward and backward apart, and then both to a pass in the loop that trains. All ratios
+are reported.
 """
 
 from statistics import median
@@ -63,6 +64,28 @@ def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str
             "whole_kept_bytes": kept,
         },
     }
+
+
+def as_in_the_loop(measured: dict[str, Any], pass_seconds: float) -> dict[str, Any]:
+    """Layers that sum to a pass in the loop that trains, which is colder than passes in a row.
+
+    Args:
+        measured: From ``measure_layers``.
+        pass_seconds: Forward + backward of a virtual node of that size, as the curve has it.
+    """
+    how = measured["provenance"]
+    whole = how["whole_forward_seconds"] + how["whole_backward_seconds"]
+    factor = pass_seconds / whole if whole else 1.0
+    rows = [
+        {
+            **row,
+            "forward_seconds": row["forward_seconds"] * factor,
+            "backward_seconds": row["backward_seconds"] * factor,
+        }
+        for row in measured["nodes"]
+    ]
+    provenance = {**how, "loop_pass_seconds": pass_seconds, "loop_over_whole": factor}
+    return {**measured, "nodes": rows, "provenance": provenance}
 
 
 def graph_of(measured: dict[str, Any], speed: float = 1.0) -> LayerGraph:

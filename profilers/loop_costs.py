@@ -128,6 +128,14 @@ class LoopCosts:
             return None
         return math.sqrt(statistics.fmean(check.error**2 for check in self.checks))
 
+    def pass_seconds(self, batch_size: int) -> float | None:
+        """A pass without loading and the runtime's part; None for a size that was not rehearsed."""
+        for point in self.points:
+            if point.batch_size == batch_size:
+                of_runtime = point.load_seconds + self.virtual_node_seconds
+                return max(0.0, point.step_seconds - of_runtime)
+        return None
+
     @property
     def wide(self) -> tuple[int, ...]:
         """The sizes whose interval is not as narrow as was asked for, or of too few passes."""

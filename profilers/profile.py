@@ -16,7 +16,7 @@ from . import emulated, links
 from .batch_curve import Curve, CurveLimits, measure_curve
 from .busy import Busy, BusyOptions, Progress, measure_busy
 from .devices import DeviceRequest
-from .layers import graph_of
+from .layers import as_in_the_loop, graph_of
 from .loop_costs import LoopCosts, LoopPolicy, Rounds
 from .measurer import Measurer
 from .targets import Target
@@ -152,7 +152,10 @@ def _measure(
         layers = []
         for size in options.layers_at:
             say(f"layers at {size}")
-            layers.append(measurer.measure_layers(size, repeats))
+            found = measurer.measure_layers(size, repeats)
+            layers.append(
+                as_in_the_loop(found, _pass_seconds(found, costs, measurer, options, say))
+            )
     except HetflowError as error:
         error.args = (f"{target.text} on {name}: {error.message}",)
         error.message = error.args[0]
@@ -179,6 +182,25 @@ def _measure(
         layers=tuple(layers),
         seconds=time.monotonic() - start,
     )
+
+
+def _pass_seconds(
+    layers: dict[str, Any],
+    costs: LoopCosts,
+    measurer: Measurer,
+    options: ProfileOptions,
+    progress: Progress,
+) -> float:
+    """A pass of the layers' size in the loop: of the curve, or rehearsed for the purpose."""
+    how = layers["provenance"]
+    size: int = how["microbatch_size"]
+    known = costs.pass_seconds(size)
+    if known is not None:
+        return known
+    whole = how["whole_forward_seconds"] + how["whole_backward_seconds"]
+    rounds = Rounds(measurer.rehearse, {size: whole}, options.loop, time.monotonic, progress)
+    rehearsed = rounds.run().pass_seconds(size)
+    return whole if rehearsed is None else rehearsed
 
 
 def _fitting(curve: Curve, costs: LoopCosts) -> Curve:

@@ -1,6 +1,7 @@
 """``hetflow profile``, ``devices`` and ``doctor`` from the command line."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,23 @@ def test_a_real_profile_of_unlike_devices(
     ):
         assert half.step_seconds == pytest.approx(2 * point.step_seconds)
         assert hundredth.step_seconds == pytest.approx(100 * point.step_seconds)
+    for point in plain.batch_curve:
+        assert point.load_seconds is not None
+        assert point.virtual_node_seconds is not None
+        assert 0 < point.load_seconds < point.step_seconds
+        assert 0 < point.virtual_node_seconds < point.step_seconds
+        assert point.pass_seconds >= 0
+        assert point.step_seconds_error is not None
+    assert plain.fixed_seconds is not None
+    assert slow.fixed_seconds == plain.fixed_seconds
+    assert plain.step_error is not None
+    assert all(point.load_seconds is None for point in slow.batch_curve)
+    assert slow.busy is None
+    cores = len(os.sched_getaffinity(0))
+    assert (plain.busy is not None) is (cores > 1)
+    if plain.busy is not None:
+        assert plain.busy.num_devices == 2
+        assert [point.batch_size for point in plain.busy.batch_curve] == [256, 2048]
     assert plain.weight_bytes == (8 * 8 + 8) * 4
     assert plain.sync is not None
     assert plain.sync == slow.sync
@@ -62,6 +80,8 @@ def test_a_real_profile_of_unlike_devices(
     assert slow.provenance is not None
     assert slow.provenance["emulation"]["emulated"] is True
     assert slow.provenance["emulation"]["worst_error"] is not None
+    assert slow.provenance["loading"] == "measured"
+    assert "in the loop" in slow.provenance["sync"]["method"]
     assert slow.provenance["curve_stopped"] == "all sizes asked for were measured"
 
 
@@ -86,6 +106,7 @@ def test_existing_output_is_refused_before_anything_runs(
         (["--batch-sizes", "8,eight"], "not a whole number"),
         (["--optimizer", "adamm"], "must be one of sgd, sgd-momentum, adam, adamw"),
         (["--steps", "0"], "steps"),
+        (["--quick", "--thorough"], "choose one"),
         (["--layers", "--microbatch-size", "4,0"], "must be whole numbers of at least 1"),
     ],
 )

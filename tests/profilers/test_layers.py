@@ -8,7 +8,7 @@ from hetflow.profilers import zoo
 from hetflow.profilers.bench import Bench
 from hetflow.profilers.layer_memory import footprint
 from hetflow.profilers.layer_passes import measuring_seconds
-from hetflow.profilers.layers import graph_of, measure_layers
+from hetflow.profilers.layers import as_in_the_loop, graph_of, measure_layers
 from hetflow.profilers.targets import Workload, as_workload
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.optimizer import named_optimizer
@@ -65,6 +65,20 @@ def test_layer_times_sum_to_the_whole_and_stretch_with_the_speed() -> None:
     )
     assert slow.nodes[0].forward_seconds == pytest.approx(2 * graph.nodes[0].forward_seconds)
     assert facts["isolated_over_whole_forward"] > 0
+
+
+def test_layers_sum_to_a_pass_in_the_loop_and_the_ratio_is_told() -> None:
+    measured = measure_layers(bench_of(nn.Sequential(nn.Linear(8, 8), Skip())), 4, 3)
+    before = graph_of(measured)
+    found = as_in_the_loop(measured, 0.125)
+    graph, how = graph_of(found), found["provenance"]
+    assert sum(n.forward_seconds + n.backward_seconds for n in graph.nodes) == pytest.approx(0.125)
+    factor = how["loop_over_whole"]
+    for node, alone in zip(graph.nodes, before.nodes, strict=True):
+        assert node.forward_seconds == pytest.approx(factor * alone.forward_seconds)
+        assert node.backward_seconds == pytest.approx(factor * alone.backward_seconds)
+    whole = how["whole_forward_seconds"] + how["whole_backward_seconds"]
+    assert factor == pytest.approx(0.125 / whole)
 
 
 def test_a_module_with_control_flow_stays_whole() -> None:
