@@ -8,9 +8,10 @@ from typing import Any
 
 from ..runtime.step_times import StepTimes
 from ..schema import files
+from ..schema.errors import HetflowError
 from ..schema.launch import LaunchConfig
 from .devices import DeviceRequest
-from .process import Child
+from .process import Child, ChildDied
 from .rehearsal import config_of
 from .targets import Target
 
@@ -97,12 +98,26 @@ class Crew:
             workers = self._children[: len(asked)]
             for worker, values in zip(workers, asked, strict=True):
                 worker.send("rehearse", config=text, warm_up_steps=0, **values, **named)
-            answers = [worker.receive(_ANSWER_SECONDS) for worker in workers]
+            answers = self._answers(workers)
         except BaseException:
             # The others may wait for the one that failed.
             self.release()
             raise
         return [[StepTimes.of_json(step) for step in answer["steps"]] for answer in answers]
+
+    @staticmethod
+    def _answers(workers: Sequence[Child]) -> list[dict[str, Any]]:
+        """What all answered; where one ran out of memory, that and not the others' end."""
+        answers: list[dict[str, Any]] = []
+        failures: list[Exception] = []
+        for worker in workers:
+            try:
+                answers.append(worker.receive(_ANSWER_SECONDS))
+            except (HetflowError, ChildDied, MemoryError) as error:
+                failures.append(error)
+        if failures:
+            raise next((e for e in failures if isinstance(e, MemoryError)), failures[0])
+        return answers
 
     def _start(self) -> None:
         if self._children:

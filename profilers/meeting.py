@@ -7,11 +7,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ..schema.errors import TargetError
+
 if TYPE_CHECKING:
     from ..runtime.peers import SharedStore
 
 TIMEOUT = timedelta(seconds=120)
 _LOOK_SECONDS = 0.0005
+_FAILED = "failed"
 
 
 @contextmanager
@@ -61,18 +64,30 @@ class StartingLine:
 
     def have_all(self, what: str) -> bool:
         """Whether every process has said it."""
-        names = (f"{what}-{index}" for index in range(self._number))
-        return all(os.path.exists(os.path.join(self._folder, name)) for name in names)
+        return all(self._has_said(what, index) for index in range(self._number))
+
+    def _has_said(self, what: str, index: int) -> bool:
+        return os.path.exists(os.path.join(self._folder, f"{what}-{index}"))
+
+    @contextmanager
+    def told_of_failure(self) -> Iterator[None]:
+        """Let the others know where this process fails, so that they wait no longer."""
+        try:
+            yield
+        except BaseException:
+            self.say(_FAILED)
+            raise
 
     def wait(self, what: str) -> None:
         """Say it, and wait until all have.
 
         Raises:
-            TimeoutError: Some did not within two minutes.
+            TargetError: One has failed, or did not come within two minutes.
         """
         self.say(what)
         end = time.monotonic() + TIMEOUT.total_seconds()
         while not self.have_all(what):
-            if time.monotonic() > end:
-                raise TimeoutError(f"another measuring process did not get as far as {what!r}")
+            failed = any(self._has_said(_FAILED, index) for index in range(self._number))
+            if failed or time.monotonic() > end:
+                raise TargetError("another measuring process failed")
             time.sleep(_LOOK_SECONDS)

@@ -12,7 +12,7 @@ one worker, at the same time and without exchanging anything.
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..schema import files
@@ -89,7 +89,8 @@ def rehearse(
     largest = max(node.batch_size for slot in parsed.workers for node in slot.virtual_nodes)
     source = bench.samples.source(largest)
     line = StartingLine(**beside) if beside is not None else None
-    with _meeting(bench, parsed, rank, group) as store:
+    telling = line.told_of_failure() if line is not None else nullcontext()
+    with telling, _meeting(bench, parsed, rank, group) as store:
         loop = _Loop(bench, _place(bench, parsed, rank, store), source, is_empty=is_empty)
         steps = loop.run(warm_up_steps, num_steps, line)
     return {"steps": steps, "no_loading": source.obstacle}

@@ -292,3 +292,18 @@ def test_batches_that_cannot_be_taken_apart_are_ready_and_it_is_said() -> None:
         assert len(steps) == 2
         assert obstacle is not None
         assert "dataset (its fifth value)" in obstacle
+
+
+def test_processes_side_by_side_do_not_wait_for_one_that_failed(tmp_path: Path) -> None:
+    """Its own fault is told at once, and theirs is that another failed."""
+
+    def fails(model: nn.Module, batch: Any) -> torch.Tensor:
+        raise MemoryError
+
+    beside = {"folder": str(tmp_path), "number": 2}
+    with pytest.raises(MemoryError):
+        rehearsed(
+            bench_of(loss=fails), [4], num_steps=1, beside={**beside, "index": 0}, warm_up_steps=2
+        )
+    with pytest.raises(TargetError, match="another measuring process failed"):
+        rehearsed(bench_of(), [4], num_steps=1, beside={**beside, "index": 1})
