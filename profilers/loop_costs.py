@@ -24,7 +24,7 @@ _REHEARSAL_SECONDS = 0.08
 _MOST_STEPS = 25
 _EMPTY_NODES, _EMPTY_STEPS = 6, 8
 _CHECKED_NODES = (1, 6)
-_CHECK_SHARE = 0.1  # of the budget
+_CHECK_SHARE = 0.2  # of the budget, at most, for one check
 _FEWEST_SAMPLES = 6  # below, no interval of 95 % can be told
 
 
@@ -236,8 +236,10 @@ class Rounds:
                     self._progress(f"batch size {size.batch_size}", max(0.0, end - self._clock()))
                     self._visit(size)
             self._visit_empty()
-            self._check_next(end)
+            self._check(self._num_rounds)
             self._num_rounds += 1
+        for number in range(self._num_rounds, len(_CHECKED_NODES)):
+            self._check(number)
         return self._summary()
 
     def _visit(self, size: _Size) -> None:
@@ -274,14 +276,14 @@ class Rounds:
             for step in steps[1:]:
                 self._empty += step.pass_seconds[1:]
 
-    def _check_next(self, end: float) -> None:
+    def _check(self, number_of_check: int) -> None:
         """Measure a whole step of another number of virtual nodes than the rounds have."""
-        combinations = [(s, n) for n in _CHECKED_NODES for s in self._spread()]
-        size, number = combinations[self._num_rounds % len(combinations)]
+        combinations = [(s, n) for s in self._spread() for n in _CHECKED_NODES]
+        size, number = combinations[number_of_check % len(combinations)]
         steps = 3 if number * size.pass_seconds < _REHEARSAL_SECONDS else 2
-        seconds = steps * number * size.pass_seconds
-        left = end - self._clock()
-        if seconds > max(_CHECK_SHARE * self._budget_seconds, 0.0) or seconds > left:
+        if steps * number * size.pass_seconds > _CHECK_SHARE * self._budget_seconds:
+            size = self._sizes[0]
+        if steps * number * size.pass_seconds > _CHECK_SHARE * self._budget_seconds:
             return
         workers = self._rehearse([size.batch_size] * number, num_steps=steps)
         kept = self._checked.setdefault((size.batch_size, number), [])

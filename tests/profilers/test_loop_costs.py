@@ -107,6 +107,8 @@ def test_a_size_is_done_when_it_is_narrow_and_else_the_budget_ends_it() -> None:
     # A budget of next to nothing is one round, and that is enough for every part.
     short = noisy.costs([4, 8], LoopPolicy(most_passes=1, most_seconds=0.0, least_seconds=0.0))
     assert short.num_rounds == 1
+    tight = noisy.costs([4, 8], LoopPolicy(most_passes=30, most_seconds=0.6, least_seconds=0.0))
+    assert {check.num_nodes for check in tight.checks} == {1, 6}
     assert [point.batch_size for point in short.points] == [4, 8]
 
 
