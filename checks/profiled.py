@@ -5,7 +5,7 @@ was lost on the way. Here memory, layers and times are read from the profiles on
 """
 
 from collections.abc import Iterator, Sequence
-from math import ceil
+from math import ceil, isclose
 
 from ..schema.cluster import Cluster
 from ..schema.optimizer import OptimizerState
@@ -88,24 +88,57 @@ def pipeline_faults(
             if table.microbatch_size == problem.microbatch_size
         )  # fmt: skip
         where = f"the problem's {pool.device_type}"
-        faults += [f"{where}: {fault}" for fault in _pool_faults(problem, pool, profile, graph)]
+        shares = _shares_host(cluster, profile.device_type)
+        found = _pool_faults(problem, pool, profile, graph, shares_host=shares)
+        faults += [f"{where}: {fault}" for fault in found]
         if pool.memory_bytes != _device_bytes(cluster, profile):
             has = _device_bytes(cluster, profile)
             faults.append(f"{where}: memory_bytes is {pool.memory_bytes}, it has {has}")
     return faults
 
 
+def _shares_host(cluster: Cluster, device_type: str) -> bool:
+    return any(
+        device_type in group.devices and sum(group.devices.values()) > 1
+        for group in cluster.servers
+    )
+
+
+def _slowed(profile: Profile, batch_size: int) -> float:
+    """A pass with the host's other devices at work, to one alone, on the line between sizes."""
+    assert profile.busy is not None
+    alone = {point.batch_size: point.pass_seconds for point in profile.batch_curve}
+    busy = {point.batch_size: point.pass_seconds for point in profile.busy.batch_curve}
+    both = sorted(size for size in alone.keys() & busy.keys() if alone[size] > 0)
+    if not both:
+        return 1.0
+    low = max((size for size in both if size <= batch_size), default=both[0])
+    high = min((size for size in both if size >= batch_size), default=both[-1])
+    first, second = busy[low] / alone[low], busy[high] / alone[high]
+    if low == high or not low <= batch_size <= high:
+        return second if batch_size < low else first
+    return first + (second - first) * (batch_size - low) / (high - low)
+
+
 def _pool_faults(
-    problem: PipelineProblem, pool: DevicePool, profile: Profile, graph: LayerGraph
+    problem: PipelineProblem,
+    pool: DevicePool,
+    profile: Profile,
+    graph: LayerGraph,
+    *,
+    shares_host: bool,
 ) -> Iterator[str]:
     nodes = {node.id: node for node in graph.nodes}
     if set(nodes) != {layer.id for layer in problem.layers}:
         yield "layers are not the profile's"
         return
+    busy = profile.busy if shares_host else None
+    slowed = 1.0 if busy is None else _slowed(profile, graph.microbatch_size)
     times = zip(problem.layers, pool.forward_seconds, pool.backward_seconds, strict=True)
     for layer, forward, backward in times:
         node = nodes[layer.id]
-        if (forward, backward) != (node.forward_seconds, node.backward_seconds):
+        slow = (slowed * node.forward_seconds, slowed * node.backward_seconds)
+        if not all(map(_is_same, (forward, backward), slow)):
             yield f"{layer.id}: its times are not the profile's"
     # Bytes are the model's; they were taken from the first type's profile.
     if pool is problem.pools[0]:
@@ -119,11 +152,20 @@ def _pool_faults(
         names = [layer.id for layer in problem.layers]
         if {(names[a], names[b]) for a, b in problem.links} != set(graph.edges):
             yield "edges are not the profile's"
-    if pool.update_seconds != profile.update_seconds:
-        yield f"update_seconds is {pool.update_seconds}, not {profile.update_seconds}"
+    update = profile.update_seconds if busy is None else busy.update_seconds
+    if pool.update_seconds != update:
+        yield f"update_seconds is {pool.update_seconds}, not {update}"
+    costs = profile.pipeline
+    fixed = (0.0, 0.0) if costs is None else (costs.pass_seconds, costs.fixed_seconds)
+    if (pool.pass_seconds, pool.fixed_seconds) != fixed:
+        yield f"a pass and a step cost {pool.pass_seconds} and {pool.fixed_seconds}, not {fixed}"
     aside = _workspace_bytes(graph)
     if pool.workspace_bytes != aside:
         yield f"workspace_bytes is {pool.workspace_bytes}, the dearest layer needs {aside}"
+
+
+def _is_same(one: float, other: float) -> bool:
+    return isclose(one, other, rel_tol=1e-9)
 
 
 def _workspace_bytes(graph: LayerGraph) -> int:

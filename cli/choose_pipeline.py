@@ -9,7 +9,7 @@ from ..solvers.effort import Effort
 from .common import note, warn
 from .limits import Clock
 from .question import Question
-from .solve_pipeline import solve_pipeline
+from .solve_pipeline import links_between, solve_pipeline
 from .solve_repetitive import solve_repetitive
 
 
@@ -53,6 +53,7 @@ def best_pipeline(question: Question) -> PipelinePlan:
     """
     check_flags(question)
     plan = _best(question)
+    _say_links(question)
     if plan.trace is not None and plan.trace.obstacle is not None:
         warn(f"the plan cannot be launched: its layers were {plan.trace.obstacle}")
     return plan
@@ -61,7 +62,6 @@ def best_pipeline(question: Question) -> PipelinePlan:
 def _best(question: Question) -> PipelinePlan:
     asked = question.pipeline.schedule
     sizes = _microbatch_sizes(question)
-    _say_links(question)
     clock = Clock(question.limits)
     if question.pipeline.repetitive:
         return _repetitive(question, sizes)
@@ -168,13 +168,14 @@ def _microbatch_sizes(question: Question) -> list[int]:
 
 
 def _say_links(question: Question) -> None:
-    """What links between devices are taken for, where only the profiles tell."""
-    from ..solvers.pipeline_problems import measured_link
-
-    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
-    rate = measured_link(in_pool)
-    if question.pipeline.link_bytes_per_second is None and rate is not None:
-        note(f"links that the pool does not state: {rate / 1e6:.0f} MB/s, as profiled")
+    """What links between devices were taken for, where the pool does not state them."""
+    said = question.pipeline.link_bytes_per_second
+    links = links_between(question.profiles, question.pool, said)
+    for sentence in links.measured:
+        note(sentence)
+    if said is None:
+        for sentence in links.assumed:
+            warn(f"{sentence}: not measured itself; if it is another, state it")
 
 
 def _pipeline_at(

@@ -49,8 +49,13 @@ def profile(
         ),
     ] = None,
     links: Annotated[
-        bool, typer.Option("--links", help="Fit latency and bandwidth of the links too.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            help="Measure the link between two devices, and all-reduces over sizes. Without "
+            "either flag: the link where there are --layers.",
+            show_default=False,
+        ),
+    ] = None,
     layers: Annotated[
         bool, typer.Option("--layers", help="Profile each layer too, for pipeline plans.")
     ] = False,
@@ -300,6 +305,20 @@ def _layer_lines(measured: Profile) -> list[str]:
             f"{how['isolated_over_whole_backward']:.0%} of the backward pass (scaled to it); "
             f"stash {stashed:.1f} MiB, largest workspace {space}"
         )
+    return lines + _pipeline_lines(measured)
+
+
+def _pipeline_lines(measured: Profile) -> list[str]:
+    """What rehearsed pipelines cost beyond layers and bytes; why links were not measured."""
+    costs, why = measured.pipeline, (measured.provenance or {}).get("links", {}).get("skipped")
+    lines = [] if measured.layers is None or why is None else [f"links not measured ({why})"]
+    if costs is not None:
+        off = "" if costs.step_error is None else f"; steps off by {costs.step_error:.1%}"
+        lines.append(
+            f"pipelines: {costs.pass_seconds * 1e3:.2f} ms a pass, "
+            f"{costs.message_seconds * 1e3:.2f} ms a message, "
+            f"{costs.fixed_seconds * 1e3:.2f} ms a step beyond layers and bytes{off}"
+        )
     return lines
 
 
@@ -314,9 +333,9 @@ def _head(measured: Profile) -> str:
         facts.append(f"sync not measured ({how.get('sync', {}).get('skipped', 'unknown')})")
     else:
         facts.append(f"sync {sync.sync_seconds * 1e3:.2f} ms over {sync.num_devices} devices")
-    if sync and sync.latency_seconds is not None and sync.bytes_per_second is not None:
-        rate = sync.bytes_per_second / 1e9
-        facts.append(f"links {sync.latency_seconds * 1e6:.0f} us + {rate:.2f} GB/s")
+    if measured.links is not None:
+        rate = measured.links.bytes_per_second / 1e9
+        facts.append(f"links {measured.links.latency_seconds * 1e6:.0f} us + {rate:.2f} GB/s")
     kind = ""
     if emulated:
         kind = f" (emulated: {emulated.speed:g} of {emulated.base_device_type})"

@@ -17,6 +17,7 @@ from ..schema.pipeline import (
 )
 from ..schema.profile import Profile
 from ..solvers.effort import DEFAULT, Effort
+from ..solvers.pipeline_links import PoolLinks, links_of
 
 
 def solve_pipeline(
@@ -94,7 +95,12 @@ def solve_pipeline(
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
     origin = {**(plan.provenance or {}), "pool": pool_name}
-    return dataclasses.replace(plan, trace=trace_for(profiles, pool), provenance=origin)
+    return dataclasses.replace(
+        plan,
+        trace=trace_for(profiles, pool),
+        assumptions=links_between(profiles, pool, link_bytes_per_second).assumed,
+        provenance=origin,
+    )
 
 
 def trace_for(profiles: Sequence[Profile], pool: Cluster) -> LayerTrace | None:
@@ -102,3 +108,12 @@ def trace_for(profiles: Sequence[Profile], pool: Cluster) -> LayerTrace | None:
     found = [p.layers.trace for p in profiles if p.device_type in pool.num_devices and p.layers]
     blocked = [trace for trace in found if trace is not None and trace.obstacle is not None]
     return [*blocked, *found][0]
+
+
+def links_between(
+    profiles: Sequence[Profile], pool: Cluster, link_bytes_per_second: float | None
+) -> PoolLinks:
+    """What the links of the pool's devices are taken for; of a type's profiles the first counts."""
+    by_type = {profile.device_type: profile for profile in reversed(profiles)}
+    chosen = [by_type[name] for name in pool.num_devices]
+    return links_of(chosen, pool, link_bytes_per_second)

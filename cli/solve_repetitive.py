@@ -11,7 +11,7 @@ from ..schema.pipeline import PipelinePlan, PipelineProblem
 from ..schema.profile import Profile
 from ..solvers.parallel_pipeline import Configuration, CostModel, Estimate, Measured, Row
 from .question import CostModelName
-from .solve_pipeline import trace_for
+from .solve_pipeline import links_between, trace_for
 
 
 def solve_repetitive(
@@ -85,7 +85,12 @@ def solve_repetitive(
         "cost_model": cost_model,
         "configurations": [_row(row) for row in rows],
     }
-    return dataclasses.replace(plan, trace=trace_for(profiles, pool), provenance=origin)
+    return dataclasses.replace(
+        plan,
+        trace=trace_for(profiles, pool),
+        assumptions=links_between(profiles, pool, link_bytes_per_second).assumed,
+        provenance=origin,
+    )
 
 
 def _row(row: Row) -> dict[str, object]:

@@ -47,3 +47,23 @@ def pass_seconds(batch_curve: Sequence[BatchPoint], batch_size: int) -> float:
         ProblemError: ``batch_size`` lies outside the profiled range.
     """
     return point_at(batch_curve, batch_size).step_seconds
+
+
+def busy_ratio(alone: Sequence[BatchPoint], busy: Sequence[BatchPoint], batch_size: int) -> float:
+    """How many times as long the model's own passes take while the host's other devices work.
+
+    Linear between sizes that both curves hold, as at the nearest outside of them; 1 where they
+    share none.
+    """
+    known = {point.batch_size: point.pass_seconds for point in alone}
+    ratios = [
+        (point.batch_size, point.pass_seconds / known[point.batch_size])
+        for point in busy
+        if known.get(point.batch_size, 0.0) > 0
+    ]
+    if not ratios:
+        return 1.0
+    for (low, first), (high, second) in zip(ratios, ratios[1:], strict=False):
+        if low <= batch_size <= high:
+            return first + (second - first) * (batch_size - low) / (high - low)
+    return ratios[0][1] if batch_size < ratios[0][0] else ratios[-1][1]

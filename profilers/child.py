@@ -22,6 +22,7 @@ from . import memory, targets
 from .bench import Bench
 from .exchange import exchange
 from .layers import measure_layers
+from .messages import exchange_messages
 from .rehearsal import rehearse
 from .timing import RepeatPolicy
 
@@ -150,6 +151,7 @@ _OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "hold": _hold,
     "layers": _layers,
     "exchange": exchange,
+    "messages": exchange_messages,
     "rehearse": rehearse,
 }
 

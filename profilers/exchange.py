@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 _WARM_UP_STEPS = 3
 _MIN_REPEATS = 5
 _MAX_REPEATS = 100
+_SMALLEST_BYTES, _LEAST_LARGEST_BYTES = 1 << 10, 1 << 16
 
 
 def exchange(
@@ -28,7 +29,7 @@ def exchange(
     backend: str,
     batch_size: int,
     budget_seconds: float,
-    message_bytes: list[int],
+    measures_messages: bool,
 ) -> dict[str, Any]:
     """Join the other workers, measure, leave.
 
@@ -40,19 +41,32 @@ def exchange(
         backend: ``gloo`` or ``nccl``.
         batch_size: Samples per worker and step; 1 isolates synchronisation.
         budget_seconds: Wall time to spend on steps, and again on messages.
-        message_bytes: Sizes to all-reduce; empty for none.
+        measures_messages: Whether to all-reduce messages of several sizes too.
 
     Returns:
         ``single`` and ``distributed``: wall seconds of each step; ``messages``: for each size
-        the wall seconds of each all-reduce.
+        (``all_reduce_sizes``) its bytes and the wall seconds of each all-reduce.
     """
     path = os.path.join(folder, "store")
     with process_group(
         path, rank=rank, world_size=world_size, backend=backend, device=bench.device
     ):
         steps = _steps(bench, batch_size, budget_seconds)
-        messages = [_messages(bench, size, budget_seconds / 8) for size in message_bytes]
+        sizes = all_reduce_sizes(bench.weight_bytes) if measures_messages else ()
+        messages = [
+            {"num_bytes": size, "seconds": _messages(bench, size, budget_seconds / len(sizes))}
+            for size in sizes
+        ]
         return {**steps, "messages": messages}
+
+
+def all_reduce_sizes(weight_bytes: int) -> tuple[int, ...]:
+    """From 1 KiB by steps of 4 to the model's gradients, to 64 KiB at least."""
+    sizes = [_SMALLEST_BYTES]
+    while 4 * sizes[-1] < weight_bytes or sizes[-1] < _LEAST_LARGEST_BYTES:
+        sizes.append(4 * sizes[-1])
+    whole = weight_bytes // 4 * 4
+    return tuple(sizes) if whole <= sizes[-1] else (*sizes, whole)
 
 
 def _steps(bench: Bench, batch_size: int, budget_seconds: float) -> dict[str, list[float]]:

@@ -1,35 +1,30 @@
-"""Gradient synchronisation and links between local devices (VirtualFlow 5.1.2).
+"""Gradient synchronisation between local devices, and the link between two of them.
 
-Synchronisation is the distributed minus the single-device step time at batch size 1, with real
-worker processes, the runtime's own gradient buffer and overlap. A link model of two numbers,
-fitted to all-reduce times over message sizes, carries it to other device counts.
+Synchronisation is the distributed minus the single-device step time at batch size 1 (VirtualFlow
+5.1.2), with real worker processes, the runtime's own gradient buffer and overlap. A ring of two
+numbers, fitted to all-reduce times over message sizes, carries it to other device counts. What a
+link does is measured apart, by messages: an all-reduce also costs what is no link's.
 """
 
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..schema.errors import HetflowError
 from ..schema.profile import Sync
+from ..schema.step_costs import LinkPoint, Links, MessageTime
 from .devices import DeviceRequest
+from .fits import LinkFit, fit_link, fit_ring
 from .process import Child, ChildDied
 from .targets import Target
 from .timing import Timing
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float64]
-
 MESSAGE_BYTES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
-_ANSWER_SECONDS = 600.0
-_FIT_ROUNDS = 50
-_FIT_FLOOR = 1e-6
-_LEAST_SHARE = 0.01  # of the longest message's time that its bytes must explain
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+ANSWER_SECONDS = 600.0
+_LINK_BUDGET_SECONDS = 4.0
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +40,6 @@ class SyncOptions:
     fallback_batch_size: int = 1
     optimizer: str = "sgd-momentum"
     budget_seconds: float = 8.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinkFit:
-    """A fitted link. ``error`` is the median of |model - measured| / measured over sizes."""
-
-    latency_seconds: float
-    bytes_per_second: float
-    error: float
 
 
 def measure_sync(
@@ -86,77 +72,25 @@ def measure_sync(
     return None, {"skipped": f"the workers failed: {said(failure)}"}
 
 
-def fit_link(
-    num_devices: int, message_bytes: Sequence[int], seconds: Sequence[float]
-) -> LinkFit | None:
-    """Fit latency and bandwidth of a ring all-reduce (costs.comm.ring_seconds) to its times.
-
-    Relative errors are made small, so that short messages decide the latency as much as long ones
-    the bandwidth; their absolute values, not squares, so that a few disturbed sizes do not tilt
-    the line; neither number can be negative.
-
-    Args:
-        num_devices: Members of the ring.
-        message_bytes: Sizes that were all-reduced.
-        seconds: The time of each, > 0.
-
-    Returns:
-        The fit; None where time does not grow with size, so that no bandwidth can be told.
-    """
-    import numpy as np
-
-    hops = 2 * (num_devices - 1)
-    measured = np.asarray(seconds, dtype=np.float64)
-    carried = hops / num_devices * np.asarray(message_bytes, dtype=np.float64)
-    # Rows are divided by their time, so that the residuals are relative errors.
-    terms = np.stack([np.full_like(measured, hops), carried], axis=1) / measured[:, None]
-    latency, seconds_per_byte = _robust_fit(terms)
-    if seconds_per_byte * carried.max() < _LEAST_SHARE * measured.max():
-        return None
-    errors = np.abs(terms @ [latency, seconds_per_byte] - 1)
-    return LinkFit(
-        latency_seconds=latency,
-        bytes_per_second=1 / seconds_per_byte,
-        error=float(np.median(errors)),
-    )
-
-
-def _robust_fit(terms: "Array") -> tuple[float, float]:
-    """Least absolute deviations of ``terms @ x`` from 1, x >= 0, by reweighted least squares."""
-    import numpy as np
-
-    weights = np.ones(len(terms))
-    for _ in range(_FIT_ROUNDS):
-        unknown = _non_negative(terms * weights[:, None], weights)
-        weights = np.maximum(np.abs(terms @ unknown - 1), _FIT_FLOOR) ** -0.5
-    return float(unknown[0]), float(unknown[1])
-
-
-def _non_negative(terms: "Array", values: "Array") -> "Array":
-    """Least squares for two unknowns that cannot be negative: on the plane, else on an axis."""
-    import numpy as np
-
-    found: Array = np.linalg.lstsq(terms, values, rcond=None)[0].astype(np.float64)
-    if (found >= 0).all():
-        return found
-    candidates = []
-    for axis in range(2):
-        column = terms[:, axis]
-        candidate = np.zeros(2)
-        candidate[axis] = max(0.0, float(column @ values / (column @ column)))
-        candidates.append(candidate)
-    return min(candidates, key=lambda x: float(np.linalg.norm(terms @ x - values)))
-
-
 def obstacle(request: DeviceRequest, options: SyncOptions) -> str | None:
     """Why synchronisation cannot be measured, or None."""
     if options.num_devices < 2:
         return "not asked for"
-    if request.torch_device != "cpu" and request.local.num_devices < options.num_devices:
-        return (
-            f"{options.num_devices} {request.local.device_type} devices are needed, "
-            f"{request.local.num_devices} here"
-        )
+    return too_few_devices(request, options.num_devices)
+
+
+def too_few_devices(request: DeviceRequest, num_devices: int) -> str | None:
+    """Why so many workers cannot be had, or None: on a CPU they may share cores."""
+    local = request.local
+    if request.torch_device == "cpu" or local.num_devices >= num_devices:
+        return None
+    return f"{num_devices} {local.device_type} devices are needed, {local.num_devices} here"
+
+
+def _shared_cores(request: DeviceRequest, num_workers: int) -> str | None:
+    cores = request.local.num_devices
+    if request.torch_device == "cpu" and cores < num_workers:
+        return f"workers shared {cores} cores"
     return None
 
 
@@ -177,7 +111,7 @@ def _run_workers(
     on_cpu = request.torch_device == "cpu"
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-sync-"))
-        workers = [stack.enter_context(Child(_LOOPBACK)) for _ in range(options.num_devices)]
+        workers = [stack.enter_context(Child(LOOPBACK)) for _ in range(options.num_devices)]
         for rank, worker in enumerate(workers):
             worker.send(
                 "load",
@@ -187,7 +121,7 @@ def _run_workers(
                 optimizer=options.optimizer,
             )
         for worker in workers:
-            worker.receive(_ANSWER_SECONDS)
+            worker.receive(ANSWER_SECONDS)
         for rank, worker in enumerate(workers):
             worker.send(
                 "exchange",
@@ -197,9 +131,9 @@ def _run_workers(
                 backend=backend,
                 batch_size=batch_size,
                 budget_seconds=options.budget_seconds,
-                message_bytes=list(MESSAGE_BYTES) if options.links else [],
+                measures_messages=options.links,
             )
-        return [worker.receive(_ANSWER_SECONDS) for worker in workers]
+        return [worker.receive(ANSWER_SECONDS) for worker in workers]
 
 
 def _slowest(samples: Sequence[Sequence[float]]) -> list[float]:
@@ -217,27 +151,135 @@ def _summary(
         "single": asdict(single),
         "distributed": asdict(distributed),
     }
-    if request.torch_device == "cpu" and request.local.num_devices < options.num_devices:
-        provenance["note"] = f"workers shared {request.local.num_devices} cores"
-    fit = _fit_of(options.num_devices, answers, provenance) if options.links else None
+    note = _shared_cores(request, options.num_devices)
+    if note:
+        provenance["note"] = note
+    messages = _all_reduces(answers)
+    fit = _ring_of(options.num_devices, messages, provenance) if messages else None
     sync = Sync(
         num_devices=options.num_devices,
         sync_seconds=max(0.0, distributed.median_seconds - single.median_seconds),
         latency_seconds=fit.latency_seconds if fit else None,
         bytes_per_second=fit.bytes_per_second if fit else None,
+        messages=messages,
     )
     return sync, provenance
 
 
-def _fit_of(
-    num_devices: int, answers: list[dict[str, Any]], provenance: dict[str, Any]
+def _all_reduces(answers: list[dict[str, Any]]) -> tuple[MessageTime, ...]:
+    return tuple(
+        MessageTime(
+            num_bytes=column[0]["num_bytes"],
+            seconds=Timing.of(_slowest([entry["seconds"] for entry in column])).median_seconds,
+        )
+        for column in zip(*(answer["messages"] for answer in answers), strict=True)
+    )
+
+
+def _ring_of(
+    num_devices: int, messages: Sequence[MessageTime], provenance: dict[str, Any]
 ) -> LinkFit | None:
-    columns = zip(*(answer["messages"] for answer in answers), strict=True)
-    seconds = [Timing.of(_slowest(column)).median_seconds for column in columns]
-    fit = fit_link(num_devices, MESSAGE_BYTES, seconds)
-    provenance["links"] = {
-        "message_bytes": list(MESSAGE_BYTES),
-        "seconds": seconds,
-        "fit_error": fit.error if fit else None,
-    }
+    sizes = [message.num_bytes for message in messages]
+    fit = fit_ring(num_devices, sizes, [message.seconds for message in messages])
+    provenance["messages"] = {"fit_error": fit.error if fit else None}
     return fit
+
+
+def measure_links(
+    request: DeviceRequest, activation_bytes: Sequence[int] = ()
+) -> tuple[Links | None, dict[str, Any]]:
+    """Measure the link between two local devices of one type, by messages as pipelines send them.
+
+    Args:
+        request: The device type; emulated types send as their base does.
+        activation_bytes: What layers send; sizes between the least and the most are measured
+            twice as densely.
+
+    Returns:
+        The link, None where it could not be measured, and its provenance: how, or why not.
+    """
+    why_not = too_few_devices(request, 2)
+    if why_not:
+        return None, {"skipped": why_not}
+    sizes = message_sizes(activation_bytes)
+    try:
+        answers = _send_messages(request, sizes)
+    except (HetflowError, ChildDied, MemoryError) as error:
+        return None, {"skipped": f"the workers failed: {said(error)}"}
+    first, second = answers
+    return links_of(sizes, first, second, note=_shared_cores(request, 2))
+
+
+def message_sizes(activation_bytes: Sequence[int] = ()) -> tuple[int, ...]:
+    """1 KiB to 16 MiB by steps of 4, by steps of 2 where activations lie."""
+    if not activation_bytes:
+        return MESSAGE_BYTES
+    least, most = min(activation_bytes), max(activation_bytes)
+    between = [2 * size for size in MESSAGE_BYTES[:-1] if least / 4 < 2 * size < most * 4]
+    return tuple(sorted((*MESSAGE_BYTES, *between)))
+
+
+def links_of(
+    message_bytes: Sequence[int],
+    first: dict[str, Any],
+    second: dict[str, Any],
+    note: str | None = None,
+) -> tuple[Links | None, dict[str, Any]]:
+    """Put together what two workers measured (``messages.exchange_messages``).
+
+    Args:
+        message_bytes: Sizes that were sent.
+        first: What rank 0 saw: messages back, and both at once.
+        second: What rank 1 saw: messages there, and both at once.
+        note: What to know of the measurement.
+
+    Returns:
+        The link, None where time does not grow with size, and its provenance.
+    """
+    there = [Timing.of(samples) for samples in second["there"]]
+    back = [Timing.of(samples) for samples in first["back"]]
+    pairs = zip(first["both"], second["both"], strict=True)
+    both = [Timing.of(_slowest(pair)) for pair in pairs]
+    fit = fit_link(message_bytes, [timing.median_seconds for timing in both])
+    provenance: dict[str, Any] = {
+        "method": "messages between two workers, there, back and both at once; fitted to the last",
+        "fit_error": fit.error if fit else None,
+        "repeats": min(timing.repeats for timing in both),
+        "both": [
+            {"num_bytes": size, **asdict(timing)}
+            for size, timing in zip(message_bytes, both, strict=True)
+        ],
+        **({"note": note} if note else {}),
+    }
+    if fit is None:
+        return None, {**provenance, "skipped": "messages did not take longer with their size"}
+    points = tuple(
+        LinkPoint(
+            num_bytes=size,
+            there_seconds=one.median_seconds,
+            back_seconds=other.median_seconds,
+            both_seconds=together.median_seconds,
+        )
+        for size, one, other, together in zip(message_bytes, there, back, both, strict=True)
+    )
+    links = Links(
+        latency_seconds=fit.latency_seconds, bytes_per_second=fit.bytes_per_second, points=points
+    )
+    return links, provenance
+
+
+def _send_messages(request: DeviceRequest, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    on_cpu = request.torch_device == "cpu"
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-links-"))
+        workers = [stack.enter_context(Child(LOOPBACK)) for _ in range(2)]
+        for rank, worker in enumerate(workers):
+            worker.send(
+                "messages",
+                rank=rank,
+                folder=folder,
+                device="cpu" if on_cpu else request.local.torch_devices[rank],
+                message_bytes=list(sizes),
+                budget_seconds=_LINK_BUDGET_SECONDS,
+            )
+        return [worker.receive(ANSWER_SECONDS) for worker in workers]

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .. import __version__
+from ..costs.compute import busy_ratio
 from ..schema.errors import HetflowError
 from ..schema.optimizer import OptimizerState
-from ..schema.profile import BatchPoint, BusyHost, Emulation, Profile
+from ..schema.profile import BatchPoint, BusyHost, Emulation, LayerGraph, Profile
+from ..schema.step_costs import Links, PipelineCosts
 from . import emulated, links
 from .batch_curve import Curve, CurveLimits, measure_curve
 from .busy import Busy, BusyOptions, Progress, measure_busy
@@ -19,6 +21,8 @@ from .devices import DeviceRequest
 from .layers import as_in_the_loop, graph_of
 from .loop_costs import LoopCosts, LoopPolicy, Rounds
 from .measurer import Measurer
+from .pipeline_costs import measure_pipeline
+from .pipeline_fit import Profiled
 from .targets import Target
 
 LAYER_REPEATS = 7
@@ -34,6 +38,8 @@ class ProfileOptions:
     ``limits`` say which sizes there are, ``loop`` how well each is measured; ``sync_seconds`` and
     ``hold_seconds`` are for synchronisation, and for held passes of each emulated type.
     ``layers_at`` are the microbatch sizes to profile layers at; none leaves them out.
+    ``links`` measures links and all-reduces over sizes; None links alone, where layers are
+    profiled.
     """
 
     limits: CurveLimits = CurveLimits()
@@ -42,7 +48,7 @@ class ProfileOptions:
     hold_seconds: float = 12.0
     optimizer: str | None = None
     sync_devices: int = 2
-    links: bool = False
+    links: bool | None = None
     command: str = ""
     layers_at: tuple[int, ...] = ()
 
@@ -58,6 +64,8 @@ class _Base:
     facts: dict[str, Any]
     death: str | None
     busy: Busy
+    links: Links | None
+    links_provenance: dict[str, Any]
     layers: tuple[dict[str, Any], ...]
     seconds: float
 
@@ -171,6 +179,7 @@ def _measure(
         clock,
         say,
     )
+    link, links_provenance = _measure_links(request, options, layers, say)
     return _Base(
         curve=_fitting(curve, costs),
         costs=costs,
@@ -179,6 +188,8 @@ def _measure(
         facts=measurer.facts,
         death=measurer.death,
         busy=busy,
+        links=link,
+        links_provenance=links_provenance,
         layers=tuple(layers),
         seconds=time.monotonic() - start,
     )
@@ -259,11 +270,26 @@ def _optimizer(kept: dict[str, Any], weight_bytes: int, options: ProfileOptions)
 def _sync_options(options: ProfileOptions, curve: Curve) -> links.SyncOptions:
     return links.SyncOptions(
         num_devices=options.sync_devices,
-        links=options.links,
+        links=bool(options.links),
         fallback_batch_size=curve.results[0].batch_size,
         optimizer=options.optimizer or DEFAULT_OPTIMIZER,
         budget_seconds=options.sync_seconds,
     )
+
+
+def _measure_links(
+    request: DeviceRequest,
+    options: ProfileOptions,
+    layers: Sequence[dict[str, Any]],
+    progress: Progress,
+) -> tuple[Links | None, dict[str, Any]]:
+    """Pipelines need the links: they are measured with the layers unless that is declined."""
+    wanted = bool(layers) if options.links is None else options.links
+    if not wanted:
+        return None, {"skipped": "not asked for"}
+    progress(f"links between two {request.local.device_type} devices", None)
+    sent = [node.activation_bytes for measured in layers for node in graph_of(measured, 1.0).nodes]
+    return links.measure_links(request, sent)
 
 
 def _limits_of(request: DeviceRequest, limits: CurveLimits) -> CurveLimits:
@@ -292,6 +318,9 @@ def _profile(
         provenance["emulation"] = emulated.as_provenance(held, request.speed)
         emulation = Emulation(speed=request.speed, base_device_type=request.local.device_type)
     tables = tuple(graph_of(measured, request.speed or 1.0) for measured in base.layers)
+    costs, provenance["pipeline"] = _measure_pipeline(
+        target, request, options, base, tables, busy, progress
+    )
     return Profile(
         model=target.model,
         device_type=request.device_type,
@@ -305,10 +334,40 @@ def _profile(
         layers=tables[0] if tables else None,
         more_layers=tables[1:],
         sync=base.busy.sync,
+        links=base.links,
+        pipeline=costs,
         emulation=emulation,
         out_of_memory_batch_size=base.curve.out_of_memory_batch_size,
         optimizer=base.optimizer,
         provenance=provenance,
+    )
+
+
+def _measure_pipeline(
+    target: Target,
+    request: DeviceRequest,
+    options: ProfileOptions,
+    base: _Base,
+    tables: Sequence[LayerGraph],
+    busy: BusyHost | None,
+    progress: Progress,
+) -> tuple[PipelineCosts | None, dict[str, Any]]:
+    """Of emulated types nothing is rehearsed: a stage's passes are held to their layers' times."""
+    if request.speed is not None or not tables or base.links is None:
+        return None, {"skipped": "needs layers, links and a device that is not emulated"}
+    alone = _points(base.curve, base.costs, base.no_loading)
+    update, scale = base.costs.update.median_seconds, 1.0
+    if busy is not None:
+        update = busy.update_seconds
+        scale = busy_ratio(alone, busy.batch_curve, tables[0].microbatch_size)
+    profiled = Profiled(graph=tables[0], links=base.links, update_seconds=update, scale=scale)
+    return measure_pipeline(
+        target,
+        request,
+        profiled,
+        optimizer=options.optimizer or DEFAULT_OPTIMIZER,
+        budget_seconds=options.sync_seconds,
+        progress=progress,
     )
 
 
@@ -354,6 +413,7 @@ def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) ->
             for result in base.curve.results
         ],
         "sync": base.busy.sync_provenance,
+        "links": base.links_provenance,
         **({"layers": [measured["provenance"] for measured in base.layers]} if base.layers else {}),
     }
 

@@ -118,6 +118,7 @@ def pipeline_table(plan: PipelinePlan) -> str:
         _parts_text(plan.predicted),
         f"minimised: {_MINIMISED[plan.objective]}; {_proof_text(plan.proof)}",
     ]
+    lines += [f"assumed: {sentence}" for sentence in plan.assumptions]
     if plan.trace is not None and plan.trace.obstacle is not None:
         lines.append(f"layers {plan.trace.obstacle}")
     return "\n".join(lines)

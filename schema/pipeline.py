@@ -452,7 +452,8 @@ class PipelinePlan:
     ``noam`` is NUM_OPT_ACTIVE_MINIBATCHES per input-stage replica (thesis 2.4.2). ``trace`` says
     how the profile found the layers; None is torch.fx. ``optimizer`` is the one whose state
     ``memory_bytes`` counts, None in older plans, which counted none. ``link_bytes_per_second`` is
-    what was said of links that the pool does not state.
+    what was said of links that the pool does not state. ``assumptions`` are sentences on what the
+    plan takes for granted without a measurement of just that.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -473,6 +474,7 @@ class PipelinePlan:
     objective: Objective = "bottleneck"
     optimizer: OptimizerState | None = None
     link_bytes_per_second: PositiveRate | None = None
+    assumptions: tuple[str, ...] = ()
     trace: LayerTrace | None = None
     provenance: dict[str, Any] | None = None
 

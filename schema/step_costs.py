@@ -49,8 +49,8 @@ class PipelineCosts:
 
     Args:
         pass_seconds: Of one forward or one backward pass of a stage, beyond its layers.
-        message_seconds: Of one message between two stages, beyond its bytes: held against the
-            stage that sends.
+        message_seconds: Of one message between two stages, beyond its bytes: the link is taken
+            for so much longer.
         fixed_seconds: Of a whole step: opening it, its sums, asking for the next batch.
         step_error: Of steps put together from these terms, relative to measured ones.
     """

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from math import isclose
 
-from ..costs.pipeline import ring_sync_seconds
+from ..costs.compute import busy_ratio
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.optimizer import NAMES, OptimizerState
@@ -18,7 +18,8 @@ from ..schema.pipeline import (
     TopologyLevel,
     WorkerCount,
 )
-from ..schema.profile import LayerGraph, LayerNode, Profile
+from ..schema.profile import BusyHost, LayerGraph, LayerNode, Profile
+from .pipeline_links import links_of
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -54,7 +55,7 @@ def pipeline_problem(
         global_batch_size: Samples per step; a multiple of the profiled microbatch size.
         microbatch_size: Take the layers profiled nearest to this size; None takes ``layers``.
         link_bytes_per_second: Bandwidth of links that the cluster does not state; None takes
-            what the profiles measured.
+            what the profiles measured (``pipeline_links``).
         schedule: As in ``PipelineProblem``, like all that follow.
         stage_cost: Named prices.
         solved: Flat or nested.
@@ -82,16 +83,16 @@ def pipeline_problem(
             "at another microbatch size",
         )
     layers, edges, order = layers_of_graph(graphs[0])
-    link = link_bytes_per_second or measured_link(chosen)
+    links = links_of(chosen, cluster, link_bytes_per_second)
     return PipelineProblem(
         model=chosen[0].model,
         layers=layers,
         edges=edges,
         pools=tuple(
-            _pool(profile, graph, order, cluster, link)
+            _pool(profile, graph, order, cluster, links.levels[profile.device_type])
             for profile, graph in zip(chosen, graphs, strict=True)
         ),
-        inter_bytes_per_second=_between_types(chosen, cluster, link),
+        inter_bytes_per_second=links.between_types,
         microbatch_size=size,
         num_microbatches=global_batch_size // size,
         schedule=schedule,
@@ -106,24 +107,9 @@ def pipeline_problem(
         objective=objective,
         num_model_chunks=num_model_chunks,
         launchable=launchable,
+        message_seconds=_message_seconds(chosen),
+        step_error=_step_error(chosen),
     )
-
-
-def measured_link(profiles: Sequence[Profile]) -> float | None:
-    """The slowest link that profiles tell of: fitted, or from their gradient synchronisation.
-
-    A ring over n devices moves 2(n-1)/n of the weights over each link; what synchronisation costs
-    besides counts as the link's.
-    """
-    rates = []
-    for profile in profiles:
-        sync = profile.sync
-        if sync is not None and sync.bytes_per_second is not None:
-            rates.append(sync.bytes_per_second)
-        elif sync is not None and sync.sync_seconds and profile.weight_bytes:
-            moved = ring_sync_seconds(profile.weight_bytes, sync.num_devices, 1.0)
-            rates.append(moved / sync.sync_seconds)
-    return min(rates, default=None)
 
 
 def optimizer_of(profiles: Sequence[Profile]) -> OptimizerState:
@@ -252,20 +238,52 @@ def _pool(
     graph: LayerGraph,
     order: Sequence[LayerNode],
     cluster: Cluster,
-    link: float | None,
+    levels: tuple[TopologyLevel, ...],
 ) -> DevicePool:
     node = {entry.id: entry for entry in graph.nodes}
     name = profile.device_type
     total = cluster.device_types[name].memory_bytes or profile.device_memory_bytes
+    busy, ratio = _busy(profile, cluster), 1.0
+    if busy is not None:
+        ratio = busy_ratio(profile.batch_curve, busy.batch_curve, graph.microbatch_size)
+    costs = profile.pipeline
     return DevicePool(
         device_type=name,
-        levels=_levels(name, cluster, link),
-        forward_seconds=tuple(node[entry.id].forward_seconds for entry in order),
-        backward_seconds=tuple(node[entry.id].backward_seconds for entry in order),
-        update_seconds=profile.update_seconds,
+        levels=levels,
+        forward_seconds=tuple(ratio * node[entry.id].forward_seconds for entry in order),
+        backward_seconds=tuple(ratio * node[entry.id].backward_seconds for entry in order),
+        update_seconds=profile.update_seconds if busy is None else busy.update_seconds,
         memory_bytes=total,
         workspace_bytes=_workspace(graph, total, name),
+        pass_seconds=costs.pass_seconds if costs is not None else 0.0,
+        fixed_seconds=costs.fixed_seconds if costs is not None else 0.0,
     )
+
+
+def _busy(profile: Profile, cluster: Cluster) -> BusyHost | None:
+    """What a type does while others of its host work; None where its devices have hosts alone."""
+    shares_host = any(
+        profile.device_type in group.devices and sum(group.devices.values()) > 1
+        for group in cluster.servers
+    )
+    return profile.busy if shares_host else None
+
+
+def _message_seconds(profiles: Sequence[Profile]) -> float:
+    """Of the type with the dearest messages: as rehearsed, else the latency of its link."""
+    found = [0.0]
+    for profile in profiles:
+        if profile.pipeline is not None:
+            found.append(profile.pipeline.message_seconds)
+        elif profile.links is not None:
+            found.append(profile.links.latency_seconds)
+    return max(found)
+
+
+def _step_error(profiles: Sequence[Profile]) -> float | None:
+    """The largest of those known; None where nobody measured it."""
+    found = [profile.pipeline.step_error for profile in profiles if profile.pipeline is not None]
+    return max((error for error in found if error is not None), default=None)
 
 
 def _workspace(graph: LayerGraph, total: int, device_type: str) -> int:
@@ -293,47 +311,3 @@ def _workspace(graph: LayerGraph, total: int, device_type: str) -> int:
             hint=f"profile a smaller microbatch than {graph.microbatch_size}",
         )
     return aside
-
-
-def _levels(name: str, cluster: Cluster, link: float | None) -> tuple[TopologyLevel, ...]:
-    groups = [group for group in cluster.servers if name in group.devices]
-    servers = sum(group.count for group in groups)
-    widths = {group.devices[name] for group in groups}
-    if servers > 1:
-        between = _rate(cluster.inter_bytes_per_second, link, "between servers")
-        if widths == {1} or len(widths) > 1:
-            total = cluster.num_devices[name]
-            return (TopologyLevel(num_components=total, bytes_per_second=between),)
-    width = widths.pop()
-    if servers == 1 and width == 1:
-        rate = groups[0].intra_bytes_per_second or link or 1.0
-        return (TopologyLevel(num_components=1, bytes_per_second=rate),)
-    stated = [group.intra_bytes_per_second for group in groups]
-    slowest = None if None in stated else min(rate for rate in stated if rate is not None)
-    inside = TopologyLevel(
-        num_components=width, bytes_per_second=_rate(slowest, link, f"inside {name} servers")
-    )
-    if servers == 1:
-        return (inside,)
-    return (inside, TopologyLevel(num_components=servers, bytes_per_second=between))
-
-
-def _between_types(
-    profiles: Sequence[Profile], cluster: Cluster, link: float | None
-) -> float | None:
-    if len(profiles) == 1:
-        return None
-    if cluster.num_servers > 1:
-        return _rate(cluster.inter_bytes_per_second, link, "between servers")
-    return _rate(cluster.servers[0].intra_bytes_per_second, link, "inside the server")
-
-
-def _rate(stated: float | None, link: float | None, where: str) -> float:
-    rate = stated or link
-    if rate is None:
-        raise ProblemError(
-            f"the bandwidth {where} is missing",
-            hint="state it in a cluster file, give one for all links (--link-bytes-per-second), or "
-            "profile with --links",
-        )
-    return rate

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "checks": {"schema", "schedules"},  # no costs: the judge counts for itself
     "solvers": {"schema", "costs", "schedules"},
     "runtime": {"schema", "schedules"},
-    "profilers": {"schema", "runtime"},
+    "profilers": {"schema", "costs", "runtime"},  # costs: terms are fitted to their own sum
     "launcher": {"schema", "runtime"},
     "reports": {"schema", "schedules"},
     "simulator": {"schema", "costs", "schedules", "solvers"},

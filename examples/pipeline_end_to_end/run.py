@@ -69,7 +69,7 @@ def profile(folder: Path, model: str, quick: bool) -> None:
     hetflow(
         folder, "profile", f"{SCRIPT}:{model}", "--name", model, "--layers", "--microbatch-size",
         str(MICROBATCH_SIZE), "--batch-sizes", str(MICROBATCH_SIZE), "--sync-devices", "0",
-        "--optimizer", "adam", *devices, "-o", "profiles",
+        "--no-links", "--optimizer", "adam", *devices, "-o", "profiles",
     )  # fmt: skip
 
 

@@ -77,6 +77,11 @@ def test_a_real_profile_of_unlike_devices(
     assert plain.sync == slow.sync
     assert plain.sync.num_devices == 2
     assert plain.sync.bytes_per_second is not None
+    assert [message.num_bytes for message in plain.sync.messages] == [
+        1 << p for p in range(10, 17, 2)
+    ]
+    assert plain.links is not None
+    assert plain.links == slow.links
     assert slow.provenance is not None
     assert slow.provenance["emulation"]["emulated"] is True
     assert slow.provenance["emulation"]["worst_error"] is not None

@@ -1,12 +1,21 @@
-"""The link fit: recovers what made its data, and resists what disturbs it."""
+"""Links and rings: fits recover what made their data, and resist what disturbs it."""
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hetflow.costs.comm import ring_seconds
-from hetflow.profilers.devices import DeviceRequest, LocalDevice
-from hetflow.profilers.links import MESSAGE_BYTES, SyncOptions, fit_link, measure_sync
+from hetflow.profilers.devices import DeviceRequest, LocalDevice, cpu_device
+from hetflow.profilers.exchange import all_reduce_sizes
+from hetflow.profilers.fits import fit_ring
+from hetflow.profilers.links import (
+    MESSAGE_BYTES,
+    SyncOptions,
+    links_of,
+    measure_links,
+    measure_sync,
+    message_sizes,
+)
 from hetflow.profilers.targets import parse
 
 LATENCY = st.floats(1e-6, 1e-2)
@@ -22,7 +31,7 @@ def times(num_devices: int, latency: float, bandwidth: float) -> list[float]:
 def test_the_fit_recovers_the_ring(num_devices: int, latency: float, bandwidth: float) -> None:
     seconds = times(num_devices, latency, bandwidth)
     assume(seconds[-1] > 1.1 * seconds[0])  # else the bandwidth cannot be told
-    fit = fit_link(num_devices, MESSAGE_BYTES, seconds)
+    fit = fit_ring(num_devices, MESSAGE_BYTES, seconds)
     assert fit is not None
     assert fit.latency_seconds == pytest.approx(latency, rel=1e-3)
     assert fit.bytes_per_second == pytest.approx(bandwidth, rel=1e-3)
@@ -33,18 +42,18 @@ def test_the_fit_recovers_the_ring(num_devices: int, latency: float, bandwidth: 
 def test_one_disturbed_size_does_not_tilt_the_fit(disturbed: int) -> None:
     seconds = times(2, 2e-4, 1e9)
     seconds[disturbed] *= 4
-    fit = fit_link(2, MESSAGE_BYTES, seconds)
+    fit = fit_ring(2, MESSAGE_BYTES, seconds)
     assert fit is not None
     assert fit.latency_seconds == pytest.approx(2e-4, rel=0.05)
     assert fit.bytes_per_second == pytest.approx(1e9, rel=0.05)
 
 
 def test_times_that_do_not_grow_give_no_bandwidth() -> None:
-    assert fit_link(2, MESSAGE_BYTES, [1e-3] * len(MESSAGE_BYTES)) is None
+    assert fit_ring(2, MESSAGE_BYTES, [1e-3] * len(MESSAGE_BYTES)) is None
 
 
 def test_nothing_is_negative_where_small_messages_are_fast() -> None:
-    fit = fit_link(2, (1000, 2000, 3000), (1e-4, 1e-3, 2e-3))
+    fit = fit_ring(2, (1000, 2000, 3000), (1e-4, 1e-3, 2e-3))
     assert fit is not None
     assert fit.latency_seconds >= 0
     assert fit.bytes_per_second > 0
@@ -58,3 +67,74 @@ def test_one_gpu_alone_skips_synchronisation_and_says_why() -> None:
     sync, provenance = measure_sync(parse("zoo:mlp"), request, SyncOptions())
     assert sync is None
     assert provenance == {"skipped": "2 V100 devices are needed, 1 here"}
+    links, provenance = measure_links(request)
+    assert links is None
+    assert provenance == {"skipped": "2 V100 devices are needed, 1 here"}
+
+
+def worker(scale: float, latency: float, rate: float) -> dict[str, list[list[float]]]:
+    """What a worker says whose messages take so long; both at once take ``scale`` times that."""
+    alone = [[latency + size / rate] * 9 for size in MESSAGE_BYTES]
+    both = [[scale * seconds for seconds in samples] for samples in alone]
+    return {"there": alone, "back": alone, "both": both}
+
+
+@settings(deadline=None, derandomize=True)
+@given(LATENCY, BANDWIDTH, st.floats(1, 4))
+def test_a_link_is_what_it_does_when_messages_cross(
+    latency: float, bandwidth: float, scale: float
+) -> None:
+    assume(MESSAGE_BYTES[-1] / bandwidth > 0.1 * latency)
+    said = worker(scale, latency, bandwidth)
+    links, provenance = links_of(MESSAGE_BYTES, said, said)
+    assert links is not None
+    assert links.latency_seconds == pytest.approx(scale * latency, rel=1e-3)
+    assert links.bytes_per_second == pytest.approx(bandwidth / scale, rel=1e-3)
+    assert [point.num_bytes for point in links.points] == list(MESSAGE_BYTES)
+    assert links.points[0].there_seconds == pytest.approx(latency + 1024 / bandwidth)
+    assert provenance["fit_error"] < 1e-3
+
+
+def test_a_link_whose_messages_do_not_grow_is_not_measured() -> None:
+    said = worker(1.0, 1e-3, 1e15)
+    links, provenance = links_of(MESSAGE_BYTES, said, said)
+    assert links is None
+    assert "did not take longer" in provenance["skipped"]
+
+
+def test_the_slower_of_two_messages_that_cross_counts() -> None:
+    fast, slow = worker(1.0, 1e-4, 1e9), worker(2.0, 1e-4, 1e9)
+    links, _ = links_of(MESSAGE_BYTES, fast, slow)
+    assert links is not None
+    assert links.bytes_per_second == pytest.approx(5e8, rel=1e-3)
+
+
+def test_sizes_are_denser_where_activations_lie() -> None:
+    assert message_sizes() == MESSAGE_BYTES
+    sizes = message_sizes((100_000, 700_000))
+    assert set(MESSAGE_BYTES) < set(sizes)
+    assert {1 << 15, 1 << 17, 1 << 19, 1 << 21} == set(sizes) - set(MESSAGE_BYTES)
+    assert list(sizes) == sorted(sizes)
+
+
+@pytest.mark.parametrize("weight_bytes", [0, 288, 228_000, 46_000_004])
+def test_all_reduces_end_at_the_model(weight_bytes: int) -> None:
+    sizes = all_reduce_sizes(weight_bytes)
+    assert sizes[0] == 1 << 10
+    assert sizes[-1] == max(1 << 16, weight_bytes // 4 * 4)
+    assert list(sizes) == sorted(set(sizes))
+
+
+@pytest.mark.slow
+def test_two_real_processes_send_messages_of_every_size() -> None:
+    cpu = cpu_device()
+    request = DeviceRequest(device_type="cpu", local=cpu, torch_device="cpu")
+    links, provenance = measure_links(request, (100_000,))
+    assert links is not None, provenance
+    assert [point.num_bytes for point in links.points] == list(message_sizes((100_000,)))
+    longest = links.points[-1]
+    assert min(longest.there_seconds, longest.back_seconds) > links.points[0].both_seconds / 2
+    # Not how fast, which a busy machine decides, but that the largest is the fit's own.
+    told = links.latency_seconds + longest.num_bytes / links.bytes_per_second
+    assert longest.both_seconds / 4 < told < 4 * longest.both_seconds
+    assert provenance["repeats"] >= 9

@@ -4,11 +4,23 @@ import dataclasses
 
 import pytest
 
+from hetflow.checks.profiled import pipeline_faults
 from hetflow.cli.solve_pipeline import solve_pipeline
+from hetflow.reports.tables import pipeline_table
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import named_optimizer
-from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
+from hetflow.schema.profile import (
+    BatchPoint,
+    BusyHost,
+    Emulation,
+    LayerGraph,
+    LayerNode,
+    Profile,
+    Sync,
+)
+from hetflow.schema.step_costs import LinkPoint, Links, PipelineCosts
+from hetflow.solvers.pipeline_links import links_of
 from hetflow.solvers.pipeline_problems import layers_of_graph, pipeline_problem
 
 
@@ -118,3 +130,144 @@ def test_a_device_smaller_than_one_layers_workspace_is_refused():
     told = profile(layers=dataclasses.replace(made, nodes=wide))
     with pytest.raises(InfeasibleError, match="1000002000 bytes of workspace"):
         pipeline_problem([told], Cluster.parse("1xV100"), 8)
+
+
+def links(rate: float) -> Links:
+    point = LinkPoint(num_bytes=1024, there_seconds=1e-4, back_seconds=1e-4, both_seconds=2e-4)
+    return Links(latency_seconds=1e-4, bytes_per_second=rate, points=(point,))
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        # The CNN: 57,000 parameters, whose synchronisation looks like 86 MB/s.
+        Sync(num_devices=2, sync_seconds=0.00265),
+        # The same with a ring fitted to all-reduces.
+        Sync(num_devices=2, sync_seconds=0.00265, latency_seconds=2e-4, bytes_per_second=4e8),
+    ],
+)
+def test_synchronisation_never_becomes_a_link(sync: Sync) -> None:
+    told = profile(sync=sync, weight_bytes=228_000)
+    with pytest.raises(ProblemError, match="the bandwidth inside V100 servers is missing") as error:
+        pipeline_problem([told], Cluster.parse("2xV100"), 8)
+    assert error.value.hint is not None
+    assert "hetflow profile --links" in error.value.hint
+    assert "--link-bytes-per-second" in error.value.hint
+    measured = dataclasses.replace(told, links=links(1.1e9))
+    problem = pipeline_problem([measured], Cluster.parse("2xV100"), 8)
+    assert problem.pools[0].levels[0].bytes_per_second == 1.1e9
+
+
+def rates(profiles: list[Profile], pool: Cluster, said: float | None = None) -> tuple:
+    problem = pipeline_problem(profiles, pool, 8, link_bytes_per_second=said)
+    inside = [tuple(level.bytes_per_second for level in p.levels) for p in problem.pools]
+    return (*inside, problem.inter_bytes_per_second)
+
+
+def test_a_link_is_the_pool_s_then_the_flag_s_then_the_profile_s() -> None:
+    both = [profile(links=links(1e9)), profile("P100", links=links(2e9))]
+    pool = Cluster.parse("2x(2xV100,2xP100)")
+    assert rates(both, pool) == ((1e9, 1e9), (2e9, 1e9), 1e9)
+    assert rates(both, pool, said=5e8) == ((5e8, 5e8), (5e8, 5e8), 5e8)
+    group = dataclasses.replace(pool.servers[0], intra_bytes_per_second=3e9)
+    stated = dataclasses.replace(pool, servers=(group,), inter_bytes_per_second=1e8)
+    assert rates(both, stated, said=5e8) == ((3e9, 1e8), (3e9, 1e8), 1e8)
+    assert links_of(both, stated, 5e8).assumed == ()
+    assert rates(both, Cluster.parse("1xV100,2xP100")) == ((1e9,), (2e9,), 1e9)
+
+
+def test_what_was_measured_elsewhere_is_an_assumption() -> None:
+    both = [profile(links=links(1e9)), profile("P100")]
+    found = links_of(both, Cluster.parse("1xV100,1xP100"), None)
+    assert found.between_types == 1e9
+    assert found.assumed == ("links between device types: 1000 MB/s, that between two V100",)
+    (network,) = links_of(both[:1], Cluster.parse("2x(2xV100)"), None).assumed
+    assert network == "links between servers: 1000 MB/s, that between two V100 of one host"
+    (inside,) = links_of(both[:1], Cluster.parse("2xV100"), None).measured
+    assert inside == "links inside V100 servers: 1000 MB/s, as measured"
+    (said,) = links_of(both[:1], Cluster.parse("2xV100"), 2e9).assumed
+    assert said == "links inside V100 servers: 2000 MB/s, by --link-bytes-per-second"
+    with pytest.raises(ProblemError, match="inside P100 servers is missing"):
+        links_of(both, Cluster.parse("1xV100,2xP100"), None)
+
+
+def test_emulated_types_of_one_device_share_its_links() -> None:
+    shared = links(1e9)
+    types = [
+        profile(name, links=shared, emulation=Emulation(speed=0.5)) for name in ("cpu:a", "cpu:b")
+    ]
+    found = links_of(types, Cluster.parse("1xcpu:a,1xcpu:b"), None)
+    assert (found.between_types, found.assumed) == (1e9, ())
+
+
+def test_the_command_s_plan_says_what_it_assumed() -> None:
+    told = profile(links=links(1e9))
+    here = solve_pipeline([told], Cluster.parse("2xV100"), 8, pool_name="2xV100")
+    assert here.assumptions == ()
+    network = solve_pipeline([told], Cluster.parse("2x(1xV100)"), 8, pool_name="2x(1xV100)")
+    assert network.assumptions == (
+        "links between servers: 1000 MB/s, that between two V100 of one host",
+    )
+    assert "assumed: links between servers: 1000 MB/s" in pipeline_table(network)
+
+
+def curve(*points: tuple[int, float]) -> tuple[BatchPoint, ...]:
+    return tuple(
+        BatchPoint(batch_size=size, step_seconds=seconds, peak_memory_bytes=10**6)
+        for size, seconds in points
+    )
+
+
+def test_devices_that_share_a_host_are_as_slow_as_on_a_busy_one() -> None:
+    busy = BusyHost(num_devices=2, batch_curve=curve((2, 0.12), (6, 0.27)), update_seconds=0.003)
+    told = profile(links=links(1e9), batch_curve=curve((2, 0.1), (6, 0.15)), busy=busy)
+    shared, alone = Cluster.parse("2xV100"), Cluster.parse("1xV100")
+    pool = pipeline_problem([told], shared, 8).pools[0]
+    # 1.2 times at 2 samples and 1.8 times at 6: 1.5 times at the microbatch of 4.
+    assert pool.forward_seconds == pytest.approx((0.015, 0.015, 0.015))
+    assert pool.backward_seconds == pytest.approx((0.03, 0.03, 0.03))
+    assert pool.update_seconds == 0.003
+    for hosts in (alone, Cluster.parse("2x(1xV100)")):
+        pool = pipeline_problem([told], hosts, 8).pools[0]
+        assert (pool.forward_seconds[0], pool.update_seconds) == (0.01, 0.001)
+
+
+def test_loading_does_not_slow_layers() -> None:
+    alone = dataclasses.replace(curve((4, 0.1))[0], load_seconds=0.05)
+    slower = dataclasses.replace(curve((4, 0.2))[0], load_seconds=0.15)
+    busy = BusyHost(num_devices=2, batch_curve=(slower,), update_seconds=0.003)
+    told = profile(links=links(1e9), batch_curve=(alone,), busy=busy)
+    pool = pipeline_problem([told], Cluster.parse("2xV100"), 8).pools[0]
+    assert pool.forward_seconds == pytest.approx((0.01, 0.01, 0.01))
+
+
+def test_costs_of_passes_messages_and_steps_are_the_profile_s() -> None:
+    costs = PipelineCosts(
+        pass_seconds=1e-3, message_seconds=2e-3, fixed_seconds=3e-3, step_error=0.04
+    )
+    told = profile(links=links(1e9), pipeline=costs)
+    other = profile("P100", links=links(1e9))
+    problem = pipeline_problem([told, other], Cluster.parse("1xV100,1xP100"), 8)
+    first, second = problem.pools
+    assert (first.pass_seconds, first.fixed_seconds) == (1e-3, 3e-3)
+    assert (second.pass_seconds, second.fixed_seconds) == (0.0, 0.0)
+    assert (problem.message_seconds, problem.step_error) == (2e-3, 0.04)
+    # Where no pipeline was rehearsed, a message costs the latency of the link.
+    alone = pipeline_problem([other], Cluster.parse("2xP100"), 8)
+    assert (alone.message_seconds, alone.step_error) == (1e-4, None)
+    old = pipeline_problem([profile()], Cluster.parse("2xV100"), 8, link_bytes_per_second=1e9)
+    assert (old.message_seconds, old.step_error, old.pools[0].pass_seconds) == (0.0, None, 0.0)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"forward_seconds": (0.01, 0.01, 0.01)}, {"update_seconds": 0.001}, {"pass_seconds": 0.0}],
+)
+def test_a_problem_that_forgot_the_busy_host_is_refused(changes: dict) -> None:
+    busy = BusyHost(num_devices=2, batch_curve=curve((4, 0.15)), update_seconds=0.003)
+    costs = PipelineCosts(pass_seconds=1e-3, message_seconds=2e-3, fixed_seconds=3e-3)
+    told, pool = profile(links=links(1e9), busy=busy, pipeline=costs), Cluster.parse("2xV100")
+    problem = pipeline_problem([told], pool, 8)
+    assert pipeline_faults(problem, [told], pool) == []
+    forgot = dataclasses.replace(problem.pools[0], **changes)
+    assert pipeline_faults(dataclasses.replace(problem, pools=(forgot,)), [told], pool)

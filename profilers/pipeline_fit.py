@@ -1,0 +1,152 @@
+"""What a pipeline's passes, messages and steps cost beyond its layers, from rehearsed steps.
+
+The step of each rehearsed pipeline is replayed (costs/pipeline_step.py) with the profiled layers
+and links and three unknown costs, which are fitted to the measured steps. A replay is linear in
+the costs as long as the same passes decide it, so the fit linearises it, solves, and goes on from
+there.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..costs.pipeline_step import StepStage, flush_step_seconds
+from ..schema.pipeline import PlannedSchedule
+from ..schema.profile import LayerGraph
+from ..schema.step_costs import Links, PipelineCosts
+from .fits import least_deviations
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+_ROUNDS, _HALVINGS = 30, 12
+_NUDGE = 1e-4  # of a step, to tell its slope in a cost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A pipeline of two stages to rehearse: the first holds ``cut`` layers."""
+
+    cut: int
+    schedule: PlannedSchedule
+    num_microbatches: int
+    recompute: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """What is known of the layers and links before pipelines are rehearsed.
+
+    Attributes:
+        graph: Layers at the microbatch size of the trials, in running order.
+        links: The link between the two devices.
+        update_seconds: One update of the whole model.
+        scale: Of layer times, where both devices are at work, to those of one alone.
+    """
+
+    graph: LayerGraph
+    links: Links
+    update_seconds: float
+    scale: float = 1.0
+
+    def crossing_bytes(self, cut: int) -> int:
+        """What the first layers make and later ones take, for one microbatch."""
+        position = {node.id: index for index, node in enumerate(self.graph.nodes)}
+        sources = {
+            source
+            for source, target in self.graph.edges
+            if position[source] < cut <= position[target]
+        }
+        return sum(node.activation_bytes for node in self.graph.nodes if node.id in sources)
+
+    def step_seconds(self, trial: Trial, costs: PipelineCosts) -> float:
+        """The step of a trial as the planner predicts it."""
+        nodes = self.graph.nodes
+        total_weight = max(sum(node.weight_bytes for node in nodes), 1)
+        sent = self.crossing_bytes(trial.cut) / self.links.bytes_per_second
+        stages = []
+        for part in (nodes[: trial.cut], nodes[trial.cut :]):
+            forward = self.scale * sum(node.forward_seconds for node in part)
+            backward = self.scale * sum(node.backward_seconds for node in part)
+            weight = sum(node.weight_bytes for node in part)
+            stages.append(
+                StepStage(
+                    num_replicas=1,
+                    forward_seconds=forward + costs.pass_seconds,
+                    backward_seconds=backward
+                    + costs.pass_seconds
+                    + (forward if trial.recompute else 0.0),
+                    transfer_seconds=sent + costs.message_seconds,
+                    reduce_seconds=0.0,
+                    update_seconds=self.update_seconds * weight / total_weight,
+                )
+            )
+        replayed = flush_step_seconds(trial.schedule, tuple(stages), trial.num_microbatches)
+        return replayed + costs.fixed_seconds
+
+
+def fit_costs(
+    profiled: Profiled, trials: Sequence[Trial], seconds: Sequence[float]
+) -> PipelineCosts:
+    """Fit the three costs to measured steps, by least absolute relative errors, none negative.
+
+    ``step_error`` is the median over the trials of how far each is from what the others predict
+    for it (fitted without it): a fit to few steps follows its own.
+
+    Args:
+        profiled: Layers and links.
+        trials: At least four pipelines that differ in schedule and microbatches.
+        seconds: The measured step of each, > 0.
+    """
+    errors = []
+    for left_out, (trial, measured) in enumerate(zip(trials, seconds, strict=True)):
+        others = [index for index in range(len(trials)) if index != left_out]
+        fitted = _fit(profiled, [trials[i] for i in others], [seconds[i] for i in others])
+        errors.append(abs(profiled.step_seconds(trial, _costs(fitted)) - measured) / measured)
+    found = _fit(profiled, trials, seconds)
+    return _costs(found, statistics.median(errors))
+
+
+def _costs(values: "Array", error: float | None = None) -> PipelineCosts:
+    one_pass, message, fixed = values.tolist()
+    return PipelineCosts(
+        pass_seconds=one_pass, message_seconds=message, fixed_seconds=fixed, step_error=error
+    )
+
+
+def _fit(profiled: Profiled, trials: Sequence[Trial], seconds: Sequence[float]) -> "Array":
+    import numpy as np
+
+    measured = np.asarray(seconds, dtype=np.float64)
+
+    def replay(values: "Array") -> "Array":
+        costs = _costs(values)
+        return np.array([profiled.step_seconds(trial, costs) for trial in trials])
+
+    def error(values: "Array") -> float:
+        return float(np.abs(replay(values) / measured - 1).sum())
+
+    nudge = _NUDGE * float(measured.min())
+    best = np.zeros(3)
+    least = error(best)
+    for _ in range(_ROUNDS):
+        here = replay(best)
+        slopes = np.stack(
+            [(replay(best + nudge * unit) - here) / nudge for unit in np.eye(3)], axis=1
+        )
+        # The line through this point, by relative residuals; its optimum may be too far.
+        target = (measured - here + slopes @ best) / measured
+        towards = least_deviations(slopes / measured[:, None], target)
+        for halving in range(_HALVINGS):
+            candidate = best + (towards - best) / 2**halving
+            reached = error(candidate)
+            if reached < least * (1 - 1e-9):
+                break
+        else:
+            return best
+        best, least = candidate, reached
+    return best

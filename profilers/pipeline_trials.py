@@ -1,0 +1,69 @@
+"""Which pipelines a profile rehearses, and the launch configs of them."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
+from ..schema.profile import LayerGraph
+from .pipeline_fit import Trial
+
+
+def trials_of(graph: LayerGraph) -> tuple[Trial, ...]:
+    """Pipelines of two stages that tell the costs apart, the most telling first.
+
+    Cut near the middle of the layers' time, and where about a quarter is before the cut. GPipe
+    waits for one message in filling and one in draining, however many microbatches there are;
+    equal 1F1B stages wait for one in every round.
+
+    Args:
+        graph: Layers in running order; fewer than two, or edges that go backwards, give none.
+    """
+    position = {node.id: index for index, node in enumerate(graph.nodes)}
+    goes_back = any(position[source] >= position[target] for source, target in graph.edges)
+    if len(graph.nodes) < 2 or goes_back:
+        return ()
+    middle, uneven = _cut(graph, 1 / 2), _cut(graph, 1 / 4)
+    found = (
+        Trial(cut=middle, schedule="1f1b", num_microbatches=2),
+        Trial(cut=middle, schedule="1f1b", num_microbatches=8),
+        Trial(cut=uneven, schedule="gpipe", num_microbatches=2),
+        Trial(cut=middle, schedule="gpipe", num_microbatches=8),
+        Trial(cut=uneven, schedule="1f1b", num_microbatches=8),
+        Trial(cut=middle, schedule="gpipe", num_microbatches=2),
+        Trial(cut=uneven, schedule="gpipe", num_microbatches=8),
+        Trial(cut=uneven, schedule="1f1b", num_microbatches=2),
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def _cut(graph: LayerGraph, share: float) -> int:
+    """How many layers take about this share of the time; at least one stays on either side."""
+    sums = list(accumulate(node.forward_seconds + node.backward_seconds for node in graph.nodes))
+    cuts: Sequence[int] = range(1, len(sums))
+    return min(cuts, key=lambda cut: (abs(sums[cut - 1] - share * sums[-1]), cut))
+
+
+def launch_config(graph: LayerGraph, trial: Trial, *, device_type: str) -> LaunchConfig:
+    """The launch config of a trial: rank 0 holds the layers before the cut, rank 1 the others."""
+    names = tuple(node.id for node in graph.nodes)
+    nodes = tuple(
+        VirtualNode(index=index, batch_size=graph.microbatch_size)
+        for index in range(trial.num_microbatches)
+    )
+    return LaunchConfig(
+        model="model",
+        global_batch_size=graph.microbatch_size * trial.num_microbatches,
+        workers=tuple(
+            WorkerSlot(rank=rank, device_type=device_type, virtual_nodes=nodes) for rank in range(2)
+        ),
+        pipeline=PipelineWork(
+            schedule=trial.schedule,
+            num_microbatches=trial.num_microbatches,
+            recompute=trial.recompute,
+            stages=(
+                PipelineStage(layers=names[: trial.cut], ranks=(0,)),
+                PipelineStage(layers=names[trial.cut :], ranks=(1,)),
+            ),
+            trace=graph.trace,
+        ),
+    )
