@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hetflow.profilers.devices import DeviceRequest, LocalDevice, cpu_device
@@ -54,6 +54,7 @@ def test_a_step_is_counted_as_by_hand() -> None:
 
 @settings(deadline=None, derandomize=True, max_examples=15)
 @given(st.lists(SECONDS, min_size=4, max_size=8), COST, COST, COST)
+@example([0.00390625, 0.00301, 0.00301, 0.00457], 0.00390625, 0.00301, 0.00457)
 def test_planted_costs_are_found(
     seconds: list[float], one_pass: float, message: float, fixed: float
 ) -> None:
