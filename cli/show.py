@@ -28,6 +28,9 @@ def show(
     trace: Annotated[
         Path | None, typer.Option(help="Write it as a trace that Perfetto opens.")
     ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="The terms that a split's predicted step is made of.")
+    ] = False,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
@@ -35,6 +38,7 @@ def show(
 
     \b
     hetflow show plan.json
+    hetflow show plan.json --explain
     hetflow show profiles --plot curves.svg
     hetflow show pipeline.json --timeline --html timeline.html --trace trace.json
     """
@@ -46,6 +50,9 @@ def show(
     if plot is not None:
         _write(plot, _picture(records, plot), force=force)
     text = _timelines(records[0], html, trace, force=force) if timeline or html or trace else ""
+    if explain:
+        _explain(records[0], json=json)
+        return
     if json:
         documents = [to_plain(record) for record in records]
         emit_json(documents if file.is_dir() else documents[0])
@@ -53,6 +60,20 @@ def show(
     emit("\n\n".join(table_of(record) for record in records))
     if timeline:
         emit(f"\n{text}")
+
+
+def _explain(record: object, *, json: bool) -> None:
+    from ..reports.explain import explanation_document, explanation_table
+    from ..reports.explain_split import explain_split
+    from ..schema.plan import SplitPlan
+
+    if not isinstance(record, SplitPlan):
+        raise HetflowError("only split plans are explained", hint="leave --explain out")
+    explanation = explain_split(record)
+    if json:
+        emit_json(explanation_document(explanation))
+    else:
+        emit(explanation_table(explanation))
 
 
 def _write(path: Path, content: bytes, *, force: bool) -> None:

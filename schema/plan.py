@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from .errors import ProblemError
 from .optimizer import OptimizerState
-from .records import Count, Name, PositiveRate, PositiveSeconds, Seconds, record, register_keys
+from .records import Count, Name, PositiveRate, PositiveSeconds, Ratio, Seconds, record, register_keys
 
 
 @record
@@ -13,6 +13,9 @@ class Proof:
 
     ``objective`` and ``lower_bound`` are in the objective's unit (seconds per step for splits);
     ``gap`` is (objective - lower_bound) / objective. Only a finished search says ``optimal``.
+    ``tolerance`` is how far apart, relative to the best, plans may be that the measurements cannot
+    tell from it: of those the simplest was taken, so the gap may be as wide. None where the spread
+    of the measurements is unknown, or the fastest on paper was asked for.
     """
 
     termination: Literal["optimal", "feasible"]
@@ -20,6 +23,7 @@ class Proof:
     lower_bound: Seconds | None
     gap: Seconds | None
     method: str
+    tolerance: Ratio | None = None
 
 
 @record
@@ -50,8 +54,9 @@ class DeviceGroup:
     """Devices of one type that do the same work.
 
     Each runs ``virtual_nodes`` (v_i) passes of ``virtual_node_batch_size`` (b_i / v_i) samples,
-    one after another. ``pass_seconds`` is t_i at that size; ``interpolated`` says that it was
-    not measured but lies between two measured sizes.
+    one after another. ``pass_seconds`` is t_i at that size, all of it; ``interpolated`` says that
+    it was not measured but lies between two measured sizes, ``measured_busy`` that it was measured
+    while other devices of the host trained too.
     """
 
     device_type: Name
@@ -61,6 +66,7 @@ class DeviceGroup:
     virtual_node_batch_size: Count
     pass_seconds: PositiveSeconds | None = None
     interpolated: bool = False
+    measured_busy: bool = False
 
     def __post_init__(self) -> None:
         if self.virtual_nodes * self.virtual_node_batch_size != self.device_batch_size:

@@ -1,0 +1,104 @@
+"""The terms of a predicted step add up, and say what was not measured."""
+
+from dataclasses import replace
+
+import pytest
+
+from hetflow.reports.explain import Explanation, Term, explanation_document, explanation_table
+from hetflow.reports.explain_split import explain_split
+from hetflow.schema.errors import ProblemError
+from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+
+FAST = DeviceGroup(
+    device_type="A",
+    num_devices=2,
+    device_batch_size=24,
+    virtual_nodes=3,
+    virtual_node_batch_size=8,
+    pass_seconds=0.010,
+    measured_busy=True,
+)
+SLOW = replace(
+    FAST, device_type="B", num_devices=1, device_batch_size=16, virtual_nodes=2, pass_seconds=0.02
+)
+STEP = 0.0524
+PLAN = SplitPlan(
+    model="m",
+    global_batch_size=64,
+    groups=(FAST, SLOW),
+    predicted=Prediction(
+        step_seconds=STEP,
+        samples_per_second=64 / STEP,
+        compute_seconds=0.036,
+        load_seconds=0.003,
+        virtual_node_seconds=0.001,
+        fixed_seconds=0.0014,
+        sync_seconds=0.007,
+        update_seconds=0.004,
+        step_seconds_low=0.051,
+        step_seconds_high=0.054,
+    ),
+    proof=Proof(termination="optimal", objective=STEP, lower_bound=STEP, gap=0.0, method="x"),
+)
+
+
+def test_terms_of_a_split_are_the_slowest_device_and_the_step() -> None:
+    found = explain_split(PLAN)
+    told = [(term.name, term.count, term.seconds) for term in found.terms]
+    assert told == [
+        ("passes on the slowest B", 2, 0.036),
+        ("waiting for samples", 2, 0.003),
+        ("the runtime's part of a virtual node", 2, 0.001),
+        ("fixed cost of the step", 1, 0.0014),
+        ("synchronisation over 3 devices", 1, 0.007),
+        ("update", 1, 0.004),
+    ]
+    assert found.remarks == ()
+
+
+def test_the_table_adds_up_and_tells_the_interval() -> None:
+    table = explanation_table(explain_split(PLAN))
+    rows = {line.split("  ")[0]: line for line in table.splitlines()}
+    assert "18 ms" in rows["passes on the slowest B (8 samples)"]
+    assert "36 ms" in rows["passes on the slowest B (8 samples)"]
+    assert rows["step"].split() == ["step", "52.4", "ms", "100.0", "%"]
+    assert "allow 51 ms to 54 ms" in table
+
+
+def test_the_document_holds_the_same_numbers() -> None:
+    document = explanation_document(explain_split(PLAN))
+    assert sum(term["seconds"] for term in document["terms"]) == pytest.approx(STEP)
+    assert sum(term["share"] for term in document["terms"]) == pytest.approx(1)
+    assert document["terms"][0]["each_seconds"] == pytest.approx(0.018)
+
+
+def test_what_was_not_measured_is_said() -> None:
+    """An older plan: everything in compute, no spread, nothing of busy hosts."""
+    plain = Prediction(
+        step_seconds=0.04,
+        samples_per_second=1600.0,
+        compute_seconds=0.04,
+        sync_seconds=0.0,
+        update_seconds=0.0,
+    )
+    groups = tuple(replace(group, measured_busy=False) for group in PLAN.groups)
+    table = explanation_table(explain_split(replace(PLAN, groups=groups, predicted=plain)))
+    for said in (
+        "waiting for samples was not measured apart",
+        "fixed cost of a step was not measured",
+        "synchronisation was not measured",
+        "A, B: measured alone",
+        "how far off this may be is unknown",
+    ):
+        assert said in table
+
+
+def test_a_plan_without_parts_is_one_term() -> None:
+    whole = Prediction(step_seconds=STEP, samples_per_second=64 / STEP)
+    found = explain_split(replace(PLAN, predicted=whole))
+    assert [term.seconds for term in found.terms] == [STEP]
+
+
+def test_terms_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ProblemError, match="add up to 1.5 s"):
+        Explanation(title="m", step_seconds=2.0, terms=(Term("a", 1.0), Term("b", 0.5)))
