@@ -5,9 +5,11 @@ Slow and obvious on purpose; shares no code with the solvers.
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from ..schema.plan import DeviceGroup, SplitPlan
-from ..schema.problem import DeviceOption, SplitProblem
+from ..schema.plan import DeviceGroup, Prediction, SplitPlan
+from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
+from ..schema.profile import BatchPoint
 from . import definitions
 from .est_mapping import est_faults
 
@@ -34,13 +36,25 @@ def differ(left: float, right: float, rounding: float = 0.0) -> bool:
 
 def _own_faults(plan: SplitPlan) -> Iterator[str]:
     predicted = plan.predicted
-    parts = (predicted.compute_seconds, predicted.sync_seconds, predicted.update_seconds)
-    known = [part for part in parts if part is not None]
-    if len(known) == 3 and differ(sum(known), predicted.step_seconds):
-        yield (
-            f"predicted: compute, sync and update add up to {sum(known)} s, "
-            f"not to step_seconds {predicted.step_seconds}"
-        )
+    needed = (predicted.compute_seconds, predicted.sync_seconds, predicted.update_seconds)
+    device = _device_seconds(predicted)
+    if None not in needed:
+        whole = device + sum(
+            seconds or 0.0
+            for seconds in (
+                predicted.fixed_seconds, predicted.sync_seconds, predicted.update_seconds
+            )
+        )  # fmt: skip
+        if differ(whole, predicted.step_seconds):
+            yield (
+                f"predicted: its parts add up to {whole} s, "
+                f"not to step_seconds {predicted.step_seconds}"
+            )
+    low, high = predicted.step_seconds_low, predicted.step_seconds_high
+    if (low is None) != (high is None):
+        yield "predicted: step_seconds_low and step_seconds_high come together or not at all"
+    elif low is not None and high is not None and not low <= predicted.step_seconds <= high:
+        yield f"predicted: step_seconds {predicted.step_seconds} is not within {low} to {high}"
     if differ(predicted.samples_per_second * predicted.step_seconds, plan.global_batch_size):
         yield (
             f"predicted: {predicted.samples_per_second} samples/s in {predicted.step_seconds} s "
@@ -51,11 +65,19 @@ def _own_faults(plan: SplitPlan) -> Iterator[str]:
         yield f"predicted: one device has nothing to synchronise, got {predicted.sync_seconds} s"
     times = [g.virtual_nodes * g.pass_seconds for g in plan.groups if g.pass_seconds is not None]
     if len(times) == len(plan.groups) and predicted.compute_seconds is not None:
-        if differ(max(times), predicted.compute_seconds):
+        if differ(max(times), device):
             yield (
-                f"predicted: compute_seconds is {predicted.compute_seconds}, "
+                f"predicted: compute, loading and virtual nodes take {device} s, "
                 f"but the slowest group takes {max(times)} s"
             )
+
+
+def _device_seconds(predicted: Prediction) -> float:
+    """What the slowest device does before synchronisation."""
+    parts = (
+        predicted.compute_seconds, predicted.load_seconds, predicted.virtual_node_seconds
+    )  # fmt: skip
+    return sum(seconds or 0.0 for seconds in parts)
 
 
 def _uniform_faults(plan: SplitPlan) -> Iterator[str]:
@@ -85,8 +107,10 @@ def _proof_faults(plan: SplitPlan) -> Iterator[str]:
     gap = (proof.objective - proof.lower_bound) / proof.objective if proof.objective else 0.0
     if proof.gap is None or abs(gap - proof.gap) > TOLERANCE:
         yield f"proof: gap is {proof.gap}, but the bound leaves {gap}"
-    if optimal and gap > TOLERANCE:
-        yield f"proof: optimal, but the bound leaves a gap of {gap}"
+    allowed = proof.lower_bound * (1 + (proof.tolerance or 0.0))
+    if optimal and gap > TOLERANCE and proof.objective > allowed * (1 + TOLERANCE):
+        beyond = "" if proof.tolerance is None else f", beyond its tolerance of {proof.tolerance}"
+        yield f"proof: optimal, but the bound leaves a gap of {gap}{beyond}"
 
 
 def _against_problem(plan: SplitPlan, problem: SplitProblem) -> list[str]:
@@ -95,7 +119,9 @@ def _against_problem(plan: SplitPlan, problem: SplitProblem) -> list[str]:
     for index, group in enumerate(plan.groups):
         faults += [
             f"groups[{index}]: {fault}"
-            for fault in _group_faults(group, options.get(group.device_type), problem)
+            for fault in _group_faults(
+                group, options.get(group.device_type), problem, plan.num_devices
+            )
         ]
     faults += _count_faults(plan, options)
     if not faults:  # the rest needs known types and sizes
@@ -120,20 +146,24 @@ def _question_faults(plan: SplitPlan, problem: SplitProblem) -> Iterator[str]:
 
 
 def _group_faults(
-    group: DeviceGroup, option: DeviceOption | None, problem: SplitProblem
+    group: DeviceGroup, option: DeviceOption | None, problem: SplitProblem, num_devices: int
 ) -> Iterator[str]:
     if option is None:
         known = ", ".join(option.device_type for option in problem.devices)
         yield f"device type {group.device_type!r} is not usable; there are {known}"
         return
     size = group.virtual_node_batch_size
-    times = {point.batch_size: point.step_seconds for point in option.batch_curve}
-    if size not in times:
+    costs = definitions.terms(option, num_devices)
+    point = definitions.point(costs, size)
+    if point is None:
         yield f"a pass of {size} samples on {group.device_type} is not profiled or does not fit"
-    elif group.pass_seconds is not None and differ(group.pass_seconds, times[size]):
-        yield f"pass_seconds is {group.pass_seconds}, the profile says {times[size]}"
-    if group.interpolated != (size in option.interpolated_sizes):
+    elif group.pass_seconds is not None and differ(group.pass_seconds, point.step_seconds):
+        yield f"pass_seconds is {group.pass_seconds}, the profile says {point.step_seconds}"
+    if group.interpolated != (size in costs.interpolated_sizes):
         yield f"interpolated is {group.interpolated}, which is not true of {size} samples"
+    busy = num_devices > 1 and option.alone is not None
+    if group.measured_busy != busy:
+        yield f"measured_busy is {group.measured_busy}, which is not true of {num_devices} devices"
     if problem.virtual_nodes is not None:
         share = problem.global_batch_size // problem.virtual_nodes
         if size != share:
@@ -150,27 +180,81 @@ def _count_faults(plan: SplitPlan, options: dict[str, DeviceOption]) -> Iterator
 
 
 def _prediction_faults(plan: SplitPlan, options: dict[str, DeviceOption]) -> Iterator[str]:
-    compute, sync, update, rounding = 0.0, 0.0, 0.0, 0.0
-    for group in plan.groups:
-        option = options[group.device_type]
-        compute = max(compute, group.virtual_nodes * _pass(option, group.virtual_node_batch_size))
-        sync = max(sync, definitions.split_sync_seconds(option, plan.num_devices))
-        update = max(update, option.update_seconds)
-        rounding = max(rounding, 1e-14 * definitions.fitted_ring_seconds(option))
+    used = [options[group.device_type] for group in plan.groups]
+    costs = [definitions.terms(option, plan.num_devices) for option in used]
+    work = [_work(group, cost) for group, cost in zip(plan.groups, costs, strict=True)]
+    longest = max(seconds for seconds, _ in work)
+    sync = max(definitions.split_sync_seconds(option, plan.num_devices) for option in used)
+    closing = max(cost.update_seconds + cost.fixed_seconds for cost in costs)
+    rounding = max(1e-14 * definitions.fitted_ring_seconds(option) for option in used)
+    step = longest + sync + closing
+    passes = [(seconds, point.step_seconds_error) for seconds, point in work]
+    spread = definitions.spread_seconds(step, passes, [option.step_error for option in used])
     found = plan.predicted
-    pairs = (
-        ("compute_seconds", found.compute_seconds, compute),
+    pairs = [
         ("sync_seconds", found.sync_seconds, sync),
-        ("update_seconds", found.update_seconds, update),
-        ("step_seconds", found.step_seconds, compute + sync + update),
-    )
+        ("step_seconds", found.step_seconds, step),
+        ("step_seconds_low", found.step_seconds_low, max(0.0, step - (spread or 0.0))),
+        ("step_seconds_high", found.step_seconds_high, step + (spread or 0.0)),
+    ]
     for name, claimed, true in pairs:
-        if claimed is not None and differ(claimed, true, rounding):
+        if claimed is not None and differ(claimed, true, max(rounding, 1e-14 * step)):
             yield f"predicted.{name} is {claimed}, the profiles give {true}"
+    if (spread is None) != (found.step_seconds_high is None):
+        known = "do not tell" if spread is None else "tell"
+        yield f"predicted: step_seconds_high is {found.step_seconds_high}; the profiles {known} it"
+    if found.update_seconds is not None:
+        yield from _closing_faults(found, costs, closing)
+    if found.compute_seconds is not None:
+        slowest = [
+            (group.virtual_nodes, point)
+            for group, (seconds, point) in zip(plan.groups, work, strict=True)
+            if not differ(seconds, longest)
+        ]
+        yield from _part_faults(found, slowest)
 
 
-def _pass(option: DeviceOption, size: int) -> float:
-    return next(p.step_seconds for p in option.batch_curve if p.batch_size == size)
+def _work(group: DeviceGroup, costs: DeviceOption | AloneDevice) -> tuple[float, BatchPoint]:
+    """All passes of one of a group's devices: their seconds, and what was measured of one."""
+    point = definitions.point(costs, group.virtual_node_batch_size)
+    if point is None:
+        raise AssertionError("judged before: the size is one of the curve")
+    return group.virtual_nodes * point.step_seconds, point
+
+
+def _closing_faults(
+    found: Prediction, costs: list[DeviceOption | AloneDevice], closing: float
+) -> Iterator[str]:
+    """Update and fixed cost are those of one type in use, whose sum is the largest."""
+    claimed = (found.update_seconds or 0.0, found.fixed_seconds or 0.0)
+    true = [
+        (cost.update_seconds, cost.fixed_seconds)
+        for cost in costs
+        if not differ(cost.update_seconds + cost.fixed_seconds, closing)
+    ]
+    if not any(_alike(claimed, pair) for pair in true):
+        yield (
+            f"predicted.update_seconds and fixed_seconds are {claimed}, the profiles give {true[0]}"
+        )
+
+
+def _part_faults(found: Prediction, slowest: list[tuple[int, BatchPoint]]) -> Iterator[str]:
+    """Passes, loading and virtual nodes are those of one of the slowest devices."""
+    names = ("compute_seconds", "load_seconds", "virtual_node_seconds")
+    claimed = tuple(getattr(found, name) or 0.0 for name in names)
+    true = []
+    for count, point in slowest:
+        load, own = point.load_seconds or 0.0, point.virtual_node_seconds or 0.0
+        true.append((count * (point.step_seconds - load - own), count * load, count * own))
+    if not any(_alike(claimed, parts) for parts in true):
+        for name, claim, right in zip(names, claimed, true[0], strict=True):
+            if not _alike((claim,), (right,), scale=sum(true[0])):
+                yield f"predicted.{name} is {claim}, the profiles give {right}"
+
+
+def _alike(left: tuple[float, ...], right: tuple[float, ...], scale: float = 0.0) -> bool:
+    whole = max(sum(left), sum(right), scale)  # small parts of a sum have its rounding
+    return not any(differ(a, b, 1e-12 * whole) for a, b in zip(left, right, strict=True))
 
 
 def _bound_faults(plan: SplitPlan, problem: SplitProblem) -> Iterator[str]:
@@ -183,34 +267,83 @@ def _bound_faults(plan: SplitPlan, problem: SplitProblem) -> Iterator[str]:
         yield f"proof: objective {proof.objective} s is below {floor} s, which no plan can beat"
     if proof.lower_bound is None:
         return
-    step, what = min(_obvious_plans(problem), default=(float("inf"), ""))
-    if proof.lower_bound > step * (1 + TOLERANCE):
-        yield f"proof: lower_bound {proof.lower_bound} s is refuted by {what}, {step} s"
+    obvious = list(_obvious_plans(problem))
+    fast = min(obvious, default=None, key=lambda one: one.step_seconds)
+    if fast is not None and proof.lower_bound > fast.step_seconds * (1 + TOLERANCE):
+        yield (
+            f"proof: lower_bound {proof.lower_bound} s is refuted by {fast.what}, "
+            f"{fast.step_seconds} s"
+        )
+    if proof.tolerance is not None:
+        yield from _tolerance_faults(plan, problem, obvious)
+
+
+def _tolerance_faults(
+    plan: SplitPlan, problem: SplitProblem, obvious: list["_Obvious"]
+) -> Iterator[str]:
+    """No spread of the profiles is as wide, or a simpler plan is within it."""
+    proof = plan.proof
+    tolerance, best = proof.tolerance or 0.0, proof.lower_bound or 0.0
+    widest = _widest_spread(problem)
+    if tolerance > widest * (1 + TOLERANCE) + TOLERANCE:
+        yield f"proof: tolerance {tolerance} is wider than any spread of the profiles, {widest}"
+    if proof.termination != "optimal":
+        return
+    least = min(
+        (one for one in obvious if one.step_seconds <= best * (1 + tolerance) * (1 - TOLERANCE)),
+        default=None,
+        key=lambda one: one.rank,
+    )
+    if least is not None and least.rank < (plan.num_virtual_nodes, plan.num_devices):
+        yield f"proof: {least.what} is within the tolerance, and simpler: {least.step_seconds} s"
+
+
+def _widest_spread(problem: SplitProblem) -> float:
+    """No interval of any plan is wider than this, relative to its step."""
+    errors = [option.step_error for option in problem.devices]
+    for option in problem.devices:
+        for costs in (option, definitions.terms(option, 1)):
+            errors += [point.step_seconds_error for point in costs.batch_curve]
+    return max((error for error in errors if error is not None), default=0.0)
 
 
 def continuous_bound(problem: SplitProblem) -> float:
     """Seconds per step that no split can beat: all devices at their best rate, work divided
-    at will, nothing to synchronise, the cheapest update.
+    at will, nothing to synchronise, the cheapest update and fixed cost; or one device alone.
     """  # noqa: D205
-    rate = sum(
-        option.num_devices * max(p.batch_size / p.step_seconds for p in option.batch_curve)
-        for option in problem.devices
-    )
-    return problem.global_batch_size / rate + min(o.update_seconds for o in problem.devices)
+    together = sum(option.num_devices * _best_rate(option) for option in problem.devices)
+    alone = [definitions.terms(option, 1) for option in problem.devices]
+    closing = min(c.update_seconds + c.fixed_seconds for c in [*problem.devices, *alone])
+    return problem.global_batch_size / max([together, *map(_best_rate, alone)]) + closing
 
 
-def _obvious_plans(problem: SplitProblem) -> Iterator[tuple[float, str]]:
-    """Plans on equal devices of one type with equal work: (step seconds, in words)."""
+def _best_rate(costs: DeviceOption | AloneDevice) -> float:
+    return max(point.batch_size / point.step_seconds for point in costs.batch_curve)
+
+
+@dataclass(frozen=True)
+class _Obvious:
+    """A plan that is easy to see: its step, its virtual nodes and devices, and its words."""
+
+    step_seconds: float
+    rank: tuple[int, int]
+    what: str
+
+
+def _obvious_plans(problem: SplitProblem) -> Iterator[_Obvious]:
+    """Plans on equal devices of one type with equal work."""
     batch = problem.global_batch_size
     share = batch // problem.virtual_nodes if problem.virtual_nodes else None
     for option in problem.devices:
-        sizes = [p for p in option.batch_curve if share in (None, p.batch_size)]
         for number in range(1, min(option.num_devices, batch) + 1):
             if batch % number:
                 continue
-            fixed = definitions.split_sync_seconds(option, number) + option.update_seconds
-            for point in sizes:
+            costs = definitions.terms(option, number)
+            fixed = definitions.split_sync_seconds(option, number)
+            fixed += costs.update_seconds + costs.fixed_seconds
+            for point in costs.batch_curve:
                 passes, rest = divmod(batch // number, point.batch_size)
-                if rest == 0:
+                if rest == 0 and share in (None, point.batch_size):
                     what = f"{number} {option.device_type} x {passes} x {point.batch_size}"
-                    yield passes * point.step_seconds + fixed, what
+                    step = passes * point.step_seconds + fixed
+                    yield _Obvious(step, (number * passes, number), what)

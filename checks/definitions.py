@@ -7,7 +7,8 @@ of it here. Slow and plain on purpose; nothing is shared but the records.
 from collections.abc import Sequence
 
 from ..schema.pipeline import FLUSHING, STASHING, PipelineLayer, PipelineProblem, TopologyLevel
-from ..schema.problem import DeviceOption
+from ..schema.problem import AloneDevice, DeviceOption
+from ..schema.profile import BatchPoint
 
 
 def ring_seconds(num_bytes: float, num_members: int, bytes_per_second: float) -> float:
@@ -40,6 +41,37 @@ def split_sync_seconds(option: DeviceOption, num_devices: int) -> float:
     ring = _hop_seconds(option, num_devices) + ring_seconds(weights, num_devices, rate)
     seconds = measured.sync_seconds + ring - fitted_ring_seconds(option)
     return seconds if seconds > 0 else 0.0
+
+
+def terms(option: DeviceOption, num_devices: int) -> DeviceOption | AloneDevice:
+    """What holds for a device in a plan on so many: measured alone if it is the only one."""
+    return option if num_devices > 1 or option.alone is None else option.alone
+
+
+def point(costs: DeviceOption | AloneDevice, size: int) -> BatchPoint | None:
+    """What was measured of a virtual node of that size; None where nothing was."""
+    return next((entry for entry in costs.batch_curve if entry.batch_size == size), None)
+
+
+def spread_seconds(
+    step_seconds: float,
+    passes: Sequence[tuple[float, float | None]],
+    step_errors: Sequence[float | None],
+) -> float | None:
+    """How far a split's step may be from its prediction, either way; None where nobody knows.
+
+    Args:
+        step_seconds: The prediction.
+        passes: Of each group all passes' seconds, and the half width of their interval, relative.
+        step_errors: Of each group's type, how far steps were from their terms, relative.
+    """
+    ways = []
+    if None not in step_errors:
+        ways.append(step_seconds * max(error or 0.0 for error in step_errors))
+    if all(error is not None for _, error in passes):
+        latest = max(seconds + seconds * (error or 0.0) for seconds, error in passes)
+        ways.append(latest - max(seconds for seconds, _ in passes))
+    return max(ways) if ways else None
 
 
 def fitted_ring_seconds(option: DeviceOption) -> float:

@@ -9,8 +9,8 @@ from ..schema.profile import BatchPoint
 def point_at(batch_curve: Sequence[BatchPoint], batch_size: int) -> BatchPoint:
     """A profiled point, or one on the straight line between its two neighbours.
 
-    Time and memory are both taken as linear between profiled sizes. Nothing is assumed outside
-    the profiled range.
+    Time, its parts and memory are taken as linear between profiled sizes, and the spread is the
+    wider of the two. Nothing is assumed outside the profiled range.
 
     Args:
         batch_curve: Points in ascending order of batch size.
@@ -35,18 +35,29 @@ def _between(low: BatchPoint, high: BatchPoint, batch_size: int) -> BatchPoint:
     share = (batch_size - low.batch_size) / (high.batch_size - low.batch_size)
     seconds = low.step_seconds + share * (high.step_seconds - low.step_seconds)
     memory = low.peak_memory_bytes + share * (high.peak_memory_bytes - low.peak_memory_bytes)
+    load = _part_between(low.load_seconds, high.load_seconds, share, seconds)
+    rest = seconds - (load or 0.0)
     return BatchPoint(
-        batch_size=batch_size, step_seconds=seconds, peak_memory_bytes=-int(-memory // 1)
+        batch_size=batch_size,
+        step_seconds=seconds,
+        peak_memory_bytes=-int(-memory // 1),
+        load_seconds=load,
+        virtual_node_seconds=_part_between(
+            low.virtual_node_seconds, high.virtual_node_seconds, share, rest
+        ),
+        step_seconds_error=_wider(low.step_seconds_error, high.step_seconds_error),
     )
 
 
-def pass_seconds(batch_curve: Sequence[BatchPoint], batch_size: int) -> float:
-    """Seconds of one pass of ``batch_size`` samples, linear between profiled sizes.
+def _part_between(low: float | None, high: float | None, share: float, most: float) -> float | None:
+    """A part of the time, which rounding must not lift above the whole; None where unknown."""
+    if low is None or high is None:
+        return None
+    return max(0.0, min(low + share * (high - low), most))
 
-    Raises:
-        ProblemError: ``batch_size`` lies outside the profiled range.
-    """
-    return point_at(batch_curve, batch_size).step_seconds
+
+def _wider(low: float | None, high: float | None) -> float | None:
+    return None if low is None or high is None else max(low, high)
 
 
 def busy_ratio(alone: Sequence[BatchPoint], busy: Sequence[BatchPoint], batch_size: int) -> float:

@@ -1,19 +1,46 @@
 """The step time of a batch split, straight from its definition (VirtualFlow 5.1.2)."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ..schema.errors import ProblemError
 from ..schema.plan import DeviceGroup, Prediction
-from ..schema.problem import DeviceOption, SplitProblem
+from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
+from ..schema.profile import BatchPoint
 from .comm import sync_seconds
-from .compute import pass_seconds
+from .compute import point_at
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a group does: its passes, and the point of the curve that they are of."""
+
+    count: int
+    point: BatchPoint
+
+    @property
+    def seconds(self) -> float:
+        return self.count * self.point.step_seconds
+
+    @property
+    def latest_seconds(self) -> float | None:
+        """The most that the point's spread allows."""
+        error = self.point.step_seconds_error
+        return None if error is None else self.seconds * (1 + error)
+
+
+def closing_seconds(costs: DeviceOption | AloneDevice) -> float:
+    """What a step costs on a device beside its passes and synchronisation."""
+    return costs.update_seconds + costs.fixed_seconds
 
 
 def predict(problem: SplitProblem, groups: Iterable[DeviceGroup]) -> Prediction:
-    """Predict a step: the slowest device, plus synchronisation, plus the slowest update.
+    """Predict a step: the slowest device, plus synchronisation, plus what closes the step.
 
-    ``max_i v_i t_i(b_i / v_i) + sync(n) + max update``, the last two over the device types in
-    use; nothing is synchronised on a single device.
+    ``max_i v_i t_i(b_i / v_i) + sync(n) + max (update + fixed)``, the last two over the device
+    types in use; nothing is synchronised on a single device. Curves, updates and fixed costs are
+    those of a device alone where the plan has one in all, else those of a busy host. The slowest
+    device's time is told in parts where its profile tells them.
 
     Args:
         problem: Profiles of the device types.
@@ -23,23 +50,56 @@ def predict(problem: SplitProblem, groups: Iterable[DeviceGroup]) -> Prediction:
         ProblemError: A group names a type or a size that the problem does not have.
     """
     used = tuple(groups)
-    compute = max(
-        group.virtual_nodes
-        * pass_seconds(_option(problem, group).batch_curve, group.virtual_node_batch_size)
-        for group in used
-    )
     num_devices = sum(group.num_devices for group in used)
-    sync = max(sync_seconds(_option(problem, group), num_devices) for group in used)
-    update = max(_option(problem, group).update_seconds for group in used)
-    step = compute + sync + update
+    options = [_option(problem, group) for group in used]
+    costs = [option.measured_with(num_devices) for option in options]
+    work = [
+        _Work(group.virtual_nodes, point_at(cost.batch_curve, group.virtual_node_batch_size))
+        for group, cost in zip(used, costs, strict=True)
+    ]
+    slowest = max(work, key=lambda one: one.seconds)
+    sync = max(sync_seconds(option, num_devices) for option in options)
+    last = max(costs, key=closing_seconds)
+    step = slowest.seconds + sync + closing_seconds(last)
     samples = sum(group.num_devices * group.device_batch_size for group in used)
+    half = _half_width_seconds(step, work, [option.step_error for option in options])
     return Prediction(
         step_seconds=step,
         samples_per_second=samples / step,
-        compute_seconds=compute,
+        compute_seconds=slowest.count * slowest.point.pass_seconds,
+        load_seconds=_times(slowest.count, slowest.point.load_seconds),
+        virtual_node_seconds=_times(slowest.count, slowest.point.virtual_node_seconds),
+        fixed_seconds=last.fixed_seconds or None,
         sync_seconds=sync,
-        update_seconds=update,
+        update_seconds=last.update_seconds,
+        step_seconds_low=None if half is None else max(0.0, step - half),
+        step_seconds_high=None if half is None else step + half,
     )
+
+
+def _half_width_seconds(
+    step_seconds: float, work: Sequence[_Work], step_errors: Sequence[float | None]
+) -> float | None:
+    """Half the width of what the measurements allow; None where their spread is unknown.
+
+    The larger of two: how much later the last device is where each pass takes as long as its
+    spread allows, and how far steps put together from such terms were from measured ones. Both
+    hold the spread of the passes, so they are not added. One that a type in use does not tell is
+    left out.
+    """
+    latest = [one.latest_seconds for one in work]
+    known = [seconds for seconds in latest if seconds is not None]
+    errors = [error for error in step_errors if error is not None]
+    halves = []
+    if len(known) == len(latest):
+        halves.append(max(known) - max(one.seconds for one in work))
+    if len(errors) == len(step_errors):
+        halves.append(max(errors) * step_seconds)
+    return max(halves, default=None)
+
+
+def _times(count: int, seconds: float | None) -> float | None:
+    return None if seconds is None else count * seconds
 
 
 def _option(problem: SplitProblem, group: DeviceGroup) -> DeviceOption:

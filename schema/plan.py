@@ -4,7 +4,16 @@ from typing import Any, Literal
 
 from .errors import ProblemError
 from .optimizer import OptimizerState
-from .records import Count, Name, PositiveRate, PositiveSeconds, Ratio, Seconds, record, register_keys
+from .records import (
+    Count,
+    Name,
+    PositiveRate,
+    PositiveSeconds,
+    Ratio,
+    Seconds,
+    record,
+    register_keys,
+)
 
 
 @record

@@ -13,6 +13,7 @@ class AloneDevice:
     batch_curve: tuple[BatchPoint, ...]
     update_seconds: Seconds
     fixed_seconds: Seconds = 0.0
+    interpolated_sizes: tuple[Count, ...] = ()
 
 
 @record
@@ -43,6 +44,10 @@ class DeviceOption:
         if sizes != sorted(set(sizes)):
             raise ProblemError(f"{self.device_type}: batch sizes must be distinct and ascending")
 
+    def measured_with(self, num_devices: int) -> "DeviceOption | AloneDevice":
+        """The curve and costs that fit a plan on so many devices in all."""
+        return self.alone if num_devices == 1 and self.alone is not None else self
+
 
 @record
 class SplitProblem:
@@ -72,3 +77,10 @@ class SplitProblem:
                 f"{self.global_batch_size}",
                 hint="choose a number of virtual nodes that divides the batch",
             )
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Every size that some type was profiled at, alone or not, ascending."""
+        curves = [option.batch_curve for option in self.devices]
+        curves += [option.alone.batch_curve for option in self.devices if option.alone is not None]
+        return sorted({point.batch_size for curve in curves for point in curve})

@@ -111,7 +111,7 @@ class _Steps:
                 model=self.model, global_batch_size=self.batch, devices=devices
             )  # fmt: skip
             try:
-                plan = solve(problem)
+                plan = solve(problem, fastest=True)
             except InfeasibleError:
                 self.known[key] = (0.0, False)
             else:

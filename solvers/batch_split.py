@@ -2,14 +2,16 @@
 
 VirtualFlow 5.1.2: least is the compute time of the slowest device, plus synchronisation, plus
 the largest update. The published solver is not described; this one searches the finite set of
-candidate compute times, asking of each by subset sums (split_reach.py) whether the batch can be
-shared out. What synchronisation and updates add depends only on which types and how many
-devices may be used: those choices are the levels, tried in order of a lower bound.
+candidate compute times (split_times.py), asking of each by subset sums (split_reach.py) whether
+the batch can be shared out. What synchronisation, updates and fixed costs add depends only on
+which types and how many devices may be used: those choices are the levels, tried in order of a
+lower bound. Where the profiles tell how far off they may be, the simplest of the plans that they
+cannot tell from the fastest is taken (split_simplest.py).
 """
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +19,12 @@ from ..costs.split import predict
 from ..schema.errors import InfeasibleError
 from ..schema.plan import DeviceGroup, Proof, SplitPlan
 from ..schema.problem import SplitProblem
-from .bitsets import members
-from .split_choose import choose, fewest_passes
-from .split_levels import Level, first_bound, levels, single_device
-from .split_reach import Pool, counts_within, reach, reachable_batches
+from .bitsets import members, multiples
+from .split_choose import choose, groups_of
+from .split_levels import Level, levels, single_devices
+from .split_reach import Pool, reach, reachable_batches
+from .split_simplest import WORK_LIMIT, TooMuchWorkError, simplest
+from .split_times import least_seconds
 
 METHOD = "threshold search over candidate times, exact subset sums on bitsets"
 _ABOVE_ROUNDING = 1 - 1e-12
@@ -28,21 +32,28 @@ _ABOVE_ROUNDING = 1 - 1e-12
 
 @dataclass(frozen=True, slots=True)
 class _Best:
-    """The best answer so far: step seconds, and the counts and compute bound that give it."""
+    """The best answer so far: its step, and how to get who does what."""
 
     step_seconds: float
-    counts: tuple[int, ...]
-    compute_seconds: float
+    groups: Callable[[], tuple[DeviceGroup, ...]]
 
 
-def solve(problem: SplitProblem) -> SplitPlan:
-    """Minimise the predicted step time.
+def solve(
+    problem: SplitProblem, *, fastest: bool = False, work_limit: float = WORK_LIMIT
+) -> SplitPlan:
+    """Minimise the predicted step time; among plans that nobody can tell apart, their complexity.
 
     Exact in both regimes; devices of one type may differ, and devices may stay unused.
-    Deterministic: of equally fast plans, the rule of split_choose.py.
+    Deterministic: of equally fast plans, the rule of split_choose.py. Where the fastest plan's
+    prediction has an interval, the plan is the simplest of all whose predicted step lies within
+    it, by the rule of split_simplest.py; ``proof.tolerance`` says how wide it is,
+    ``proof.lower_bound`` is the fastest plan's step, and ``provenance["fastest"]`` that plan.
 
     Args:
         problem: Profiles, pool and batch.
+        fastest: Take the fastest on paper, whatever the interval.
+        work_limit: Where the simplest cannot be found in so much work, the fastest is taken, and
+            ``proof.method`` says so.
 
     Returns:
         A plan that ``checks.batch_split.check`` accepts for ``problem``, proved optimal.
@@ -52,19 +63,28 @@ def solve(problem: SplitProblem) -> SplitPlan:
             batches that can be reached.
     """
     pool = Pool(problem)
-    if not pool.options:
+    singles = single_devices(problem)
+    if not _usable_sizes(problem):
         raise _no_size_fits(problem)
-    best = _search_levels(problem, pool)
+    first = _Best(singles[0].step_seconds, lambda: (singles[0].group,)) if singles else None
+    best = _search_levels(problem, pool, first) if pool.options else first
     if best is None:
-        raise _unreachable(problem, pool)
-    return _plan(problem, pool, best)
+        raise _unreachable(problem)
+    plan = _plan(problem, best.groups())
+    high = plan.predicted.step_seconds_high
+    if fastest or high is None:
+        return plan
+    try:
+        groups = simplest(problem, pool, plan.groups, high, work_limit)
+    except TooMuchWorkError:
+        said = f"{METHOD}; the fastest on paper: too large to look for a simpler one"
+        return replace(plan, proof=replace(plan.proof, method=said))
+    return _within_tolerance(plan, _plan(problem, groups))
 
 
-def _search_levels(problem: SplitProblem, pool: Pool) -> _Best | None:
-    best: _Best | None = None
-    alone = single_device(problem, pool)
-    if alone:
-        best = _Best(alone.step_seconds, alone.counts, alone.compute_seconds)
+def _search_levels(problem: SplitProblem, pool: Pool, first: _Best | None) -> _Best | None:
+    """The best of a plan on one device and all plans on more."""
+    best = first
     if sum(pool.counts) == 1:
         return best
     everything = Level(pool.counts, sum(pool.counts), 0.0)
@@ -80,97 +100,23 @@ def _search_levels(problem: SplitProblem, pool: Pool) -> _Best | None:
         else:
             found = least_seconds(pool, level, cutoff * _ABOVE_ROUNDING, floor[0])
         if found and (not best or found[0] + level.overhead_seconds < best.step_seconds):
-            best = _Best(found[0] + level.overhead_seconds, found[1], found[0])
+            best = _Best(found[0] + level.overhead_seconds, _reached(pool, found[1], found[0]))
     return best
 
 
-def least_seconds(
-    pool: Pool, level: Level, cutoff: float, floor: float = 0.0
-) -> tuple[float, tuple[int, ...]] | None:
-    """The least compute time within a level, and device counts that reach it.
+def _reached(
+    pool: Pool, counts: tuple[int, ...], seconds: float
+) -> Callable[[], tuple[DeviceGroup, ...]]:
+    def groups() -> tuple[DeviceGroup, ...]:
+        found = reach(pool, counts, seconds)
+        if found is None:
+            raise AssertionError("the search returned counts that do not reach the batch")
+        return groups_of(pool, choose(found), seconds)
 
-    Args:
-        pool: Sizes and times.
-        level: Devices that may be used.
-        cutoff: Give up where the answer would be above this.
-        floor: A known lower bound on the answer.
-    """
-    ceiling = min(cutoff, float((pool.limits * pool.seconds).max()))
-
-    known: dict[bytes, tuple[int, ...] | None] = {}
-    mine = np.repeat(np.array(level.counts) > 0, pool.ends - pool.starts)
-
-    def fits(seconds: float) -> tuple[int, ...] | None:
-        key = pool.passes(seconds)[mine].tobytes()  # the time matters only through the passes
-        if key not in known:
-            known[key] = counts_within(pool, level.counts, level.num_devices, seconds)
-        return known[key]
-
-    start = _least_candidate(
-        pool, max(floor, first_bound(pool, level)), ceiling, lambda t: _holds(pool, level, t)
-    )
-    if start is None:
-        return None
-    counts = fits(start)
-    if counts:
-        return start, counts
-    least = _least_candidate(pool, start, ceiling, lambda t: fits(t) is not None)
-    if least is None:
-        return None
-    counts = fits(least)
-    return (least, counts) if counts else None
+    return groups
 
 
-def _holds(pool: Pool, level: Level, seconds: float) -> bool:
-    """Whether the level's devices can do at least B, exactness aside."""
-    tops = pool.tops(pool.passes(seconds))
-    left, total = level.num_devices, 0
-    for top, count in sorted(zip(tops, level.counts, strict=True), reverse=True):
-        total += top * min(left, count)
-        left -= min(left, count)
-    return total >= pool.batch
-
-
-def _least_candidate(
-    pool: Pool, low: float, ceiling: float, fits: Callable[[float], bool]
-) -> float | None:
-    """The least candidate time in [low, ceiling] that fits; ``fits`` never turns back to False."""
-    width = low / 512
-    below, above = low, low
-    while not fits(above):
-        if above >= ceiling:
-            return None
-        below, above = above, min(ceiling, above + width)
-        width *= 2
-    return _bisect(_candidates(pool, below, above), fits)
-
-
-def _bisect(times: list[float], fits: Callable[[float], bool]) -> float:
-    low, high = 0, len(times) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(times[middle]) else (middle + 1, high)
-    return times[low]
-
-
-def _candidates(pool: Pool, below: float, above: float) -> list[float]:
-    """Every v t_i(s) from the last one at or under ``below`` to the last at or under ``above``."""
-    first = np.maximum(pool.passes(below), 1)
-    count = pool.passes(above) - first + 1
-    keep = count > 0
-    first, count, seconds = first[keep], count[keep], pool.seconds[keep]
-    offsets = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    times: list[float] = np.unique(
-        (np.repeat(first, count) + offsets) * np.repeat(seconds, count)
-    ).tolist()
-    return times
-
-
-def _plan(problem: SplitProblem, pool: Pool, best: _Best) -> SplitPlan:
-    reached = reach(pool, best.counts, best.compute_seconds)
-    if reached is None:
-        raise AssertionError("the search returned counts that do not reach the batch")
-    groups = _groups(pool, choose(reached), best.compute_seconds)
+def _plan(problem: SplitProblem, groups: tuple[DeviceGroup, ...]) -> SplitPlan:
     predicted = predict(problem, groups)
     return SplitPlan(
         model=problem.model,
@@ -189,34 +135,40 @@ def _plan(problem: SplitProblem, pool: Pool, best: _Best) -> SplitPlan:
     )
 
 
-def _groups(pool: Pool, work: dict[int, Counter[int]], bound: float) -> tuple[DeviceGroup, ...]:
-    passes = pool.passes(bound)
-    groups = []
-    for kind, amounts in sorted(work.items()):
-        option, points = pool.options[kind]
-        times = {point.batch_size: point.step_seconds for point in points}
-        for samples, num_devices in sorted(amounts.items(), reverse=True):
-            size, count = fewest_passes(pool.entries(passes, kind), samples) or (0, 0)
-            groups.append(
-                DeviceGroup(
-                    device_type=option.device_type,
-                    num_devices=num_devices,
-                    device_batch_size=samples,
-                    virtual_nodes=count,
-                    virtual_node_batch_size=size,
-                    pass_seconds=times[size],
-                    interpolated=size in option.interpolated_sizes,
-                )
-            )
-    return tuple(groups)
+def _within_tolerance(fastest: SplitPlan, simple: SplitPlan) -> SplitPlan:
+    """The simplest plan, proved against the fastest."""
+    best, step = fastest.predicted.step_seconds, simple.predicted.step_seconds
+    tolerance = ((fastest.predicted.step_seconds_high or best) - best) / best
+    best = min(best, step)  # equal but for rounding
+    proof = Proof(
+        termination="optimal",
+        objective=step,
+        lower_bound=best,
+        gap=(step - best) / step,
+        method=f"{METHOD}; optimal for these numbers: the simplest of the plans within "
+        f"+-{100 * tolerance:.2g} % of the fastest, which the measurements cannot tell apart",
+        tolerance=tolerance,
+    )
+    if simple.groups == fastest.groups:
+        return replace(simple, proof=proof)
+    return replace(simple, proof=proof, provenance={"fastest": _described(fastest)})
 
 
-def _sizes(problem: SplitProblem) -> list[int]:
-    return sorted({p.batch_size for option in problem.devices for p in option.batch_curve})
+def _described(plan: SplitPlan) -> dict[str, Any]:
+    return {
+        "step_seconds": plan.predicted.step_seconds,
+        "devices": plan.num_devices,
+        "virtual_nodes": plan.num_virtual_nodes,
+        "groups": [
+            f"{group.num_devices} x {group.device_type}: {group.virtual_nodes} x "
+            f"{group.virtual_node_batch_size}"
+            for group in plan.groups
+        ],
+    }
 
 
 def _no_size_fits(problem: SplitProblem) -> InfeasibleError:
-    sizes, batch = _sizes(problem), problem.global_batch_size
+    sizes, batch = problem.batch_sizes, problem.global_batch_size
     if problem.virtual_nodes is None:
         return InfeasibleError(
             f"a global batch of {batch} is below {sizes[0]}, the smallest profiled batch size",
@@ -235,13 +187,26 @@ def _no_size_fits(problem: SplitProblem) -> InfeasibleError:
     )
 
 
-def _unreachable(problem: SplitProblem, pool: Pool) -> InfeasibleError:
+def _usable_sizes(problem: SplitProblem) -> list[int]:
+    """Samples of a virtual node that the batch and the regime allow."""
+    only = problem.virtual_nodes and problem.global_batch_size // problem.virtual_nodes
+    most = problem.global_batch_size
+    return [size for size in problem.batch_sizes if size <= most and only in (None, size)]
+
+
+def _unreachable(problem: SplitProblem) -> InfeasibleError:
     below, above = nearest_batches(problem)
-    sizes = ", ".join(str(size) for size in sorted({int(size) for size in pool.sizes}))
+    usable = _usable_sizes(problem)
+    sizes = ", ".join(map(str, usable))
+    number = sum(
+        option.num_devices
+        for option in problem.devices
+        if any(point.batch_size in usable for point in option.batch_curve)
+    )
     near = [str(batch) for batch in (below, above) if batch]
     return InfeasibleError(
-        f"no plan adds up to a global batch of exactly {pool.batch}: each of the "
-        f"{sum(pool.counts)} devices runs whole passes of one profiled size ({sizes})",
+        f"no plan adds up to a global batch of exactly {problem.global_batch_size}: each of the "
+        f"{number} devices runs whole passes of one profiled size ({sizes})",
         hint=f"nearest batches with a plan: {' and '.join(near)}; or profile more batch sizes",
     )
 
@@ -252,13 +217,16 @@ def nearest_batches(problem: SplitProblem) -> tuple[int | None, int | None]:
     Args:
         problem: Profiles and pool; its virtual nodes are not considered.
     """
-    batch, smallest = problem.global_batch_size, _sizes(problem)[0]
+    batch, smallest = problem.global_batch_size, problem.batch_sizes[0]
     wider = SplitProblem(
         model=problem.model,
         global_batch_size=batch + smallest,  # one device alone reaches a multiple in here
         devices=problem.devices,
     )
     sums = reachable_batches(Pool(wider), batch + smallest)
+    for option in problem.devices:  # one device may have sizes of its own
+        for point in option.measured_with(1).batch_curve:
+            sums |= multiples(point.batch_size, (batch + smallest) // point.batch_size)
     below = sums & ((1 << batch) - 1)
     above = sums >> (batch + 1)
     return (

@@ -1,19 +1,20 @@
 """The batch split as a mixed-integer program: the readable reference.
 
 VirtualFlow 5.1.2 written down device by device. batch_split.py answers the same question much
-faster; both must agree.
+faster; both must agree. The answer is the fastest plan on paper, whatever the measurements' spread.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..costs.comm import sync_seconds
-from ..costs.split import predict
+from ..costs.split import closing_seconds, predict
 from ..schema.errors import BackendError, InfeasibleError
 from ..schema.plan import DeviceGroup, Proof, SplitPlan
-from ..schema.problem import DeviceOption, SplitProblem
+from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
 from ..schema.profile import BatchPoint
 from .lp import Backend, Program, Solved
+from .split_levels import Alone, single_devices
 
 Terms = list[tuple[float, Any]]
 
@@ -32,10 +33,21 @@ class _Device:
     runs: list[Any] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class _Single:
+    """A plan on one device, and whether it is taken."""
+
+    plan: Alone
+    takes: Any
+
+
 def solve(
     problem: SplitProblem, backend: Backend = "cbc", time_limit_seconds: float | None = None
 ) -> SplitPlan:
     """Minimise the predicted step time with PuLP.
+
+    Where a device was also measured alone, plans on one device are choices of their own, one for
+    each device type and size, and the others use at least two devices.
 
     Args:
         problem: Profiles, pool and batch, in either regime.
@@ -52,7 +64,8 @@ def solve(
     devices = _devices(program, problem)
     if not devices:
         raise InfeasibleError(f"no usable batch size for a global batch of {_batch(problem)}")
-    step = _build(program, problem, devices, unit)
+    singles = _singles(program, problem)
+    step = _build(program, problem, devices, singles, unit)
     solved = program.solve(step, backend, time_limit_seconds)
     if solved.termination == "infeasible":
         raise InfeasibleError(
@@ -61,7 +74,7 @@ def solve(
         )
     if solved.termination == "unknown":
         raise BackendError(f"{backend} ended without a plan", hint="give it more time")
-    return _plan(problem, devices, solved, backend, unit)
+    return _plan(problem, (devices, singles), solved, backend, unit)
 
 
 def _batch(problem: SplitProblem) -> int:
@@ -70,11 +83,18 @@ def _batch(problem: SplitProblem) -> int:
 
 def _unit_seconds(problem: SplitProblem) -> float:
     """A time near the answer: tolerances of the backends are absolute, so times are scaled."""
-    rate = sum(
-        option.num_devices * max(p.batch_size / p.step_seconds for p in option.batch_curve)
-        for option in problem.devices
-    )
-    return _batch(problem) / rate
+    together = sum(option.num_devices * _best_rate(option) for option in problem.devices)
+    alone = max(_best_rate(option.measured_with(1)) for option in problem.devices)
+    return _batch(problem) / max(together, alone)
+
+
+def _best_rate(costs: DeviceOption | AloneDevice) -> float:
+    return max(p.batch_size / p.step_seconds for p in costs.batch_curve)
+
+
+def _is_apart(problem: SplitProblem) -> bool:
+    """Whether a plan on one device costs something else than the same among several."""
+    return any(option.alone is not None for option in problem.devices)
 
 
 def _known_seconds(problem: SplitProblem) -> float:
@@ -84,10 +104,10 @@ def _known_seconds(problem: SplitProblem) -> float:
         (
             _batch(problem) // (number * point.batch_size) * point.step_seconds
             + sync_seconds(option, number)
-            + option.update_seconds
+            + closing_seconds(option.measured_with(number))
             for option in problem.devices
             for number in range(1, option.num_devices + 1)
-            for point in option.batch_curve
+            for point in option.measured_with(number).batch_curve
             if only in (None, point.batch_size)
             and _batch(problem) % (number * point.batch_size) == 0
         ),
@@ -97,7 +117,7 @@ def _known_seconds(problem: SplitProblem) -> float:
 
 def _most_passes(problem: SplitProblem, point: BatchPoint, known: float) -> int:
     """M of the big-M constraints: as small as is safe, since it decides the search's speed."""
-    most = _batch(problem) // point.batch_size
+    most = (_batch(problem) - _is_apart(problem)) // point.batch_size
     return int(min(most, known / point.step_seconds * (1 + 1e-9)))
 
 
@@ -123,14 +143,29 @@ def _devices(program: Program, problem: SplitProblem) -> list[_Device]:
     return found
 
 
-def _build(program: Program, problem: SplitProblem, devices: list[_Device], unit: float) -> Any:
+def _singles(program: Program, problem: SplitProblem) -> list[_Single]:
+    """Every plan on one device, where those are choices of their own."""
+    plans = single_devices(problem) if _is_apart(problem) else []
+    return [
+        _Single(one, program.variable(f"z_{number}", high=1, integer=True))
+        for number, one in enumerate(plans)
+    ]
+
+
+def _build(
+    program: Program,
+    problem: SplitProblem,
+    devices: list[_Device],
+    singles: list[_Single],
+    unit: float,
+) -> Any:
     compute = program.variable("compute")
-    update = program.variable("update")
+    update = program.variable("update")  # with the fixed cost of a step
     sync = program.variable("sync")
     total = program.total
-    program.require(
-        total([term for device in devices for term in _samples(device)]) == _batch(problem)
-    )
+    samples = [term for device in devices for term in _samples(device)]
+    samples += [(_batch(problem), single.takes) for single in singles]
+    program.require(total(samples) == _batch(problem))
     for device in devices:
         used = total([(1, run) for run in device.runs])
         program.require(used <= 1)  # one size a device
@@ -139,10 +174,11 @@ def _build(program: Program, problem: SplitProblem, devices: list[_Device], unit
             program.require(passes >= run)
         times = [p.step_seconds / unit for p in device.points]
         program.require(compute >= total(list(zip(times, device.passes, strict=True))))
-        program.require(update >= device.option.update_seconds / unit * used)
+        program.require(update >= closing_seconds(device.option) / unit * used)
     _break_symmetry(program, devices)
     _require_sync(program, devices, sync, unit)
-    return total([(1, compute), (1, sync), (1, update)])
+    alone = [(single.plan.step_seconds / unit, single.takes) for single in singles]
+    return total([(1, compute), (1, sync), (1, update), *alone])
 
 
 def _samples(device: _Device) -> Terms:
@@ -176,9 +212,15 @@ def _require_sync(program: Program, devices: list[_Device], sync: Any, unit: flo
 
 
 def _plan(
-    problem: SplitProblem, devices: list[_Device], solved: Solved, backend: Backend, unit: float
+    problem: SplitProblem,
+    choices: tuple[list[_Device], list[_Single]],
+    solved: Solved,
+    backend: Backend,
+    unit: float,
 ) -> SplitPlan:
+    devices, singles = choices
     groups = _groups(devices, solved.values)
+    groups += tuple(s.plan.group for s in singles if round(solved.values[s.takes.name]))
     total = sum(group.num_devices * group.device_batch_size for group in groups)
     if total != _batch(problem):
         raise BackendError(f"{backend} answered a split of {total} samples, not {_batch(problem)}")
@@ -187,7 +229,11 @@ def _plan(
     step = predicted.step_seconds
     bound = step
     if not optimal:  # CBC tells no bound; dividing the work at will is always one
-        simple = unit + min(option.update_seconds for option in problem.devices)
+        simple = unit + min(
+            closing_seconds(costs)
+            for option in problem.devices
+            for costs in (option, option.measured_with(1))
+        )
         bound = min(step, max(simple, (solved.lower_bound or 0.0) * unit))
     return SplitPlan(
         model=problem.model,
@@ -225,6 +271,7 @@ def _groups(devices: list[_Device], values: dict[str, float]) -> tuple[DeviceGro
             virtual_node_batch_size=size,
             pass_seconds=entries[name, count, size][1].step_seconds,
             interpolated=size in entries[name, count, size][0].interpolated_sizes,
+            measured_busy=entries[name, count, size][0].alone is not None,
         )
         for (name, count, size), number in alike.items()
     )

@@ -9,8 +9,8 @@ from ..costs.memory import fitting_points
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.optimizer import OptimizerState
-from ..schema.problem import DeviceOption, SplitProblem
-from ..schema.profile import BatchPoint, Profile
+from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
+from ..schema.profile import BatchPoint, BusyHost, Profile
 from ..schema.records import nearest
 
 MAX_INTERPOLATED_SIZES = 512
@@ -27,8 +27,10 @@ def split_problem(
     """Match profiles to a cluster's devices and drop what does not fit their memory.
 
     The memory limit is the cluster's where it states one, else the profiled device's own. A
-    type on which no profiled size fits is left out. Between servers the slower of the measured
-    link and the cluster's ``inter_bytes_per_second`` counts.
+    type on which no profiled size fits is left out. Where a server that has a type holds several
+    devices, plans on several devices take what was measured on a busy host, where it was and a
+    size of it fits; plans on one device always take what was measured alone. Between servers the
+    slower of the measured link and the cluster's ``inter_bytes_per_second`` counts.
 
     With ``interpolate``, sizes between profiled ones join, their time and memory linear between
     their neighbours: in the uniform regime the one size that is asked for; in the free regime
@@ -61,9 +63,11 @@ def split_problem(
         name = profile.device_type
         number = cluster.num_devices[name]
         limit = cluster.device_types[name].memory_bytes or profile.device_memory_bytes
-        curve = fitting_points(profile, limit)
+        curve = fitting_points(profile.batch_curve, limit)
         if curve:
-            options.append(_option(profile, number, curve, cluster))
+            options.append(
+                _option(profile, number, curve, _busy_host(profile, limit, cluster), cluster)
+            )
         else:
             short.append((name, profile.batch_curve[0], limit))
     if not options:
@@ -133,21 +137,52 @@ def _with_state(profile: Profile, optimizer: OptimizerState) -> Profile:
         )
     more = optimizer.state_bytes_per_weight_byte - profile.optimizer.state_bytes_per_weight_byte
     added = ceil(more * profile.weight_bytes)
-    points = tuple(
-        replace(point, peak_memory_bytes=max(0, point.peak_memory_bytes + added))
-        for point in profile.batch_curve
+
+    def with_added(curve: tuple[BatchPoint, ...]) -> tuple[BatchPoint, ...]:
+        return tuple(
+            replace(point, peak_memory_bytes=max(0, point.peak_memory_bytes + added))
+            for point in curve
+        )
+
+    busy = profile.busy and replace(profile.busy, batch_curve=with_added(profile.busy.batch_curve))
+    return replace(
+        profile, batch_curve=with_added(profile.batch_curve), busy=busy, optimizer=optimizer
     )
-    return replace(profile, batch_curve=points, optimizer=optimizer)
+
+
+def _busy_host(profile: Profile, limit: int, cluster: Cluster) -> BusyHost | None:
+    """What plans on several devices go by; None where they go by what was measured alone."""
+    shares_host = any(
+        profile.device_type in server.devices and sum(server.devices.values()) > 1
+        for server in cluster.servers
+    )
+    if profile.busy is None or not shares_host:
+        return None
+    curve = fitting_points(profile.busy.batch_curve, limit)
+    return replace(profile.busy, batch_curve=curve) if curve else None
 
 
 def _option(
-    profile: Profile, number: int, curve: tuple[BatchPoint, ...], cluster: Cluster
+    profile: Profile,
+    number: int,
+    curve: tuple[BatchPoint, ...],
+    busy: BusyHost | None,
+    cluster: Cluster,
 ) -> DeviceOption:
+    alone = AloneDevice(
+        batch_curve=curve,
+        update_seconds=profile.update_seconds,
+        fixed_seconds=profile.fixed_seconds or 0.0,
+    )
+    costs = busy or alone
     return DeviceOption(
         device_type=profile.device_type,
         num_devices=number,
-        batch_curve=curve,
-        update_seconds=profile.update_seconds,
+        batch_curve=costs.batch_curve,
+        update_seconds=costs.update_seconds,
+        fixed_seconds=costs.fixed_seconds,
+        alone=None if busy is None else alone,
+        step_error=profile.step_error,
         weight_bytes=profile.weight_bytes,
         sync=profile.sync,
         link_bytes_per_second=cluster.inter_bytes_per_second if cluster.num_servers > 1 else None,
@@ -165,9 +200,7 @@ def _does_not_fit(short: list[tuple[str, BatchPoint, int]]) -> InfeasibleError:
 
 
 def _interpolated(problem: SplitProblem) -> SplitProblem:
-    options = tuple(
-        _with_sizes(option, _sizes_between(problem, option)) for option in problem.devices
-    )
+    options = tuple(_option_between(problem, option) for option in problem.devices)
     return SplitProblem(
         model=problem.model,
         global_batch_size=problem.global_batch_size,
@@ -177,29 +210,31 @@ def _interpolated(problem: SplitProblem) -> SplitProblem:
     )
 
 
-def _sizes_between(problem: SplitProblem, option: DeviceOption) -> list[int]:
-    low, high = option.batch_curve[0].batch_size, option.batch_curve[-1].batch_size
+def _option_between(problem: SplitProblem, option: DeviceOption) -> DeviceOption:
+    curve, added = _curve_between(problem, option.batch_curve)
+    alone = option.alone
+    if alone is not None:
+        own, own_added = _curve_between(problem, alone.batch_curve)
+        alone = replace(alone, batch_curve=own, interpolated_sizes=own_added)
+    return replace(option, batch_curve=curve, interpolated_sizes=added, alone=alone)
+
+
+def _curve_between(
+    problem: SplitProblem, curve: tuple[BatchPoint, ...]
+) -> tuple[tuple[BatchPoint, ...], tuple[int, ...]]:
+    """A curve with the sizes between its profiled ones, and which those are."""
+    profiled = {point.batch_size for point in curve}
+    added = tuple(size for size in _sizes_between(problem, curve) if size not in profiled)
+    points = [*curve, *(point_at(curve, size) for size in added)]
+    return tuple(sorted(points, key=lambda point: point.batch_size)), added
+
+
+def _sizes_between(problem: SplitProblem, curve: tuple[BatchPoint, ...]) -> list[int]:
+    low, high = curve[0].batch_size, curve[-1].batch_size
     if problem.virtual_nodes is not None:
         size = problem.global_batch_size // problem.virtual_nodes
         return [size] if low < size < high else []
-    profiled = [p.batch_size for other in problem.devices for p in other.batch_curve]
-    step = gcd(problem.global_batch_size, *profiled)
+    step = gcd(problem.global_batch_size, *problem.batch_sizes)
     while (high - low) // step > MAX_INTERPOLATED_SIZES:
         step *= 2
     return list(range(-(-low // step) * step, high, step))
-
-
-def _with_sizes(option: DeviceOption, sizes: list[int]) -> DeviceOption:
-    profiled = {point.batch_size for point in option.batch_curve}
-    added = [size for size in sizes if size not in profiled]
-    points = [*option.batch_curve, *(point_at(option.batch_curve, size) for size in added)]
-    return DeviceOption(
-        device_type=option.device_type,
-        num_devices=option.num_devices,
-        batch_curve=tuple(sorted(points, key=lambda point: point.batch_size)),
-        update_seconds=option.update_seconds,
-        weight_bytes=option.weight_bytes,
-        sync=option.sync,
-        link_bytes_per_second=option.link_bytes_per_second,
-        interpolated_sizes=tuple(added),
-    )

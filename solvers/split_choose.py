@@ -9,9 +9,11 @@ Of equal amounts: the fewest devices, then the fewest virtual nodes.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 
+from ..schema.plan import DeviceGroup
 from .bitsets import members, sumset
-from .split_reach import Reach, TypeSums
+from .split_reach import Pool, Reach, TypeSums
 
 Work = Counter[int]  # samples per device -> number of devices
 
@@ -117,3 +119,33 @@ def _halved(reached: Reach, one: TypeSums, share: int) -> Work:
         tasks += [(small, half), (large, part - half)]
     del work[0]
     return work
+
+
+def groups_of(pool: Pool, work: Mapping[int, Work], bound: float) -> tuple[DeviceGroup, ...]:
+    """What devices do, in the fewest passes that take at most ``bound`` seconds.
+
+    Args:
+        pool: Sizes and times.
+        work: Type -> (samples -> devices).
+        bound: Seconds that each device may compute.
+    """
+    passes = pool.passes(bound)
+    groups = []
+    for kind, amounts in sorted(work.items()):
+        option, points = pool.options[kind]
+        times = {point.batch_size: point.step_seconds for point in points}
+        for samples, num_devices in sorted(amounts.items(), reverse=True):
+            size, count = fewest_passes(pool.entries(passes, kind), samples) or (0, 0)
+            groups.append(
+                DeviceGroup(
+                    device_type=option.device_type,
+                    num_devices=num_devices,
+                    device_batch_size=samples,
+                    virtual_nodes=count,
+                    virtual_node_batch_size=size,
+                    pass_seconds=times[size],
+                    interpolated=size in option.interpolated_sizes,
+                    measured_busy=option.alone is not None,
+                )
+            )
+    return tuple(groups)

@@ -1,7 +1,8 @@
 """Levels of a batch split: which types and how many devices may be used, and what that adds.
 
-Synchronisation and updates depend on the set of used types and on the number of devices, never
-on who does what. Both only grow with either, so a level stands for all plans within it.
+Synchronisation, updates and fixed costs depend on the set of used types and on the number of
+devices, never on who does what. All only grow with either, so a level stands for all plans within
+it.
 """
 
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..costs.comm import sync_seconds
+from ..costs.split import closing_seconds
+from ..schema.plan import DeviceGroup
 from ..schema.problem import SplitProblem
 from .split_reach import Pool
 
@@ -19,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """At most ``num_devices`` of ``counts``; synchronisation and update take the overhead."""
+    """At most ``num_devices`` of ``counts``; what their step has beside passes is the overhead."""
 
     counts: tuple[int, ...]
     num_devices: int
@@ -28,29 +31,35 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """The best plan on a single device."""
+    """A plan on a single device: nothing to synchronise, nobody else at work."""
 
     step_seconds: float
-    compute_seconds: float
-    counts: tuple[int, ...]
+    group: DeviceGroup
 
 
-def single_device(problem: SplitProblem, pool: Pool) -> Alone | None:
-    """The fastest device that can do the whole batch alone: nothing to synchronise."""
-    choices = [
-        (
-            pool.batch // point.batch_size * point.step_seconds + option.update_seconds,
-            kind,
-            pool.batch // point.batch_size * point.step_seconds,
-        )
-        for kind, (option, points) in enumerate(pool.options)
-        for point in points
-        if pool.batch % point.batch_size == 0
-    ]
-    if not choices:
-        return None
-    step, kind, compute = min(choices)
-    return Alone(step, compute, tuple(int(k == kind) for k in range(len(pool.counts))))
+def single_devices(problem: SplitProblem) -> list[Alone]:
+    """Every plan on one device, the fastest first; of equally fast ones the fewest passes."""
+    batch = problem.global_batch_size
+    only = problem.virtual_nodes and batch // problem.virtual_nodes
+    found = []
+    for kind, option in enumerate(problem.devices):
+        costs = option.measured_with(1)
+        for point in costs.batch_curve:
+            size = point.batch_size
+            if batch % size == 0 and only in (None, size):
+                compute = batch // size * point.step_seconds
+                group = DeviceGroup(
+                    device_type=option.device_type,
+                    num_devices=1,
+                    device_batch_size=batch,
+                    virtual_nodes=batch // size,
+                    virtual_node_batch_size=size,
+                    pass_seconds=point.step_seconds,
+                    interpolated=size in costs.interpolated_sizes,
+                )
+                step = compute + closing_seconds(costs)
+                found.append((step, kind, compute, -size, Alone(step, group)))
+    return [entry[-1] for entry in sorted(found, key=lambda entry: entry[:-1])]
 
 
 def first_bound(pool: Pool, level: Level) -> float:
@@ -63,6 +72,16 @@ def first_bound(pool: Pool, level: Level) -> float:
     return pool.batch / total * (1 - 1e-12)
 
 
+def holds(pool: Pool, level: Level, seconds: float) -> bool:
+    """Whether the level's devices can do at least B within ``seconds``, exactness aside."""
+    tops = pool.tops(pool.passes(seconds))
+    left, total = level.num_devices, 0
+    for top, count in sorted(zip(tops, level.counts, strict=True), reverse=True):
+        total += top * min(left, count)
+        left -= min(left, count)
+    return total >= pool.batch
+
+
 def levels(problem: SplitProblem, pool: Pool, floor: float) -> Iterator[tuple[float, Level]]:
     """Every level that could hold the optimum on two or more devices, by its lower bound.
 
@@ -72,13 +91,13 @@ def levels(problem: SplitProblem, pool: Pool, floor: float) -> Iterator[tuple[fl
         floor: A lower bound on the compute time of any plan.
     """
     total = sum(pool.counts)
-    updates = np.array([option.update_seconds for option, _ in pool.options])
+    closing = np.array([closing_seconds(option) for option, _ in pool.options])
     sync, numbers = _sync_table(pool, total)
     found: list[tuple[Floats, Floats, tuple[int, ...], npt.NDArray[np.int64]]] = []
-    for kinds in _subsets(sync, updates):
+    for kinds in _subsets(sync, closing):
         counts = tuple(n if kind in kinds else 0 for kind, n in enumerate(pool.counts))
         own = np.minimum(numbers, sum(counts))
-        overheads = sync[sorted(kinds)].max(axis=0) + updates[sorted(kinds)].max()
+        overheads = sync[sorted(kinds)].max(axis=0) + closing[sorted(kinds)].max()
         bounds = np.maximum(floor, _compute_bounds(pool, counts)[own - 1]) + overheads
         found.append((bounds, overheads, counts, own))
     yield from _in_order(found)
@@ -110,14 +129,14 @@ def _sync_table(pool: Pool, total: int) -> tuple[Floats, npt.NDArray[np.int64]]:
     return np.array(table), np.arange(2, total + 1, dtype=np.int64)
 
 
-def _subsets(sync: Floats, updates: Floats) -> list[frozenset[int]]:
-    """The sets of types below some bound on synchronisation and some bound on updates."""
-    bits = 1 << np.arange(len(updates), dtype=np.int64)
+def _subsets(sync: Floats, closing: Floats) -> list[frozenset[int]]:
+    """The sets of types below some bound on synchronisation and some on update + fixed cost."""
+    bits = 1 << np.arange(len(closing), dtype=np.int64)
     within = [((sync <= row) * bits[:, None]).sum(axis=0) for row in sync]
-    cheap = [int(((updates <= most) * bits).sum()) for most in updates]
+    cheap = [int(((closing <= most) * bits).sum()) for most in closing]
     masks = {int(mask) & most for row in within for mask in np.unique(row) for most in cheap}
     return [
-        frozenset(kind for kind in range(len(updates)) if mask >> kind & 1)
+        frozenset(kind for kind in range(len(closing)) if mask >> kind & 1)
         for mask in sorted(masks, reverse=True)
         if mask
     ]

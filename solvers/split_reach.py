@@ -19,14 +19,16 @@ Ints = npt.NDArray[np.int64]
 
 
 class Pool:
-    """A problem's sizes and times as flat arrays, type after type.
+    """Sizes and times of plans on two or more devices, as flat arrays, type after type.
+
+    A plan on one device is none of these: what it costs may be measured apart (split_levels.py).
 
     Attributes:
         batch: B, samples to share out.
         counts: Devices of each type.
         sizes: [entries] samples per pass, s.
         seconds: [entries] time per pass, t_i(s).
-        limits: [entries] most passes that can matter, floor(B / s).
+        limits: [entries] most passes of one of several devices, floor((B - 1) / s).
         starts: [types] first entry of each type.
     """
 
@@ -48,7 +50,7 @@ class Pool:
         self.counts = tuple(option.num_devices for option, _ in self.options)
         self.sizes = np.array([point.batch_size for point in flat], dtype=np.int64)
         self.seconds = np.array([point.step_seconds for point in flat], dtype=np.float64)
-        self.limits = self.batch // np.maximum(self.sizes, 1)
+        self.limits = (self.batch - 1) // np.maximum(self.sizes, 1)
         lengths = [len(points) for _, points in self.options]
         self.starts = np.cumsum([0, *lengths])[:-1].astype(np.int64)
         self.ends = np.cumsum(lengths).astype(np.int64)

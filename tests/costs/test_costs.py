@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetflow.costs.comm import ring_seconds, sync_seconds
-from hetflow.costs.compute import pass_seconds, point_at
+from hetflow.costs.compute import point_at
 from hetflow.costs.memory import fitting_points
 from hetflow.costs.split import predict
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.plan import DeviceGroup
 from hetflow.schema.problem import DeviceOption, SplitProblem
-from hetflow.schema.profile import BatchPoint, Profile, Sync
+from hetflow.schema.profile import BatchPoint, Sync
 
 CURVE = (
     BatchPoint(batch_size=8, step_seconds=1.0, peak_memory_bytes=101),
@@ -79,28 +79,20 @@ def test_more_devices_never_synchronise_faster(sync: Sync, number: int) -> None:
 
 
 def test_passes_are_linear_between_profiled_sizes() -> None:
-    assert pass_seconds(CURVE, 12) == 1.2
-    assert pass_seconds(CURVE, 9) == pytest.approx(1.05)
-    assert pass_seconds(CURVE, 15) == pytest.approx(1.8)
+    assert point_at(CURVE, 12).step_seconds == 1.2
+    assert point_at(CURVE, 9).step_seconds == pytest.approx(1.05)
+    assert point_at(CURVE, 15).step_seconds == pytest.approx(1.8)
     assert point_at(CURVE, 9).peak_memory_bytes == 114  # 113.25, rounded up
 
 
 @pytest.mark.parametrize("size", [7, 17])
 def test_nothing_is_assumed_outside_the_profile(size: int) -> None:
     with pytest.raises(ProblemError, match=f"{size} lies outside the profiled sizes 8 to 16"):
-        pass_seconds(CURVE, size)
+        point_at(CURVE, size)
 
 
 def test_only_sizes_within_the_memory_fit() -> None:
-    profile = Profile(
-        model="m",
-        device_type="A",
-        device_memory_bytes=10**9,
-        weight_bytes=1,
-        update_seconds=0.0,
-        batch_curve=CURVE,
-    )
-    assert [p.batch_size for p in fitting_points(profile, 150)] == [8, 12]
+    assert [p.batch_size for p in fitting_points(CURVE, 150)] == [8, 12]
 
 
 def test_a_step_is_the_slowest_device_plus_sync_plus_update() -> None:
