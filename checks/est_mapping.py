@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from ..schema.plan import DeviceGroup, EstEstimate, SplitPlan
 from ..schema.problem import SplitProblem
+from . import definitions
 
 TOLERANCE = 1e-9
 
@@ -74,10 +75,11 @@ def _capability_faults(
     if problem is None or problem.virtual_nodes is None:
         return
     size = problem.global_batch_size // problem.virtual_nodes
+    in_use = sum(group.num_devices for group in groups)
     for option in problem.devices:
-        times = [p.step_seconds for p in option.batch_curve if p.batch_size == size]
+        point = definitions.point(definitions.terms(option, in_use), size)
         claimed = est.capability.get(option.device_type)
-        if claimed is not None and (not times or differ(claimed, 1 / times[0])):
+        if claimed is not None and (point is None or differ(claimed, 1 / point.step_seconds)):
             yield f"capability of {option.device_type} is not 1 / t({size})"
         used = sum(g.num_devices for g in groups if g.device_type == option.device_type)
         if used > option.num_devices:

@@ -62,9 +62,9 @@ def solve(
     unit = _unit_seconds(problem)
     program = Program("batch_split")
     devices = _devices(program, problem)
-    if not devices:
-        raise InfeasibleError(f"no usable batch size for a global batch of {_batch(problem)}")
     singles = _singles(program, problem)
+    if not devices and not singles:
+        raise InfeasibleError(f"no usable batch size for a global batch of {_batch(problem)}")
     step = _build(program, problem, devices, singles, unit)
     solved = program.solve(step, backend, time_limit_seconds)
     if solved.termination == "infeasible":
@@ -176,7 +176,8 @@ def _build(
         program.require(compute >= total(list(zip(times, device.passes, strict=True))))
         program.require(update >= closing_seconds(device.option) / unit * used)
     _break_symmetry(program, devices)
-    _require_sync(program, devices, sync, unit)
+    if devices:
+        _require_sync(program, devices, sync, unit)
     alone = [(single.plan.step_seconds / unit, single.takes) for single in singles]
     return total([(1, compute), (1, sync), (1, update), *alone])
 

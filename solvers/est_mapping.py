@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ..costs.split import predict
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.plan import Alternative, DeviceGroup, EstEstimate, Proof, SplitPlan
-from ..schema.problem import DeviceOption, SplitProblem
+from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
 
 METHOD = "EasyScale 3.4: ascending f_overload, exact k-best covers"
 Floats = npt.NDArray[np.float64]
@@ -27,9 +27,13 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """A usable device type: its place in the problem, pool size, and t = 1 / C."""
+    """A usable device type: its place in the problem, pool size, and t = 1 / C.
+
+    ``costs`` are what ``seconds`` was measured with: on a busy host, or alone.
+    """
 
     option: DeviceOption
+    costs: DeviceOption | AloneDevice
     count: int
     seconds: float
 
@@ -49,6 +53,8 @@ def solve(problem: SplitProblem, top: int = 1) -> SplitPlan:
     finitely many f_overload = A_i / C_i are tried in ascending order; at each, the configurations
     of least waste are the cheapest covers of maxP, found in order by a search with exact bounds.
 
+    C_i of a configuration of one device is that of a device alone, where that was measured apart.
+
     Where nEST exceeds maxP, some devices of the type that would finish last run fewer ESTs, so
     the groups hold exactly maxP. ``proof.objective`` is f_overload: seconds per mini-batch
     without synchronisation and update, which ``predicted`` includes.
@@ -65,30 +71,57 @@ def solve(problem: SplitProblem, top: int = 1) -> SplitPlan:
         raise ProblemError("the waste objective needs a number of ESTs", hint="add --virtual-nodes")
     if top < 1:
         raise ProblemError(f"top must be at least 1, got {top}")
-    types = _types(problem, problem.virtual_nodes)
     ranked = []
-    for overload, numbers in _configurations(types, problem.virtual_nodes):
-        ranked.append(_alternative(problem, types, overload, numbers))
+    for configuration in _ranked(problem, problem.virtual_nodes):
+        ranked.append(_alternative(problem, configuration))
         if len(ranked) == top:
             break
     return _plan(problem, ranked)
 
 
-def _types(problem: SplitProblem, max_p: int) -> list[_Type]:
+@dataclass(frozen=True, slots=True)
+class _Configuration:
+    """N_i devices of each type, and the f_overload at which they hold maxP ESTs."""
+
+    overload: float
+    types: list[_Type]
+    numbers: tuple[int, ...]
+
+
+def _types(problem: SplitProblem, max_p: int, num_devices: int) -> list[_Type]:
+    """The types profiled at B / maxP samples, as they are in plans on so many devices."""
     size = problem.global_batch_size // max_p
-    found = [
-        _Type(option, option.num_devices, point.step_seconds)
+    return [
+        _Type(option, costs, option.num_devices, point.step_seconds)
         for option in problem.devices
-        for point in option.batch_curve
+        for costs in (option.measured_with(num_devices),)
+        for point in costs.batch_curve
         if point.batch_size == size
     ]
-    if found:
-        return found
-    sizes = sorted({p.batch_size for option in problem.devices for p in option.batch_curve})
-    raise InfeasibleError(
-        f"{max_p} ESTs of a global batch of {problem.global_batch_size} hold {size} samples each, "
-        "a size that was not profiled or does not fit",
-        hint=f"choose --virtual-nodes so that each holds one of {', '.join(map(str, sizes))}",
+
+
+def _ranked(problem: SplitProblem, max_p: int) -> Iterator[_Configuration]:
+    """Every configuration, best first: those of a device measured alone between the others."""
+    several, alone = _types(problem, max_p, 2), _types(problem, max_p, 1)
+    if not several and not alone:
+        size, sizes = problem.global_batch_size // max_p, problem.batch_sizes
+        raise InfeasibleError(
+            f"{max_p} ESTs of a global batch of {problem.global_batch_size} hold {size} samples "
+            "each, a size that was not profiled or does not fit",
+            hint=f"choose --virtual-nodes so that each holds one of {', '.join(map(str, sizes))}",
+        )
+    apart = [
+        _Configuration(max_p * one.seconds, [one], (1,))
+        for one in alone
+        if one.option.alone is not None
+    ]
+    shared = (
+        _Configuration(overload, several, numbers)
+        for overload, numbers in (_configurations(several, max_p) if several else ())
+        if sum(numbers) > 1 or several[numbers.index(1)].option.alone is None
+    )
+    yield from heapq.merge(
+        sorted(apart, key=lambda one: one.overload), shared, key=lambda one: one.overload
     )
 
 
@@ -170,21 +203,25 @@ def _cover_costs(types: list[_Type], ests: list[int], max_p: int) -> list[Floats
     return costs[::-1]
 
 
-def _alternative(
-    problem: SplitProblem, types: list[_Type], overload: float, numbers: tuple[int, ...]
-) -> Alternative:
+def _alternative(problem: SplitProblem, configuration: _Configuration) -> Alternative:
     max_p = problem.virtual_nodes or 0
-    used = [(one, n, one.ests_within(overload)) for one, n in zip(types, numbers, strict=True) if n]
+    used = [
+        (one, n, one.ests_within(configuration.overload))
+        for one, n in zip(configuration.types, configuration.numbers, strict=True)
+        if n
+    ]
     spare = sum(n * a for _, n, a in used) - max_p
     last = max(range(len(used)), key=lambda i: used[i][2] * used[i][0].seconds)
     groups: list[DeviceGroup] = []
     for index, (one, number, ests) in enumerate(used):
         total = number * ests - (spare if index == last else 0)
-        groups += _groups(problem, one, number, total)
+        groups += _groups(problem, one, number, total, sum(configuration.numbers))
     return Alternative(groups=tuple(groups), est=estimate(problem, tuple(groups)))
 
 
-def _groups(problem: SplitProblem, one: _Type, number: int, total: int) -> list[DeviceGroup]:
+def _groups(
+    problem: SplitProblem, one: _Type, number: int, total: int, num_devices: int
+) -> list[DeviceGroup]:
     """``total`` ESTs on ``number`` devices, as even as whole numbers allow."""
     size = problem.global_batch_size // (problem.virtual_nodes or 1)
     few, more = divmod(total, number)
@@ -197,7 +234,8 @@ def _groups(problem: SplitProblem, one: _Type, number: int, total: int) -> list[
             virtual_nodes=ests,
             virtual_node_batch_size=size,
             pass_seconds=one.seconds,
-            interpolated=size in one.option.interpolated_sizes,
+            interpolated=size in one.costs.interpolated_sizes,
+            measured_busy=num_devices > 1 and one.option.alone is not None,
         )
         for devices, ests in shares
         if devices and ests
@@ -207,7 +245,8 @@ def _groups(problem: SplitProblem, one: _Type, number: int, total: int) -> list[
 def estimate(problem: SplitProblem, groups: tuple[DeviceGroup, ...]) -> EstEstimate:
     """Equations 1a-1d for a plan whose groups hold maxP ESTs."""
     max_p = problem.virtual_nodes or 1
-    types = {one.option.device_type: one for one in _types(problem, max_p)}
+    in_use = sum(group.num_devices for group in groups)
+    types = {one.option.device_type: one for one in _types(problem, max_p, in_use)}
     capability = {name: 1 / one.seconds for name, one in types.items()}  # C_i
     numbers: dict[str, int] = {}  # N_i
     ests: dict[str, int] = {}  # A_i

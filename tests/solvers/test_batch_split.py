@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hetflow.checks.batch_split import check
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.plan import SplitPlan
-from hetflow.schema.problem import DeviceOption, SplitProblem
+from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync
 from hetflow.solvers import batch_split_milp
 from hetflow.solvers.batch_split import nearest_batches, solve
@@ -40,16 +40,37 @@ def syncs(draw: st.DrawFn) -> Sync | None:
 
 
 @st.composite
+def alones(draw: st.DrawFn, curve: tuple[BatchPoint, ...]) -> AloneDevice | None:
+    """Of one device alone: other sizes too, faster or (by noise) slower than on a busy host."""
+    if not draw(st.booleans()):
+        return None
+    pace = draw(st.sampled_from([0.3, 0.6, 1.0, 1.1]))
+    sizes = sorted({*(p.batch_size for p in curve[draw(st.integers(0, 1)) :]), 2})
+    rate = curve[0].batch_size / curve[0].step_seconds
+    return AloneDevice(
+        batch_curve=tuple(
+            BatchPoint(batch_size=s, step_seconds=pace * s / rate, peak_memory_bytes=1)
+            for s in sizes
+        ),
+        update_seconds=draw(st.sampled_from([0.0, 0.1])),
+        fixed_seconds=draw(st.sampled_from([0.0, 0.4])),
+    )
+
+
+@st.composite
 def options(draw: st.DrawFn, name: str) -> DeviceOption:
     sizes = sorted(draw(st.sets(st.integers(1, 12), min_size=1, max_size=4)))
     rate, fixed = draw(st.floats(0.2, 4)), draw(st.sampled_from([0.0, 0.125, 1.0]))
     noise = [draw(st.floats(0.7, 1.3)) for _ in sizes]
     exact = draw(st.booleans())  # whole times make ties
+    told = exact and draw(st.booleans())  # parts of the whole
     points = tuple(
         BatchPoint(
             batch_size=size,
             step_seconds=float(size) if exact else fixed + size / rate * wobble,
             peak_memory_bytes=10 * size,
+            load_seconds=0.125 if told else None,
+            virtual_node_seconds=0.01 if told else None,
         )
         for size, wobble in zip(sizes, noise, strict=True)
     )
@@ -58,6 +79,8 @@ def options(draw: st.DrawFn, name: str) -> DeviceOption:
         num_devices=draw(st.integers(1, 3)),
         batch_curve=points,
         update_seconds=draw(st.sampled_from([0.0, 0.1, 1.5])),
+        fixed_seconds=draw(st.sampled_from([0.0, 0.0, 0.3])),
+        alone=draw(alones(points)),
         weight_bytes=1,
         sync=draw(syncs()),
     )
@@ -73,47 +96,72 @@ def problems(draw: st.DrawFn) -> SplitProblem:
     return SplitProblem(model="m", global_batch_size=batch, devices=devices, virtual_nodes=uniform)
 
 
-def device_costs(problem: SplitProblem, option: DeviceOption) -> dict[int, float]:
-    """Samples on one device -> the least time, by trying everything."""
+def device_work(
+    problem: SplitProblem, curve: tuple[BatchPoint, ...]
+) -> list[tuple[int, int, float]]:
+    """Everything that one device could do: samples, passes, seconds."""
     share = problem.virtual_nodes and problem.global_batch_size // problem.virtual_nodes
-    costs: dict[int, float] = {}
-    for point in option.batch_curve:
-        if share in (None, point.batch_size):
-            for passes in range(1, problem.global_batch_size // point.batch_size + 1):
-                samples, seconds = passes * point.batch_size, passes * point.step_seconds
-                costs[samples] = min(seconds, costs.get(samples, seconds))
-    return costs
+    return [
+        (passes * point.batch_size, passes, passes * point.step_seconds)
+        for point in curve
+        if share in (None, point.batch_size)
+        for passes in range(1, problem.global_batch_size // point.batch_size + 1)
+    ]
+
+
+Told = tuple[float, int, int]  # step seconds, virtual nodes, devices
+
+
+def every_split(problem: SplitProblem) -> list[Told]:
+    """Every assignment of samples to every device, but for those worse in all that is told."""
+    # (samples so far, devices in use, types in use) -> (slowest device, passes), none dominated.
+    states: dict[tuple[int, int, frozenset[int]], set[tuple[float, int]]] = {
+        (0, 0, frozenset()): {(0.0, 0)}
+    }
+    for kind, option in enumerate(problem.devices):
+        work = device_work(problem, option.batch_curve)
+        for _ in range(option.num_devices):
+            after = {key: set(ways) for key, ways in states.items()}
+            for (done, used, kinds), ways in states.items():
+                for samples, passes, seconds in work:
+                    if done + samples <= problem.global_batch_size:
+                        more = {(max(slow, seconds), count + passes) for slow, count in ways}
+                        key = (done + samples, used + 1, kinds | {kind})
+                        after[key] = undominated(after.get(key, set()) | more)
+            states = after
+    found = [
+        (slowest + overhead(problem, used, kinds), passes, used)
+        for (done, used, kinds), ways in states.items()
+        if done == problem.global_batch_size and used > 1
+        for slowest, passes in ways
+    ]
+    for option in problem.devices:
+        costs = option if option.alone is None else option.alone
+        for samples, passes, seconds in device_work(problem, costs.batch_curve):
+            if samples == problem.global_batch_size:
+                found.append((seconds + costs.update_seconds + costs.fixed_seconds, passes, 1))
+    return found
+
+
+def undominated(ways: set[tuple[float, int]]) -> set[tuple[float, int]]:
+    kept: set[tuple[float, int]] = set()
+    least = None
+    for slowest, passes in sorted(ways):
+        if least is None or passes < least:
+            kept.add((slowest, passes))
+            least = passes
+    return kept
 
 
 def brute_force(problem: SplitProblem) -> float | None:
     """The least step time over every assignment of samples to every device."""
-    # (samples so far, devices in use, types in use) -> least slowest device: nothing is pruned.
-    states: dict[tuple[int, int, frozenset[int]], float] = {(0, 0, frozenset()): 0.0}
-    for kind, option in enumerate(problem.devices):
-        costs = device_costs(problem, option)
-        for _ in range(option.num_devices):
-            after = dict(states)
-            for (done, used, kinds), slowest in states.items():
-                for samples, seconds in costs.items():
-                    key = (done + samples, used + 1, kinds | {kind})
-                    time = max(slowest, seconds)
-                    if key[0] <= problem.global_batch_size and time < after.get(key, time + 1):
-                        after[key] = time
-            states = after
-    return min(
-        (
-            slowest + overhead(problem, used, kinds)
-            for (done, used, kinds), slowest in states.items()
-            if done == problem.global_batch_size
-        ),
-        default=None,
-    )
+    return min((step for step, _, _ in every_split(problem)), default=None)
 
 
 def overhead(problem: SplitProblem, used: int, kinds: frozenset[int]) -> float:
     chosen = [problem.devices[kind] for kind in kinds]
-    exposed = max(synchronisation(option, used) for option in chosen) if used > 1 else 0.0
-    return exposed + max(option.update_seconds for option in chosen)
+    exposed = max(synchronisation(option, used) for option in chosen)
+    return exposed + max(option.update_seconds + option.fixed_seconds for option in chosen)
 
 
 def synchronisation(option: DeviceOption, used: int) -> float:
@@ -169,6 +217,61 @@ def test_the_milp_equals_the_fast_search(backend: batch_split_milp.Backend, prob
     assert plan.predicted.step_seconds == pytest.approx(expected, rel=1e-9)
 
 
+def measured(problem: SplitProblem, errors: list[float], step_error: float | None) -> SplitProblem:
+    """The problem with a spread of every point, in turn out of some."""
+
+    def told(curve: tuple[BatchPoint, ...]) -> tuple[BatchPoint, ...]:
+        return tuple(
+            replace(point, step_seconds_error=errors[point.batch_size % len(errors)])
+            for point in curve
+        )
+
+    devices = tuple(
+        replace(
+            option,
+            batch_curve=told(option.batch_curve),
+            alone=option.alone
+            and replace(option.alone, batch_curve=told(option.alone.batch_curve)),
+            step_error=step_error,
+        )
+        for option in problem.devices
+    )
+    return replace(problem, devices=devices)
+
+
+SPREADS = st.lists(st.sampled_from([0.0, 0.01, 0.05, 0.3, 0.8]), min_size=1, max_size=3)
+
+
+@settings(max_examples=400, **REPEATABLE)
+@given(problems(), SPREADS, st.sampled_from([None, 0.0, 0.1]))
+def test_the_simplest_plan_within_the_interval_is_found(
+    plain: SplitProblem, errors: list[float], step_error: float | None
+) -> None:
+    """Fewest virtual nodes, then fewest devices, then the least step, against every split."""
+    problem = measured(plain, errors, step_error)
+    splits = every_split(problem)
+    assume(splits)
+    fastest, plan = solve(problem, fastest=True), solve(problem)
+    assert check(plan, problem) == []
+    assert fastest.predicted.step_seconds == pytest.approx(min(splits)[0], rel=1e-9)
+    limit = fastest.predicted.step_seconds_high
+    within = [split for split in splits if split[0] <= limit * (1 + 1e-9)]
+    nodes, devices, step = min((nodes, used, step) for step, nodes, used in within)
+    assert (plan.num_virtual_nodes, plan.num_devices) == (nodes, devices)
+    assert plan.predicted.step_seconds == pytest.approx(step, rel=1e-9)
+    assert plan.proof.lower_bound == pytest.approx(fastest.predicted.step_seconds, rel=1e-9)
+
+
+@settings(max_examples=100, **REPEATABLE)
+@given(problems())
+def test_exact_measurements_leave_the_fastest_plan(plain: SplitProblem) -> None:
+    """A spread of nothing: equally fast plans alone are left, and their proof has no gap."""
+    assume(every_split(plain))
+    plan = solve(measured(plain, [0.0], 0.0))
+    assert plan.proof.gap <= 1e-9
+    assert plan.predicted.step_seconds == pytest.approx(solve(plain).predicted.step_seconds)
+
+
 def with_device(problem: SplitProblem, **changes: object) -> SplitProblem:
     return replace(problem, devices=(replace(problem.devices[0], **changes), *problem.devices[1:]))
 
@@ -215,7 +318,10 @@ def test_a_faster_type_is_never_worse(problem: SplitProblem, factor: float) -> N
 def test_scaling_every_time_scales_the_answer(problem: SplitProblem, factor: float) -> None:
     plain = replace(
         problem,
-        devices=tuple(replace(o, sync=None, update_seconds=0.0) for o in problem.devices),
+        devices=tuple(
+            replace(o, sync=None, update_seconds=0.0, fixed_seconds=0.0, alone=None)
+            for o in problem.devices
+        ),
     )
     before = step_or_none(plain)
     assume(before is not None)
@@ -350,3 +456,67 @@ def test_a_time_limit_ends_in_feasible_with_a_bound() -> None:
         assert plan.proof.lower_bound <= best * (1 + 1e-9) <= plan.proof.objective * (1 + 2e-9)
         if plan.predicted.step_seconds > best * (1 + 1e-9):
             assert plan.proof.termination == "feasible"
+
+
+def alone(times: dict[int, float], **costs: float) -> AloneDevice:
+    curve = tuple(
+        BatchPoint(batch_size=size, step_seconds=seconds, peak_memory_bytes=1)
+        for size, seconds in times.items()
+    )
+    return AloneDevice(batch_curve=curve, **{"update_seconds": 0.0, **costs})
+
+
+def test_one_device_alone_beats_two_that_slow_each_other() -> None:
+    """Two busy devices take 2 x 2.2 s, one alone 4 x 1 s; at no cost of company, two do."""
+    busy = option("A", 2, {4: 2.2}, alone=alone({4: 1.0}))
+    plan = solve(free(16, busy))
+    assert shape(plan) == [("A", 1, 4, 4)]
+    assert plan.predicted.compute_seconds == 4.0
+    assert not plan.groups[0].measured_busy
+    plan = solve(free(16, replace(busy, alone=alone({4: 1.2}))))
+    assert shape(plan) == [("A", 2, 2, 4)]
+    assert plan.groups[0].measured_busy
+
+
+def test_a_device_alone_that_is_slower_on_paper_borrows_nothing() -> None:
+    """Noise can make the busy curve the faster one; a plan on one device does not get it."""
+    plan = solve(free(8, option("A", 2, {4: 1.0, 8: 1.5}, alone=alone({4: 1.1, 8: 3.0}))))
+    assert shape(plan) == [("A", 2, 1, 4)]
+    plan = solve(free(8, option("A", 2, {8: 1.5}, alone=alone({8: 3.0}))))
+    assert plan.predicted.step_seconds == 3.0
+
+
+def test_a_type_is_left_out_when_its_fixed_cost_is_more_than_it_helps() -> None:
+    fast = option("fast", 2, {4: 1.0}, fixed_seconds=0.5)
+    plan = solve(free(40, fast, option("slow", 1, {4: 2.0}, fixed_seconds=5.0)))
+    assert shape(plan) == [("fast", 2, 5, 4)]
+    assert plan.predicted.fixed_seconds == 0.5
+
+
+def spread(found: DeviceOption, error: float) -> DeviceOption:
+    curve = tuple(replace(point, step_seconds_error=error) for point in found.batch_curve)
+    return replace(found, batch_curve=curve)
+
+
+def test_the_simpler_plan_wins_where_measurements_cannot_tell() -> None:
+    """6 x 8 on each of two is 1 % faster on paper than 2 x 24: within 2 %, but not within 0.5 %."""
+    curve = option("A", 2, {8: 1.0, 24: 3.03})
+    assert shape(solve(free(96, curve))) == [("A", 2, 6, 8)]
+    assert shape(solve(free(96, spread(curve, 0.005)))) == [("A", 2, 6, 8)]
+    plan = solve(free(96, spread(curve, 0.02)))
+    assert shape(plan) == [("A", 2, 2, 24)]
+    assert plan.proof.termination == "optimal"
+    assert plan.proof.lower_bound == 6.0
+    assert plan.proof.tolerance == pytest.approx(0.02)
+    assert "the simplest of the plans within +-2 %" in plan.proof.method
+    assert plan.provenance["fastest"]["groups"] == ["2 x A: 6 x 8"]
+    assert shape(solve(free(96, spread(curve, 0.02)), fastest=True)) == [("A", 2, 6, 8)]
+
+
+def test_a_search_for_a_simpler_plan_that_takes_too_long_is_said_to_be_left_out() -> None:
+    problem = free(96, spread(option("A", 2, {8: 1.0, 24: 3.03}), 0.02))
+    plan = solve(problem, work_limit=10)
+    assert shape(plan) == [("A", 2, 6, 8)]
+    assert plan.proof.tolerance is None
+    assert "too large to look for a simpler one" in plan.proof.method
+    assert check(plan, problem) == []

@@ -142,3 +142,23 @@ def test_the_question_must_make_sense() -> None:
     with pytest.raises(InfeasibleError, match="hold 2 samples each") as caught:
         solve(wrong)
     assert "one of 4" in caught.value.hint
+
+
+def test_a_device_alone_is_ranked_by_what_it_does_alone() -> None:
+    """Alone it takes 3 x 1 s; two that slow each other take 2 x 1.6 s, and one of them 3 x 1.6."""
+    from dataclasses import replace
+
+    from hetflow.schema.problem import AloneDevice
+
+    shared = pool(3, (2, 1.6))
+    curve = (BatchPoint(batch_size=SIZE, step_seconds=1.0, peak_memory_bytes=1),)
+    apart = AloneDevice(batch_curve=curve, update_seconds=0.0)
+    problem = replace(shared, devices=(replace(shared.devices[0], alone=apart),))
+    plan = solve(problem, top=5)
+    assert check(plan, problem) == []
+    assert plan.num_devices == 1
+    assert plan.est.throughput == pytest.approx(1.0)
+    assert plan.est.capability == {"T0": 1.0}
+    (second,) = plan.alternatives
+    assert second.est.overload_factor == pytest.approx(3.2)
+    assert second.est.capability == {"T0": pytest.approx(1 / 1.6)}
