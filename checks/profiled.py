@@ -11,7 +11,7 @@ from ..schema.cluster import Cluster
 from ..schema.optimizer import OptimizerState
 from ..schema.pipeline import DevicePool, PipelineProblem
 from ..schema.plan import DeviceGroup, SplitPlan
-from ..schema.profile import LayerGraph, Profile
+from ..schema.profile import BatchPoint, LayerGraph, Profile
 
 
 def split_faults(
@@ -20,7 +20,10 @@ def split_faults(
     cluster: Cluster,
     optimizer: OptimizerState | None,
 ) -> list[str]:
-    """Every group whose passes do not fit its devices.
+    """Every group whose passes do not fit its devices, or take another time than was measured.
+
+    A plan on one device goes by what was measured alone; one on more by the busy host, where the
+    type was measured on one, a server of the pool holds it with others, and a size fits.
 
     Args:
         plan: The plan to judge.
@@ -35,13 +38,22 @@ def split_faults(
         if profile is None or group.device_type not in cluster.device_types:
             continue  # the judge of the split says so
         has = _device_bytes(cluster, profile)
-        needs = _peak_bytes(group, profile)
-        if needs is None:
+        more = _more_bytes(profile, optimizer)
+        curve = profile.batch_curve
+        if plan.num_devices > 1 and _has_company(cluster, profile.device_type):
+            busy = () if profile.busy is None else profile.busy.batch_curve
+            if any(max(0, point.peak_memory_bytes + more) <= has for point in busy):
+                curve = busy
+        around = _around(curve, group.virtual_node_batch_size)
+        if around is None:
             continue
-        if optimizer is not None and profile.optimizer is not None:
-            more = optimizer.state_bytes_per_weight_byte
-            more -= profile.optimizer.state_bytes_per_weight_byte
-            needs += ceil(more * profile.weight_bytes)
+        seconds = _between(around, [point.step_seconds for point in around], group)
+        if group.pass_seconds is not None and not isclose(group.pass_seconds, seconds):
+            faults.append(
+                f"groups[{index}]: pass_seconds is {group.pass_seconds}, measured for a plan on "
+                f"{plan.num_devices} device(s) were {seconds}"
+            )
+        needs = ceil(_between(around, [point.peak_memory_bytes for point in around], group)) + more
         if needs > has:
             faults.append(
                 f"groups[{index}]: a pass of {group.virtual_node_batch_size} samples needs {needs} "
@@ -55,18 +67,38 @@ def _device_bytes(cluster: Cluster, profile: Profile) -> int:
     return profile.device_memory_bytes if stated is None else stated
 
 
-def _peak_bytes(group: DeviceGroup, profile: Profile) -> int | None:
-    """The profiled peak, or the line between two; None outside of what was profiled."""
-    size = group.virtual_node_batch_size
-    below = [point for point in profile.batch_curve if point.batch_size <= size]
-    above = [point for point in profile.batch_curve if point.batch_size >= size]
-    if not below or not above:
-        return None
-    low, high = below[-1], above[0]
+def _more_bytes(profile: Profile, optimizer: OptimizerState | None) -> int:
+    """What another optimizer keeps beyond the one that peaks were measured with."""
+    if optimizer is None or profile.optimizer is None:
+        return 0
+    more = optimizer.state_bytes_per_weight_byte - profile.optimizer.state_bytes_per_weight_byte
+    return ceil(more * profile.weight_bytes)
+
+
+def _has_company(cluster: Cluster, device_type: str) -> bool:
+    """Whether devices of a type share a host with any other device."""
+    return any(
+        device_type in group.devices and sum(group.devices.values()) >= 2
+        for group in cluster.servers
+    )
+
+
+def _around(curve: Sequence[BatchPoint], size: int) -> tuple[BatchPoint, BatchPoint] | None:
+    """The points at a size, or below and above it; None outside of what was profiled."""
+    below = [point for point in curve if point.batch_size <= size]
+    above = [point for point in curve if point.batch_size >= size]
+    return (below[-1], above[0]) if below and above else None
+
+
+def _between(
+    around: tuple[BatchPoint, BatchPoint], values: Sequence[float], group: DeviceGroup
+) -> float:
+    """The value on the line between two points, at a group's size."""
+    low, high = around
     if low is high:
-        return low.peak_memory_bytes
-    rise = (high.peak_memory_bytes - low.peak_memory_bytes) / (high.batch_size - low.batch_size)
-    return ceil(low.peak_memory_bytes + rise * (size - low.batch_size))
+        return values[0]
+    rise = (values[1] - values[0]) / (high.batch_size - low.batch_size)
+    return values[0] + rise * (group.virtual_node_batch_size - low.batch_size)
 
 
 def pipeline_faults(

@@ -53,4 +53,6 @@ class Question:
     pipeline: PipelineFlags
     optimizer: OptimizerState | None = None
     """The one that will train; None takes what the profiles say."""
+    fastest: bool = False
+    """Take the fastest plan on paper, also where measurements cannot tell a simpler one from it."""
     limits: Limits = field(default_factory=Limits)

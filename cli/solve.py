@@ -47,6 +47,14 @@ def solve(
     method: Annotated[
         Method, typer.Option(help="The fast exact method, or the MILP through CBC or HiGHS.")
     ] = "exact",
+    fastest: Annotated[
+        bool,
+        typer.Option(
+            "--fastest",
+            help="Take the fastest plan on paper, also where the measurements cannot tell a "
+            "simpler one from it.",
+        ),
+    ] = False,
     time_limit: Annotated[
         float | None,
         typer.Option(
@@ -164,6 +172,7 @@ def solve(
             microbatch_size=microbatch_size,
         ),
         limits=Limits(time_limit, gap),
+        fastest=fastest,
     )
     plan = answer(question, strategy)
     emit_file(plan, output, force=force, json=json)

@@ -88,7 +88,7 @@ def plan_table(plan: SplitPlan) -> str:
         _parts_text(plan.predicted),
         _proof_text(plan.proof),
     ]
-    return "\n".join(lines + _est_lines(plan))
+    return "\n".join([*lines, *_simpler_lines(plan.proof), *_est_lines(plan)])
 
 
 def pipeline_table(plan: PipelinePlan) -> str:
@@ -132,6 +132,9 @@ def _parts_text(predicted: Prediction) -> str:
         f"{name} {milliseconds(seconds)}"
         for name, seconds in (
             ("compute", predicted.compute_seconds),
+            ("loading", predicted.load_seconds),
+            ("virtual nodes", predicted.virtual_node_seconds),
+            ("fixed", predicted.fixed_seconds),
             ("sync", predicted.sync_seconds),
             ("update", predicted.update_seconds),
         )
@@ -140,11 +143,27 @@ def _parts_text(predicted: Prediction) -> str:
     total = f"step {milliseconds(predicted.step_seconds)}"
     if parts:
         total += f" = {' + '.join(parts)}"
+    if predicted.step_seconds_low is not None and predicted.step_seconds_high is not None:
+        low, high = (
+            milliseconds(predicted.step_seconds_low),
+            milliseconds(predicted.step_seconds_high),
+        )
+        total += f"; the measurements allow {low} to {high}"
     return f"{total}; {predicted.samples_per_second:.1f} samples/s"
 
 
 def _proof_text(proof: Proof) -> str:
     return f"{proof.termination}, gap {_percent(proof.gap)}: {proof.method}"
+
+
+def _simpler_lines(proof: Proof) -> list[str]:
+    """What was given up for a plan that is simpler than the fastest."""
+    if proof.tolerance is None or proof.lower_bound is None or not proof.gap:
+        return []
+    return [
+        f"simpler than the fastest on paper, {milliseconds(proof.lower_bound)}, which the "
+        f"measurements cannot tell from it (--fastest takes that one)"
+    ]
 
 
 def _est_lines(plan: SplitPlan) -> list[str]:

@@ -25,9 +25,9 @@ from .split_levels import Alone, Level, first_bound, holds, levels, single_devic
 from .split_reach import Pool
 from .split_times import bisect, candidates
 
-WORK_LIMIT = 3e8
+WORK_LIMIT = 5e8
 """Entries of all tables together that a search may look at: about a second."""
-_MOST_ENTRIES = 1e7  # of the tables of one level, which are in memory together
+_MOST_ENTRIES = 1e7  # in memory together
 _NEVER = 1 << 60
 _ROUNDING = 1 + 1e-12
 
@@ -65,55 +65,64 @@ class _Search:
     work_left: float
     known: dict[tuple[tuple[int, ...], bytes, int], Rank | None] = field(default_factory=dict)
 
-    def rank(self, level: Level, seconds: float) -> Rank | None:
-        """The fewest passes, then devices, of a level within ``seconds`` each; None without any."""
+    def rank(self, level: Level, seconds: float, limit: Rank) -> Rank | None:
+        """The fewest passes, then devices, of a level within ``seconds`` each.
+
+        None where there are none, or none that come up to ``limit``.
+        """
         if not holds(self.pool, level, seconds):
             return None
         # A table that does not count devices is cheaper, and most often enough.
         found = self._rank(level, seconds, counted=False)
-        if found is None or found[1] <= level.num_devices:
-            return found
-        return self._rank(level, seconds, counted=True)
+        if found is not None and found[1] > level.num_devices and found <= limit:
+            found = self._rank(level, seconds, counted=True)
+        return None if found is None or found > limit else found
 
     def _rank(self, level: Level, seconds: float, *, counted: bool) -> Rank | None:
         passes = self.pool.passes(seconds).tobytes()  # the time matters only through the passes
         key = (level.counts, passes, level.num_devices if counted else 0)
         if key not in self.known:
-            self.known[key] = self._table(level, seconds, counted=counted, alike=False).rank
+            self.known[key] = self._table(level, seconds, counted=counted).rank
         return self.known[key]
 
     def work(self, level: Level, seconds: float, rank: Rank) -> dict[int, Work]:
         """Who does what, of all ways that have this rank."""
         tables = (
-            self._table(level, seconds, counted=counted, alike=alike)
+            self._table(level, seconds, counted=counted, alike=alike, keeps=True)
             for alike in (True, False)
             for counted in (False, True)
         )
         return next(table for table in tables if table.rank == rank).work()
 
-    def _table(self, level: Level, seconds: float, *, counted: bool, alike: bool) -> "_Table":
+    def _table(
+        self,
+        level: Level,
+        seconds: float,
+        *,
+        counted: bool,
+        alike: bool = False,
+        keeps: bool = False,
+    ) -> "_Table":
         pool = self.pool
         passes = pool.passes(seconds)
         tops = pool.tops(passes)
         stride = gcd(pool.batch, *(int(size) for size in pool.sizes))
         target, limit = pool.batch // stride, level.num_devices if counted else 0
-        if sum(level.counts) * (target + 1) * (limit + 1) > _MOST_ENTRIES:
+        stages = sum(level.counts) if keeps else 2
+        if stages * (target + 1) * (limit + 1) > _MOST_ENTRIES:
             raise TooMuchWorkError
-        table = _Table(target, stride, limit)
+        table = _Table(target, stride, limit, keeps=keeps)
         for kind in sorted(range(len(tops)), key=lambda kind: (tops[kind], -kind)):
             if not level.counts[kind] or not tops[kind]:
                 continue
-            one = _moves(pool.entries(passes, kind), stride)
-            number = level.counts[kind]
-            work = number * len(one) * table.size
-            if work > self.work_left:
-                raise TooMuchWorkError
-            self.work_left -= work
+            moves = _moves(pool.entries(passes, kind), stride)
             if alike:
-                table.add(kind, list(_together(one, number, target)))
-                continue
-            for _ in range(number):
-                if not table.add(kind, one):
+                moves = list(_together(moves, level.counts[kind], target))
+            for _ in range(1 if alike else level.counts[kind]):
+                self.work_left -= len(moves) * table.size
+                if self.work_left < 0:
+                    raise TooMuchWorkError
+                if not table.add(kind, moves):
                     break  # one device more changes nothing, nor do others
         return table
 
@@ -125,14 +134,15 @@ class _Table:
         target: Samples of the batch, in strides.
         stride: Samples.
         limit: Most devices, which the table then counts; 0 does not count them.
+        keeps: Whether to keep the stages, for ``work``.
     """
 
-    def __init__(self, target: int, stride: int, limit: int) -> None:
-        self.target, self.stride, self.limit = target, stride, limit
+    def __init__(self, target: int, stride: int, limit: int, *, keeps: bool) -> None:
+        self.target, self.stride, self.limit, self.keeps = target, stride, limit, keeps
         self.scale = target + 1  # no plan has more devices than samples
         last = np.full((limit + 1, target + 1), _NEVER, dtype=np.int64)
         last[:, 0] = 0
-        self.last = last
+        self.last = self.front = last
         self.stages: list[_Stage] = []
 
     @property
@@ -143,16 +153,12 @@ class _Table:
     @property
     def rank(self) -> Rank | None:
         """The best for all samples; None where they cannot add up."""
-        best = int(self._front[self.limit, self.target])
+        best = int(self.front[self.limit, self.target])
         return None if best >= _NEVER else divmod(best, self.scale)
-
-    @property
-    def _front(self) -> Costs:
-        return self.stages[-1].costs if self.stages else self.last
 
     def add(self, kind: int, moves: Sequence[_Move]) -> bool:
         """Put a stage in front; whether that makes anything better."""
-        after = self._front
+        after = self.front
         best = after.copy()
         for move in moves:
             rows = self._rows(move)
@@ -163,7 +169,9 @@ class _Table:
                     after[: self.limit + 1 - rows, :end] + self._cost(move),
                     out=best[rows:, move.strides :],
                 )
-        self.stages.append(_Stage(kind, moves, best))
+        self.front = best
+        if self.keeps:
+            self.stages.append(_Stage(kind, moves, best))
         return bool((best < after).any())
 
     def _rows(self, move: _Move) -> int:
@@ -235,12 +243,10 @@ def simplest(
     if single is not None:
         best = min(best, (single.group.virtual_nodes, 1))
     least_nodes = -(-pool.batch // max(pool.sizes.tolist(), default=1))
-    for level in within:
+    for level in sorted(within, key=lambda level: -level.num_devices):  # least restricted first
         if best <= (least_nodes, 2):
             break
-        rank = search.rank(level, _seconds_left(level, limit_seconds))
-        if rank is not None:
-            best = min(best, rank)
+        best = search.rank(level, _seconds_left(level, limit_seconds), best) or best
     if best == (nodes, number):
         return fastest
     if best[1] == 1 and single is not None:
@@ -281,7 +287,7 @@ def _fastest_of_rank(
     best_step, best_level, best_seconds = limit_seconds, None, 0.0
     for level in within:
         bound = _seconds_left(level, best_step)
-        if search.rank(level, bound) != rank:
+        if search.rank(level, bound, rank) != rank:
             continue
         times = candidates(search.pool, first_bound(search.pool, level), bound)
         seconds = bisect(times, _has_rank(search, level, rank))
@@ -294,4 +300,4 @@ def _fastest_of_rank(
 
 
 def _has_rank(search: _Search, level: Level, rank: Rank) -> Callable[[float], bool]:
-    return lambda seconds: search.rank(level, seconds) == rank
+    return lambda seconds: search.rank(level, seconds, rank) == rank

@@ -6,7 +6,7 @@ import pytest
 
 from hetflow.checks.batch_split import check, continuous_bound
 from hetflow.schema.plan import Alternative, DeviceGroup, Prediction, Proof, SplitPlan
-from hetflow.schema.problem import DeviceOption, SplitProblem
+from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync
 
 
@@ -224,3 +224,83 @@ def test_a_plan_that_says_it_is_uniform_is_held_to_it_without_profiles() -> None
 
 def _uniform(plan: SplitPlan, nodes: int) -> SplitPlan:
     return replace(plan, uniform_virtual_nodes=nodes)
+
+
+def busy_problem() -> SplitProblem:
+    """Two devices at 1.2 s a pass beside each other, at 1 s alone; with parts and spreads."""
+    curve = tuple(
+        BatchPoint(
+            batch_size=size,
+            step_seconds=seconds,
+            peak_memory_bytes=1,
+            load_seconds=0.2,
+            virtual_node_seconds=0.1,
+            step_seconds_error=0.02,
+        )
+        for size, seconds in ((8, 1.2), (24, 3.64))
+    )
+    alone = AloneDevice(
+        batch_curve=tuple(replace(p, step_seconds=p.step_seconds / 1.2) for p in curve),
+        update_seconds=0.2,
+        fixed_seconds=0.1,
+    )
+    device = replace(option("A", 2, 1.0, 0.3), batch_curve=curve, fixed_seconds=0.15, alone=alone)
+    return SplitProblem(model="m", global_batch_size=96, devices=(device,))
+
+
+def altered(plan: SplitPlan, **predicted: object) -> SplitPlan:
+    return replace(plan, predicted=replace(plan.predicted, **predicted))
+
+
+def test_terms_and_intervals_are_recomputed() -> None:
+    from hetflow.solvers.batch_split import solve
+
+    problem = busy_problem()
+    plan = solve(problem)
+    assert plan.num_devices == 2
+    assert check(plan, problem) == []
+    told = plan.predicted
+    moved = told.load_seconds / 2
+    wrong = {
+        "load_seconds is": altered(
+            plan, load_seconds=moved, compute_seconds=told.compute_seconds + moved
+        ),
+        "virtual_node_seconds is": altered(
+            plan,
+            virtual_node_seconds=None,
+            compute_seconds=told.compute_seconds + told.virtual_node_seconds,
+        ),
+        "update_seconds and fixed_seconds are": altered(
+            plan, fixed_seconds=None, update_seconds=told.update_seconds + told.fixed_seconds
+        ),
+        "step_seconds_high is": altered(plan, step_seconds_high=told.step_seconds_high * 1.01),
+        "step_seconds_low is": altered(plan, step_seconds_low=told.step_seconds_low * 0.99),
+        "the profiles tell it": altered(plan, step_seconds_low=None, step_seconds_high=None),
+        "come together": altered(plan, step_seconds_low=None),
+        "is not within": altered(plan, step_seconds_low=told.step_seconds * 1.01),
+        "its parts add up": altered(plan, fixed_seconds=None),
+        "measured_busy is False": replace(
+            plan, groups=tuple(replace(g, measured_busy=False) for g in plan.groups)
+        ),
+    }
+    for fault, found in wrong.items():
+        assert any(fault in said for said in check(found, problem)), fault
+
+
+def test_a_gap_is_optimal_only_within_its_tolerance() -> None:
+    from hetflow.solvers.batch_split import solve
+
+    problem = busy_problem()
+    simple, fastest = solve(problem), solve(problem, fastest=True)
+    assert 0 < simple.proof.gap < 0.02
+    bare = replace(simple, proof=replace(simple.proof, tolerance=None))
+    assert any("leaves a gap" in fault for fault in check(bare, None))
+    narrow = replace(simple, proof=replace(simple.proof, tolerance=simple.proof.gap / 2))
+    assert any("beyond its tolerance" in fault for fault in check(narrow, None))
+    wide = replace(simple, proof=replace(simple.proof, tolerance=0.1))
+    assert any("wider than any spread" in fault for fault in check(wide, problem))
+    said = replace(fastest, proof=replace(fastest.proof, tolerance=simple.proof.tolerance))
+    assert any("and simpler" in fault for fault in check(said, problem))
+    unknown = replace(problem.devices[0], alone=None)
+    other = replace(problem, devices=(unknown,))
+    assert any("measured_busy is True" in fault for fault in check(simple, other))

@@ -8,7 +8,7 @@ from hetflow.checks.profiled import pipeline_faults, split_faults
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.plan import SplitPlan
-from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
+from hetflow.schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile
 from hetflow.solvers.batch_split import solve
 from hetflow.solvers.pipeline_problems import pipeline_problem
 from hetflow.solvers.problems import split_problem
@@ -48,11 +48,39 @@ def test_a_pass_that_does_not_fit_is_refused() -> None:
     adam = named_optimizer("adam")
     tight = dataclasses.replace(PROFILE, device_memory_bytes=14_999)
     (group,) = plan.groups
-    between = dataclasses.replace(group, virtual_node_batch_size=5, device_batch_size=5)
+    between = dataclasses.replace(
+        group, virtual_node_batch_size=5, device_batch_size=5, pass_seconds=None
+    )
     middle = dataclasses.replace(plan, groups=(between,), global_batch_size=5)
     assert split_faults(middle, [tight], POOL, None) == []
     (fault,) = split_faults(middle, [tight], POOL, adam)
     assert "needs 15000 bytes on a V100 of 14999: 1 too many" in fault
+
+
+def test_a_pass_that_was_measured_for_other_plans_is_refused() -> None:
+    """One device goes by 0.1 s a sample, two that share a host by twice as much."""
+    busy = BusyHost(
+        num_devices=2,
+        batch_curve=tuple(
+            dataclasses.replace(point, step_seconds=2 * point.step_seconds)
+            for point in PROFILE.batch_curve
+        ),
+        update_seconds=0.02,
+    )
+    told = [dataclasses.replace(PROFILE, busy=busy)]
+    one, two = Cluster.parse("1xV100"), Cluster.parse("2xV100")
+    single, both = (solve(split_problem(told, pool, 16)) for pool in (one, two))
+    assert both.num_devices == 1  # company costs more than it helps
+    wide = solve(split_problem(told, Cluster.parse("8xV100"), 16))
+    assert wide.num_devices == 8
+    assert wide.groups[0].pass_seconds == pytest.approx(0.4)
+    eight = Cluster.parse("8xV100")
+    assert split_faults(single, told, one, None) == split_faults(wide, told, eight, None) == []
+    (fault,) = split_faults(wide, [PROFILE], eight, None)
+    assert "pass_seconds is 0.4, measured for a plan on 8 device(s) were 0.2" in fault
+    apart = Cluster.parse("8x(1xV100)")  # no device has company on its host
+    assert any("were 0.2" in fault for fault in split_faults(wide, told, apart, None))
+    assert split_faults(solve(split_problem(told, apart, 16)), told, apart, None) == []
 
 
 def test_the_split_s_problem_counts_the_optimizer_that_will_train() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from hetflow.cli.limits import Limits
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import Profile
@@ -198,3 +199,54 @@ def test_an_error_that_nobody_reads_keeps_its_exit_code(tmp_path: Path) -> None:
         assert subprocess.run(command, stdout=writer, stderr=writer).returncode == 2
     finally:
         os.close(writer)
+
+
+def test_the_simpler_plan_is_taken_said_and_refused(
+    hetflow: Hetflow, make_profile: Profiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 x 16 are 1 % faster on paper than 4 x 32, and the passes known to 3 %."""
+    curve = [
+        {"batch_size": 16, "step_seconds": 0.020, "peak_memory_bytes": 1},
+        {"batch_size": 32, "step_seconds": 0.0404, "peak_memory_bytes": 1},
+    ]
+    told = [{**point, "load_seconds": 0.001, "step_seconds_error": 0.03} for point in curve]
+    folder = write_profile(
+        make_profile("V100", 1.0), tmp_path / "told", batch_curve=told, fixed_seconds=0.002
+    )
+    target = tmp_path / "plan.json"
+    asked = ("--profiles", folder, "--gpus", "2xV100", "--batch-size", 256, "--strategy", "split")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    answer = hetflow("solve", *asked, "-o", target)
+    assert "2 x V100: 8 x 16, is predicted at 186 ms" in answer.stderr
+    assert "--fastest takes the other" in answer.stderr
+    plan = json.loads(target.read_text())
+    assert [group["virtual_nodes"] for group in plan["groups"]] == [4]
+    assert not Limits(time_limit_seconds=1.0).is_missed(files.read(target, SplitPlan))
+    assert "simplest of the plans within +-2.6 %" in plan["proof"]["method"]
+    checked = hetflow("check", target, "--profiles", folder, "--gpus", "2xV100")
+    assert "valid (optimal)" in checked.stdout
+    shown = hetflow("show", target).stdout
+    assert "simpler than the fastest on paper, 186 ms" in shown
+    assert "the measurements allow" in shown
+    plan = json.loads(hetflow("solve", *asked, "--fastest").stdout)
+    assert [group["virtual_nodes"] for group in plan["groups"]] == [8]
+    assert "tolerance" not in plan["proof"]
+
+
+def test_a_step_is_explained_by_terms_that_add_up(
+    hetflow: Hetflow, profiles: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "plan.json"
+    solve(hetflow, profiles, "-o", target)
+    shown = hetflow("show", target, "--explain").stdout
+    assert "passes on the slowest" in shown
+    assert "synchronisation over 4 devices" in shown
+    assert "fixed cost of a step was not measured" in shown
+    document = json.loads(hetflow("show", target, "--explain", "--json").stdout)
+    total = sum(term["seconds"] for term in document["terms"])
+    assert total == pytest.approx(document["step_seconds"], rel=1e-9)
+    one_line_error(hetflow("show", profiles, "--explain"), 2, "only split plans")
+    document = json.loads(target.read_text())
+    document["predicted"]["update_seconds"] += 1
+    target.write_text(json.dumps(document))
+    one_line_error(hetflow("show", target, "--explain"), 2, "the terms add up to")

@@ -1,5 +1,7 @@
 """The cost equations: values worked by hand, and the direction each must move in."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from hetflow.costs.memory import fitting_points
 from hetflow.costs.split import predict
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.plan import DeviceGroup
-from hetflow.schema.problem import DeviceOption, SplitProblem
+from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync
 
 CURVE = (
@@ -119,3 +121,92 @@ def test_a_step_is_the_slowest_device_plus_sync_plus_update() -> None:
     assert found.samples_per_second == pytest.approx(64 / 8.55)
     with pytest.raises(ProblemError, match="no device of type 'B'"):
         predict(SplitProblem(model="m", global_batch_size=64, devices=(option("A"),)), groups)
+
+
+def told(size: int, seconds: float, **parts: float) -> BatchPoint:
+    return BatchPoint(batch_size=size, step_seconds=seconds, peak_memory_bytes=1, **parts)
+
+
+def group(name: str, number: int, passes: int, size: int) -> DeviceGroup:
+    return DeviceGroup(
+        device_type=name,
+        num_devices=number,
+        device_batch_size=passes * size,
+        virtual_nodes=passes,
+        virtual_node_batch_size=size,
+    )
+
+
+PARTS = option(
+    "A",
+    batch_curve=(told(8, 1.0, load_seconds=0.2, virtual_node_seconds=0.1, step_seconds_error=0.1),),
+    fixed_seconds=0.25,
+    step_error=0.02,
+    alone=AloneDevice(
+        batch_curve=(told(8, 0.6, step_seconds_error=0.0),), update_seconds=0.4, fixed_seconds=0.1
+    ),
+    sync=Sync(num_devices=2, sync_seconds=0.3),
+)
+
+
+def problem_of(*devices: DeviceOption, batch: int = 64) -> SplitProblem:
+    return SplitProblem(model="m", global_batch_size=batch, devices=devices)
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    found = predict(problem_of(PARTS), [group("A", 2, 4, 8)])
+    assert found.compute_seconds == pytest.approx(2.8)
+    assert found.load_seconds == pytest.approx(0.8)
+    assert found.virtual_node_seconds == pytest.approx(0.4)
+    assert (found.fixed_seconds, found.sync_seconds, found.update_seconds) == (0.25, 0.3, 0.5)
+    assert found.step_seconds == pytest.approx(2.8 + 0.8 + 0.4 + 0.25 + 0.3 + 0.5)
+
+
+def test_one_device_in_all_takes_what_it_takes_alone() -> None:
+    found = predict(problem_of(PARTS), [group("A", 1, 8, 8)])
+    assert found.step_seconds == pytest.approx(8 * 0.6 + 0.4 + 0.1)
+    assert found.load_seconds is None
+    assert found.fixed_seconds == 0.1
+
+
+def test_update_and_fixed_cost_are_of_the_type_where_their_sum_is_largest() -> None:
+    other = option("B", update_seconds=0.6, batch_curve=(told(8, 0.5),))
+    found = predict(problem_of(PARTS, other), [group("A", 1, 4, 8), group("B", 1, 4, 8)])
+    assert (found.update_seconds, found.fixed_seconds) == (0.5, 0.25)
+
+
+def test_the_interval_is_the_wider_of_passes_and_steps() -> None:
+    """Passes: 10 % of 4 s; steps: 2 % of 5.05 s; then 20 %. They are not added."""
+    found = predict(problem_of(PARTS), [group("A", 2, 4, 8)])
+    assert found.step_seconds_high - found.step_seconds == pytest.approx(0.4)
+    assert found.step_seconds - found.step_seconds_low == pytest.approx(0.4)
+    rough = replace(PARTS, step_error=0.2)
+    found = predict(problem_of(rough), [group("A", 2, 4, 8)])
+    assert found.step_seconds_high == pytest.approx(1.2 * found.step_seconds)
+
+
+def test_a_device_that_is_nearly_last_may_be_the_last() -> None:
+    """B ends at 3.9 s, give or take a half; A at 4 s, exactly."""
+    sure = option("A", batch_curve=(told(8, 1.0, step_seconds_error=0.0),))
+    rough = option("B", batch_curve=(told(8, 1.3, step_seconds_error=0.5),))
+    found = predict(problem_of(sure, rough), [group("A", 1, 4, 8), group("B", 1, 3, 8)])
+    assert found.step_seconds_high - found.step_seconds == pytest.approx(1.5 * 3.9 - 4.0)
+
+
+def test_a_spread_that_a_type_in_use_does_not_tell_is_unknown() -> None:
+    plain = option("B", batch_curve=(told(8, 0.5),))
+    groups = [group("A", 1, 4, 8), group("B", 1, 4, 8)]
+    assert predict(problem_of(PARTS, plain), groups).step_seconds_high is None
+    steps = replace(plain, step_error=0.01)
+    found = predict(problem_of(PARTS, steps), groups)
+    assert found.step_seconds_high == pytest.approx(1.02 * found.step_seconds)
+
+
+def test_parts_between_sizes_are_linear_and_the_spread_is_the_wider() -> None:
+    low = told(8, 1.0, load_seconds=0.25, virtual_node_seconds=0.75, step_seconds_error=0.01)
+    high = told(16, 3.0, load_seconds=0.5, virtual_node_seconds=2.5, step_seconds_error=0.03)
+    found = point_at((low, high), 11)
+    assert found.load_seconds == pytest.approx(0.25 + 3 / 8 * 0.25)
+    assert found.pass_seconds >= 0
+    assert found.step_seconds_error == 0.03
+    assert point_at((low, told(16, 3.0)), 12).load_seconds is None

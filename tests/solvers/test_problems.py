@@ -1,10 +1,13 @@
 """The builder matches profiles to a pool, applies memory, and interpolates only when asked."""
 
+from dataclasses import replace
+
 import pytest
 
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError
-from hetflow.schema.profile import BatchPoint, Profile
+from hetflow.schema.optimizer import named_optimizer
+from hetflow.schema.profile import BatchPoint, BusyHost, Profile
 from hetflow.solvers.batch_split import solve
 from hetflow.solvers.problems import MAX_INTERPOLATED_SIZES, split_problem
 
@@ -123,3 +126,73 @@ def test_interpolation_does_not_explode() -> None:
     ]
     problem = split_problem(huge, Cluster.parse("4xA"), 9_999, interpolate=True)
     assert MAX_INTERPOLATED_SIZES // 2 <= len(sizes_of(problem)) <= MAX_INTERPOLATED_SIZES + 2
+
+
+def busy_profile(name: str, sizes: tuple[int, ...] = (8, 32)) -> Profile:
+    """Passes take twice as long on a busy host, and peaks are 1 GiB higher."""
+    plain = profile(name)
+    curve = tuple(
+        BatchPoint(
+            batch_size=s,
+            step_seconds=2.0 + s / 4,
+            peak_memory_bytes=s * GIB // 2 + GIB,
+            step_seconds_error=0.01,
+        )
+        for s in sizes
+    )
+    busy = BusyHost(num_devices=2, batch_curve=curve, update_seconds=0.3, fixed_seconds=0.05)
+    return replace(plain, busy=busy, fixed_seconds=0.02, step_error=0.03)
+
+
+def test_devices_that_share_a_host_go_by_the_busy_numbers() -> None:
+    (option,) = split_problem([busy_profile("V100")], Cluster.parse("V100:2:32GB"), 64).devices
+    assert [p.step_seconds for p in option.batch_curve] == [4.0, 10.0]
+    assert (option.update_seconds, option.fixed_seconds, option.step_error) == (0.3, 0.05, 0.03)
+    alone = option.measured_with(1)
+    assert [p.step_seconds for p in alone.batch_curve] == [2.0, 3.0, 5.0]
+    assert (alone.update_seconds, alone.fixed_seconds) == (0.1, 0.02)
+    assert option.measured_with(2) is option
+
+
+@pytest.mark.parametrize(
+    ("pool", "busy"),
+    [
+        ("1xV100", False),
+        ("4x(1xV100)", False),
+        ("1xV100,1xP100", True),  # a flat pool is one host, whatever the types
+        ("3x(1xV100),1x(2xV100)", True),
+        ("2x(1xV100),1x(4xP100)", False),
+    ],
+)
+def test_company_is_counted_by_server(pool: str, busy: bool) -> None:
+    problem = split_problem([busy_profile("V100"), profile("P100")], Cluster.parse(pool), 64)
+    assert (problem.devices[0].alone is not None) == busy
+
+
+def test_memory_and_optimizer_concern_both_curves() -> None:
+    sgd, adam = named_optimizer("sgd"), named_optimizer("adam")
+    told = replace(busy_profile("V100"), weight_bytes=GIB, optimizer=sgd)
+    (option,) = split_problem([told], Cluster.parse("V100:2:16GB"), 64).devices
+    assert [p.batch_size for p in option.batch_curve] == [8]
+    assert [p.batch_size for p in option.alone.batch_curve] == [8, 16, 32]
+    (option,) = split_problem([told], Cluster.parse("V100:2:16GB"), 64, optimizer=adam).devices
+    assert option.batch_curve[0].peak_memory_bytes == 7 * GIB
+    assert [p.batch_size for p in option.alone.batch_curve] == [8, 16]
+
+
+def test_where_no_busy_size_fits_the_numbers_of_a_device_alone_serve() -> None:
+    told = busy_profile("V100", sizes=(32,))
+    (option,) = split_problem([told], Cluster.parse("V100:2:8GB"), 64).devices
+    assert option.alone is None
+    assert [p.batch_size for p in option.batch_curve] == [8, 16]
+    assert option.update_seconds == 0.1
+
+
+def test_sizes_between_join_each_curve() -> None:
+    pool = Cluster.parse("V100:2:32GB")
+    (option,) = split_problem([busy_profile("V100")], pool, 64, interpolate=True).devices
+    assert option.interpolated_sizes == (16, 24)
+    assert option.alone.interpolated_sizes == (24,)
+    between = {p.batch_size: p for p in option.batch_curve}[16]
+    assert between.step_seconds == pytest.approx(6.0)
+    assert between.step_seconds_error == 0.01
