@@ -4,9 +4,17 @@ Judges import neither solvers nor costs: an error in an equation there must meet
 of it here. Slow and plain on purpose; nothing is shared but the records.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from ..schema.pipeline import FLUSHING, STASHING, PipelineLayer, PipelineProblem, TopologyLevel
+from ..schema.pipeline import (
+    FLUSHING,
+    SPLIT_BACKWARD,
+    STASHING,
+    DevicePool,
+    PipelineLayer,
+    PipelineProblem,
+    TopologyLevel,
+)
 from ..schema.problem import AloneDevice, DeviceOption
 from ..schema.profile import BatchPoint
 
@@ -221,9 +229,41 @@ def nested_ring_seconds(
     return max(compute_seconds, ring / devices_below) / num_replicas
 
 
-def boundary_seconds(activation_bytes: float, bytes_per_second: float) -> float:
-    """An activation there and its gradient back."""
-    return activation_bytes / bytes_per_second + activation_bytes / bytes_per_second
+def boundary_seconds(
+    activation_bytes: float, bytes_per_second: float, message_seconds: float
+) -> float:
+    """An activation there and its gradient back, two messages beyond their bytes."""
+    one_way = message_seconds + activation_bytes / bytes_per_second
+    return one_way + one_way
+
+
+def counts_overheads(problem: PipelineProblem) -> bool:
+    """Whether passes, messages and steps cost something themselves: not in the papers' prices."""
+    return problem.stage_cost == "ring"
+
+
+def message_seconds(problem: PipelineProblem) -> float:
+    """What a message between two stages costs beyond its bytes."""
+    return problem.message_seconds if counts_overheads(problem) else 0.0
+
+
+def own_seconds(problem: PipelineProblem, pool: DevicePool) -> tuple[float, float]:
+    """What a microbatch's forward pass, and its backward passes, cost a stage beyond its layers.
+
+    The runtime makes one backward pass, or two where the schedule splits it; what is computed
+    again is done inside one of these.
+    """
+    if not counts_overheads(problem):
+        return 0.0, 0.0
+    halves = 2 if problem.schedule in SPLIT_BACKWARD else 1
+    return pool.pass_seconds, halves * pool.pass_seconds
+
+
+def step_overhead(problem: PipelineProblem, device_types: Collection[str]) -> float:
+    """What a step costs beside its passes, messages and updates: that of the slowest type used."""
+    if not counts_overheads(problem):
+        return 0.0
+    return max(pool.fixed_seconds for pool in problem.pools if pool.device_type in device_types)
 
 
 def tied_bytes(layers: Sequence[PipelineLayer], inside: set[str]) -> tuple[int, int]:

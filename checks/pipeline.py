@@ -19,6 +19,8 @@ from ..schema.pipeline import (
     PipelineProblem,
     StagePlan,
 )
+from . import definitions
+from .pipeline_prediction import prediction_faults
 from .pipeline_recount import (
     crossing_bytes,
     pool_of,
@@ -77,6 +79,10 @@ def _header_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     if plan.solved == "nested":
         faults += _nesting_faults(plan, problem)
     counts = [stage.num_replicas for stage in plan.stages]
+    if problem.most_devices is not None and plan.num_devices > problem.most_devices:
+        faults.append(f"{plan.num_devices} devices, at most {problem.most_devices} are asked for")
+    if problem.most_stages is not None and len(plan.stages) > problem.most_stages:
+        faults.append(f"{len(plan.stages)} stages, at most {problem.most_stages} are asked for")
     too_many = problem.schedule == "2bw" and sum(counts) > problem.most_workers
     if not all(map(problem.may_replicate, counts)) or too_many:
         faults.append(
@@ -226,6 +232,8 @@ def _claim_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     step = problem.num_microbatches * steady
     if problem.schedule in FLUSHING:
         step = _timed_step(expected)
+    fixed = definitions.step_overhead(problem, {stage.device_type for stage in plan.stages})
+    step += fixed
     found = step if plan.objective == "step" else steady
     claimed = plan.proof.objective
     if not isclose(found, claimed, rel_tol=_TOLERANCE, abs_tol=1e-15):
@@ -235,6 +243,8 @@ def _claim_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
         faults.append(f"proof.lower_bound {bound} is above the objective {claimed}")
     if not isclose(step, plan.predicted.step_seconds, rel_tol=_TOLERANCE, abs_tol=1e-15):
         faults.append(f"predicted.step_seconds is {plan.predicted.step_seconds}, expected {step}")
+    whole = replace(plan.predicted, step_seconds=step, fixed_seconds=fixed)
+    faults += prediction_faults(plan, replace(expected, predicted=whole), problem)
     replicas = plan.position_replicas
     noam = -(-sum(replicas) // replicas[0])  # workers over input-stage replicas (2.4.2)
     if noam != plan.noam:
@@ -269,6 +279,7 @@ def _forward_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
         if stage.forward_seconds is None or pool is None:
             continue
         forward = sum(pool.forward_seconds[position[name]] for name in stage.layers)
+        forward += definitions.own_seconds(problem, pool)[0]
         if not isclose(stage.forward_seconds, forward, rel_tol=_TOLERANCE, abs_tol=1e-12):
             faults.append(
                 f"stage {index}: forward_seconds is {stage.forward_seconds}, expected {forward}"

@@ -94,12 +94,15 @@ def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> Sta
     sent = 0.0
     if index + 1 < len(plan.stages):
         sent = definitions.boundary_seconds(
-            crossing_bytes(plan, problem, index + 1), _boundary_link(plan, problem, index + 1)
+            crossing_bytes(plan, problem, index + 1),
+            _boundary_link(plan, problem, index + 1),
+            definitions.message_seconds(problem),
         )
     return replace(
         stage,
         compute_seconds=compute,
-        forward_seconds=sum(
+        forward_seconds=definitions.own_seconds(problem, pool)[0]
+        + sum(
             seconds
             for layer, seconds in zip(problem.layers, pool.forward_seconds, strict=True)
             if layer.id in names
@@ -110,6 +113,8 @@ def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> Sta
         ),
         update_seconds=pool.update_seconds * (weights / max(total, 1)),
         tied_seconds=_tied_seconds(problem, stage),
+        pass_seconds=definitions.own_seconds(problem, pool)[0],
+        message_seconds=definitions.message_seconds(problem) if sent else 0.0,
     )
 
 
@@ -133,14 +138,19 @@ def seconds_per_input(plan: PipelinePlan, problem: PipelineProblem) -> float:
 
 
 def _sums(plan: PipelinePlan, problem: PipelineProblem, stages: list[int]) -> tuple[float, float]:
-    """Compute seconds and weight bytes of some stages, on the first one's device type."""
+    """Compute seconds and weight bytes of one or more stages, on the first one's device type.
+
+    What passes cost themselves is that of one stage: where there are several, a lower level of
+    nesting has counted it.
+    """
     names = {name for index in stages for name in plan.stages[index].layers}
     pool = pool_of(problem, plan.stages[stages[0]])
     assert pool is not None
     passes = 2 if plan.recompute else 1
     chosen = [i for i, layer in enumerate(problem.layers) if layer.id in names]
+    own = sum(definitions.own_seconds(problem, pool))
     return (
-        sum(passes * pool.forward_seconds[i] + pool.backward_seconds[i] for i in chosen),
+        own + sum(passes * pool.forward_seconds[i] + pool.backward_seconds[i] for i in chosen),
         sum(problem.layers[i].weight_bytes for i in chosen),
     )
 
@@ -189,7 +199,9 @@ def _flat_boundary(plan: PipelinePlan, problem: PipelineProblem, index: int) -> 
     if not problem.count_boundaries:
         return 0.0
     bandwidth = _boundary_link(plan, problem, index)
-    seconds = definitions.boundary_seconds(crossing_bytes(plan, problem, index), bandwidth)
+    seconds = definitions.boundary_seconds(
+        crossing_bytes(plan, problem, index), bandwidth, definitions.message_seconds(problem)
+    )
     count = problem.num_microbatches
     flushes = problem.schedule in FLUSHING and problem.stage_cost == "ring"
     return seconds * (count - 1) / count if flushes else seconds
@@ -245,9 +257,11 @@ def _nested_boundaries(
     if order == 0 or not problem.count_boundaries:
         return 0.0
     bandwidth = problem.pools[0].levels[number].bytes_per_second
-    into = definitions.boundary_seconds(crossing_bytes(plan, problem, groups[order][0]), bandwidth)
+    message = definitions.message_seconds(problem)
+    sent = crossing_bytes(plan, problem, groups[order][0])
+    into = definitions.boundary_seconds(sent, bandwidth, message)
     if problem.stage_cost != "published":
         return into
     out = groups[order][-1] + 1
     after = crossing_bytes(plan, problem, out) if out < len(plan.stages) else 0.0
-    return max(into, definitions.boundary_seconds(after, bandwidth)) / replicas
+    return max(into, definitions.boundary_seconds(after, bandwidth, message)) / replicas

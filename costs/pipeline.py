@@ -18,14 +18,18 @@ replicas. Three prices for it, all in seconds per input:
     on Cluster-A and for ResNet-50 (examples/pipedream_table_2_2).
 
 A boundary of a bytes costs 2a / B per input (activation and gradient) in the first and the last.
+
+Beside layers and bytes, ``ring`` counts what was measured of the runtime's own work: of every pass,
+of every message, of every step (``Overheads``). The papers' two prices know none of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import ceil
 from typing import NamedTuple
 
 from ..schema.pipeline import (
     FLUSHING,
+    SPLIT_BACKWARD,
     STASHING,
     PipelineLayer,
     PipelineProblem,
@@ -81,6 +85,52 @@ def nested_ring_seconds(
 def ring_sync_seconds(weight_bytes: float, num_replicas: int, bytes_per_second: float) -> float:
     """One ring all-reduce of a stage's gradients: 2(m-1)/m w / B."""
     return 2 * (num_replicas - 1) * weight_bytes / (num_replicas * bytes_per_second)
+
+
+class Overheads(NamedTuple):
+    """What a step costs beside its layers, bytes, reductions and updates, in seconds."""
+
+    forward_seconds: tuple[float, ...]
+    """[pools] of a forward pass of a stage."""
+    backward_seconds: tuple[float, ...]
+    """[pools] of its backward pass, both halves where the schedule splits it."""
+    message_seconds: float
+    """Of one message to another stage."""
+
+    @property
+    def stage_seconds(self) -> tuple[float, ...]:
+        """[pools] of all passes of a microbatch through a stage."""
+        return tuple(
+            forward + backward
+            for forward, backward in zip(self.forward_seconds, self.backward_seconds, strict=True)
+        )
+
+
+def overheads(problem: PipelineProblem) -> Overheads:
+    """What the prices of a problem count beside layers and bytes.
+
+    The executor makes one forward and one backward pass of a microbatch, or a forward pass and
+    two halves of a backward pass. What is recomputed is inside a backward pass: its layers' time
+    counts again, but no further pass of the runtime's.
+    """
+    if problem.stage_cost != "ring":
+        nothing = (0.0,) * len(problem.pools)
+        return Overheads(nothing, nothing, 0.0)
+    halves = 2 if problem.schedule in SPLIT_BACKWARD else 1
+    forward = tuple(pool.pass_seconds for pool in problem.pools)
+    return Overheads(
+        forward, tuple(halves * seconds for seconds in forward), problem.message_seconds
+    )
+
+
+def fixed_seconds(problem: PipelineProblem, device_types: Collection[str]) -> float:
+    """What a step on devices of these types costs beside passes, messages and updates.
+
+    All of them begin and end a step together, so the slowest type's counts, once.
+    """
+    if problem.stage_cost != "ring":
+        return 0.0
+    return max(pool.fixed_seconds for pool in problem.pools if pool.device_type in device_types)
 
 
 class TiedWeights(NamedTuple):
@@ -151,7 +201,8 @@ def ring_seconds(
 
     Args:
         schedule: Says how often weights are updated.
-        compute_seconds: C of one microbatch on one replica, with recomputation where planned.
+        compute_seconds: C of one microbatch on one replica, with recomputation where planned and
+            with what its passes cost themselves.
         update_seconds: One optimizer update of the stage's weights.
         weight_bytes: w.
         num_replicas: m.
@@ -164,9 +215,14 @@ def ring_seconds(
     return max(busy + often * update_seconds, sync) / num_microbatches
 
 
-def boundary_seconds(activation_bytes: float, bytes_per_second: float) -> float:
-    """Send a microbatch's activations and receive their gradients: 2 a / B (thesis 2.4.1)."""
-    return 2 * activation_bytes / bytes_per_second
+def boundary_seconds(
+    activation_bytes: float, bytes_per_second: float, message_seconds: float = 0.0
+) -> float:
+    """Send a microbatch's activations and receive their gradients: 2 a / B (thesis 2.4.1).
+
+    ``message_seconds`` is what each of the two costs beyond its bytes.
+    """
+    return 2 * activation_bytes / bytes_per_second + 2 * message_seconds
 
 
 def num_in_flight(

@@ -145,6 +145,8 @@ class PipelineProblem:
         message_seconds: What a message from one stage to the next costs beyond its bytes.
         step_error: How far steps put together from these terms may be off, relative; None where
             nobody measured it.
+        most_devices: Use no more devices than that (flat); None: all of them may be used.
+        most_stages: Cut into no more stages than that (flat).
     """
 
     model: Name
@@ -170,6 +172,8 @@ class PipelineProblem:
     launchable: bool = False
     message_seconds: Seconds = 0.0
     step_error: Ratio | None = None
+    most_devices: Count | None = None
+    most_stages: Count | None = None
 
     def __post_init__(self) -> None:
         _check_microbatches(self.num_microbatches)
@@ -200,10 +204,16 @@ class PipelineProblem:
         return sum(pool.num_devices for pool in self.pools)
 
     @property
+    def stage_limit(self) -> int | None:
+        """Stages that a plan may have; None is no limit."""
+        return self.num_stages or self.most_stages
+
+    @property
     def most_workers(self) -> int:
         """Devices that a plan may use."""
+        most = min(self.num_devices, self.most_devices or self.num_devices)
         is_bounded = self.launchable and self.schedule == "2bw"
-        return min(self.num_devices, self.num_microbatches) if is_bounded else self.num_devices
+        return min(most, self.num_microbatches) if is_bounded else most
 
     def may_replicate(self, num_replicas: int) -> bool:
         """Whether a stage may have so many replicas."""
@@ -329,6 +339,8 @@ def _check_choices(problem: PipelineProblem) -> None:
         )
     if problem.launchable and problem.solved == "nested":
         raise ProblemError("plans that can be launched are sought flat", hint="solve flat")
+    if problem.num_stages is not None and problem.most_stages is not None:
+        raise ProblemError("give a number of stages or a limit on them", hint="leave one out")
     if problem.num_stages is not None and problem.num_stages > size:
         raise ProblemError(
             f"{size} layers cannot fill {problem.num_stages} stages; ask for at most {size}"
@@ -372,6 +384,8 @@ def _check_nested(problem: PipelineProblem) -> None:
         raise ProblemError(
             "a number of stages and recomputation need flat solving", hint="solved: flat"
         )
+    if problem.most_devices is not None or problem.most_stages is not None:
+        raise ProblemError("a limit on devices or stages needs flat solving", hint="solved: flat")
     if problem.pools[0].memory_bytes is not None and problem.stage_cost != "published":
         raise ProblemError(
             "the text's nested recurrence knows no later stages, so it cannot bound memory",
@@ -396,10 +410,12 @@ class StagePlan:
     and ``weight_versions`` are per replica. ``seconds_per_input`` is the stage's share of the
     objective; ``compute_seconds`` one forward + backward pass of a microbatch (with
     recomputation where planned), ``forward_seconds`` the forward part of it; ``output_seconds``
-    sending one microbatch's output and getting its gradient back; ``reduce_seconds`` one
-    all-reduce of the stage's gradients, ``tied_seconds`` that of weights tied to other stages',
-    and ``update_seconds`` one update of its weights. ``memory_bytes`` is per device. ``nesting``
-    goes from the highest level down and is empty in flat plans.
+    sending one microbatch's output and getting its gradient back. These hold what passes and
+    messages cost themselves: ``pass_seconds`` each forward and each backward pass,
+    ``message_seconds`` each message; None where nothing of it was counted. ``reduce_seconds`` is
+    one all-reduce of the stage's gradients, ``tied_seconds`` that of weights tied to other
+    stages', and ``update_seconds`` one update of its weights. ``memory_bytes`` is per device.
+    ``nesting`` goes from the highest level down and is empty in flat plans.
     """
 
     layers: tuple[Name, ...]
@@ -416,6 +432,8 @@ class StagePlan:
     reduce_seconds: Seconds | None = None
     update_seconds: Seconds | None = None
     tied_seconds: Seconds | None = None
+    pass_seconds: Seconds | None = None
+    message_seconds: Seconds | None = None
     nesting: tuple[NestedBlock, ...] = ()
     devices: tuple[Index, ...] = ()
 

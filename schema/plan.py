@@ -40,8 +40,9 @@ class Prediction:
     """What a plan is expected to reach; the parts add up to ``step_seconds``.
 
     ``compute_seconds`` is the passes of the slowest device, ``load_seconds`` its waiting for
-    samples, ``virtual_node_seconds`` what the runtime does for its virtual nodes and
-    ``fixed_seconds`` for the step; None where the profile does not tell them apart (they are in
+    samples, ``virtual_node_seconds`` what the runtime does for its virtual nodes (a pipeline's
+    passes) and ``fixed_seconds`` for the step, ``transfer_seconds`` what a pipeline's messages
+    between stages add; None where the profile does not tell them apart (they are in
     ``compute_seconds`` then). ``step_seconds_low`` and ``step_seconds_high`` bound what the
     measurements allow, None where their spread is unknown.
     """
@@ -54,6 +55,7 @@ class Prediction:
     load_seconds: Seconds | None = None
     virtual_node_seconds: Seconds | None = None
     fixed_seconds: Seconds | None = None
+    transfer_seconds: Seconds | None = None
     step_seconds_low: Seconds | None = None
     step_seconds_high: Seconds | None = None
 

@@ -20,11 +20,13 @@ from .effort import DEFAULT, Effort
 from .pipeline_anywhere import blind, exact, has_one_order, relaxed
 from .pipeline_assemble import ORDERED, assemble, fill_seconds
 from .pipeline_cuts import Cuts, cuts_of, own_order
+from .pipeline_fixed import least_with_fixed
 from .pipeline_graph import PlacedStage, Search, StoppedError
 from .pipeline_infeasible import explain
 from .pipeline_line import TOLERANCE, objective
 from .pipeline_packing import NoSeatsError, Seats, seat
 from .pipeline_prices import Prices
+from .pipeline_simplest import simplest
 from .pipeline_space import Space, build
 from .pipeline_step import best_step, relaxed_step
 from .pipeline_step_tree import EXACT, Incumbent
@@ -45,7 +47,8 @@ def solve(
     proof says which: ``optimal`` is so over all placements. A graph of more than 2,000 cuts is
     cut in its own order only; the plan then says ``feasible`` and carries a bound. Deterministic,
     unless ``effort`` stops it by a clock. Of plans within a billionth of the best, single stages
-    included, the one with the least step time is returned.
+    included, the one with the least step time is returned. Where the problem says how far steps may
+    be off, the simplest of those that this cannot tell from the best (pipeline_simplest.py).
 
     Args:
         problem: Layers, pools, and the choices that govern the search.
@@ -61,6 +64,17 @@ def solve(
             stage lacks how many bytes.
         BackendError: ``effort`` stopped the search before it had a plan.
     """
+
+    def least(asked: PipelineProblem) -> PipelinePlan:
+        return least_with_fixed(
+            asked, lambda part: _least_of_passes(part, method=method, effort=effort)
+        )
+
+    return simplest(problem, least)
+
+
+def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort) -> PipelinePlan:
+    """The least plan without what a step costs beside its passes, messages and updates."""
     if problem.schedule in ALIKE:
         return pipeline_alike.solve(problem, effort=effort)
     if problem.solved == "nested":
@@ -301,7 +315,8 @@ def relaxed_bound(tables: list[Prices], space: Space) -> float:
         rate = min(m * prices.slopes(pool, m, span).per_compute for pool, m, span in kinds)
         pools = range(len(prices.problem.pools))
         times = zip(*(_layer_seconds(prices, pool) for pool in pools), strict=True)
-        bounds.append(rate * sum(min(entry) for entry in times) / prices.problem.num_devices)
+        work = sum(min(entry) for entry in times) + float(prices.own_seconds.min())
+        bounds.append(rate * work / prices.problem.num_devices)
     return float(min(bounds)) * (1 - TOLERANCE)
 
 

@@ -124,6 +124,8 @@ def _shapes(
                 continue
             if problem.num_stages not in (None, size * chunks):
                 continue
+            if size * chunks > (problem.most_stages or size * chunks):
+                continue
             if endless and count % layout.num_replicas:
                 continue
             key = (size, chunks, layout.num_replicas)

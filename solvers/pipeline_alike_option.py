@@ -58,6 +58,7 @@ class Option:
             way = float(np.diff(compute, axis=1).min(axis=0).sum())
         else:
             way = float(compute[:, -1].min()) if len(set(self.pools)) == 1 else 0.0
+        way += float(self.prices.own_seconds[self.pools].sum())
         share = way / len(self.shape.layout.places)
         if self.problem.schedule in FLUSHING:
             return max(self.rounds * share, way)
@@ -147,16 +148,19 @@ class Option:
         cuts, pool = self.prices.cuts, self.pools[stage]
         if self.problem.schedule in FLUSHING:
             compute = self.prices.compute_seconds[pool]
-            found: Floats = compute[None, :] - compute[:, None]
+            ends = compute + self.prices.own_seconds[pool]
+            found: Floats = ends[None, :] - compute[:, None]
             if stage > 0:
                 found = (
                     found + (transfers * 2 / self.links[stage - 1]) * cuts.crossing_bytes[:, None]
                 )
+                found = found + transfers * 2 * self.prices.message_seconds[:, None]
         else:
             index = self.prices.bandwidths.index(self.spans[stage])
             found = self.prices.matrix(pool, self.shape.layout.num_replicas, index)
             if stage > 0:
                 edge = 2 * cuts.crossing_bytes / self.links[stage - 1]
+                edge = edge + 2 * self.prices.message_seconds
                 found = np.maximum(found, edge[:, None])
         limit = self.problem.pools[pool].limit_bytes
         barred = ~self.prices.between()
@@ -192,8 +196,8 @@ class Option:
             seconds = self.prices.stage_seconds(cut[stage], cut[stage + 1], pool, replicas, index)
             slowest = max(slowest, seconds)
             if stage > 0:
-                sent = 2 * float(self.prices.cuts.crossing_bytes[cut[stage]])
-                slowest = max(slowest, sent / self.links[stage - 1])
+                sent = self.prices.output_seconds(cut[stage], self.links[stage - 1])
+                slowest = max(slowest, sent)
         return slowest
 
     def stages(self, cut: Cut) -> list[StagePlan]:
@@ -202,11 +206,10 @@ class Option:
         found = []
         for stage, place in enumerate(self.shape.place):
             first, last, pool = cut[stage], cut[stage + 1], self.pools[stage]
-            compute, forward = prices.compute_seconds[pool], prices.cuts.forward_seconds[pool]
             weight = float(prices.cuts.weight_bytes[last] - prices.cuts.weight_bytes[first])
             sent = 0.0
             if stage + 1 < self.shape.num_stages:
-                sent = 2 * float(prices.cuts.crossing_bytes[last]) / self.links[stage]
+                sent = prices.output_seconds(last, self.links[stage])
             index = prices.bandwidths.index(self.spans[stage])
             in_flight, versions = self.shape.held[stage]
             found.append(
@@ -221,8 +224,8 @@ class Option:
                     seconds_per_input=prices.stage_seconds(
                         first, last, pool, layout.num_replicas, index
                     ),
-                    compute_seconds=float(compute[last] - compute[first]),
-                    forward_seconds=float(forward[last] - forward[first]),
+                    compute_seconds=prices.stage_compute(first, last, pool),
+                    forward_seconds=prices.stage_forward(first, last, pool),
                     output_seconds=sent,
                     reduce_seconds=ring_sync_seconds(
                         weight, layout.num_replicas, self.spans[stage]

@@ -131,7 +131,7 @@ class _Builder:
             (0,) * (widths[-1] // widths[0]) if self.is_exact and len(widths) > 1 else ()
             for widths in self.widths
         )
-        by_stage = self.problem.num_stages is not None
+        by_stage = self.problem.stage_limit is not None
         start = _At((0,) * len(self.widths), -1, 0 if by_stage else -1, (), fills)
         number = {start: 0}
         waiting: list[list[_At]] = [[] for _ in range(self.problem.num_devices + 1)]
@@ -172,10 +172,10 @@ class _Builder:
 
     def _moves(self, state: _At) -> Iterator[tuple[_At, tuple[int, ...]]]:
         """Each stage that may be placed next: where it leads, and its columns of ``Moves``."""
-        problem = self.problem
-        if problem.num_stages is not None and state.stages >= problem.num_stages:
+        problem, limit = self.problem, self.problem.stage_limit
+        if limit is not None and state.stages >= limit:
             return
-        stages = state.stages + 1 if problem.num_stages is not None else -1
+        stages = state.stages + 1 if limit is not None else -1
         for pool, widths in enumerate(self.widths):
             left = min(widths[-1] - state.used[pool], problem.most_workers - state.total)
             most = left if problem.replication else min(1, left)

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 
-from ..costs.pipeline import boundary_seconds, noam
+from ..costs.pipeline import noam
 from ..schema.pipeline import FLUSHING, NestedBlock, PipelinePlan, PipelineProblem, StagePlan
 from ..schema.plan import Prediction, Proof
 from .pipeline_cuts import layers_of
 from .pipeline_graph import PlacedStage
 from .pipeline_packing import Seats
 from .pipeline_prices import Prices
-from .pipeline_step_model import stages_of, step_of
+from .pipeline_step_model import output_seconds, stages_of, step_of
 
 ORDERED = "; optimal among ordered placements, the gap is against all"
 """What is proved where only runs of devices in order were searched to the end."""
@@ -101,29 +101,18 @@ def fill_seconds(prices: Prices, placed: list[PlacedStage]) -> float:
     """One microbatch through all stages and back, transfers included."""
     total = 0.0
     for index, (first, last, move) in enumerate(placed):
-        compute = prices.compute_seconds[move.pool]
-        total += float(compute[last] - compute[first]) + _output(prices, placed, index)
+        total += prices.stage_compute(first, last, move.pool) + output_seconds(
+            prices, placed, index
+        )
     return total
-
-
-def _output(prices: Prices, placed: list[PlacedStage], index: int) -> float:
-    """Seconds of a stage's output over the slowest link between it and the next stage."""
-    _, last, move = placed[index]
-    if index + 1 == len(placed):
-        return 0.0
-    slowest = max(move.span, move.gap, placed[index + 1][2].span)
-    crossing = float(prices.cuts.crossing_bytes[last])
-    return boundary_seconds(crossing, prices.bandwidths[slowest])
 
 
 def _stage(problem: PipelineProblem, prices: Prices, seats: Seats, index: int) -> StagePlan:
     placed, held = seats.placed, seats.devices[index]
     first, last, move = placed[index]
     pool = problem.pools[move.pool]
-    forward = prices.cuts.forward_seconds[move.pool]
     workers = sum(entry[2].num_replicas for entry in placed[index:])
     in_flight, versions = prices.stashed(move.num_replicas, workers)
-    compute = prices.compute_seconds[move.pool]
     timed = stages_of(problem, prices, placed)[index]
     tied = prices.tied_seconds(first, last, move.num_replicas)
     return StagePlan(
@@ -137,9 +126,9 @@ def _stage(problem: PipelineProblem, prices: Prices, seats: Seats, index: int) -
         seconds_per_input=prices.stage_seconds(
             first, last, move.pool, move.num_replicas, move.span
         ),
-        compute_seconds=float(compute[last] - compute[first]),
-        forward_seconds=float(forward[last] - forward[first]),
-        output_seconds=_output(prices, placed, index),
+        compute_seconds=prices.stage_compute(first, last, move.pool),
+        forward_seconds=prices.stage_forward(first, last, move.pool),
+        output_seconds=output_seconds(prices, placed, index),
         reduce_seconds=timed.reduce_seconds,
         update_seconds=timed.update_seconds - tied,
         tied_seconds=tied if prices.cuts.split_bytes is not None else None,

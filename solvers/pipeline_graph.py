@@ -110,7 +110,9 @@ def _least_ahead(problem: PipelineProblem, prices: Prices, space: Space) -> Floa
             m * prices.slopes(own, m, span).per_compute for own, m, span in kinds if own == pool
         ]
         if rates and len(problem.pools) == 1:
-            found = np.minimum(found, min(rates) * prices.compute_seconds[pool])
+            work = prices.compute_seconds[pool] + prices.own_seconds[pool]
+            found = np.minimum(found, min(rates) * work)
+    found[0] = 0.0
     return np.where(np.isfinite(found), found, 0.0)
 
 

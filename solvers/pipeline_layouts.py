@@ -87,6 +87,8 @@ def _ordered(problem: PipelineProblem) -> Iterator[Layout]:
                 )
                 layout = Layout(replicas, places)
                 full = layout.num_devices == problem.num_devices
+                if layout.num_devices > problem.most_workers:
+                    continue
                 if places and layout not in seen and (problem.workers == "at_most" or full):
                     seen.add(layout)
                     yield layout

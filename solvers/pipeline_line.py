@@ -124,6 +124,7 @@ class Line:
         cuts = self.prices.cuts
         slopes = [self.prices.slopes(*kind) for kind in self.kinds]
         self.busy: dict[tuple[float, float, int], Floats] = {}
+        self.own: dict[tuple[float, float, int], float] = {}
         self.busy_of: list[tuple[float, float, int]] = []
         for (pool, _, _), slope in zip(self.kinds, slopes, strict=True):
             key = (slope.per_compute, slope.per_weight, pool)
@@ -132,6 +133,7 @@ class Line:
                     slope.per_compute * self.prices.compute_seconds[pool]
                     + slope.per_weight * cuts.weight_bytes
                 )
+                self.own[key] = slope.per_compute * float(self.prices.own_seconds[pool])
             self.busy_of.append(key)
         self.sync = [slope.sync_per_weight for slope in slopes]
 
@@ -156,7 +158,7 @@ class Line:
         """[kinds, cuts + 1]: the least cut from which a stage up to this one is in time."""
         weights = self.prices.cuts.weight_bytes
         busy = {
-            key: np.searchsorted(curve, curve - limit * (1 + 1e-15), side="left")
+            key: np.searchsorted(curve, curve - (limit * (1 + 1e-15) - self.own[key]), side="left")
             for key, curve in self.busy.items()
         }
         reach = np.full((len(self.kinds), self.size + 1), self.size, np.int64)

@@ -2,8 +2,10 @@
 
 Level 0 is the layers' compute time. Level k splits a range of cuts into blocks, each on some
 components of the level, and takes the level below's best time on one whole component as the
-compute time of a block. The dynamic program fills A(i -> j, m) with arrays over i; where cuts
-are in one line the parametric search of pipeline_nested_line.py gives the same in far less time.
+compute time of a block. With the ring's prices every stage also has what its passes cost
+themselves, every boundary what its messages do. The dynamic program fills A(i -> j, m) with arrays
+over i; where cuts are in one line the parametric search of pipeline_nested_line.py gives the same
+in far less time.
 """
 
 from dataclasses import dataclass, replace
@@ -14,6 +16,7 @@ import numpy as np
 from ..costs.pipeline import (
     boundary_seconds,
     num_in_flight,
+    overheads,
     slowest_links,
     stage_bytes,
     weight_versions,
@@ -91,7 +94,7 @@ class _Level:
 
 
 def _fill(problem: PipelineProblem, states: States, effort: Effort) -> list[_Level]:
-    compute, below, tables = states.compute, 1, []
+    compute, below, tables = states.compute + overheads(problem).stage_seconds[0], 1, []
     levels = problem.pools[0].levels
     for number, level in enumerate(levels):
         is_top = number == len(levels) - 1
@@ -192,7 +195,8 @@ def last_block(
     if problem.count_boundaries:
         sent = states.crossing[splits]
         shared = replicas if problem.stage_cost == "published" else 1
-        seconds = np.maximum(seconds, 2 * sent / (table.bandwidth * shared))
+        into = 2 * sent / (table.bandwidth * shared) + 2 * overheads(problem).message_seconds
+        seconds = np.maximum(seconds, into)
         if problem.stage_cost == "published" and last < states.size - 1:
             out = 2 * states.crossing[last] / (table.bandwidth * replicas)
             seconds = np.maximum(seconds, out)
@@ -364,7 +368,8 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
         problem.schedule, sum(replicas[index:]), replicas[index], problem.num_microbatches
     )
     versions = weight_versions(problem.schedule, in_flight)
-    compute = ranges.total(ranges.compute, block)
+    own = overheads(problem)
+    compute = ranges.total(ranges.compute, block) + own.stage_seconds[0]
     layers = layers_of(ranges.between(block))
     return StagePlan(
         layers=tuple(problem.layers[layer].id for layer in layers),
@@ -375,7 +380,8 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
         weight_versions=versions,
         seconds_per_input=_lowest_price(problem, ranges, block, replicas[index]),
         compute_seconds=compute,
-        forward_seconds=sum(pool.forward_seconds[layer] for layer in layers),
+        forward_seconds=sum(pool.forward_seconds[layer] for layer in layers)
+        + own.forward_seconds[0],
         output_seconds=_output(problem, ranges, leaves, index),
         memory_bytes=_memory(problem, ranges, block, in_flight, versions),
         nesting=path,
@@ -387,7 +393,8 @@ def _lowest_price(
     problem: PipelineProblem, ranges: Ranges, block: Block, num_replicas: int
 ) -> float:
     """The lowest level's price, shared by the components of the levels above."""
-    compute = np.array([ranges.total(ranges.compute, block)])
+    own = overheads(problem).stage_seconds[0]
+    compute = np.array([ranges.total(ranges.compute, block) + own])
     weights = np.array([ranges.total(ranges.weights, block)])
     bandwidth = problem.pools[0].levels[0].bytes_per_second
     alone = price(problem, compute, weights, block.num_replicas, bandwidth, 1)
@@ -418,4 +425,6 @@ def _output(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index:
     after = leaves[index + 1][0]
     depth = next(d for d in range(len(path)) if path[d].index != after[d].index)
     links = slowest_links(problem.pools[0].levels)
-    return boundary_seconds(float(ranges.crossing[block.last]), links[len(path) - 1 - depth])
+    crossing = float(ranges.crossing[block.last])
+    message = overheads(problem).message_seconds
+    return boundary_seconds(crossing, links[len(path) - 1 - depth], message)

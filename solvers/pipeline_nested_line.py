@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..costs.pipeline import overheads
 from ..schema.pipeline import PipelineProblem
 from .pipeline_cuts import Cuts
 from .pipeline_states import Block, Nested, Ranges, ranges_of
@@ -41,7 +42,7 @@ def applies(problem: PipelineProblem, cuts: Cuts) -> bool:
 def search(problem: PipelineProblem, cuts: Cuts) -> Answer:
     """Find the best nested partition, exact up to one part in 10^12."""
     line = _Line(problem, cuts)
-    low = line.compute[-1] / problem.num_devices * (1 - _TOLERANCE)
+    low = (line.compute[-1] + line.own) / problem.num_devices * (1 - _TOLERANCE)
     limit = low
     while not line.fits(limit):
         low, limit = limit, limit * 1.1 if limit > 0 else line.smallest()
@@ -95,6 +96,8 @@ class _Line:
         self.thesis = problem.stage_cost == "thesis"
         self.counts_boundaries = problem.count_boundaries
         self.compute: list[float] = (cuts.forward_seconds + cuts.backward_seconds)[0].tolist()
+        own = overheads(problem)
+        self.own, self.message = own.stage_seconds[0], own.message_seconds
         self.weights: list[float] = cuts.weight_bytes.tolist()
         self.crossing = cuts.crossing_bytes
         self.positions = np.arange(cuts.size)
@@ -152,7 +155,9 @@ class _Line:
     ) -> int:
         """Where a block ends at the latest; anything up to ``furthest`` may stand for itself."""
         time = replicas * limit
-        end = bisect_right(self.compute, self.compute[begin] + time * self.below[number]) - 1
+        # Every block has a stage, whose passes cost something themselves.
+        work = time * self.below[number] - self.own
+        end = bisect_right(self.compute, self.compute[begin] + work) - 1
         if end <= furthest:
             return furthest
         if replicas > 1:
@@ -165,7 +170,7 @@ class _Line:
         """The last cut up to each whose boundary is in time at a level."""
         key = (number, limit)
         if key not in self.allowed:
-            bytes_in_time = limit * self.levels[number].bytes_per_second / 2
+            bytes_in_time = (limit / 2 - self.message) * self.levels[number].bytes_per_second
             inside = self.crossing <= (bytes_in_time if self.counts_boundaries else np.inf)
             found = np.maximum.accumulate(np.where(inside, self.positions, 0))
             self.allowed[key] = found.tolist()
@@ -197,6 +202,7 @@ class _Line:
         bandwidth, slowest = self.levels[number].bytes_per_second, 0.0
         for part in parts:
             time = self.compute[part.last] - self.compute[part.first]
+            time += self.own
             if number > 0:
                 time = self._slowest(number - 1, part.inside)
             sync = (
@@ -207,7 +213,7 @@ class _Line:
             )
             if not self.thesis:
                 sync /= part.num_replicas * self.below[number]
-            sent = 2 * float(self.crossing[part.first]) / bandwidth
+            sent = 2 * float(self.crossing[part.first]) / bandwidth + 2 * self.message
             if part is parts[0] or not self.counts_boundaries:
                 sent = 0.0
             slowest = max(slowest, max(time, sync) / part.num_replicas, sent)

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..costs.pipeline import (
+    boundary_seconds,
     kept_per_weight_byte,
     num_in_flight,
+    overheads,
     rounds,
     slowest_of_all,
     stage_bytes,
@@ -20,7 +22,10 @@ from .pipeline_cuts import Cuts, Floats, Mask
 
 @dataclass(frozen=True, slots=True)
 class Slopes:
-    """A stage's seconds per input: max(per_compute C + per_weight w, sync_per_weight w)."""
+    """A stage's seconds per input: max(per_compute C + per_weight w, sync_per_weight w).
+
+    C is what its layers take and what its passes cost themselves (``Prices.own_seconds``).
+    """
 
     per_compute: float
     per_weight: float
@@ -30,8 +35,10 @@ class Slopes:
 class Prices:
     """Prices of one problem with or without recomputation.
 
-    ``compute_seconds``: [pools, cuts]; ``boundary_seconds``: [bandwidths, cuts], as they weigh
-    in the objective.
+    ``compute_seconds``: [pools, cuts] of the layers before a cut; ``own_seconds``: [pools] what
+    the passes of a microbatch cost a stage themselves, however many layers it has;
+    ``message_seconds``: [cuts] of a message over a cut beyond its bytes, none at both ends;
+    ``boundary_seconds``: [bandwidths, cuts], as they weigh in the objective.
     """
 
     def __init__(
@@ -46,9 +53,16 @@ class Prices:
         self.bandwidths = bandwidths
         passes = 2 if recompute else 1
         self.compute_seconds = passes * cuts.forward_seconds + cuts.backward_seconds
+        self.overheads = overheads(problem)
+        self.own_seconds = np.array(self.overheads.stage_seconds)
+        self.message_seconds = np.full(cuts.size, self.overheads.message_seconds)
+        self.message_seconds[[0, -1]] = 0.0
         weight = boundary_weight(problem)
         self.boundary_seconds = np.array(
-            [weight * 2 * cuts.crossing_bytes / bandwidth for bandwidth in bandwidths]
+            [
+                weight * 2 * cuts.crossing_bytes / bandwidth + weight * 2 * self.message_seconds
+                for bandwidth in bandwidths
+            ]
         )
         self.total_weight = float(cuts.weight_bytes[-1])
 
@@ -73,7 +87,7 @@ class Prices:
     ) -> float:
         """One stage's seconds per input, its boundaries within its own span included."""
         slopes = self.slopes(pool, num_replicas, span)
-        compute = float(self.compute_seconds[pool, last] - self.compute_seconds[pool, first])
+        compute = self.stage_compute(first, last, pool)
         weight = float(self.cuts.weight_bytes[last] - self.cuts.weight_bytes[first])
         return max(
             slopes.per_compute * compute + slopes.per_weight * weight,
@@ -82,13 +96,29 @@ class Prices:
             float(self.boundary_seconds[span, last]),
         )
 
+    def stage_compute(self, first: int, last: int, pool: int) -> float:
+        """Seconds of a microbatch's passes through the stage between two cuts."""
+        seconds = self.compute_seconds[pool]
+        return float(seconds[last] - seconds[first]) + float(self.own_seconds[pool])
+
+    def stage_forward(self, first: int, last: int, pool: int) -> float:
+        """The forward pass's part of ``stage_compute``."""
+        seconds = self.cuts.forward_seconds[pool]
+        return float(seconds[last] - seconds[first]) + self.overheads.forward_seconds[pool]
+
+    def output_seconds(self, cut: int, bytes_per_second: float) -> float:
+        """Both messages of a microbatch over a cut between two stages."""
+        crossing = float(self.cuts.crossing_bytes[cut])
+        return boundary_seconds(crossing, bytes_per_second, float(self.message_seconds[cut]))
+
     def matrix(self, pool: int, num_replicas: int, span: int) -> Floats:
         """[cuts, cuts] of ``stage_seconds``; infinite where no stage lies between two cuts."""
         slopes, cuts = self.slopes(pool, num_replicas, span), self.cuts
         compute = self.compute_seconds[pool]
         busy = slopes.per_compute * compute + slopes.per_weight * cuts.weight_bytes
+        ends = busy + slopes.per_compute * self.own_seconds[pool]
         sync = slopes.sync_per_weight * cuts.weight_bytes
-        found: Floats = np.maximum(busy[None, :] - busy[:, None], sync[None, :] - sync[:, None])
+        found: Floats = np.maximum(ends[None, :] - busy[:, None], sync[None, :] - sync[:, None])
         edge = self.boundary_seconds[span]
         np.maximum(found, edge[:, None], out=found)
         np.maximum(found, edge[None, :], out=found)

@@ -26,6 +26,7 @@ from .pipeline_alike_option import Cut, Option, Shape
 from .pipeline_assemble import ORDERED, finish
 from .pipeline_cuts import cuts_of
 from .pipeline_layouts import Layout, Place
+from .pipeline_predict import predicted
 from .pipeline_prices import Prices
 from .pipeline_space import bandwidths_of
 
@@ -249,6 +250,7 @@ def _plan(
         + ("ring prices of the profiled layers" if is_own else "ranked by the cost model given")
         + (ORDERED if is_open else ""),
     )
+    plan = predicted(option.problem, plan)
     if is_own:
         return plan
     # Another model's choice is no optimum of these prices, and has no bound in them.

@@ -176,7 +176,7 @@ class _Builder:
         limited = any(pool.limit_bytes is not None for pool in problem.pools)
         exactly = problem.workers == "exactly"
         self.may_skip = not exactly
-        self.by_stage = problem.num_stages is not None
+        self.by_stage = problem.stage_limit is not None
         has_gaps = any(len(pool.levels) > 1 for pool in problem.pools) and self.may_skip
         # Memory depends on the workers behind a stage, and so may how many more there can be.
         counts_workers = limited and problem.schedule != "gpipe"
@@ -185,7 +185,7 @@ class _Builder:
         self.by_pool = len(self.pools) > 1
         self.known_runs: dict[tuple[int, int], Ints] = {}
         digits = [pool.size + 1 for pool in self.pools]
-        digits += [problem.num_devices + 2, len(self.pools) + 1, (problem.num_stages or 0) + 2]
+        digits += [problem.num_devices + 2, len(self.pools) + 1, (problem.stage_limit or 0) + 2]
         self.digits = np.array(digits, np.int64)
         self.worth = np.concatenate([[1], np.cumprod(self.digits[:-1])]).astype(np.int64)
         self.inter = 0
@@ -234,7 +234,7 @@ class _Builder:
             for used in np.unique(rows[:, number]).tolist():
                 here = rows[:, number] == used
                 if self.by_stage:
-                    here &= rows[:, -1] - 1 < (self.problem.num_stages or 0)
+                    here &= rows[:, -1] - 1 < (self.problem.stage_limit or 0)
                 first, replicas, span, gap = self._runs(pool, number, used)
                 if not len(first) or not here.any():
                     continue

@@ -15,6 +15,7 @@ from math import ceil
 
 import numpy as np
 
+from ..costs.pipeline import overheads
 from ..schema.pipeline import PipelineProblem
 from .effort import Effort
 from .pipeline_graph import PlacedStage, Search, StoppedError, final_states
@@ -208,6 +209,6 @@ def relaxed_step(problem: PipelineProblem, tables: list[Prices]) -> float:
             for pool in problem.pools
         )
         for layer in range(len(problem.layers))
-    )
+    ) + min(overheads(problem).stage_seconds)
     share = max(1.0, problem.num_microbatches / problem.num_devices)
     return compute * share * (1 - EXACT)

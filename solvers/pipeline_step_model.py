@@ -6,9 +6,10 @@ has to go through the stages before. So for every stage the step takes at least
 
     sum over stages (C + 2c)  +  g of that stage  +  all-reduce and update of the first stage
 
-with C forward + backward of a microbatch and c a transfer. A replica of R microbatches that
-admits k before its first backward pass has g = (R-1) b + (R-k) f left under 1F1B. Equal stages
-without transfers attain the bound: (p + M - 1) C.
+with C forward + backward of a microbatch and c a transfer, what passes and messages cost themselves
+included. A replica of R microbatches that admits k before its first backward pass has
+g = (R-1) b + (R-k) f left under 1F1B. Equal stages without transfers attain the bound:
+(p + M - 1) C.
 """
 
 from math import ceil
@@ -51,9 +52,12 @@ class StepModel:
         self.is_line = prices.is_line
         self.forward = prices.cuts.forward_seconds
         self.compute = prices.compute_seconds
+        # Of a stage that ends at a cut, ``closing`` there less ``compute`` where it begins.
+        self.closing: Floats = self.compute + prices.own_seconds[:, None]
         self.backward = self.compute - self.forward
         rates = np.array(prices.bandwidths)[:, None]
         self.transfer: Floats = 2 * prices.cuts.crossing_bytes[None, :] / rates
+        self.transfer = self.transfer + 2 * prices.message_seconds
         self.weights = prices.cuts.weight_bytes
         self.between: Mask | None = None if self.is_line else prices.between()
         self._rows: dict[tuple[Kind, int], Mask] = {}
@@ -86,8 +90,16 @@ class StepModel:
             found = found + self.prices.tied_seconds_per_byte(kind.num_replicas) * split[0]
         return found
 
+    def own_left(self, kind: Kind) -> float:
+        """The part of g that every stage has: what its passes cost themselves."""
+        own = self.prices.overheads
+        return (
+            kind.left_forward * own.forward_seconds[kind.pool]
+            + kind.left_backward * own.backward_seconds[kind.pool]
+        )
+
     def left(self, kind: Kind) -> Floats:
-        """[cuts] of which the difference between two is g."""
+        """[cuts] of which the difference between two is the rest of g."""
         found: Floats = (
             kind.left_forward * self.forward[kind.pool]
             + kind.left_backward * self.backward[kind.pool]
@@ -136,7 +148,7 @@ class StepModel:
     def left_of(self, kind: Kind, first: int, link: int) -> Floats:
         """[cuts] g of the stages that begin at a cut."""
         curve = self.left(kind)
-        found: Floats = curve - curve[first]
+        found: Floats = curve - curve[first] + self.own_left(kind)
         if self.pessimistic:
             found = found + kind.left_backward * self.transfer[link, first]
         return found
@@ -156,14 +168,12 @@ def stages_of(
     found = []
     for number, (first, last, move) in enumerate(placed):
         weight = float(prices.cuts.weight_bytes[last] - prices.cuts.weight_bytes[first])
-        forward = prices.cuts.forward_seconds[move.pool]
-        compute = prices.compute_seconds[move.pool]
-        ahead = float(forward[last] - forward[first])
+        ahead = prices.stage_forward(first, last, move.pool)
         found.append(
             StepStage(
                 num_replicas=move.num_replicas,
                 forward_seconds=ahead,
-                backward_seconds=float(compute[last] - compute[first]) - ahead,
+                backward_seconds=prices.stage_compute(first, last, move.pool) - ahead,
                 transfer_seconds=output_seconds(prices, placed, number) / 2,
                 reduce_seconds=ring_sync_seconds(
                     weight, move.num_replicas, prices.bandwidths[move.span]
@@ -182,7 +192,7 @@ def output_seconds(prices: Prices, placed: list[PlacedStage], number: int) -> fl
         return 0.0
     _, last, move = placed[number]
     slowest = max(move.span, move.gap, placed[number + 1][2].span)
-    return 2 * float(prices.cuts.crossing_bytes[last]) / prices.bandwidths[slowest]
+    return prices.output_seconds(last, prices.bandwidths[slowest])
 
 
 Ints = NDArray[np.int64]

@@ -120,7 +120,7 @@ class Windows:
         """Take in rows whose sources are complete."""
         batched = self.batched
         values = behind[batched.row_source[rows], batched.row_need[rows]]
-        values = values + self.model.compute[batched.row_pool[rows]]
+        values = values + self.model.closing[batched.row_pool[rows]]
         self.minima[0, rows, :-1] = values
         for level in range(1, len(self.minima)):
             step = 1 << (level - 1)
@@ -189,7 +189,7 @@ class Suffixes:
     def _values(self, rows: Ints) -> Floats:
         batched = self.batched
         found: Floats = self.behind[batched.row_source[rows], batched.row_need[rows]]
-        return found + self.model.compute[batched.row_pool[rows]]
+        return found + self.model.closing[batched.row_pool[rows]]
 
 
 def _windows(model: StepModel, kinds: tuple[Kind, ...]) -> tuple[Ints, list[Kind]]:
@@ -214,7 +214,7 @@ def _last(model: StepModel, kind: Kind, link: int, limit: float) -> Ints:
         last = np.searchsorted(own, own + memory - inputs, side="right") - 1
     if np.isfinite(limit):
         curve = model.left(kind)
-        most = curve + limit + SLACK * (limit + curve[-1])
+        most = curve + (limit - model.own_left(kind)) + SLACK * (limit + curve[-1])
         if model.pessimistic:
             most = most - kind.left_backward * model.transfer[max(link, kind.span)]
         last = np.minimum(last, np.searchsorted(curve, most, side="right") - 1)
@@ -235,7 +235,7 @@ class Squares:
         batched = self.batched
         self.values[rows] = (
             behind[batched.row_source[rows], batched.row_need[rows]]
-            + self.model.compute[batched.row_pool[rows]]
+            + self.model.closing[batched.row_pool[rows]]
         )
 
     def least(self, batch: Batch, link: Ints) -> Floats:
@@ -270,7 +270,7 @@ class Squares:
             allowed = model.room(kind)
             if np.isfinite(self.limit):
                 curve = model.left(kind)
-                left = curve[None, :] - curve[:, None]
+                left = curve[None, :] - curve[:, None] + model.own_left(kind)
                 if model.pessimistic:
                     left = left + kind.left_backward * model.transfer[link][:, None]
                 allowed = allowed & (left <= self.limit + SLACK * (self.limit + curve[-1]))

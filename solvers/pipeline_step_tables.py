@@ -85,8 +85,8 @@ class Tables:
     ) -> Floats:
         """[cuts] the sum where the stage of a move begins at a cut and ends at each other one."""
         model, slowest = self.model, max(link, move.span)
-        compute = model.compute[move.pool]
-        totals: Floats = behind + (compute - compute[first] + model.transfer[slowest, first])
+        seconds = model.closing[move.pool] - model.compute[move.pool, first]
+        totals: Floats = behind + (seconds + model.transfer[slowest, first])
         if first == 0 and not model.pessimistic:
             totals = totals + model.step_end(kind)
         allowed = model.row(kind, first)

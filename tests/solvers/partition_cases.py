@@ -65,6 +65,8 @@ SGD = OptimizerState(name="sgd", state_bytes_per_weight_byte=0.0)
 TIMES = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 5.0])
 BYTES = st.sampled_from([0, 1, 2, 3, 5, 8, 13])
 RATES = st.sampled_from([0.5, 1.0, 2.0, 8.0, 64.0])
+OWN = st.sampled_from([0.0, 0.0, 0.25, 1.0, 4.0])
+"""What passes, messages and steps cost themselves: nothing, a little, more than layers."""
 
 
 @st.composite
@@ -88,6 +90,8 @@ def flat_problems(draw, *, graphs: bool = True) -> PipelineProblem:
                 update_seconds=draw(st.sampled_from([0.0, 0.5])),
                 memory_bytes=draw(st.sampled_from([None, 20, 40, 80])),
                 workspace_bytes=draw(st.sampled_from([0, 0, 3])),
+                pass_seconds=draw(OWN),
+                fixed_seconds=draw(OWN),
             )
         )
     return PipelineProblem(
@@ -110,6 +114,7 @@ def flat_problems(draw, *, graphs: bool = True) -> PipelineProblem:
         replication=draw(st.sampled_from([True, True, False])),
         recompute=draw(st.sampled_from([False, True, None])),
         launchable=draw(st.booleans()),
+        message_seconds=draw(OWN),
     )
 
 
@@ -240,7 +245,10 @@ def fits(plan: PipelinePlan, problem: PipelineProblem) -> bool:
 
 
 def replayed_step(plan: PipelinePlan, problem: PipelineProblem) -> float:
-    """The step of a plan's stages, pass by pass; ``test_pipeline_step`` holds it to the timer's."""
+    """The step of a plan's stages, pass by pass; ``test_pipeline_step`` holds it to the timer's.
+
+    The step's fixed cost included.
+    """
     stages = [timed_stage(plan, problem, index) for index in range(len(plan.stages))]
     left = _passes(problem, [stage.num_replicas for stage in stages])
     ready = {("F", 0, k): 0.0 for k in range(problem.num_microbatches)}
@@ -271,7 +279,14 @@ def replayed_step(plan: PipelinePlan, problem: PipelineProblem) -> float:
         end = max(now[index, replica] for replica in range(stage.num_replicas))
         end += stage.reduce_seconds if stage.num_replicas > 1 else 0.0
         ends.append(end + stage.update_seconds + (stage.tied_seconds or 0.0))
-    return max(ends)
+    return max(ends) + fixed_cost(plan, problem)
+
+
+def fixed_cost(plan: PipelinePlan, problem: PipelineProblem) -> float:
+    """Of a step on the device types of a plan: the dearest one's; the papers' prices know none."""
+    used = {stage.device_type for stage in plan.stages}
+    costs = [pool.fixed_seconds for pool in problem.pools if pool.device_type in used]
+    return max(costs) if problem.stage_cost == "ring" else 0.0
 
 
 def _passes(
@@ -332,6 +347,10 @@ def best_flat(problem: PipelineProblem, placements=any_placements) -> float | No
             if problem.workers == "exactly" and sum(counts) < problem.num_devices:
                 continue
             if problem.num_stages not in (None, len(stages)):
+                continue
+            if problem.most_devices is not None and sum(counts) > problem.most_devices:
+                continue
+            if problem.most_stages is not None and len(stages) > problem.most_stages:
                 continue
             if problem.launchable and not launches(problem, counts):
                 continue

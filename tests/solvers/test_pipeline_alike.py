@@ -6,7 +6,16 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partition_cases import any_placements, chain, enlarged, flat_problems, levels, plan_of, same
+from partition_cases import (
+    any_placements,
+    chain,
+    enlarged,
+    fixed_cost,
+    flat_problems,
+    levels,
+    plan_of,
+    same,
+)
 
 from hetflow.checks.pipeline import check, seconds_per_input, stage_memory, timed_stage
 from hetflow.schedules.of_plan import schedule_of, times_of
@@ -82,7 +91,7 @@ def best(problem: PipelineProblem) -> float | None:
         seconds = (
             seconds_per_input(plan, problem)
             if steady
-            else time_schedule(made, times_of(timed)).makespan_seconds
+            else time_schedule(made, times_of(timed)).makespan_seconds + fixed_cost(plan, problem)
         )
         found = seconds if found is None else min(found, seconds)
     return found

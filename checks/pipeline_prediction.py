@@ -1,0 +1,108 @@
+"""Judge what a pipeline plan predicts of its step beside the times of its stages."""
+
+from collections.abc import Iterator
+from math import isclose
+
+from ..schedules.terms import step_terms
+from ..schema.pipeline import PipelinePlan, PipelineProblem
+from ..schema.plan import Prediction
+from . import definitions
+from .pipeline_recount import pool_of
+
+TOLERANCE = 1e-6
+_PARTS = (
+    "compute_seconds",
+    "virtual_node_seconds",
+    "transfer_seconds",
+    "sync_seconds",
+    "update_seconds",
+    "fixed_seconds",
+)
+
+
+def prediction_faults(
+    plan: PipelinePlan, expected: PipelinePlan, problem: PipelineProblem
+) -> list[str]:
+    """Faults of a plan's parts, interval and tolerance.
+
+    Args:
+        plan: What is claimed.
+        expected: The same with its stages' times and its step recounted.
+        problem: What was asked.
+    """
+    return [
+        *_own_faults(plan, problem),
+        *_part_faults(plan.predicted, expected),
+        *_interval_faults(plan.predicted, problem),
+        *_proof_faults(plan, problem),
+    ]
+
+
+def _own_faults(plan: PipelinePlan, problem: PipelineProblem) -> Iterator[str]:
+    last = len(plan.stages) - 1
+    for index, stage in enumerate(plan.stages):
+        pool = pool_of(problem, stage)
+        assert pool is not None
+        own, _ = definitions.own_seconds(problem, pool)
+        message = definitions.message_seconds(problem) if index < last else 0.0
+        for name, got, want in (
+            ("pass_seconds", stage.pass_seconds, own),
+            ("message_seconds", stage.message_seconds, message),
+        ):
+            if got is not None and not isclose(got, want, rel_tol=TOLERANCE):
+                yield f"stage {index}: {name} is {got}, the problem says {want}"
+
+
+def _part_faults(got: Prediction, expected: PipelinePlan) -> Iterator[str]:
+    """Parts that are none, or that do not add up; where the stages tell them, each one."""
+    if all(getattr(got, name) is None for name in _PARTS):
+        return  # parts are not claimed
+    fixed = expected.predicted.fixed_seconds or 0.0
+    step = expected.predicted.step_seconds
+    wanted = {name: 0.0 for name in _PARTS}
+    wanted |= {"fixed_seconds": fixed, "compute_seconds": step - fixed}
+    terms = step_terms(expected)
+    if terms is not None:
+        wanted = {
+            "fixed_seconds": fixed,
+            "compute_seconds": terms.layer_seconds + terms.waiting_seconds,
+            "virtual_node_seconds": terms.pass_seconds,
+            "transfer_seconds": terms.message_seconds + terms.byte_seconds,
+            "sync_seconds": terms.reduce_seconds,
+            "update_seconds": terms.update_seconds,
+        }
+    for name, want in wanted.items():
+        part = getattr(got, name)
+        if abs((part or 0.0) - want) > TOLERANCE * step + 1e-15:
+            yield f"predicted.{name} is {part}, expected {want}"
+
+
+def _interval_faults(got: Prediction, problem: PipelineProblem) -> Iterator[str]:
+    error = problem.step_error
+    wanted: tuple[float | None, float | None] = (None, None)
+    if error is not None:
+        wanted = (max(0.0, got.step_seconds * (1 - error)), got.step_seconds * (1 + error))
+    pairs = zip(("low", "high"), (got.step_seconds_low, got.step_seconds_high), wanted, strict=True)
+    for name, found, want in pairs:
+        same = found is want
+        if found is not None and want is not None:
+            same = isclose(found, want, rel_tol=TOLERANCE, abs_tol=1e-15)
+        if not same:
+            yield f"predicted.step_seconds_{name} is {found}, expected {want}"
+
+
+def _proof_faults(plan: PipelinePlan, problem: PipelineProblem) -> Iterator[str]:
+    """An optimum is its bound, or within what the measurements cannot tell apart."""
+    proof, error = plan.proof, problem.step_error
+    if proof.tolerance is not None and (error is None or proof.tolerance > error):
+        yield f"proof.tolerance is {proof.tolerance}, the problem's steps are off by {error}"
+        return
+    bound = proof.lower_bound
+    if proof.termination != "optimal" or bound is None:
+        return
+    most = bound * (1 + (proof.tolerance or 0.0))
+    if proof.objective > most * (1 + TOLERANCE) + 1e-15:
+        yield f"proof: {proof.objective} is no optimum, as {bound} is the bound"
+
+
+__all__ = ["prediction_faults"]
