@@ -29,7 +29,7 @@ def show(
         Path | None, typer.Option(help="Write it as a trace that Perfetto opens.")
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="The terms that a split's predicted step is made of.")
+        bool, typer.Option("--explain", help="The terms that a plan's predicted step is made of.")
     ] = False,
     force: ForceFlag = False,
     json: JsonFlag = False,
@@ -64,12 +64,17 @@ def show(
 
 def _explain(record: object, *, json: bool) -> None:
     from ..reports.explain import explanation_document, explanation_table
+    from ..reports.explain_pipeline import explain_pipeline
     from ..reports.explain_split import explain_split
+    from ..schema.pipeline import PipelinePlan
     from ..schema.plan import SplitPlan
 
-    if not isinstance(record, SplitPlan):
-        raise HetflowError("only split plans are explained", hint="leave --explain out")
-    explanation = explain_split(record)
+    if isinstance(record, SplitPlan):
+        explanation = explain_split(record)
+    elif isinstance(record, PipelinePlan):
+        explanation = explain_pipeline(record)
+    else:
+        raise HetflowError("only plans are explained", hint="leave --explain out")
     if json:
         emit_json(explanation_document(explanation))
     else:

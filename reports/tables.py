@@ -135,6 +135,7 @@ def _parts_text(predicted: Prediction) -> str:
             ("loading", predicted.load_seconds),
             ("virtual nodes", predicted.virtual_node_seconds),
             ("fixed", predicted.fixed_seconds),
+            ("transfers", predicted.transfer_seconds),
             ("sync", predicted.sync_seconds),
             ("update", predicted.update_seconds),
         )

@@ -71,6 +71,10 @@ def test_import_solve_check_show(hetflow: Hetflow, tmp_path: Path) -> None:
     assert [s["layers"] for s in json.loads(plan.read_text())["stages"]] == [["node2"], ["node3"]]
     assert "valid" in hetflow("check", plan, *pool).stdout
     assert "1-1, 1f1b" in hetflow("show", plan).stdout
+    explained = hetflow("show", plan, "--explain").stdout
+    assert "bytes on links" in explained
+    assert "fixed cost of a step was not measured" in explained
+    assert "said to carry" in explained
     assert "Linear(8, 8)" in hetflow("export", profile).stdout
 
 

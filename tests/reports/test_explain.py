@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 
 from hetflow.reports.explain import Explanation, Term, explanation_document, explanation_table
+from hetflow.reports.explain_pipeline import explain_pipeline
 from hetflow.reports.explain_split import explain_split
 from hetflow.schema.errors import ProblemError
+from hetflow.schema.pipeline import PipelinePlan, StagePlan
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 
 FAST = DeviceGroup(
@@ -102,3 +104,81 @@ def test_a_plan_without_parts_is_one_term() -> None:
 def test_terms_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ProblemError, match="add up to 1.5 s"):
         Explanation(title="m", step_seconds=2.0, terms=(Term("a", 1.0), Term("b", 0.5)))
+
+
+def stage(name: str, **changes: object) -> StagePlan:
+    given = {
+        "layers": (name,), "num_replicas": 1, "device_type": "A", "first_device": ord(name) - 97,
+        "num_in_flight": 1, "weight_versions": 1, "seconds_per_input": 0.0, "memory_bytes": 0,
+        "compute_seconds": 0.035, "forward_seconds": 0.0125, "output_seconds": 0.0,
+        "reduce_seconds": 0.0, "update_seconds": 0.001, "pass_seconds": 0.0025,
+        "message_seconds": 0.0, **changes,
+    }  # fmt: skip
+    return StagePlan(**given)
+
+
+SENDING = stage("a", output_seconds=0.025, message_seconds=0.0075)
+PIPELINE = PipelinePlan(
+    model="m",
+    global_batch_size=4,
+    microbatch_size=4,
+    microbatches=1,
+    schedule="1f1b",
+    recompute=False,
+    stages=(SENDING, stage("b")),
+    predicted=Prediction(step_seconds=0.101, samples_per_second=39.6, fixed_seconds=0.005),
+    proof=Proof(termination="optimal", objective=0.101, lower_bound=0.1, gap=0.0099, method="x"),
+    noam=1,
+    stage_cost="ring",
+    solved="flat",
+)
+
+
+def test_terms_of_a_pipeline_are_what_the_step_gets_shorter_by() -> None:
+    found = explain_pipeline(PIPELINE)
+    told = {term.name: pytest.approx(term.seconds) for term in found.terms}
+    assert told == {
+        "passes of layers on the busiest device": 0.03,
+        "waiting for other stages": 0.03,
+        "what passes cost beside layers": 0.01,
+        "what messages cost beside bytes": 0.015,
+        "bytes on links": 0.01,
+        "all-reduce of replicas": 0.0,
+        "update": 0.001,
+        "fixed cost of the step": 0.005,
+    }
+    assert found.remarks == ()
+    rows = explanation_table(found).splitlines()
+    assert any("what messages cost beside bytes (7.5 ms a message)" in row for row in rows)
+    assert any(row.split() == ["step", "101", "ms", "100.0", "%"] for row in rows)
+
+
+def test_what_a_pipeline_s_step_leaves_open_is_said() -> None:
+    stages = tuple(replace(one, pass_seconds=None, message_seconds=None) for one in PIPELINE.stages)
+    older = replace(
+        PIPELINE,
+        stages=stages,
+        predicted=Prediction(step_seconds=0.096, samples_per_second=41.7),
+        link_bytes_per_second=86e6,
+        assumptions=("both ways at once was not measured",),
+        proof=replace(PIPELINE.proof, tolerance=0.05),
+    )
+    table = explanation_table(explain_pipeline(older))
+    for said in (
+        "said to carry 86 MB/s",
+        "both ways at once was not measured",
+        "what passes cost beside their layers was not measured",
+        "what a message costs beside its bytes was not measured",
+        "fixed cost of a step was not measured",
+        "plans within 5.0% of the least step cannot be told apart",
+        "how far off this may be is unknown",
+    ):
+        assert said in table
+
+
+def test_a_pipeline_whose_stages_do_not_tell_the_step_is_one_term_and_its_fixed_cost() -> None:
+    lacking = replace(
+        PIPELINE, stages=tuple(replace(s, reduce_seconds=None) for s in PIPELINE.stages)
+    )
+    found = explain_pipeline(lacking)
+    assert [term.seconds for term in found.terms] == pytest.approx([0.096, 0.005])

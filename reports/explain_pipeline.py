@@ -1,0 +1,94 @@
+"""The terms of a pipeline plan's predicted step."""
+
+from collections.abc import Iterator
+from math import ceil
+
+from ..schedules.terms import StepTerms, step_terms
+from ..schema.pipeline import STASHING, PipelinePlan
+from .explain import Explanation, Term
+from .grid import milliseconds
+
+
+def explain_pipeline(plan: PipelinePlan) -> Explanation:
+    """What the step of a pipeline is put together from.
+
+    Parts of a pipeline run side by side: a term is what the step gets shorter by without it
+    (schedules/terms.py).
+
+    Args:
+        plan: Of any age; what its stages do not tell apart stays in one term.
+    """
+    predicted = plan.predicted
+    return Explanation(
+        title=f"{plan.model}, global batch {plan.global_batch_size} = {plan.microbatches} "
+        f"microbatches of {plan.microbatch_size}; {plan.config}, {plan.schedule}",
+        step_seconds=predicted.step_seconds,
+        terms=tuple(_terms(plan)),
+        remarks=tuple(_remarks(plan)),
+        low_seconds=predicted.step_seconds_low,
+        high_seconds=predicted.step_seconds_high,
+    )
+
+
+def _terms(plan: PipelinePlan) -> Iterator[Term]:
+    found = step_terms(plan)
+    if found is None:
+        fixed = plan.predicted.fixed_seconds or 0.0
+        why = "its stages do not tell it apart"
+        yield Term("all stages and boundaries", plan.predicted.step_seconds - fixed, note=why)
+        yield Term("fixed cost of the step", fixed)
+        return
+    yield _layers(plan, found)
+    yield Term(
+        "waiting for other stages", found.waiting_seconds, note="filling, draining, uneven stages"
+    )
+    own = max(stage.pass_seconds or 0.0 for stage in plan.stages)
+    yield Term("what passes cost beside layers", found.pass_seconds, note=_each(own, "a pass"))
+    if len(plan.stages) > 1:
+        message = max(stage.message_seconds or 0.0 for stage in plan.stages)
+        note = _each(message, "a message")
+        yield Term("what messages cost beside bytes", found.message_seconds, note=note)
+        yield Term("bytes on links", found.byte_seconds)
+    yield Term("all-reduce of replicas", found.reduce_seconds)
+    yield Term("update", found.update_seconds)
+    yield Term("fixed cost of the step", found.fixed_seconds)
+
+
+def _layers(plan: PipelinePlan, found: StepTerms) -> Term:
+    """The busiest device's passes: so many microbatches through its stages."""
+    name = "passes of layers on the busiest device"
+    if plan.schedule in STASHING:  # no whole number of microbatches
+        return Term(name, found.layer_seconds)
+    busiest = max(
+        plan.stages, key=lambda s: s.compute_seconds * ceil(plan.microbatches / s.num_replicas)
+    )
+    return Term(
+        name, found.layer_seconds, ceil(plan.microbatches / busiest.num_replicas), "a microbatch"
+    )
+
+
+def _each(seconds: float, what: str) -> str:
+    return f"{milliseconds(seconds)} {what}" if seconds else "not counted"
+
+
+def _remarks(plan: PipelinePlan) -> Iterator[str]:
+    yield from plan.assumptions
+    if plan.link_bytes_per_second is not None:
+        yield (
+            "links that the pool does not state were not measured: they were said to carry "
+            f"{plan.link_bytes_per_second / 1e6:.4g} MB/s"
+        )
+    if any(stage.pass_seconds is None for stage in plan.stages):
+        yield "what passes cost beside their layers was not measured: it counts as nothing"
+    if len(plan.stages) > 1 and plan.stages[0].message_seconds is None:
+        yield "what a message costs beside its bytes was not measured: it counts as nothing"
+    if plan.predicted.fixed_seconds is None:
+        yield "the fixed cost of a step was not measured: it counts as nothing"
+    if any(stage.num_replicas > 1 for stage in plan.stages):
+        yield "all-reduces were not measured: they are rings over the links' bytes per second"
+    proof = plan.proof
+    if proof.tolerance is not None and (proof.gap or 0.0) > 1e-9:
+        yield (
+            f"plans within {proof.tolerance:.1%} of the least step cannot be told apart: of those "
+            "this one has the fewest stages, then the fewest devices"
+        )
