@@ -56,7 +56,20 @@ def best_pipeline(question: Question) -> PipelinePlan:
     _say_links(question)
     if plan.trace is not None and plan.trace.obstacle is not None:
         warn(f"the plan cannot be launched: its layers were {plan.trace.obstacle}")
+    _say_what_is_simpler(plan)
     return plan
+
+
+def _say_what_is_simpler(plan: PipelinePlan) -> None:
+    least = (plan.provenance or {}).get("fastest")
+    if least is None or plan.proof.tolerance is None:
+        return
+    note(
+        f"the fastest pipeline on paper, {least['config']}, is predicted at "
+        f"{least['step_seconds'] * 1e3:.4g} ms; the one taken, {plan.config}, is simpler at "
+        f"{plan.predicted.step_seconds * 1e3:.4g} ms, within the {plan.proof.tolerance:.1%} that "
+        "the measurements cannot tell (--fastest takes the other)"
+    )
 
 
 def _best(question: Question) -> PipelinePlan:
@@ -197,4 +210,5 @@ def _pipeline_at(
         num_model_chunks=flags.num_model_chunks,
         optimizer=question.optimizer,
         effort=effort,
+        fastest=question.fastest,
     )

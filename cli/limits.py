@@ -30,8 +30,6 @@ class Limits:
         """
         if not self.are_asked or plan.proof.termination == "optimal":
             return False
-        if plan.proof.termination == "optimal":
-            return False  # its gap, if any, is what the measurements cannot tell apart
         gap = plan.proof.gap
         return gap is None or gap > max(self.gap or 0.0, 1e-9)
 

@@ -39,6 +39,7 @@ def solve_pipeline(
     objective: Objective | None = None,
     num_model_chunks: int | None = None,
     effort: Effort = DEFAULT,
+    fastest: bool = False,
 ) -> PipelinePlan:
     """Cut a profiled model into stages and check the plan.
 
@@ -58,6 +59,7 @@ def solve_pipeline(
         objective: The whole step or the bottleneck; None takes the step where there is one.
         num_model_chunks: Stages on a device of ``interleaved``; None tries several.
         effort: How much to search, and when to stop.
+        fastest: The least plan on paper, also where a simpler one cannot be told from it.
         solved: None takes ``flat``, or ``nested`` for the published prices.
         recompute: None lets the solver choose.
 
@@ -90,7 +92,7 @@ def solve_pipeline(
         num_model_chunks=num_model_chunks,
         launchable=not nested,
     )
-    plan = solve(problem, effort=effort)
+    plan = solve(problem, effort=effort, fastest=fastest)
     faults = pipeline_faults(problem, profiles, pool) + check(plan, problem)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")

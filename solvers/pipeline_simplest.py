@@ -99,4 +99,5 @@ def _proved(chosen: PipelinePlan, best: PipelinePlan, error: float) -> PipelineP
         method=chosen.proof.method + claim,
         tolerance=error,
     )
-    return replace(chosen, proof=proof)
+    least = {"config": best.config, "step_seconds": best.predicted.step_seconds}
+    return replace(chosen, proof=proof, provenance={"fastest": least})

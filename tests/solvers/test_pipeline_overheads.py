@@ -208,3 +208,9 @@ def test_a_simpler_plan_says_what_it_is_as_good_as():
     assert "optimal for these numbers are 1-1" in plan.proof.method
     assert plan.predicted.step_seconds_low == pytest.approx(0.7 * plan.predicted.step_seconds)
     assert check(plan, problem) != []
+    assert plan.provenance["fastest"]["config"] == "1-1"
+    fastest = solve(unsure, fastest=True)
+    assert fastest.config == "1-1"
+    assert fastest.proof == sure.proof
+    assert fastest.predicted.step_seconds_high is not None
+    assert check(fastest, unsure) == []
