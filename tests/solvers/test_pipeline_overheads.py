@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +12,15 @@ from hetflow.checks.pipeline import check
 from hetflow.schedules.terms import step_terms, total_seconds
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.pipeline import PipelineProblem
+from hetflow.solvers import pipeline_graph
 from hetflow.solvers.effort import Effort
 from hetflow.solvers.pipeline import solve
+from hetflow.solvers.pipeline_cuts import cuts_of
+from hetflow.solvers.pipeline_prices import Prices
+from hetflow.solvers.pipeline_space import build
+from hetflow.solvers.pipeline_step import relaxed_step
+from hetflow.solvers.pipeline_step_model import StepModel, step_of
+from hetflow.solvers.pipeline_step_tables import Tables
 
 FEW = settings(max_examples=40, deadline=None, derandomize=True)
 PARTS = (
@@ -116,6 +124,37 @@ def test_bounds_hold_where_the_search_gives_up(problem):
     assert least is not None
     assert plan.proof.lower_bound <= least * (1 + 1e-9) + 1e-12
     assert plan.proof.objective >= least * (1 - 1e-9) - 1e-12
+
+
+@settings(FEW, max_examples=80)
+@given(tiny_layers(), st.booleans())
+def test_no_placement_beats_the_bounds_of_its_step(problem, recompute):
+    """Of the least bottleneck's placement; nothing that is found later hides a wrong bound."""
+    problem = dataclasses.replace(problem, schedule="1f1b", workers="at_most")
+    space = build(problem)
+    prices = Prices(problem, cuts_of(problem), space.bandwidths, recompute=recompute)
+    placed = pipeline_graph.search(problem, prices, space)
+    if placed is None:
+        return
+    tables = Tables(StepModel(problem, prices, pessimistic=False), space, np.array([0]))
+    model, total, most, link = tables.model, 0.0, 0.0, 0
+    for first, last, move in placed:
+        kind = model.kind(move.pool, move.num_replicas, move.span, move.workers, move.source == 0)
+        free = np.zeros(model.size)
+        total += tables.options(move, kind, first, link, free, np.inf)[last]
+        most = max(most, model.left_of(kind, first, max(link, move.span))[last])
+        link = max(move.span, move.gap)
+    step = step_of(problem, prices, placed) * (1 + 1e-9)
+    assert total + most <= step
+    assert relaxed_step(problem, [prices]) <= step
+
+
+def test_equal_stages_attain_the_bound():
+    # (p + M - 1) C, each stage with 6 s of layers and two passes' 0.5 s; no tree closes a gap.
+    problem = with_costs(dataclasses.replace(TINY, num_stages=4), a_pass=0.5)
+    plan = solve(problem, effort=Effort(tree_work=0.0))
+    assert plan.proof.objective == pytest.approx((4 + 8 - 1) * 7.0, rel=1e-6)
+    assert plan.proof.lower_bound == pytest.approx((4 + 8 - 1) * 7.0, rel=1e-6)
 
 
 def test_of_types_with_unlike_fixed_costs_the_cheaper_ones_are_tried_alone():
