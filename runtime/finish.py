@@ -134,6 +134,8 @@ def _report(job: "Job") -> WorkerReport:
         emulated_overruns=holder.num_overruns if holder else 0,
         worst_overrun_seconds=holder.worst_overrun_seconds if holder else 0.0,
         backend=dist.get_backend() if dist.is_initialized() else None,
+        terms=timings.terms,
+        stages=timings.stages,
     )
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 
-from .step_times import StepTimes
+from ..schema.run import StageRun, StepTerms
+from .step_times import StagePass, StepTimes
+from .terms import stage_runs, step_terms
 
 WARMUP_STEPS = 3
 MAX_STEPS_KEPT = 20_000
@@ -20,7 +22,8 @@ Mark = float | torch.cuda.Event
 class Timings:
     """Medians over full steps after the warm-up, in seconds; None where nothing was measured.
 
-    ``spread`` is the interquartile range of the step time.
+    ``spread`` is the interquartile range of the step time. ``terms`` and ``stages`` are what a
+    prediction is made of (runtime/terms.py).
     """
 
     passes: float | None
@@ -29,6 +32,8 @@ class Timings:
     update: float | None
     step: float | None
     spread: float | None
+    terms: StepTerms | None = None
+    stages: tuple[StageRun, ...] = ()
 
 
 @dataclass(slots=True)
@@ -36,6 +41,7 @@ class _StepMarks:
     is_full: bool
     began: Mark
     passes: list[tuple[Mark, Mark]]
+    stages: list[tuple[int, bool, Mark, Mark]]
     computed: Mark | None = None
     synchronised: Mark | None = None
     ended: Mark | None = None
@@ -64,7 +70,7 @@ class StepClock:
         self.end_step()
         asked, self._asked = self._asked, None
         began = self._mark() if asked is None else asked
-        self._open = _StepMarks(is_full=is_full, began=began, passes=[])
+        self._open = _StepMarks(is_full=is_full, began=began, passes=[], stages=[])
         self.num_steps += 1
         self._samples_before = self.num_samples
 
@@ -84,6 +90,11 @@ class StepClock:
         self.num_samples += num_samples
         if self._open is not None and is_full:
             self._open.passes.append((began, self._mark()))
+
+    def end_stage_pass(self, stage: int, began: Mark, *, is_backward: bool) -> None:
+        """A pass of a pipeline's stage, or half a backward pass, has ended."""
+        if self._open is not None:
+            self._open.stages.append((stage, is_backward, began, self._mark()))
 
     def computed(self) -> None:
         """This worker's passes are done."""
@@ -120,6 +131,8 @@ class StepClock:
             update=_median([entry.update_seconds for entry in times]),
             step=_median(steps),
             spread=_interquartile_range(steps),
+            terms=step_terms(times),
+            stages=stage_runs(times),
         )
 
     @property
@@ -159,6 +172,10 @@ def _times_of(step: _StepMarks, first: Mark) -> StepTimes:
         computed=since(step.computed),
         synchronised=since(step.synchronised),
         ended=since(step.ended),
+        stages=tuple(
+            StagePass(stage, is_backward, _between(began, ended))
+            for stage, is_backward, began, ended in step.stages
+        ),
     )
 
 

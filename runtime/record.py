@@ -1,5 +1,6 @@
 """The run record: predicted beside measured, put together from what each worker reports."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -9,7 +10,7 @@ from ..schema.files import to_json
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import DeviceGroup, SplitPlan
 from ..schema.records import Bytes, Index, Name, Seconds, record
-from ..schema.run import DeviceRun, Generation, RunEvent, RunRecord
+from ..schema.run import DeviceRun, Generation, RunEvent, RunRecord, StageRun, StepTerms
 from .lower import lower
 
 Status = Literal["done", "failed", "interrupted"]
@@ -37,6 +38,8 @@ class WorkerReport:
     emulated_overruns: Index = 0
     worst_overrun_seconds: Seconds = 0.0
     backend: str | None = None
+    terms: StepTerms | None = None
+    stages: tuple[StageRun, ...] = ()
 
 
 def report_text(report: WorkerReport) -> str:
@@ -70,6 +73,7 @@ def assemble(
     ordered = sorted(reports, key=lambda report: report.rank)
     measured = max((r.step_seconds for r in ordered if r.step_seconds is not None), default=None)
     predicted = (plan.predicted.step_seconds or None) if as_planned else None
+    on_host = Counter(r.host for r in ordered)
     digests = {r.parameters_digest for r in ordered if r.parameters_digest}
     return RunRecord(
         plan=plan,
@@ -83,7 +87,10 @@ def assemble(
         step_seconds_error=(predicted - measured) / measured if predicted and measured else None,
         final_loss=next((r.final_loss for r in ordered), None),
         parameters_digest=next((r.parameters_digest for r in ordered), None),
-        devices=tuple(_device_run(plan, report, as_planned=as_planned) for report in ordered),
+        devices=tuple(
+            _device_run(plan, report, on_host[report.host], as_planned=as_planned)
+            for report in ordered
+        ),
         events=(*events, *_differing(digests, wall_seconds)),
         generations=tuple(generations) if not as_planned else (),
         provenance={**_emulation(ordered), **(provenance or {})} or None,
@@ -91,7 +98,7 @@ def assemble(
 
 
 def _device_run(
-    plan: SplitPlan | PipelinePlan, report: WorkerReport, *, as_planned: bool
+    plan: SplitPlan | PipelinePlan, report: WorkerReport, num_host_devices: int, *, as_planned: bool
 ) -> DeviceRun:
     if as_planned:
         predicted, emulated = _prediction(plan, report)
@@ -112,6 +119,9 @@ def _device_run(
         step_seconds=report.step_seconds,
         step_seconds_spread=report.step_seconds_spread,
         peak_memory_bytes=report.peak_memory_bytes,
+        num_host_devices=num_host_devices,
+        terms=report.terms,
+        stages=report.stages,
     )
 
 

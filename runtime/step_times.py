@@ -6,6 +6,15 @@ from itertools import pairwise
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True)
+class StagePass:
+    """One forward pass, or one backward pass or half of one, of a pipeline's stage."""
+
+    stage: int
+    is_backward: bool
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
     """One full step of one worker. Times are in seconds since the step began.
@@ -20,6 +29,7 @@ class StepTimes:
         computed: The last pass has ended, and what was left to synchronise is on its way.
         synchronised: Gradients are the mean over all workers.
         ended: The script has updated, cleared gradients, and asks for the next batch.
+        stages: The passes of a pipeline's stages, loading included.
     """
 
     asked_seconds: float
@@ -27,12 +37,14 @@ class StepTimes:
     computed: float
     synchronised: float
     ended: float
+    stages: tuple[StagePass, ...] = ()
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> "StepTimes":
         """Read back what ``as_json`` gave."""
         passes = tuple((float(began), float(ended)) for began, ended in found["passes"])
-        return cls(**{**found, "passes": passes})
+        stages = tuple(StagePass(**entry) for entry in found.get("stages", ()))
+        return cls(**{**found, "passes": passes, "stages": stages})
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""

@@ -8,12 +8,54 @@ from .records import Bytes, Count, Index, Name, Seconds, record, register_keys
 
 
 @record
+class MeasuredTerm:
+    """A part of a step: its median over full steps after the warm-up.
+
+    ``interval_seconds`` is half the width of the median's 95 % confidence interval; None where
+    the steps were too few to tell.
+    """
+
+    seconds: Seconds
+    interval_seconds: Seconds | None = None
+
+
+@record
+class StepTerms:
+    """The terms that a worker's prediction is made of, as measured.
+
+    ``virtual_node`` is what one more virtual node adds to the step, the wait for its samples
+    included (``step_seconds`` of a profile's ``batch_curve``); ``load`` is that wait. ``fixed`` is
+    the rest: ``step = virtual nodes * virtual_node + fixed + sync + update``. These three are None
+    where a step has one virtual node, which cannot be told from the fixed cost, and for pipelines.
+    """
+
+    num_steps: Count
+    step: MeasuredTerm
+    sync: MeasuredTerm
+    update: MeasuredTerm
+    virtual_node: MeasuredTerm | None = None
+    load: MeasuredTerm | None = None
+    fixed: MeasuredTerm | None = None
+
+
+@record
+class StageRun:
+    """A pipeline's stage on one worker: its passes of one microbatch, loading included."""
+
+    stage: Index
+    forward: MeasuredTerm
+    backward: MeasuredTerm
+
+
+@record
 class DeviceRun:
     """One worker's measurements. Medians over steps; the first steps are dropped as warm-up.
 
     ``pass_seconds`` is one forward + backward pass of a full virtual node;
     ``compute_seconds`` all passes of a step, ``sync_seconds`` the exposed wait for the others,
-    ``update_seconds`` the time from the gradient to the next batch.
+    ``update_seconds`` the time from the gradient to the next batch. ``terms`` and, for pipelines,
+    ``stages`` are what a prediction is made of; ``num_host_devices`` is how many workers its host
+    had. Older files have none of the three.
     """
 
     rank: Index
@@ -30,6 +72,9 @@ class DeviceRun:
     step_seconds: Seconds | None
     step_seconds_spread: Seconds | None
     peak_memory_bytes: Bytes | None
+    num_host_devices: Count | None = None
+    terms: StepTerms | None = None
+    stages: tuple[StageRun, ...] = ()
 
 
 @record
@@ -97,4 +142,6 @@ class RunRecord:
     provenance: dict[str, Any] | None = None
 
 
-register_keys(DeviceRun, RunEvent, GenerationWorker, Generation, RunRecord)
+register_keys(
+    MeasuredTerm, StepTerms, StageRun, DeviceRun, RunEvent, GenerationWorker, Generation, RunRecord
+)

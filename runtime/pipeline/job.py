@@ -294,6 +294,7 @@ class PipelineJob(Job):
             made.append(answer)
             raise _Left
 
+        entered = self._clock.begin_pass()
         with held(self._work.stages[number].forward_seconds):
             # An emulated device's samples are there in time, as a real one's prefetched ones.
             item, inputs = self._input_of(microbatch - (late.offset if late else 0))
@@ -311,6 +312,7 @@ class PipelineJob(Job):
         if late is not None:
             late.passed(operation)
         self._clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
+        self._clock.end_stage_pass(number, entered, is_backward=False)
         return tuple(results)
 
     def _check_loss(self, loss: Any) -> None:
@@ -340,6 +342,12 @@ class PipelineJob(Job):
 
     def backward_pass(self, operation: Operation, gradients: Any) -> tuple[Any, ...]:
         """Run a backward pass, or half of one."""
+        began = self._clock.begin_pass()
+        made = self._backward_pass(operation, gradients)
+        self._clock.end_stage_pass(operation.stage, began, is_backward=True)
+        return made
+
+    def _backward_pass(self, operation: Operation, gradients: Any) -> tuple[Any, ...]:
         stage, number = self._stages[operation.stage], operation.stage
         seconds = self._work.stages[number].backward_seconds
         halves = operation.kind is not Kind.BACKWARD

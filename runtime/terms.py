@@ -1,0 +1,97 @@
+"""From what each step took to the terms that a predicted step is made of.
+
+A predicted step is ``v * virtual_node + fixed + sync + update``; the terms here are measured so
+that they add up to the measured step in the same way, and can correct the prediction's.
+"""
+
+import statistics
+from collections.abc import Sequence
+from math import floor, sqrt
+
+from ..schema.run import MeasuredTerm, StageRun, StepTerms
+from .step_times import StepTimes
+
+FEWEST_FOR_AN_INTERVAL = 6
+"""The median of fewer values has no 95 % interval: even their whole range may miss it."""
+_DEVIATIONS = 1.96
+"""Of the normal distribution on either side of its mean: 95 %."""
+
+
+def step_terms(steps: Sequence[StepTimes]) -> StepTerms | None:
+    """Medians over steps of each term, with their 95 % intervals; None without steps.
+
+    One more virtual node costs, in each step, the mean over all but the first: from the end of
+    one pass to the end of the next. What its first virtual node costs more, cold, is fixed cost.
+    The fixed cost is what is left of the median step, so that the terms add up to it.
+    """
+    if not steps:
+        return None
+    step = _term([entry.ended for entry in steps])
+    sync = _term([entry.sync_seconds for entry in steps])
+    update = _term([entry.update_seconds for entry in steps])
+    if steps[0].stages or any(len(entry.passes) < 2 for entry in steps):
+        return StepTerms(num_steps=len(steps), step=step, sync=sync, update=update)
+    node, load = _term([_one_more(entry) for entry in steps]), _term([_wait(e) for e in steps])
+    number = len(steps[0].passes)
+    left = [e.ended - number * node.seconds - e.sync_seconds - e.update_seconds for e in steps]
+    others = number * node.seconds + sync.seconds + update.seconds
+    return StepTerms(
+        num_steps=len(steps),
+        step=step,
+        sync=sync,
+        update=update,
+        virtual_node=node,
+        load=load,
+        fixed=MeasuredTerm(
+            seconds=max(0.0, step.seconds - others), interval_seconds=median_interval(left)
+        ),
+    )
+
+
+def _one_more(step: StepTimes) -> float:
+    """From the end of a pass to the end of the next."""
+    return (step.passes[-1][1] - step.passes[0][1]) / (len(step.passes) - 1)
+
+
+def _wait(step: StepTimes) -> float:
+    return sum(step.gap_seconds) / len(step.gap_seconds)
+
+
+def stage_runs(steps: Sequence[StepTimes]) -> tuple[StageRun, ...]:
+    """The forward and backward passes of each stage that the worker holds, a microbatch each.
+
+    Halves of backward passes add up to whole ones.
+    """
+    numbers = sorted({entry.stage for step in steps for entry in step.stages})
+    return tuple(run for run in (_stage_run(steps, number) for number in numbers) if run)
+
+
+def _stage_run(steps: Sequence[StepTimes], number: int) -> StageRun | None:
+    forward, backward = [], []
+    for step in steps:
+        ahead = [p.seconds for p in step.stages if p.stage == number and not p.is_backward]
+        back = [p.seconds for p in step.stages if p.stage == number and p.is_backward]
+        if ahead and back:
+            forward.append(sum(ahead) / len(ahead))
+            backward.append(sum(back) / len(ahead))
+    if not forward:
+        return None
+    return StageRun(stage=number, forward=_term(forward), backward=_term(backward))
+
+
+def median_interval(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % confidence interval of the median; None for few values.
+
+    Between two order statistics, ``1.96 * sqrt(n) / 2`` ranks below and above the middle one,
+    whatever the values' distribution.
+    """
+    number = len(values)
+    if number < FEWEST_FOR_AN_INTERVAL:
+        return None
+    ordered = sorted(values)
+    rank = max(0, floor((number - _DEVIATIONS * sqrt(number)) / 2))
+    return (ordered[number - 1 - rank] - ordered[rank]) / 2
+
+
+def _term(values: Sequence[float]) -> MeasuredTerm:
+    return MeasuredTerm(seconds=statistics.median(values), interval_seconds=median_interval(values))
