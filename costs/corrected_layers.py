@@ -1,0 +1,195 @@
+"""Layer times and pipeline costs from the passes of stages that pipelines have run.
+
+The rules, and why, are in docs/decisions.md ("Runs correct profiles").
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..schema.pipeline import PipelinePlan, StagePlan
+from ..schema.profile import LayerGraph, Profile
+from ..schema.run import RunRecord
+from .observed import Measured, Run, together
+
+Retime = Callable[[PipelinePlan, Sequence[Profile]], float | None]
+"""The step of a plan with these profiles' numbers; None where it has no step of its own."""
+
+_SAME = 1e-9
+_Seconds = tuple[float, float]
+"""Of forward and of backward passes."""
+
+
+def corrected_by_pipelines(
+    profiles: Sequence[Profile], runs: Sequence[Run], retime: Retime
+) -> tuple[tuple[Profile, ...], tuple[str, ...]]:
+    """Fold what pipelines have measured into one model's profiles.
+
+    The layers of a stage are scaled so that they take what its passes took, forward and backward
+    apart; those that ran nowhere on a type by the ratio of all that did. What the step then takes
+    more or less is the step's fixed cost, where the profile has pipeline costs.
+
+    Args:
+        profiles: One a device type.
+        runs: Of pipeline plans, each one that `observed.why_not` lets pass.
+        retime: The cost model, for what is left of a step.
+
+    Returns:
+        The profiles in their order, and one sentence for each measurement that was not used.
+    """
+    said: list[str] = []
+    scaled = tuple(_scaled(profile, runs, said) for profile in profiles)
+    left: dict[str, list[Measured]] = {profile.device_type: [] for profile in scaled}
+    for run in runs:
+        plan, measured = run.record.plan, run.record.measured_step_seconds
+        assert isinstance(plan, PipelinePlan)
+        step = retime(plan, scaled)
+        if measured is None or step is None:
+            continue
+        if abs(measured - step) > _SAME * measured:
+            for name in {stage.device_type for stage in plan.stages}:
+                left[name].append(Measured(measured - step))
+    return tuple(_with_rest(profile, left[profile.device_type]) for profile in scaled), tuple(said)
+
+
+def _with_rest(profile: Profile, left: Sequence[Measured]) -> Profile:
+    costs = profile.pipeline
+    if costs is None or not left:
+        return profile
+    fixed = max(0.0, costs.fixed_seconds + together(left).seconds)
+    return replace(profile, pipeline=replace(costs, fixed_seconds=fixed))
+
+
+def _scaled(profile: Profile, runs: Sequence[Run], said: list[str]) -> Profile:
+    """The profile's layers at the size that ran, and at its other sizes alike."""
+    name = profile.device_type
+    stages = [
+        (run, stage, index)
+        for run in runs
+        for index, stage in enumerate(_plan(run).stages)
+        if stage.device_type == name
+    ]
+    if not stages:
+        return profile
+    if profile.emulation is not None:
+        said.append(f"{name} is emulated: its stages are held to their table, and stay")
+        return profile
+    usable: list[tuple[LayerGraph, StagePlan, _Seconds, bool]] = []
+    for run, stage, index in stages:
+        plan = _plan(run)
+        graph = _graph(profile, plan.microbatch_size)
+        took = _took(run.record, index)
+        if graph is None or not set(stage.layers) <= {node.id for node in graph.nodes}:
+            said.append(f"{run.name}: the profile of {name} has no layers as its stage {index}")
+        elif took is None:
+            said.append(f"{run.name}: it does not tell how long stage {index} took")
+        else:
+            usable.append((graph, stage, took, plan.recompute))
+    if not usable:
+        return profile
+    profile = _with_pass_cost(profile, min(min(took) for _, _, took, _ in usable))
+    ratios: dict[str, tuple[list[Measured], list[Measured]]] = {}
+    targets: list[_Seconds] = []
+    priors: list[_Seconds] = []
+    for graph, stage, took, recompute in usable:
+        prior = _sums(graph, stage)
+        target = _target(profile, took, prior, recompute=recompute)
+        targets.append(target)
+        priors.append(prior)
+        for layer in stage.layers:
+            for part, found in enumerate(ratios.setdefault(layer, ([], []))):
+                if prior[part] > 0:
+                    found.append(Measured(target[part] / prior[part]))
+    forward, backward = (_ratio([t[k] for t in targets], [p[k] for p in priors]) for k in (0, 1))
+    return _with_layers(profile, ratios, (forward, backward))
+
+
+def _plan(run: Run) -> PipelinePlan:
+    assert isinstance(run.record.plan, PipelinePlan)
+    return run.record.plan
+
+
+def _graph(profile: Profile, microbatch_size: int) -> LayerGraph | None:
+    tables = [t for t in profile.layer_tables if t.microbatch_size == microbatch_size]
+    return tables[0] if tables else None
+
+
+def _took(run: RunRecord, stage: int) -> _Seconds | None:
+    """A stage's passes of one microbatch, over its replicas."""
+    found = [entry for device in run.devices for entry in device.stages if entry.stage == stage]
+    if not found:
+        return None
+    forward = together([Measured.of(entry.forward) for entry in found])
+    backward = together([Measured.of(entry.backward) for entry in found])
+    return forward.seconds, backward.seconds
+
+
+def _sums(graph: LayerGraph, stage: StagePlan) -> _Seconds:
+    inside = set(stage.layers)
+    nodes = [node for node in graph.nodes if node.id in inside]
+    return (
+        math.fsum(node.forward_seconds for node in nodes),
+        math.fsum(node.backward_seconds for node in nodes),
+    )
+
+
+def _with_pass_cost(profile: Profile, shortest: float) -> Profile:
+    """A pass costs no more beyond its layers than half of the shortest pass there was."""
+    costs = profile.pipeline
+    if costs is None or costs.pass_seconds <= shortest / 2:
+        return profile
+    return replace(profile, pipeline=replace(costs, pass_seconds=shortest / 2))
+
+
+def _target(profile: Profile, took: _Seconds, prior: _Seconds, *, recompute: bool) -> _Seconds:
+    """What the stage's layers took: its passes without what every pass costs besides.
+
+    A backward pass that recomputes holds the forward one too.
+    """
+    beside = 0.0 if profile.pipeline is None else profile.pipeline.pass_seconds
+    forward = took[0] - beside
+    backward = took[1] - beside
+    if recompute:
+        again = prior[0] + prior[1]
+        share = prior[1] / again if again > 0 else 0.0
+        backward = backward - forward if backward > forward else backward * share
+    return _same(forward, prior[0]), _same(backward, prior[1])
+
+
+def _same(after: float, before: float) -> float:
+    return before if abs(after - before) <= _SAME * before else after
+
+
+def _ratio(after: Sequence[float], before: Sequence[float]) -> float:
+    whole = math.fsum(before)
+    return math.fsum(after) / whole if whole > 0 else 1.0
+
+
+def _with_layers(
+    profile: Profile,
+    ratios: dict[str, tuple[list[Measured], list[Measured]]],
+    others: _Seconds,
+) -> Profile:
+    def factor(layer: str, part: int) -> float:
+        found = ratios.get(layer)
+        if found is None:
+            return others[part]
+        return together(found[part]).seconds if found[part] else 1.0
+
+    def scaled(graph: LayerGraph) -> LayerGraph:
+        nodes = tuple(
+            replace(
+                node,
+                forward_seconds=node.forward_seconds * factor(node.id, 0),
+                backward_seconds=node.backward_seconds * factor(node.id, 1),
+            )
+            for node in graph.nodes
+        )
+        return replace(graph, nodes=nodes)
+
+    assert profile.layers is not None
+    return replace(
+        profile,
+        layers=scaled(profile.layers),
+        more_layers=tuple(scaled(graph) for graph in profile.more_layers),
+    )
