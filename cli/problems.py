@@ -1,12 +1,13 @@
 """From the files and flags that commands share to a solver's problem."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.optimizer import OptimizerState
-from ..schema.pipeline import FLUSHING, PipelinePlan
+from ..schema.pipeline import FLUSHING, PipelinePlan, PipelineProblem
 from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
 from ..schema.records import nearest
@@ -109,12 +110,41 @@ def _pipeline_faults(
 ) -> list[str]:
     from ..checks.pipeline import check
     from ..checks.profiled import pipeline_faults
-    from ..solvers.pipeline_problems import pipeline_problem
 
+    pool = pool or pool_of_plan(plan)
+    problem = problem_of_plan(plan, profiles, pool, link, optimizer)
+    return pipeline_faults(problem, profiles, pool) or check(plan, problem)
+
+
+def pool_of_plan(plan: PipelinePlan) -> Cluster:
+    """Just the devices that a pipeline uses."""
     held = {(stage.device_type, stage.first_device): stage for stage in plan.stages}
     used = ",".join(f"{stage.num_replicas}x{stage.device_type}" for stage in held.values())
-    pool = pool or Cluster.parse(used)
-    problem = pipeline_problem(
+    return Cluster.parse(used)
+
+
+def problem_of_plan(
+    plan: PipelinePlan,
+    profiles: Sequence[Profile],
+    pool: Cluster,
+    link: float | None,
+    optimizer: OptimizerState | None,
+) -> PipelineProblem:
+    """What a pipeline answers, with these profiles' numbers.
+
+    Args:
+        plan: The answer; its schedule, prices and shape are the problem's.
+        profiles: Of its model.
+        pool: The devices.
+        link: Bandwidth of links that the pool does not state.
+        optimizer: The one that will train; None takes the profiles'.
+
+    Raises:
+        ProblemError: The profiles do not fit the plan.
+    """
+    from ..solvers.pipeline_problems import pipeline_problem
+
+    return pipeline_problem(
         profiles,
         pool,
         plan.global_batch_size,
@@ -129,4 +159,3 @@ def _pipeline_faults(
         objective=plan.objective if plan.schedule in FLUSHING else None,
         num_model_chunks=plan.num_model_chunks if plan.schedule == "interleaved" else None,
     )
-    return pipeline_faults(problem, profiles, pool) or check(plan, problem)

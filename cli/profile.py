@@ -19,15 +19,14 @@ from .common import ForceFlag, JsonFlag, emit, emit_json, note, shows_progress, 
 if TYPE_CHECKING:
     from ..profilers.batch_curve import CurveLimits
     from ..profilers.busy import Progress as Told
-    from ..profilers.devices import DeviceRequest
     from ..profilers.profile import ProfileOptions
 
 
 def profile(
     target: Annotated[
-        str,
+        str | None,
         typer.Argument(help="file.py:factory, zoo:NAME, hf:CONFIG_OR_DIR or torchvision:NAME."),
-    ],
+    ] = None,
     device: Annotated[
         list[str] | None,
         typer.Option(help="Device type (repeatable): V100, cuda:0, cpu, cpu:slow=0.25."),
@@ -69,6 +68,15 @@ def profile(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for <model>.<device type>.json.")
     ] = Path("profiles"),
+    from_run: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Measure nothing: correct --profiles by this run (repeatable); TARGET is left out."
+        ),
+    ] = None,
+    profiles: Annotated[
+        Path | None, typer.Option(help="With --from-run: the folder of profiles to correct.")
+    ] = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
@@ -77,7 +85,13 @@ def profile(
     \b
     hetflow profile zoo:resnet18 -o profiles
     hetflow profile train.py:workload --device cpu:fast --device cpu:slow=0.25 --quick
+    hetflow profile --from-run RUN --profiles profiles -o corrected
     """
+    if from_run or profiles is not None:
+        _correct(target, from_run or [], profiles, name, output, force=force, json=json)
+        return
+    if target is None:
+        raise ProblemError("there is nothing to profile", hint="name a target, such as zoo:mlp")
     from ..profilers import devices, targets
     from ..profilers.profile import profile_target
     from ..schema import files
@@ -97,17 +111,54 @@ def profile(
     )
     options = replace(options, limits=_sizes(options.limits, batch_sizes, max_batch_size))
     requests = devices.parse_requests(device or [], devices.local_devices())
-    paths = _paths(output, parsed.model, requests, force=force)
+    types = [request.device_type for request in requests]
+    paths = _paths(output, parsed.model, types, force=force)
     with _no_empty_folder(output), _progress() as progress:
-        profiles = profile_target(parsed, requests, options, progress)
-    for path, measured in zip(paths, profiles, strict=True):
+        measured_all = profile_target(parsed, requests, options, progress)
+    for path, measured in zip(paths, measured_all, strict=True):
         files.write(path, measured, force=force)
     if json:
-        emit_json([files.to_plain(measured) for measured in profiles])
+        emit_json([files.to_plain(measured) for measured in measured_all])
     else:
-        emit("\n\n".join(_table(measured) for measured in profiles))
-    for measured in profiles[:1]:
+        emit("\n\n".join(_table(measured) for measured in measured_all))
+    for measured in measured_all[:1]:
         _say_how_found(measured)
+    note(f"next: hetflow solve --profiles {shlex.quote(str(output))} --gpus ... --batch-size ...")
+
+
+def _correct(
+    target: str | None,
+    run_folders: Sequence[Path],
+    folder: Path | None,
+    model: str | None,
+    output: Path,
+    *,
+    force: bool,
+    json: bool,
+) -> None:
+    """Fold runs into the profiles of their model, and write all of these as a new folder."""
+    from ..reports.corrections import corrections_table
+    from ..schema import files
+    from .correcting import corrected, read_run
+    from .problems import read_model_profiles
+
+    if target is not None:
+        raise ProblemError("--from-run measures nothing, so it takes no target", hint="drop it")
+    if not run_folders or folder is None:
+        raise ProblemError("--from-run RUN and --profiles DIR go together", hint="give both")
+    runs = [read_run(path) for path in run_folders]
+    before = read_model_profiles(folder, model or runs[0].record.plan.model)
+    paths = _paths(output, before[0].model, [p.device_type for p in before], force=force)
+    with _no_empty_folder(output):
+        found = corrected(before, runs)
+    for path, profile in zip(paths, found.profiles, strict=True):
+        files.write(path, profile, force=force)
+    for remark in found.remarks:
+        note(remark)
+    if json:
+        emit_json([files.to_plain(profile) for profile in found.profiles])
+    else:
+        emit("\n\n".join(corrections_table(profile) for profile in found.profiles))
     note(f"next: hetflow solve --profiles {shlex.quote(str(output))} --gpus ... --batch-size ...")
 
 
@@ -168,9 +219,7 @@ def _sizes(limits: "CurveLimits", batch_sizes: str | None, largest: int | None) 
     return parse_sizes(batch_sizes, limits) if batch_sizes else limits
 
 
-def _paths(
-    folder: Path, model: str, requests: "Sequence[DeviceRequest]", *, force: bool
-) -> list[Path]:
+def _paths(folder: Path, model: str, device_types: Sequence[str], *, force: bool) -> list[Path]:
     """Where each profile goes; refused now rather than after minutes of measuring."""
     from ..schema import files
 
@@ -179,8 +228,8 @@ def _paths(
     except OSError as error:
         raise FileError(f"{folder}: cannot be made: {error.strerror}") from None
     paths = [
-        folder / f"{_file_name(model)}.{_file_name(request.device_type)}.json"
-        for request in requests
+        folder / f"{_file_name(model)}.{_file_name(device_type)}.json"
+        for device_type in device_types
     ]
     for path in paths:
         files.check_writable(path, force=force)

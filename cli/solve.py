@@ -1,12 +1,15 @@
 """``hetflow solve``: from profiles and a pool to a proved plan."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ..schema.schedule_names import PlannedSchedule
 from .common import ForceFlag, JsonFlag, emit_file, note
+
+if TYPE_CHECKING:
+    from ..schema.profile import Profile
 
 Method = Literal["exact", "cbc", "highs"]
 
@@ -96,7 +99,11 @@ def solve(
         ),
     ] = "profiled",
     runs: Annotated[
-        Path | None, typer.Option(help="With --cost-model measured: folder of runs (launch -o).")
+        Path | None,
+        typer.Option(
+            help="Folder of runs (launch -o): those of the model correct the profiles before "
+            "solving; with --cost-model measured, they are the costs."
+        ),
     ] = None,
     stage_cost: Annotated[
         Literal["ring", "thesis", "published"],
@@ -152,7 +159,7 @@ def solve(
     if output is not None:
         check_writable(output, force=force)
     question = Question(
-        profiles=read_model_profiles(profiles, model),
+        profiles=_corrected(read_model_profiles(profiles, model), runs, cost_model),
         pool=read_pool(gpus, cluster),
         pool_name=gpus or str(cluster),
         batch_size=batch_size,
@@ -181,3 +188,23 @@ def solve(
         note(f"plan written to {output}; next: hetflow launch {output} SCRIPT")
     if ended_early(plan, question.limits):
         raise typer.Exit(4)
+
+
+def _corrected(
+    profiles: "tuple[Profile, ...]", runs: Path | None, cost_model: str
+) -> "tuple[Profile, ...]":
+    """The profiles with what runs of their model have measured; says what was left out."""
+    if runs is None or cost_model == "measured":
+        return profiles
+    from .correcting import corrected, read_runs
+
+    model = profiles[0].model
+    mine = [run for run in read_runs(runs) if run.record.plan.model == model]
+    if not mine:
+        note(f"{runs} holds no run of {model}; the profiles are taken as they are")
+        return profiles
+    found = corrected(profiles, mine)
+    for remark in found.remarks:
+        note(remark)
+    note(f"profiles corrected by {found.num_used} run(s) of {runs}")
+    return found.profiles

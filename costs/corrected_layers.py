@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..schema.pipeline import PipelinePlan, StagePlan
+from ..schema.pipeline import SPLIT_BACKWARD, PipelinePlan, StagePlan
 from ..schema.profile import LayerGraph, Profile
 from ..schema.run import RunRecord
 from .observed import Measured, Run, together
@@ -74,7 +74,7 @@ def _scaled(profile: Profile, runs: Sequence[Run], said: list[str]) -> Profile:
     if profile.emulation is not None:
         said.append(f"{name} is emulated: its stages are held to their table, and stay")
         return profile
-    usable: list[tuple[LayerGraph, StagePlan, _Seconds, bool]] = []
+    usable: list[tuple[LayerGraph, StagePlan, _Seconds, PipelinePlan]] = []
     for run, stage, index in stages:
         plan = _plan(run)
         graph = _graph(profile, plan.microbatch_size)
@@ -84,16 +84,17 @@ def _scaled(profile: Profile, runs: Sequence[Run], said: list[str]) -> Profile:
         elif took is None:
             said.append(f"{run.name}: it does not tell how long stage {index} took")
         else:
-            usable.append((graph, stage, took, plan.recompute))
+            usable.append((graph, stage, took, plan))
     if not usable:
         return profile
-    profile = _with_pass_cost(profile, min(min(took) for _, _, took, _ in usable))
+    shortest = min(min(took[0], took[1] / _halves(plan)) for _, _, took, plan in usable)
+    profile = _with_pass_cost(profile, shortest)
     ratios: dict[str, tuple[list[Measured], list[Measured]]] = {}
     targets: list[_Seconds] = []
     priors: list[_Seconds] = []
-    for graph, stage, took, recompute in usable:
+    for graph, stage, took, plan in usable:
         prior = _sums(graph, stage)
-        target = _target(profile, took, prior, recompute=recompute)
+        target = _target(profile, took, prior, plan)
         targets.append(target)
         priors.append(prior)
         for layer in stage.layers:
@@ -141,17 +142,21 @@ def _with_pass_cost(profile: Profile, shortest: float) -> Profile:
     return replace(profile, pipeline=replace(costs, pass_seconds=shortest / 2))
 
 
-def _target(profile: Profile, took: _Seconds, prior: _Seconds, *, recompute: bool) -> _Seconds:
+def _halves(plan: PipelinePlan) -> int:
+    """Passes of the runtime that a backward pass is made of."""
+    return 2 if plan.schedule in SPLIT_BACKWARD else 1
+
+
+def _target(profile: Profile, took: _Seconds, prior: _Seconds, plan: PipelinePlan) -> _Seconds:
     """What the stage's layers took: its passes without what every pass costs besides.
 
-    A backward pass that recomputes holds the forward one too.
+    A backward pass that recomputes holds the forward one too; what it leaves no room for is
+    shared out as predicted.
     """
     beside = 0.0 if profile.pipeline is None else profile.pipeline.pass_seconds
-    forward = took[0] - beside
-    backward = took[1] - beside
-    if recompute:
-        again = prior[0] + prior[1]
-        share = prior[1] / again if again > 0 else 0.0
+    forward, backward = took[0] - beside, took[1] - _halves(plan) * beside
+    if plan.recompute:
+        share = prior[1] / (prior[0] + prior[1]) if prior[1] > 0 else 0.0
         backward = backward - forward if backward > forward else backward * share
     return _same(forward, prior[0]), _same(backward, prior[1])
 

@@ -1,0 +1,75 @@
+"""Run folders and profiles from files, folded together."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..costs.from_runs import Correction, correct
+from ..costs.observed import Run
+from ..schema import files
+from ..schema.errors import FileError, ProblemError
+from ..schema.pipeline import FLUSHING, PipelinePlan
+from ..schema.profile import Profile
+from ..schema.run import RunRecord
+from .problems import pool_of_plan, problem_of_plan
+
+
+def read_run(path: Path) -> Run:
+    """The record of a run's folder, or a record itself.
+
+    Raises:
+        FileError: There is none, or it cannot be read.
+    """
+    found = path / "run.json" if path.is_dir() else path
+    return Run(name=str(path), record=files.read(found, RunRecord))
+
+
+def read_runs(folder: Path) -> tuple[Run, ...]:
+    """The records of all run folders in a folder, at any depth.
+
+    Raises:
+        FileError: There is no such folder, no record in it, or a broken one.
+    """
+    if not folder.is_dir():
+        raise FileError(f"{folder}: no such folder", hint="give the one that holds runs")
+    found = tuple(read_run(path.parent) for path in sorted(folder.rglob("run.json")))
+    if not found:
+        raise FileError(f"{folder}: holds no run.json", hint="run `hetflow launch -o` into it")
+    return found
+
+
+def corrected(profiles: Sequence[Profile], runs: Sequence[Run]) -> Correction:
+    """One model's profiles with what runs have measured.
+
+    Raises:
+        ProblemError: None of the runs can correct them; says why the first one cannot.
+    """
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    found = correct(profiles, runs, corrected_at=now, retime=retimed)
+    if not found.num_used:
+        raise ProblemError(
+            f"no run can correct the profiles: {found.remarks[0]}",
+            hint="launch a plan of this model, for at least 13 steps",
+        )
+    return found
+
+
+def retimed(plan: PipelinePlan, profiles: Sequence[Profile]) -> float | None:
+    """What a flushing pipeline's step takes with these profiles' numbers; None for others."""
+    from ..checks.pipeline import timed_stage
+    from ..schedules.of_plan import schedule_of, times_of
+    from ..schedules.timing import time_schedule
+
+    if plan.schedule not in FLUSHING or plan.solved != "flat":
+        return None
+    link, optimizer = plan.link_bytes_per_second, plan.optimizer
+    try:
+        problem = problem_of_plan(plan, profiles, pool_of_plan(plan), link, optimizer)
+    except ProblemError:
+        return None  # a link that the plan's cluster stated, and the plan does not repeat
+    stages = tuple(timed_stage(plan, problem, index) for index in range(len(plan.stages)))
+    timed = replace(plan, stages=stages)
+    types = {stage.device_type for stage in stages}
+    fixed = max(pool.fixed_seconds for pool in problem.pools if pool.device_type in types)
+    return time_schedule(schedule_of(timed), times_of(timed)).makespan_seconds + fixed
