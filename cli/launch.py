@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .common import ForceFlag, JsonFlag, Settings, emit, emit_json, warn
+from .common import ForceFlag, JsonFlag, Settings, emit, emit_json, note, warn
 
 if TYPE_CHECKING:
     from ..launcher.request import LaunchRequest
@@ -171,3 +171,17 @@ def _report(request: "LaunchRequest", record: "RunRecord | None", json: bool) ->
         parts.append(f"error {record.step_seconds_error:+.1%}")
     emulated = " (emulated)" if any(device.emulated for device in record.devices) else ""
     typer.echo(f"{', '.join(parts)}{emulated}; record: {request.folder / 'run.json'}", err=True)
+    if record.terms:
+        _say_terms(request, record)
+
+
+def _say_terms(request: "LaunchRequest", record: "RunRecord") -> None:
+    """What the prediction is made of, and how to correct it by this run."""
+    import shlex
+
+    from ..reports.terms import terms_table
+
+    typer.echo(terms_table(record), err=True)
+    if any(entry.is_off for entry in record.terms):
+        folder = shlex.quote(str(request.folder))
+        note(f"correct them: hetflow profile --from-run {folder} --profiles PROFILES -o NEW")

@@ -10,6 +10,7 @@ from ..schema.run import RunRecord
 from ..schema.simulation import SimulationRun
 from . import cluster_tables
 from .grid import grid, mebibytes, milliseconds
+from .terms import terms_table
 
 Anything = (
     Profile
@@ -242,6 +243,7 @@ def run_table(run: RunRecord) -> str:
             f"{milliseconds(run.measured_step_seconds)} ({error})",
             f"final loss {'-' if run.final_loss is None else f'{run.final_loss:.6g}'}, "
             f"parameters {(run.parameters_digest or '-')[:16]}",
+            *([terms_table(run)] if run.terms else []),
         ]
     )
 

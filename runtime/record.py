@@ -11,6 +11,7 @@ from ..schema.pipeline import PipelinePlan
 from ..schema.plan import DeviceGroup, SplitPlan
 from ..schema.records import Bytes, Index, Name, Seconds, record
 from ..schema.run import DeviceRun, Generation, RunEvent, RunRecord, StageRun, StepTerms
+from .compared import compared
 from .lower import lower
 
 Status = Literal["done", "failed", "interrupted"]
@@ -74,6 +75,9 @@ def assemble(
     measured = max((r.step_seconds for r in ordered if r.step_seconds is not None), default=None)
     predicted = (plan.predicted.step_seconds or None) if as_planned else None
     on_host = Counter(r.host for r in ordered)
+    devices = tuple(
+        _device_run(plan, report, on_host[report.host], as_planned=as_planned) for report in ordered
+    )
     digests = {r.parameters_digest for r in ordered if r.parameters_digest}
     return RunRecord(
         plan=plan,
@@ -87,12 +91,10 @@ def assemble(
         step_seconds_error=(predicted - measured) / measured if predicted and measured else None,
         final_loss=next((r.final_loss for r in ordered), None),
         parameters_digest=next((r.parameters_digest for r in ordered), None),
-        devices=tuple(
-            _device_run(plan, report, on_host[report.host], as_planned=as_planned)
-            for report in ordered
-        ),
+        devices=devices,
         events=(*events, *_differing(digests, wall_seconds)),
         generations=tuple(generations) if not as_planned else (),
+        terms=compared(plan, devices, measured) if as_planned and measured else (),
         provenance={**_emulation(ordered), **(provenance or {})} or None,
     )
 

@@ -78,6 +78,26 @@ class DeviceRun:
 
 
 @record
+class TermComparison:
+    """A term of the step, as predicted and as measured.
+
+    Args:
+        term: What it is, such as ``virtual nodes`` or ``sync``.
+        device_type: Whose; None for what the whole step has once.
+        predicted_seconds: None where the plan does not tell it apart.
+        times: How often a step has it, one after another: a stage's pass once a microbatch.
+        is_off: Whether the two differ by more than 5 % of the measured step.
+    """
+
+    term: str
+    device_type: Name | None = None
+    predicted_seconds: Seconds | None = None
+    measured_seconds: Seconds
+    times: Count = 1
+    is_off: bool = False
+
+
+@record
 class RunEvent:
     """A resize or a failure, with its time since the start."""
 
@@ -121,7 +141,8 @@ class RunRecord:
     """The plan, what was predicted, what was measured, and proof of the result.
 
     ``parameters_digest`` is the SHA-256 of the final parameters and buffers, by name.
-    ``step_seconds_error`` is (predicted - measured) / measured.
+    ``step_seconds_error`` is (predicted - measured) / measured. ``terms`` puts what the prediction
+    is made of beside what was measured; empty in older files and where workers changed.
     """
 
     schema: Literal["hetflow.run/1"] = "hetflow.run/1"
@@ -139,9 +160,18 @@ class RunRecord:
     devices: tuple[DeviceRun, ...]
     events: tuple[RunEvent, ...] = ()
     generations: tuple[Generation, ...] = ()
+    terms: tuple[TermComparison, ...] = ()
     provenance: dict[str, Any] | None = None
 
 
 register_keys(
-    MeasuredTerm, StepTerms, StageRun, DeviceRun, RunEvent, GenerationWorker, Generation, RunRecord
+    MeasuredTerm,
+    StepTerms,
+    StageRun,
+    DeviceRun,
+    TermComparison,
+    RunEvent,
+    GenerationWorker,
+    Generation,
+    RunRecord,
 )

@@ -1,0 +1,131 @@
+"""Which terms of a prediction were off: each beside what the run measured of it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ..schema.pipeline import PipelinePlan
+from ..schema.plan import SplitPlan
+from ..schema.run import DeviceRun, TermComparison
+
+OFF_FRACTION = 0.05
+"""Of the measured step: terms further off than this are marked."""
+
+
+def compared(
+    plan: SplitPlan | PipelinePlan, devices: Sequence[DeviceRun], step_seconds: float
+) -> tuple[TermComparison, ...]:
+    """The terms of a plan's predicted step beside those of its run.
+
+    Args:
+        plan: What was predicted.
+        devices: Every worker's measurements, by rank.
+        step_seconds: The measured step.
+    """
+    if isinstance(plan, SplitPlan):
+        found = _of_split(plan, devices)
+    else:
+        found = _of_pipeline(plan, devices)
+    return tuple(_marked(entry, step_seconds) for entry in found)
+
+
+def _marked(entry: TermComparison, step_seconds: float) -> TermComparison:
+    if entry.predicted_seconds is None:
+        return entry
+    error = entry.times * abs(entry.predicted_seconds - entry.measured_seconds)
+    return replace(entry, is_off=error > OFF_FRACTION * step_seconds)
+
+
+def _of_split(plan: SplitPlan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
+    """Virtual nodes of each group's slowest worker; the rest of the step's slowest worker."""
+    known = {device.rank: device for device in devices if device.terms is not None}
+    first, slowest = 0, None
+    for group in plan.groups:
+        ranks = range(first, first + group.num_devices)
+        first += group.num_devices
+        workers = [known[rank] for rank in ranks if rank in known]
+        if not workers:
+            continue
+        worker = max(workers, key=_own_seconds)
+        seconds = group.pass_seconds
+        name = f"{group.virtual_nodes} virtual nodes of {group.virtual_node_batch_size}"
+        yield TermComparison(
+            term=name if group.virtual_nodes > 1 else name.replace("nodes", "node"),
+            device_type=group.device_type,
+            predicted_seconds=None if seconds is None else group.virtual_nodes * seconds,
+            measured_seconds=_nodes_seconds(worker, group.virtual_nodes),
+        )
+        if slowest is None or _own_seconds(worker) > _own_seconds(slowest[0]):
+            slowest = (worker, group.virtual_nodes)
+    if slowest is not None:
+        yield from _of_step(plan, *slowest, is_alone=len(devices) == 1)
+
+
+def _own_seconds(device: DeviceRun) -> float:
+    """A worker's virtual nodes and fixed cost."""
+    terms = device.terms
+    return 0.0 if terms is None else terms.step.seconds - terms.sync.seconds - terms.update.seconds
+
+
+def _nodes_seconds(device: DeviceRun, virtual_nodes: int) -> float:
+    node = None if device.terms is None else device.terms.virtual_node
+    return _own_seconds(device) if node is None else virtual_nodes * node.seconds
+
+
+def _of_step(
+    plan: SplitPlan, device: DeviceRun, virtual_nodes: int, *, is_alone: bool
+) -> Iterator[TermComparison]:
+    """A worker that trains alone has nothing to synchronise: its sums are fixed cost."""
+    terms, predicted = device.terms, plan.predicted
+    assert terms is not None
+    sync = terms.sync.seconds
+    if terms.load is not None and predicted.load_seconds is not None:
+        yield TermComparison(
+            term="of these, loading",
+            device_type=device.device_type,
+            predicted_seconds=predicted.load_seconds,
+            measured_seconds=virtual_nodes * terms.load.seconds,
+        )
+    if terms.fixed is not None:
+        yield TermComparison(
+            term="fixed cost",
+            predicted_seconds=predicted.fixed_seconds,
+            measured_seconds=terms.fixed.seconds + (sync if is_alone else 0.0),
+        )
+    if not is_alone:
+        yield TermComparison(
+            term="sync", predicted_seconds=predicted.sync_seconds, measured_seconds=sync
+        )
+    yield TermComparison(
+        term="update",
+        predicted_seconds=predicted.update_seconds,
+        measured_seconds=terms.update.seconds,
+    )
+
+
+def _of_pipeline(plan: PipelinePlan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
+    """Each stage's passes of a microbatch, of its slowest replica; then the slowest update."""
+    for number, stage in enumerate(plan.stages):
+        runs = [run for device in devices for run in device.stages if run.stage == number]
+        if not runs:
+            continue
+        forward = stage.forward_seconds
+        backward = None if forward is None else max(0.0, stage.compute_seconds - forward)
+        for name, predicted, measured in (
+            ("forward", forward, max(run.forward.seconds for run in runs)),
+            ("backward", backward, max(run.backward.seconds for run in runs)),
+        ):
+            yield TermComparison(
+                term=f"stage {number} {name}",
+                device_type=stage.device_type,
+                predicted_seconds=predicted,
+                measured_seconds=measured,
+                times=-(-plan.microbatches // stage.num_replicas),
+            )
+    updates = [device.terms.update.seconds for device in devices if device.terms is not None]
+    if updates:
+        known = [stage.update_seconds for stage in plan.stages if stage.update_seconds is not None]
+        yield TermComparison(
+            term="update",
+            predicted_seconds=max(known, default=None),
+            measured_seconds=max(updates),
+        )
