@@ -47,7 +47,7 @@ def corrected(profiles: Sequence[Profile], runs: Sequence[Run]) -> Correction:
     """
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     found = correct(profiles, runs, corrected_at=now, retime=retimed)
-    if not found.num_used:
+    if not found.used:
         raise ProblemError(
             f"no run can correct the profiles: {found.remarks[0]}",
             hint="launch a plan of this model, for at least 13 steps",

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .common import ForceFlag, JsonFlag, Settings, emit, emit_json, note, warn
+from .common import ForceFlag, JsonFlag, Settings, emit, emit_json, warn
 
 if TYPE_CHECKING:
     from ..launcher.request import LaunchRequest
@@ -184,4 +184,5 @@ def _say_terms(request: "LaunchRequest", record: "RunRecord") -> None:
     typer.echo(terms_table(record), err=True)
     if any(entry.is_off for entry in record.terms):
         folder = shlex.quote(str(request.folder))
-        note(f"correct them: hetflow profile --from-run {folder} --profiles PROFILES -o NEW")
+        command = f"hetflow profile --from-run {folder} --profiles PROFILES -o NEW"
+        typer.echo(f"to correct the profiles by this run: {command}", err=True)

@@ -154,7 +154,7 @@ def _correct(
     for path, profile in zip(paths, found.profiles, strict=True):
         files.write(path, profile, force=force)
     for remark in found.remarks:
-        note(remark)
+        warn(remark)
     if json:
         emit_json([files.to_plain(profile) for profile in found.profiles])
     else:

@@ -1,12 +1,13 @@
 """``hetflow solve``: from profiles and a pool to a proved plan."""
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ..schema.schedule_names import PlannedSchedule
-from .common import ForceFlag, JsonFlag, emit_file, note
+from .common import ForceFlag, JsonFlag, emit_file, note, warn
 
 if TYPE_CHECKING:
     from ..schema.profile import Profile
@@ -158,8 +159,9 @@ def solve(
 
     if output is not None:
         check_writable(output, force=force)
+    known, used = _corrected(read_model_profiles(profiles, model), runs, cost_model)
     question = Question(
-        profiles=_corrected(read_model_profiles(profiles, model), runs, cost_model),
+        profiles=known,
         pool=read_pool(gpus, cluster),
         pool_name=gpus or str(cluster),
         batch_size=batch_size,
@@ -182,6 +184,9 @@ def solve(
         fastest=fastest,
     )
     plan = answer(question, strategy)
+    if used:
+        origin = {**(plan.provenance or {}), "corrected_by": list(used)}
+        plan = dataclasses.replace(plan, provenance=origin)
     emit_file(plan, output, force=force, json=json)
     note(table_of(plan))
     if output is not None:
@@ -192,19 +197,19 @@ def solve(
 
 def _corrected(
     profiles: "tuple[Profile, ...]", runs: Path | None, cost_model: str
-) -> "tuple[Profile, ...]":
-    """The profiles with what runs of their model have measured; says what was left out."""
+) -> "tuple[tuple[Profile, ...], tuple[str, ...]]":
+    """The profiles with what runs of their model have measured, and which runs these are."""
     if runs is None or cost_model == "measured":
-        return profiles
+        return profiles, ()
     from .correcting import corrected, read_runs
 
     model = profiles[0].model
     mine = [run for run in read_runs(runs) if run.record.plan.model == model]
     if not mine:
-        note(f"{runs} holds no run of {model}; the profiles are taken as they are")
-        return profiles
+        warn(f"{runs} holds no run of {model}; the profiles are taken as they are")
+        return profiles, ()
     found = corrected(profiles, mine)
     for remark in found.remarks:
-        note(remark)
-    note(f"profiles corrected by {found.num_used} run(s) of {runs}")
-    return found.profiles
+        warn(remark)
+    note(f"profiles corrected by {len(found.used)} run(s) of {runs}")
+    return found.profiles, found.used

@@ -19,12 +19,12 @@ class Correction:
 
     Attributes:
         profiles: In the order of those asked for; what changed stands in their provenance.
-        num_used: Runs that were folded in.
+        used: Names of the runs that were folded in, sorted.
         remarks: A sentence for each run, or measurement of one, that was not used.
     """
 
     profiles: tuple[Profile, ...]
-    num_used: int
+    used: tuple[str, ...]
     remarks: tuple[str, ...]
 
 
@@ -58,7 +58,7 @@ def correct(
             _with_origin(old, new, used, corrected_at)
             for old, new in zip(profiles, after, strict=True)
         ),
-        num_used=len(used),
+        used=tuple(run.name for run in used),
         remarks=(*remarks, *said, *also_said),
     )
 

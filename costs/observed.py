@@ -151,8 +151,10 @@ def why_not(run: RunRecord, profiles: Sequence[Profile]) -> str | None:
 
 def _why_not_split(run: RunRecord, known: dict[str, Profile]) -> str | None:
     assert isinstance(run.plan, SplitPlan)
-    if len(run.devices) != run.plan.num_devices:
-        return f"it tells of {len(run.devices)} of its {run.plan.num_devices} workers"
+    planned = [g.device_type for g in run.plan.groups for _ in range(g.num_devices)]
+    found = {device.rank: device.device_type for device in run.devices}
+    if len(found) != len(run.devices) or found != dict(enumerate(planned)):
+        return "its workers are not those of its plan"
     if run.measured_step_seconds is None:
         return "its step was not measured"
     for worker in workers_of(run):

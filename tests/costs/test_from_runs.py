@@ -162,7 +162,7 @@ def test_a_run_as_predicted_changes_nothing() -> None:
     old = run_of(plan(("A", 1, 2, 16)), device(0, "A", 2, None, fixed=0.2, step=2.25))
     found = corrected(before, alone, two, old)
     assert found.profiles == (before,)
-    assert found.num_used == 3
+    assert len(found.used) == 3
     assert found.remarks == ()
 
 
@@ -295,7 +295,7 @@ def test_what_cannot_correct_is_left_out_with_a_reason(run: Run, why: str) -> No
     before = profile()
     found = corrected(before, run)
     assert found.profiles == (before,)
-    assert found.num_used == 0
+    assert found.used == ()
     assert len(found.remarks) == 1
     assert why in found.remarks[0]
 
@@ -341,7 +341,7 @@ def runs(draw: st.DrawFn, name: str = "r") -> Run:
 @given(profiles(), runs())
 def test_one_run_gives_its_plan_the_step_that_it_measured(before: list[Profile], run: Run) -> None:
     found = corrected(before, run)
-    assert found.num_used == 1
+    assert found.used == ("r",)
     assert isinstance(run.record.plan, SplitPlan)
     assert run.record.measured_step_seconds is not None
     got = predicted(found.profiles, run.record.plan)

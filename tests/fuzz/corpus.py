@@ -1,5 +1,6 @@
 """Good files of every format, and the commands that read them. What the fuzzing starts from."""
 
+import dataclasses
 import json
 import random
 from collections.abc import Iterator
@@ -13,8 +14,18 @@ from hetflow.schema import files
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, Jobs, ModelThroughput, PairThroughput, Throughputs
 from hetflow.schema.optimizer import OptimizerState
+from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync
-from hetflow.schema.run import DeviceRun, Generation, GenerationWorker, RunEvent, RunRecord
+from hetflow.schema.run import (
+    DeviceRun,
+    Generation,
+    GenerationWorker,
+    MeasuredTerm,
+    RunEvent,
+    RunRecord,
+    StepTerms,
+    TermComparison,
+)
 
 HELD = "running/control/lock"  # whoever runs a case holds it: the run is alive then
 CONFIG = "hetflow.toml"  # removed where a command is not about it
@@ -93,6 +104,12 @@ COMMANDS = (
     Command("allocate from CSV",
             ("allocate", "jobs.csv", "--throughputs", "throughputs.csv", *_POOL),
             ("jobs.csv", "throughputs.csv"), ("--gpus", "--throughputs")),
+    Command("solve with runs",
+            ("solve", "--profiles", "profiles", *_POOL, "--batch-size", "256", "--runs", "runs"),
+            ("runs/first/run.json", "profiles/v100.json"), ("--runs",)),
+    Command("correct",
+            ("profile", "--from-run", "runs/first", "--profiles", "profiles", "-o", "corrected"),
+            ("runs/first/run.json", "profiles/v100.json"), ("--from-run", "--profiles")),
     Command("simulate from CSV",
             ("simulate", "jobs.csv", "--throughputs", "throughputs.csv", *_POOL),
             ("jobs.csv", "throughputs.csv")),
@@ -173,6 +190,8 @@ def make(folder: Path) -> None:
         if code:
             raise HetflowError(f"the corpus's {name} could not be made: exit code {code}")
     files.write(folder / "run.json", _run_record(folder))
+    (folder / "runs" / "first").mkdir(parents=True)
+    files.write(folder / "runs/first/run.json", _run_of_split(folder))
     _make_running(folder)
 
 
@@ -277,6 +296,32 @@ def _run_record(folder: Path) -> RunRecord:
                 workers=(GenerationWorker(name="w0", device_type="V100", virtual_nodes=(0,)),),
             ),
         ),
+    )  # fmt: skip
+
+
+def _run_of_split(folder: Path) -> RunRecord:
+    """A run that can correct the profiles, with all its terms."""
+    plan = files.read_plan(folder / "split.json")
+    assert isinstance(plan, SplitPlan)
+    types = [group.device_type for group in plan.groups for _ in range(group.num_devices)]
+    term = MeasuredTerm(seconds=0.01, interval_seconds=0.001)
+    step = MeasuredTerm(seconds=0.5, interval_seconds=0.001)
+    terms = StepTerms(num_steps=37, step=step, sync=term, update=term, virtual_node=term,
+                      load=term, fixed=term)  # fmt: skip
+    return dataclasses.replace(
+        _run_record(folder), world_size=len(types), measured_step_seconds=0.5, events=(),
+        generations=(),
+        devices=tuple(
+            DeviceRun(
+                rank=rank, device_type=name, host="a", num_samples=64, num_steps=40,
+                predicted_compute_seconds=0.08, pass_seconds=0.04, compute_seconds=0.08,
+                sync_seconds=0.01, update_seconds=0.01, step_seconds=0.5,
+                step_seconds_spread=0.001, peak_memory_bytes=1 << 30, terms=terms,
+                num_host_devices=len(types),
+            )
+            for rank, name in enumerate(types)
+        ),
+        terms=(TermComparison(term="sync", predicted_seconds=0.01, measured_seconds=0.1),),
     )  # fmt: skip
 
 
