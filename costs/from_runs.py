@@ -97,8 +97,15 @@ def _with_origin(old: Profile, new: Profile, runs: Sequence[Run], corrected_at: 
 
 
 def changes_of(old: Profile, new: Profile) -> Iterator[dict[str, Any]]:
-    """Every number that differs, by its address: ``term``, ``before`` and ``after``."""
+    """Every number that differs, by its address: ``term``, ``before`` and ``after``.
+
+    A busy host that was not measured before was predicted as a device alone.
+    """
     before, after = dict(_numbers("", to_plain(old))), dict(_numbers("", to_plain(new)))
+    if old.busy is None and new.busy is not None:
+        parts = ("batch_curve", "update_seconds", "fixed_seconds")
+        alone = {f"busy.{term}": value for term, value in before.items() if term.startswith(parts)}
+        before |= alone
     for term in dict.fromkeys([*before, *after]):
         if before.get(term) != after.get(term):
             yield {"term": term, "before": before.get(term), "after": after.get(term)}

@@ -221,6 +221,12 @@ def test_several_devices_of_a_host_correct_the_busy_numbers_and_synchronisation(
     assert after.sync is not None
     assert after.sync.num_devices == 2
     assert predicted((after,), two) == pytest.approx(3.4)
+    assert after.provenance is not None
+    changes = {c["term"]: c["before"] for c in after.provenance["corrections"][0]["changes"]}
+    assert changes["busy.batch_curve[8].step_seconds"] == 0.6
+    assert changes["busy.fixed_seconds"] == 0.2
+    assert changes["sync.sync_seconds"] == 9.0
+    assert "busy.batch_curve[8].peak_memory_bytes" not in changes
     apart = [replace(worker, host=f"h{worker.rank}") for worker in workers]
     (after,) = corrected(before, run_of(two, *apart)).profiles
     assert after.busy is None

@@ -34,7 +34,15 @@ from . import corpus, mutations
 LIMIT_CPU_SECONDS = 10  # of a case: what others do on the machine is not its fault
 LIMIT_SECONDS = 60  # by the wall clock, for what waits for ever
 MEMORY_BYTES = 8 << 30
-WRITTEN = {corpus.OUTPUT, "out.txt", "run", "timeline.html", "trace.json", "curves.svg"}
+WRITTEN = {
+    corpus.OUTPUT,
+    "out.txt",
+    "run",
+    "corrected",
+    "timeline.html",
+    "trace.json",
+    "curves.svg",
+}
 _LEFT_BY_FONTS = {".cache", ".config"}
 
 
