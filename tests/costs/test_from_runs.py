@@ -334,9 +334,10 @@ def runs(draw: st.DrawFn, name: str = "r") -> Run:
     workers, step = [], draw(seconds) + 20
     types = [(kind, nodes) for kind, number, nodes, _ in groups for _ in range(number)]
     interval = draw(maybe)
+    update = draw(seconds) / 4  # alike: the step that is predicted holds the slowest one's
     for rank, (kind, nodes) in enumerate(types):
         node = draw(seconds) if nodes > 1 else None
-        sync, update = draw(seconds) / 4, draw(seconds) / 4
+        sync = draw(seconds) / 4
         whole = dict(fixed=0.0, sync=sync, update=update, step=step, interval=interval)
         if node is not None:
             node = min(node, (step - sync - update) / nodes)
