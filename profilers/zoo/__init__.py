@@ -22,6 +22,7 @@ _FACTORIES = {
     "gpt-small": ("transformer", "gpt_small"),
     "gpt2": ("transformer", "gpt2"),
     "bert": ("transformer", "bert"),
+    "lstm": ("recurrent", "lstm"),
 }
 NAMES = tuple(_FACTORIES)
 

@@ -151,3 +151,14 @@ def test_what_the_planner_counts_bounds_what_a_pass_allocates(name: str, size: i
     assert peak is not None
     # The loss's own tensors are no layer's.
     assert 0.95 * peak.peak_bytes < stashed + aside < 1.6 * peak.peak_bytes
+
+
+def test_an_lstm_is_cut_between_its_layers() -> None:
+    bench = Bench(as_workload(zoo.factory_of("lstm")(), "zoo:lstm"), "cpu", "sgd")
+    graph = graph_of(measure_layers(bench, 2, 1))
+    assert graph.trace is not None
+    assert graph.trace.obstacle is None
+    names = ["tokens", "stack.0.lstm", "stack.1.lstm", "stack.2.lstm", "head"]
+    assert [node.id for node in graph.nodes] == names
+    assert graph.edges == tuple(zip(names, names[1:], strict=False))
+    assert sum(node.weight_bytes for node in graph.nodes) == 4 * 659_456
