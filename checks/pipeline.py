@@ -23,6 +23,7 @@ from . import definitions
 from .pipeline_prediction import prediction_faults
 from .pipeline_recount import (
     crossing_bytes,
+    planned_memory,
     pool_of,
     seconds_per_input,
     stage_memory,
@@ -191,9 +192,10 @@ def _memory_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     for index, stage in enumerate(plan.stages):
         used = stage_memory(plan, problem, index)
         of_device.setdefault((stage.device_type, stage.first_device), []).append((index, used))
-        if abs(used - stage.memory_bytes) > 1 + _TOLERANCE * used:
+        whole = planned_memory(plan, problem, index)
+        if abs(whole - stage.memory_bytes) > 1 + _TOLERANCE * whole:
             faults.append(
-                f"stage {index}: memory_bytes is {stage.memory_bytes}, it needs {used:.0f}"
+                f"stage {index}: memory_bytes is {stage.memory_bytes}, it needs {whole:.0f}"
             )
     for held in of_device.values():
         names = " + ".join(f"stage {index}" for index, _ in held)
@@ -201,7 +203,7 @@ def _memory_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
         pool = pool_of(problem, stage)
         if pool is None or pool.memory_bytes is None:
             continue
-        needed = used + pool.workspace_bytes
+        needed = used + pool.workspace_bytes + (pool.base_memory_bytes or 0)
         # The released optimizer's own test is laxer; its plans are for comparison.
         if needed > pool.memory_bytes + 1 and problem.stage_cost != "published":
             faults.append(

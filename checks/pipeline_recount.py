@@ -23,6 +23,18 @@ def pool_of(problem: PipelineProblem, stage: StagePlan) -> DevicePool | None:
     return next((p for p in problem.pools if p.device_type == stage.device_type), None)
 
 
+def planned_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
+    """What a plan must say that a stage takes: the first of a device has the worker's own too."""
+    stage = plan.stages[index]
+    used, pool = stage_memory(plan, problem, index), pool_of(problem, stage)
+    if pool is None or pool.base_memory_bytes is None:
+        return used
+    device = (stage.device_type, stage.first_device)
+    before = [(other.device_type, other.first_device) for other in plan.stages[:index]]
+    alone = pool.workspace_bytes + pool.base_memory_bytes
+    return used if device in before else used + alone
+
+
 def stage_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
     """Bytes of one replica of a stage under the plan's schedule, by definition."""
     stage = plan.stages[index]

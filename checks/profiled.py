@@ -191,9 +191,12 @@ def _pool_faults(
     fixed = (0.0, 0.0) if costs is None else (costs.pass_seconds, costs.fixed_seconds)
     if (pool.pass_seconds, pool.fixed_seconds) != fixed:
         yield f"a pass and a step cost {pool.pass_seconds} and {pool.fixed_seconds}, not {fixed}"
-    aside = _workspace_bytes(graph)
+    if pool.base_memory_bytes != profile.base_memory_bytes:
+        yield f"base_memory_bytes is {pool.base_memory_bytes}, not {profile.base_memory_bytes}"
+    aside = _workspace_bytes(graph) + (profile.update_workspace_bytes or 0)
     if pool.workspace_bytes != aside:
-        yield f"workspace_bytes is {pool.workspace_bytes}, the dearest layer needs {aside}"
+        more = " with the update" if profile.update_workspace_bytes else ""
+        yield f"workspace_bytes is {pool.workspace_bytes}, the dearest layer{more} needs {aside}"
 
 
 def _is_same(one: float, other: float) -> bool:

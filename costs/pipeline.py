@@ -31,6 +31,7 @@ from ..schema.pipeline import (
     FLUSHING,
     SPLIT_BACKWARD,
     STASHING,
+    DevicePool,
     PipelineLayer,
     PipelineProblem,
     PlannedSchedule,
@@ -293,6 +294,16 @@ def stage_bytes(
     stashes = 1 if recompute else in_flight
     kept = kept_per_weight_byte(versions, state_bytes_per_weight_byte) * weight_bytes
     return kept + stashes * activation_bytes + in_flight * input_bytes
+
+
+def worker_bytes(pool: DevicePool) -> int:
+    """Memory of a worker besides its stages: base and workspace, once a device.
+
+    0 where the base was not measured: then a plan's bytes are those of its stages alone.
+    """
+    if pool.base_memory_bytes is None:
+        return 0
+    return pool.base_memory_bytes + pool.workspace_bytes
 
 
 def noam(replicas: Sequence[int]) -> int:

@@ -18,6 +18,7 @@ from ..runtime.emulation import PassHolder
 from ..schema.errors import TargetError
 from . import memory
 from .batch_curve import SizeResult
+from .layer_memory import footprint
 from .samples import Samples
 from .targets import Workload, one_line
 from .timing import RepeatPolicy, Timing, repeat
@@ -105,13 +106,26 @@ class Bench:
         )
 
     def optimizer_state(self, batch_size: int) -> dict[str, Any]:
-        """What the optimizer keeps once it has made a step: its class, and bytes of its tensors."""
+        """What the optimizer keeps once it has made a step, and what it needs for a while.
+
+        Its class, bytes of its tensors, and ``update_workspace_bytes``.
+        """
         self.run_step(self.make_batch(batch_size))
         return {
             "name": type(self.optimizer).__name__,
             "is_own": self.workload.make_optimizer is not None,
             "state_bytes": sum(map(_tensor_bytes, self.optimizer.state.values())),
+            "workspace_bytes": self.update_workspace_bytes(),
         }
+
+    def update_workspace_bytes(self) -> int | None:
+        """What an update allocates for a while, after ``optimizer_state``; None on CUDA.
+
+        Counted on a CPU only: its allocator does not fit large blocks of an update into the room
+        of a pass's, while CUDA's peak is that of the larger of the two.
+        """
+        found = None if self.on_cuda else footprint(self.optimizer.step, self.device)
+        return None if found is None else found.peak_bytes
 
     def held(self, batch_size: int, holder: PassHolder, repeats: int) -> list[float]:
         """Wall seconds of passes that are held to a table, as an emulated device runs them.

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from ..runtime.emulation import PassHolder
 from ..schema.errors import HetflowError
 from ..schema.plan import PassTime
-from . import memory, targets
+from . import base_memory, memory, targets
 from .bench import Bench
 from .exchange import exchange
 from .layers import measure_layers
@@ -88,7 +88,18 @@ class _Server:
         if operation == "load":
             self.bench, facts = _load(**request)
             return facts
+        if operation == "base_memory":
+            return {"bytes": self._base_memory(**request)}
         return _OPERATIONS[operation](self.bench, **request)
+
+    def _base_memory(self, batch_size: int) -> int | None:
+        """What is left without the workload; 0 on CUDA, whose peaks are the allocator's alone."""
+        bench, self.bench = self.bench, None
+        if bench is None or bench.on_cuda:
+            return 0
+        base_memory.warm_up(bench, batch_size)
+        del bench
+        return base_memory.left_bytes()
 
 
 def first_cause(error: BaseException) -> str:
@@ -113,6 +124,7 @@ def _load(
     torch.manual_seed(0)
     if device == "cpu":
         memory.limit_memory(memory_bytes)
+        base_memory.load_like_worker()
     bench = Bench(targets.load(targets.parse(target)), device, optimizer)
     facts = {
         "weight_bytes": bench.weight_bytes,

@@ -52,6 +52,9 @@ def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str
         row["stashed_bytes"] = stashed.get(row["id"], 0)
     ratios = _calibrate(rows, _parts(whole))
     kept = _kept_bytes(bench, batch)
+    of_loss = 0 if kept is None else max(0, kept - sum(row["stashed_bytes"] for row in rows))
+    # The loss is computed where the model ends, and what it keeps is in no layer's pass.
+    rows[-1]["stashed_bytes"] += of_loss
     return {
         "nodes": rows,
         "edges": edges,
@@ -62,6 +65,7 @@ def measure_layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str
             **ratios,
             "stashed_bytes": sum(stashed.values()),
             "whole_kept_bytes": kept,
+            "loss_stashed_bytes": of_loss,
         },
     }
 

@@ -111,6 +111,23 @@ class Measurer:
         """
         return self._ask("optimizer_state", batch_size=batch_size)
 
+    def base_memory(self, batch_size: int) -> int | None:
+        """What the process holds without a model; it is spent by this, the next one is new.
+
+        Returns:
+            Bytes; None where the kernel does not tell, or where the group that is joined for it
+            does not fit beside the model.
+
+        Raises:
+            TargetError: The workload is at fault, or gave no answer in time.
+        """
+        try:
+            found: int | None = self._ask("base_memory", batch_size=batch_size)["bytes"]
+        except MemoryError:
+            found = None
+        self.release()
+        return found
+
     def hold(self, batch_size: int, passes: Sequence[PassTime], repeats: int) -> dict[str, Any]:
         """Run passes held to a table: ``seconds`` of each, and ``num_overruns``.
 

@@ -52,10 +52,24 @@ def reset_peak() -> bool:
 
 def peak_memory_bytes() -> int:
     """Peak resident memory of this process since ``reset_peak``, else since its start."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("VmHWM:"):
+    peak = _status_bytes("VmHWM")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
+
+
+def resident_memory_bytes() -> int | None:
+    """Resident memory of this process now; None where the kernel does not tell."""
+    return _status_bytes("VmRSS")
+
+
+def _status_bytes(key: str) -> int | None:
+    try:
+        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

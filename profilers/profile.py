@@ -67,6 +67,8 @@ class _Base:
     links: Links | None
     links_provenance: dict[str, Any]
     layers: tuple[dict[str, Any], ...]
+    base_memory_bytes: int | None
+    update_workspace_bytes: int | None
     seconds: float
 
 
@@ -164,6 +166,8 @@ def _measure(
             layers.append(
                 as_in_the_loop(found, _pass_seconds(found, costs, measurer, options, say))
             )
+        facts, death = measurer.facts, measurer.death
+        base_memory = measurer.base_memory(curve.results[0].batch_size)
     except HetflowError as error:
         error.args = (f"{target.text} on {name}: {error.message}",)
         error.message = error.args[0]
@@ -184,13 +188,15 @@ def _measure(
         curve=_fitting(curve, costs),
         costs=costs,
         no_loading=measurer.no_loading,
-        optimizer=_optimizer(kept, measurer.facts["weight_bytes"], options),
-        facts=measurer.facts,
-        death=measurer.death,
+        optimizer=_optimizer(kept, facts["weight_bytes"], options),
+        facts=facts,
+        death=death,
         busy=busy,
         links=link,
         links_provenance=links_provenance,
         layers=tuple(layers),
+        base_memory_bytes=base_memory,
+        update_workspace_bytes=kept["workspace_bytes"],
         seconds=time.monotonic() - start,
     )
 
@@ -339,6 +345,8 @@ def _profile(
         emulation=emulation,
         out_of_memory_batch_size=base.curve.out_of_memory_batch_size,
         optimizer=base.optimizer,
+        base_memory_bytes=base.base_memory_bytes,
+        update_workspace_bytes=base.update_workspace_bytes,
         provenance=provenance,
     )
 

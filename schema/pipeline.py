@@ -77,7 +77,11 @@ class DevicePool:
     ``levels`` go from the lowest up: servers of 4 devices, 4 of them, are 4 at the bandwidth
     inside a server, then 4 at the network's. ``update_seconds`` is one optimizer update of the
     whole model. ``memory_bytes`` is a device's memory; None sets no limit. ``workspace_bytes`` of
-    it are set aside on every device for what the dearest layer's passes need for a while.
+    it are set aside on every device for what the dearest layer's passes need for a while, and on a
+    CPU the optimizer's update besides.
+    ``base_memory_bytes`` is what a worker holds before there is a model, where it counts against
+    the device's memory (0 on a GPU); None, as in older profiles, leaves it and the workspace out
+    of what stages are said to take.
     ``pass_seconds`` is what every forward and every backward pass of a stage costs beyond its
     layers, ``fixed_seconds`` what a step costs beside its passes, messages and updates.
     """
@@ -89,6 +93,7 @@ class DevicePool:
     update_seconds: Seconds = 0.0
     memory_bytes: PositiveBytes | None = None
     workspace_bytes: Bytes = 0
+    base_memory_bytes: Bytes | None = None
     pass_seconds: Seconds = 0.0
     fixed_seconds: Seconds = 0.0
 
@@ -98,8 +103,10 @@ class DevicePool:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What stages may fill of a device: its memory without the workspace."""
-        return None if self.memory_bytes is None else self.memory_bytes - self.workspace_bytes
+        """What stages may fill of a device: its memory without the base and the workspace."""
+        if self.memory_bytes is None:
+            return None
+        return self.memory_bytes - self.workspace_bytes - (self.base_memory_bytes or 0)
 
     @property
     def num_devices(self) -> int:
@@ -414,8 +421,10 @@ class StagePlan:
     messages cost themselves: ``pass_seconds`` each forward and each backward pass,
     ``message_seconds`` each message; None where nothing of it was counted. ``reduce_seconds`` is
     one all-reduce of the stage's gradients, ``tied_seconds`` that of weights tied to other
-    stages', and ``update_seconds`` one update of its weights. ``memory_bytes`` is per device.
-    ``nesting`` goes from the highest level down and is empty in flat plans.
+    stages', and ``update_seconds`` one update of its weights. ``memory_bytes`` is per device; where the
+    pool knows what a worker holds before there is a model, it is the worker's predicted peak, and
+    a device's further stages add their own part only. ``nesting`` goes from the highest level down
+    and is empty in flat plans.
     """
 
     layers: tuple[Name, ...]

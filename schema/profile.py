@@ -176,7 +176,9 @@ class Profile:
     synchronisation: opening it, its first pass's cold caches, its sums, asking for the next
     batch. ``step_error`` is how far steps put together from these terms are from measured ones,
     relative. ``busy`` is the same with the host's devices at work; ``base_memory_bytes`` what a
-    worker holds before there is a model.
+    worker holds before there is a model, 0 where the peaks do not count it (on a GPU).
+    ``update_workspace_bytes`` is what the optimizer needs for a while in an update, where the
+    allocator does not give it the room that passes have left (on a CPU).
     """
 
     schema: Literal["hetflow.profile/1"] = "hetflow.profile/1"
@@ -198,6 +200,7 @@ class Profile:
     links: Links | None = None
     pipeline: PipelineCosts | None = None
     base_memory_bytes: Bytes | None = None
+    update_workspace_bytes: Bytes | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from math import ceil
 
 import numpy as np
 
-from ..costs.pipeline import ring_sync_seconds, shared_level, slowest_links
+from ..costs.pipeline import ring_sync_seconds, shared_level, slowest_links, worker_bytes
 from ..schedules.operations import Schedule
 from ..schedules.timing import StageTimes, time_schedule
 from ..schema.pipeline import FLUSHING, PipelineProblem, StagePlan
@@ -212,6 +212,7 @@ class Option:
                 sent = prices.output_seconds(last, self.links[stage])
             index = prices.bandwidths.index(self.spans[stage])
             in_flight, versions = self.shape.held[stage]
+            is_further = place in self.shape.place[:stage]
             found.append(
                 StagePlan(
                     layers=names_between(problem, prices, first, last),
@@ -233,7 +234,8 @@ class Option:
                     update_seconds=problem.pools[pool].update_seconds
                     * (weight / max(prices.total_weight, 1.0)),
                     tied_seconds=self._tied(first, last),
-                    memory_bytes=round(self.memory(stage, first, last)),
+                    memory_bytes=round(self.memory(stage, first, last))
+                    + (0 if is_further else worker_bytes(problem.pools[pool])),
                 )
             )
         return found

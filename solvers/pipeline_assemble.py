@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..costs.pipeline import noam
+from ..costs.pipeline import noam, worker_bytes
 from ..schema.pipeline import FLUSHING, NestedBlock, PipelinePlan, PipelineProblem, StagePlan
 from ..schema.plan import Prediction, Proof
 from .pipeline_cuts import layers_of
@@ -132,7 +132,8 @@ def _stage(problem: PipelineProblem, prices: Prices, seats: Seats, index: int) -
         reduce_seconds=timed.reduce_seconds,
         update_seconds=timed.update_seconds - tied,
         tied_seconds=tied if prices.cuts.split_bytes is not None else None,
-        memory_bytes=round(prices.stage_memory(first, last, in_flight, versions)),
+        memory_bytes=round(prices.stage_memory(first, last, in_flight, versions))
+        + worker_bytes(pool),
     )
 
 

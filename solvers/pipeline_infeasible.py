@@ -39,9 +39,14 @@ def explain(
 
 
 def needs(pool: DevicePool, used_bytes: float) -> str:
-    """Say what a device would have to hold, workspace included, beside all that it has."""
-    whole = used_bytes + pool.workspace_bytes
-    aside = f" ({pool.workspace_bytes} of them for workspace)" if pool.workspace_bytes else ""
+    """Say what a device would have to hold, workspace and base included, beside what it has."""
+    parts = {
+        "for workspace": pool.workspace_bytes,
+        "before there is a model": pool.base_memory_bytes,
+    }
+    whole = used_bytes + sum(size or 0 for size in parts.values())
+    said = [f"{size} of them {what}" for what, size in parts.items() if size]
+    aside = f" ({', '.join(said)})" if said else ""
     return (
         f"needs {round(whole)} bytes{aside} on a {pool.device_type} of {pool.memory_bytes}, "
         f"{round(whole - (pool.memory_bytes or 0))} bytes too many"

@@ -20,6 +20,7 @@ from ..costs.pipeline import (
     slowest_links,
     stage_bytes,
     weight_versions,
+    worker_bytes,
 )
 from ..schema.errors import BackendError, InfeasibleError
 from ..schema.pipeline import NestedBlock, PipelinePlan, PipelineProblem, StagePlan
@@ -383,7 +384,7 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
         forward_seconds=sum(pool.forward_seconds[layer] for layer in layers)
         + own.forward_seconds[0],
         output_seconds=_output(problem, ranges, leaves, index),
-        memory_bytes=_memory(problem, ranges, block, in_flight, versions),
+        memory_bytes=_memory(problem, ranges, block, in_flight, versions) + worker_bytes(pool),
         nesting=path,
         devices=listed(_devices(problem, path, device)),
     )

@@ -254,7 +254,8 @@ def _pool(
         backward_seconds=tuple(ratio * node[entry.id].backward_seconds for entry in order),
         update_seconds=profile.update_seconds if busy is None else busy.update_seconds,
         memory_bytes=total,
-        workspace_bytes=_workspace(graph, total, name),
+        workspace_bytes=_workspace(profile, graph, total),
+        base_memory_bytes=profile.base_memory_bytes,
         pass_seconds=costs.pass_seconds if costs is not None else 0.0,
         fixed_seconds=costs.fixed_seconds if costs is not None else 0.0,
     )
@@ -286,11 +287,12 @@ def _step_error(profiles: Sequence[Profile]) -> float | None:
     return max((error for error in found if error is not None), default=None)
 
 
-def _workspace(graph: LayerGraph, total: int, device_type: str) -> int:
-    """What is set aside of a device's memory.
+def _workspace(profile: Profile, graph: LayerGraph, total: int) -> int:
+    """What is set aside of a device's memory of ``total`` bytes.
 
     Where workspaces were measured, the dearest layer's, with the gradients of its output and
-    inputs, which live beside it during its backward pass. One for all stages: a bound.
+    inputs, which live beside it during its backward pass; and the update's, where the allocator
+    keeps it apart. One for all stages: a bound.
     """
     made = {node.id: node.activation_bytes for node in graph.nodes}
     inputs = dict.fromkeys(made, 0)
@@ -304,10 +306,13 @@ def _workspace(graph: LayerGraph, total: int, device_type: str) -> int:
         ),
         default=0,
     )
-    if aside >= total:
+    aside += profile.update_workspace_bytes or 0
+    base = profile.base_memory_bytes or 0
+    if aside + base >= total:
+        before = f", beside {base} before there is a model" if base else ""
         raise InfeasibleError(
             f"one layer alone needs {aside} bytes of workspace and gradients on a "
-            f"{device_type} of {total}",
+            f"{profile.device_type} of {total}{before}",
             hint=f"profile a smaller microbatch than {graph.microbatch_size}",
         )
     return aside

@@ -186,11 +186,11 @@ class Profiled:
         if found is None:
             return None
         option, cut = found
-        per_input = option.slowest(cut)
+        per_input, pool = option.slowest(cut), option.problem.pools[0]
         return Estimate(
             microbatch_seconds=per_input * configuration.data_parallel_size,
             memory_bytes=max(stage.memory_bytes for stage in option.stages(cut))
-            + option.problem.pools[0].workspace_bytes,
+            + (pool.workspace_bytes if pool.base_memory_bytes is None else 0),
         )
 
 

@@ -82,6 +82,47 @@ def test_a_plan_for_sgd_is_no_plan_for_adam() -> None:
     assert "bytes (5000000 of them for workspace) on a V100 of 500000000" in str(refused.value)
 
 
+def with_base(asked: PipelineProblem, base: int | None) -> PipelineProblem:
+    pools = tuple(dataclasses.replace(pool, base_memory_bytes=base) for pool in asked.pools)
+    return dataclasses.replace(asked, pools=pools)
+
+
+def test_a_stage_s_memory_is_its_worker_s_peak_where_the_base_was_measured() -> None:
+    asked = problem(named_optimizer("sgd"), 10**10)
+    bare = [stage.memory_bytes for stage in solve(asked).stages]
+    for base in (0, 300 * MB):
+        told = with_base(asked, base)
+        plan = solve(told)
+        assert [stage.memory_bytes for stage in plan.stages] == [b + base + 5 * MB for b in bare]
+        assert check(plan, told) == []
+        assert "stage 0: memory_bytes is" in check(plan, asked)[0]
+        assert "stage 0: memory_bytes is" in check(solve(asked), told)[0]
+
+
+def test_the_base_counts_against_the_device_once() -> None:
+    """The heavier stage needs 440 MB, 5 MB are for workspace; the base leaves too little."""
+    asked = problem(named_optimizer("sgd"), 500 * MB)
+    assert check(solve(with_base(asked, 55 * MB)), with_base(asked, 55 * MB)) == []
+    said = r"needs \d+ bytes \(5000000 of them for workspace, 56000000 of them before there is a "
+    with pytest.raises(InfeasibleError, match=said):
+        solve(with_base(asked, 56 * MB))
+    plan = solve(with_base(asked, 55 * MB))
+    faults = check(plan, with_base(asked, 56 * MB))
+    assert any("stage 0 needs 501000000 bytes on a V100 of 500000000" in f for f in faults)
+
+
+def test_stages_on_one_device_count_its_base_once() -> None:
+    asked = problem(named_optimizer("sgd"), 10**10, schedule="interleaved", num_stages=None)
+    told = with_base(asked, 300 * MB)
+    bare, plan = solve(asked), solve(told)
+    added = [
+        whole.memory_bytes - own.memory_bytes
+        for whole, own in zip(plan.stages, bare.stages, strict=True)
+    ]
+    assert added == [305 * MB, 305 * MB, 0, 0]
+    assert check(plan, told) == []
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1"])
 def test_equal_replicas_say_what_the_nearest_plan_lacks(schedule: str) -> None:
     asked = problem(named_optimizer("adam"), 700 * MB, schedule=schedule, num_stages=None)
@@ -109,6 +150,7 @@ def broken_everywhere(
         ("ring_sync_seconds", lambda found: 2 * found, "reduce_seconds is"),
         ("boundary_seconds", lambda found: 3 * found, "output_seconds is"),
         ("noam", lambda found: found + 1, "noam is"),
+        ("worker_bytes", lambda found: found + 1000, "memory_bytes is"),
     ],
 )
 def test_an_error_in_a_pipeline_s_costs_does_not_reach_its_judge(

@@ -6,6 +6,7 @@ import pytest
 
 from hetflow.checks.profiled import pipeline_faults, split_faults
 from hetflow.schema.cluster import Cluster
+from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile
@@ -100,6 +101,7 @@ def test_the_split_s_problem_counts_the_optimizer_that_will_train() -> None:
     [
         ({"memory_bytes": 30_000}, "memory_bytes is 30000, it has 20000"),
         ({"workspace_bytes": 0}, "workspace_bytes is 0, the dearest layer needs 220"),
+        ({"base_memory_bytes": 7}, "base_memory_bytes is 7, not None"),
         ({"forward_seconds": (0.1, 0.1, 0.3)}, "l1: its times are not the profile's"),
         ({"update_seconds": 0.0}, "update_seconds is 0.0, not 0.01"),
     ],
@@ -118,3 +120,18 @@ def test_layers_at_odds_with_their_profile_are_refused(changes: dict) -> None:
     wrong = dataclasses.replace(problem, layers=(first, *problem.layers[1:]))
     faults = pipeline_faults(wrong, [PROFILE], POOL)
     assert faults == ["the problem's V100: l0: its bytes are not the profile's"]
+
+
+def test_a_cpu_s_base_and_update_are_set_aside() -> None:
+    told = dataclasses.replace(PROFILE, base_memory_bytes=9_000, update_workspace_bytes=500)
+    problem = pipeline_problem([told], POOL, 8)
+    (pool,) = problem.pools
+    assert (pool.base_memory_bytes, pool.workspace_bytes) == (9_000, 220 + 500)
+    assert pool.limit_bytes == 20_000 - 9_000 - 720
+    assert pipeline_faults(problem, [told], POOL) == []
+    wrong = dataclasses.replace(problem, pools=(dataclasses.replace(pool, workspace_bytes=220),))
+    said = "workspace_bytes is 220, the dearest layer with the update needs 720"
+    assert any(said in fault for fault in pipeline_faults(wrong, [told], POOL))
+    full = dataclasses.replace(told, device_memory_bytes=9_720)
+    with pytest.raises(InfeasibleError, match="needs 720 bytes .* beside 9000 before there is a"):
+        pipeline_problem([full], POOL, 8)

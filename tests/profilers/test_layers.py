@@ -89,8 +89,9 @@ def test_a_module_with_control_flow_stays_whole() -> None:
 def test_stashes_are_counted_once_and_by_whom_the_output_was_made() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8, 8))
     graph = graph_of(measure_layers(bench_of(model), 4, 2))
-    # The first output is overwritten and then kept by the ReLU; Flatten only views it.
-    assert [node.stashed_bytes for node in graph.nodes] == [4 * 8 * 4, 0, 0, 0]
+    # The first output is overwritten and then kept by the ReLU; Flatten only views it. The loss
+    # keeps the last layer's output, to square it, and is itself four bytes.
+    assert [node.stashed_bytes for node in graph.nodes] == [4 * 8 * 4, 0, 0, 4 * 8 * 4 + 4]
     assert [node.activation_bytes for node in graph.nodes] == [4 * 8 * 4] * 4
 
 
@@ -149,8 +150,22 @@ def test_what_the_planner_counts_bounds_what_a_pass_allocates(name: str, size: i
     bench.optimizer.zero_grad(set_to_none=False)
     peak = footprint(lambda: bench.run_pass(batch), "cpu")
     assert peak is not None
-    # The loss's own tensors are no layer's.
+    # What the loss needs for a while is no layer's workspace.
     assert 0.95 * peak.peak_bytes < stashed + aside < 1.6 * peak.peak_bytes
+
+
+def test_what_the_loss_keeps_counts_for_the_last_layer() -> None:
+    """Cross-entropy keeps the logarithms of all probabilities, which no layer made."""
+    workload = Workload(
+        model=nn.Sequential(nn.Linear(8, 1000)),
+        make_batch=lambda size: (torch.randn(size, 8), torch.randint(1000, (size,))),
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+    )
+    measured = measure_layers(Bench(workload, "cpu", "sgd"), 4, 1)
+    (row,) = measured["nodes"]
+    kept = 4 * 1000 * 4
+    assert kept <= row["stashed_bytes"] < kept + 1000
+    assert measured["provenance"]["loss_stashed_bytes"] == row["stashed_bytes"]
 
 
 def test_an_lstm_is_cut_between_its_layers() -> None:

@@ -162,3 +162,21 @@ def test_no_process_is_left_behind(child: Child) -> None:
         os.kill(number, 0)
     with pytest.raises(ValueError, match="closed file"):
         child.send("load")
+
+
+def test_the_base_is_what_a_process_holds_without_its_model(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def large():\n"
+        "    return nn.Linear(4096, 4096), lambda n: torch.randn(n, 4096),"
+        " lambda model, x: model(x).sum()\n"
+    )
+    target = parse(f"{tmp_path / 'model.py'}:large")
+    with Measurer(target, device="cpu", memory_bytes=8 << 30, optimizer="adam") as measurer:
+        peak = measurer.measure(1, POLICY)
+        base = measurer.base_memory(1)
+        assert peak is not None
+        assert base is not None
+        # Weights, gradients and two of Adam's, 64 MiB each, are gone; Python and torch are not.
+        assert 100 << 20 < base < peak.peak_memory_bytes - (250 << 20)
+        assert measurer.measure(1, POLICY) is not None  # another process has taken its place

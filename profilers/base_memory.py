@@ -1,0 +1,45 @@
+"""What a worker's process holds before there is a model: Python, torch, the runtime, the group.
+
+A CPU's memory is that of the whole process, so this part of it is counted once for each worker.
+It is read after the model has trained and has been dropped again: by then the libraries have
+loaded their kernels and what they set up on first use.
+"""
+
+import ctypes
+import gc
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import memory
+
+if TYPE_CHECKING:
+    from .bench import Bench
+
+
+def load_like_worker() -> None:
+    """Import what a worker of a launch imports, so that measured peaks hold it."""
+    from ..runtime import finish, job  # noqa: F401
+    from ..runtime.pipeline import job as pipeline_job  # noqa: F401
+
+
+def warm_up(bench: "Bench", batch_size: int) -> None:
+    """Train a step, and join a group of one: kernels, gloo's threads and buffers are loaded."""
+    import torch
+    import torch.distributed as dist
+
+    bench.run_step(bench.make_batch(batch_size))
+    with tempfile.TemporaryDirectory(prefix="hetflow-base-") as folder:
+        store = dist.FileStore(str(Path(folder) / "store"), 1)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            dist.all_reduce(torch.zeros(1))
+        finally:
+            dist.destroy_process_group()
+
+
+def left_bytes() -> int | None:
+    """Resident memory once everything that nobody refers to has been given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return memory.resident_memory_bytes()
