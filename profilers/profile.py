@@ -233,17 +233,21 @@ def _fitting(curve: Curve, costs: LoopCosts) -> Curve:
     )
 
 
-def _points(curve: Curve, costs: LoopCosts, no_loading: str | None) -> tuple[BatchPoint, ...]:
-    peaks = {result.batch_size: result.peak_memory_bytes for result in curve.results}
+def _points(base: _Base, costs: LoopCosts) -> tuple[BatchPoint, ...]:
+    """The curve of the loop. A worker's allocator keeps what an update needs apart from a pass's
+    room, so peaks hold both.
+    """
+    aside = base.update_workspace_bytes or 0
+    peaks = {result.batch_size: result.peak_memory_bytes for result in base.curve.results}
     return tuple(
         BatchPoint(
             batch_size=point.batch_size,
             step_seconds=point.step_seconds,
-            peak_memory_bytes=peaks[point.batch_size],
-            load_seconds=None if no_loading else min(point.load_seconds, point.step_seconds),
+            peak_memory_bytes=peaks[point.batch_size] + aside,
+            load_seconds=None if base.no_loading else min(point.load_seconds, point.step_seconds),
             virtual_node_seconds=min(
                 costs.virtual_node_seconds,
-                max(0.0, point.step_seconds - (0.0 if no_loading else point.load_seconds)),
+                max(0.0, point.step_seconds - (0.0 if base.no_loading else point.load_seconds)),
             ),
             step_seconds_error=point.error,
         )
@@ -257,7 +261,7 @@ def _busy_host(base: _Base) -> BusyHost | None:
         return None
     return BusyHost(
         num_devices=base.busy.num_devices,
-        batch_curve=_points(base.curve, costs, base.no_loading),
+        batch_curve=_points(base, costs),
         update_seconds=costs.update.median_seconds,
         fixed_seconds=costs.fixed_seconds,
     )
@@ -311,7 +315,7 @@ def _profile(
     measurer: Measurer,
     progress: Progress,
 ) -> Profile:
-    points = _points(base.curve, base.costs, base.no_loading)
+    points = _points(base, base.costs)
     provenance = _provenance(request, options, base)
     emulation = None
     busy = _busy_host(base)
@@ -396,6 +400,7 @@ def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) ->
         "peak_memory": (
             "resident memory of the whole process"
             + ("" if base.facts["peak_memory_reset"] else ", highest so far")
+            + ", and an update's workspace"
             if on_cpu
             else "torch.cuda.max_memory_allocated"
         ),
