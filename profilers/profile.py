@@ -234,9 +234,7 @@ def _fitting(curve: Curve, costs: LoopCosts) -> Curve:
 
 
 def _points(base: _Base, costs: LoopCosts) -> tuple[BatchPoint, ...]:
-    """The curve of the loop. A worker's allocator keeps what an update needs apart from a pass's
-    room, so peaks hold both.
-    """
+    """The curve of the loop; peaks hold the update's room too, which an allocator keeps apart."""
     aside = base.update_workspace_bytes or 0
     peaks = {result.batch_size: result.peak_memory_bytes for result in base.curve.results}
     return tuple(
@@ -367,7 +365,7 @@ def _measure_pipeline(
     """Of emulated types nothing is rehearsed: a stage's passes are held to their layers' times."""
     if request.speed is not None or not tables or base.links is None:
         return None, {"skipped": "needs layers, links and a device that is not emulated"}
-    alone = _points(base.curve, base.costs, base.no_loading)
+    alone = _points(base, base.costs)
     update, scale = base.costs.update.median_seconds, 1.0
     if busy is not None:
         update = busy.update_seconds

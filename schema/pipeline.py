@@ -421,10 +421,10 @@ class StagePlan:
     messages cost themselves: ``pass_seconds`` each forward and each backward pass,
     ``message_seconds`` each message; None where nothing of it was counted. ``reduce_seconds`` is
     one all-reduce of the stage's gradients, ``tied_seconds`` that of weights tied to other
-    stages', and ``update_seconds`` one update of its weights. ``memory_bytes`` is per device; where the
-    pool knows what a worker holds before there is a model, it is the worker's predicted peak, and
-    a device's further stages add their own part only. ``nesting`` goes from the highest level down
-    and is empty in flat plans.
+    stages', and ``update_seconds`` one update of its weights. ``memory_bytes`` is per device;
+    where the pool knows what a worker holds before there is a model, it is the worker's predicted
+    peak, and a device's further stages add their own part only. ``nesting`` goes from the highest
+    level down and is empty in flat plans.
     """
 
     layers: tuple[Name, ...]
