@@ -13,6 +13,7 @@ from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync
 from hetflow.schema.run import DeviceRun, RunRecord
+from hetflow.schema.step_costs import Links
 from hetflow.solvers.problems import split_problem
 
 MODEL = plans.Model("cnn", 8)
@@ -32,6 +33,7 @@ PROFILE = Profile(
         for n in MODEL.batch_sizes
     ),
     sync=Sync(num_devices=2, sync_seconds=0.2, latency_seconds=0.0, bytes_per_second=1e5),
+    links=Links(latency_seconds=0.0, bytes_per_second=1e5, points=()),
     layers=LayerGraph(microbatch_size=8, nodes=NODES, edges=EDGES),
     more_layers=(LayerGraph(microbatch_size=16, nodes=NODES, edges=EDGES),),
 )  # fmt: skip
