@@ -80,6 +80,7 @@ def measure_busy(
                 lambda text, left: progress(f"{text}, {number} devices busy", left),
             )
             try:
+                crew.start()  # or it would spend the budget of the rounds
                 costs, skipped = rounds.run(), None
             except (HetflowError, ChildDied, MemoryError) as error:
                 skipped = f"the workers failed: {links.said(error)}"

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..runtime.allocator import keep_freed_memory
 from ..runtime.emulation import PassHolder
 from ..schema.errors import HetflowError
 from ..schema.plan import PassTime
@@ -123,6 +124,7 @@ def _load(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if device == "cpu":
+        keep_freed_memory()  # as workers do
         memory.limit_memory(memory_bytes)
         base_memory.load_like_worker()
     bench = Bench(targets.load(targets.parse(target)), device, optimizer)

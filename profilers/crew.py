@@ -94,7 +94,7 @@ class Crew:
     ) -> list[list[StepTimes]]:
         text = files.to_json(config)
         try:
-            self._start()
+            self.start()
             workers = self._children[: len(asked)]
             for worker, values in zip(workers, asked, strict=True):
                 worker.send("rehearse", config=text, warm_up_steps=0, **values, **named)
@@ -119,7 +119,12 @@ class Crew:
             raise next((e for e in failures if isinstance(e, MemoryError)), failures[0])
         return answers
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the processes, which takes seconds, and load the workload in each; once.
+
+        Raises:
+            ChildDied, HetflowError, MemoryError: One of them failed.
+        """
         if self._children:
             return
         local = self._request.local

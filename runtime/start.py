@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from .allocator import keep_freed_memory
 from .determinism import apply_level, check_level
 from .environment import read_environment
 from .group import Place, join
@@ -47,6 +48,8 @@ def prepare(
     start = read_environment()
     warning = warning_of(optimizers, start.config.optimizer if start.config else None)
     place = join(start, place_model(model, start.config, device))
+    if place.device.type == "cpu":
+        keep_freed_memory()
     check_level(model, start.determinism, place)
     apply_level(start.determinism)
     seed = start.seed if seed is None else seed
