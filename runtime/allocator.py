@@ -12,7 +12,12 @@ import os
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
 _NEVER = 2**31 - 1
-_STATED = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+_STATED = (
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+)
 
 
 def keep_freed_memory() -> bool:

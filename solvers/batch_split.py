@@ -25,6 +25,7 @@ from .split_levels import Level, levels, single_devices
 from .split_reach import Pool, reach, reachable_batches
 from .split_simplest import WORK_LIMIT, TooMuchWorkError, simplest
 from .split_times import least_seconds
+from .tolerance import MOST_GIVEN_UP
 
 METHOD = "threshold search over candidate times, exact subset sums on bitsets"
 _ABOVE_ROUNDING = 1 - 1e-12
@@ -39,14 +40,19 @@ class _Best:
 
 
 def solve(
-    problem: SplitProblem, *, fastest: bool = False, work_limit: float = WORK_LIMIT
+    problem: SplitProblem,
+    *,
+    fastest: bool = False,
+    work_limit: float = WORK_LIMIT,
+    most_given_up: float = MOST_GIVEN_UP,
 ) -> SplitPlan:
     """Minimise the predicted step time; among plans that nobody can tell apart, their complexity.
 
     Exact in both regimes; devices of one type may differ, and devices may stay unused.
     Deterministic: of equally fast plans, the rule of split_choose.py. Where the fastest plan's
     prediction has an interval, the plan is the simplest of all whose predicted step lies within
-    it, by the rule of split_simplest.py; ``proof.tolerance`` says how wide it is,
+    it and is little more than the fastest's, by the rule of split_simplest.py;
+    ``proof.tolerance`` says how much more it may be,
     ``proof.lower_bound`` is the fastest plan's step, and ``provenance["fastest"]`` that plan.
 
     Args:
@@ -54,6 +60,7 @@ def solve(
         fastest: Take the fastest on paper, whatever the interval.
         work_limit: Where the simplest cannot be found in so much work, the fastest is taken, and
             ``proof.method`` says so.
+        most_given_up: How much slower on paper the simplest may be, relative to the fastest.
 
     Returns:
         A plan that ``checks.batch_split.check`` accepts for ``problem``, proved optimal.
@@ -74,12 +81,13 @@ def solve(
     high = plan.predicted.step_seconds_high
     if fastest or high is None:
         return plan
+    high = min(high, plan.predicted.step_seconds * (1 + most_given_up))
     try:
         groups = simplest(problem, pool, plan.groups, high, work_limit)
     except TooMuchWorkError:
         said = f"{METHOD}; the fastest on paper: too large to look for a simpler one"
         return replace(plan, proof=replace(plan.proof, method=said))
-    return _within_tolerance(plan, _plan(problem, groups))
+    return _within_tolerance(plan, _plan(problem, groups), high)
 
 
 def _search_levels(problem: SplitProblem, pool: Pool, first: _Best | None) -> _Best | None:
@@ -135,10 +143,10 @@ def _plan(problem: SplitProblem, groups: tuple[DeviceGroup, ...]) -> SplitPlan:
     )
 
 
-def _within_tolerance(fastest: SplitPlan, simple: SplitPlan) -> SplitPlan:
-    """The simplest plan, proved against the fastest."""
+def _within_tolerance(fastest: SplitPlan, simple: SplitPlan, high: float) -> SplitPlan:
+    """The simplest plan of steps up to ``high``, proved against the fastest."""
     best, step = fastest.predicted.step_seconds, simple.predicted.step_seconds
-    tolerance = ((fastest.predicted.step_seconds_high or best) - best) / best
+    tolerance = (high - best) / best
     best = min(best, step)  # equal but for rounding
     proof = Proof(
         termination="optimal",
@@ -146,7 +154,7 @@ def _within_tolerance(fastest: SplitPlan, simple: SplitPlan) -> SplitPlan:
         lower_bound=best,
         gap=(step - best) / step,
         method=f"{METHOD}; optimal for these numbers: the simplest of the plans within "
-        f"+-{100 * tolerance:.2g} % of the fastest, which the measurements cannot tell apart",
+        f"{100 * tolerance:.2g} % of the fastest, which the measurements cannot tell apart",
         tolerance=tolerance,
     )
     if simple.groups == fastest.groups:

@@ -30,6 +30,7 @@ from .pipeline_simplest import simplest
 from .pipeline_space import Space, build
 from .pipeline_step import best_step, relaxed_step
 from .pipeline_step_tree import EXACT, Incumbent
+from .tolerance import MOST_GIVEN_UP
 
 Method = Literal["auto", "line", "graph"]
 _FEW_LIMITS = 8  # tables of ordered placements, once those of all have bounded the step
@@ -42,6 +43,7 @@ def solve(
     method: Method = "auto",
     effort: Effort = DEFAULT,
     fastest: bool = False,
+    most_given_up: float = MOST_GIVEN_UP,
 ) -> PipelinePlan:
     """Minimise the step, or the slowest stage or boundary in seconds per input.
 
@@ -60,6 +62,7 @@ def solve(
             (dynamic program; any), or whichever applies. Both give the same objective.
         effort: How much to search, and which gap is near enough.
         fastest: Take the least plan on paper, however far steps may be off.
+        most_given_up: How much slower on paper the simplest may be, relative to the least.
 
     Returns:
         A plan that ``checks.pipeline.check`` accepts for ``problem``.
@@ -75,7 +78,9 @@ def solve(
             asked, lambda part: _least_of_passes(part, method=method, effort=effort)
         )
 
-    return least(problem) if fastest else simplest(problem, least)
+    if fastest:
+        return least(problem)
+    return simplest(problem, least, most_given_up=most_given_up)
 
 
 def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort) -> PipelinePlan:

@@ -1,9 +1,9 @@
 """Of plans that the measurements cannot tell apart, the simplest.
 
 Steps put together from measured terms may be off by ``step_error``. Plans whose predicted step is
-within that of the least one are as good for all that is known, so the one of fewest stages is
-taken, of those the one on fewest devices: less to launch, less to fail, and no gain that is only
-on paper. One stage, replicated or on one device, is among them.
+within that of the least one, and little slower (tolerance.py), are as good for all that is known,
+so the one of fewest stages is taken, of those the one on fewest devices: less to launch, less to
+fail, and no gain that is only on paper. One stage, replicated or on one device, is among them.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,14 @@ from dataclasses import replace
 from ..schema.errors import BackendError, InfeasibleError
 from ..schema.pipeline import PipelinePlan, PipelineProblem
 from ..schema.plan import Proof
+from .tolerance import MOST_GIVEN_UP
 
 Solve = Callable[[PipelineProblem], PipelinePlan]
 
 
-def simplest(problem: PipelineProblem, solve: Solve) -> PipelinePlan:
+def simplest(
+    problem: PipelineProblem, solve: Solve, *, most_given_up: float = MOST_GIVEN_UP
+) -> PipelinePlan:
     """The simplest plan that cannot be told from the least one; that one where no error is known.
 
     As exact as ``solve``: with a plan of every problem it is the fewest stages that have a step
@@ -26,11 +29,12 @@ def simplest(problem: PipelineProblem, solve: Solve) -> PipelinePlan:
     Args:
         problem: What is asked.
         solve: The least plan of a problem, by its predicted step.
+        most_given_up: How much slower on paper the simplest may be, relative to the least.
     """
     best = solve(problem)
-    error = problem.step_error
-    if error is None or problem.solved == "nested":
+    if problem.step_error is None or problem.solved == "nested":
         return best
+    error = min(problem.step_error, most_given_up)
     most = best.proof.objective * (1 + error)
     chosen, asked = best, problem
     if problem.num_stages is None:
@@ -85,7 +89,7 @@ def _proved(chosen: PipelinePlan, best: PipelinePlan, error: float) -> PipelineP
         return replace(best, proof=replace(best.proof, tolerance=error))
     claim = (
         f"; optimal for these numbers are {best.config} at {best.predicted.step_seconds:.6g} s, "
-        f"which their error of {error:.1%} cannot tell from this simpler plan"
+        f"which within {error:.1%} measurements cannot tell from this simpler plan"
     )
     objective, bound = chosen.proof.objective, best.proof.lower_bound
     gap = None
