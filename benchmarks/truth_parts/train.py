@@ -9,25 +9,10 @@ Samples are drawn once and read again and again, so that the data take little me
 import argparse
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Subset
 
 from hetflow import runtime as hf
 from hetflow.profilers import targets
-
-NUM_SAMPLES = 256
-
-
-class Samples(Dataset):
-    """``length`` samples, of which ``NUM_SAMPLES`` are different."""
-
-    def __init__(self, tensors, length):
-        self.tensors, self.length = tensors, length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        return tuple(tensor[index % NUM_SAMPLES] for tensor in self.tensors)
 
 
 def main():
@@ -38,7 +23,7 @@ def main():
     arguments = parser.parse_args()
     torch.manual_seed(0)
     workload = targets.load(targets.parse(arguments.target))
-    samples = Samples(workload.make_batch(NUM_SAMPLES), arguments.steps * arguments.batch_size)
+    samples = Subset(workload.dataset, range(arguments.steps * arguments.batch_size))
     loader = DataLoader(samples, batch_size=arguments.batch_size, shuffle=True)
     model = workload.model
     optimizer = workload.make_optimizer(model.parameters())

@@ -1,15 +1,40 @@
-"""What benchmarks/truth.py profiles and trains: targets that bring their own optimizer, Adam."""
+"""What benchmarks/truth.py profiles and trains: targets with their own optimizer and dataset."""
 
 import torch
 from torch import nn
+from torch.utils.data import Dataset
 
 from hetflow.profilers import zoo
 from hetflow.profilers.zoo.resnet import ResNet
 from hetflow.profilers.zoo.synthetic import classification_loss, image_batches
 
+NUM_SAMPLES, LENGTH = 256, 1 << 20
+
+
+class Samples(Dataset):
+    """``LENGTH`` samples, of which ``NUM_SAMPLES`` are different, so that they take little memory.
+
+    Drawn when first read: what only looks at the dataset has nothing to wait for.
+    """
+
+    def __init__(self, make_batch):
+        self.make_batch, self.tensors = make_batch, None
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        if self.tensors is None:
+            self.tensors = self.make_batch(NUM_SAMPLES)
+        return tuple(tensor[index % NUM_SAMPLES] for tensor in self.tensors)
+
+
+def _trained(model, make_batch, loss):
+    return model, make_batch, loss, torch.optim.Adam, Samples(make_batch)
+
 
 def _of_zoo(name):
-    return (*zoo.factory_of(name)(), torch.optim.Adam)
+    return _trained(*zoo.factory_of(name)())
 
 
 def mlp():
@@ -30,13 +55,13 @@ def cnn():
         nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
         nn.Flatten(), nn.Linear(64, 10),
     )  # fmt: skip
-    return model, image_batches(3, 32, 10), classification_loss, torch.optim.Adam
+    return _trained(model, image_batches(3, 32, 10), classification_loss)
 
 
 def resnet18():
     """ResNet-18 on 32 x 32 images of 10 classes; 11,181,642 parameters."""
     model = ResNet((2, 2, 2, 2), bottleneck=False, num_classes=10)
-    return model, image_batches(3, 32, 10), classification_loss, torch.optim.Adam
+    return _trained(model, image_batches(3, 32, 10), classification_loss)
 
 
 def gpt():
