@@ -103,7 +103,7 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
             f"{env[PLAN]} needs {config.world_size} worker(s), but {world_size} started",
             hint=f"start it with `hetflow launch`, or as {config.world_size} processes",
         )
-    address, port = _endpoint(env)
+    address, port = (None, None) if _is_on_its_own(env, world_size) else _endpoint(env)
     return Start(
         config=config,
         plan=plan,
@@ -188,6 +188,12 @@ def _ranks(env: Mapping[str, str]) -> tuple[int, int, int]:
         local = _integer(env, "SLURM_LOCALID", 0)
         return _integer(env, "SLURM_PROCID", 0), _integer(env, "SLURM_NTASKS", 1), local
     return 0, 1, 0
+
+
+def _is_on_its_own(env: Mapping[str, str], world_size: int) -> bool:
+    """One task of srun or Kubernetes: there is nobody to meet, and nobody who holds a store."""
+    has_store = SLOT in env or env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return world_size == 1 and not has_store
 
 
 def _endpoint(env: Mapping[str, str]) -> tuple[str | None, int | None]:

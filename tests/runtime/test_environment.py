@@ -1,5 +1,6 @@
 """A worker's place under hetflow's launcher, torchrun, srun, or none."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,18 @@ def test_srun_names_the_first_host(plan_path: str, nodes: str, host: str) -> Non
     env |= {"SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": "18001"}
     start = read_environment(env)
     assert (start.rank, start.local_rank, start.address, start.port) == (2, 1, host, 20001)
+
+
+def test_one_task_of_a_foreign_launcher_has_nobody_to_meet(tmp_path: Path) -> None:
+    """Nobody holds a store there: waiting for one would last until the time limit."""
+    alone = dataclasses.replace(PLAN, global_batch_size=16, groups=(group("V100", 1, 2, 8),))
+    files.write(tmp_path / "alone.json", alone)
+    env = {"HETFLOW_PLAN": str(tmp_path / "alone.json"), "RANK": "0", "WORLD_SIZE": "1"}
+    env |= {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
+    assert read_environment(env).address is None
+    assert read_environment({**env, "HETFLOW_SLOT": "0"}).address == "10.0.0.1"
+    held = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert read_environment({**env, **held}).address == "10.0.0.1"
 
 
 def test_slots_go_by_type_not_by_rank() -> None:
