@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..schema.errors import HetflowError, TargetError
 from .manifest import shape_text
@@ -105,7 +106,10 @@ def load_registered(path: Path, number: int, thing: Any, saved: Any) -> None:
     """
     name = f"registered object {number} ({type(thing).__name__})"
     if _is_of_torch(thing):
-        differs = _difference(thing.state_dict(), saved)
+        own = thing.state_dict()
+        differs = _difference(own, saved)
+        if differs is None and isinstance(thing, LRScheduler):
+            differs = _changed_option(own, saved)
         if differs:
             raise _misfit(path, name, differs)
     _load(path, name, thing.load_state_dict, saved)
@@ -155,6 +159,27 @@ def _difference(own: Any, saved: Any, where: str = "state") -> str | None:
         return None
     found_there = (_difference(here, there, place) for place, here, there in pairs)
     return next(filter(None, found_there), None)
+
+
+def _changed_option(own: Any, saved: Any, where: str = "state") -> str | None:
+    """Where a scheduler was made with another option than the one that was saved.
+
+    Its flags are options, no progress, and it prepares for them when it is made: OneCycleLR gives
+    the optimizer's groups what ``cycle_momentum`` needs.
+    """
+    if _kind(own) == "flag":
+        changed = _kind(saved) in ("flag", "number") and bool(saved) != own
+        return f"{where} is {bool(saved)} there and {own} here" if changed else None
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(own, Mapping) and isinstance(saved, Mapping):
+        shared = [key for key in own if key in saved]
+        public = [key for key in shared if key == "_schedulers" or not str(key).startswith("_")]
+        pairs = [(f"{where}.{key}", own[key], saved[key]) for key in public]
+    elif isinstance(own, list | tuple) and isinstance(saved, list | tuple):
+        both = zip(own, saved, strict=False)
+        pairs = [(f"{where}[{number}]", *pair) for number, pair in enumerate(both)]
+    found = (_changed_option(here, there, place) for place, here, there in pairs)
+    return next(filter(None, found), None)
 
 
 def _kind(value: Any) -> str:

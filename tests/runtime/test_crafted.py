@@ -195,6 +195,9 @@ CRAFTED = {
     "state._step_count is a str there": lambda m: entry(
         state_of(m, "registered")["list"][0], "_step_count"
     ).__setitem__(1, "x"),
+    "state.cycle_momentum is True there and False here": lambda m: entry(
+        state_of(m, "registered")["list"][0], "cycle_momentum"
+    ).__setitem__(1, True),
 }
 
 
