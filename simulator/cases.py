@@ -295,16 +295,21 @@ def sweep(cases: Sequence[Case], processes: int = 1) -> Iterator[SimulationRun]:
 def _later_interrupts() -> Iterator[None]:
     """Keep ctrl-C for afterwards: in the middle of its start an executor cannot be shut down.
 
-    Processes that are started meanwhile never heed it; who started them ends them.
+    Processes that are started meanwhile never heed it; who started them ends them. Blocking the
+    signal in this thread is not enough: a thread of a library (numpy's) may take it instead, and
+    Python then interrupts the main thread all the same.
     """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Python interrupts only the main thread
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, before)
+    if seen:
+        raise KeyboardInterrupt
 
 
 def _die_with_parent() -> None:

@@ -1,5 +1,6 @@
 """``hetflow simulate`` from a file and from a recipe."""
 
+import _thread
 import json
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from hetflow.schema.jobs import (
     Throughputs,
 )
 from hetflow.schema.simulation import SimulationRun
+from hetflow.simulator import cases
 
 LINE = "conv\tpython train.py\tdata\t-n\t1\t4000\t1\t1\t-1.000000\t{}\n"
 
@@ -189,6 +191,25 @@ def test_an_interrupted_sweep_leaves_no_process(table: Path, how: int, code: int
     assert not _wait_for(
         lambda: [pid for pid in children if _parent_of(pid) is not None], lambda left: not left
     )
+
+
+def test_an_interrupt_that_another_thread_took_waits_until_the_processes_are_started(
+    app: typer.Typer, table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However this thread blocks the signal, Python interrupts it all the same."""
+    started = []
+
+    class Executor(cases.ProcessPoolExecutor):
+        def __init__(self, *args: object, **named: object) -> None:
+            _thread.interrupt_main()
+            super().__init__(*args, **named)
+            started.append(self)
+
+    monkeypatch.setattr(cases, "ProcessPoolExecutor", Executor)
+    sweep = ("--loads", "4", "--seeds", "2", "--num-jobs", "3", "--processes", "2")
+    result = CliRunner().invoke(app, _arguments("continuous-single", table, *sweep))
+    assert result.exit_code != 0
+    assert len(started) == 1
 
 
 def _wait_for(look: Callable[[], list[int]], is_enough: Callable[[list[int]], bool]) -> list[int]:
