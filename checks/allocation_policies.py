@@ -160,11 +160,20 @@ class Pool:
 
     @cached_property
     def _pairs(self) -> dict[tuple[str, str, int], dict[str, tuple[float, float]]]:
+        """By both models; only on types where each of them runs alone too."""
+        table = self.problem.throughputs
+        alone = {(row.model, row.scale_factor): row.steps_per_second for row in table.models}
         found: dict[tuple[str, str, int], dict[str, tuple[float, float]]] = {}
-        for pair in self.problem.throughputs.pairs:
+        for pair in table.pairs:
             a, b = pair.models
-            found[a, b, pair.scale_factor] = dict(pair.steps_per_second)
-            turned = {c: (second, first) for c, (first, second) in pair.steps_per_second.items()}
+            runs = [alone.get((model, pair.scale_factor), {}) for model in (a, b)]
+            kept = {
+                c: rates
+                for c, rates in pair.steps_per_second.items()
+                if all(rate.get(c, 0.0) > 0 for rate in runs)
+            }
+            found[a, b, pair.scale_factor] = kept
+            turned = {c: (second, first) for c, (first, second) in kept.items()}
             found[b, a, pair.scale_factor] = turned
         return found
 
@@ -197,8 +206,8 @@ class Pool:
         beside = [
             rates[0]
             for (model, _, scale), columns in self._pairs.items()
-            for rates in columns.values()
-            if (model, scale) == (job.model, job.scale_factor)
+            for column, rates in columns.items()
+            if (model, scale) == (job.model, job.scale_factor) and column in self.columns
         ]
         return max(self.best(name), *beside) if beside and not self.is_flat else self.best(name)
 

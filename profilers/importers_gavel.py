@@ -120,9 +120,13 @@ def _add_pairs(
 def _rate(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise FileError(f"{where}: a rate must be a number, got {str(value)[:60]}")
-    if not math.isfinite(value) or value < 0:
-        raise FileError(f"{where}: a rate must be finite and >= 0, got {value}")
-    return float(value)
+    try:
+        rate = float(value)
+    except OverflowError:  # JSON's whole numbers have no bound
+        rate = math.inf
+    if not math.isfinite(rate) or rate < 0:
+        raise FileError(f"{where}: a rate must be finite and >= 0, got {str(value)[:60]}")
+    return rate
 
 
 def read_gavel_trace(path: Path) -> Iterator[Job]:

@@ -51,6 +51,7 @@ def test_a_table_is_read(tmp_path):
         ({"v100": {A: {}}}, "a rate must be a number, got None"),
         ({"v100": {A: {"null": -1.0}}}, "finite and >= 0, got -1.0"),
         ('{"v100": {"(\'A\', 1)": {"null": NaN}}}', "finite and >= 0, got nan"),
+        ({"v100": {A: {"null": 10**400}}}, "finite and >= 0, got 1000"),
         ({"v100": {A: {"null": 1.0, B: [1.0]}}}, "must be two rates"),
     ],
 )

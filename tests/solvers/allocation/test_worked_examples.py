@@ -105,6 +105,16 @@ def test_effective_throughput_of_531():
     assert reached == pytest.approx({"job0": 20.0, "job1": 8.75, "job2": 0.0})
 
 
+def test_a_pair_counts_only_where_both_of_it_run_alone():
+    """Beside m1 m0 would make 3 steps/s on a V100, on which it does not run."""
+    rates = [{"P100": 1.0}, {"V100": 2.0, "P100": 1.5}]
+    pair = PairThroughput(models=("m0", "m1"), steps_per_second={"V100": (3.0, 1.5)})
+    asked = problem(rates, {"V100": 2, "P100": 4}, pairs=(pair,), space_sharing=True)
+    found = allocate(asked, "las")
+    assert found.throughputs == pytest.approx({"job0": 1.0, "job1": 2.0})
+    assert check(found, asked) == []
+
+
 def test_makespan_within_a_budget_of_643():
     # One job, 100 steps: V100 40 steps/s at 4 dollars, K80 10 steps/s at 0.5: the K80 is
     # cheaper a step (0.05 against 0.1 dollars per hour and step/s).
