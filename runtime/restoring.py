@@ -142,7 +142,7 @@ def _difference(own: Any, saved: Any, where: str = "state") -> str | None:
     kind, found = _kind(own), _kind(saved)
     if kind == "nothing" or (kind in ("flag", "str") and found == "nothing"):
         return None  # an option that is, or may be, left open
-    if kind != found and not {kind, found} <= {"number", "flag"}:
+    if kind != found and (kind, found) != ("flag", "number"):
         return f"{where} is a {type(saved).__name__} there and a {type(own).__name__} here"
     if kind == "mapping":
         pairs = [(f"{where}.{key}", own[key], saved[key]) for key in own if key in saved]
@@ -228,7 +228,7 @@ def _fault_of(values: Any, expected: dict[str, Any] | None, parameter: Tensor) -
             continue
         saved = values[name]
         if value.numel() == 1 and value.shape != trial:
-            is_fit = _kind(saved) in ("number", "flag")
+            is_fit = _kind(saved) == "number"
         else:
             is_fit = isinstance(saved, Tensor)
             is_fit = is_fit and (value.shape != trial or saved.shape == parameter.shape)

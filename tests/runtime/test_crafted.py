@@ -188,6 +188,9 @@ CRAFTED = {
     "state.lr is a str there and a float here": lambda m: entry(group(m), "lr").__setitem__(
         1, "fast"
     ),
+    "state.lr is a bool there and a float here": lambda m: entry(group(m), "lr").__setitem__(
+        1, True
+    ),
     "state.betas has 1 entries there and 2 here": lambda m: entry(group(m), "betas").__setitem__(
         1, {"tuple": [0.9]}
     ),
