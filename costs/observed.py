@@ -170,7 +170,7 @@ def _why_not_split(run: RunRecord, known: dict[str, Profile]) -> str | None:
 
 
 def _same(profiled: OptimizerState | None, trained: OptimizerState | None) -> bool:
-    """Whether the two are known to differ; an optimizer that nobody chose may be any."""
+    """Whether the two are not known to differ: one that nobody knows may be any."""
     if profiled is None or trained is None:
         return True
     return profiled.name == trained.name and math.isclose(

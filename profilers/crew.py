@@ -11,12 +11,9 @@ from ..schema import files
 from ..schema.errors import HetflowError
 from ..schema.launch import LaunchConfig
 from .devices import DeviceRequest
-from .process import Child, ChildDied
+from .process import GROUP_ANSWER_SECONDS, LOOPBACK, Child, ChildDied
 from .rehearsal import config_of
 from .targets import Target
-
-_ANSWER_SECONDS = 600.0
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 class Crew:
@@ -112,7 +109,7 @@ class Crew:
         failures: list[Exception] = []
         for worker in workers:
             try:
-                answers.append(worker.receive(_ANSWER_SECONDS))
+                answers.append(worker.receive(GROUP_ANSWER_SECONDS))
             except (HetflowError, ChildDied, MemoryError) as error:
                 failures.append(error)
         if failures:
@@ -130,12 +127,12 @@ class Crew:
         local = self._request.local
         on_cpu = self._request.torch_device == "cpu"
         for index in range(self.num_workers):
-            child = Child(_LOOPBACK)
+            child = Child(LOOPBACK)
             self._children.append(child)
             device = "cpu" if on_cpu else local.torch_devices[index]
             child.send("load", device=device, **self._load)
         for child in self._children:
-            child.receive(_ANSWER_SECONDS)
+            child.receive(GROUP_ANSWER_SECONDS)
 
     def _meeting_place(self) -> Path:
         if self._folder is None:

@@ -17,14 +17,12 @@ from ..schema.profile import Sync
 from ..schema.step_costs import LinkPoint, Links, MessageTime
 from .devices import DeviceRequest
 from .fits import LinkFit, fit_link, fit_ring
-from .process import Child, ChildDied
+from .process import GROUP_ANSWER_SECONDS, LOOPBACK, Child, ChildDied
 from .targets import Target
 from .timing import Timing
 
 MESSAGE_BYTES = tuple(4**power for power in range(5, 13))  # 1 KiB to 16 MiB
-ANSWER_SECONDS = 600.0
 _LINK_BUDGET_SECONDS = 4.0
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +119,7 @@ def _run_workers(
                 optimizer=options.optimizer,
             )
         for worker in workers:
-            worker.receive(ANSWER_SECONDS)
+            worker.receive(GROUP_ANSWER_SECONDS)
         for rank, worker in enumerate(workers):
             worker.send(
                 "exchange",
@@ -133,7 +131,7 @@ def _run_workers(
                 budget_seconds=options.budget_seconds,
                 measures_messages=options.links,
             )
-        return [worker.receive(ANSWER_SECONDS) for worker in workers]
+        return [worker.receive(GROUP_ANSWER_SECONDS) for worker in workers]
 
 
 def _slowest(samples: Sequence[Sequence[float]]) -> list[float]:
@@ -282,4 +280,4 @@ def _send_messages(request: DeviceRequest, sizes: Sequence[int]) -> list[dict[st
                 message_bytes=list(sizes),
                 budget_seconds=_LINK_BUDGET_SECONDS,
             )
-        return [worker.receive(ANSWER_SECONDS) for worker in workers]
+        return [worker.receive(GROUP_ANSWER_SECONDS) for worker in workers]

@@ -94,6 +94,13 @@ class Cluster:
             for name in self.num_devices
         )
 
+    def shares_servers(self, device_type: str) -> bool:
+        """Whether a server that holds this type holds several devices, of whatever types."""
+        return any(
+            device_type in group.devices and sum(group.devices.values()) > 1
+            for group in self.servers
+        )
+
     def spelled_as(self, known: Iterable[str]) -> "Cluster":
         """The same pool, each device type spelled as the one known name that differs in case."""
         names = list(dict.fromkeys(known))

@@ -263,11 +263,7 @@ def _pool(
 
 def _busy(profile: Profile, cluster: Cluster) -> BusyHost | None:
     """What a type does while others of its host work; None where its devices have hosts alone."""
-    shares_host = any(
-        profile.device_type in group.devices and sum(group.devices.values()) > 1
-        for group in cluster.servers
-    )
-    return profile.busy if shares_host else None
+    return profile.busy if cluster.shares_servers(profile.device_type) else None
 
 
 def _message_seconds(profiles: Sequence[Profile]) -> float:

@@ -152,11 +152,7 @@ def _with_state(profile: Profile, optimizer: OptimizerState) -> Profile:
 
 def _busy_host(profile: Profile, limit: int, cluster: Cluster) -> BusyHost | None:
     """What plans on several devices go by; None where they go by what was measured alone."""
-    shares_host = any(
-        profile.device_type in server.devices and sum(server.devices.values()) > 1
-        for server in cluster.servers
-    )
-    if profile.busy is None or not shares_host:
+    if profile.busy is None or not cluster.shares_servers(profile.device_type):
         return None
     curve = fitting_points(profile.busy.batch_curve, limit)
     return replace(profile.busy, batch_curve=curve) if curve else None
