@@ -28,6 +28,7 @@ from torch.utils.data import (
 )
 
 from ..schema.errors import TargetError
+from .data_workers import context_of
 from .shares import slices
 from .streams import generator_of, seed_host_streams
 
@@ -274,7 +275,7 @@ def pass_loader(
         pin_memory=loader.pin_memory and device.type == "cuda",
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
+        multiprocessing_context=context_of(loader.num_workers, loader.multiprocessing_context),
         generator=generator_of(seed, "loader"),
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
