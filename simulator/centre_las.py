@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..solvers.allocation.engine import solve_alone
-from ..solvers.allocation.face import Face, centre
+from ..solvers.allocation.interior.face import Face, centre
 from ..solvers.allocation.program import Program
 from .active import Active
 from .priorities import Floats, Ints

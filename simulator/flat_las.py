@@ -6,7 +6,7 @@ import numpy as np
 
 from ..schema.errors import ProblemError
 from ..solvers.allocation.engine import solve_alone
-from ..solvers.allocation.flat import centre
+from ..solvers.allocation.las.flat import centre
 from ..solvers.allocation.program import Program
 from .active import Active
 from .priorities import Floats, Ints

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..solvers.allocation.shared import PairTimes
+from ..solvers.allocation.space_sharing.shared import PairTimes
 from .active import Active
 from .priorities import Floats
 from .shares import Shares

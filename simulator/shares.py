@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..solvers.allocation.shared import PairTimes
+from ..solvers.allocation.space_sharing.shared import PairTimes
 from .active import Active
 from .priorities import Floats
 

@@ -4,8 +4,8 @@ import numpy as np
 
 from ..schema.errors import ProblemError
 from ..solvers.allocation.engine import spread
-from ..solvers.allocation.shared import PairTimes
-from ..solvers.allocation.warm import WarmMaxMin
+from ..solvers.allocation.las.warm import WarmMaxMin
+from ..solvers.allocation.space_sharing.shared import PairTimes
 from .active import Active
 from .priorities import Ints
 from .shares import Shares
