@@ -26,7 +26,8 @@ from hetflow.schema.errors import BackendError
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.problem import DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync
-from hetflow.solvers import batch_split, batch_split_milp
+from hetflow.solvers.split import milp as batch_split_milp
+from hetflow.solvers.split import solve as batch_split
 
 COARSE = (32, 48, 64, 96, 128, 192, 256, 384)
 FINE = (1, 2, 3, 4, 6, 8, 12, 16)

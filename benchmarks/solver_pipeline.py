@@ -28,7 +28,7 @@ from hetflow.profilers.importers import read_graph, without_placeholders
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from hetflow.solvers.effort import Effort
-from hetflow.solvers.pipeline import solve
+from hetflow.solvers.pipeline.solve import solve
 from hetflow.solvers.pipeline_problems import layers_of_graph
 
 # No memory is bounded here, so the optimizer plays no part.

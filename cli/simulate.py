@@ -173,7 +173,7 @@ def _numbers(text: str | None) -> list[float]:
 
 def _cases(base: "Case", trace: str, seeds: int, loads: list[float], num_jobs: int) -> "list[Case]":
     from ..simulator import TraceOptions
-    from ..simulator.draws import TraceKind
+    from ..simulator.traces.draws import TraceKind
 
     if trace not in get_args(TraceKind):
         if seeds > 1 or loads:
@@ -238,7 +238,7 @@ def _read_jobs(path: Path, case: "Case") -> "tuple[Iterable[Job], tuple[Entity, 
     from ..profilers.importers_gavel import read_gavel_trace
     from ..profilers.importers_philly import PhillyTrace
     from ..schema.records import nearest
-    from ..simulator.draws import TraceKind
+    from ..simulator.traces.draws import TraceKind
     from .jobs_files import read_jobs
 
     if path.suffix == ".trace":

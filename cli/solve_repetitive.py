@@ -9,7 +9,7 @@ from ..schema.errors import BackendError, ProblemError
 from ..schema.optimizer import OptimizerState
 from ..schema.pipeline import PipelinePlan, PipelineProblem
 from ..schema.profile import Profile
-from ..solvers.parallel_pipeline import Configuration, CostModel, Estimate, Measured, Row
+from ..solvers.pipeline.repetitive.sweep import Configuration, CostModel, Estimate, Measured, Row
 from .question import CostModelName
 from .solve_pipeline import links_between, trace_for
 
@@ -46,8 +46,8 @@ def solve_repetitive(
     """
     from ..checks.pipeline import check
     from ..checks.profiled import pipeline_faults
+    from ..solvers.pipeline.repetitive.solve import Repetitive, solve
     from ..solvers.pipeline_problems import pipeline_problem
-    from ..solvers.pipeline_repetitive import Repetitive, solve
 
     problems: dict[int, PipelineProblem] = {}
     for size in microbatch_sizes:

@@ -161,10 +161,10 @@ def _solve_split(problem: SplitProblem, question: Question) -> SplitPlan:
     if flags.top != 1:
         raise ProblemError("--top lists EasyScale's configurations", hint="add --objective waste")
     if flags.method == "exact":
-        from ..solvers import batch_split
+        from ..solvers.split import solve as batch_split
 
         return batch_split.solve(problem, fastest=question.fastest)
-    from ..solvers import batch_split_milp
+    from ..solvers.split import milp as batch_split_milp
 
     backend: Literal["cbc", "highs"] = "cbc" if flags.method == "cbc" else "highs"
     return batch_split_milp.solve(
@@ -177,7 +177,7 @@ def _solve_waste(problem: SplitProblem, flags: SplitFlags) -> SplitPlan:
         raise ProblemError("--objective waste needs maxP", hint="add --virtual-nodes maxP")
     if flags.method != "exact":
         raise ProblemError("--objective waste has one method", hint="leave --method out")
-    from ..solvers import est_mapping
+    from ..solvers.split import waste as est_mapping
 
     return est_mapping.solve(problem, top=flags.top)
 

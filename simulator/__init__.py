@@ -4,19 +4,19 @@ Pure and deterministic: the same jobs, seed and options give the same result to 
 Mechanisms (``rounds``, ``fair_share``, ``proposals``) are separate from policies.
 """
 
-from .allocators import allocator_named
+from .allocators.named import allocator_named
+from .allocators.shares import Allocator, Shares
 from .cases import SCHEDULERS, Case, report, run_case, sweep
-from .draws import TraceOptions, draw_jobs
-from .failures import FailureOptions, Layout
-from .fair_share import FairShareOptions, simulate_fair_share
-from .in_rounds import simulate_rounds
+from .cluster.failures import FailureOptions, Layout
+from .cluster.pool import Pool
+from .mechanisms.fair_share import FairShareOptions, simulate_fair_share
+from .mechanisms.proposals import ProposalOptions, simulate_proposals
 from .metrics import summarise
 from .mixes import split_throughput
 from .outcomes import Simulation
-from .pool import Pool
-from .proposals import ProposalOptions, simulate_proposals
-from .rounds import RoundOptions
-from .shares import Allocator, Shares
+from .rounds.base import RoundOptions
+from .rounds.simulate import simulate_rounds
+from .traces.draws import TraceOptions, draw_jobs
 
 __all__ = [
     "SCHEDULERS",

@@ -15,16 +15,16 @@ from ..schema.errors import BackendError, ProblemError
 from ..schema.jobs import Entity, Job, Throughputs, consolidated_devices
 from ..schema.records import nearest
 from ..schema.simulation import SimulationRun
-from .allocators import allocator_named
-from .draws import TraceOptions, draw_jobs
-from .failures import FailureOptions, Layout
-from .fair_share import FairShareOptions, simulate_fair_share
-from .in_rounds import simulate_rounds
+from .allocators.named import allocator_named
+from .cluster.failures import FailureOptions, Layout
+from .cluster.pool import Pool
+from .mechanisms.fair_share import FairShareOptions, simulate_fair_share
+from .mechanisms.proposals import ProposalOptions, simulate_proposals
 from .metrics import summarise
 from .outcomes import Simulation
-from .pool import Pool
-from .proposals import ProposalOptions, simulate_proposals
-from .rounds import RoundOptions
+from .rounds.base import RoundOptions
+from .rounds.simulate import simulate_rounds
+from .traces.draws import TraceOptions, draw_jobs
 
 SCHEDULERS = (
     "rounds", "published-rounds", "elastic", "static-priority", "easyscale",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..schema.errors import InfeasibleError
 from ..schema.jobs import MixThroughput, ModelThroughput
 from ..schema.problem import DeviceOption, SplitProblem
-from ..solvers.batch_split import solve
+from ..solvers.split.solve import solve
 
 
 def split_throughput(

@@ -147,7 +147,7 @@ def test_nothing_names_this_machine_or_a_registry() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["hetflow.cli.main", "hetflow.solvers.batch_split", "hetflow.checks.batch_split"]
+    "module", ["hetflow.cli.main", "hetflow.solvers.split.solve", "hetflow.checks.batch_split"]
 )
 def test_planning_starts_without_torch(module: str) -> None:
     heavy = ("torch", "scipy", "pandas", "pulp")

@@ -3,7 +3,7 @@
 import numpy as np
 
 from hetflow.simulator import Pool, Shares
-from hetflow.simulator.active import Active
+from hetflow.simulator.cluster.active import Active
 
 
 class Isolated:

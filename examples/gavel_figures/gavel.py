@@ -33,7 +33,7 @@ from hetflow.simulator import (
     run_case,
     simulate_rounds,
 )
-from hetflow.simulator.gandiva import Gandiva
+from hetflow.simulator.allocators.gandiva import Gandiva
 
 HOUR = 3600.0
 Baseline = Callable[[Pool, int], Allocator]

@@ -12,7 +12,7 @@ from pathlib import Path
 from hetflow.profilers.importers import read_graph, without_placeholders
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.pipeline import DevicePool, PipelinePlan, PipelineProblem, TopologyLevel
-from hetflow.solvers.pipeline import solve
+from hetflow.solvers.pipeline.solve import solve
 from hetflow.solvers.pipeline_problems import layers_of_graph
 
 # Cluster-A: 4 V100 a server on PCIe (12e9 assumed), 10 Gbps; Cluster-B: 8 on NVLink (150e9

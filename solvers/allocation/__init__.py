@@ -6,8 +6,8 @@ for callers that allocate thousands of times.
 
 from .answer import allocate, effective_throughput
 from .instance import Instance, instance_of, make_instance
-from .pair_estimates import fill_pairs
 from .policy import Policy, all_policies, policy_named, solve
+from .space_sharing.pair_estimates import fill_pairs
 
 __all__ = [
     "Instance",

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...schema.errors import BackendError
-from . import interior, shared
 from .instance import Instance
+from .interior import method as interior
 from .program import (
     Floats,
     Ints,
@@ -18,7 +18,8 @@ from .program import (
     resource_use,
     shortfall,
 )
-from .shared import Pairing, PairTimes
+from .space_sharing import shared
+from .space_sharing.shared import Pairing, PairTimes
 
 DUST = 1e-12
 NO_PAIRS = PairTimes(

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...schema.errors import InfeasibleError, ProblemError
-from . import interior
 from .engine import Outcome, optimise
 from .instance import Instance
+from .interior import method as interior
 from .program import Bools, Floats, Ints
 
 PRECISION = 1e-10

@@ -13,11 +13,11 @@ from ...schema.errors import ProblemError
 from ...schema.records import nearest
 from . import goals, policies
 from .engine import Outcome
-from .filling import filled
 from .goals import LeastCurve, MaxMin, Ratio, Total
 from .instance import Instance
 from .program import Floats
-from .water import Fill, fill
+from .water_filling.filling import filled
+from .water_filling.water import Fill, fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

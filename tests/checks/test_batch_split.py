@@ -176,7 +176,7 @@ def test_a_single_device_must_not_claim_synchronisation() -> None:
 
 
 def est_plan() -> tuple[SplitPlan, SplitProblem]:
-    from hetflow.solvers.est_mapping import solve
+    from hetflow.solvers.split.waste import solve
 
     problem = replace(PROBLEM, virtual_nodes=5)
     return solve(problem, top=3), problem
@@ -253,7 +253,7 @@ def altered(plan: SplitPlan, **predicted: object) -> SplitPlan:
 
 
 def test_terms_and_intervals_are_recomputed() -> None:
-    from hetflow.solvers.batch_split import solve
+    from hetflow.solvers.split.solve import solve
 
     problem = busy_problem()
     plan = solve(problem)
@@ -288,7 +288,7 @@ def test_terms_and_intervals_are_recomputed() -> None:
 
 
 def test_a_gap_is_optimal_only_within_its_tolerance() -> None:
-    from hetflow.solvers.batch_split import solve
+    from hetflow.solvers.split.solve import solve
 
     problem = busy_problem()
     simple, fastest = solve(problem), solve(problem, fastest=True)

@@ -17,8 +17,8 @@ from hetflow.schema.optimizer import OptimizerState, named_optimizer
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from hetflow.schema.problem import DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync
-from hetflow.solvers import batch_split
-from hetflow.solvers.pipeline import solve
+from hetflow.solvers.pipeline.solve import solve
+from hetflow.solvers.split import solve as batch_split
 
 MB = 10**6
 

@@ -15,7 +15,7 @@ from hetflow.schema.pipeline import (
     PipelineProblem,
     TopologyLevel,
 )
-from hetflow.solvers.pipeline import solve
+from hetflow.solvers.pipeline.solve import solve
 
 SIZES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 

@@ -7,7 +7,7 @@ import pytest
 from hetflow.checks.pipeline import check
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
-from hetflow.solvers.pipeline import solve
+from hetflow.solvers.pipeline.solve import solve
 
 POOL = DevicePool(
     device_type="V100",

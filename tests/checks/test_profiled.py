@@ -10,9 +10,9 @@ from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile
-from hetflow.solvers.batch_split import solve
 from hetflow.solvers.pipeline_problems import pipeline_problem
 from hetflow.solvers.problems import split_problem
+from hetflow.solvers.split.solve import solve
 
 NODES = tuple(
     LayerNode(

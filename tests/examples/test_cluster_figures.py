@@ -10,7 +10,7 @@ import pytest
 
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.simulator import Pool
-from hetflow.simulator.active import Active
+from hetflow.simulator.cluster.active import Active
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -15,8 +15,8 @@ from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import read_profiles
 from hetflow.schema.plan import DeviceGroup, SplitPlan
 from hetflow.schema.profile import Profile
-from hetflow.solvers.batch_split import solve
 from hetflow.solvers.problems import split_problem
+from hetflow.solvers.split.solve import solve
 
 FOLDER = Path(hetflow.examples.__file__).parent / "virtualflow_6_5"
 BATCH = 8192

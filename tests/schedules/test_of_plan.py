@@ -14,7 +14,7 @@ from hetflow.schema.pipeline import (
     PlannedSchedule,
     TopologyLevel,
 )
-from hetflow.solvers.pipeline import solve
+from hetflow.solvers.pipeline.solve import solve
 
 
 def planned(schedule: PlannedSchedule) -> PipelinePlan:

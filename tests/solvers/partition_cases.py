@@ -26,7 +26,7 @@ from hetflow.schema.pipeline import (
     TopologyLevel,
 )
 from hetflow.schema.plan import Prediction, Proof
-from hetflow.solvers.pipeline import solve
+from hetflow.solvers.pipeline.solve import solve
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "pipedream"
 

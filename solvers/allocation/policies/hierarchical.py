@@ -3,7 +3,7 @@
 from ....schema.errors import ProblemError
 from ..instance import Instance
 from ..policy import Policy, normalised
-from ..water import Fill
+from ..water_filling.water import Fill
 
 
 def _goal(jobs: Instance) -> Fill:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..policy import Policy, normalised
-from ..water import Fill
+from ..water_filling.water import Fill
 
 POLICIES = (
     Policy(

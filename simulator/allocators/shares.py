@@ -1,0 +1,31 @@
+"""What an allocator says to the mechanism: who should have what part of the time."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...solvers.allocation.space_sharing.shared import PairTimes
+from ..cluster.active import Active
+from ..rounds.priorities import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Time fractions ``x`` [columns, jobs] of jobs alone, and those of pairs where they share."""
+
+    x: Floats
+    pairs: PairTimes | None = None
+
+
+class Allocator(Protocol):
+    """What shares the pool among the jobs present."""
+
+    name: str
+    agnostic: bool
+    shares_space: bool
+
+    @property
+    def leaves_idle(self) -> bool:
+        """Whether devices that nobody has a share of stay idle on purpose."""
+
+    def allocate(self, active: Active, now_seconds: float) -> Shares:
+        """Share the pool."""

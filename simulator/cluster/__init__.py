@@ -1,0 +1,1 @@
+"""What is simulated: devices and servers, the jobs on them, and what fails."""

@@ -1,0 +1,1 @@
+"""Mechanisms driven by events: elastic fair sharing, and proposals of jobs."""

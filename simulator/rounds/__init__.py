@@ -1,0 +1,1 @@
+"""Gavel's mechanism: time in rounds (thesis 5.5)."""

@@ -1,0 +1,1 @@
+"""Linear programs by Newton's method: interior points, and centres of optimal faces."""

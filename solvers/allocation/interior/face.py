@@ -1,0 +1,167 @@
+"""The analytic centre of the optimal face of a max-min program, by Newton's method.
+
+What is tight in every optimum is known beforehand, so the centre maximises the sum of the
+logarithms of all other slacks: a smooth problem, with as many coupled unknowns as there are
+resources, and z. Slacks stand beside the time fractions as columns of their own.
+Sums over classes are numpy's own, as in ``interior``; so ``climb`` can be compiled too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from ...compiling import can_compile
+from ..program import Bools, Floats
+from .method import over_rows, solved_small
+
+MAX_ITERATIONS = 40
+_DONE = 1e-6  # relative change of the last step; the next one would be its square
+_KEEP = 0.9
+_RIDGE = 1e-13
+_ROOM = 0.005  # relative, of what a guess leaves none of
+_SIGNS = np.array([[1.0, -1.0], [-1.0, 1.0]])[:, :, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Face:
+    """Classes of equal jobs, types first, and what is tight in every optimum.
+
+    ``count`` n, ``scale`` s and ``level`` p [classes]; ``rate`` r [types, classes], 0 where no
+    optimum spends time; ``capacity`` C [types]. Where ``busy``, a class has all of its time; where
+    ``bound``, it has p z and no more [classes]; ``full`` are types without a device to spare
+    [types]. Classes that do not ``ask`` have enough in every optimum. ``z`` need be exact only
+    where ``fixed``: otherwise what is bound tells it.
+    """
+
+    count: Floats
+    scale: Floats
+    level: Floats
+    rate: Floats
+    capacity: Floats
+    busy: Bools
+    bound: Bools
+    full: Bools
+    asks: Bools
+    z: float
+    fixed: bool
+
+
+def centre(face: Face, start: Floats, climb: "Climb | None" = None) -> Floats | None:
+    """Time fractions [types, classes] of a job of each class at the centre of the face.
+
+    O(classes x types^2) an iteration: some five from the centre of a similar problem, ten from
+    anywhere.
+
+    Args:
+        face: The problem; every class has a type.
+        start: A guess [types, classes], positive where ``rate`` is; need not be feasible.
+        climb: How steps are taken: compiled where that is possible, or as given.
+
+    Returns:
+        The fractions; None where the numbers gave out, as they do where more is tight than the
+        face says.
+    """
+    with np.errstate(all="ignore"):
+        return _newton(face, start, climb or _fastest_climb())
+
+
+class Rows:
+    """What does not change from step to step.
+
+    Columns of a class are its types, its time to spare, what it has beyond p z; ``rows`` is what
+    each adds to its time and its demand [2, columns, classes].
+    """
+
+    def __init__(self, f: Face) -> None:
+        types, classes = f.rate.shape
+        self.rows = np.zeros((2, types + 2, classes))
+        self.rows[0, : types + 1] = 1.0
+        self.rows[1, :types], self.rows[1, types + 1] = f.rate, -1.0
+        self.rows[1] *= f.asks
+        level = f.level * f.asks
+        self.base = np.array((np.ones(classes), level * (f.z if f.fixed else 0.0)))
+        self.coupled = np.zeros((types + (not f.fixed), 2, classes))
+        self.coupled[types:, 1] = level
+        self.each = f.count * f.scale
+        self.idle = 1.0 - f.asks
+
+
+Climb = Callable[[Face, Rows, Floats], bool]
+
+
+@cache
+def _fastest_climb() -> Climb:
+    if not can_compile():
+        return climb
+    from .face_compiled import climb as compiled_climb
+
+    return compiled_climb
+
+
+def _newton(f: Face, start: Floats, climb: Climb) -> Floats | None:
+    types, classes = f.rate.shape
+    size = (types + 2) * classes
+    point = np.zeros(size + types)
+    x, w = point[:size].reshape(types + 2, classes), point[size:]
+    fixed = Rows(f)
+    x[:types] = np.where(f.rate > 0, start, 0.0)
+    reached = (f.rate * x[:types]).sum(axis=0)
+    x[types] = np.maximum(1.0 - x[:types].sum(axis=0), _ROOM) * ~f.busy
+    x[types + 1] = np.maximum(reached - f.level * f.z, _ROOM * reached) * (f.asks & ~f.bound)
+    w[:] = np.maximum(f.capacity - over_rows(x[:types] * fixed.each), _ROOM * f.capacity) * ~f.full
+    return x[:types] if climb(f, fixed, point) else None
+
+
+def climb(f: Face, fixed: Rows, point: Floats) -> bool:
+    """Move a point (columns, then spare devices) to the centre; whether it got there."""
+    types, classes = f.rate.shape
+    size = (types + 2) * classes
+    x, w = point[:size].reshape(types + 2, classes), point[size:]
+    hole = (point == 0).astype(float)
+    for _ in range(MAX_ITERATIONS):
+        step = _step(f, fixed, x, w)
+        if step is None:
+            return False
+        ratio = step / (point + hole)
+        least, most = float(np.minimum.reduce(ratio)), float(np.maximum.reduce(ratio))
+        change = max(-least, most)
+        if not change < np.inf:
+            return False
+        if least < -_KEEP:
+            step *= -_KEEP / least
+        point += step
+        if change < _DONE:
+            return True
+    return False
+
+
+def _step(f: Face, fixed: Rows, x: Floats, w: Floats) -> Floats | None:
+    """Newton's step on 1/x = u + y rate + s price, 1/w = price, and the rows' and types' totals."""
+    rows, coupled = fixed.rows, fixed.coupled
+    types, number = len(w), len(coupled)
+    square = x * x
+    weighed = square * rows
+    own = np.add.reduce(weighed[:, None] * rows, axis=2)
+    own[1, 1] += fixed.idle
+    det = own[0, 0] * own[1, 1] - own[0, 1] * own[0, 1]
+    inverse = own[::-1, ::-1] / (_SIGNS * det)
+    miss = 2.0 * np.add.reduce(x * rows, axis=1) - fixed.base
+    coupled[:types] = weighed[:, :types].transpose(1, 0, 2) * f.scale
+    alone = np.add.reduce(inverse * miss, axis=1)
+    lent = np.add.reduce(inverse * coupled[:, None], axis=2).reshape(number, -1)
+    counted = (coupled * f.count).reshape(number, -1)
+    matrix = np.array([-over_rows(row * lent) for row in counted])
+    right = -over_rows(counted * alone.reshape(-1))
+    own_price = over_rows(coupled[:types, 0] * fixed.each) + w * w
+    matrix.reshape(-1)[: types * number : number + 1] += own_price * (1.0 + _RIDGE)
+    right[:types] += 2.0 * (over_rows(x[:types] * fixed.each) + w) - f.capacity
+    answer = solved_small(matrix, right)
+    if answer is None:
+        return None
+    price = answer[:types]
+    prices = alone - np.add.reduce(answer[:, None] * lent, axis=0).reshape(alone.shape)
+    push = np.add.reduce(prices[:, None] * rows, axis=0)
+    push[:types] += price[:, None] * f.scale
+    return np.concatenate(((x - square * push).reshape(-1), w - w * w * price))

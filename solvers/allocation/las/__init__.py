@@ -1,0 +1,1 @@
+"""Least attained service, allocated thousands of times: for the simulator."""

@@ -1,0 +1,1 @@
+"""Programs in which two jobs may share devices, and estimates of how fast they then are."""

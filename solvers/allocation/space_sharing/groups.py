@@ -1,0 +1,288 @@
+"""Rows that differ only in what they demand, solved as one group and told apart afterwards.
+
+Rows of a group run at the same rates r, so what matters is the total time t_k that the group has
+at each rate. It can be dealt out so that each of its n jobs has at most all its time and at least
+its demand D if and only if, for every rate u >= 0 and every set S of its jobs,
+
+    sum_k t_k max(r_k - u, 0)  >=  sum over S of (D - u)        and  sum_k t_k <= n
+
+(sorted times dominate sorted demands: Hardy, Littlewood and Polya). The sets that matter hold the
+jobs with D > u, at u = 0 or a rate that is used; few of them bind. A price w of such a
+constraint is a price w of the throughput of every job of S, and w u of its time.
+
+To deal the times out, take the jobs from the least demand up. Each gets adjacent rates, in order
+of speed, with just the mean that it demands (or the slowest that are left, if these suffice):
+what is left then still suffices for the others.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..program import Floats, Ints, Program, equal_rows
+from .pairs import Pairing, PairTimes
+
+# A job that shares with its own group must find others there for all but this part of that time.
+SLACK = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """``of`` [rows] is each row's group, ``first`` [groups] the first row of each."""
+
+    of: Ints
+    first: Ints
+
+    @property
+    def number(self) -> int:
+        """How many groups there are."""
+        return len(self.first)
+
+    def split(self, groups: set[int]) -> "Groups":
+        """The same, with some groups taken apart into their rows."""
+        apart = np.isin(self.of, sorted(groups))
+        return _numbered(np.where(apart, self.number + np.arange(len(self.of)), self.of))
+
+
+def grouped(program: Program, pairing: Pairing) -> Groups:
+    """Rows alike but for count, level and floor."""
+    table: Floats = np.column_stack(
+        (pairing.kind.astype(np.float64), program.rate, program.usage, program.gain, pairing.worth)
+    )  # fmt: skip
+    return _numbered(equal_rows(table))
+
+
+def each_apart(rows: int) -> Groups:
+    """Every row a group."""
+    return Groups(np.arange(rows), np.arange(rows))
+
+
+def _numbered(of: Ints) -> Groups:
+    of = equal_rows(of[:, None].astype(np.float64))
+    return Groups(of, np.unique(of, return_index=True)[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """Times of rows: ``x`` [rows, columns] of one job, and totals of pairs.
+
+    ``clashes`` are groups whose jobs would have to share with themselves.
+    """
+
+    x: Floats
+    pairs: PairTimes
+    clashes: set[int]
+
+
+def deal(
+    program: Program, pairing: Pairing, groups: Groups, singles: Floats, pairs: PairTimes, z: float
+) -> Dealt:
+    """Deal the times of groups out to their rows; O(rows + times) after sorting.
+
+    Args:
+        program: The program over rows.
+        pairing: Who may share.
+        groups: Of rows.
+        singles: Total time alone [groups, columns].
+        pairs: Total times of pairs of groups.
+        z: The level that was reached.
+    """
+    demand = program.demand(z)
+    if groups.number == len(groups.of):
+        x = singles[groups.of] / program.count[:, None]
+        first = groups.first
+        return Dealt(x, PairTimes(
+            a=first[pairs.a], b=first[pairs.b], column=pairs.column, time=pairs.time
+        ), set())  # fmt: skip
+    kind = pairing.kind[groups.first]
+    rate_a = pairing.rate[kind[pairs.a], kind[pairs.b], pairs.column].tolist()
+    rate_b = pairing.rate[kind[pairs.b], kind[pairs.a], pairs.column].tolist()
+    pieces = _Pieces(program, groups, demand)
+    for g, c in zip(*(each.tolist() for each in np.nonzero(singles > 0)), strict=True):
+        pieces.add(g, float(program.rate[groups.first[g], c]), float(singles[g, c]), ("x", c))
+    a, b, time = pairs.a.tolist(), pairs.b.tolist(), pairs.time.tolist()
+    for i in range(len(a)):
+        if a[i] == b[i]:
+            pieces.add(a[i], rate_a[i], 2.0 * time[i], ("a", i))
+        else:
+            pieces.add(a[i], rate_a[i], time[i], ("a", i))
+            pieces.add(b[i], rate_b[i], time[i], ("b", i))
+    dealt = pieces.deal()
+    x, clashes = np.zeros_like(program.rate), set[int]()
+    out: list[tuple[int, int, int, float]] = []
+    column = pairs.column.tolist()
+    for (side, i), parts in dealt.items():
+        if side == "x":
+            for row, part in parts:
+                x[row, i] += part / program.count[row]
+        elif side == "a" and a[i] == b[i]:
+            alone = max((part for row, part in parts if program.count[row] < 2), default=0.0)
+            if alone > time[i] * (1.0 + SLACK):
+                clashes.add(a[i])
+            out.extend(
+                (m, n, column[i], part)
+                for m, n, part in _folded(parts, time[i])
+                if m != n or program.count[m] > 1
+            )
+        elif side == "a":
+            other = dealt["b", i]
+            out.extend((m, n, column[i], part) for m, n, part in _side_by_side(parts, other))
+    return Dealt(x, _totals(out), clashes)
+
+
+class _Pieces:
+    """The times of each group at each rate, to be dealt out."""
+
+    def __init__(self, program: Program, groups: Groups, demand: Floats) -> None:
+        order = np.lexsort((demand, groups.of))
+        starts = np.searchsorted(groups.of[order], np.arange(groups.number + 1)).tolist()
+        rows, count, needs = order.tolist(), program.count[order].tolist(), demand[order].tolist()
+        self.jobs = [
+            list(zip(rows[i:j], count[i:j], needs[i:j], strict=True))
+            for i, j in zip(starts[:-1], starts[1:], strict=True)
+        ]
+        self.times: list[list[tuple[float, float, tuple[str, int]]]] = [[] for _ in self.jobs]
+
+    def add(self, group: int, rate: float, time: float, name: tuple[str, int]) -> None:
+        """A group has a time at a rate."""
+        self.times[group].append((rate, time, name))
+
+    def deal(self) -> dict[tuple[str, int], list[tuple[int, float]]]:
+        """Which rows have how much of each time; rows from the least demand up."""
+        answer: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
+        for jobs, times in zip(self.jobs, self.times, strict=True):
+            if len(jobs) == 1:
+                for _, time, name in times:
+                    answer[name].append((jobs[0][0], time))
+            elif times:
+                idle = sum(count for _, count, _ in jobs) - sum(time for _, time, _ in times)
+                times.sort(key=lambda each: each[0])
+                for row, part, name in _dealt(jobs, [(0.0, max(idle, 0.0), ("", 0)), *times]):
+                    if name[0]:
+                        answer[name].append((row, part))
+        return answer
+
+
+def _dealt(
+    jobs: list[tuple[int, float, float]], times: list[tuple[float, float, tuple[str, int]]]
+) -> Iterator[tuple[int, float, tuple[str, int]]]:
+    """Times in order of speed, dealt to (row, count, demand) in order of demand.
+
+    What earlier jobs left below their own rates stays there as ``below``; later jobs need more,
+    so they never reach below all of it.
+    """
+    below: list[list[float]] = []  # [rate, time, place], slowest first
+    above = [[rate, time, place] for place, (rate, time, _) in enumerate(times)]
+    above.reverse()  # slowest last
+    for row, count, demand in jobs:
+        window: list[list[float]] = []
+        # The slowest times at hand: those just below the gap, then those just above it.
+        mass, reached = _take(window, below, count)
+        window.reverse()
+        start = 0
+        mass, reached = _take(window, above, count, mass, reached)
+        # Slide up until the mean is what the job demands.
+        while reached < demand * count and above:
+            low, high = window[start], above[-1]
+            gain, step = high[0] - low[0], min(low[1], high[1])
+            done = gain * step >= demand * count - reached
+            if done:
+                step = (demand * count - reached) / gain
+            reached += step * gain
+            low[1] -= step
+            _put(below, low[0], step, low[2])
+            _put(window, high[0], step, high[2])
+            high[1] -= step
+            if high[1] <= 0.0:
+                above.pop()
+            if low[1] <= 0.0:
+                start += 1
+            if done:
+                break
+        for _, part, place in window[start:]:
+            if part > 0.0:
+                yield row, part, times[int(place)][2]
+
+
+def _take(
+    window: list[list[float]],
+    pieces: list[list[float]],
+    count: float,
+    mass: float = 0.0,
+    reached: float = 0.0,
+) -> tuple[float, float]:
+    """Move times from the end of the pieces to the window until it holds ``count`` of time.
+
+    Returns what it then holds: time, and time by rate.
+    """
+    while pieces and mass < count:
+        piece = pieces.pop()
+        part = min(piece[1], count - mass)
+        if part < piece[1]:
+            pieces.append([piece[0], piece[1] - part, piece[2]])
+        window.append([piece[0], part, piece[2]])
+        mass, reached = mass + part, reached + part * piece[0]
+    return mass, reached
+
+
+def _put(pieces: list[list[float]], rate: float, time: float, place: float) -> None:
+    if pieces and pieces[-1][2] == place:
+        pieces[-1][1] += time
+    else:
+        pieces.append([rate, time, place])
+
+
+def _side_by_side(
+    first: list[tuple[int, float]], second: list[tuple[int, float]]
+) -> Iterator[tuple[int, int, float]]:
+    """Two lists of (row, time) laid end to end and cut at each other's borders."""
+    i = j = 0
+    left, right = first[0][1], second[0][1]
+    while True:
+        step = min(left, right)
+        if step > 0.0:
+            yield first[i][0], second[j][0], step
+        left, right = left - step, right - step
+        if left <= 0.0:
+            i += 1
+            if i == len(first):
+                return
+            left = first[i][1]
+        if right <= 0.0:
+            j += 1
+            if j == len(second):
+                return
+            right = second[j][1]
+
+
+def _folded(parts: list[tuple[int, float]], half: float) -> Iterator[tuple[int, int, float]]:
+    """A list of (row, time) beside itself, shifted by half its length: nobody meets itself."""
+    first: list[tuple[int, float]] = []
+    second: list[tuple[int, float]] = []
+    left = half
+    for row, part in parts:
+        here = min(part, left)
+        if here > 0.0:
+            first.append((row, here))
+        if part > here:
+            second.append((row, part - here))
+        left -= here
+    if not second:
+        return iter(())
+    return _side_by_side(first, second)
+
+
+def _totals(parts: list[tuple[int, int, int, float]]) -> PairTimes:
+    total: dict[tuple[int, int, int], float] = defaultdict(float)
+    for a, b, c, time in parts:
+        total[min(a, b), max(a, b), c] += time
+    keys = sorted(total)
+    table = np.array(keys, dtype=np.int64).reshape(-1, 3)
+    return PairTimes(
+        a=table[:, 0],
+        b=table[:, 1],
+        column=table[:, 2],
+        time=np.array([total[key] for key in keys]),
+    )

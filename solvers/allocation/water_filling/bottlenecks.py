@@ -1,0 +1,282 @@
+"""Which levels can be had together, and whom a shared bottleneck stops, with prices that say so.
+
+Without space sharing prices of resources are enough: each row pays the least cost of its
+throughput, and can rise as far as columns without a price carry it. With it rows live on each
+other's time, so the prices of throughput and time count too.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from ....schema.errors import BackendError
+from ..engine import NO_PAIRS, Merged, solve_alone
+from ..program import Bools, Floats, Program, Solution
+from ..space_sharing import shared
+from ..space_sharing.shared import PairTimes
+from .prices import least_cost, marginal_cost, rents
+from .vertex import at_prices
+
+# Where all but this part can be had, prices at hand may be sharper than a program's.
+NEARLY = 1e-6
+# Smaller differences of levels are rounding.
+LAST_BITS = 1e-13
+# A level below this part of the row's best is next to nothing.
+NOTHING = 1e-6
+# A row whose level is within this part of its cap is at it.
+AT_CAP = 1e-9
+# Resources with a smaller part of the whole price are free.
+FREE_PART = 1e-6
+# With space sharing, rows with a smaller part of the whole price than the largest's can rise.
+STUCK_PART = 1e-6
+
+
+class Cut(Protocol):
+    """Prices that refute levels [rows]."""
+
+    def excess(self, levels: Floats) -> float:
+        """By what part the levels' cost passes what there is; above 0 they cannot be had."""
+        ...
+
+    def slope(self, levels: Floats, direction: Floats) -> float:
+        """How fast the excess falls as levels go back in a direction [rows]."""
+        ...
+
+    def pays(self, levels: Floats) -> Floats:
+        """What one job of each row pays, as a part of the pool's worth [rows]."""
+        ...
+
+    def priced(self, levels: Floats) -> tuple[Floats, Floats, Floats]:
+        """Prices of throughput [rows], of resources and of time [rows] that say so."""
+        ...
+
+
+AnyCut = TypeVar("AnyCut", bound=Cut)
+
+
+class Limits(Protocol[AnyCut]):
+    """What levels can be had together, and who is stuck at them."""
+
+    stride: int
+    precision: float
+    best: Floats
+
+    def base(self, levels: Floats) -> Floats:
+        """What programs start from, given levels that can be had [rows]."""
+        ...
+
+    def caps(self) -> Floats:
+        """The level above which each row is known to be stuck [rows]."""
+        ...
+
+    def solve(self, start: Floats, end: Floats, cut: AnyCut | None) -> tuple[Solution, PairTimes]:
+        """Which part z of the way from ``base`` levels to others [rows] can be had.
+
+        ``cut`` refutes anything above ``end``.
+        """
+        ...
+
+    def cut(self, found: Solution) -> AnyCut:
+        """The prices of a solution as a cut."""
+        ...
+
+    def binds_already(self, cut: AnyCut) -> bool:
+        """Whether a cut tells nothing about those still rising, but for rounding."""
+        ...
+
+    def settle(self, levels: Floats, cut: AnyCut, active: Bools) -> tuple[Bools, AnyCut]:
+        """Who of the active would pay for more than levels at which ``cut`` binds, and proof."""
+        ...
+
+
+def best_levels(merged: Merged) -> Floats:
+    """The level of each row on its fastest column, alone or in company [rows]."""
+    best = merged.small.rate
+    if merged.pairing is not None:
+        beside = merged.pairing.rate.max(axis=1)[merged.pairing.kind]
+        best = np.maximum(best, np.where(best > 0, beside, 0.0))
+    levels: Floats = best.max(axis=1) / merged.small.level
+    return levels
+
+
+class Alone:
+    """Rows without space sharing: each pays the least cost of its own throughput."""
+
+    def __init__(self, small: Program) -> None:
+        self.small = small
+        self.stride, self.precision = len(small.count), 1e-11
+        self.best = small.rate.max(axis=1) / small.level
+        self.price, self.priced = np.zeros(len(small.capacity)), 0
+
+    def base(self, levels: Floats) -> Floats:
+        """Programs ask for whole levels from nothing."""
+        return np.zeros_like(levels)
+
+    def caps(self) -> Floats:
+        """The best on columns that have cost nothing so far."""
+        paid = (self.price @ self.small.resources) > 0
+        best = np.where(paid, 0.0, self.small.rate).max(axis=1)
+        caps: Floats = best / self.small.level
+        return caps
+
+    def solve(
+        self, start: Floats, end: Floats, cut: "LeastCost | None"
+    ) -> tuple[Solution, PairTimes]:
+        """See Limits; prices at hand first, then the interior point method."""
+        program = replace(self.small, level=self.small.level * end, demands=end > 0)
+        price = self.price if cut is None else self.price + cut.price
+        vertex = at_prices(program, price)
+        if vertex is not None and vertex.z >= 1.0 - self.precision:
+            return vertex, NO_PAIRS
+        found = solve_alone(program)
+        if vertex is not None and vertex.z >= 1.0 - NEARLY <= found.z:
+            sharp = max((found, vertex), key=lambda each: self.cut(each).excess(end))
+            found = replace(found, resource_prices=sharp.resource_prices)
+        return found, NO_PAIRS
+
+    def cut(self, found: Solution) -> "LeastCost":
+        """See Limits; only resources whose price counts keep one."""
+        price = found.resource_prices
+        worth = price * self.small.capacity
+        price = np.where(worth > FREE_PART * worth.sum(), price, 0.0)
+        return LeastCost(self.small, price / (self.small.capacity @ price))
+
+    def binds_already(self, cut: "LeastCost") -> bool:
+        """Whether all resources with a price had one before."""
+        return bool((self.price[cut.price > 0] > 0).all())
+
+    def settle(self, levels: Floats, cut: "LeastCost", active: Bools) -> tuple[Bools, "LeastCost"]:
+        """All prices so far still bind; only their mean shows that every way up costs something."""
+        self.price, self.priced = self.price + cut.price, self.priced + 1
+        proof = LeastCost(self.small, self.price / self.priced)
+        return levels >= self.caps() * (1.0 - AT_CAP), proof
+
+
+@dataclass(frozen=True, slots=True)
+class LeastCost:
+    """The pool's worth is 1 at ``price`` [resources]; levels must not cost more."""
+
+    small: Program
+    price: Floats
+
+    def excess(self, levels: Floats) -> float:
+        """What the levels cost, beyond the pool."""
+        return float(self.small.count @ self.pays(levels)) - 1.0
+
+    def pays(self, levels: Floats) -> Floats:
+        """The least cost of each row's throughput."""
+        paid = rents(self.small, self.price)
+        return least_cost(self.small.rate, paid, self.small.level * levels)
+
+    def slope(self, levels: Floats, direction: Floats) -> float:
+        """By what a step less saves."""
+        less, _ = self._marginal(levels)
+        return float(self.small.count @ (less * self.small.level * direction))
+
+    def _marginal(self, levels: Floats) -> tuple[Floats, Floats]:
+        paid, wanted = rents(self.small, self.price), self.small.level * levels
+        return marginal_cost(
+            self.small.rate, paid, wanted, least_cost(self.small.rate, paid, wanted)
+        )
+
+    def priced(self, levels: Floats) -> tuple[Floats, Floats, Floats]:
+        """A step is worth what one less saves."""
+        return self._marginal(levels)[0], self.price, np.zeros(len(levels))
+
+
+class Paired:
+    """Rows that share: prices of time and throughput count, as a program gave them."""
+
+    def __init__(self, merged: Merged, *, keeps_basis: bool = True) -> None:
+        """Start with no program.
+
+        Args:
+            merged: The rows.
+            keeps_basis: Whether each program goes on from the last one's basis.
+        """
+        assert merged.pairing is not None
+        self.keeps_basis = keeps_basis
+        self.merged, self.pairing = merged, merged.pairing
+        self.stride, self.precision = 1, 1e-9
+        self.best = best_levels(merged)
+        self._open: shared.Open | None = None
+
+    def base(self, levels: Floats) -> Floats:
+        """Programs ask for the way from the levels had last."""
+        return levels
+
+    def caps(self) -> Floats:
+        """The best alone or in company."""
+        return self.best
+
+    def solve(self, start: Floats, end: Floats, cut: "Linear | None") -> tuple[Solution, PairTimes]:
+        """See Limits; the simplex method over pairs that pay, from the last basis."""
+        small = self.merged.small
+        rise = np.where(end - start > LAST_BITS * self.best, end - start, 0.0)
+        program = replace(
+            small, floor=small.level * start, level=small.level * rise, demands=end > 0
+        )
+        if self._open is None or not self.keeps_basis:
+            self._open = shared.Open(program, self.pairing)
+        try:
+            found, pairs = self._open.solve(program)
+        except BackendError:
+            program = replace(program, floor=program.floor * (1.0 - self.precision))
+            found, pairs = self._open.solve(program)
+        owed = float(small.count @ (found.job_prices * program.floor))
+        return replace(found, bound=found.bound + owed), pairs
+
+    def cut(self, found: Solution) -> "Linear":
+        """See Limits."""
+        assert found.time_prices is not None
+        return Linear(
+            self.merged.small, found.job_prices, found.resource_prices, found.time_prices,
+            found.bound,
+        )  # fmt: skip
+
+    def binds_already(self, cut: "Linear") -> bool:
+        """Each cut stops somebody, or tells nothing new."""
+        return True
+
+    def settle(self, levels: Floats, cut: "Linear", active: Bools) -> tuple[Bools, "Linear"]:
+        """Whoever has nothing, and to whom every column would cost something, gets nothing."""
+        share = np.where(active, cut.share(self.best), 0.0)
+        stuck: Bools = (share > 0) & (share >= STUCK_PART * share.max())
+        small = self.merged.small
+        spare = shared.spare_prices(small, self.pairing, cut.job, cut.price, cut.time)
+        barred = active & ~stuck & (levels <= NOTHING * self.best) & (spare > 0)
+        return stuck | barred, replace(cut, job=np.where(barred, cut.job + spare, cut.job))
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Prices whose throughput is worth at most ``bound``."""
+
+    small: Program
+    job: Floats
+    price: Floats
+    time: Floats
+    bound: float
+
+    def share(self, levels: Floats) -> Floats:
+        """Each row's part of the whole [rows]."""
+        each: Floats = self.small.count * self.job * self.small.level * levels / self.bound
+        return each
+
+    def excess(self, levels: Floats) -> float:
+        """What the levels are worth, beyond what can be."""
+        return float(self.share(levels).sum()) - 1.0
+
+    def pays(self, levels: Floats) -> Floats:
+        """By the prices of throughput."""
+        each: Floats = self.job * self.small.level * levels / self.bound
+        return each
+
+    def slope(self, levels: Floats, direction: Floats) -> float:
+        """By the prices of throughput."""
+        return float(self.share(direction).sum())
+
+    def priced(self, levels: Floats) -> tuple[Floats, Floats, Floats]:
+        """The prices that the program gave."""
+        return self.job, self.price, self.time

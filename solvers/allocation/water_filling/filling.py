@@ -1,0 +1,74 @@
+"""What an optimum leaves idle, shared out: lexicographic max-min past the bottleneck (5.4.3).
+
+The optimum of a max-min policy asks a throughput of every job and says nothing of what is left.
+Water filling from there raises all throughputs together, each in proportion to what the optimum
+asks of its job, until some can rise no further; the others rise on. The first level is the
+optimum itself, so the policy's objective stays.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from ....schema.errors import BackendError
+from ..engine import Outcome
+from ..goals import LeastCurve, MaxMin
+from ..instance import Instance
+from ..program import Floats
+from .water import Fill, fill
+
+# A filled allocation may lose this part of the objective to rounding.
+KEPT = 1e-9
+
+
+def filled(instance: Instance, goal: MaxMin | LeastCurve, bare: Outcome) -> Outcome:
+    """Share out what an optimum leaves idle; unique throughputs, with a proof of every level.
+
+    Args:
+        instance: The jobs and the pool.
+        goal: What was optimised.
+        bare: An optimum, with the program's own objective.
+
+    Returns:
+        The filled outcome under the optimum's bound and prices; ``bare`` again, saying why,
+        where water filling finds no proof.
+    """
+    asked = _asked(goal, bare.objective)
+    if isinstance(goal, MaxMin) and goal.allowed is not None:
+        instance = replace(instance, rate=np.where(goal.allowed, instance.rate, 0.0))
+    each = Fill(
+        unit=asked, weight=np.ones(len(asked)), entity=np.full(len(asked), -1, dtype=np.int64)
+    )
+    try:
+        found = fill(instance, each)
+    except BackendError as error:
+        return replace(bare, unfilled=f"sharing them out broke down ({error.message})")
+    value = _value(goal, found.throughput)
+    bound = bare.bound if np.isfinite(bare.bound) else value
+    lost = (bare.objective - value) * (1.0 if isinstance(goal, MaxMin) else -1.0)
+    if lost > KEPT * abs(bare.objective) or found.num_unproved:
+        return replace(bare, unfilled="no way of sharing them out could be proved")
+    return replace(
+        found,
+        objective=value,
+        bound=bare.bound,
+        gap=max(abs(bound - value) / max(abs(bound), abs(value), 1e-300), found.gap),
+        job_prices=bare.job_prices,
+        resource_prices=bare.resource_prices,
+        time_prices=bare.time_prices,
+        method=f"{bare.method}; filled: {found.method}",
+        is_filled=True,
+    )
+
+
+def _asked(goal: MaxMin | LeastCurve, objective: float) -> Floats:
+    """Throughputs that the optimum asks of the jobs, but for a factor [jobs]."""
+    return goal.level if isinstance(goal, MaxMin) else goal.needed(objective)
+
+
+def _value(goal: MaxMin | LeastCurve, throughput: Floats) -> float:
+    """The program's objective at throughputs [jobs]."""
+    if isinstance(goal, LeastCurve):
+        return goal.value(throughput)
+    rows = goal.level > 0
+    return float((throughput[rows] / goal.level[rows]).min())

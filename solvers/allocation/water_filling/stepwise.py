@@ -1,0 +1,143 @@
+"""Water filling one level at a time: slow, and with nothing to lose its way in (thesis 5.4.3).
+
+Each program raises all active rows along their shares as far as they go together; the rows whose
+demand has a price at its optimum can go no further, whatever the others do. That is one program
+of the simplex method for each level, up to as many as rows, where ``water`` needs a few for each
+device type; each starts from the last one's basis.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ....schema.errors import BackendError
+from ..engine import NO_PAIRS, Merged
+from ..program import Floats, Program, Solution
+from ..space_sharing import shared
+from ..space_sharing.shared import Pairing, PairTimes
+from .bottlenecks import AT_CAP, STUCK_PART, LeastCost, Linear
+from .stages import Stage
+from .tree import Path, Tree
+
+# Paths end a little above what rows can have: programs say where they stop.
+ABOVE = 1e-3
+# Every program leaves a column behind; after so many a new one starts.
+RENEWED_AFTER = 64
+# HiGHS's tolerances are absolute, so rows are measured in what they have, to within this factor.
+OFF_SCALE = 30.0
+LEAST_PART = 1e-7
+MAX_TRIES = 4
+RELAXED, MOST_RELAXED = (0.0, 1e-11, 1e-10, 1e-9, 1e-8), 1e-7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Risen:
+    """Levels [rows] that can be had by ``found``, and the stages that prove them.
+
+    ``first`` is the program of the first level with its prices of throughput, of resources and
+    of time. ``programs`` were solved, by ``method``.
+    """
+
+    level: Floats
+    found: Solution
+    pairs: PairTimes
+    stages: tuple[Stage, ...]
+    first: tuple[Program, Floats, Floats, Floats]
+    programs: int
+    method: str
+
+
+def rise(merged: Merged, tree: Tree, best: Floats) -> Risen:
+    """Raise rows level by level, given the ``best`` level of each [rows].
+
+    Raises:
+        BackendError: HiGHS finds no optimum of a program.
+    """
+    small, stages = merged.small, list[Stage]()
+    pairing = merged.pairing or shared.nobody(small)
+    level, active = np.zeros(len(best)), small.demands.copy()
+    found, pairs, held = None, NO_PAIRS, _Held(small, pairing, small.level * best)
+    first: tuple[Program, Floats, Floats, Floats] | None = None
+    while active.any():
+        path = Path(tree, level, active, best * (1.0 + ABOVE))
+        step = path.levels(path.times[1]) - level
+        program = replace(
+            small, floor=small.level * level, level=small.level * step,
+            demands=(level > 0) | (step > 0),
+        )  # fmt: skip
+        found, pairs = held.solve(program)
+        level = level + min(max(found.z, 0.0), 1.0) * step
+        if first is None:
+            first = _first(program, found, path.times[1])
+        share = np.where(active, small.count * found.job_prices * program.level, 0.0)
+        stuck = active & (share > STUCK_PART * share.max())
+        if (level < best * (1.0 - AT_CAP))[stuck].any():
+            proof = _proof(merged, found, program.floor)
+            stages.append(Stage(proof=proof, level=level, active=active.copy()))
+        active &= ~(stuck | (level >= best * (1.0 - AT_CAP)))
+    assert found is not None
+    assert first is not None
+    reached = shared.reach(small, pairing, found.x, pairs)[0] / small.level
+    lacking = ((level - reached) / np.maximum(level, 1e-6 * best)).max()
+    return Risen(
+        level=level, pairs=pairs,
+        found=replace(found, z=1.0 - max(float(lacking), 0.0), method="HiGHS simplex"),
+        stages=tuple(stages), first=first, programs=held.programs, method="level by level",
+    )  # fmt: skip
+
+
+class _Held:
+    """A program held open, on the scale of what its rows have."""
+
+    def __init__(self, small: Program, pairing: Pairing, best: Floats) -> None:
+        self.pairing, self.best, self.programs = pairing, best, 0
+        self.open: shared.Open | None = None
+        self.rates = self.row = np.maximum(small.rate.max(axis=1), 1e-300)
+        self.pairs, self.age = NO_PAIRS, 0
+
+    def solve(self, program: Program) -> tuple[Solution, PairTimes]:
+        """Solve, again on another scale where that was far off."""
+        for _ in range(MAX_TRIES):
+            if self.open is None or self.age == RENEWED_AFTER:
+                seed = self.pairs if self.programs else None
+                self.open, self.age = shared.Open(program, self.pairing, seed, self.row), 0
+            found, self.pairs = self._relaxed(self.open, program)
+            self.programs, self.age = self.programs + 1, self.age + 1
+            has = program.floor + np.clip(found.z, 0.0, 1.0) * program.level
+            row = np.where(has > 0, np.maximum(has, LEAST_PART * self.best), self.row)
+            if (np.abs(np.log(row / self.row)) < np.log(OFF_SCALE)).all():
+                break
+            self.row, self.open = row, None
+        return found, self.pairs
+
+    def _relaxed(self, held: shared.Open, program: Program) -> tuple[Solution, PairTimes]:
+        """Floors that are just out of reach by rounding give way by as little as helps."""
+        for part in RELAXED:
+            try:
+                relaxed = replace(program, floor=program.floor * (1.0 - part))
+                return held.solve(relaxed if part else program)
+            except BackendError:
+                continue
+        # Last, from no basis, on the scale of the best rates.
+        self.row, self.age = self.rates, 0
+        self.open = shared.Open(program, self.pairing, self.pairs)
+        return self.open.solve(replace(program, floor=program.floor * (1.0 - MOST_RELAXED)))
+
+
+def _first(
+    program: Program, found: Solution, time: float
+) -> tuple[Program, Floats, Floats, Floats]:
+    assert found.time_prices is not None
+    asked = replace(program, level=program.level / time)
+    unit = float(program.count @ (found.job_prices * asked.level))
+    prices = found.job_prices / unit, found.resource_prices / unit, found.time_prices / unit
+    return asked, *prices
+
+
+def _proof(merged: Merged, found: Solution, floor: Floats) -> LeastCost | Linear:
+    small, price = merged.small, found.resource_prices
+    if merged.pairing is None:
+        return LeastCost(small, price / (small.capacity @ price))
+    assert found.time_prices is not None
+    owed = float(small.count @ (found.job_prices * floor))
+    return Linear(small, found.job_prices, price, found.time_prices, found.bound + owed)

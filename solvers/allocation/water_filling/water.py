@@ -1,0 +1,284 @@
+"""Water filling: lexicographic max-min over a tree of weights (thesis 5.4.3).
+
+All unsaturated jobs rise together, each in proportion to its share of the tree, until some
+can rise no further; these keep their level, their share passes to their siblings, and the rest
+rises on. The thesis solves a linear program and a MILP for each level. But nearly every level
+is only one job that has reached its own best, which needs no program: those levels are a path
+known in advance (``tree.Path``), and what is asked is how far up that path all jobs together
+can go. One program at a point beyond it gives prices; these refute every point of the path
+above a lower one; a few such steps (Newton's method, from above) end where nothing is refuted.
+There the jobs that would pay for a little more are stuck; the others rise on, on columns that
+cost nothing. Without space sharing each such stage prices a further resource, so there are at
+most as many stages as resources, each of a few programs of O(jobs x types) an iteration. Where
+that breaks down, or its own prices do not prove every level, ``stepwise`` answers (with space
+sharing after another try, in which no program starts from the last one's basis).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ....schema.errors import BackendError
+from ....schema.jobs import Entity
+from ..engine import NO_PAIRS, Merged, Outcome
+from ..instance import Instance
+from ..program import Floats, Ints, Program, Solution, dual_bound, gap_between
+from ..space_sharing import shared
+from ..space_sharing.shared import PairTimes
+from . import stepwise
+from .bottlenecks import AT_CAP, NOTHING, Alone, AnyCut, Cut, Limits, Paired, best_levels
+from .stages import Stage, level_proofs, unproved
+from .stepwise import Risen
+from .tree import Path, Tree
+
+# Levels too high by this part may be so by rounding.
+ROUNDING = 1e-9
+MAX_STEPS = 60
+# A quick answer with a larger gap is not taken.
+QUICK_GAP = 1e-7
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fill:
+    """Give each job ``unit`` [jobs] * its level of throughput, levels rising together.
+
+    Levels rise by ``weight`` [jobs] through the tree of ``entities``; ``entity`` [jobs] is each
+    job's node, -1 for the top.
+    """
+
+    unit: Floats
+    weight: Floats
+    entity: Ints
+    entities: tuple[Entity, ...] = ()
+
+
+def fill(instance: Instance, goal: Fill) -> Outcome:
+    """Water-fill: the unique lexicographic max-min levels.
+
+    The outcome's objective, bound and prices are those of the first level: the least level over
+    shares. Its ``levels`` prove the others.
+
+    Raises:
+        BackendError: A program broke down, in both ways to the answer.
+    """
+    merged = Merged.of(instance, instance.program(level=goal.unit), _alike(goal))
+    first = merged.first
+    tree = Tree(goal.entities, goal.entity[first], goal.weight[first], merged.small.count)
+    quick: Outcome | None = None
+    error, loose = None, 0
+    for way in _quick_ways(merged):
+        try:
+            found, left = _outcome(merged, way(tree))
+        except BackendError as broken:
+            error = broken
+            continue
+        if not left and found.gap <= QUICK_GAP:
+            return found
+        if quick is None or (left, found.gap) < (loose, quick.gap):
+            quick, loose = found, left
+    try:
+        slow, left = _outcome(merged, stepwise.rise(merged, tree, best_levels(merged)))
+    except BackendError:
+        if quick is None:
+            raise error or BackendError("water filling found no answer") from None
+        return quick
+    return slow if quick is None or (left, slow.gap) < (loose, quick.gap) else quick
+
+
+def _quick_ways(merged: Merged) -> list[Callable[[Tree], Risen]]:
+    """Ways along the path; where bases of programs before lead astray, each starts from none."""
+    if merged.pairing is None:
+        return [lambda tree: _rise(merged, tree, Alone(merged.small))]
+    return [
+        lambda tree: _rise(merged, tree, Paired(merged)),
+        lambda tree: _rise(merged, tree, Paired(merged, keeps_basis=False)),
+    ]
+
+
+def _outcome(merged: Merged, risen: Risen) -> tuple[Outcome, int]:
+    """Levels as time fractions of every job, and the number of rows that nothing proves."""
+    small, level, pairs = merged.small, risen.level, risen.pairs
+    method = f"{risen.found.method.split(',')[0]}; water filling, {risen.method}"
+    found = replace(risen.found, method=f"{method}, {risen.programs} programs")
+    found = _scored(merged, _no_more_than(merged, found, small.level * level), pairs, risen.first)
+    asked = replace(
+        merged.program,
+        level=risen.first[0].level[merged.row_of],
+        demands=risen.first[0].demands[merged.row_of],
+    )
+    outcome = replace(merged, program=asked).outcome(found, pairs)
+    gap = max(outcome.gap, found.gap)
+    reached = outcome.throughput[merged.first] / small.level
+    loose = unproved(small, best_levels(merged), risen.stages, level, reached, gap)
+    left = int(loose.sum())
+    levels = level_proofs(merged, risen.stages)
+    return replace(outcome, levels=levels, gap=gap, num_unproved=left), left
+
+
+def _rise(merged: Merged, tree: Tree, limits: Limits[AnyCut]) -> Risen:
+    """Follow the levels from one shared bottleneck to the next."""
+    small = merged.small
+    stages: list[Stage] = []
+    level, active = np.zeros(len(small.count)), small.demands.copy()
+    found, pairs, programs = None, NO_PAIRS, 0
+    start: tuple[Program, Floats, Floats, Floats] | None = None
+    while active.any():
+        caps = limits.caps()
+        path = Path(tree, level, active, caps)
+        time, cut, found, pairs, steps = _highest(limits, path)
+        programs += steps
+        start = start or _first_level(small, path, time, cut, caps)
+        level = path.levels(time)
+        rising = active & (level < caps * (1.0 - AT_CAP))
+        if cut is None:
+            break
+        fresh = not limits.binds_already(cut)
+        stuck, proof = limits.settle(level, cut, rising)
+        rising &= ~stuck
+        if not fresh and (rising == active).all():
+            raise BackendError("water filling lost its way: prices that bind stop nobody")
+        stages.append(Stage(proof=proof, level=level, active=active))
+        active = rising
+    assert found is not None
+    assert start is not None
+    return Risen(
+        level=level, found=found, pairs=pairs, stages=tuple(stages), first=start,
+        programs=programs, method=f"{len(stages)} shared bottlenecks",
+    )  # fmt: skip
+
+
+def _alike(goal: Fill) -> Ints:
+    """Which jobs the tree does not tell apart; one that waits its turn is like no other."""
+    table = np.column_stack((goal.entity, goal.weight))
+    group: Ints = np.unique(table, axis=0, return_inverse=True)[1].reshape(-1)
+    fifo = np.array([node.policy == "fifo" for node in goal.entities] + [False])
+    waiting = np.flatnonzero(fifo[goal.entity])
+    group[waiting] = len(table) + np.arange(len(waiting))
+    return group
+
+
+def _highest(
+    limits: Limits[AnyCut], path: Path
+) -> tuple[float, AnyCut | None, Solution, PairTimes, int]:
+    """The last time on a path whose levels can be had, and the prices that refute all later."""
+    last = len(path.times) - 1
+    low, place, steps = 0.0, min(limits.stride, last), 0
+    time = path.times[place]
+    cut: AnyCut | None = None
+    short = np.inf
+    while True:
+        start, end = limits.base(path.levels(low)), path.levels(time)
+        found, pairs = limits.solve(start, end, cut)
+        steps += 1
+        had = (start + found.z * (end - start)) * (1.0 + limits.precision)
+        if not (had >= end).all():
+            newer = limits.cut(found)
+            before, short = short, float(((end - had) / end.max()).max())
+            # A little that no prices refute, or that better prices do not lessen, is rounding.
+            worse = cut is not None and short >= 0.5 * before
+            refuted = short > ROUNDING or not (worse or newer.excess(end) <= 0.5 * short)
+            refuted &= not limits.binds_already(newer) or short > ROUNDING
+        else:
+            refuted = False
+        if not refuted:
+            if cut is not None or place == last:
+                break
+            low, place = time, min(2 * place, last)
+            time = path.times[place]
+            continue
+        earlier = max(_binding(path, newer, time), low)
+        if (had >= path.levels(earlier)).all() or steps >= MAX_STEPS:
+            time, cut = earlier, newer
+            break
+        if (earlier >= time and cut is not None) or (path.levels(earlier) <= start).all():
+            time, cut = earlier, newer
+            break
+        time, cut = earlier, newer
+    levels = path.levels(time)
+    lacking = ((levels - had) / np.maximum(levels, NOTHING * limits.best)).max()
+    return time, cut, replace(found, z=1.0 - max(float(lacking), 0.0)), pairs, steps
+
+
+def _binding(path: Path, cut: Cut, time: float) -> float:
+    """The last time up to ``time`` that prices do not refute; 0 if they refute all."""
+    low, high = 0, int(np.searchsorted(path.times, time))
+    if cut.excess(path.levels(time)) <= 0:
+        return time
+    while high - low > 1:
+        middle = (low + high) // 2
+        if cut.excess(path.levels(path.times[middle])) > 0:
+            high = middle
+        else:
+            low = middle
+    start, end = path.times[low], min(path.times[high], time)
+    base, top = path.levels(start), path.levels(end)
+    # Levels are linear here and costs convex: tangents from the right stay above the root.
+    part = 1.0
+    for _ in range(MAX_STEPS):
+        value, slope = (
+            cut.excess(levels := base + part * (top - base)),
+            cut.slope(levels, top - base),
+        )
+        step = value / slope if slope > 0 else np.inf
+        if value <= 0 or part - step >= part:
+            break
+        part = max(part - step, 0.0)
+    return start + part * (end - start)
+
+
+def _first_level(
+    small: Program, path: Path, time: float, cut: Cut | None, caps: Floats
+) -> tuple[Program, Floats, Floats, Floats]:
+    """The program of the first level, and prices of throughput, resources and time for it.
+
+    Where a job's own best ends the first level, it alone has a price.
+    """
+    alone = path.times[min(1, len(path.times) - 1)]
+    until = min(alone, time)
+    level = path.levels(until)
+    program = replace(small, level=small.level * level / until, demands=level > 0)
+    if cut is not None and time <= alone:
+        job, price, rent = cut.priced(level)
+    else:
+        stuck = int((level >= caps * (1.0 - 1e-12)).argmax())
+        job, price, rent = np.zeros(len(level)), np.zeros(len(small.capacity)), np.zeros(len(level))
+        job[stuck] = 1.0
+        rent[stuck] = caps[stuck] * small.level[stuck]
+    unit = float(small.count @ (job * program.level))
+    return program, job / unit, price / unit, rent / unit
+
+
+def _no_more_than(merged: Merged, found: Solution, throughput: Floats) -> Solution:
+    """A solution without the last bits that rows got above their throughput [rows]."""
+    if merged.pairing is not None:
+        return found
+    reached = (merged.small.rate * found.x).sum(axis=1)
+    part = np.minimum(1.0, throughput / np.where(reached > 0, reached, 1.0))
+    return replace(found, x=found.x * part[:, None])
+
+
+def _scored(
+    merged: Merged,
+    found: Solution,
+    pairs: PairTimes,
+    start: tuple[Program, Floats, Floats, Floats],
+) -> Solution:
+    """The last solution with the objective, bound and prices of the first level."""
+    program, job, price, time = start
+    if merged.pairing is None:
+        reached = (program.rate * found.x).sum(axis=1)
+        bound, job, price = dual_bound(program, job, price)
+        times = None
+    else:
+        reached = shared.reach(program, merged.pairing, found.x, pairs)[0]
+        bound, job, price, times = shared.bound_with_pairs(
+            program, merged.pairing, job, price, time
+        )
+    rows = program.demands
+    objective = float((reached[rows] / program.level[rows]).min())
+    gap = max(gap_between(program, objective, bound), 1.0 - found.z)
+    return replace(
+        found, z=objective, objective=objective, bound=bound, gap=gap, job_prices=job,
+        resource_prices=price, time_prices=times,
+    )  # fmt: skip

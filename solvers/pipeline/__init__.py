@@ -1,0 +1,1 @@
+"""Pipelines: a graph of layers cut into stages on unlike devices (thesis 2.4.1, 3.3)."""

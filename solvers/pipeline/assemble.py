@@ -1,0 +1,153 @@
+"""From placed stages to a plan that says what each costs."""
+
+from collections.abc import Sequence
+
+from ...costs.pipeline import noam, worker_bytes
+from ...schema.pipeline import FLUSHING, NestedBlock, PipelinePlan, PipelineProblem, StagePlan
+from ...schema.plan import Prediction, Proof
+from .bottleneck.graph import PlacedStage
+from .cuts import layers_of
+from .makespan.bound import output_seconds, stages_of, step_of
+from .packing import Seats
+from .stage_costs import Prices
+
+ORDERED = "; optimal among ordered placements, the gap is against all"
+"""What is proved where only runs of devices in order were searched to the end."""
+
+
+def assemble(
+    problem: PipelineProblem,
+    prices: Prices,
+    seats: Seats,
+    objective: float,
+    bound: float | None,
+    method: str,
+) -> PipelinePlan:
+    """Build the plan of a placement.
+
+    Args:
+        problem: What was asked.
+        prices: The tables it was found under, with or without recomputation.
+        seats: Stages, first one first, and their devices.
+        objective: Seconds per input, or per step, as the problem says.
+        bound: A lower bound where the search was cut short; None where it was exhaustive.
+        method: How the plan was found.
+    """
+    return finish(
+        problem,
+        [_stage(problem, prices, seats, index) for index in range(len(seats.placed))],
+        recompute=prices.recompute,
+        objective=objective,
+        bound=bound,
+        step=_step(problem, prices, seats.placed, objective),
+        method=method,
+    )
+
+
+def finish(
+    problem: PipelineProblem,
+    stages: Sequence[StagePlan],
+    *,
+    recompute: bool,
+    objective: float,
+    bound: float | None,
+    step: float,
+    method: str,
+    chunks: int = 1,
+) -> PipelinePlan:
+    """Add prediction and proof to the stages of a plan."""
+    lower = objective if bound is None else min(bound, objective)
+    places = len(stages) // chunks
+    gap = (objective - lower) / objective if objective > 0 else 0.0
+    return PipelinePlan(
+        model=problem.model,
+        global_batch_size=problem.global_batch_size,
+        microbatch_size=problem.microbatch_size,
+        microbatches=problem.num_microbatches,
+        schedule=problem.schedule,
+        recompute=recompute,
+        stages=tuple(stages),
+        predicted=Prediction(
+            step_seconds=step,
+            samples_per_second=problem.global_batch_size / step if step > 0 else 0.0,
+        ),
+        proof=Proof(
+            termination="optimal" if gap <= 1e-9 else "feasible",
+            objective=objective,
+            lower_bound=lower,
+            gap=gap,
+            method=method,
+        ),
+        noam=noam([stage.num_replicas for stage in stages[:places]]),
+        stage_cost=problem.stage_cost,
+        solved=problem.solved,
+        workers=problem.workers,
+        objective=problem.minimises,
+        optimizer=problem.optimizer,
+        link_bytes_per_second=problem.link_bytes_per_second,
+    )
+
+
+def _step(
+    problem: PipelineProblem, prices: Prices, placed: list[PlacedStage], objective: float
+) -> float:
+    """The timer's step where the schedule flushes, else M inputs of the steady state."""
+    if problem.schedule in FLUSHING:
+        return step_of(problem, prices, placed)
+    return problem.num_microbatches * objective
+
+
+def fill_seconds(prices: Prices, placed: list[PlacedStage]) -> float:
+    """One microbatch through all stages and back, transfers included."""
+    total = 0.0
+    for index, (first, last, move) in enumerate(placed):
+        total += prices.stage_compute(first, last, move.pool) + output_seconds(
+            prices, placed, index
+        )
+    return total
+
+
+def _stage(problem: PipelineProblem, prices: Prices, seats: Seats, index: int) -> StagePlan:
+    placed, held = seats.placed, seats.devices[index]
+    first, last, move = placed[index]
+    pool = problem.pools[move.pool]
+    workers = sum(entry[2].num_replicas for entry in placed[index:])
+    in_flight, versions = prices.stashed(move.num_replicas, workers)
+    timed = stages_of(problem, prices, placed)[index]
+    tied = prices.tied_seconds(first, last, move.num_replicas)
+    return StagePlan(
+        layers=names_between(problem, prices, first, last),
+        num_replicas=move.num_replicas,
+        device_type=pool.device_type,
+        first_device=held[0],
+        devices=listed(held),
+        num_in_flight=in_flight,
+        weight_versions=versions,
+        seconds_per_input=prices.stage_seconds(
+            first, last, move.pool, move.num_replicas, move.span
+        ),
+        compute_seconds=prices.stage_compute(first, last, move.pool),
+        forward_seconds=prices.stage_forward(first, last, move.pool),
+        output_seconds=output_seconds(prices, placed, index),
+        reduce_seconds=timed.reduce_seconds,
+        update_seconds=timed.update_seconds - tied,
+        tied_seconds=tied if prices.cuts.split_bytes is not None else None,
+        memory_bytes=round(prices.stage_memory(first, last, in_flight, versions))
+        + worker_bytes(pool),
+    )
+
+
+def listed(devices: tuple[int, ...]) -> tuple[int, ...]:
+    """Devices as a stage of a plan names them: none where they are a run."""
+    return () if devices[-1] - devices[0] + 1 == len(devices) else devices
+
+
+def names_between(
+    problem: PipelineProblem, prices: Prices, first: int, last: int
+) -> tuple[str, ...]:
+    """Ids of the layers between two cuts, in the problem's order."""
+    sets = prices.cuts.layer_sets
+    return tuple(problem.layers[layer].id for layer in layers_of(sets[last] & ~sets[first]))
+
+
+__all__ = ["NestedBlock", "assemble", "fill_seconds", "finish", "listed", "names_between"]

@@ -1,0 +1,257 @@
+"""Parametric search over the slowest stage's time, where the cuts are in one line.
+
+For a time limit, each state of the devices keeps the least cut from which it can run everything
+behind, one for each bandwidth the next boundary may need. A shorter remainder is never harder to
+run, so the least cut is all that matters, and one pass over the moves decides the limit. The
+answer is among finitely many times: the search halves, jumps to the time a found plan attains,
+and ends when the limit just below it fails.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....schema.pipeline import PipelineProblem
+from ...effort import DEFAULT, Effort
+from ..cuts import Floats
+from ..placements import Space
+from ..stage_costs import Prices
+from .graph import PlacedStage, StoppedError
+
+TOLERANCE = 1e-12
+_HALVINGS_BEFORE_PROBING = 12
+
+Ints = NDArray[np.int64]
+
+
+def search(
+    problem: PipelineProblem,
+    prices: Prices,
+    space: Space,
+    extra_bytes: float = 0.0,
+    *,
+    below: float = np.inf,
+    effort: Effort = DEFAULT,
+) -> list[PlacedStage] | None:
+    """Find the best placement, first stage first; None where nothing fits the memory.
+
+    Exact up to one part in 10^12. Arguments and errors as of ``pipeline_graph.search``.
+    """
+    line = Line(problem, prices, space, extra_bytes)
+    placed = line.place(below)
+    if placed is None:
+        return None
+    high, low, halvings = line.attained(placed), 0.0, 0
+    probe = False
+    while high > low * (1 + TOLERANCE) and high > 0:
+        if effort.should_stop():
+            raise StoppedError(low, placed)
+        limit = high * (1 - TOLERANCE) if probe else _between(low, high)
+        found = line.place(limit)
+        halvings += 1
+        if found is None:
+            low, probe = limit, False
+        else:
+            placed, high = found, min(limit, line.attained(found))
+            probe = halvings > _HALVINGS_BEFORE_PROBING
+    return placed
+
+
+def _between(low: float, high: float) -> float:
+    if low == 0:
+        return high / 8
+    return float(np.sqrt(low * high)) if high > 2 * low else (low + high) / 2
+
+
+class Line:
+    """The moves of a space as arrays, batched by the devices their targets use."""
+
+    def __init__(
+        self, problem: PipelineProblem, prices: Prices, space: Space, extra_bytes: float
+    ) -> None:
+        self.prices, self.space = prices, space
+        self.num_states, self.size = len(space.states), prices.cuts.size
+        self.num_classes = len(space.bandwidths)
+        self._arrays(problem, extra_bytes)
+        self._batches()
+        self._curves()
+
+    def _arrays(self, problem: PipelineProblem, extra_bytes: float) -> None:
+        moves = self.space.moves
+        self.kinds, self.kind = moves.numbered("pool", "num_replicas", "span")
+        self.source, self.target = moves.source, moves.target
+        self.span, self.need = moves.span, moves.need
+        limits = [pool.limit_bytes for pool in problem.pools]
+        self.limited = any(limit is not None for limit in limits)
+        if not self.limited:
+            return
+        rows, number = moves.numbered("num_replicas", "workers")
+        stash = [self.prices.stashed(m, workers) for m, workers in rows]
+        terms = np.array([self.prices.memory_terms(*entry) for entry in stash], np.float64)
+        self.in_flight = np.array([entry[0] for entry in stash], np.float64)[number]
+        self.per_weight, self.stashes = terms[number, 0], terms[number, 1]
+        of_pool = [np.inf if limit is None else limit + extra_bytes for limit in limits]
+        self.limit = np.array(of_pool)[moves.pool]
+        self._memory_floor()
+
+    def _memory_floor(self) -> None:
+        """[combinations, cuts]: the least cut from which a stage up to this one fits at all."""
+        cuts = self.prices.cuts
+        rows = np.stack([self.per_weight, self.stashes, self.in_flight, self.limit], axis=1)
+        kinds, self.memory_kind = np.unique(rows, axis=0, return_inverse=True)
+        self.memory_kind = self.memory_kind.reshape(-1)
+        self.floor = np.full((len(kinds), self.size + 1), self.size, np.int64)
+        for index, (per_weight, stashes, in_flight, limit) in enumerate(kinds):
+            own = per_weight * cuts.weight_bytes + stashes * cuts.activation_bytes
+            best = np.maximum.accumulate(own - in_flight * cuts.crossing_bytes)
+            self.floor[index, :-1] = np.searchsorted(best, own - limit)
+
+    def _batches(self) -> None:
+        totals = np.array([sum(state.used) for state in self.space.states], np.int64)
+        of_move = totals[self.target]
+        edges = np.flatnonzero(np.diff(of_move)) + 1
+        starts = [0, *edges.tolist()] if len(of_move) else []
+        ends = [*edges.tolist(), len(of_move)] if len(of_move) else []
+        self.batches: list[tuple[slice, Ints, Ints]] = []
+        for start, end in zip(starts, ends, strict=True):
+            part = self.target[start:end]
+            heads = np.concatenate([[0], np.flatnonzero(np.diff(part)) + 1])
+            self.batches.append((slice(start, end), heads, part[heads]))
+
+    def _curves(self) -> None:
+        """Each kind's busy time and, in one array, its weights' synchronisation, over cuts."""
+        cuts = self.prices.cuts
+        slopes = [self.prices.slopes(*kind) for kind in self.kinds]
+        self.busy: dict[tuple[float, float, int], Floats] = {}
+        self.own: dict[tuple[float, float, int], float] = {}
+        self.busy_of: list[tuple[float, float, int]] = []
+        for (pool, _, _), slope in zip(self.kinds, slopes, strict=True):
+            key = (slope.per_compute, slope.per_weight, pool)
+            if key not in self.busy:
+                self.busy[key] = (
+                    slope.per_compute * self.prices.compute_seconds[pool]
+                    + slope.per_weight * cuts.weight_bytes
+                )
+                self.own[key] = slope.per_compute * float(self.prices.own_seconds[pool])
+            self.busy_of.append(key)
+        self.sync = [slope.sync_per_weight for slope in slopes]
+
+    def place(self, limit: float) -> list[PlacedStage] | None:
+        """A placement whose every stage and boundary takes at most ``limit``, or None."""
+        reach = self._reach(limit)
+        allowed = self._allowed(limit)
+        least = np.full((self.num_states, self.num_classes), self.size, np.int64)
+        least[0] = self.size - 1
+        kept: list[list[Ints]] = []
+        for part, heads, targets in self.batches:
+            results = self._extend(part, least, reach, allowed)
+            for index, found in enumerate(results, start=1):
+                least[targets, index] = np.minimum.reduceat(found, heads)
+            kept.append(results)
+        done = np.flatnonzero(least[:, -1] == 0)
+        if not len(done):
+            return None
+        return self._walk(int(done[0]), least, kept)
+
+    def _reach(self, limit: float) -> Ints:
+        """[kinds, cuts + 1]: the least cut from which a stage up to this one is in time."""
+        weights = self.prices.cuts.weight_bytes
+        busy = {
+            key: np.searchsorted(curve, curve - (limit * (1 + 1e-15) - self.own[key]), side="left")
+            for key, curve in self.busy.items()
+        }
+        reach = np.full((len(self.kinds), self.size + 1), self.size, np.int64)
+        for index, sync in enumerate(self.sync):
+            found = busy[self.busy_of[index]]
+            if sync > 0:
+                found = np.maximum(found, np.searchsorted(weights, weights - limit / sync))
+            reach[index, :-1] = found
+        return reach
+
+    def _allowed(self, limit: float) -> Ints:
+        """[bandwidths, cuts + 2]: the first cut from here on whose boundary is in time."""
+        positions = np.arange(self.size)
+        inside = np.where(self.prices.boundary_seconds <= limit, positions[None, :], self.size)
+        padded = np.full((self.num_classes, self.size + 2), self.size, np.int64)
+        padded[:, : self.size] = np.minimum.accumulate(inside[:, ::-1], axis=1)[:, ::-1]
+        return padded
+
+    def _extend(self, part: slice, least: Ints, reach: Ints, allowed: Ints) -> list[Ints]:
+        last = least[self.source[part], self.need[part]]
+        first = reach[self.kind[part], last]
+        if self.limited:
+            first = np.maximum(first, self.floor[self.memory_kind[part], last])
+        results = []
+        for wanted in range(1, self.num_classes):
+            table = np.maximum(self.span[part], wanted)
+            found = allowed[table, first]
+            if self.limited:
+                found = self._fit(part, found, last, table, allowed)
+            results.append(np.where(found < last, found, self.size))
+        return results
+
+    def _fit(self, part: slice, found: Ints, last: Ints, table: Ints, allowed: Ints) -> Ints:
+        """Move each first cut on until the stage fits its device's memory.
+
+        What crosses into a stage is kept as well, so a later cut may need more memory; hence
+        one cut after another is tried, twice as many at a time.
+        """
+        found, width = found.copy(), 2
+        open_ = np.flatnonzero(found < last)
+        while len(open_):
+            tried = np.minimum(found[open_, None] + np.arange(width), self.size)
+            fits = self._fits(part.start + open_, tried, last[open_])
+            fits &= allowed[table[open_, None], tried] == tried
+            hit = fits.argmax(axis=1)
+            is_hit = fits[np.arange(len(open_)), hit]
+            found[open_] = np.where(is_hit, tried[np.arange(len(open_)), hit], tried[:, -1] + 1)
+            open_ = open_[~is_hit & (found[open_] < last[open_])]
+            width *= 2
+        return found
+
+    def _fits(self, moves: Ints, tried: Ints, last: Ints) -> NDArray[np.bool_]:
+        cuts = self.prices.cuts
+        first, end = np.minimum(tried, self.size - 1), last[:, None]
+        used = (
+            self.per_weight[moves, None] * (cuts.weight_bytes[end] - cuts.weight_bytes[first])
+            + self.stashes[moves, None]
+            * (cuts.activation_bytes[end] - cuts.activation_bytes[first])
+            + self.in_flight[moves, None] * cuts.crossing_bytes[first]
+        )
+        found: NDArray[np.bool_] = used <= self.limit[moves, None]
+        return found
+
+    def _walk(self, state: int, least: Ints, kept: list[list[Ints]]) -> list[PlacedStage]:
+        placed: list[PlacedStage] = []
+        wanted = self.num_classes - 1
+        cut = 0
+        while state != 0:
+            move = self._into(state, wanted, cut, kept)
+            chosen = self.space.moves[move]
+            following = int(least[chosen.source, self.need[move]])
+            placed.append((cut, following, chosen))
+            state, wanted, cut = chosen.source, int(self.need[move]), following
+        return placed
+
+    def _into(self, state: int, wanted: int, cut: int, kept: list[list[Ints]]) -> int:
+        lowest = int(np.searchsorted(self.target, state))
+        for (part, _, _), results in zip(self.batches, kept, strict=True):
+            if part.start <= lowest < part.stop:
+                found = results[wanted - 1][lowest - part.start :]
+                return lowest + int(np.flatnonzero(found == cut)[0])
+        raise AssertionError("every reached state has a move into it")
+
+    def attained(self, placed: list[PlacedStage]) -> float:
+        """The slowest stage or boundary of a placement, seconds per input."""
+        return objective(self.prices, placed)
+
+
+def objective(prices: Prices, placed: list[PlacedStage]) -> float:
+    """The slowest stage or boundary of a placement, seconds per input."""
+    slowest = 0.0
+    for first, last, move in placed:
+        stage = prices.stage_seconds(first, last, move.pool, move.num_replicas, move.span)
+        gap: Any = prices.boundary_seconds[move.gap, last]
+        slowest = max(slowest, stage, float(gap))
+    return slowest

@@ -1,0 +1,65 @@
+"""The least step where device types have unlike fixed costs.
+
+The search knows no fixed cost: on one type it is the same for all plans. Of plans that use several
+types the dearest counts, so for each such cost the plans of the types that cost no more are
+searched; the least of those steps, each with its cost, is the least of all.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ...costs.pipeline import fixed_seconds
+from ...schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
+from ...schema.pipeline import PipelinePlan, PipelineProblem
+from .prediction import predicted, with_proof
+
+Search = Callable[[PipelineProblem], PipelinePlan]
+"""The least plan of a problem without its steps' fixed cost."""
+
+
+def least_with_fixed(problem: PipelineProblem, search: Search) -> PipelinePlan:
+    """The least plan, the step's fixed cost included.
+
+    Raises:
+        InfeasibleError: No types of devices have a plan.
+        BackendError: The search was stopped before it had one.
+    """
+    costs = sorted({fixed_seconds(problem, {pool.device_type}) for pool in problem.pools})
+    is_one = len(costs) == 1 or problem.workers == "exactly" or problem.minimises != "step"
+    if is_one:
+        return predicted(problem, search(problem))
+    if any(layer.shared_with for layer in problem.layers):
+        # What tied weights cost depends on the links of all types, used or not.
+        plan = search(problem)
+        bound = plan.proof.lower_bound
+        found = predicted(problem, plan)
+        return with_proof(found, found.proof.objective, None if bound is None else bound + costs[0])
+    plans, bounds = [], []
+    refusals: list[HetflowError] = []
+    for cost in reversed(costs):
+        try:
+            plan = search(_without_dearer(problem, cost))
+        except (InfeasibleError, ProblemError) as error:
+            refusals.append(error)
+            continue
+        except BackendError as error:
+            bounds.append(cost)
+            refusals.append(error)
+            continue
+        plans.append(predicted(problem, plan))
+        bounds.append((plan.proof.lower_bound or 0.0) + cost)
+    if not plans:
+        raise _worst(refusals)
+    best = min(plans, key=lambda plan: (plan.proof.objective, len(plan.stages), plan.num_devices))
+    return with_proof(best, best.proof.objective, min(bounds))
+
+
+def _without_dearer(problem: PipelineProblem, cost: float) -> PipelineProblem:
+    pools = tuple(pool for pool in problem.pools if pool.fixed_seconds <= cost)
+    return replace(problem, pools=pools)
+
+
+def _worst(refusals: list[HetflowError]) -> HetflowError:
+    """What to say where no types have a plan: that a search was stopped, else why none exists."""
+    stopped = [error for error in refusals if isinstance(error, BackendError)]
+    return [*stopped, *refusals][0]

@@ -1,0 +1,87 @@
+"""Why no partition exists: which stage lacks how many bytes."""
+
+from math import ceil
+
+from ...schema.errors import InfeasibleError
+from ...schema.pipeline import DevicePool, PipelineProblem
+from .assemble import names_between
+from .bottleneck.graph import PlacedStage, Search
+from .placements import Space
+from .stage_costs import Prices
+
+
+def explain(
+    problem: PipelineProblem, prices: Prices, space: Space, search: Search
+) -> InfeasibleError:
+    """Find how many bytes more a device would need, and the stage that needs them.
+
+    Args:
+        problem: What was asked.
+        prices: The tables of the option that needs the least memory.
+        space: The pools' states.
+        search: The method to ask whether a larger memory would do.
+    """
+    if search(problem, prices, space, float("inf")) is None:
+        more = ", or another batch" if problem.launchable else ""
+        hint = f"use fewer workers or stages, or at_most{more}"
+        return InfeasibleError(_counts(problem), hint=hint)
+    low, high = 0.0, 1.0
+    while search(problem, prices, space, high) is None:
+        low, high = high, high * 4
+    while high - low > max(1.0, 1e-6 * high):
+        middle = (low + high) / 2
+        if search(problem, prices, space, middle) is None:
+            low = middle
+        else:
+            high = middle
+    placed = search(problem, prices, space, high)
+    return _shortfall(problem, prices, placed or [], high)
+
+
+def needs(pool: DevicePool, used_bytes: float) -> str:
+    """Say what a device would have to hold, workspace and base included, beside what it has."""
+    parts = {
+        "for workspace": pool.workspace_bytes,
+        "before there is a model": pool.base_memory_bytes,
+    }
+    whole = used_bytes + sum(size or 0 for size in parts.values())
+    said = [f"{size} of them {what}" for what, size in parts.items() if size]
+    aside = f" ({', '.join(said)})" if said else ""
+    return (
+        f"needs {round(whole)} bytes{aside} on a {pool.device_type} of {pool.memory_bytes}, "
+        f"{round(whole - (pool.memory_bytes or 0))} bytes too many"
+    )
+
+
+def _counts(problem: PipelineProblem) -> str:
+    return (
+        f"no partition of {len(problem.layers)} layers uses "
+        f"{'exactly ' if problem.workers == 'exactly' else ''}{problem.num_devices} devices"
+        + (f" in {problem.num_stages} stages" if problem.num_stages else "")
+        + ("" if problem.replication else " without replicated stages")
+        + (f" with {problem.num_microbatches} microbatches" if problem.launchable else "")
+    )
+
+
+def _shortfall(
+    problem: PipelineProblem, prices: Prices, placed: list[PlacedStage], extra: float
+) -> InfeasibleError:
+    def lack(index: int) -> float:
+        first, last, move = placed[index]
+        workers = sum(entry[2].num_replicas for entry in placed[index:])
+        stash = prices.stashed(move.num_replicas, workers)
+        limit = problem.pools[move.pool].limit_bytes
+        used = prices.stage_memory(first, last, *stash)
+        return float("-inf") if limit is None else used - limit
+
+    worst = max(range(len(placed)), key=lack)
+    first, last, move = placed[worst]
+    names = names_between(problem, prices, first, last)
+    pool = problem.pools[move.pool]
+    what = f"layer {names[0]}" if len(names) == 1 else f"the stage {names[0]} .. {names[-1]}"
+    return InfeasibleError(
+        "no partition fits the memory: even where the least is needed, "
+        f"{what} {needs(pool, lack(worst) + (pool.limit_bytes or 0))}",
+        hint=f"it would fit with {ceil(extra)} bytes more on every device; or use a smaller "
+        f"microbatch{'' if prices.recompute else ' or recomputation'}",
+    )

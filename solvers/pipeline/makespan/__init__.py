@@ -1,0 +1,1 @@
+"""The least step of a schedule that flushes, as its timer times it."""

@@ -1,0 +1,198 @@
+"""A lower bound of a flushing step that adds up over stages: a sum and one maximum.
+
+The first microbatch goes through all stages and back; when its gradient is back at a stage, the
+replica that holds it has g seconds of passes left, behind which the last of its gradients still
+has to go through the stages before. So for every stage the step takes at least
+
+    sum over stages (C + 2c)  +  g of that stage  +  all-reduce and update of the first stage
+
+with C forward + backward of a microbatch and c a transfer, what passes and messages cost themselves
+included. A replica of R microbatches that admits k before its first backward pass has
+g = (R-1) b + (R-k) f left under 1F1B. Equal stages without transfers attain the bound:
+(p + M - 1) C.
+"""
+
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....costs.pipeline import ring_sync_seconds
+from ....costs.pipeline_step import StepStage, flush_step_seconds
+from ....schema.pipeline import PipelineProblem
+from ..bottleneck.graph import PlacedStage
+from ..cuts import Floats, Mask
+from ..stage_costs import Prices
+
+
+class Kind(NamedTuple):
+    """What makes moves alike but for where they lead."""
+
+    pool: int
+    num_replicas: int
+    span: int
+    in_flight: int
+    versions: int
+    left_forward: int
+    """Forward passes in g."""
+    left_backward: int
+
+
+class StepModel:
+    """Sums and maxima of one problem's stages, with or without recomputation.
+
+    ``pessimistic`` takes g as (R-1)(C + 2c) + all-reduce + update instead: every transfer holds
+    its stage up. That bounds nothing, but its optimum is often a better plan where links are slow.
+    """
+
+    def __init__(self, problem: PipelineProblem, prices: Prices, *, pessimistic: bool) -> None:
+        self.problem, self.prices, self.pessimistic = problem, prices, pessimistic
+        self.size = prices.cuts.size
+        self.is_line = prices.is_line
+        self.forward = prices.cuts.forward_seconds
+        self.compute = prices.compute_seconds
+        # Of a stage that ends at a cut, ``closing`` there less ``compute`` where it begins.
+        self.closing: Floats = self.compute + prices.own_seconds[:, None]
+        self.backward = self.compute - self.forward
+        rates = np.array(prices.bandwidths)[:, None]
+        self.transfer: Floats = 2 * prices.cuts.crossing_bytes[None, :] / rates
+        self.transfer = self.transfer + 2 * prices.message_seconds
+        self.weights = prices.cuts.weight_bytes
+        self.between: Mask | None = None if self.is_line else prices.between()
+        self._rows: dict[tuple[Kind, int], Mask] = {}
+        self._rooms: dict[tuple[int, int, int], Mask] = {}
+
+    def kind(self, pool: int, num_replicas: int, span: int, workers: int, is_last: int) -> Kind:
+        """What a move's stage is like; ``workers`` from it on, ``is_last`` if nothing follows."""
+        problem, count = self.problem, self.problem.num_microbatches
+        in_flight, versions = self.prices.stashed(num_replicas, workers)
+        share = ceil(count / num_replicas)
+        left = max(share - in_flight, 0)
+        if problem.schedule == "gpipe":
+            behind = workers - num_replicas
+            left = share - 1 if is_last else max((count - behind) // num_replicas, 0)
+        if self.pessimistic:
+            left = share - 1
+        return Kind(pool, num_replicas, span, in_flight, versions, left, max(share - 1, 0))
+
+    def end(self, kind: Kind) -> float:
+        """Seconds of all-reduce and update for each byte of a stage's weights."""
+        update = self.problem.pools[kind.pool].update_seconds / max(self.prices.total_weight, 1.0)
+        bandwidth = self.prices.bandwidths[kind.span]
+        return ring_sync_seconds(1.0, kind.num_replicas, bandwidth) + update
+
+    def step_end(self, kind: Kind) -> Floats:
+        """[cuts] reductions and update of a first stage that ends at each cut."""
+        found: Floats = self.end(kind) * self.weights
+        split = self.prices.cuts.split_bytes
+        if split is not None:
+            found = found + self.prices.tied_seconds_per_byte(kind.num_replicas) * split[0]
+        return found
+
+    def own_left(self, kind: Kind) -> float:
+        """The part of g that every stage has: what its passes cost themselves."""
+        own = self.prices.overheads
+        return (
+            kind.left_forward * own.forward_seconds[kind.pool]
+            + kind.left_backward * own.backward_seconds[kind.pool]
+        )
+
+    def left(self, kind: Kind) -> Floats:
+        """[cuts] of which the difference between two is the rest of g."""
+        found: Floats = (
+            kind.left_forward * self.forward[kind.pool]
+            + kind.left_backward * self.backward[kind.pool]
+        )
+        return found + self.end(kind) * self.weights if self.pessimistic else found
+
+    def stash(self, kind: Kind) -> tuple[Floats, Floats, float]:
+        """[cuts] of which the difference is a stage's own memory, [cuts] of inputs, and the limit.
+
+        The limit is infinite where the pool sets none.
+        """
+        cuts, limit = self.prices.cuts, self.problem.pools[kind.pool].limit_bytes
+        state, stashes = self.prices.memory_terms(kind.in_flight, kind.versions)
+        own: Floats = state * cuts.weight_bytes + stashes * cuts.activation_bytes
+        return own, kind.in_flight * cuts.crossing_bytes, np.inf if limit is None else float(limit)
+
+    def room(self, kind: Kind) -> Mask:
+        """[cuts, cuts] where a stage may lie between two cuts, within the memory."""
+        limit = self.problem.pools[kind.pool].limit_bytes
+        assert self.between is not None
+        if limit is None:
+            return self.between
+        key = (kind.pool, kind.in_flight, kind.versions)
+        if key not in self._rooms:
+            used = self.prices.own_bytes(kind.in_flight, kind.versions)
+            self._rooms[key] = self.between & (used <= limit)
+        return self._rooms[key]
+
+    def row(self, kind: Kind, first: int) -> Mask:
+        """[cuts] where a stage that begins at a cut may end: behind it, within the memory."""
+        key = (kind, first)
+        if key not in self._rows:
+            own, inputs, limit = self.stash(kind)
+            used = own - own[first] + inputs[first]
+            if self.prices.cuts.copied_bytes is not None:
+                state, _ = self.prices.memory_terms(kind.in_flight, kind.versions)
+                used = used + state * self.prices.cuts.copied_bytes[first]
+            found: Mask = used <= limit
+            if self.between is None:
+                found[: first + 1] = False
+            else:
+                found &= self.between[first]
+            self._rows[key] = found
+        return self._rows[key]
+
+    def left_of(self, kind: Kind, first: int, link: int) -> Floats:
+        """[cuts] g of the stages that begin at a cut."""
+        curve = self.left(kind)
+        found: Floats = curve - curve[first] + self.own_left(kind)
+        if self.pessimistic:
+            found = found + kind.left_backward * self.transfer[link, first]
+        return found
+
+
+def step_of(problem: PipelineProblem, prices: Prices, placed: list[PlacedStage]) -> float:
+    """The step of a placement as the schedule's timer times it, in seconds."""
+    return flush_step_seconds(
+        problem.schedule, stages_of(problem, prices, placed), problem.num_microbatches
+    )
+
+
+def stages_of(
+    problem: PipelineProblem, prices: Prices, placed: list[PlacedStage]
+) -> tuple[StepStage, ...]:
+    """The stages of a placement as the timer takes them, tied weights with the update."""
+    found = []
+    for number, (first, last, move) in enumerate(placed):
+        weight = float(prices.cuts.weight_bytes[last] - prices.cuts.weight_bytes[first])
+        ahead = prices.stage_forward(first, last, move.pool)
+        found.append(
+            StepStage(
+                num_replicas=move.num_replicas,
+                forward_seconds=ahead,
+                backward_seconds=prices.stage_compute(first, last, move.pool) - ahead,
+                transfer_seconds=output_seconds(prices, placed, number) / 2,
+                reduce_seconds=ring_sync_seconds(
+                    weight, move.num_replicas, prices.bandwidths[move.span]
+                ),
+                update_seconds=problem.pools[move.pool].update_seconds
+                * (weight / max(prices.total_weight, 1.0))
+                + prices.tied_seconds(first, last, move.num_replicas),
+            )
+        )
+    return tuple(found)
+
+
+def output_seconds(prices: Prices, placed: list[PlacedStage], number: int) -> float:
+    """Both transfers of a microbatch behind a stage, over the slowest link to the next."""
+    if number + 1 == len(placed):
+        return 0.0
+    _, last, move = placed[number]
+    slowest = max(move.span, move.gap, placed[number + 1][2].span)
+    return prices.output_seconds(last, prices.bandwidths[slowest])
+
+
+Ints = NDArray[np.int64]

@@ -1,0 +1,158 @@
+"""Best-first search over placements for the step as the timer times it.
+
+A node is the first stages of a plan. Below it no plan is faster than its own sum, plus the least
+sum of the rest, plus the larger of its own maximum and the least that the rest can do with: the
+tables of several limits tell, as a plan whose maximum lies between two limits has at least the
+sum of the upper one. Leaves are timed. The search ends when the best node left is no better than
+the best plan, which is then the optimum, or when it has done its share of work.
+"""
+
+import heapq
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+
+import numpy as np
+
+from ....schema.pipeline import PipelineProblem
+from ...effort import Effort
+from ..bottleneck.graph import PlacedStage
+from ..cuts import Floats
+from ..packing import NoSeatsError, Seats, seat
+from ..placements import Space
+from ..stage_costs import Prices
+from .bound import step_of
+from .tables import Sums, Tables
+
+EXACT = 1e-9
+_CALL = 3000  # entries that looking at a move costs beside its own
+_MOST_NODES = 3_000_000  # about a gigabyte
+
+
+class Incumbent:
+    """The fastest plan so far, its prices, and its step."""
+
+    def __init__(self) -> None:
+        self.seats: Seats | None = None
+        self.prices: Prices | None = None
+        self.seconds = np.inf
+        self._seen: set[tuple[int, bool, tuple[PlacedStage, ...]]] = set()
+
+    @property
+    def placed(self) -> list[PlacedStage] | None:
+        """The plan's stages."""
+        return None if self.seats is None else self.seats.placed
+
+    def offer(
+        self, problem: PipelineProblem, prices: Prices, space: Space, placed: list[PlacedStage]
+    ) -> bool:
+        """Seat and time a plan, and keep it if it is faster; whether it was new.
+
+        Raises:
+            NoSeatsError: The devices that it counts are nowhere together: it is no plan.
+        """
+        key = (int(prices.recompute), space.is_ordered, tuple(placed))
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        self.offer_seated(problem, prices, seat(problem, space, placed))
+        return True
+
+    def offer_seated(self, problem: PipelineProblem, prices: Prices, seats: Seats) -> None:
+        """Time a plan whose devices are named, and keep it if it is faster."""
+        seconds = step_of(problem, prices, seats.placed)
+        fewer = self.placed is None or len(seats.placed) < len(self.placed)
+        if seconds < self.seconds * (1 - EXACT) or (
+            fewer and seconds <= self.seconds * (1 + EXACT)
+        ):
+            self.seats, self.prices, self.seconds = seats, prices, seconds
+
+    def consider(
+        self, problem: PipelineProblem, prices: Prices, space: Space, placed: list[PlacedStage]
+    ) -> None:
+        """``offer`` what may be no plan."""
+        with suppress(NoSeatsError):
+            self.offer(problem, prices, space, placed)
+
+
+class Tree:
+    """Plans of one set of tables, by their first stages."""
+
+    def __init__(
+        self, problem: PipelineProblem, tables: Tables, sums: Sequence[Sums], best: Incumbent
+    ) -> None:
+        self.problem, self.tables, self.best = problem, tables, best
+        self.space = tables.space
+        ordered = sorted(sums, key=lambda entry: -entry.limit)
+        self.behind = np.array([entry.behind for entry in ordered])
+        self.whole = np.array([entry.whole for entry in ordered])
+        # A plan whose maximum is above the next limit down.
+        self.above = np.array([*(entry.limit for entry in ordered[1:]), 0.0])
+        self.order = count()
+
+    def search(self, budget: Effort) -> float:
+        """Look for better plans; a step that no plan of these tables can beat."""
+        heap: list[tuple[float, int, float, float, list[PlacedStage], int, int, int]] = []
+        for state in self.tables.final.tolist():
+            bound = float((self.whole[:, state] + self.above).min())
+            if np.isfinite(bound):
+                heapq.heappush(heap, (bound, next(self.order), 0.0, 0.0, [], state, 0, 0))
+        entries, passes, unseated = budget.tree_work, budget.tree_passes, np.inf
+        while heap and entries > 0 and passes > 0 and len(heap) < _MOST_NODES:
+            bound, _, total, most, placed, state, cut, link = heap[0]
+            if budget.accepts(self.best.seconds, bound):
+                break
+            if budget.should_stop():
+                break
+            heapq.heappop(heap)
+            if state == 0:
+                passes -= self.problem.num_microbatches * len(placed) * 2
+                try:
+                    self.best.offer(self.problem, self.tables.model.prices, self.space, placed)
+                except NoSeatsError as error:
+                    unseated = unseated if error.is_proved else min(unseated, bound)
+                if self.space.kind == "blind":
+                    # The devices found may lie farther apart than others of the same numbers.
+                    unseated = min(unseated, bound)
+                    break
+                continue
+            first, last = self.tables.into[state], self.tables.into[state + 1]
+            entries -= (last - first) * (_CALL + self.behind.shape[0] * self.behind.shape[-1])
+            for number in range(first, last):
+                for child in self._children(number, total, most, placed, cut, link):
+                    heapq.heappush(heap, child)
+        left = heap[0][0] if heap else np.inf
+        return float(min(left, unseated, self.best.seconds))
+
+    def _children(
+        self,
+        number: int,
+        total: float,
+        most: float,
+        placed: list[PlacedStage],
+        cut: int,
+        link: int,
+    ) -> list[tuple[float, int, float, float, list[PlacedStage], int, int, int]]:
+        tables, model = self.tables, self.tables.model
+        move, kind = tables.space.moves[number], tables.kind_of(number)
+        need = max(move.span, move.gap)
+        own = tables.options(move, kind, cut, link, np.zeros(model.size), np.inf)
+        left = np.maximum(model.left_of(kind, cut, max(link, move.span)), most)
+        # [limits, cuts]
+        rest = self.behind[:, move.source, need, :]
+        bounds: Floats = (rest + np.maximum(self.above[:, None], left[None, :])).min(axis=0)
+        bounds = bounds + own + total
+        found = np.flatnonzero(bounds < self.best.seconds * (1 - EXACT))
+        return [
+            (
+                float(bounds[last]),
+                next(self.order),
+                total + float(own[last]),
+                float(left[last]),
+                [*placed, (cut, last, move)],
+                move.source,
+                last,
+                need,
+            )
+            for last in found.tolist()
+        ]

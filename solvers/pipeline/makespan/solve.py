@@ -1,0 +1,214 @@
+"""Minimise the step of a schedule that flushes, as its timer times it.
+
+Three parts. The bound of pipeline_step_model.py, a sum and a maximum, is minimised by the least
+sums under one limit on the maximum after another, as DAPPLE's and Alpa's planners do: the limits
+between which the bound could still beat the best plan are halved until none is left. Every plan
+met on the way is timed. A best-first tree then closes what is left between bound and step, or
+says how much it is. Where few such tables are affordable, plans are looked for among some of the
+cuts and runs of devices first (pipeline_step_coarse.py).
+"""
+
+import heapq
+from collections.abc import Sequence
+from functools import partial
+from math import ceil
+
+import numpy as np
+
+from ....costs.pipeline import overheads
+from ....schema.pipeline import PipelineProblem
+from ...effort import Effort
+from ..bottleneck.graph import PlacedStage, Search, StoppedError, final_states
+from ..bottleneck.line import objective
+from ..placements import Space
+from ..stage_costs import Prices, Slopes
+from .bound import StepModel
+from .branch_and_bound import EXACT, Incumbent, Tree
+from .heuristic import improve
+from .tables import Sums, Tables
+
+_MOST_PESSIMISTIC, _COARSE_LIMITS, _PLAN_TABLES = 8, 12, 4
+_HEAVIER = (1.0,)
+_PAIRS_AT_ONCE = 10  # pairs of cuts cost a tenth of a window's entries
+
+
+def best_step(
+    problem: PipelineProblem,
+    tables: list[Prices],
+    space: Space,
+    best: Incumbent,
+    search: Search,
+    effort: Effort,
+) -> float:
+    """Look for plans faster than the best one; a step that no plan of this space can beat.
+
+    Args:
+        problem: What is asked.
+        tables: Prices with and without recomputation, as asked for.
+        space: States and moves of the pools.
+        best: The plan to begin with; gets what is found.
+        search: The method for the least maximum, which bounds the step too.
+        effort: How much to do.
+    """
+    final = final_states(problem, space)
+    cost = _cost(tables[0], space)
+    affordable = int(effort.limits_work / cost)
+    # Where tables are dear, good plans are looked for among ordered placements.
+    is_plan_search = space.is_ordered or affordable >= _PLAN_TABLES
+    is_coarse = is_plan_search and tables[0].is_line
+    if is_coarse and cost > effort.coarse_work / _COARSE_LIMITS / 4:
+        for prices in tables:
+            entries = effort.coarse_work / _COARSE_LIMITS
+            improve(problem, prices, space, best, partial(_sweep, problem, effort), entries)
+    if affordable < 1:
+        bounds = [
+            max(
+                _busiest(problem, prices, space, search, best, effort),
+                _relaxed(problem, prices, space, effort),
+            )
+            for prices in tables
+        ]
+        return float(min([best.seconds, *bounds]))
+    models = [
+        Tables(StepModel(problem, prices, pessimistic=False), space, final) for prices in tables
+    ]
+    most_limits = min(effort.most_limits, affordable)
+    swept = [_sweep(problem, effort, own, best, most_limits) for own in models]
+    is_open = not effort.accepts(best.seconds, min(bound for bound, _ in swept))
+    for own in models if is_open and is_plan_search else ():
+        pessimistic = StepModel(problem, own.model.prices, pessimistic=True)
+        few = Tables(pessimistic, space, final)
+        _sweep(problem, effort, few, best, min(_MOST_PESSIMISTIC, affordable))
+    bounds = []
+    for own, (bound, sums) in zip(models, swept, strict=True):
+        if sums and not effort.accepts(best.seconds, bound):
+            bound = max(bound, Tree(problem, own, sums, best).search(effort))
+        if not effort.accepts(best.seconds, bound):
+            prices = own.model.prices
+            bound = max(bound, _busiest(problem, prices, space, search, best, effort, heavier=()))
+        bounds.append(bound)
+    return float(min([best.seconds, *bounds]))
+
+
+def _cost(prices: Prices, space: Space) -> float:
+    size = prices.cuts.size
+    return len(space.moves) * (size if prices.is_line else size * size / _PAIRS_AT_ONCE)
+
+
+def _relaxed(problem: PipelineProblem, prices: Prices, space: Space, effort: Effort) -> float:
+    """The least sum of the bound alone, memory left out; 0 where even that costs too much."""
+    if not prices.is_line or _cost(prices, space) > effort.relaxed_work:
+        return 0.0
+    model = StepModel(problem, prices, pessimistic=False)
+    final = final_states(problem, space)
+    found = Tables(model, space, final).sums(np.inf, relaxed=True)
+    return float(found.whole[final].min()) * (1 - EXACT)
+
+
+def _sweep(
+    problem: PipelineProblem,
+    effort: Effort,
+    tables: Tables,
+    best: Incumbent,
+    most_limits: int = _COARSE_LIMITS,
+) -> tuple[float, list[Sums]]:
+    """Halve the limits that may still hold a better plan; a bound, and the sums found.
+
+    Plans whose maximum lies in an interval have at least the sum that its upper end allows, and
+    at least its lower end as their maximum.
+    """
+    sums = [tables.sums(np.inf)]
+    intervals: list[tuple[float, float, float, float]] = []
+    least = np.inf  # sum + maximum of the best plan of the model
+
+    def settle(found: Sums, low: float) -> None:
+        nonlocal least
+        placed = tables.placement(found)
+        if placed is None:
+            return
+        best.consider(problem, tables.model.prices, tables.space, placed)
+        whole = float(found.whole[tables.final].min())
+        most = _most_left(tables, placed)
+        least = min(least, whole + most)
+        heapq.heappush(intervals, (whole + low, low, min(most, found.limit), whole))
+
+    settle(sums[0], 0.0)
+    while intervals and len(sums) < most_limits:
+        goal = least if tables.model.pessimistic else min(least, best.seconds)
+        bound, low, high, whole = intervals[0]
+        is_near = not tables.model.pessimistic and effort.accepts(best.seconds, bound)
+        if is_near or bound >= goal * (1 - EXACT) or effort.should_stop():
+            break
+        heapq.heappop(intervals)
+        middle = (low + high) / 2
+        if not low < middle < high:
+            least = min(least, bound)
+            continue
+        heapq.heappush(intervals, (whole + middle, middle, high, whole))
+        sums.append(tables.sums(middle))
+        settle(sums[-1], low)
+    return min([least, *(interval[0] for interval in intervals[:1])]), sums
+
+
+def _most_left(tables: Tables, placed: list[PlacedStage]) -> float:
+    model, most, link = tables.model, 0.0, 0
+    for first, last, move in placed:
+        kind = model.kind(
+            move.pool, move.num_replicas, move.span, move.workers, int(move.source == 0)
+        )
+        left = model.left_of(kind, first, max(link, move.span))
+        most, link = max(most, float(left[last])), max(move.span, move.gap)
+    return most
+
+
+class _BusyPrices(Prices):
+    """What a stage's busiest device has to do in a step, in seconds."""
+
+    def slopes(self, pool: int, num_replicas: int, span: int) -> Slopes:
+        """All its passes and the update; transfers and reductions may hide."""
+        update = self.problem.pools[pool].update_seconds / max(self.total_weight, 1.0)
+        return Slopes(float(ceil(self.problem.num_microbatches / num_replicas)), update, 0.0)
+
+
+def _busiest(
+    problem: PipelineProblem,
+    prices: Prices,
+    space: Space,
+    search: Search,
+    best: Incumbent,
+    effort: Effort,
+    heavier: Sequence[float] = _HEAVIER,
+) -> float:
+    """A step that no plan beats: the least work of the busiest device.
+
+    Transfers hide in it. Where they count too, each ``heavier`` times over, the plan is worth
+    timing: it has fewer stages to fill.
+    """
+    busy = _BusyPrices(problem, prices.cuts, prices.bandwidths, recompute=prices.recompute)
+    transfers = problem.num_microbatches * busy.boundary_seconds
+    bound = np.inf
+    for weight in (0.0, *heavier):
+        busy.boundary_seconds = weight * transfers
+        try:
+            placed = search(problem, busy, space, effort=effort)
+        except StoppedError as stopped:
+            bound = min(bound, stopped.bound) if weight == 0.0 else bound
+            break
+        if placed is not None:
+            best.consider(problem, prices, space, placed)
+            bound = min(bound, objective(busy, placed)) if weight == 0.0 else bound
+    return bound * (1 - EXACT)
+
+
+def relaxed_step(problem: PipelineProblem, tables: list[Prices]) -> float:
+    """A step that nothing beats: all work at its best rate, spread, or one microbatch's way."""
+    passes = 1 if any(not prices.recompute for prices in tables) else 2
+    compute = sum(
+        min(
+            passes * pool.forward_seconds[layer] + pool.backward_seconds[layer]
+            for pool in problem.pools
+        )
+        for layer in range(len(problem.layers))
+    ) + min(overheads(problem).stage_seconds)
+    share = max(1.0, problem.num_microbatches / problem.num_devices)
+    return compute * share * (1 - EXACT)

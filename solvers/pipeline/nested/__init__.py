@@ -1,0 +1,1 @@
+"""The thesis's levels, one inside another, with its prices or its released code's."""

@@ -1,0 +1,273 @@
+"""Which devices a stage may get: states of the pools, and moves between them.
+
+Stages are placed from the model's end to its start, as a stage's memory depends on the workers
+behind it. Each takes a run of devices of one type in the order of the topology, right behind the
+type's previous run or at the start of the next component (the devices between stay idle). A run
+never gains from starting anywhere else: shifted left to such a place it spans no more levels.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...costs.pipeline import shared_level, slowest_links
+from ...schema.pipeline import DevicePool, PipelineProblem
+
+
+class State(NamedTuple):
+    """Devices consumed so far, by pool; and what else the future depends on.
+
+    ``workers`` counts devices in use, ``last_pool`` names the pool of the stage placed last,
+    ``stages`` counts stages; each stays -1 where nothing depends on it. ``inside`` is what the
+    chain of stages that ends here holds of its component of each level (pipeline_anywhere.py).
+    """
+
+    used: tuple[int, ...]
+    workers: int = -1
+    last_pool: int = -1
+    stages: int = -1
+    inside: tuple[int, ...] = ()
+
+
+class Move(NamedTuple):
+    """One stage placed: ``num_replicas`` devices of ``pool`` from ``first`` (from the end) on.
+
+    ``span`` and ``gap`` index ``Space.bandwidths``: the slowest link among the replicas, and
+    the one between the run and the stage that follows in the model. ``workers`` counts devices
+    from this stage to the model's end.
+    """
+
+    source: int
+    target: int
+    pool: int
+    num_replicas: int
+    first: int
+    span: int
+    gap: int
+    workers: int
+
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Moves by column, as large pools have hundreds of thousands; ``Move`` one at a time."""
+
+    source: Ints
+    target: Ints
+    pool: Ints
+    num_replicas: Ints
+    first: Ints
+    span: Ints
+    gap: Ints
+    workers: Ints
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, number: int) -> Move:
+        return Move(*(int(getattr(self, name)[number]) for name in Move._fields))
+
+    def __iter__(self) -> Iterator[Move]:
+        columns = (getattr(self, name).tolist() for name in Move._fields)
+        return map(Move._make, zip(*columns, strict=True))
+
+    @property
+    def need(self) -> Ints:
+        """The slowest link that a stage itself puts on the boundary behind it."""
+        return np.maximum(self.span, self.gap)
+
+    @property
+    def is_last(self) -> Ints:
+        """Whether nothing is behind the stage."""
+        found: Ints = (self.source == 0).astype(np.int64)
+        return found
+
+    def numbered(self, *columns: str) -> tuple[list[tuple[int, ...]], Ints]:
+        """The distinct rows of some columns, ascending, and each move's place among them."""
+        sizes = [int(getattr(self, name).max(initial=0)) + 1 for name in columns]
+        code = np.zeros(len(self), np.int64)
+        for name, size in zip(columns, sizes, strict=True):
+            code = code * size + getattr(self, name)
+        distinct, number = np.unique(code, return_inverse=True)
+        rows = []
+        for size in reversed(sizes):
+            rows.append((distinct % size).tolist())
+            distinct = distinct // size
+        return list(zip(*reversed(rows), strict=True)), number.reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """States in the order they can be filled; every move's source comes before its target.
+
+    ``bandwidths`` starts with infinity (one device and itself), then falls. ``kind`` tells moves
+    that name a run of devices from those that count devices anywhere, in chains or blindly.
+    """
+
+    states: tuple[State, ...]
+    moves: Moves
+    bandwidths: tuple[float, ...]
+    kind: Literal["ordered", "counted", "blind"] = "ordered"
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether a move names its devices."""
+        return self.kind == "ordered"
+
+
+class _Pool:
+    """One pool's geometry."""
+
+    def __init__(self, pool: DevicePool, bandwidths: list[float]) -> None:
+        self.levels = pool.levels
+        self.size = pool.num_devices
+        self.classes = (0, *(bandwidths.index(b) for b in slowest_links(pool.levels)))
+
+    def link(self, one: int, other: int) -> int:
+        return self.classes[shared_level(self.levels, one, other)]
+
+    def runs(self, position: int, may_skip: bool, replication: bool) -> Ints:
+        """[4, runs] that may follow the devices before ``position``, by start, then length.
+
+        First device, replicas, the slowest link among them, and that to the device before.
+        """
+        starts = self._starts(position) if may_skip else [position]
+        found = []
+        for first in starts:
+            longest = self.size - first if replication else min(1, self.size - first)
+            gap = self.link(position - 1, first) if position else 0
+            for replicas in range(1, longest + 1):
+                found.append((first, replicas, self.link(first, first + replicas - 1), gap))
+        return np.array(found, np.int64).reshape(-1, 4).T
+
+    def _starts(self, position: int) -> list[int]:
+        """Where a run may begin: right here, or at the next component of each level."""
+        found, width = {position}, 1
+        for level in self.levels[:-1]:
+            width *= level.num_components
+            found.add(-(-position // width) * width)
+        return sorted(start for start in found if start < self.size)
+
+
+def build(problem: PipelineProblem) -> Space:
+    """List the states and moves of a problem's pools."""
+    builder = _Builder(problem, list(bandwidths_of(problem)))
+    return builder.space()
+
+
+def bandwidths_of(problem: PipelineProblem) -> tuple[float, ...]:
+    """Infinity (a device and itself), then every link's bytes per second, falling."""
+    links = {b for pool in problem.pools for b in slowest_links(pool.levels)}
+    if len(problem.pools) > 1 and problem.inter_bytes_per_second is not None:
+        links.add(problem.inter_bytes_per_second)
+    return (float("inf"), *sorted(links, reverse=True))
+
+
+class _Builder:
+    def __init__(self, problem: PipelineProblem, bandwidths: list[float]) -> None:
+        self.problem = problem
+        self.bandwidths = bandwidths
+        self.pools = [_Pool(pool, bandwidths) for pool in problem.pools]
+        limited = any(pool.limit_bytes is not None for pool in problem.pools)
+        exactly = problem.workers == "exactly"
+        self.may_skip = not exactly
+        self.by_stage = problem.stage_limit is not None
+        has_gaps = any(len(pool.levels) > 1 for pool in problem.pools) and self.may_skip
+        # Memory depends on the workers behind a stage, and so may how many more there can be.
+        counts_workers = limited and problem.schedule != "gpipe"
+        counts_workers |= problem.most_workers < problem.num_devices
+        self.by_worker = counts_workers and has_gaps
+        self.by_pool = len(self.pools) > 1
+        self.known_runs: dict[tuple[int, int], Ints] = {}
+        digits = [pool.size + 1 for pool in self.pools]
+        digits += [problem.num_devices + 2, len(self.pools) + 1, (problem.stage_limit or 0) + 2]
+        self.digits = np.array(digits, np.int64)
+        self.worth = np.concatenate([[1], np.cumprod(self.digits[:-1])]).astype(np.int64)
+        self.inter = 0
+        if problem.inter_bytes_per_second is not None and self.by_pool:
+            self.inter = bandwidths.index(problem.inter_bytes_per_second)
+
+    def space(self) -> Space:
+        """States are numbers whose digits are what ``State`` holds, each moved up by one."""
+        start = self._code(State((0,) * len(self.pools), *self._counted()))
+        waiting: dict[int, list[Ints]] = {0: [np.array([start])]}
+        codes, moves = [], []
+        for total in range(self.problem.num_devices + 1):
+            if total in waiting:
+                codes.append(np.unique(np.concatenate(waiting.pop(total))))
+                moves += self._moves(total, codes[-1], waiting)
+        known = np.concatenate(codes)
+        order = np.argsort(known)
+        found = np.concatenate(moves, axis=1) if moves else np.zeros((8, 0), np.int64)
+        found[:2] = order[np.searchsorted(known, found[:2], sorter=order)]
+        found = found[:, np.lexsort((found[3], found[2], found[0], found[1]))]
+        states = tuple(self._state(row) for row in self._read(known).tolist())
+        return Space(states, Moves(*found), tuple(self.bandwidths))
+
+    def _counted(self) -> tuple[int, int, int]:
+        return 0 if self.by_worker else -1, -1, 0 if self.by_stage else -1
+
+    def _code(self, state: State) -> int:
+        rest = (state.workers + 1, state.last_pool + 1, state.stages + 1)
+        return int(np.dot(self.worth, (*state.used, *rest)))
+
+    def _read(self, codes: Ints) -> Ints:
+        """[states, digits] of states by number."""
+        found: Ints = codes[:, None] // self.worth % self.digits
+        return found
+
+    def _state(self, row: list[int]) -> State:
+        *used, workers, last_pool, stages = row
+        return State(tuple(used), workers - 1, last_pool - 1, stages - 1)
+
+    def _moves(self, total: int, codes: Ints, waiting: dict[int, list[Ints]]) -> list[Ints]:
+        """[8, moves] out of all states of so many devices; their targets wait for their turn."""
+        rows, found = self._read(codes), []
+        num_pools = len(self.pools)
+        workers = rows[:, num_pools] - 1 if self.by_worker else np.full(len(codes), total)
+        for number, pool in enumerate(self.pools):
+            for used in np.unique(rows[:, number]).tolist():
+                here = rows[:, number] == used
+                if self.by_stage:
+                    here &= rows[:, -1] - 1 < (self.problem.stage_limit or 0)
+                first, replicas, span, gap = self._runs(pool, number, used)
+                if not len(first) or not here.any():
+                    continue
+                shape = (int(here.sum()), len(first))
+                own_gap = np.broadcast_to(gap * (total > 0), shape)
+                if self.by_pool and total > 0:
+                    other = rows[here, num_pools + 1] - 1 != number
+                    own_gap = np.where(other[:, None], self.inter, own_gap)
+                taken = first + replicas - used
+                targets = codes[here, None] + taken * self.worth[number]
+                if self.by_worker:
+                    targets = targets + replicas * self.worth[num_pools]
+                if self.by_pool:
+                    step = number + 1 - rows[here, num_pools + 1]
+                    targets = targets + step[:, None] * self.worth[num_pools + 1]
+                if self.by_stage:
+                    targets = targets + self.worth[num_pools + 2]
+                used_by_all = workers[here, None] + replicas
+                allowed = used_by_all <= self.problem.most_workers
+                for count in np.unique(taken).tolist():
+                    reached = np.unique(targets[allowed & (taken == count)])
+                    waiting.setdefault(total + count, []).append(reached)
+                columns = (
+                    codes[here, None], targets, number, replicas, first, span, own_gap, used_by_all,
+                )  # fmt: skip
+                wide = [np.broadcast_to(column, shape)[allowed] for column in columns]
+                found.append(np.stack(wide))
+        return found
+
+    def _runs(self, pool: _Pool, number: int, used: int) -> Ints:
+        key = (number, used)
+        if key not in self.known_runs:
+            runs = pool.runs(used, self.may_skip, self.problem.replication)
+            may = [self.problem.may_replicate(count) for count in runs[1].tolist()]
+            self.known_runs[key] = runs[:, may]
+        return self.known_runs[key]

@@ -1,0 +1,127 @@
+"""What a plan's step is predicted to be: its fixed cost, its parts, and how far it may be off."""
+
+from dataclasses import replace
+
+from ...costs.pipeline import fixed_seconds, overheads
+from ...costs.pipeline_step import StepStage, flush_step_seconds
+from ...schedules.terms import StepOf, step_terms
+from ...schema.pipeline import PipelinePlan, PipelineProblem, PlannedSchedule, StagePlan
+from ...schema.plan import Prediction
+
+
+def predicted(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
+    """A solver's plan with all that its problem knows of a step.
+
+    The step's fixed cost, which no choice but that of device types changes, is added to the step
+    and, where that was minimised, to the proof. Where nothing but layers and bytes is known the
+    plan stays as it is.
+
+    Args:
+        problem: What was asked.
+        plan: Of stages whose times hold what passes and messages cost, without the fixed cost.
+    """
+    if _counts(problem):
+        plan = _told_apart(problem, _with_fixed(problem, plan))
+    error = problem.step_error
+    if error is None:
+        return plan
+    step = plan.predicted.step_seconds
+    low, high = max(step * (1 - error), 0.0), step * (1 + error)
+    return replace(
+        plan, predicted=replace(plan.predicted, step_seconds_low=low, step_seconds_high=high)
+    )
+
+
+def with_proof(plan: PipelinePlan, objective: float, bound: float | None) -> PipelinePlan:
+    """The plan with another objective and bound of it, and what then is proved."""
+    if bound is None:
+        return replace(plan, proof=replace(plan.proof, objective=objective))
+    bound = min(bound, objective)
+    gap = (objective - bound) / objective if objective > 0 else 0.0
+    return replace(
+        plan,
+        proof=replace(
+            plan.proof,
+            termination="optimal" if gap <= 1e-9 else "feasible",
+            objective=objective,
+            lower_bound=bound,
+            gap=gap,
+        ),
+    )
+
+
+def _counts(problem: PipelineProblem) -> bool:
+    """Whether anything is known of a step beside layers, bytes, reductions and updates."""
+    known = overheads(problem)
+    fixed = [fixed_seconds(problem, {pool.device_type}) for pool in problem.pools]
+    return any((*known.forward_seconds, *fixed, known.message_seconds))
+
+
+def _with_fixed(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
+    fixed = fixed_seconds(problem, {stage.device_type for stage in plan.stages})
+    step = plan.predicted.step_seconds + fixed
+    rate = problem.global_batch_size / step if step > 0 else 0.0
+    known = overheads(problem)
+    own = dict(
+        zip((pool.device_type for pool in problem.pools), known.forward_seconds, strict=True)
+    )
+    last = len(plan.stages) - 1
+    stages = tuple(
+        replace(
+            stage,
+            pass_seconds=own[stage.device_type],
+            message_seconds=known.message_seconds if index < last else 0.0,
+        )
+        for index, stage in enumerate(plan.stages)
+    )
+    whole = Prediction(step_seconds=step, samples_per_second=rate, fixed_seconds=fixed)
+    plan = replace(plan, stages=stages, predicted=whole)
+    if plan.objective != "step":
+        return plan
+    proof = plan.proof
+    bound = None if proof.lower_bound is None else proof.lower_bound + fixed
+    return with_proof(plan, proof.objective + fixed, bound)
+
+
+def _told_apart(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
+    """The prediction's parts; all but the fixed cost in one where the stages do not tell more."""
+    whole = plan.predicted
+    found = step_terms(plan, _replay_of(problem))
+    if found is None:
+        rest = whole.step_seconds - (whole.fixed_seconds or 0.0)
+        return replace(plan, predicted=replace(whole, compute_seconds=rest))
+    return replace(
+        plan,
+        predicted=replace(
+            whole,
+            compute_seconds=found.layer_seconds + found.waiting_seconds,
+            virtual_node_seconds=found.pass_seconds,
+            transfer_seconds=found.message_seconds + found.byte_seconds,
+            sync_seconds=found.reduce_seconds,
+            update_seconds=found.update_seconds,
+        ),
+    )
+
+
+def _replay_of(problem: PipelineProblem) -> StepOf | None:
+    """The replay that makes no list of operations, where the schedule has one."""
+    schedule = problem.schedule
+    if schedule not in ("gpipe", "1f1b"):
+        return None
+    return lambda plan: _replay(schedule, plan)
+
+
+def _replay(schedule: PlannedSchedule, plan: PipelinePlan) -> float:
+    return flush_step_seconds(schedule, tuple(map(_timed, plan.stages)), plan.microbatches)
+
+
+def _timed(stage: StagePlan) -> StepStage:
+    forward = stage.forward_seconds or 0.0
+    return StepStage(
+        num_replicas=stage.num_replicas,
+        forward_seconds=forward,
+        backward_seconds=stage.compute_seconds - forward,
+        transfer_seconds=stage.output_seconds / 2,
+        reduce_seconds=stage.reduce_seconds or 0.0,
+        update_seconds=(stage.update_seconds or 0.0) + (stage.tied_seconds or 0.0),
+    )

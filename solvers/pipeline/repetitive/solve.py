@@ -1,0 +1,258 @@
+"""PipeDream-2BW plans of models whose layers repeat: thesis 3.3 from a layer profile.
+
+The blocks are found in the profile: the longest run of layers whose bytes repeat with some period.
+What lies before goes with the first stage, what lies behind with the last. Algorithm 1
+(parallel_pipeline.py) then tries every data-parallel and pipeline degree, every profiled
+microbatch and recomputation; the plan is the fastest configuration whose stages fit the memory.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ....schedules.registry import generate
+from ....schema.errors import InfeasibleError, ProblemError
+from ....schema.pipeline import PipelineLayer, PipelinePlan, PipelineProblem
+from ..assemble import ORDERED, finish
+from ..cuts import cuts_of
+from ..placements import bandwidths_of
+from ..prediction import predicted
+from ..stage_costs import Prices
+from ..uniform.layouts import Layout, Place
+from ..uniform.option import Cut, Option, Shape
+from . import sweep as parallel_pipeline
+from .sweep import (
+    ClosedForm,
+    Configuration,
+    CostModel,
+    Estimate,
+    ParallelPipelineProblem,
+    Row,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Repetition:
+    """``num_blocks`` blocks of ``period`` layers, behind the first ``start`` layers."""
+
+    start: int
+    period: int
+    num_blocks: int
+
+    def ends(self, num_stages: int, num_layers: int) -> tuple[int, ...]:
+        """How many layers lie before each cut, stages of equally many blocks."""
+        each = self.num_blocks // num_stages * self.period
+        inner = (self.start + stage * each for stage in range(1, num_stages))
+        return (0, *inner, num_layers)
+
+
+def repetition(layers: tuple[PipelineLayer, ...]) -> Repetition:
+    """The run of repeated layers that covers most of a model; of equals the shortest period.
+
+    Layers are alike when their activations and weights take as many bytes. O(layers^2).
+
+    Raises:
+        ProblemError: Nothing repeats.
+    """
+    kinds = [(layer.activation_bytes, layer.weight_bytes) for layer in layers]
+    best = Repetition(0, len(layers), 1)
+    covered = 0
+    for period in range(1, len(layers) // 2 + 1):
+        run = 0
+        for end in range(period, len(layers)):
+            run = run + 1 if kinds[end] == kinds[end - period] else 0
+            blocks = run // period + 1
+            if blocks > 1 and blocks * period > covered:
+                covered = blocks * period
+                best = Repetition(end + 1 - run - period, period, blocks)
+    if best.num_blocks < 2:
+        raise ProblemError(
+            "the model's layers do not repeat",
+            hint="leave --repetitive out: the partition solver takes any layers",
+        )
+    return best
+
+
+class Repetitive:
+    """One model at several microbatch sizes, its blocks, and its configurations as plans.
+
+    Args:
+        problems: By microbatch size: schedule ``2bw``, one device type, flat ring prices.
+
+    Raises:
+        ProblemError: Another schedule, several device types, or layers that do not repeat.
+    """
+
+    def __init__(self, problems: Mapping[int, PipelineProblem]) -> None:
+        self.problems = dict(problems)
+        self.any = next(iter(self.problems.values()))
+        if self.any.schedule != "2bw":
+            raise ProblemError(
+                f"the planner of repetitive models is for schedule 2bw, not {self.any.schedule}",
+                hint="add --schedule 2bw",
+            )
+        if len(self.any.pools) > 1:
+            raise ProblemError(
+                "the planner of repetitive models takes one device type",
+                hint="leave --repetitive out: the partition solver takes several",
+            )
+        self.repetition = repetition(self.any.layers)
+        self._options: dict[Configuration, Option] = {}
+
+    @cached_property
+    def _prices(self) -> dict[tuple[int, bool], Prices]:
+        return {
+            (size, recompute): Prices(
+                problem, cuts_of(problem, every=True), bandwidths_of(problem), recompute=recompute
+            )
+            for size, problem in self.problems.items()
+            for recompute in (False, True)
+        }
+
+    def option(self, configuration: Configuration) -> tuple[Option, Cut] | None:
+        """A configuration's stages; None where p does not divide the blocks."""
+        stages, size = configuration.pipeline_parallel_size, configuration.microbatch_size
+        if self.repetition.num_blocks % stages:
+            return None
+        problem = self.problems[size]
+        prices = self._prices[size, configuration.recompute]
+        if configuration not in self._options:
+            replicas = configuration.data_parallel_size
+            places = tuple(Place.run(0, stage * replicas, replicas) for stage in range(stages))
+            held = tuple(
+                prices.stashed(replicas, (stages - stage) * replicas) for stage in range(stages)
+            )
+            schedule = generate(
+                "2bw", pipeline_parallel_size=stages, num_microbatches=stages * replicas,
+                replicas=[replicas] * stages,
+            )  # fmt: skip
+            layout = Layout(replicas, places)
+            shape = Shape(layout, 1, schedule, tuple(range(stages)), held)
+            self._options[configuration] = Option(problem, prices, shape)
+        number = {inside: index for index, inside in enumerate(prices.cuts.layer_sets)}
+        ends = self.repetition.ends(stages, len(problem.layers))
+        return self._options[configuration], tuple(number[(1 << end) - 1] for end in ends)
+
+    def closed_form(self) -> ClosedForm:
+        """The closed forms of 3.3.3, blocks being equal shares of the whole model."""
+        levels = self.any.pools[0].levels
+        blocks, size = self.repetition.num_blocks, self.any.microbatch_size
+        cuts = self._prices[size, False].cuts
+        first = self.repetition.ends(blocks, len(self.any.layers))[1]
+        number = cuts.layer_sets.index((1 << first) - 1)
+        return ClosedForm(
+            num_blocks=blocks,
+            weight_bytes=sum(layer.weight_bytes for layer in self.any.layers),
+            block_seconds={
+                size: (
+                    sum(problem.pools[0].forward_seconds) + sum(problem.pools[0].backward_seconds)
+                )
+                / blocks
+                for size, problem in self.problems.items()
+            },
+            activation_bytes_per_sample=sum(layer.kept_bytes for layer in self.any.layers) / size,
+            input_bytes_per_sample=float(cuts.crossing_bytes[number]) / size,
+            devices_per_server=levels[0].num_components,
+            fast_bytes_per_second=levels[0].bytes_per_second,
+            slow_bytes_per_second=levels[-1].bytes_per_second,
+        )
+
+    def question(self, cost_model: CostModel | None = None) -> ParallelPipelineProblem:
+        """Algorithm 1's problem; by default with the profiled layers' own prices."""
+        memory = self.any.pools[0].memory_bytes
+        return ParallelPipelineProblem(
+            num_devices=self.any.num_devices,
+            global_batch_size=self.any.global_batch_size,
+            memory_bytes=float("inf") if memory is None else float(memory),
+            microbatch_sizes=tuple(sorted(self.problems)),
+            cost_model=cost_model or Profiled(self),
+            device_type=self.any.pools[0].device_type,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """THROUGHPUT(.) and MEMORY(.) from every layer's own times and bytes, at ring prices.
+
+    What the partition solver minimises and ``check`` recounts: uneven first and last stages,
+    optimizer state and the weights of every layer are in it.
+    """
+
+    model: Repetitive
+
+    def estimate(self, configuration: Configuration, num_microbatches: int) -> Estimate | None:
+        """Time and memory; None where p does not divide the blocks."""
+        found = self.model.option(configuration)
+        if found is None:
+            return None
+        option, cut = found
+        per_input, pool = option.slowest(cut), option.problem.pools[0]
+        return Estimate(
+            microbatch_seconds=per_input * configuration.data_parallel_size,
+            memory_bytes=max(stage.memory_bytes for stage in option.stages(cut))
+            + (pool.workspace_bytes if pool.base_memory_bytes is None else 0),
+        )
+
+
+def solve(model: Repetitive, cost_model: CostModel | None = None) -> tuple[PipelinePlan, list[Row]]:
+    """The fastest configuration that fits, as a plan; and all rows, fastest first.
+
+    Exhaustive over configurations: every device is used, every stage has as many blocks. With
+    the profiled layers' own prices the plan is the best of those; with another cost model it is
+    the one that this model ranks first.
+
+    Raises:
+        InfeasibleError: Nothing divides, or nothing fits; says by how many bytes.
+    """
+    question = model.question(cost_model)
+    rows = sorted(parallel_pipeline.sweep(question), key=lambda row: -row.samples_per_second)
+    for row in rows:
+        found = model.option(row.configuration)
+        if found is not None and row.fits and found[0].fits(found[1]):
+            bound = None if cost_model is not None else _least_per_sample(model, rows)
+            return _plan(*found, least_per_sample=bound, num_rows=len(rows)), rows
+    parallel_pipeline.solve(question)
+    raise InfeasibleError(
+        "no configuration that the cost model accepts fits the memory once optimizer state is "
+        "counted",
+        hint="use more devices, smaller microbatches, or --cost-model profiled",
+    )
+
+
+def _least_per_sample(model: Repetitive, rows: list[Row]) -> float:
+    """Seconds per sample that no configuration beats, wherever its stages are."""
+    least = float("inf")
+    for row in rows:
+        found = model.option(row.configuration)
+        if found is not None and row.fits and found[0].fits(found[1]):
+            seconds = found[0].least_slowest(found[1])
+            least = min(least, seconds / row.configuration.microbatch_size)
+    return least
+
+
+def _plan(
+    option: Option, cut: Cut, *, least_per_sample: float | None, num_rows: int
+) -> PipelinePlan:
+    """A configuration as a plan; ``least_per_sample`` bounds all, None where nothing does."""
+    seconds, is_own = option.slowest(cut), least_per_sample is not None
+    bound = seconds
+    if least_per_sample is not None:
+        bound = min(seconds, least_per_sample * option.problem.microbatch_size)
+    is_open = bound < seconds * (1 - 1e-9)
+    plan = finish(
+        option.problem,
+        option.stages(cut),
+        recompute=option.prices.recompute,
+        objective=seconds,
+        bound=bound,
+        step=seconds * option.problem.num_microbatches,
+        method=f"algorithm 1 of thesis 3.3 over {num_rows} configurations, "
+        + ("ring prices of the profiled layers" if is_own else "ranked by the cost model given")
+        + (ORDERED if is_open else ""),
+    )
+    plan = predicted(option.problem, plan)
+    if is_own:
+        return plan
+    # Another model's choice is no optimum of these prices, and has no bound in them.
+    proof = replace(plan.proof, termination="feasible", lower_bound=None, gap=None)
+    return replace(plan, proof=proof)

@@ -1,0 +1,107 @@
+"""Of plans that the measurements cannot tell apart, the simplest.
+
+Steps put together from measured terms may be off by ``step_error``. Plans whose predicted step is
+within that of the least one, and little slower (tolerance.py), are as good for all that is known,
+so the one of fewest stages is taken, of those the one on fewest devices: less to launch, less to
+fail, and no gain that is only on paper. One stage, replicated or on one device, is among them.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ...schema.errors import BackendError, InfeasibleError
+from ...schema.pipeline import PipelinePlan, PipelineProblem
+from ...schema.plan import Proof
+from ..tolerance import MOST_GIVEN_UP
+
+Solve = Callable[[PipelineProblem], PipelinePlan]
+
+
+def simplest(
+    problem: PipelineProblem, solve: Solve, *, most_given_up: float = MOST_GIVEN_UP
+) -> PipelinePlan:
+    """The simplest plan that cannot be told from the least one; that one where no error is known.
+
+    As exact as ``solve``: with a plan of every problem it is the fewest stages that have a step
+    within the error, on the fewest devices that have one in so many stages. A search that is
+    stopped, or gives up early, may leave a simpler plan unfound, never take one beyond the error.
+
+    Args:
+        problem: What is asked.
+        solve: The least plan of a problem, by its predicted step.
+        most_given_up: How much slower on paper the simplest may be, relative to the least.
+    """
+    best = solve(problem)
+    if problem.step_error is None or problem.solved == "nested":
+        return best
+    error = min(problem.step_error, most_given_up)
+    most = best.proof.objective * (1 + error)
+    chosen, asked = best, problem
+    if problem.num_stages is None:
+        chosen = _least_number(
+            lambda count: replace(problem, most_stages=count), len(best.stages), solve, most, best
+        )
+        asked = replace(problem, most_stages=len(chosen.stages))
+    if problem.workers == "at_most":
+        chosen = _least_number(
+            lambda count: replace(asked, most_devices=count),
+            chosen.num_devices,
+            solve,
+            most,
+            chosen,
+        )
+    return _proved(chosen, best, error)
+
+
+def _least_number(
+    limited: Callable[[int], PipelineProblem],
+    high: int,
+    solve: Solve,
+    most: float,
+    chosen: PipelinePlan,
+) -> PipelinePlan:
+    """The plan under the lowest limit with which one takes at most so long, by halving.
+
+    Under a higher limit no plan is slower, so halving finds it. ``chosen`` keeps to ``high``.
+    """
+    low = 1
+    while low < high:
+        middle = (low + high) // 2
+        found = _within(limited(middle), solve, most)
+        if found is None:
+            low = middle + 1
+        else:
+            chosen, high = found, middle
+    return chosen
+
+
+def _within(problem: PipelineProblem, solve: Solve, most: float) -> PipelinePlan | None:
+    try:
+        found = solve(problem)
+    except (InfeasibleError, BackendError):
+        return None
+    return found if found.proof.objective <= most else None
+
+
+def _proved(chosen: PipelinePlan, best: PipelinePlan, error: float) -> PipelinePlan:
+    """The plan with what is proved of it: the least plan's bound, and how near is near enough."""
+    if chosen is best:
+        return replace(best, proof=replace(best.proof, tolerance=error))
+    claim = (
+        f"; optimal for these numbers are {best.config} at {best.predicted.step_seconds:.6g} s, "
+        f"which within {error:.1%} measurements cannot tell from this simpler plan"
+    )
+    objective, bound = chosen.proof.objective, best.proof.lower_bound
+    gap = None
+    if bound is not None:
+        gap = max(0.0, (objective - bound) / objective) if objective > 0 else 0.0
+    proof = Proof(
+        termination=best.proof.termination,
+        objective=objective,
+        lower_bound=bound,
+        gap=gap,
+        method=chosen.proof.method + claim,
+        tolerance=error,
+    )
+    least = {"config": best.config, "step_seconds": best.predicted.step_seconds}
+    return replace(chosen, proof=proof, provenance={"fastest": least})

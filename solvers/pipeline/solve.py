@@ -1,0 +1,352 @@
+"""Partition a graph of layers into replicated stages on unlike devices (thesis 2.4.1).
+
+The text solves level by level for one device type; so does ``solved="nested"``
+(pipeline_nested.py), also with the released optimizer's prices. The default is flat: a stage
+takes a run of devices in the order of the topology and pays for the links it spans, which finds
+15-1 on four servers of four, where nested levels cannot; then any devices in any order
+(pipeline_anywhere.py). Memory limits and device types are part
+of the search.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from ...schema.errors import BackendError, InfeasibleError
+from ...schema.pipeline import ALIKE, PipelinePlan, PipelineProblem
+from ..effort import DEFAULT, Effort
+from ..tolerance import MOST_GIVEN_UP
+from .anywhere import blind, exact, has_one_order, relaxed
+from .assemble import ORDERED, assemble, fill_seconds
+from .bottleneck import graph as pipeline_graph
+from .bottleneck import line as pipeline_line
+from .bottleneck.graph import PlacedStage, Search, StoppedError
+from .bottleneck.line import TOLERANCE, objective
+from .cuts import Cuts, cuts_of, own_order
+from .fixed_costs import least_with_fixed
+from .infeasible import explain
+from .makespan.branch_and_bound import EXACT, Incumbent
+from .makespan.solve import best_step, relaxed_step
+from .nested import solve as pipeline_nested
+from .packing import NoSeatsError, Seats, seat
+from .placements import Space, build
+from .simplest import simplest
+from .stage_costs import Prices
+from .uniform import solve as pipeline_alike
+
+Method = Literal["auto", "line", "graph"]
+_FEW_LIMITS = 8  # tables of ordered placements, once those of all have bounded the step
+_LINE_WORK = 200  # entries that a move costs a parametric search over all its limits
+
+
+def solve(
+    problem: PipelineProblem,
+    *,
+    method: Method = "auto",
+    effort: Effort = DEFAULT,
+    fastest: bool = False,
+    most_given_up: float = MOST_GIVEN_UP,
+) -> PipelinePlan:
+    """Minimise the step, or the slowest stage or boundary in seconds per input.
+
+    Over every partition into cuts of the graph, every number of replicas and every placement on
+    devices: ordered ones (runs in the order of the topology) first, then any devices in any
+    order, searched to the end where that is affordable and bounded from below where not. The
+    proof says which: ``optimal`` is so over all placements. A graph of more than 2,000 cuts is
+    cut in its own order only; the plan then says ``feasible`` and carries a bound. Deterministic,
+    unless ``effort`` stops it by a clock. Of plans within a billionth of the best, single stages
+    included, the one with the least step time is returned. Where the problem says how far steps may
+    be off, the simplest of those that this cannot tell from the best (pipeline_simplest.py).
+
+    Args:
+        problem: Layers, pools, and the choices that govern the search.
+        method: ``line`` (parametric search; cuts in one line, at most all workers), ``graph``
+            (dynamic program; any), or whichever applies. Both give the same objective.
+        effort: How much to search, and which gap is near enough.
+        fastest: Take the least plan on paper, however far steps may be off.
+        most_given_up: How much slower on paper the simplest may be, relative to the least.
+
+    Returns:
+        A plan that ``checks.pipeline.check`` accepts for ``problem``.
+
+    Raises:
+        InfeasibleError: No partition fits the memory, or uses exactly what is asked; says which
+            stage lacks how many bytes.
+        BackendError: ``effort`` stopped the search before it had a plan.
+    """
+
+    def least(asked: PipelineProblem) -> PipelinePlan:
+        return least_with_fixed(
+            asked, lambda part: _least_of_passes(part, method=method, effort=effort)
+        )
+
+    if fastest:
+        return least(problem)
+    return simplest(problem, least, most_given_up=most_given_up)
+
+
+def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort) -> PipelinePlan:
+    """The least plan without what a step costs beside its passes, messages and updates."""
+    if problem.schedule in ALIKE:
+        return pipeline_alike.solve(problem, effort=effort)
+    if problem.solved == "nested":
+        return pipeline_nested.solve(problem, method=method, effort=effort)
+    cuts, space = cuts_of(problem), build(problem)
+    options = (False, True) if problem.recompute is None else (problem.recompute,)
+    tables = [Prices(problem, cuts, space.bandwidths, recompute=option) for option in options]
+    task = _Task(problem, tables, space, method, effort)
+    found = [candidate for prices in tables for candidate in task.candidates(prices)]
+    if not found:
+        if task.was_stopped:
+            raise BackendError(
+                "the search was stopped before it had a plan", hint="give it more time"
+            )
+        raise explain(problem, tables[-1], space, _search(problem, cuts, method))
+    return _least_step(task, found) if problem.minimises == "step" else _bottleneck(task, found)
+
+
+@dataclass
+class _Task:
+    """One problem with its tables, and what a search over them has found out."""
+
+    problem: PipelineProblem
+    tables: list[Prices]
+    space: Space
+    method: Method
+    effort: Effort
+    was_stopped: bool = False
+
+    def candidates(self, prices: Prices) -> list["Candidate"]:
+        """Single stages, and the least bottleneck of ordered placements."""
+        found = _single_stages(self.problem, prices, self.space)
+        search = _search(self.problem, prices.cuts, self.method)
+        below = np.inf
+        if search is pipeline_graph.search:
+            below = self._first_guess(prices, found)
+        placed = self.ask(search, prices, self.space, below)
+        if placed is None and np.isfinite(below) and not self.was_stopped and not found:
+            placed = self.ask(search, prices, self.space, np.inf)
+        found += [placed] if placed is not None else []
+        return [self.seated(prices, self.space, entry) for entry in found]
+
+    def _first_guess(self, prices: Prices, found: list[list[PlacedStage]]) -> float:
+        """Seconds that some placement attains: a single stage, or cuts in the layers' own order."""
+        known = [objective(prices, placed) for placed in found]
+        line = own_order(self.problem, prices.cuts)
+        if line is not None and self._is_simple:
+            table = Prices(self.problem, line, self.space.bandwidths, recompute=prices.recompute)
+            placed = self.ask(pipeline_line.search, table, self.space, np.inf)
+            if placed is not None:
+                number = {inside: cut for cut, inside in enumerate(prices.cuts.layer_sets)}
+                at = [number[inside] for inside in line.layer_sets]
+                found.append([(at[first], at[last], move) for first, last, move in placed])
+                known.append(objective(prices, found[-1]))
+        return min(known, default=np.inf) * (1 + TOLERANCE)
+
+    @property
+    def _is_simple(self) -> bool:
+        return self.problem.workers == "at_most" and self.problem.num_stages is None
+
+    def ask(
+        self, search: Search, prices: Prices, space: Space, below: float
+    ) -> list[PlacedStage] | None:
+        """A search's answer; what it has when the effort's limit comes."""
+        try:
+            return search(self.problem, prices, space, below=below, effort=self.effort)
+        except StoppedError as stopped:
+            self.was_stopped = True
+            return stopped.placed
+
+    def seated(self, prices: Prices, space: Space, placed: list[PlacedStage]) -> "Candidate":
+        """A placement as a plan's stages.
+
+        Raises:
+            NoSeatsError: The devices that it counts are nowhere together.
+        """
+        return Candidate(prices, seat(self.problem, space, placed))
+
+    def finish(self, best: "Candidate", seconds: float, bound: float, claim: str) -> PipelinePlan:
+        """The plan of a candidate, with what is proved of it."""
+        return assemble(self.problem, best.prices, best.seats, seconds, bound, claim)
+
+
+def _bottleneck(task: _Task, found: list["Candidate"]) -> PipelinePlan:
+    """The least bottleneck of ordered placements, then of all."""
+    problem, cuts = task.problem, task.tables[0].cuts
+    ordered = _choose(found)
+    spread = relaxed_bound(task.tables, task.space)
+    is_closed = cuts.complete and not task.was_stopped
+    best, bound = ordered, ordered.seconds
+    if not has_one_order(problem):
+        best, bound = _anywhere(task, ordered)
+    bound = min(max(bound, spread) if is_closed else spread, best.seconds)
+    name = _name(problem, cuts)
+    is_gap = bound < best.seconds * (1 - EXACT)
+    if is_gap and is_closed and best is ordered:
+        name += ORDERED
+    return task.finish(best, best.seconds, bound, name)
+
+
+def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
+    """A placement in any order that beats the ordered one, and a bound of all.
+
+    A relaxed search bounds them; where its answer fits the components it is the optimum. Else
+    the exact space is searched, where it is small enough.
+    """
+    problem, effort, best, bounds = task.problem, task.effort, ordered, []
+    search = _search(problem, task.tables[0].cuts, task.method)
+    per_move = float(_LINE_WORK)
+    if search is not pipeline_line.search:
+        per_move = max(per_move, task.tables[0].cuts.size ** 2 / 10)
+    most_moves = effort.anywhere_work / per_move
+    counted = relaxed(problem, most_moves) or blind(problem)
+    for prices in task.tables:
+        known = best.seconds * (1 - TOLERANCE)
+        bound = best.seconds
+        placed = task.ask(search, prices, counted, known)
+        if task.was_stopped:
+            return best, 0.0
+        if placed is not None:
+            bound = objective(prices, placed)
+            try:
+                other = task.seated(prices, counted, placed)
+            except NoSeatsError:
+                if counted.kind == "blind":
+                    bounds.append(bound)
+                    continue
+                other, bound = _exactly(task, search, prices, best, bound, most_moves)
+            best = other if other.seconds < best.seconds else best
+        bounds.append(bound)
+    return best, min(bounds)
+
+
+def _exactly(
+    task: _Task,
+    search: Search,
+    prices: Prices,
+    best: "Candidate",
+    bound: float,
+    most_moves: float,
+) -> tuple["Candidate", float]:
+    """The best placement where what every component holds is counted, and what is proved."""
+    space = exact(task.problem, most_moves)
+    if space is None:
+        return best, bound
+    placed = task.ask(search, prices, space, best.seconds * (1 - TOLERANCE))
+    if task.was_stopped:
+        return best, bound
+    if placed is None:
+        return best, best.seconds
+    other = task.seated(prices, space, placed)
+    return other, other.seconds
+
+
+def _least_step(task: _Task, found: list["Candidate"]) -> PipelinePlan:
+    """The least step, of placements in any order where the search closes, else of ordered ones."""
+    problem, tables, effort, cuts = task.problem, task.tables, task.effort, task.tables[0].cuts
+    search, best = _search(problem, cuts, "auto"), Incumbent()
+    for candidate in found:
+        best.offer_seated(problem, candidate.prices, candidate.seats)
+    claim = ""
+    counted = task.space
+    if not has_one_order(problem):
+        per_move = cuts.size if tables[0].is_line else cuts.size**2 / 10
+        counted = relaxed(problem, effort.relaxed_work / per_move / 10) or blind(problem)
+    bound = best_step(problem, tables, counted, best, search, effort)
+    is_open = not effort.accepts(best.seconds, bound)
+    if is_open and not has_one_order(problem):
+        before = best.seconds
+        fewer = replace(effort, most_limits=_FEW_LIMITS)
+        ordered = best_step(problem, tables, task.space, best, search, fewer)
+        is_least = best.seconds <= before and ordered >= best.seconds * (1 - EXACT)
+        if is_least and cuts.complete and best.seats is not None and best.seats.are_runs():
+            claim = ORDERED
+        bound = max(bound, relaxed_step(problem, tables))
+    if not cuts.complete:
+        bound = min(bound, relaxed_step(problem, tables))
+    assert best.seats is not None
+    assert best.prices is not None
+    suffix = "" if cuts.complete else "; cuts in the layers' own order only"
+    name = f"least step over {cuts.size} cuts, flat, ring prices{suffix}{claim}"
+    bound = min(bound, best.seconds)
+    return task.finish(Candidate(best.prices, best.seats), best.seconds, bound, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A placement on named devices, with the prices it was found under."""
+
+    prices: Prices
+    seats: Seats
+
+    @property
+    def seconds(self) -> float:
+        """The slowest stage or boundary, in seconds per input."""
+        return objective(self.prices, self.seats.placed)
+
+
+def _search(problem: PipelineProblem, cuts: Cuts, method: Method) -> Search:
+    if method == "auto":
+        simple = problem.workers == "at_most" and problem.num_stages is None
+        is_line = cuts.before is None and cuts.copied_bytes is None
+        method = "line" if is_line and simple else "graph"
+    return pipeline_line.search if method == "line" else pipeline_graph.search
+
+
+def _single_stages(
+    problem: PipelineProblem, prices: Prices, space: Space
+) -> list[list[PlacedStage]]:
+    """Pure data parallelism, on any number of devices."""
+    if problem.num_stages not in (None, 1):
+        return []
+    found = []
+    moves = space.moves
+    for number in np.flatnonzero((moves.source == 0) & (moves.first == 0)).tolist():
+        move = moves[number]
+        if problem.workers == "exactly" and move.num_replicas != problem.num_devices:
+            continue
+        limit = problem.pools[move.pool].limit_bytes
+        stash = prices.stashed(move.num_replicas, move.num_replicas)
+        used = prices.stage_memory(0, prices.cuts.size - 1, *stash)
+        if limit is None or used <= limit:
+            found.append([(0, prices.cuts.size - 1, move)])
+    return found
+
+
+def _choose(found: list[Candidate]) -> Candidate:
+    least = min(candidate.seconds for candidate in found)
+    ties = [c for c in found if c.seconds <= least * (1 + 1e-9)]
+    return min(ties, key=lambda c: (fill_seconds(c.prices, c.seats.placed), len(c.seats.placed)))
+
+
+def relaxed_bound(tables: list[Prices], space: Space) -> float:
+    """A bound that no partition beats: all compute at its best rate, spread over all devices."""
+    kinds, _ = space.moves.numbered("pool", "num_replicas", "span")
+    bounds = []
+    for prices in tables:
+        rate = min(m * prices.slopes(pool, m, span).per_compute for pool, m, span in kinds)
+        pools = range(len(prices.problem.pools))
+        times = zip(*(_layer_seconds(prices, pool) for pool in pools), strict=True)
+        work = sum(min(entry) for entry in times) + float(prices.own_seconds.min())
+        bounds.append(rate * work / prices.problem.num_devices)
+    return float(min(bounds)) * (1 - TOLERANCE)
+
+
+def _layer_seconds(prices: Prices, pool: int) -> list[float]:
+    times = prices.problem.pools[pool]
+    passes = 2 if prices.recompute else 1
+    return [
+        passes * forward + backward
+        for forward, backward in zip(times.forward_seconds, times.backward_seconds, strict=True)
+    ]
+
+
+def _name(problem: PipelineProblem, cuts: Cuts) -> str:
+    search = _search(problem, cuts, "auto")
+    kind = "parametric search" if search is pipeline_line.search else "dynamic program"
+    suffix = "" if cuts.complete else "; cuts in the layers' own order only"
+    return f"{kind} over {cuts.size} cuts, flat, {problem.stage_cost} prices{suffix}"
+
+
+__all__ = ["InfeasibleError", "Method", "solve"]

@@ -1,0 +1,197 @@
+"""The prices of stages between cuts, as arrays (costs/pipeline.py holds the formulas)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...costs.pipeline import (
+    boundary_seconds,
+    kept_per_weight_byte,
+    num_in_flight,
+    overheads,
+    rounds,
+    slowest_of_all,
+    stage_bytes,
+    tied_seconds,
+    updates,
+    weight_versions,
+)
+from ...schema.pipeline import FLUSHING, PipelineProblem
+from .cuts import Cuts, Floats, Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """A stage's seconds per input: max(per_compute C + per_weight w, sync_per_weight w).
+
+    C is what its layers take and what its passes cost themselves (``Prices.own_seconds``).
+    """
+
+    per_compute: float
+    per_weight: float
+    sync_per_weight: float
+
+
+class Prices:
+    """Prices of one problem with or without recomputation.
+
+    ``compute_seconds``: [pools, cuts] of the layers before a cut; ``own_seconds``: [pools] what
+    the passes of a microbatch cost a stage themselves, however many layers it has;
+    ``message_seconds``: [cuts] of a message over a cut beyond its bytes, none at both ends;
+    ``boundary_seconds``: [bandwidths, cuts], as they weigh in the objective.
+    """
+
+    def __init__(
+        self,
+        problem: PipelineProblem,
+        cuts: Cuts,
+        bandwidths: tuple[float, ...],
+        *,
+        recompute: bool,
+    ) -> None:
+        self.problem, self.cuts, self.recompute = problem, cuts, recompute
+        self.bandwidths = bandwidths
+        passes = 2 if recompute else 1
+        self.compute_seconds = passes * cuts.forward_seconds + cuts.backward_seconds
+        self.overheads = overheads(problem)
+        self.own_seconds = np.array(self.overheads.stage_seconds)
+        self.message_seconds = np.full(cuts.size, self.overheads.message_seconds)
+        self.message_seconds[[0, -1]] = 0.0
+        weight = boundary_weight(problem)
+        self.boundary_seconds = np.array(
+            [
+                weight * 2 * cuts.crossing_bytes / bandwidth + weight * 2 * self.message_seconds
+                for bandwidth in bandwidths
+            ]
+        )
+        self.total_weight = float(cuts.weight_bytes[-1])
+
+    def slopes(self, pool: int, num_replicas: int, span: int) -> Slopes:
+        """What a second of compute and a byte of weights cost a stage."""
+        bandwidth, count = self.bandwidths[span], self.problem.num_microbatches
+        if self.problem.stage_cost == "thesis":
+            return Slopes(
+                1 / num_replicas, 0.0, 2 * (num_replicas - 1) / (bandwidth * num_replicas)
+            )
+        schedule = self.problem.schedule
+        often = updates(schedule, num_replicas, count) / count
+        update = self.problem.pools[pool].update_seconds / max(self.total_weight, 1.0)
+        return Slopes(
+            rounds(schedule, num_replicas, count) / count,
+            often * update,
+            often * 2 * (num_replicas - 1) / (num_replicas * bandwidth),
+        )
+
+    def stage_seconds(
+        self, first: int, last: int, pool: int, num_replicas: int, span: int
+    ) -> float:
+        """One stage's seconds per input, its boundaries within its own span included."""
+        slopes = self.slopes(pool, num_replicas, span)
+        compute = self.stage_compute(first, last, pool)
+        weight = float(self.cuts.weight_bytes[last] - self.cuts.weight_bytes[first])
+        return max(
+            slopes.per_compute * compute + slopes.per_weight * weight,
+            slopes.sync_per_weight * weight,
+            float(self.boundary_seconds[span, first]),
+            float(self.boundary_seconds[span, last]),
+        )
+
+    def stage_compute(self, first: int, last: int, pool: int) -> float:
+        """Seconds of a microbatch's passes through the stage between two cuts."""
+        seconds = self.compute_seconds[pool]
+        return float(seconds[last] - seconds[first]) + float(self.own_seconds[pool])
+
+    def stage_forward(self, first: int, last: int, pool: int) -> float:
+        """The forward pass's part of ``stage_compute``."""
+        seconds = self.cuts.forward_seconds[pool]
+        return float(seconds[last] - seconds[first]) + self.overheads.forward_seconds[pool]
+
+    def output_seconds(self, cut: int, bytes_per_second: float) -> float:
+        """Both messages of a microbatch over a cut between two stages."""
+        crossing = float(self.cuts.crossing_bytes[cut])
+        return boundary_seconds(crossing, bytes_per_second, float(self.message_seconds[cut]))
+
+    def matrix(self, pool: int, num_replicas: int, span: int) -> Floats:
+        """[cuts, cuts] of ``stage_seconds``; infinite where no stage lies between two cuts."""
+        slopes, cuts = self.slopes(pool, num_replicas, span), self.cuts
+        compute = self.compute_seconds[pool]
+        busy = slopes.per_compute * compute + slopes.per_weight * cuts.weight_bytes
+        ends = busy + slopes.per_compute * self.own_seconds[pool]
+        sync = slopes.sync_per_weight * cuts.weight_bytes
+        found: Floats = np.maximum(ends[None, :] - busy[:, None], sync[None, :] - sync[:, None])
+        edge = self.boundary_seconds[span]
+        np.maximum(found, edge[:, None], out=found)
+        np.maximum(found, edge[None, :], out=found)
+        found[~self.between()] = np.inf
+        return found
+
+    @property
+    def is_line(self) -> bool:
+        """Whether all that counts of a stage is the difference of two cuts in one line."""
+        return self.cuts.before is None and self.cuts.copied_bytes is None
+
+    def between(self) -> Mask:
+        """[cuts, cuts]: whether a stage may lie between two cuts.
+
+        The first lies before the second; and without a flush all users of a tied weight are in
+        one stage, as each stage updates at its own time.
+        """
+        found: Mask = np.triu(np.ones((self.cuts.size, self.cuts.size), bool), 1)
+        if self.cuts.before is not None:
+            found = self.cuts.before
+        if self.cuts.split_bytes is not None and self.problem.schedule not in FLUSHING:
+            found = found & (self.cuts.split_bytes == 0)
+        return found
+
+    def own_bytes(self, in_flight: int, versions: int) -> Floats:
+        """[cuts, cuts] memory of one replica of a stage between two cuts, its inputs included."""
+        cuts = self.cuts
+        state, stashes = self.memory_terms(in_flight, versions)
+        own = state * cuts.weight_bytes + stashes * cuts.activation_bytes
+        found: Floats = own[None, :] - own[:, None] + (in_flight * cuts.crossing_bytes)[:, None]
+        return found if cuts.copied_bytes is None else found + state * cuts.copied_bytes
+
+    def tied_seconds(self, first: int, last: int, num_replicas: int) -> float:
+        """The all-reduce of a stage's weights that other stages hold too."""
+        if self.cuts.split_bytes is None or self.problem.schedule not in FLUSHING:
+            return 0.0
+        shared = float(self.cuts.split_bytes[first, last])
+        return shared * self.tied_seconds_per_byte(num_replicas)
+
+    def tied_seconds_per_byte(self, num_replicas: int) -> float:
+        """What a byte of weights that other stages hold too costs a stage at a flush."""
+        return tied_seconds(1.0, num_replicas, slowest_of_all(self.problem))
+
+    def stashed(self, num_replicas: int, workers: int) -> tuple[int, int]:
+        """In-flight microbatches and weight versions of a stage's replica."""
+        problem = self.problem
+        in_flight = num_in_flight(problem.schedule, workers, num_replicas, problem.num_microbatches)
+        return in_flight, weight_versions(problem.schedule, in_flight)
+
+    def stage_memory(self, first: int, last: int, in_flight: int, versions: int) -> float:
+        """Bytes of one replica of the stage between two cuts."""
+        cuts = self.cuts
+        copied = 0.0 if cuts.copied_bytes is None else float(cuts.copied_bytes[first, last])
+        return stage_bytes(
+            float(cuts.weight_bytes[last] - cuts.weight_bytes[first]) + copied,
+            float(cuts.activation_bytes[last] - cuts.activation_bytes[first]),
+            float(cuts.crossing_bytes[first]),
+            in_flight,
+            versions,
+            self.problem.optimizer.state_bytes_per_weight_byte,
+            recompute=self.recompute,
+        )
+
+    def memory_terms(self, in_flight: int, versions: int) -> tuple[float, int]:
+        """Bytes that a byte of weights, and one of activations, costs a replica."""
+        kept = kept_per_weight_byte(versions, self.problem.optimizer.state_bytes_per_weight_byte)
+        return kept, 1 if self.recompute else in_flight
+
+
+def boundary_weight(problem: PipelineProblem) -> float:
+    """How a boundary counts: a flushing schedule's first microbatch is part of the filling."""
+    if not problem.count_boundaries:
+        return 0.0
+    if problem.stage_cost == "ring" and problem.schedule in FLUSHING:
+        return (problem.num_microbatches - 1) / problem.num_microbatches
+    return 1.0

@@ -1,0 +1,1 @@
+"""Schedules whose stages all have equally many replicas."""

@@ -1,0 +1,265 @@
+"""One shape of pipelines side by side: what its cuts cost, and the least maximum over them."""
+
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from ....costs.pipeline import ring_sync_seconds, shared_level, slowest_links, worker_bytes
+from ....schedules.operations import Schedule
+from ....schedules.timing import StageTimes, time_schedule
+from ....schema.pipeline import FLUSHING, PipelineProblem, StagePlan
+from ..assemble import listed, names_between
+from ..cuts import Floats
+from ..infeasible import needs
+from ..stage_costs import Prices
+from .layouts import Layout, link, span
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A layout with its schedule: what each stage holds, and the place that holds it."""
+
+    layout: Layout
+    num_chunks: int
+    schedule: Schedule
+    place: tuple[int, ...]
+    held: tuple[tuple[int, int], ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all places."""
+        return len(self.place)
+
+
+Cut = tuple[int, ...]
+"""Indices of the cuts between stages, the empty and the full one included."""
+
+
+class Option:
+    """One shape with or without recomputation: prices, memory, bound, and time of its cuts."""
+
+    def __init__(self, problem: PipelineProblem, prices: Prices, shape: Shape) -> None:
+        self.problem, self.prices, self.shape = problem, prices, shape
+        layout = shape.layout
+        self.spans = [span(problem, layout, place) for place in shape.place]
+        self.links = [
+            link(problem, layout, one, other)
+            for one, other in zip(shape.place, shape.place[1:], strict=False)
+        ]
+        self.pools = [layout.places[place].pool for place in shape.place]
+        self.rounds = ceil(problem.num_microbatches / layout.num_replicas)
+        self.bound = self.bound_of_any_order = self._bound()
+
+    def _bound(self) -> float:
+        """Seconds that no cut of this shape beats."""
+        compute = self.prices.compute_seconds[self.pools]
+        if self.prices.cuts.before is None:
+            way = float(np.diff(compute, axis=1).min(axis=0).sum())
+        else:
+            way = float(compute[:, -1].min()) if len(set(self.pools)) == 1 else 0.0
+        way += float(self.prices.own_seconds[self.pools].sum())
+        share = way / len(self.shape.layout.places)
+        if self.problem.schedule in FLUSHING:
+            return max(self.rounds * share, way)
+        return share / self.shape.layout.num_replicas
+
+    def least_slowest(self, cut: Cut) -> float:
+        """A bound of ``slowest`` on any devices: every link as fast as so many devices can have."""
+        spans, links = self.spans, self.links
+        replicas = self.shape.layout.num_replicas
+        self.spans = [self._fastest(pool, replicas) for pool in self.pools]
+        self.links = [
+            self._fastest(one, 2 * replicas) if one == other else link
+            for one, other, link in zip(self.pools, self.pools[1:], links, strict=False)
+        ]
+        found = self.slowest(cut)
+        self.spans, self.links = spans, links
+        return found
+
+    def _fastest(self, pool: int, num_devices: int) -> float:
+        """Bytes per second among so many devices in the smallest component that holds them."""
+        levels = self.problem.pools[pool].levels
+        level = shared_level(levels, 0, num_devices - 1)
+        return slowest_links(levels)[level - 1] if level else float("inf")
+
+    def raise_bound(self, heaviest: float | None) -> None:
+        """Take in the least time of the heaviest stage; None where nothing fits."""
+        busy = np.inf if heaviest is None else self.rounds * heaviest * (1 - 1e-12)
+        self.bound = max(self.bound, busy)
+
+    def memory(self, stage: int, first: int, last: int) -> float:
+        """Bytes of one replica of a stage between two cuts."""
+        return self.prices.stage_memory(first, last, *self.shape.held[stage])
+
+    def fits(self, cut: Cut) -> bool:
+        """Whether the stages of every device fit it together, and none splits a tied weight."""
+        between = self.prices.between()
+        if not all(between[one, other] for one, other in zip(cut, cut[1:], strict=False)):
+            return False
+        return all(limit is None or used <= limit for used, limit in self._filled(cut))
+
+    def _filled(self, cut: Cut) -> list[tuple[float, int | None]]:
+        """[places] bytes that stages take of a device, and what they may take."""
+        used = [0.0] * len(self.shape.layout.places)
+        for stage, place in enumerate(self.shape.place):
+            used[place] += self.memory(stage, cut[stage], cut[stage + 1])
+        limits = [self.problem.pools[place.pool].limit_bytes for place in self.shape.layout.places]
+        return list(zip(used, limits, strict=True))
+
+    def nearest(self) -> tuple[float, str] | None:
+        """Bytes that a cut of even memory lacks, and the device that lacks them; None: no cut."""
+        size = self.prices.cuts.size
+        best = np.full(size, np.inf)
+        best[0] = -np.inf
+        chosen = []
+        for stage, pool in enumerate(self.pools):
+            limit = self.problem.pools[pool].limit_bytes
+            # Bytes beyond a chunk's share; without a limit any stage is as good.
+            over = np.full((size, size), -1.0)
+            if limit is not None:
+                kept = self.prices.own_bytes(*self.shape.held[stage])
+                over = kept - limit / self.shape.num_chunks
+            total = np.maximum(best[:, None], np.where(self.prices.between(), over, np.inf))
+            chosen.append(total.argmin(axis=0))
+            best = total[chosen[-1], np.arange(size)]
+        if not np.isfinite(best[-1]):
+            return None
+        cut = [size - 1]
+        for begins in reversed(chosen):
+            cut.append(int(begins[cut[-1]]))
+        filled = self._filled(tuple(reversed(cut)))
+        lack, used, place = max(
+            (used - limit if limit is not None else -np.inf, used, place)
+            for place, (used, limit) in enumerate(filled)
+        )
+        if lack <= 0:
+            return None
+        return lack, needs(self.problem.pools[self.shape.layout.places[place].pool], used)
+
+    def matrix(self, stage: int, transfers: float, share: int) -> Floats:
+        """[cuts, cuts] what a stage weighs; infinite where it breaks its share of the memory.
+
+        Args:
+            stage: Which.
+            transfers: How much of its transfers counts.
+            share: The device's memory is dealt to so many chunks.
+        """
+        cuts, pool = self.prices.cuts, self.pools[stage]
+        if self.problem.schedule in FLUSHING:
+            compute = self.prices.compute_seconds[pool]
+            ends = compute + self.prices.own_seconds[pool]
+            found: Floats = ends[None, :] - compute[:, None]
+            if stage > 0:
+                found = (
+                    found + (transfers * 2 / self.links[stage - 1]) * cuts.crossing_bytes[:, None]
+                )
+                found = found + transfers * 2 * self.prices.message_seconds[:, None]
+        else:
+            index = self.prices.bandwidths.index(self.spans[stage])
+            found = self.prices.matrix(pool, self.shape.layout.num_replicas, index)
+            if stage > 0:
+                edge = 2 * cuts.crossing_bytes / self.links[stage - 1]
+                edge = edge + 2 * self.prices.message_seconds
+                found = np.maximum(found, edge[:, None])
+        limit = self.problem.pools[pool].limit_bytes
+        barred = ~self.prices.between()
+        if limit is not None:
+            in_flight, versions = self.shape.held[stage]
+            used = self.prices.own_bytes(in_flight, versions)
+            barred |= used > limit / share
+        return np.where(barred, np.inf, found)
+
+    def least_maximum(self, transfers: float, share: int) -> tuple[float, Cut] | None:
+        """The cut with the least heaviest stage; O(stages x cuts^2)."""
+        size = self.prices.cuts.size
+        best = np.full(size, np.inf)
+        best[0] = 0.0
+        chosen = []
+        for stage in range(self.shape.num_stages):
+            total = np.maximum(best[:, None], self.matrix(stage, transfers, share))
+            chosen.append(total.argmin(axis=0))
+            best = total[chosen[-1], np.arange(size)]
+        if not np.isfinite(best[-1]):
+            return None
+        cut = [size - 1]
+        for begins in reversed(chosen):
+            cut.append(int(begins[cut[-1]]))
+        return float(best[-1]), tuple(reversed(cut))
+
+    def slowest(self, cut: Cut) -> float:
+        """The steady state's slowest stage or boundary, in seconds per input."""
+        slowest = 0.0
+        for stage, pool in enumerate(self.pools):
+            index = self.prices.bandwidths.index(self.spans[stage])
+            replicas = self.shape.layout.num_replicas
+            seconds = self.prices.stage_seconds(cut[stage], cut[stage + 1], pool, replicas, index)
+            slowest = max(slowest, seconds)
+            if stage > 0:
+                sent = self.prices.output_seconds(cut[stage], self.links[stage - 1])
+                slowest = max(slowest, sent)
+        return slowest
+
+    def stages(self, cut: Cut) -> list[StagePlan]:
+        """The stages of a cut, as a plan has them."""
+        problem, prices, layout = self.problem, self.prices, self.shape.layout
+        found = []
+        for stage, place in enumerate(self.shape.place):
+            first, last, pool = cut[stage], cut[stage + 1], self.pools[stage]
+            weight = float(prices.cuts.weight_bytes[last] - prices.cuts.weight_bytes[first])
+            sent = 0.0
+            if stage + 1 < self.shape.num_stages:
+                sent = prices.output_seconds(last, self.links[stage])
+            index = prices.bandwidths.index(self.spans[stage])
+            in_flight, versions = self.shape.held[stage]
+            is_further = place in self.shape.place[:stage]
+            found.append(
+                StagePlan(
+                    layers=names_between(problem, prices, first, last),
+                    num_replicas=layout.num_replicas,
+                    device_type=problem.pools[pool].device_type,
+                    first_device=layout.places[place].devices[0],
+                    devices=listed(layout.places[place].devices),
+                    num_in_flight=in_flight,
+                    weight_versions=versions,
+                    seconds_per_input=prices.stage_seconds(
+                        first, last, pool, layout.num_replicas, index
+                    ),
+                    compute_seconds=prices.stage_compute(first, last, pool),
+                    forward_seconds=prices.stage_forward(first, last, pool),
+                    output_seconds=sent,
+                    reduce_seconds=ring_sync_seconds(
+                        weight, layout.num_replicas, self.spans[stage]
+                    ),
+                    update_seconds=problem.pools[pool].update_seconds
+                    * (weight / max(prices.total_weight, 1.0)),
+                    tied_seconds=self._tied(first, last),
+                    memory_bytes=round(self.memory(stage, first, last))
+                    + (0 if is_further else worker_bytes(problem.pools[pool])),
+                )
+            )
+        return found
+
+    def _tied(self, first: int, last: int) -> float | None:
+        if self.prices.cuts.split_bytes is None:
+            return None
+        return self.prices.tied_seconds(first, last, self.shape.layout.num_replicas)
+
+    def step(self, cut: Cut) -> float:
+        """The step of a cut as the timer has it."""
+        stages = self.stages(cut)
+        links = tuple(stage.output_seconds / 2 for stage in stages[:-1])
+        forward = tuple(stage.forward_seconds or 0.0 for stage in stages)
+        times = StageTimes(
+            forward_seconds=forward,
+            backward_seconds=tuple(
+                stage.compute_seconds - ahead for stage, ahead in zip(stages, forward, strict=True)
+            ),
+            activation_seconds=links,
+            gradient_seconds=links,
+            reduce_seconds=tuple(stage.reduce_seconds or 0.0 for stage in stages),
+            update_seconds=tuple(
+                (stage.update_seconds or 0.0) + (stage.tied_seconds or 0.0) for stage in stages
+            ),
+        )
+        return time_schedule(self.shape.schedule, times).makespan_seconds

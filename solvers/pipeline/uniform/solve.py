@@ -1,0 +1,250 @@
+"""Plan schedules with equally many replicas of all stages: interleaved, zero-bubble, vertical sync.
+
+Every layout (replicas, places, order of device types) with every number of chunks is looked at,
+best bound first. In one, the cuts come from a dynamic program over stages for the least maximum.
+For vertical sync that maximum is the objective, so the answer is exact. For schedules that flush
+the objective is the step as the timer has it: several such cuts are timed and the best is moved
+one layer at a time; where there are few enough cuts in all, each one is timed and the answer
+exact. The bound of a layout is the least work of its busiest place, and one microbatch's way.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import comb
+
+import numpy as np
+
+from ....schedules.counting import held_by_stage
+from ....schedules.operations import Schedule
+from ....schedules.registry import generate
+from ....schema.errors import InfeasibleError, ProblemError
+from ....schema.pipeline import FLUSHING, SPLIT_BACKWARD, PipelinePlan, PipelineProblem
+from ...effort import DEFAULT, Effort
+from ..assemble import ORDERED, finish
+from ..cuts import cuts_of
+from ..placements import bandwidths_of
+from ..stage_costs import Prices
+from .layouts import Layout, layouts
+from .option import Cut, Option, Shape
+
+FEW_CUTS = 400
+"""So many ways to cut, over all layouts, are all timed."""
+_TIMED_LAYOUTS, _MOVES = 12, 60
+_CHUNKS = {"interleaved": (2, 3, 4), "zb-v": (2,)}
+_EXACT = 1e-9
+
+
+@dataclass
+class _Best:
+    """The best plan so far."""
+
+    seconds: float = np.inf
+    option: Option | None = None
+    cut: Cut = ()
+
+    def offer(self, option: Option, cut: Cut, seconds: float) -> bool:
+        """Keep a plan that is faster; whether it was."""
+        if seconds >= self.seconds * (1 - _EXACT):
+            return False
+        self.seconds, self.option, self.cut = seconds, option, cut
+        return True
+
+
+def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan:
+    """Plan a schedule of pipelines side by side; see the module.
+
+    Raises:
+        InfeasibleError: No layout has the schedule's shape and fits the memory.
+    """
+    cuts = cuts_of(problem, every=True)
+    bandwidths = bandwidths_of(problem)
+    recompute = (False, True) if problem.recompute is None else (problem.recompute,)
+    if problem.schedule in SPLIT_BACKWARD:
+        recompute = (False,)
+    tables = [Prices(problem, cuts, bandwidths, recompute=option) for option in recompute]
+    listed = layouts(problem)
+    shapes, refusal = _shapes(problem, listed.found)
+    options = [Option(problem, prices, shape) for shape in shapes for prices in tables]
+    options.sort(key=lambda option: option.bound)
+    best = _Best()
+    flushes = problem.schedule in FLUSHING
+    if flushes and cuts.before is None and _num_cuts(options, cuts.size) <= FEW_CUTS:
+        is_exact = _time_all(options, cuts.size, best, effort)
+    else:
+        is_exact = (_approach if flushes else _least_maximum)(options, best, effort)
+    if best.option is None:
+        raise _infeasible(problem, options, refusal)
+    bound, claim = _proved(best.seconds, options, is_exact and cuts.complete, listed.are_all)
+    step = best.seconds if flushes else best.seconds * problem.num_microbatches
+    held = best.option.shape.num_chunks
+    chunks = f", {held} chunks a device" if held > 1 else ""
+    suffix = "" if cuts.complete else "; cuts in the layers' own order only"
+    searched = f"{len(shapes)} layouts over {cuts.size} cuts{chunks}"
+    return finish(
+        problem,
+        best.option.stages(best.cut),
+        recompute=best.option.prices.recompute,
+        objective=best.seconds,
+        bound=bound,
+        step=step,
+        method=f"{searched}, flat, ring prices{suffix}{claim}",
+        chunks=held,
+    )
+
+
+def _proved(
+    seconds: float, options: Sequence[Option], is_exact: bool, are_all: bool
+) -> tuple[float, str]:
+    """A bound of all placements, and what to say where that of the ordered ones is better."""
+    bound = seconds
+    if not is_exact:
+        bound = min([seconds, *(option.bound for option in options)])
+    if are_all:
+        return bound, ""
+    bound = min([bound, *(option.bound_of_any_order for option in options)])
+    return bound, ORDERED if is_exact and bound < seconds * (1 - _EXACT) else ""
+
+
+def _shapes(
+    problem: PipelineProblem, found_layouts: Sequence[Layout]
+) -> tuple[list[Shape], ProblemError | None]:
+    """The layouts that the schedule can have; and why the last refused one cannot."""
+    count = problem.num_microbatches
+    endless = problem.schedule not in FLUSHING
+    chunk_counts = _CHUNKS.get(problem.schedule, (1,))
+    if problem.num_model_chunks is not None:
+        chunk_counts = (problem.num_model_chunks,)
+    made: dict[tuple[int, int, int], tuple[Schedule, tuple[tuple[int, int], ...]]] = {}
+    found, refusal = [], None
+    for layout in found_layouts:
+        for chunks in chunk_counts:
+            size = len(layout.places)
+            if size * chunks > len(problem.layers):
+                continue
+            if problem.num_stages not in (None, size * chunks):
+                continue
+            if size * chunks > (problem.most_stages or size * chunks):
+                continue
+            if endless and count % layout.num_replicas:
+                continue
+            key = (size, chunks, layout.num_replicas)
+            try:
+                if key not in made:
+                    schedule = generate(
+                        problem.schedule,
+                        pipeline_parallel_size=size,
+                        num_microbatches=3 * count if endless else count,
+                        num_model_chunks=chunks,
+                        replicas=[layout.num_replicas] * size,
+                    )
+                    made[key] = (schedule, held_by_stage(schedule))
+            except ProblemError as error:
+                refusal = error
+                continue
+            schedule, held = made[key]
+            place = tuple(ranks[0] // layout.num_replicas for ranks in schedule.placement)
+            found.append(Shape(layout, chunks, schedule, place, held))
+    return found, refusal
+
+
+def _num_cuts(options: Sequence[Option], size: int) -> int:
+    return sum(comb(size - 2, option.shape.num_stages - 1) for option in options)
+
+
+def _time_all(options: Sequence[Option], size: int, best: _Best, effort: Effort) -> bool:
+    """Time every cut; whether that came to its end."""
+    for option in options:
+        if effort.should_stop() and best.option is not None:
+            return False
+        for inner in combinations(range(1, size - 1), option.shape.num_stages - 1):
+            cut = (0, *inner, size - 1)
+            if option.bound < best.seconds * (1 - _EXACT) and option.fits(cut):
+                best.offer(option, cut, option.step(cut))
+    return True
+
+
+def _least_maximum(options: Sequence[Option], best: _Best, effort: Effort) -> bool:
+    """The steady state's bottleneck, exactly; whether that came to its end."""
+    for option in options:
+        if effort.should_stop() and best.option is not None:
+            return False
+        if option.bound >= best.seconds * (1 - _EXACT):
+            break
+        found = option.least_maximum(1.0, 1)
+        if found is not None:
+            best.offer(option, found[1], found[0])
+    return True
+
+
+def _approach(options: Sequence[Option], best: _Best, effort: Effort) -> bool:
+    """Time the least maxima of every layout, then move the best cuts one layer at a time."""
+    begun: list[tuple[float, int, Option, Cut]] = []
+    for number, option in enumerate(options):
+        is_late = effort.should_stop() and best.option is not None
+        if effort.accepts(best.seconds, option.bound) or is_late:
+            break
+        for cut in _starts(option):
+            seconds = option.step(cut)
+            begun.append((seconds, number, option, cut))
+            best.offer(option, cut, seconds)
+    begun.sort(key=lambda entry: entry[:2])
+    for seconds, _, option, cut in begun[:_TIMED_LAYOUTS]:
+        if effort.should_stop():
+            break
+        _move(option, cut, seconds, best)
+    return False
+
+
+def _starts(option: Option) -> Iterator[Cut]:
+    """Least maxima with and without transfers, that fit; a chunk's share of the memory first."""
+    seen = set()
+    for transfers in (0.0, 1.0):
+        for share in dict.fromkeys((option.shape.num_chunks, 1)):
+            found = option.least_maximum(transfers, share)
+            if option.shape.num_chunks == 1 and transfers == 0.0:
+                option.raise_bound(None if found is None else found[0])
+            if found is not None and found[1] not in seen and option.fits(found[1]):
+                seen.add(found[1])
+                yield found[1]
+                break
+
+
+def _move(option: Option, cut: Cut, seconds: float, best: _Best) -> None:
+    """Move one boundary by one cut while that is faster; cuts in one line only."""
+    if option.prices.cuts.before is not None:
+        return
+    left, better = _MOVES, True
+    while better and left > 0:
+        better = False
+        for inner in range(1, len(cut) - 1):
+            for shift in (-1, 1):
+                moved = (*cut[:inner], cut[inner] + shift, *cut[inner + 1 :])
+                if not moved[inner - 1] < moved[inner] < moved[inner + 1]:
+                    continue
+                if not option.fits(moved):
+                    continue
+                left -= 1
+                found = option.step(moved)
+                if found < seconds * (1 - _EXACT):
+                    cut, seconds, better = moved, found, True
+                    best.offer(option, cut, seconds)
+
+
+def _infeasible(
+    problem: PipelineProblem, options: Sequence[Option], refusal: ProblemError | None
+) -> InfeasibleError:
+    if options:
+        found = [nearest for option in options if (nearest := option.nearest()) is not None]
+        nearest = min(found, key=lambda entry: entry[0], default=None)
+        said = "" if nearest is None else f": in the nearest one found a device {nearest[1]}"
+        return InfeasibleError(
+            f"no {problem.schedule} plan fits the memory{said}",
+            hint="use a smaller microbatch, more devices, or 1f1b, which admits unlike replicas",
+        )
+    why = f": {refusal.message}" if refusal else ""
+    return InfeasibleError(
+        f"{problem.num_devices} devices and {problem.num_microbatches} microbatches admit no "
+        f"{problem.schedule} pipeline of {len(problem.layers)} layers{why}",
+        hint="change the batch or the number of devices, or use 1f1b",
+    )

@@ -1,0 +1,151 @@
+"""Levels of a batch split: which types and how many devices may be used, and what that adds.
+
+Synchronisation, updates and fixed costs depend on the set of used types and on the number of
+devices, never on who does what. All only grow with either, so a level stands for all plans within
+it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...costs.comm import sync_seconds
+from ...costs.split import closing_seconds
+from ...schema.plan import DeviceGroup
+from ...schema.problem import SplitProblem
+from .pool import Pool
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """At most ``num_devices`` of ``counts``; what their step has beside passes is the overhead."""
+
+    counts: tuple[int, ...]
+    num_devices: int
+    overhead_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A plan on a single device: nothing to synchronise, nobody else at work."""
+
+    step_seconds: float
+    group: DeviceGroup
+
+
+def single_devices(problem: SplitProblem) -> list[Alone]:
+    """Every plan on one device, the fastest first; of equally fast ones the fewest passes."""
+    batch = problem.global_batch_size
+    only = problem.virtual_nodes and batch // problem.virtual_nodes
+    found = []
+    for kind, option in enumerate(problem.devices):
+        costs = option.measured_with(1)
+        for point in costs.batch_curve:
+            size = point.batch_size
+            if batch % size == 0 and only in (None, size):
+                compute = batch // size * point.step_seconds
+                group = DeviceGroup(
+                    device_type=option.device_type,
+                    num_devices=1,
+                    device_batch_size=batch,
+                    virtual_nodes=batch // size,
+                    virtual_node_batch_size=size,
+                    pass_seconds=point.step_seconds,
+                    interpolated=size in costs.interpolated_sizes,
+                )
+                step = compute + closing_seconds(costs)
+                found.append((step, kind, compute, -size, Alone(step, group)))
+    return [entry[-1] for entry in sorted(found, key=lambda entry: entry[:-1])]
+
+
+def first_bound(pool: Pool, level: Level) -> float:
+    """Compute time if work could be divided at will: B over the best devices' rates."""
+    rates = np.maximum.reduceat(pool.sizes / pool.seconds, pool.starts)
+    total, left = 0.0, level.num_devices
+    for rate, count in sorted(zip(rates.tolist(), level.counts, strict=True), reverse=True):
+        total += rate * min(left, count)
+        left -= min(left, count)
+    return pool.batch / total * (1 - 1e-12)
+
+
+def holds(pool: Pool, level: Level, seconds: float) -> bool:
+    """Whether the level's devices can do at least B within ``seconds``, exactness aside."""
+    tops = pool.tops(pool.passes(seconds))
+    left, total = level.num_devices, 0
+    for top, count in sorted(zip(tops, level.counts, strict=True), reverse=True):
+        total += top * min(left, count)
+        left -= min(left, count)
+    return total >= pool.batch
+
+
+def levels(problem: SplitProblem, pool: Pool, floor: float) -> Iterator[tuple[float, Level]]:
+    """Every level that could hold the optimum on two or more devices, by its lower bound.
+
+    Args:
+        problem: The profiles.
+        pool: The same as arrays.
+        floor: A lower bound on the compute time of any plan.
+    """
+    total = sum(pool.counts)
+    closing = np.array([closing_seconds(option) for option, _ in pool.options])
+    sync, numbers = _sync_table(pool, total)
+    found: list[tuple[Floats, Floats, tuple[int, ...], npt.NDArray[np.int64]]] = []
+    for kinds in _subsets(sync, closing):
+        counts = tuple(n if kind in kinds else 0 for kind, n in enumerate(pool.counts))
+        own = np.minimum(numbers, sum(counts))
+        overheads = sync[sorted(kinds)].max(axis=0) + closing[sorted(kinds)].max()
+        bounds = np.maximum(floor, _compute_bounds(pool, counts)[own - 1]) + overheads
+        found.append((bounds, overheads, counts, own))
+    yield from _in_order(found)
+
+
+def _in_order(
+    found: list[tuple[Floats, Floats, tuple[int, ...], npt.NDArray[np.int64]]],
+) -> Iterator[tuple[float, Level]]:
+    bounds = np.concatenate([entry[0] for entry in found])
+    width = len(found[0][0])
+    for position in np.argsort(bounds, kind="stable").tolist():
+        _, overheads, counts, own = found[position // width]
+        column = position % width
+        if column and own[column] == own[column - 1]:
+            continue  # more than the subset's devices: the same level again
+        yield (
+            float(bounds[position]),
+            Level(counts, int(own[column]), float(overheads[column])),
+        )
+
+
+def _sync_table(pool: Pool, total: int) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """[types, columns] synchronisation, and the number of devices of each column."""
+    options = [option for option, _ in pool.options]
+    ends = [(sync_seconds(option, 2), sync_seconds(option, total)) for option in options]
+    if all(few == many for few, many in ends):  # never falls, so it is constant
+        return np.array([[few] for few, _ in ends]), np.array([total], dtype=np.int64)
+    table = [[sync_seconds(option, n) for n in range(2, total + 1)] for option in options]
+    return np.array(table), np.arange(2, total + 1, dtype=np.int64)
+
+
+def _subsets(sync: Floats, closing: Floats) -> list[frozenset[int]]:
+    """The sets of types below some bound on synchronisation and some on update + fixed cost."""
+    bits = 1 << np.arange(len(closing), dtype=np.int64)
+    within = [((sync <= row) * bits[:, None]).sum(axis=0) for row in sync]
+    cheap = [int(((closing <= most) * bits).sum()) for most in closing]
+    masks = {int(mask) & most for row in within for mask in np.unique(row) for most in cheap}
+    return [
+        frozenset(kind for kind in range(len(closing)) if mask >> kind & 1)
+        for mask in sorted(masks, reverse=True)
+        if mask
+    ]
+
+
+def _compute_bounds(pool: Pool, counts: tuple[int, ...]) -> Floats:
+    """[devices] ``first_bound`` for 1, 2, ... devices of ``counts``."""
+    rates = np.maximum.reduceat(pool.sizes / pool.seconds, pool.starts)
+    order = np.argsort(-rates, kind="stable")
+    each = np.repeat(rates[order], np.array(counts)[order])
+    bounds: Floats = pool.batch / np.cumsum(each) * (1 - 1e-12)
+    return bounds

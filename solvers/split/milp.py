@@ -1,0 +1,278 @@
+"""The batch split as a mixed-integer program: the readable reference.
+
+VirtualFlow 5.1.2 written down device by device. batch_split.py answers the same question much
+faster; both must agree. The answer is the fastest plan on paper, whatever the measurements' spread.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...costs.comm import sync_seconds
+from ...costs.split import closing_seconds, predict
+from ...schema.errors import BackendError, InfeasibleError
+from ...schema.plan import DeviceGroup, Proof, SplitPlan
+from ...schema.problem import AloneDevice, DeviceOption, SplitProblem
+from ...schema.profile import BatchPoint
+from ..lp import Backend, Program, Solved
+from .levels import Alone, single_devices
+
+Terms = list[tuple[float, Any]]
+
+
+@dataclass(slots=True)
+class _Device:
+    """One device's variables: ``passes[s]`` = v when it runs size s, and ``runs[s]`` in {0, 1}.
+
+    ``most[s]`` bounds v.
+    """
+
+    option: DeviceOption
+    points: list[BatchPoint]
+    most: list[int] = field(default_factory=list)
+    passes: list[Any] = field(default_factory=list)
+    runs: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Single:
+    """A plan on one device, and whether it is taken."""
+
+    plan: Alone
+    takes: Any
+
+
+def solve(
+    problem: SplitProblem, backend: Backend = "cbc", time_limit_seconds: float | None = None
+) -> SplitPlan:
+    """Minimise the predicted step time with PuLP.
+
+    Where a device was also measured alone, plans on one device are choices of their own, one for
+    each device type and size, and the others use at least two devices.
+
+    Args:
+        problem: Profiles, pool and batch, in either regime.
+        backend: CBC, or HiGHS through its Python interface.
+        time_limit_seconds: Stop the search then; a plan found by then is ``feasible``, with the
+            better of the backend's bound, where it tells one, and the continuous bound.
+
+    Raises:
+        InfeasibleError: No plan adds up to the batch.
+        BackendError: The library failed, or ran out of time without a plan.
+    """
+    unit = _unit_seconds(problem)
+    program = Program("batch_split")
+    devices = _devices(program, problem)
+    singles = _singles(program, problem)
+    if not devices and not singles:
+        raise InfeasibleError(f"no usable batch size for a global batch of {_batch(problem)}")
+    step = _build(program, problem, devices, singles, unit)
+    solved = program.solve(step, backend, time_limit_seconds)
+    if solved.termination == "infeasible":
+        raise InfeasibleError(
+            f"no plan adds up to a global batch of exactly {_batch(problem)}",
+            hint="the default solver names the nearest batches that have a plan",
+        )
+    if solved.termination == "unknown":
+        raise BackendError(f"{backend} ended without a plan", hint="give it more time")
+    return _plan(problem, (devices, singles), solved, backend, unit)
+
+
+def _batch(problem: SplitProblem) -> int:
+    return problem.global_batch_size
+
+
+def _unit_seconds(problem: SplitProblem) -> float:
+    """A time near the answer: tolerances of the backends are absolute, so times are scaled."""
+    together = sum(option.num_devices * _best_rate(option) for option in problem.devices)
+    alone = max(_best_rate(option.measured_with(1)) for option in problem.devices)
+    return _batch(problem) / max(together, alone)
+
+
+def _best_rate(costs: DeviceOption | AloneDevice) -> float:
+    return max(p.batch_size / p.step_seconds for p in costs.batch_curve)
+
+
+def _is_apart(problem: SplitProblem) -> bool:
+    """Whether a plan on one device costs something else than the same among several."""
+    return any(option.alone is not None for option in problem.devices)
+
+
+def _known_seconds(problem: SplitProblem) -> float:
+    """The best step time with equal work on equal devices: no better plan computes longer."""
+    only = problem.virtual_nodes and _batch(problem) // problem.virtual_nodes
+    return min(
+        (
+            _batch(problem) // (number * point.batch_size) * point.step_seconds
+            + sync_seconds(option, number)
+            + closing_seconds(option.measured_with(number))
+            for option in problem.devices
+            for number in range(1, option.num_devices + 1)
+            for point in option.measured_with(number).batch_curve
+            if only in (None, point.batch_size)
+            and _batch(problem) % (number * point.batch_size) == 0
+        ),
+        default=float("inf"),
+    )
+
+
+def _most_passes(problem: SplitProblem, point: BatchPoint, known: float) -> int:
+    """M of the big-M constraints: as small as is safe, since it decides the search's speed."""
+    most = (_batch(problem) - _is_apart(problem)) // point.batch_size
+    return int(min(most, known / point.step_seconds * (1 + 1e-9)))
+
+
+def _devices(program: Program, problem: SplitProblem) -> list[_Device]:
+    only = problem.virtual_nodes and _batch(problem) // problem.virtual_nodes
+    known = _known_seconds(problem)
+    found = []
+    for kind, option in enumerate(problem.devices):
+        points = [
+            p
+            for p in option.batch_curve
+            if p.batch_size <= _batch(problem) and only in (None, p.batch_size)
+        ]
+        for number in range(option.num_devices if points else 0):
+            device = _Device(option=option, points=points)
+            for point in points:
+                most = _most_passes(problem, point, known)
+                device.most.append(most)
+                name = f"{kind}_{number}_{point.batch_size}"
+                device.passes.append(program.variable(f"v_{name}", high=most, integer=True))
+                device.runs.append(program.variable(f"y_{name}", high=1, integer=True))
+            found.append(device)
+    return found
+
+
+def _singles(program: Program, problem: SplitProblem) -> list[_Single]:
+    """Every plan on one device, where those are choices of their own."""
+    plans = single_devices(problem) if _is_apart(problem) else []
+    return [
+        _Single(one, program.variable(f"z_{number}", high=1, integer=True))
+        for number, one in enumerate(plans)
+    ]
+
+
+def _build(
+    program: Program,
+    problem: SplitProblem,
+    devices: list[_Device],
+    singles: list[_Single],
+    unit: float,
+) -> Any:
+    compute = program.variable("compute")
+    update = program.variable("update")  # with the fixed cost of a step
+    sync = program.variable("sync")
+    total = program.total
+    samples = [term for device in devices for term in _samples(device)]
+    samples += [(_batch(problem), single.takes) for single in singles]
+    program.require(total(samples) == _batch(problem))
+    for device in devices:
+        used = total([(1, run) for run in device.runs])
+        program.require(used <= 1)  # one size a device
+        for most, passes, run in zip(device.most, device.passes, device.runs, strict=True):
+            program.require(passes <= most * run)
+            program.require(passes >= run)
+        times = [p.step_seconds / unit for p in device.points]
+        program.require(compute >= total(list(zip(times, device.passes, strict=True))))
+        program.require(update >= closing_seconds(device.option) / unit * used)
+    _break_symmetry(program, devices)
+    if devices:
+        _require_sync(program, devices, sync, unit)
+    alone = [(single.plan.step_seconds / unit, single.takes) for single in singles]
+    return total([(1, compute), (1, sync), (1, update), *alone])
+
+
+def _samples(device: _Device) -> Terms:
+    return [(p.batch_size, v) for p, v in zip(device.points, device.passes, strict=True)]
+
+
+def _break_symmetry(program: Program, devices: list[_Device]) -> None:
+    """Of equal devices, an earlier one does at least as much as a later one."""
+    for first, second in zip(devices, devices[1:], strict=False):
+        if first.option is second.option:
+            program.require(program.total(_samples(first)) >= program.total(_samples(second)))
+
+
+def _require_sync(program: Program, devices: list[_Device], sync: Any, unit: float) -> None:
+    """Each used type asks for its time at the number of devices in use."""
+    total, numbers = program.total, range(1, len(devices) + 1)
+    options = {id(device.option): device.option for device in devices}
+    times = {key: [sync_seconds(o, n) / unit for n in numbers] for key, o in options.items()}
+    last = len(devices) - 1
+    constant = all(t[min(1, last)] == t[last] for t in times.values())
+    columns = sorted({0, last}) if constant else list(range(len(devices)))  # "at most so many"
+    select = [program.variable(f"n_{c + 1}", high=1, integer=True) for c in columns]
+    used = total([(1.0, run) for device in devices for run in device.runs])
+    program.require(total([(1, one) for one in select]) == 1)
+    program.require(used <= total([(c + 1, one) for c, one in zip(columns, select, strict=True)]))
+    for device in devices:
+        own = [times[id(device.option)][c] for c in columns]
+        if max(own) > 0:
+            runs = total([(max(own), run) for run in device.runs])
+            program.require(sync >= total(list(zip(own, select, strict=True))) + runs - max(own))
+
+
+def _plan(
+    problem: SplitProblem,
+    choices: tuple[list[_Device], list[_Single]],
+    solved: Solved,
+    backend: Backend,
+    unit: float,
+) -> SplitPlan:
+    devices, singles = choices
+    groups = _groups(devices, solved.values)
+    groups += tuple(s.plan.group for s in singles if round(solved.values[s.takes.name]))
+    total = sum(group.num_devices * group.device_batch_size for group in groups)
+    if total != _batch(problem):
+        raise BackendError(f"{backend} answered a split of {total} samples, not {_batch(problem)}")
+    predicted = predict(problem, groups)
+    optimal = solved.termination == "optimal"
+    step = predicted.step_seconds
+    bound = step
+    if not optimal:  # CBC tells no bound; dividing the work at will is always one
+        simple = unit + min(
+            closing_seconds(costs)
+            for option in problem.devices
+            for costs in (option, option.measured_with(1))
+        )
+        bound = min(step, max(simple, (solved.lower_bound or 0.0) * unit))
+    return SplitPlan(
+        model=problem.model,
+        global_batch_size=_batch(problem),
+        groups=groups,
+        uniform_virtual_nodes=problem.virtual_nodes,
+        optimizer=problem.optimizer,
+        predicted=predicted,
+        proof=Proof(
+            termination="optimal" if optimal else "feasible",
+            objective=step,
+            lower_bound=bound,
+            gap=(step - bound) / step,
+            method=f"MILP in PuLP, solved by {'CBC' if backend == 'cbc' else 'HiGHS'}",
+        ),
+    )
+
+
+def _groups(devices: list[_Device], values: dict[str, float]) -> tuple[DeviceGroup, ...]:
+    alike: dict[tuple[str, int, int], int] = {}
+    entries: dict[tuple[str, int, int], tuple[DeviceOption, BatchPoint]] = {}
+    for device in devices:
+        for point, passes in zip(device.points, device.passes, strict=True):
+            count = round(values[passes.name])
+            if count:
+                key = (device.option.device_type, count, point.batch_size)
+                alike[key] = alike.get(key, 0) + 1
+                entries[key] = (device.option, point)
+    return tuple(
+        DeviceGroup(
+            device_type=name,
+            num_devices=number,
+            device_batch_size=count * size,
+            virtual_nodes=count,
+            virtual_node_batch_size=size,
+            pass_seconds=entries[name, count, size][1].step_seconds,
+            interpolated=size in entries[name, count, size][0].interpolated_sizes,
+            measured_busy=entries[name, count, size][0].alone is not None,
+        )
+        for (name, count, size), number in alike.items()
+    )

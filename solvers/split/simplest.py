@@ -1,0 +1,303 @@
+"""The simplest of the splits whose predicted step stays within a limit, exactly.
+
+Measurements have a spread, so the fastest plan on paper is one of many that they cannot tell
+apart. Of all splits whose predicted step is at most the limit, the one is taken that has the
+fewest virtual nodes in all, then the fewest devices, then the least step; then one in which all
+devices of each used type do the same, if there is any, and types that can do most do most.
+
+For one level (split_levels.py) the limit leaves each device so many seconds, and so a set of
+amounts it can do, each in a fewest number of passes. Adding device after device, a table over
+samples holds the fewest passes and devices that do exactly so many: a knapsack.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+
+from ...schema.plan import DeviceGroup
+from ...schema.problem import SplitProblem
+from .levels import Alone, Level, first_bound, holds, levels, single_devices
+from .pool import Pool
+from .ties import Work, groups_of
+from .times import bisect, candidates
+
+WORK_LIMIT = 5e8
+"""Entries of all tables together that a search may look at: about a second."""
+_MOST_ENTRIES = 1e7  # in memory together
+_NEVER = 1 << 60
+_ROUNDING = 1 + 1e-12
+
+Costs = npt.NDArray[np.int64]
+Rank = tuple[int, int]  # virtual nodes in all, devices
+
+
+class TooMuchWorkError(Exception):
+    """The search would take longer than it may."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """What some devices of one type do together: samples in strides, and what that counts for."""
+
+    strides: int
+    passes: int
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    """One choice of a table: at most one of the moves. ``costs`` are of this stage and later."""
+
+    kind: int
+    moves: Sequence[_Move]
+    costs: Costs
+
+
+@dataclass(slots=True)
+class _Search:
+    """The tables of one problem; counts what they cost."""
+
+    pool: Pool
+    work_left: float
+    known: dict[tuple[tuple[int, ...], bytes, int], Rank | None] = field(default_factory=dict)
+
+    def rank(self, level: Level, seconds: float, limit: Rank) -> Rank | None:
+        """The fewest passes, then devices, of a level within ``seconds`` each.
+
+        None where there are none, or none that come up to ``limit``.
+        """
+        if not holds(self.pool, level, seconds):
+            return None
+        # A table that does not count devices is cheaper, and most often enough.
+        found = self._rank(level, seconds, counted=False)
+        if found is not None and found[1] > level.num_devices and found <= limit:
+            found = self._rank(level, seconds, counted=True)
+        return None if found is None or found > limit else found
+
+    def _rank(self, level: Level, seconds: float, *, counted: bool) -> Rank | None:
+        passes = self.pool.passes(seconds).tobytes()  # the time matters only through the passes
+        key = (level.counts, passes, level.num_devices if counted else 0)
+        if key not in self.known:
+            self.known[key] = self._table(level, seconds, counted=counted).rank
+        return self.known[key]
+
+    def work(self, level: Level, seconds: float, rank: Rank) -> dict[int, Work]:
+        """Who does what, of all ways that have this rank."""
+        tables = (
+            self._table(level, seconds, counted=counted, alike=alike, keeps=True)
+            for alike in (True, False)
+            for counted in (False, True)
+        )
+        return next(table for table in tables if table.rank == rank).work()
+
+    def _table(
+        self,
+        level: Level,
+        seconds: float,
+        *,
+        counted: bool,
+        alike: bool = False,
+        keeps: bool = False,
+    ) -> "_Table":
+        pool = self.pool
+        passes = pool.passes(seconds)
+        tops = pool.tops(passes)
+        stride = gcd(pool.batch, *(int(size) for size in pool.sizes))
+        target, limit = pool.batch // stride, level.num_devices if counted else 0
+        stages = sum(level.counts) if keeps else 2
+        if stages * (target + 1) * (limit + 1) > _MOST_ENTRIES:
+            raise TooMuchWorkError
+        table = _Table(target, stride, limit, keeps=keeps)
+        for kind in sorted(range(len(tops)), key=lambda kind: (tops[kind], -kind)):
+            if not level.counts[kind] or not tops[kind]:
+                continue
+            moves = _moves(pool.entries(passes, kind), stride)
+            if alike:
+                moves = list(_together(moves, level.counts[kind], target))
+            for _ in range(1 if alike else level.counts[kind]):
+                self.work_left -= len(moves) * table.size
+                if self.work_left < 0:
+                    raise TooMuchWorkError
+                if not table.add(kind, moves):
+                    break  # one device more changes nothing, nor do others
+        return table
+
+
+class _Table:
+    """The fewest passes and devices for every number of samples, built from the last stage.
+
+    Args:
+        target: Samples of the batch, in strides.
+        stride: Samples.
+        limit: Most devices, which the table then counts; 0 does not count them.
+        keeps: Whether to keep the stages, for ``work``.
+    """
+
+    def __init__(self, target: int, stride: int, limit: int, *, keeps: bool) -> None:
+        self.target, self.stride, self.limit, self.keeps = target, stride, limit, keeps
+        self.scale = target + 1  # no plan has more devices than samples
+        last = np.full((limit + 1, target + 1), _NEVER, dtype=np.int64)
+        last[:, 0] = 0
+        self.last = self.front = last
+        self.stages: list[_Stage] = []
+
+    @property
+    def size(self) -> int:
+        """Entries of one stage."""
+        return int(self.last.size)
+
+    @property
+    def rank(self) -> Rank | None:
+        """The best for all samples; None where they cannot add up."""
+        best = int(self.front[self.limit, self.target])
+        return None if best >= _NEVER else divmod(best, self.scale)
+
+    def add(self, kind: int, moves: Sequence[_Move]) -> bool:
+        """Put a stage in front; whether that makes anything better."""
+        after = self.front
+        best = after.copy()
+        for move in moves:
+            rows = self._rows(move)
+            if rows <= self.limit and move.strides <= self.target:
+                end = self.target + 1 - move.strides
+                np.minimum(
+                    best[rows:, move.strides :],
+                    after[: self.limit + 1 - rows, :end] + self._cost(move),
+                    out=best[rows:, move.strides :],
+                )
+        self.front = best
+        if self.keeps:
+            self.stages.append(_Stage(kind, moves, best))
+        return bool((best < after).any())
+
+    def _rows(self, move: _Move) -> int:
+        return move.num_devices if self.limit else 0
+
+    def _cost(self, move: _Move) -> int:
+        return move.passes * self.scale + move.num_devices
+
+    def work(self) -> dict[int, Work]:
+        """Who does what: from the front, each stage as much as it can."""
+        found: dict[int, Work] = {}
+        row, left = self.limit, self.target
+        behind = [self.last, *(stage.costs for stage in self.stages[:-1])]
+        for stage, after in zip(reversed(self.stages), reversed(behind), strict=True):
+            best = stage.costs[row, left]
+            for move in sorted(stage.moves, key=lambda move: -move.strides):
+                rows = self._rows(move)
+                if rows > row or move.strides > left:
+                    continue
+                if after[row - rows, left - move.strides] + self._cost(move) == best:
+                    each = move.strides * self.stride // move.num_devices
+                    found.setdefault(stage.kind, Counter())[each] += move.num_devices
+                    row, left = row - rows, left - move.strides
+                    break
+        return found
+
+
+def _moves(entries: list[tuple[int, int]], stride: int) -> list[_Move]:
+    """What one device can do, each amount in the fewest passes."""
+    fewest: dict[int, int] = {}
+    for size, most in sorted(entries, reverse=True):  # larger sizes first need fewer passes
+        for passes in range(1, most + 1):
+            fewest.setdefault(passes * size // stride, passes)
+    return [_Move(strides, passes, 1) for strides, passes in fewest.items()]
+
+
+def _together(one: Sequence[_Move], most: int, target: int) -> Iterator[_Move]:
+    """The same for several devices that do the same."""
+    for move in one:
+        for number in range(1, min(most, target // move.strides) + 1):
+            yield _Move(number * move.strides, number * move.passes, number)
+
+
+def simplest(
+    problem: SplitProblem,
+    pool: Pool,
+    fastest: tuple[DeviceGroup, ...],
+    limit_seconds: float,
+    work_limit: float = WORK_LIMIT,
+) -> tuple[DeviceGroup, ...]:
+    """The simplest plan whose predicted step is at most ``limit_seconds``.
+
+    Args:
+        problem: Profiles, pool and batch.
+        pool: Their sizes and times.
+        fastest: The groups of the fastest plan, which stays where none is simpler.
+        limit_seconds: At least its predicted step.
+        work_limit: Entries of tables that may be looked at.
+
+    Raises:
+        TooMuchWorkError: The search would look at more.
+    """
+    number = sum(group.num_devices for group in fastest)
+    nodes = sum(group.num_devices * group.virtual_nodes for group in fastest)
+    single = _simplest_single(problem, limit_seconds)
+    search = _Search(pool, work_limit)
+    within = _levels_within(problem, pool, limit_seconds)
+    best: Rank = (nodes, number)
+    if single is not None:
+        best = min(best, (single.group.virtual_nodes, 1))
+    least_nodes = -(-pool.batch // max(pool.sizes.tolist(), default=1))
+    for level in sorted(within, key=lambda level: -level.num_devices):  # least restricted first
+        if best <= (least_nodes, 2):
+            break
+        best = search.rank(level, _seconds_left(level, limit_seconds), best) or best
+    if best == (nodes, number):
+        return fastest
+    if best[1] == 1 and single is not None:
+        return (single.group,)
+    level, seconds = _fastest_of_rank(search, within, limit_seconds, best)
+    return groups_of(pool, search.work(level, seconds, best), seconds)
+
+
+def _simplest_single(problem: SplitProblem, limit_seconds: float) -> Alone | None:
+    """On one device; of equally many virtual nodes the fastest."""
+    return min(
+        (one for one in single_devices(problem) if one.step_seconds <= limit_seconds * _ROUNDING),
+        key=lambda one: one.group.virtual_nodes,
+        default=None,
+    )
+
+
+def _levels_within(problem: SplitProblem, pool: Pool, limit_seconds: float) -> list[Level]:
+    """Every level that could hold a plan of two or more devices within the limit."""
+    if sum(pool.counts) < 2:
+        return []
+    found = []
+    for bound, level in levels(problem, pool, 0.0):
+        if bound > limit_seconds * _ROUNDING:
+            break
+        found.append(level)
+    return found
+
+
+def _seconds_left(level: Level, limit_seconds: float) -> float:
+    return limit_seconds * _ROUNDING - level.overhead_seconds
+
+
+def _fastest_of_rank(
+    search: _Search, within: Sequence[Level], limit_seconds: float, rank: Rank
+) -> tuple[Level, float]:
+    """Of all plans of the least rank the fastest: its level, and its compute time."""
+    best_step, best_level, best_seconds = limit_seconds, None, 0.0
+    for level in within:
+        bound = _seconds_left(level, best_step)
+        if search.rank(level, bound, rank) != rank:
+            continue
+        times = candidates(search.pool, first_bound(search.pool, level), bound)
+        seconds = bisect(times, _has_rank(search, level, rank))
+        if best_level is None or seconds + level.overhead_seconds < best_step:
+            best_step = seconds + level.overhead_seconds
+            best_level, best_seconds = level, seconds
+    if best_level is None:
+        raise AssertionError("the search lost the plan whose rank it found")
+    return best_level, best_seconds
+
+
+def _has_rank(search: _Search, level: Level, rank: Rank) -> Callable[[float], bool]:
+    return lambda seconds: search.rank(level, seconds, rank) == rank

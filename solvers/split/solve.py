@@ -1,0 +1,243 @@
+"""Split a global batch over unlike devices, exactly and fast.
+
+VirtualFlow 5.1.2: least is the compute time of the slowest device, plus synchronisation, plus
+the largest update. The published solver is not described; this one searches the finite set of
+candidate compute times (split_times.py), asking of each by subset sums (split_reach.py) whether
+the batch can be shared out. What synchronisation, updates and fixed costs add depends only on
+which types and how many devices may be used: those choices are the levels, tried in order of a
+lower bound. Where the profiles tell how far off they may be, the simplest of the plans that they
+cannot tell from the fastest is taken (split_simplest.py).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ...costs.split import predict
+from ...schema.errors import InfeasibleError
+from ...schema.plan import DeviceGroup, Proof, SplitPlan
+from ...schema.problem import SplitProblem
+from ..tolerance import MOST_GIVEN_UP
+from .levels import Level, levels, single_devices
+from .pool import Pool, reach, reachable_batches
+from .simplest import WORK_LIMIT, TooMuchWorkError, simplest
+from .subset_sums import members, multiples
+from .ties import choose, groups_of
+from .times import least_seconds
+
+METHOD = "threshold search over candidate times, exact subset sums on bitsets"
+_ABOVE_ROUNDING = 1 - 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class _Best:
+    """The best answer so far: its step, and how to get who does what."""
+
+    step_seconds: float
+    groups: Callable[[], tuple[DeviceGroup, ...]]
+
+
+def solve(
+    problem: SplitProblem,
+    *,
+    fastest: bool = False,
+    work_limit: float = WORK_LIMIT,
+    most_given_up: float = MOST_GIVEN_UP,
+) -> SplitPlan:
+    """Minimise the predicted step time; among plans that nobody can tell apart, their complexity.
+
+    Exact in both regimes; devices of one type may differ, and devices may stay unused.
+    Deterministic: of equally fast plans, the rule of split_choose.py. Where the fastest plan's
+    prediction has an interval, the plan is the simplest of all whose predicted step lies within
+    it and is little more than the fastest's, by the rule of split_simplest.py;
+    ``proof.tolerance`` says how much more it may be,
+    ``proof.lower_bound`` is the fastest plan's step, and ``provenance["fastest"]`` that plan.
+
+    Args:
+        problem: Profiles, pool and batch.
+        fastest: Take the fastest on paper, whatever the interval.
+        work_limit: Where the simplest cannot be found in so much work, the fastest is taken, and
+            ``proof.method`` says so.
+        most_given_up: How much slower on paper the simplest may be, relative to the fastest.
+
+    Returns:
+        A plan that ``checks.batch_split.check`` accepts for ``problem``, proved optimal.
+
+    Raises:
+        InfeasibleError: No devices and sizes add up to the batch; the hint names the nearest
+            batches that can be reached.
+    """
+    pool = Pool(problem)
+    singles = single_devices(problem)
+    if not _usable_sizes(problem):
+        raise _no_size_fits(problem)
+    first = _Best(singles[0].step_seconds, lambda: (singles[0].group,)) if singles else None
+    best = _search_levels(problem, pool, first) if pool.options else first
+    if best is None:
+        raise _unreachable(problem)
+    plan = _plan(problem, best.groups())
+    high = plan.predicted.step_seconds_high
+    if fastest or high is None:
+        return plan
+    high = min(high, plan.predicted.step_seconds * (1 + most_given_up))
+    try:
+        groups = simplest(problem, pool, plan.groups, high, work_limit)
+    except TooMuchWorkError:
+        said = f"{METHOD}; the fastest on paper: too large to look for a simpler one"
+        return replace(plan, proof=replace(plan.proof, method=said))
+    return _within_tolerance(plan, _plan(problem, groups), high)
+
+
+def _search_levels(problem: SplitProblem, pool: Pool, first: _Best | None) -> _Best | None:
+    """The best of a plan on one device and all plans on more."""
+    best = first
+    if sum(pool.counts) == 1:
+        return best
+    everything = Level(pool.counts, sum(pool.counts), 0.0)
+    floor = least_seconds(pool, everything, np.inf)
+    if floor is None:
+        return best
+    for bound, level in levels(problem, pool, floor[0]):
+        if best and bound * _ABOVE_ROUNDING >= best.step_seconds:
+            break  # levels come in order of their bounds
+        cutoff = best.step_seconds - level.overhead_seconds if best else np.inf
+        if (level.counts, level.num_devices) == (everything.counts, everything.num_devices):
+            found: tuple[float, tuple[int, ...]] | None = floor
+        else:
+            found = least_seconds(pool, level, cutoff * _ABOVE_ROUNDING, floor[0])
+        if found and (not best or found[0] + level.overhead_seconds < best.step_seconds):
+            best = _Best(found[0] + level.overhead_seconds, _reached(pool, found[1], found[0]))
+    return best
+
+
+def _reached(
+    pool: Pool, counts: tuple[int, ...], seconds: float
+) -> Callable[[], tuple[DeviceGroup, ...]]:
+    def groups() -> tuple[DeviceGroup, ...]:
+        found = reach(pool, counts, seconds)
+        if found is None:
+            raise AssertionError("the search returned counts that do not reach the batch")
+        return groups_of(pool, choose(found), seconds)
+
+    return groups
+
+
+def _plan(problem: SplitProblem, groups: tuple[DeviceGroup, ...]) -> SplitPlan:
+    predicted = predict(problem, groups)
+    return SplitPlan(
+        model=problem.model,
+        global_batch_size=problem.global_batch_size,
+        groups=groups,
+        uniform_virtual_nodes=problem.virtual_nodes,
+        optimizer=problem.optimizer,
+        predicted=predicted,
+        proof=Proof(
+            termination="optimal",
+            objective=predicted.step_seconds,
+            lower_bound=predicted.step_seconds,
+            gap=0.0,
+            method=METHOD,
+        ),
+    )
+
+
+def _within_tolerance(fastest: SplitPlan, simple: SplitPlan, high: float) -> SplitPlan:
+    """The simplest plan of steps up to ``high``, proved against the fastest."""
+    best, step = fastest.predicted.step_seconds, simple.predicted.step_seconds
+    tolerance = (high - best) / best
+    best = min(best, step)  # equal but for rounding
+    proof = Proof(
+        termination="optimal",
+        objective=step,
+        lower_bound=best,
+        gap=(step - best) / step,
+        method=f"{METHOD}; optimal for these numbers: the simplest of the plans within "
+        f"{100 * tolerance:.2g} % of the fastest, which the measurements cannot tell apart",
+        tolerance=tolerance,
+    )
+    if simple.groups == fastest.groups:
+        return replace(simple, proof=proof)
+    return replace(simple, proof=proof, provenance={"fastest": _described(fastest)})
+
+
+def _described(plan: SplitPlan) -> dict[str, Any]:
+    return {
+        "step_seconds": plan.predicted.step_seconds,
+        "devices": plan.num_devices,
+        "virtual_nodes": plan.num_virtual_nodes,
+        "groups": [
+            f"{group.num_devices} x {group.device_type}: {group.virtual_nodes} x "
+            f"{group.virtual_node_batch_size}"
+            for group in plan.groups
+        ],
+    }
+
+
+def _no_size_fits(problem: SplitProblem) -> InfeasibleError:
+    sizes, batch = problem.batch_sizes, problem.global_batch_size
+    if problem.virtual_nodes is None:
+        return InfeasibleError(
+            f"a global batch of {batch} is below {sizes[0]}, the smallest profiled batch size",
+            hint=f"use a global batch of {sizes[0]}, or profile smaller batch sizes",
+        )
+    number = problem.virtual_nodes
+    size = batch // number
+    below = max((s for s in sizes if s < size), default=None)
+    above = min((s for s in sizes if s > size), default=None)
+    near = [str(number * s) for s in (below, above) if s]
+    return InfeasibleError(
+        f"{number} virtual nodes of a global batch of {batch} hold {size} samples each, a size "
+        "that was not profiled or does not fit",
+        hint=f"nearest batches with a plan for {number} virtual nodes: {' and '.join(near)}; "
+        f"or choose virtual nodes of {', '.join(map(str, sizes))} samples",
+    )
+
+
+def _usable_sizes(problem: SplitProblem) -> list[int]:
+    """Samples of a virtual node that the batch and the regime allow."""
+    only = problem.virtual_nodes and problem.global_batch_size // problem.virtual_nodes
+    most = problem.global_batch_size
+    return [size for size in problem.batch_sizes if size <= most and only in (None, size)]
+
+
+def _unreachable(problem: SplitProblem) -> InfeasibleError:
+    below, above = nearest_batches(problem)
+    usable = _usable_sizes(problem)
+    sizes = ", ".join(map(str, usable))
+    number = sum(
+        option.num_devices
+        for option in problem.devices
+        if any(point.batch_size in usable for point in option.batch_curve)
+    )
+    near = [str(batch) for batch in (below, above) if batch]
+    return InfeasibleError(
+        f"no plan adds up to a global batch of exactly {problem.global_batch_size}: each of the "
+        f"{number} devices runs whole passes of one profiled size ({sizes})",
+        hint=f"nearest batches with a plan: {' and '.join(near)}; or profile more batch sizes",
+    )
+
+
+def nearest_batches(problem: SplitProblem) -> tuple[int | None, int | None]:
+    """The largest reachable batch below the problem's, and the smallest above it.
+
+    Args:
+        problem: Profiles and pool; its virtual nodes are not considered.
+    """
+    batch, smallest = problem.global_batch_size, problem.batch_sizes[0]
+    wider = SplitProblem(
+        model=problem.model,
+        global_batch_size=batch + smallest,  # one device alone reaches a multiple in here
+        devices=problem.devices,
+    )
+    sums = reachable_batches(Pool(wider), batch + smallest)
+    for option in problem.devices:  # one device may have sizes of its own
+        for point in option.measured_with(1).batch_curve:
+            sums |= multiples(point.batch_size, (batch + smallest) // point.batch_size)
+    below = sums & ((1 << batch) - 1)
+    above = sums >> (batch + 1)
+    return (
+        below.bit_length() - 1 if below > 1 else None,
+        members(above & -above)[0] + batch + 1 if above else None,
+    )

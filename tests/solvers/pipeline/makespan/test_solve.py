@@ -1,0 +1,175 @@
+"""The step of schedules that flush: replayed as the timer has it, and minimised exactly."""
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from partition_cases import (
+    best_flat,
+    chain,
+    enlarged,
+    fixed_cost,
+    flat_problems,
+    levels,
+    replayed_step,
+    same,
+)
+
+from hetflow.checks.pipeline import check
+from hetflow.schedules.of_plan import schedule_of, times_of
+from hetflow.schedules.timing import time_schedule
+from hetflow.schema.errors import InfeasibleError, ProblemError
+from hetflow.schema.pipeline import PipelineProblem
+from hetflow.solvers.effort import Effort
+from hetflow.solvers.pipeline.solve import solve
+
+FEW = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+@st.composite
+def step_problems(draw) -> PipelineProblem:
+    problem = draw(flat_problems())
+    flushing = draw(st.sampled_from(["1f1b", "1f1b", "gpipe"]))
+    return dataclasses.replace(problem, schedule=flushing, stage_cost="ring")
+
+
+def least_step(problem: PipelineProblem) -> float | None:
+    try:
+        plan = solve(problem)
+    except InfeasibleError:
+        return None
+    assert check(plan, problem) == []
+    assert plan.objective == "step"
+    assert plan.predicted.step_seconds == plan.proof.objective
+    timed = time_schedule(schedule_of(plan), times_of(plan)).makespan_seconds
+    timed += fixed_cost(plan, problem)
+    assert plan.predicted.step_seconds == pytest.approx(timed, rel=1e-12)
+    # Instances this small are searched to the end.
+    assert plan.proof.termination == "optimal"
+    return plan.proof.objective
+
+
+@FEW
+@given(step_problems())
+def test_the_oracle_s_step_is_the_timer_s(problem):
+    try:
+        plan = solve(dataclasses.replace(problem, workers="at_most"))
+    except InfeasibleError:
+        return
+    timed = time_schedule(schedule_of(plan), times_of(plan)).makespan_seconds
+    timed += fixed_cost(plan, problem)
+    assert replayed_step(plan, problem) == pytest.approx(timed, rel=1e-12)
+
+
+@settings(FEW, max_examples=40)
+@given(step_problems())
+def test_the_least_step_equals_brute_force(problem):
+    assert same(least_step(problem), best_flat(problem))
+
+
+@settings(FEW, max_examples=40)
+@given(step_problems(), st.integers(1, 3))
+def test_the_least_step_of_so_many_stages(problem, count):
+    count = min(count, len(problem.layers), problem.num_devices)
+    problem = dataclasses.replace(problem, num_stages=count)
+    assert same(least_step(problem), best_flat(problem))
+
+
+@FEW
+@given(step_problems(), st.sampled_from(["bandwidth", "memory", "devices", "servers"]))
+def test_more_never_hurts_the_step(problem, what):
+    problem = dataclasses.replace(problem, workers="at_most")
+    before, after = least_step(problem), least_step(enlarged(problem, what))
+    if before is not None:
+        assert after is not None
+        assert after <= before * (1 + 1e-9) + 1e-15
+
+
+def test_filling_and_drain_decide_where_microbatches_are_few():
+    # The slowest of four short stages takes a fourth of one stage's time, but with two
+    # microbatches and slow links the way through all of them costs more than it saves.
+    problem = chain(
+        [(1.0, 1.0)] * 4, [(10, 0)] * 4, levels((4, 8.0)), num_microbatches=2, replication=False
+    )
+    steady = solve(dataclasses.replace(problem, objective="bottleneck"))
+    whole = solve(problem)
+    assert whole.proof.objective == whole.predicted.step_seconds
+    assert whole.predicted.step_seconds < steady.predicted.step_seconds * 0.95
+    assert len(whole.stages) < len(steady.stages)
+
+
+def test_a_gap_is_stated_where_the_search_ends_early():
+    draw = random.Random(0)
+    times = [(draw.uniform(1, 10), draw.uniform(2, 20)) for _ in range(50)]
+    sizes = [(draw.randint(1, 1000), 1) for _ in range(50)]
+    slow = levels((4, 10.0), (2, 1.0))
+    problem = chain(times, sizes, slow, replication=False, num_microbatches=16)
+    plan = solve(problem)
+    assert check(plan, problem) == []
+    assert plan.proof.termination == "feasible"
+    assert 0 < plan.proof.lower_bound < plan.proof.objective
+    assert plan.proof.gap == pytest.approx(1 - plan.proof.lower_bound / plan.proof.objective)
+
+
+@settings(FEW, max_examples=60)
+@given(step_problems())
+def test_a_problem_too_large_for_tables_has_a_plan_and_a_bound_that_hold(problem):
+    try:
+        plan = solve(problem, effort=Effort(limits_work=0.0, coarse_work=500.0))
+    except InfeasibleError:
+        return
+    least = best_flat(problem)
+    assert check(plan, problem) == []
+    assert plan.proof.lower_bound <= least * (1 + 1e-9)
+    assert plan.proof.objective >= least * (1 - 1e-9)
+
+
+def test_a_large_pool_is_searched_beyond_its_few_tables():
+    # 36 devices: the three tables of all cuts and runs that this affords find 3,455 s alone.
+    large = unlike(40, 12)
+    plan = solve(large, effort=Effort(limits_work=1e7))
+    assert check(plan, large) == []
+    assert plan.proof.termination == "feasible"
+    assert plan.proof.objective < 3200
+    assert 0 < plan.proof.gap < 0.35
+
+
+def unlike(num_layers: int, count: int) -> PipelineProblem:
+    """Three types of so many devices, one, two and three times as slow."""
+    draw = random.Random(0)
+    times = [(draw.uniform(1, 10), draw.uniform(2, 20)) for _ in range(num_layers)]
+    sizes = [(draw.randint(10**5, 10**8), draw.randint(10**4, 10**7)) for _ in times]
+    problem = chain(times, sizes, levels((count, 1e7)), num_microbatches=64)
+    pools = tuple(
+        dataclasses.replace(
+            problem.pools[0],
+            device_type=name,
+            forward_seconds=tuple(slowness * forward for forward, _ in times),
+            backward_seconds=tuple(slowness * backward for _, backward in times),
+        )
+        for name, slowness in (("A", 1.0), ("B", 2.0), ("C", 3.0))
+    )
+    return dataclasses.replace(problem, pools=pools, inter_bytes_per_second=1e6)
+
+
+@pytest.mark.parametrize("change", [{"schedule": "pipedream"}, {"stage_cost": "thesis"}])
+def test_a_steady_state_has_no_step_to_minimise(change):
+    problem = chain([(1.0, 1.0)] * 3, [(1, 1)] * 3, levels((4, 1.0)))
+    assert dataclasses.replace(problem, **change).minimises == "bottleneck"
+    with pytest.raises(ProblemError, match="no step to minimise"):
+        dataclasses.replace(problem, objective="step", **change)
+
+
+def test_check_recounts_a_plan_s_step():
+    problem = chain([(1.0, 2.0)] * 4, [(4, 9)] * 4, levels((4, 8.0)))
+    plan = solve(problem)
+    short = dataclasses.replace(plan.predicted, step_seconds=plan.predicted.step_seconds * 0.9)
+    faults = check(dataclasses.replace(plan, predicted=short), problem)
+    assert any("predicted.step_seconds" in fault for fault in faults)
+    lied = dataclasses.replace(plan.stages[0], reduce_seconds=9.0)
+    faults = check(dataclasses.replace(plan, stages=(lied, *plan.stages[1:])), problem)
+    assert any("reduce_seconds is 9.0" in fault for fault in faults)
+    faults = check(dataclasses.replace(plan, objective="bottleneck"), problem)
+    assert any("objective" in fault for fault in faults)

@@ -1,0 +1,531 @@
+"""The fast search, the MILP with both backends and brute force agree; plans are what they claim."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from hetflow.checks.batch_split import check
+from hetflow.schema.errors import InfeasibleError
+from hetflow.schema.plan import SplitPlan
+from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
+from hetflow.schema.profile import BatchPoint, Sync
+from hetflow.solvers.split import milp as batch_split_milp
+from hetflow.solvers.split.solve import nearest_batches, solve
+
+# Random pools are often infeasible; the properties hold where a plan exists.
+REPEATABLE = {
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": [HealthCheck.filter_too_much],
+}
+
+
+@st.composite
+def syncs(draw: st.DrawFn) -> Sync | None:
+    kind = draw(st.sampled_from(["none", "constant", "steep", "flat"]))
+    seconds = draw(st.floats(0, 3))
+    if kind == "none":
+        return None
+    if kind == "constant":
+        return Sync(num_devices=2, sync_seconds=seconds)
+    return Sync(
+        num_devices=draw(st.integers(2, 4)),
+        sync_seconds=seconds,
+        latency_seconds=draw(st.floats(0.0, 1.0 if kind == "steep" else 0.05)),
+        bytes_per_second=draw(st.floats(0.2, 10.0)),
+    )
+
+
+@st.composite
+def alones(draw: st.DrawFn, curve: tuple[BatchPoint, ...]) -> AloneDevice | None:
+    """Of one device alone: other sizes too, faster or (by noise) slower than on a busy host."""
+    if not draw(st.booleans()):
+        return None
+    pace = draw(st.sampled_from([0.3, 0.6, 1.0, 1.1]))
+    sizes = sorted({*(p.batch_size for p in curve[draw(st.integers(0, 1)) :]), 2})
+    rate = curve[0].batch_size / curve[0].step_seconds
+    return AloneDevice(
+        batch_curve=tuple(
+            BatchPoint(batch_size=s, step_seconds=pace * s / rate, peak_memory_bytes=1)
+            for s in sizes
+        ),
+        update_seconds=draw(st.sampled_from([0.0, 0.1])),
+        fixed_seconds=draw(st.sampled_from([0.0, 0.4])),
+    )
+
+
+@st.composite
+def options(draw: st.DrawFn, name: str) -> DeviceOption:
+    sizes = sorted(draw(st.sets(st.integers(1, 12), min_size=1, max_size=4)))
+    rate, fixed = draw(st.floats(0.2, 4)), draw(st.sampled_from([0.0, 0.125, 1.0]))
+    noise = [draw(st.floats(0.7, 1.3)) for _ in sizes]
+    exact = draw(st.booleans())  # whole times make ties
+    told = exact and draw(st.booleans())  # parts of the whole
+    points = tuple(
+        BatchPoint(
+            batch_size=size,
+            step_seconds=float(size) if exact else fixed + size / rate * wobble,
+            peak_memory_bytes=10 * size,
+            load_seconds=0.125 if told else None,
+            virtual_node_seconds=0.01 if told else None,
+        )
+        for size, wobble in zip(sizes, noise, strict=True)
+    )
+    return DeviceOption(
+        device_type=name,
+        num_devices=draw(st.integers(1, 3)),
+        batch_curve=points,
+        update_seconds=draw(st.sampled_from([0.0, 0.1, 1.5])),
+        fixed_seconds=draw(st.sampled_from([0.0, 0.0, 0.3])),
+        alone=draw(alones(points)),
+        weight_bytes=1,
+        sync=draw(syncs()),
+    )
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> SplitProblem:
+    batch = draw(st.integers(1, 36))
+    uniform = draw(
+        st.sampled_from([None, None, *(n for n in range(1, batch + 1) if batch % n == 0)])
+    )
+    devices = tuple(draw(options(f"T{i}")) for i in range(draw(st.integers(1, 3))))
+    return SplitProblem(model="m", global_batch_size=batch, devices=devices, virtual_nodes=uniform)
+
+
+def device_work(
+    problem: SplitProblem, curve: tuple[BatchPoint, ...]
+) -> list[tuple[int, int, float]]:
+    """Everything that one device could do: samples, passes, seconds."""
+    share = problem.virtual_nodes and problem.global_batch_size // problem.virtual_nodes
+    return [
+        (passes * point.batch_size, passes, passes * point.step_seconds)
+        for point in curve
+        if share in (None, point.batch_size)
+        for passes in range(1, problem.global_batch_size // point.batch_size + 1)
+    ]
+
+
+Told = tuple[float, int, int]  # step seconds, virtual nodes, devices
+
+
+def every_split(problem: SplitProblem) -> list[Told]:
+    """Every assignment of samples to every device, but for those worse in all that is told."""
+    # (samples so far, devices in use, types in use) -> (slowest device, passes), none dominated.
+    states: dict[tuple[int, int, frozenset[int]], set[tuple[float, int]]] = {
+        (0, 0, frozenset()): {(0.0, 0)}
+    }
+    for kind, option in enumerate(problem.devices):
+        work = device_work(problem, option.batch_curve)
+        for _ in range(option.num_devices):
+            after = {key: set(ways) for key, ways in states.items()}
+            for (done, used, kinds), ways in states.items():
+                for samples, passes, seconds in work:
+                    if done + samples <= problem.global_batch_size:
+                        more = {(max(slow, seconds), count + passes) for slow, count in ways}
+                        key = (done + samples, used + 1, kinds | {kind})
+                        after[key] = undominated(after.get(key, set()) | more)
+            states = after
+    found = [
+        (slowest + overhead(problem, used, kinds), passes, used)
+        for (done, used, kinds), ways in states.items()
+        if done == problem.global_batch_size and used > 1
+        for slowest, passes in ways
+    ]
+    for option in problem.devices:
+        costs = option if option.alone is None else option.alone
+        for samples, passes, seconds in device_work(problem, costs.batch_curve):
+            if samples == problem.global_batch_size:
+                found.append((seconds + costs.update_seconds + costs.fixed_seconds, passes, 1))
+    return found
+
+
+def undominated(ways: set[tuple[float, int]]) -> set[tuple[float, int]]:
+    kept: set[tuple[float, int]] = set()
+    least = None
+    for slowest, passes in sorted(ways):
+        if least is None or passes < least:
+            kept.add((slowest, passes))
+            least = passes
+    return kept
+
+
+def brute_force(problem: SplitProblem) -> float | None:
+    """The least step time over every assignment of samples to every device."""
+    return min((step for step, _, _ in every_split(problem)), default=None)
+
+
+def overhead(problem: SplitProblem, used: int, kinds: frozenset[int]) -> float:
+    chosen = [problem.devices[kind] for kind in kinds]
+    exposed = max(synchronisation(option, used) for option in chosen)
+    return exposed + max(option.update_seconds + option.fixed_seconds for option in chosen)
+
+
+def synchronisation(option: DeviceOption, used: int) -> float:
+    """VirtualFlow 5.1.2 and docs/decisions.md once more: nothing of the solvers' own is called."""
+    sync, cap = option.sync, option.link_bytes_per_second
+    if sync is None:
+        return 0.0
+    if sync.bytes_per_second is None:
+        wire = 0.0 if cap is None else hops(used) / used * option.weight_bytes / cap
+        return max(sync.sync_seconds, wire)
+
+    def ring(members: int, rate: float) -> float:
+        return hops(members) * (sync.latency_seconds + option.weight_bytes / members / rate)
+
+    rate = sync.bytes_per_second
+    grown = ring(used, rate if cap is None else min(rate, cap)) - ring(sync.num_devices, rate)
+    return max(0.0, sync.sync_seconds + grown)
+
+
+def hops(members: int) -> int:
+    return 2 * (members - 1)
+
+
+def step_or_none(problem: SplitProblem) -> float | None:
+    try:
+        plan = solve(problem)
+    except InfeasibleError:
+        return None
+    assert check(plan, problem) == []
+    assert plan.proof.termination == "optimal"
+    return plan.predicted.step_seconds
+
+
+@settings(max_examples=400, **REPEATABLE)
+@given(problems())
+def test_the_fast_search_equals_brute_force(problem: SplitProblem) -> None:
+    expected, found = brute_force(problem), step_or_none(problem)
+    assert (found is None) == (expected is None)
+    assert expected is None or found == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("backend", ["cbc", "highs"])
+@settings(max_examples=60, **REPEATABLE)
+@given(problem=problems())
+def test_the_milp_equals_the_fast_search(backend: batch_split_milp.Backend, problem) -> None:
+    expected = step_or_none(problem)
+    if expected is None:
+        with pytest.raises(InfeasibleError):
+            batch_split_milp.solve(problem, backend)
+        return
+    plan = batch_split_milp.solve(problem, backend)
+    assert check(plan, problem) == []
+    assert plan.predicted.step_seconds == pytest.approx(expected, rel=1e-9)
+
+
+def measured(problem: SplitProblem, errors: list[float], step_error: float | None) -> SplitProblem:
+    """The problem with a spread of every point, in turn out of some."""
+
+    def told(curve: tuple[BatchPoint, ...]) -> tuple[BatchPoint, ...]:
+        return tuple(
+            replace(point, step_seconds_error=errors[point.batch_size % len(errors)])
+            for point in curve
+        )
+
+    devices = tuple(
+        replace(
+            option,
+            batch_curve=told(option.batch_curve),
+            alone=option.alone
+            and replace(option.alone, batch_curve=told(option.alone.batch_curve)),
+            step_error=step_error,
+        )
+        for option in problem.devices
+    )
+    return replace(problem, devices=devices)
+
+
+SPREADS = st.lists(st.sampled_from([0.0, 0.01, 0.05, 0.3, 0.8]), min_size=1, max_size=3)
+
+
+@settings(max_examples=400, **REPEATABLE)
+@given(problems(), SPREADS, st.sampled_from([None, 0.0, 0.1]), st.sampled_from([0.02, 0.2, 9.0]))
+def test_the_simplest_plan_within_the_interval_is_found(
+    plain: SplitProblem, errors: list[float], step_error: float | None, given_up: float
+) -> None:
+    """Fewest virtual nodes, then fewest devices, then the least step, against every split."""
+    problem = measured(plain, errors, step_error)
+    splits = every_split(problem)
+    assume(splits)
+    fastest, plan = solve(problem, fastest=True), solve(problem, most_given_up=given_up)
+    assert check(plan, problem) == []
+    assert fastest.predicted.step_seconds == pytest.approx(min(splits)[0], rel=1e-9)
+    limit = min(
+        fastest.predicted.step_seconds_high, (1 + given_up) * fastest.predicted.step_seconds
+    )
+    within = [split for split in splits if split[0] <= limit * (1 + 1e-9)]
+    nodes, devices, step = min((nodes, used, step) for step, nodes, used in within)
+    assert (plan.num_virtual_nodes, plan.num_devices) == (nodes, devices)
+    assert plan.predicted.step_seconds == pytest.approx(step, rel=1e-9)
+    assert plan.proof.lower_bound == pytest.approx(fastest.predicted.step_seconds, rel=1e-9)
+
+
+@settings(max_examples=100, **REPEATABLE)
+@given(problems())
+def test_exact_measurements_leave_the_fastest_plan(plain: SplitProblem) -> None:
+    """A spread of nothing: equally fast plans alone are left, and their proof has no gap."""
+    assume(every_split(plain))
+    plan = solve(measured(plain, [0.0], 0.0))
+    assert plan.proof.gap <= 1e-9
+    assert plan.predicted.step_seconds == pytest.approx(solve(plain).predicted.step_seconds)
+
+
+def with_device(problem: SplitProblem, **changes: object) -> SplitProblem:
+    return replace(problem, devices=(replace(problem.devices[0], **changes), *problem.devices[1:]))
+
+
+@settings(max_examples=150, **REPEATABLE)
+@given(problems(), st.integers(1, 4))
+def test_more_devices_are_never_worse(problem: SplitProblem, more: int) -> None:
+    before = step_or_none(problem)
+    assume(before is not None)
+    after = step_or_none(with_device(problem, num_devices=problem.devices[0].num_devices + more))
+    assert after <= before * (1 + 1e-12)
+
+
+@settings(max_examples=150, **REPEATABLE)
+@given(problems(), st.integers(1, 3))
+def test_more_memory_is_never_worse(problem: SplitProblem, drop: int) -> None:
+    curve = problem.devices[0].batch_curve
+    kept = curve[: max(1, len(curve) - drop)]
+    before = step_or_none(with_device(problem, batch_curve=kept))
+    assume(before is not None)
+    assert step_or_none(problem) <= before * (1 + 1e-12)
+
+
+def scaled(problem: SplitProblem, factor: float, kinds: Iterator[int] | range) -> SplitProblem:
+    devices = list(problem.devices)
+    for kind in kinds:
+        curve = tuple(
+            replace(p, step_seconds=p.step_seconds * factor) for p in devices[kind].batch_curve
+        )
+        devices[kind] = replace(devices[kind], batch_curve=curve)
+    return replace(problem, devices=tuple(devices))
+
+
+@settings(max_examples=150, **REPEATABLE)
+@given(problems(), st.floats(0.3, 1.0))
+def test_a_faster_type_is_never_worse(problem: SplitProblem, factor: float) -> None:
+    before = step_or_none(problem)
+    assume(before is not None)
+    assert step_or_none(scaled(problem, factor, range(1))) <= before * (1 + 1e-12)
+
+
+@settings(max_examples=100, **REPEATABLE)
+@given(problems(), st.sampled_from([0.25, 3.7, 1e4]))
+def test_scaling_every_time_scales_the_answer(problem: SplitProblem, factor: float) -> None:
+    plain = replace(
+        problem,
+        devices=tuple(
+            replace(o, sync=None, update_seconds=0.0, fixed_seconds=0.0, alone=None)
+            for o in problem.devices
+        ),
+    )
+    before = step_or_none(plain)
+    assume(before is not None)
+    after = step_or_none(scaled(plain, factor, range(len(plain.devices))))
+    assert after == pytest.approx(before * factor, rel=1e-9)
+
+
+@settings(max_examples=100, **REPEATABLE)
+@given(problems())
+def test_the_nearest_batches_have_a_plan_and_none_is_nearer(problem: SplitProblem) -> None:
+    free = replace(problem, virtual_nodes=None)
+    below, above = nearest_batches(free)
+
+    def feasible(batch: int) -> bool:
+        return brute_force(replace(free, global_batch_size=batch)) is not None
+
+    batch = free.global_batch_size
+    lower = [b for b in range(1, batch) if feasible(b)]
+    assert below == (max(lower) if lower else None)
+    assert above == next(b for b in range(batch + 1, 2 * batch + 13) if feasible(b))
+
+
+def option(name: str, number: int, times: dict[int, float], **fields: object) -> DeviceOption:
+    curve = tuple(
+        BatchPoint(batch_size=size, step_seconds=seconds, peak_memory_bytes=1)
+        for size, seconds in times.items()
+    )
+    return DeviceOption(
+        device_type=name,
+        num_devices=number,
+        batch_curve=curve,
+        **{"update_seconds": 0.0, "weight_bytes": 1_000, **fields},
+    )
+
+
+def free(batch: int, *devices: DeviceOption) -> SplitProblem:
+    return SplitProblem(model="m", global_batch_size=batch, devices=devices)
+
+
+def shape(plan: SplitPlan) -> list[tuple[str, int, int, int]]:
+    return [
+        (g.device_type, g.num_devices, g.virtual_nodes, g.virtual_node_batch_size)
+        for g in plan.groups
+    ]
+
+
+def test_infeasible_names_the_rule_and_the_nearest_batches() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        solve(free(30, option("A", 3, {8: 1.0, 12: 1.4})))
+    assert "exactly 30" in caught.value.message
+    assert "28 and 32" in caught.value.hint
+    with pytest.raises(InfeasibleError, match="below 8, the smallest profiled"):
+        solve(free(5, option("A", 3, {8: 1.0})))
+
+
+def test_infeasible_uniform_names_sizes_that_have_a_plan() -> None:
+    problem = replace(free(64, option("A", 2, {8: 1.0, 32: 3.0})), virtual_nodes=4)
+    with pytest.raises(InfeasibleError, match="hold 16 samples each") as caught:
+        solve(problem)
+    assert "32 and 128" in caught.value.hint
+
+
+def test_ties_prefer_all_devices_of_a_type_alike() -> None:
+    """Within 4 s, (4, 4) and (1, 0, 0) would do too, and load the faster type more."""
+    plan = solve(free(9, option("A", 2, {1: 1.0}), option("B", 3, {1: 4.0})))
+    assert shape(plan) == [("A", 2, 3, 1), ("B", 3, 1, 1)]
+
+
+def test_ties_prefer_fewer_devices_and_virtual_nodes() -> None:
+    assert shape(solve(free(4, option("A", 3, {1: 1.0})))) == [("A", 2, 2, 1)]
+    assert shape(solve(free(8, option("A", 2, {1: 1.0, 2: 2.0, 4: 4.0})))) == [("A", 2, 1, 4)]
+
+
+def test_ties_load_the_faster_type_first() -> None:
+    """Within 4 s, A could do 4 samples and B 6; B is faster, so it does all the 8 it can."""
+    plan = solve(free(10, option("A", 1, {1: 1.0}), option("B", 1, {2: 1.0})))
+    assert shape(plan) == [("A", 1, 2, 1), ("B", 1, 4, 2)]
+
+
+def test_devices_of_one_type_differ_as_little_as_they_must() -> None:
+    plan = solve(free(11, option("A", 4, {1: 1.0})))
+    assert shape(plan) == [("A", 3, 3, 1), ("A", 1, 2, 1)]
+
+
+def test_a_single_device_does_not_synchronise() -> None:
+    slow_link = Sync(num_devices=2, sync_seconds=10.0)
+    plan = solve(free(8, option("A", 4, {4: 2.0}, sync=slow_link)))
+    assert shape(plan) == [("A", 1, 2, 4)]
+    assert plan.predicted.sync_seconds == 0
+
+
+def test_a_type_is_left_out_when_its_update_costs_more_than_it_helps() -> None:
+    fast = option("fast", 2, {4: 1.0})
+    plan = solve(free(40, fast, option("slow", 1, {4: 2.0}, update_seconds=5.0)))
+    assert shape(plan) == [("fast", 2, 5, 4)]
+
+
+def test_fewer_devices_are_used_when_synchronisation_grows() -> None:
+    link = Sync(num_devices=2, sync_seconds=0.1, latency_seconds=0.25, bytes_per_second=1e12)
+    plan = solve(free(64, option("A", 64, {1: 0.25}, sync=link)))
+    steps = [
+        -(-64 // n) * 0.25 + (0.1 + 2 * (n - 2) * 0.25 if n > 1 else 0.0) for n in range(1, 65)
+    ]
+    assert plan.predicted.step_seconds == pytest.approx(min(steps), rel=1e-6)
+
+
+def test_the_limits_of_size_are_solved_and_checked() -> None:
+    """Eight types, 4,096 devices, a batch of 65,535 (odd: hard to add up), in every regime."""
+    sizes = (1, 2, 3, 4, 6, 8, 12, 16)
+    link = Sync(num_devices=2, sync_seconds=0.03, latency_seconds=2e-5, bytes_per_second=2e9)
+    for sync in (None, link):
+        devices = [
+            option(f"T{i}", 512, {s: 0.002 * i + s / (200 * i) for s in sizes}, sync=sync)
+            for i in range(1, 9)
+        ]
+        problem = free(65_535, *devices)
+        assert check(solve(problem), problem) == []
+        uniform = replace(problem, virtual_nodes=21_845)
+        assert check(solve(uniform), uniform) == []
+
+
+def test_a_time_limit_ends_in_feasible_with_a_bound() -> None:
+    devices = [
+        option(f"T{i}", 4, {s: 0.003 * i + s / (700 * i + 1) for s in (32, 48, 64, 96, 128)})
+        for i in range(1, 5)
+    ]
+    problem = free(16_384, *devices)
+    best = solve(problem).predicted.step_seconds
+    for backend in ("cbc", "highs"):
+        plan = batch_split_milp.solve(problem, backend, time_limit_seconds=0.4)
+        assert check(plan, problem) == []
+        assert plan.proof.lower_bound <= best * (1 + 1e-9) <= plan.proof.objective * (1 + 2e-9)
+        if plan.predicted.step_seconds > best * (1 + 1e-9):
+            assert plan.proof.termination == "feasible"
+
+
+def alone(times: dict[int, float], **costs: float) -> AloneDevice:
+    curve = tuple(
+        BatchPoint(batch_size=size, step_seconds=seconds, peak_memory_bytes=1)
+        for size, seconds in times.items()
+    )
+    return AloneDevice(batch_curve=curve, **{"update_seconds": 0.0, **costs})
+
+
+def test_one_device_alone_beats_two_that_slow_each_other() -> None:
+    """Two busy devices take 2 x 2.2 s, one alone 4 x 1 s; at no cost of company, two do."""
+    busy = option("A", 2, {4: 2.2}, alone=alone({4: 1.0}))
+    plan = solve(free(16, busy))
+    assert shape(plan) == [("A", 1, 4, 4)]
+    assert plan.predicted.compute_seconds == 4.0
+    assert not plan.groups[0].measured_busy
+    plan = solve(free(16, replace(busy, alone=alone({4: 1.2}))))
+    assert shape(plan) == [("A", 2, 2, 4)]
+    assert plan.groups[0].measured_busy
+
+
+def test_a_device_alone_that_is_slower_on_paper_borrows_nothing() -> None:
+    """Noise can make the busy curve the faster one; a plan on one device does not get it."""
+    plan = solve(free(8, option("A", 2, {4: 1.0, 8: 1.5}, alone=alone({4: 1.1, 8: 3.0}))))
+    assert shape(plan) == [("A", 2, 1, 4)]
+    plan = solve(free(8, option("A", 2, {8: 1.5}, alone=alone({8: 3.0}))))
+    assert plan.predicted.step_seconds == 3.0
+
+
+def test_a_type_is_left_out_when_its_fixed_cost_is_more_than_it_helps() -> None:
+    fast = option("fast", 2, {4: 1.0}, fixed_seconds=0.5)
+    plan = solve(free(40, fast, option("slow", 1, {4: 2.0}, fixed_seconds=5.0)))
+    assert shape(plan) == [("fast", 2, 5, 4)]
+    assert plan.predicted.fixed_seconds == 0.5
+
+
+def spread(found: DeviceOption, error: float) -> DeviceOption:
+    curve = tuple(replace(point, step_seconds_error=error) for point in found.batch_curve)
+    return replace(found, batch_curve=curve)
+
+
+def test_the_simpler_plan_wins_where_measurements_cannot_tell() -> None:
+    """6 x 8 on each of two is 1 % faster on paper than 2 x 24: within 2 %, but not within 0.5 %."""
+    curve = option("A", 2, {8: 1.0, 24: 3.03})
+    assert shape(solve(free(96, curve))) == [("A", 2, 6, 8)]
+    assert shape(solve(free(96, spread(curve, 0.005)))) == [("A", 2, 6, 8)]
+    plan = solve(free(96, spread(curve, 0.02)))
+    assert shape(plan) == [("A", 2, 2, 24)]
+    assert plan.proof.termination == "optimal"
+    assert plan.proof.lower_bound == 6.0
+    assert plan.proof.tolerance == pytest.approx(0.02)
+    assert "the simplest of the plans within 2 %" in plan.proof.method
+    assert plan.provenance["fastest"]["groups"] == ["2 x A: 6 x 8"]
+    assert shape(solve(free(96, spread(curve, 0.02)), fastest=True)) == [("A", 2, 6, 8)]
+
+
+def test_no_more_is_given_up_however_wide_the_interval() -> None:
+    """Plans of one profile are off together: 2 x 24 is 3 % slower on paper, and in truth."""
+    problem = free(96, spread(option("A", 2, {8: 1.0, 24: 3.09}), 0.3))
+    assert shape(solve(problem)) == [("A", 2, 6, 8)]
+    assert shape(solve(problem, most_given_up=0.3)) != [("A", 2, 6, 8)]
+
+
+def test_a_search_for_a_simpler_plan_that_takes_too_long_is_said_to_be_left_out() -> None:
+    problem = free(96, spread(option("A", 2, {8: 1.0, 24: 3.03}), 0.02))
+    plan = solve(problem, work_limit=10)
+    assert shape(plan) == [("A", 2, 6, 8)]
+    assert plan.proof.tolerance is None
+    assert "too large to look for a simpler one" in plan.proof.method
+    assert check(plan, problem) == []
