@@ -75,9 +75,9 @@ def allocate(
     hetflow allocate jobs.json --throughputs t.json --gpus 8xV100,8xP100 --policy makespan
     """
     from ..checks.allocation import check
+    from ..planning.judging import read_pool
     from ..schema.files import check_writable
     from ..solvers.allocation import allocate as solve
-    from .problems import read_pool
 
     if output is not None:
         check_writable(output, force=force)

@@ -105,11 +105,11 @@ def simulate(
 
     Who held which devices is kept for one run with -o, --json or --plot; keeping it takes longer.
     """
+    from ..planning.judging import read_pool
     from ..schema.files import check_writable
     from ..simulator import Case
     from .allocate import warn_of_left_out
     from .jobs_files import read_throughputs, spelled_as
-    from .problems import read_pool
 
     for path in (output, plot):
         if path is not None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from hetflow.checks.batch_split import check
 from hetflow.costs.split import predict
+from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import read_profiles
 from hetflow.schema.plan import DeviceGroup
 from hetflow.schema.problem import SplitProblem
 from hetflow.solvers.batch_split import solve
-from hetflow.solvers.problems import split_problem
 
 BATCH = 8192
 POOLS = {"H1": "2xV100,2xP100", "H2": "2xV100,4xP100", "H3": "2xV100,8xP100"}
