@@ -24,8 +24,8 @@ from typing import Any
 
 from peers.translation_graph import translation
 
+from hetflow.importers.pipedream import read_graph, without_placeholders
 from hetflow.planning.pipeline_problem import layers_of_graph
-from hetflow.profilers.importers import read_graph, without_placeholders
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from hetflow.solvers.effort import Effort

@@ -129,8 +129,8 @@ def read_problem(
     Raises:
         HetflowError: A file that cannot be read, or jobs that do not fit the pool.
     """
+    from ..importers.jobs_files import read_jobs, read_throughputs, spelled_as
     from ..schema.jobs import AllocationProblem, consolidated_devices
-    from .jobs_files import read_jobs, read_throughputs, spelled_as
 
     table = read_throughputs(throughputs, pairs=space_sharing)
     pool = spelled_as(pool, table)

@@ -39,7 +39,7 @@ def import_(
     \b
     hetflow import graph.txt --device-type V100 --device-memory 16GB -o v100.json
     """
-    from ..profilers.importers import profile_of, read_graph, without_placeholders
+    from ..importers.pipedream import profile_of, read_graph, without_placeholders
     from ..schema.cluster import Cluster
     from ..schema.errors import ProblemError
     from ..schema.files import check_writable, read_text

@@ -17,6 +17,8 @@ MAY_IMPORT = {
     "schedules": {"schema"},
     "checks": {"schema", "schedules"},  # no costs: the judge counts for itself
     "solvers": {"schema", "costs", "schedules"},
+    "importers": {"schema"},
+    "exporters": {"schema"},
     "planning": {"schema", "costs", "schedules", "solvers", "checks"},
     "runtime": {"schema", "schedules"},
     "profilers": {"schema", "costs", "runtime"},  # costs: terms are fitted to their own sum
@@ -25,10 +27,11 @@ MAY_IMPORT = {
     "simulator": {"schema", "costs", "schedules", "solvers"},
     "examples": {
         "schema", "costs", "checks", "solvers", "planning", "runtime", "profilers", "simulator",
+        "importers",
     },
     "cli": {
         "schema", "costs", "schedules", "checks", "solvers", "planning", "runtime", "profilers",
-        "launcher", "reports", "simulator", "examples",
+        "launcher", "reports", "simulator", "examples", "importers", "exporters",
     },
 }  # fmt: skip
 TORCH_AT_IMPORT = {"runtime", "examples"}
