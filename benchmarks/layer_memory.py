@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from hetflow.planning.pipeline_problem import pipeline_problem
 from hetflow.profilers import zoo
 from hetflow.profilers.bench import Bench
 from hetflow.profilers.layer_memory import footprint
@@ -22,7 +23,6 @@ from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.profile import BatchPoint, Profile
-from hetflow.solvers.pipeline_problems import pipeline_problem
 
 CASES = (("gpt-small", 8), ("vgg16-small", 8), ("digits-cnn", 64), ("mlp", 64), ("resnet18", 2))
 DEVICE_BYTES = 10**12

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import hetflow.examples
 from hetflow.costs.split import predict
+from hetflow.planning.split_problem import split_problem
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.plan import DeviceGroup, SplitPlan
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord
-from hetflow.solvers.problems import split_problem
 
 SCRIPT = Path(hetflow.examples.__file__).with_name("train_digits.py")
 PAPER_MEAN_ERROR = 0.056

@@ -28,7 +28,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from hetflow.profilers.importers_gavel import read_gavel_throughputs, read_gavel_trace
+from hetflow.importers.gavel import read_gavel_throughputs, read_gavel_trace
 from hetflow.schema.jobs import Throughputs
 from hetflow.simulator import Case, TraceOptions, report, run_case
 from hetflow.solvers.compiling import can_compile

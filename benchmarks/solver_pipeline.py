@@ -24,12 +24,12 @@ from typing import Any
 
 from peers.translation_graph import translation
 
-from hetflow.profilers.importers import read_graph, without_placeholders
+from hetflow.importers.pipedream import read_graph, without_placeholders
+from hetflow.planning.pipeline_problem import layers_of_graph
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, TopologyLevel
 from hetflow.solvers.effort import Effort
 from hetflow.solvers.pipeline.solve import solve
-from hetflow.solvers.pipeline_problems import layers_of_graph
 
 # No memory is bounded here, so the optimizer plays no part.
 SGD = OptimizerState(name="sgd", state_bytes_per_weight_byte=0.0)

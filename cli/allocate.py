@@ -75,9 +75,9 @@ def allocate(
     hetflow allocate jobs.json --throughputs t.json --gpus 8xV100,8xP100 --policy makespan
     """
     from ..checks.allocation import check
+    from ..planning.judging import read_pool
     from ..schema.files import check_writable
     from ..solvers.allocation import allocate as solve
-    from .problems import read_pool
 
     if output is not None:
         check_writable(output, force=force)
@@ -129,8 +129,8 @@ def read_problem(
     Raises:
         HetflowError: A file that cannot be read, or jobs that do not fit the pool.
     """
+    from ..importers.jobs_files import read_jobs, read_throughputs, spelled_as
     from ..schema.jobs import AllocationProblem, consolidated_devices
-    from .jobs_files import read_jobs, read_throughputs, spelled_as
 
     table = read_throughputs(throughputs, pairs=space_sharing)
     pool = spelled_as(pool, table)

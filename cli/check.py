@@ -70,12 +70,12 @@ def check(
     hetflow check plan.json --profiles profiles --gpus 2xV100,8xP100
     hetflow check allocation.json --jobs jobs.json --throughputs t.json --gpus 8xV100
     """
+    from ..planning.judging import faults_of_plan, read_pool
     from ..schema import files
     from ..schema.jobs import Allocation
     from ..schema.optimizer import asked_optimizer
     from ..schema.pipeline import PipelinePlan
     from ..schema.plan import SplitPlan
-    from .problems import faults_of_plan, read_pool
 
     found = files.read_any(plan)
     pool = None if gpus is None and cluster is None else read_pool(gpus, cluster)

@@ -2,11 +2,13 @@
 
 import inspect
 import json
+import logging
 import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,6 +53,31 @@ def warn(message: str) -> None:
     """Warn on stderr, also in a pipe: a result that needs the warning must not lose it."""
     if not Settings.quiet:
         sys.stderr.write(f"hetflow: warning: {one_line(message)}\n")
+
+
+class _Lines(logging.Handler):
+    """What the library says, as the lines that commands write themselves."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write warnings as ``warn`` does, what is below them as ``note`` does."""
+        say = warn if record.levelno >= logging.WARNING else note
+        say(record.getMessage())
+
+
+@contextmanager
+def library_speaks() -> Iterator[None]:
+    """While a command runs, what goes to the logger ``hetflow`` becomes lines on stderr."""
+    logger, handler = logging.getLogger("hetflow"), _Lines()
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 def shows_progress() -> bool:

@@ -22,7 +22,7 @@ def export(
     \b
     hetflow export v100.json -o graph.txt
     """
-    from ..profilers.importers import write_graph
+    from ..exporters.pipedream import write_graph
     from ..schema import files
     from ..schema.profile import Profile
 

@@ -39,7 +39,7 @@ def import_(
     \b
     hetflow import graph.txt --device-type V100 --device-memory 16GB -o v100.json
     """
-    from ..profilers.importers import profile_of, read_graph, without_placeholders
+    from ..importers.pipedream import profile_of, read_graph, without_placeholders
     from ..schema.cluster import Cluster
     from ..schema.errors import ProblemError
     from ..schema.files import check_writable, read_text
@@ -70,9 +70,9 @@ def import_(
 
 def _refuse_broken(graph: "LayerGraph", file: Path) -> None:
     """Refuse a graph with a cycle or in several parts, which nothing could be planned for."""
+    from ..planning.pipeline_problem import layers_of_graph
     from ..schema.errors import ProblemError
     from ..schema.pipeline import check_joined
-    from ..solvers.pipeline_problems import layers_of_graph
 
     try:
         layers, edges, _ = layers_of_graph(graph)

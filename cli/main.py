@@ -29,7 +29,14 @@ from . import (
     solve,
     throughputs,
 )
-from .common import ENVIRONMENT_PREFIX, Settings, config_values, one_line, register
+from .common import (
+    ENVIRONMENT_PREFIX,
+    Settings,
+    config_values,
+    library_speaks,
+    one_line,
+    register,
+)
 
 app = typer.Typer(
     name="hetflow",
@@ -93,13 +100,14 @@ def run(arguments: list[str]) -> int:
     Settings.debug = False
     command = typer.main.get_command(app)
     try:
-        answer = command.main(
-            arguments,
-            prog_name="hetflow",
-            standalone_mode=False,
-            auto_envvar_prefix=ENVIRONMENT_PREFIX,
-            default_map=config_values(),
-        )
+        with library_speaks():
+            answer = command.main(
+                arguments,
+                prog_name="hetflow",
+                standalone_mode=False,
+                auto_envvar_prefix=ENVIRONMENT_PREFIX,
+                default_map=config_values(),
+            )
     except HetflowError as error:
         return _report(error.message, error.hint, error.exit_code)
     except (typer.Abort, KeyboardInterrupt):

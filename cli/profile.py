@@ -137,10 +137,10 @@ def _correct(
     json: bool,
 ) -> None:
     """Fold runs into the profiles of their model, and write all of these as a new folder."""
+    from ..planning.correcting import corrected, read_run
+    from ..planning.judging import read_model_profiles
     from ..reports.corrections import corrections_table
     from ..schema import files
-    from .correcting import corrected, read_run
-    from .problems import read_model_profiles
 
     if target is not None:
         raise ProblemError("--from-run measures nothing, so it takes no target", hint="drop it")

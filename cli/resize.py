@@ -93,7 +93,7 @@ def _mapping(
         return _recut(run, now, gpus, plan, profiles)
     if plan is not None:
         return renumbered(now, lower(files.read(plan, SplitPlan), now.seed, now.determinism))
-    from .problems import read_pool
+    from ..planning.judging import read_pool
 
     pool = read_pool(gpus, None)
     if profiles is not None:
@@ -135,11 +135,11 @@ def _cut_again(
     from typing import get_args
 
     from ..launcher.mapping import nodes_of
+    from ..planning.judging import read_model_profiles, read_pool
+    from ..planning.request import PipelineFlags, Question, SplitFlags
+    from ..planning.solve import answer
     from ..schema.errors import ProblemError
     from ..schema.pipeline import PlannedSchedule
-    from .problems import read_model_profiles, read_pool
-    from .question import PipelineFlags, Question, SplitFlags
-    from .solving import answer
 
     assert now.pipeline is not None
     schedule = next((s for s in get_args(PlannedSchedule) if s == now.pipeline.schedule), None)
@@ -167,10 +167,10 @@ def _cut_again(
 def _solved(now: "LaunchConfig", profiles: Path, gpus: str) -> "SplitPlan | PipelinePlan":
     """The best mapping of equal virtual nodes, by the profiles."""
     from ..launcher.mapping import nodes_of
+    from ..planning.judging import read_model_profiles, read_pool
+    from ..planning.request import PipelineFlags, Question, SplitFlags
+    from ..planning.solve import answer
     from ..schema.errors import ProblemError
-    from .problems import read_model_profiles, read_pool
-    from .question import PipelineFlags, Question, SplitFlags
-    from .solving import answer
 
     nodes = nodes_of(now)
     if len({node.batch_size for node in nodes}) > 1:

@@ -105,11 +105,11 @@ def simulate(
 
     Who held which devices is kept for one run with -o, --json or --plot; keeping it takes longer.
     """
+    from ..importers.jobs_files import read_throughputs, spelled_as
+    from ..planning.judging import read_pool
     from ..schema.files import check_writable
     from ..simulator import Case
     from .allocate import warn_of_left_out
-    from .jobs_files import read_throughputs, spelled_as
-    from .problems import read_pool
 
     for path in (output, plot):
         if path is not None:
@@ -235,11 +235,11 @@ def _watched(runs: "Iterable[SimulationRun]", total: int) -> "Iterable[Simulatio
 
 def _read_jobs(path: Path, case: "Case") -> "tuple[Iterable[Job], tuple[Entity, ...]]":
     """A trace as a stream, and the entities of its hierarchy."""
-    from ..profilers.importers_gavel import read_gavel_trace
-    from ..profilers.importers_philly import PhillyTrace
+    from ..importers.gavel import read_gavel_trace
+    from ..importers.jobs_files import read_jobs
+    from ..importers.philly import PhillyTrace
     from ..schema.records import nearest
     from ..simulator.traces.draws import TraceKind
-    from .jobs_files import read_jobs
 
     if path.suffix == ".trace":
         return read_gavel_trace(path), ()  # a stream: it may be larger than memory

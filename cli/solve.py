@@ -149,13 +149,13 @@ def solve(
     \b
     hetflow solve --profiles profiles --gpus 2xV100,8xP100 --batch-size 8192 -o plan.json
     """
+    from ..planning.judging import read_model_profiles, read_pool
+    from ..planning.limits import Limits
+    from ..planning.request import PipelineFlags, Question, SplitFlags
+    from ..planning.solve import answer, ended_early
     from ..reports.tables import table_of
     from ..schema.files import check_writable
     from ..schema.optimizer import asked_optimizer
-    from .limits import Limits
-    from .problems import read_model_profiles, read_pool
-    from .question import PipelineFlags, Question, SplitFlags
-    from .solving import answer, ended_early
 
     if output is not None:
         check_writable(output, force=force)
@@ -201,7 +201,7 @@ def _corrected(
     """The profiles with what runs of their model have measured, and which runs these are."""
     if runs is None or cost_model == "measured":
         return profiles, ()
-    from .correcting import corrected, read_runs
+    from ..planning.correcting import corrected, read_runs
 
     model = profiles[0].model
     mine = [run for run in read_runs(runs) if run.record.plan.model == model]

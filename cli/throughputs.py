@@ -77,9 +77,9 @@ def _rates(
     """
     from dataclasses import replace
 
+    from ..planning.split_problem import split_problem
     from ..schema.cluster import Cluster
     from ..simulator.mixes import split_throughput
-    from ..solvers.problems import split_problem
 
     model = profiles[0].model
     pool = Cluster.parse(",".join(f"{most}x{profile.device_type}" for profile in profiles))

@@ -17,17 +17,21 @@ MAY_IMPORT = {
     "schedules": {"schema"},
     "checks": {"schema", "schedules"},  # no costs: the judge counts for itself
     "solvers": {"schema", "costs", "schedules"},
+    "importers": {"schema"},
+    "exporters": {"schema"},
+    "planning": {"schema", "costs", "schedules", "solvers", "checks"},
     "runtime": {"schema", "schedules"},
     "profilers": {"schema", "costs", "runtime"},  # costs: terms are fitted to their own sum
     "launcher": {"schema", "runtime"},
     "reports": {"schema", "schedules"},
     "simulator": {"schema", "costs", "schedules", "solvers"},
     "examples": {
-        "schema", "costs", "checks", "solvers", "runtime", "profilers", "simulator",
+        "schema", "costs", "checks", "solvers", "planning", "runtime", "profilers", "simulator",
+        "importers",
     },
     "cli": {
-        "schema", "costs", "schedules", "checks", "solvers", "runtime", "profilers", "launcher",
-        "reports", "simulator", "examples",
+        "schema", "costs", "schedules", "checks", "solvers", "planning", "runtime", "profilers",
+        "launcher", "reports", "simulator", "examples", "importers", "exporters",
     },
 }  # fmt: skip
 TORCH_AT_IMPORT = {"runtime", "examples"}

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 from hetflow.costs.compute import point_at
 from hetflow.costs.split import predict
+from hetflow.planning.pipeline_problem import pipeline_problem
+from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.plan import DeviceGroup, Proof, SplitPlan
 from hetflow.solvers.pipeline.stated import stated_plan
-from hetflow.solvers.pipeline_problems import pipeline_problem
-from hetflow.solvers.problems import split_problem
 
 STATED = Proof(termination="feasible", objective=0.0, lower_bound=None, gap=None, method="stated")
 

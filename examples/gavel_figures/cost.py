@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hetflow.profilers.importers_gavel import read_gavel_throughputs
+from hetflow.importers.gavel import read_gavel_throughputs
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, Throughputs
 from hetflow.simulator import Case, report, run_case

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from baselines import GavelFifo, Isolated
 
-from hetflow.profilers.importers_gavel import read_gavel_throughputs
+from hetflow.importers.gavel import read_gavel_throughputs
 from hetflow.schema.errors import HetflowError
 from hetflow.simulator import (
     Allocator,

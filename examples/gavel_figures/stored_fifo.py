@@ -15,7 +15,7 @@ from pathlib import Path
 
 from baselines import GavelFifo
 
-from hetflow.profilers.importers_gavel import read_gavel_throughputs, read_gavel_trace
+from hetflow.importers.gavel import read_gavel_throughputs, read_gavel_trace
 from hetflow.schema.errors import HetflowError
 from hetflow.simulator import Pool, RoundOptions, simulate_rounds
 

@@ -9,11 +9,11 @@ models of the table, VGG-16, ResNet-50 and GNMT are among them.
 import argparse
 from pathlib import Path
 
-from hetflow.profilers.importers import read_graph, without_placeholders
+from hetflow.importers.pipedream import read_graph, without_placeholders
+from hetflow.planning.pipeline_problem import layers_of_graph
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.pipeline import DevicePool, PipelinePlan, PipelineProblem, TopologyLevel
 from hetflow.solvers.pipeline.solve import solve
-from hetflow.solvers.pipeline_problems import layers_of_graph
 
 # Cluster-A: 4 V100 a server on PCIe (12e9 assumed), 10 Gbps; Cluster-B: 8 on NVLink (150e9
 # assumed), 25 Gbps. The thesis gives no bandwidth inside a server.

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from hetflow.checks.batch_split import check
 from hetflow.costs.split import predict
+from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import read_profiles
 from hetflow.schema.plan import DeviceGroup
 from hetflow.schema.problem import SplitProblem
-from hetflow.solvers.problems import split_problem
 from hetflow.solvers.split.solve import solve
 
 BATCH = 8192

@@ -7,6 +7,7 @@ from truth_parts import figures, plans
 from truth_parts.load import Load
 
 from hetflow.checks.batch_split import check as split_faults
+from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.pipeline import PipelinePlan
@@ -14,7 +15,6 @@ from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync
 from hetflow.schema.run import DeviceRun, RunRecord
 from hetflow.schema.step_costs import Links
-from hetflow.solvers.problems import split_problem
 
 MODEL = plans.Model("cnn", 8)
 NODES = tuple(

@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 
 from hetflow.checks.profiled import pipeline_faults, split_faults
+from hetflow.planning.pipeline_problem import pipeline_problem
+from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import BatchPoint, BusyHost, LayerGraph, LayerNode, Profile
-from hetflow.solvers.pipeline_problems import pipeline_problem
-from hetflow.solvers.problems import split_problem
 from hetflow.solvers.split.solve import solve
 
 NODES = tuple(

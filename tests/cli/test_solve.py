@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.cli.limits import Limits
+from hetflow.planning.limits import Limits
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import Profile

@@ -11,11 +11,11 @@ import pytest
 import hetflow.examples
 from hetflow.checks.batch_split import check
 from hetflow.costs.split import predict
+from hetflow.planning.split_problem import split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import read_profiles
 from hetflow.schema.plan import DeviceGroup, SplitPlan
 from hetflow.schema.profile import Profile
-from hetflow.solvers.problems import split_problem
 from hetflow.solvers.split.solve import solve
 
 FOLDER = Path(hetflow.examples.__file__).parent / "virtualflow_6_5"

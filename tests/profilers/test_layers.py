@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from hetflow.planning.pipeline_problem import pipeline_problem
 from hetflow.profilers import zoo
 from hetflow.profilers.bench import Bench
 from hetflow.profilers.layer_memory import footprint
@@ -13,7 +14,6 @@ from hetflow.profilers.targets import Workload, as_workload
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.profile import BatchPoint, Profile
-from hetflow.solvers.pipeline_problems import pipeline_problem
 
 
 class Skip(nn.Module):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.profilers.importers_gavel import read_gavel_throughputs
+from hetflow.importers.gavel import read_gavel_throughputs
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.simulator import Pool
 

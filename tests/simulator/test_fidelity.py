@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.profilers.importers_gavel import read_gavel_trace
+from hetflow.importers.gavel import read_gavel_trace
 from hetflow.schema.jobs import Throughputs
 from hetflow.simulator import Case, report, run_case
 

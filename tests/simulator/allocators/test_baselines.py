@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.profilers.importers_gavel import read_gavel_throughputs, read_gavel_trace
+from hetflow.importers.gavel import read_gavel_throughputs, read_gavel_trace
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, ModelThroughput, PairThroughput, Throughputs
 from hetflow.simulator import (

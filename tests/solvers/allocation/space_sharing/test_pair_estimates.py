@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hetflow.checks.allocation import check
-from hetflow.profilers.importers_gavel import read_gavel_throughputs
+from hetflow.importers.gavel import read_gavel_throughputs
 from hetflow.schema.jobs import (
     AllocationProblem,
     Job,

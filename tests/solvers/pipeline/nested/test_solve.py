@@ -4,11 +4,11 @@ import pytest
 from partition_cases import published_cases, published_graph
 
 from hetflow.checks.pipeline import check, stage_memory
+from hetflow.planning.pipeline_problem import layers_of_graph
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import DevicePool, PipelineProblem, TopologyLevel
 from hetflow.solvers.pipeline.solve import solve
-from hetflow.solvers.pipeline_problems import layers_of_graph
 
 MODELS = ["vgg16", "gnmt", "resnet18", "squeezenet1_0"]
 

@@ -19,7 +19,7 @@ from ..schema.pipeline import (
     WorkerCount,
 )
 from ..schema.profile import BusyHost, LayerGraph, LayerNode, Profile
-from .pipeline_links import links_of
+from ..solvers.pipeline_links import links_of
 
 Edges = tuple[tuple[int, int], ...]
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from hetflow.planning.split_problem import MAX_INTERPOLATED_SIZES, split_problem
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.profile import BatchPoint, BusyHost, Profile
-from hetflow.solvers.problems import MAX_INTERPOLATED_SIZES, split_problem
 from hetflow.solvers.split.solve import solve
 
 GIB = 1 << 30

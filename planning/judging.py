@@ -85,7 +85,7 @@ def faults_of_plan(
 
     if profiles is None:
         return check(plan, None)
-    from ..solvers.problems import split_problem
+    from .split_problem import split_problem
 
     used = ",".join(f"{group.num_devices}x{group.device_type}" for group in plan.groups)
     found = read_model_profiles(profiles, model or plan.model)
@@ -142,7 +142,7 @@ def problem_of_plan(
     Raises:
         ProblemError: The profiles do not fit the plan.
     """
-    from ..solvers.pipeline_problems import pipeline_problem
+    from .pipeline_problem import pipeline_problem
 
     return pipeline_problem(
         profiles,

@@ -10,7 +10,7 @@ from ..schema.optimizer import OptimizerState
 from ..schema.pipeline import PipelinePlan, PipelineProblem
 from ..schema.profile import Profile
 from ..solvers.pipeline.repetitive.sweep import Configuration, CostModel, Estimate, Measured, Row
-from .question import CostModelName
+from .request import CostModelName
 from .solve_pipeline import links_between, trace_for
 
 
@@ -47,7 +47,7 @@ def solve_repetitive(
     from ..checks.pipeline import check
     from ..checks.profiled import pipeline_faults
     from ..solvers.pipeline.repetitive.solve import Repetitive, solve
-    from ..solvers.pipeline_problems import pipeline_problem
+    from .pipeline_problem import pipeline_problem
 
     problems: dict[int, PipelineProblem] = {}
     for size in microbatch_sizes:

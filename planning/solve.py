@@ -1,6 +1,7 @@
 """Which solver answers which flags, and the comparison of kinds of plans."""
 
 import dataclasses
+import logging
 from typing import Any, Literal
 
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
@@ -8,10 +9,11 @@ from ..schema.pipeline import PipelinePlan
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
 from .choose_pipeline import best_pipeline, check_flags
-from .common import note, warn
 from .limits import Limits
-from .question import Question, SplitFlags
+from .request import Question, SplitFlags
 from .solve_pipeline import trace_for
+
+_log = logging.getLogger("hetflow")
 
 
 def answer(question: Question, strategy: str) -> SplitPlan | PipelinePlan:
@@ -67,7 +69,7 @@ def _could_be_pipeline(question: Question) -> bool:
     trace = trace_for(question.profiles, question.pool)
     if trace is None or trace.obstacle is None:
         return True
-    note(f"pipelines are not compared: layers were {trace.obstacle}")
+    _log.info(f"pipelines are not compared: layers were {trace.obstacle}")
     return False
 
 
@@ -86,13 +88,13 @@ def _faster(question: Question) -> SplitPlan | PipelinePlan:
         raise type(first)(said, hint=first.hint)
     if refused:
         ((missing, reason),) = refused.items()
-        say = note if isinstance(reason, InfeasibleError) else warn
+        say = _log.info if isinstance(reason, InfeasibleError) else _log.warning
         mend = f" ({reason.hint})" if reason.hint else ""
         say(f"there is no {missing} plan to compare with: {reason.message}{mend}")
         return _compared(plans[0], {"kind": missing, "refused": reason.message})
     best, other = sorted(plans, key=lambda plan: plan.predicted.step_seconds)
     gain = other.predicted.step_seconds / best.predicted.step_seconds - 1
-    note(f"{best.kind} is {gain:.1%} faster than {other.kind}")
+    _log.info(f"{best.kind} is {gain:.1%} faster than {other.kind}")
     seconds = other.predicted.step_seconds
     return _compared(best, {"kind": other.kind, "step_seconds": seconds, "faster_by": gain})
 
@@ -105,7 +107,7 @@ def _compared(plan: SplitPlan | PipelinePlan, other: dict[str, Any]) -> SplitPla
 def _split(question: Question) -> SplitPlan:
     from ..checks.batch_split import check
     from ..checks.profiled import split_faults
-    from ..solvers.problems import split_problem
+    from .split_problem import split_problem
 
     flags = question.split
     problem = split_problem(
@@ -127,7 +129,7 @@ def _say_what_is_simpler(plan: SplitPlan) -> None:
     if fastest is None or plan.proof.tolerance is None:
         return
     slower = plan.predicted.step_seconds / fastest["step_seconds"] - 1
-    note(
+    _log.info(
         f"the fastest split on paper, {', '.join(fastest['groups'])}, is predicted at "
         f"{fastest['step_seconds'] * 1e3:.4g} ms; the one taken is simpler and {slower:.1%} "
         f"slower, within the {plan.proof.tolerance:.1%} that the measurements cannot tell "
@@ -142,13 +144,13 @@ def _warn_about_update_time(question: Question) -> None:
     measured = {p.optimizer.name for p in in_pool if p.optimizer is not None}
     if asked is not None and measured - {asked.name}:
         names = ", ".join(sorted(map(str, measured)))
-        warn(f"memory counts {asked}; update_seconds are those of {names}, as profiled")
+        _log.warning(f"memory counts {asked}; update_seconds are those of {names}, as profiled")
 
 
 def _warn_about_free_communication(problem: SplitProblem) -> None:
     unsynced = [option.device_type for option in problem.devices if option.sync is None]
     if unsynced and sum(option.num_devices for option in problem.devices) > 1:
-        warn(
+        _log.warning(
             f"no measured sync_seconds for {', '.join(unsynced)}: communication counts as free; "
             "profile with two devices to measure it"
         )

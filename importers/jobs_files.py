@@ -36,8 +36,8 @@ def read_jobs(path: Path) -> Jobs:
     Raises:
         FileError: The file is missing or has faults.
     """
-    from ..profilers.importers_csv import read_jobs_csv
-    from ..profilers.importers_gavel import read_gavel_trace
+    from .csv_tables import read_jobs_csv
+    from .gavel import read_gavel_trace
 
     path = path_of(path)
     if path.suffix == ".trace":
@@ -57,8 +57,8 @@ def read_throughputs(path: Path, *, pairs: bool) -> Throughputs:
     Raises:
         FileError: The file is missing or has faults.
     """
-    from ..profilers.importers_csv import read_throughputs_csv
-    from ..profilers.importers_gavel import read_gavel_throughputs
+    from .csv_tables import read_throughputs_csv
+    from .gavel import read_gavel_throughputs
 
     path = path_of(path)
     if path.suffix == ".csv":

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.profilers.importers_gavel import (
+from hetflow.importers.gavel import (
     parse_gavel_trace,
     read_gavel_throughputs,
     read_gavel_trace,

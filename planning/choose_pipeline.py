@@ -1,16 +1,18 @@
 """Which schedule, microbatch and planner a pipeline is asked for, and their comparison."""
 
 import dataclasses
+import logging
 from typing import cast
 
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
 from ..schema.pipeline import FLUSHING, PipelinePlan, PlannedSchedule
 from ..solvers.effort import Effort
-from .common import note, warn
 from .limits import Clock
-from .question import Question
+from .request import Question
 from .solve_pipeline import links_between, solve_pipeline
 from .solve_repetitive import solve_repetitive
+
+_log = logging.getLogger("hetflow")
 
 
 def check_flags(question: Question) -> None:
@@ -55,7 +57,7 @@ def best_pipeline(question: Question) -> PipelinePlan:
     plan = _best(question)
     _say_links(question)
     if plan.trace is not None and plan.trace.obstacle is not None:
-        warn(f"the plan cannot be launched: its layers were {plan.trace.obstacle}")
+        _log.warning(f"the plan cannot be launched: its layers were {plan.trace.obstacle}")
     _say_what_is_simpler(plan)
     return plan
 
@@ -64,7 +66,7 @@ def _say_what_is_simpler(plan: PipelinePlan) -> None:
     least = (plan.provenance or {}).get("fastest")
     if least is None or plan.proof.tolerance is None:
         return
-    note(
+    _log.info(
         f"the fastest pipeline on paper, {least['config']}, is predicted at "
         f"{least['step_seconds'] * 1e3:.4g} ms; the one taken, {plan.config}, is simpler at "
         f"{plan.predicted.step_seconds * 1e3:.4g} ms, within the {plan.proof.tolerance:.1%} that "
@@ -111,7 +113,7 @@ def _best_schedule(question: Question, sizes: list[int], clock: Clock) -> Pipeli
             plans.append(_scheduled(question, named, sizes, clock, others_left))
         except (InfeasibleError, ProblemError) as error:
             refusals.append(error)
-            note(f"{schedule}: {error.message}")
+            _log.info(f"{schedule}: {error.message}")
     if not plans:
         raise refusals[0]
     least = min(plan.predicted.step_seconds for plan in plans)
@@ -123,7 +125,7 @@ def _best_schedule(question: Question, sizes: list[int], clock: Clock) -> Pipeli
     compared = []
     for other in others:
         gain = other.predicted.step_seconds / best.predicted.step_seconds - 1
-        note(f"{best.schedule} is {gain:.1%} faster than {other.schedule}")
+        _log.info(f"{best.schedule} is {gain:.1%} faster than {other.schedule}")
         compared.append({"schedule": other.schedule, "step_seconds": other.predicted.step_seconds})
     origin = {**(best.provenance or {}), "compared_schedules": compared}
     return dataclasses.replace(best, provenance=origin)
@@ -155,7 +157,7 @@ def _scheduled(
             else f"{size}: no plan"
             for size in sorted(sizes)
         )
-        note(f"microbatches of {best} are the fastest of those profiled ({tried})")
+        _log.info(f"microbatches of {best} are the fastest of those profiled ({tried})")
     return plans[best]
 
 
@@ -176,7 +178,7 @@ def _microbatch_sizes(question: Question) -> list[int]:
     nearest = min(common, key=lambda size: (abs(size - asked), size))
     if nearest != asked:
         known = ", ".join(map(str, common))
-        warn(f"layers are profiled at {known}: took microbatches of {nearest}, not {asked}")
+        _log.warning(f"layers are profiled at {known}: took microbatches of {nearest}, not {asked}")
     return [nearest]
 
 
@@ -185,10 +187,10 @@ def _say_links(question: Question) -> None:
     said = question.pipeline.link_bytes_per_second
     links = links_between(question.profiles, question.pool, said)
     for sentence in links.measured:
-        note(sentence)
+        _log.info(sentence)
     if said is None:
         for sentence in links.assumed:
-            warn(f"{sentence}: not measured itself; if it is another, state it")
+            _log.warning(f"{sentence}: not measured itself; if it is another, state it")
 
 
 def _pipeline_at(

@@ -71,7 +71,7 @@ def solve_pipeline(
     from ..checks.pipeline import check
     from ..checks.profiled import pipeline_faults
     from ..solvers.pipeline.solve import solve
-    from ..solvers.pipeline_problems import pipeline_problem
+    from .pipeline_problem import pipeline_problem
 
     nested = stage_cost == "published" if solved is None else solved == "nested"
     problem = pipeline_problem(

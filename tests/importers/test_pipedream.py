@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.profilers.importers import (
+from hetflow.exporters.pipedream import write_graph
+from hetflow.importers.pipedream import (
     profile_of,
     read_graph,
     without_placeholders,
-    write_graph,
 )
 from hetflow.schema.errors import FileError, ProblemError
 from hetflow.schema.profile import LayerGraph, LayerNode

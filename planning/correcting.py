@@ -12,7 +12,7 @@ from ..schema.errors import FileError, ProblemError
 from ..schema.pipeline import FLUSHING, PipelinePlan
 from ..schema.profile import Profile
 from ..schema.run import RunRecord
-from .problems import pool_of_plan, problem_of_plan
+from .judging import pool_of_plan, problem_of_plan
 
 
 def read_run(path: Path) -> Run:

@@ -1,8 +1,8 @@
-"""Foreign layer profiles: read and write PipeDream's ``graph.txt``.
+"""Read PipeDream's layer profiles, ``graph.txt``.
 
 One line a node, ``id -- description -- forward_compute_time=<ms>, backward_compute_time=<ms>,
 activation_size=<bytes or [a; b]>, parameter_size=<bytes>``, then one tab-indented line an edge.
-Plain text in, records out; torch is not needed.
+Plain text in, records out; torch is not needed. ``exporters.pipedream`` writes the same.
 """
 
 import re
@@ -81,27 +81,6 @@ def _number(text: str, field: str, where: str) -> float:
     if not 0 <= total < float("inf"):
         raise FileError(f"{where}: {field} must be >= 0 and finite, got {text[:40]!r}")
     return total
-
-
-def write_graph(graph: LayerGraph) -> str:
-    """Write layers as PipeDream's ``graph.txt``; ``read_graph`` gives the same graph back.
-
-    Raises:
-        ProblemError: An id or a description that the format cannot hold.
-    """
-    for node in graph.nodes:
-        if " -- " in node.id or node.id[0].isspace():
-            raise ProblemError(f"layer {node.id!r}: graph.txt cannot hold this id")
-        if "\n" in node.op:
-            raise ProblemError(f"layer {node.id!r}: graph.txt cannot hold a line break in its op")
-    lines = [
-        f"{node.id} -- {node.op} -- forward_compute_time={node.forward_seconds * 1000!r}, "
-        f"backward_compute_time={node.backward_seconds * 1000!r}, "
-        f"activation_size={node.activation_bytes}, parameter_size={node.weight_bytes}"
-        for node in graph.nodes
-    ]
-    lines += [f"\t{source} -- {target}" for source, target in graph.edges]
-    return "\n".join(lines) + "\n"
 
 
 def without_placeholders(graph: LayerGraph) -> LayerGraph:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.profilers.importers_philly import PhillyTrace
+from hetflow.importers.philly import PhillyTrace
 from hetflow.schema.errors import FileError
 from hetflow.schema.jobs import ModelThroughput, Throughputs
 

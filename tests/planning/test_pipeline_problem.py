@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from hetflow.checks.profiled import pipeline_faults
-from hetflow.cli.solve_pipeline import solve_pipeline
+from hetflow.planning.pipeline_problem import layers_of_graph, pipeline_problem
+from hetflow.planning.solve_pipeline import solve_pipeline
 from hetflow.reports.tables import pipeline_table
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import InfeasibleError, ProblemError
@@ -21,7 +22,6 @@ from hetflow.schema.profile import (
 )
 from hetflow.schema.step_costs import LinkPoint, Links, PipelineCosts
 from hetflow.solvers.pipeline_links import links_of
-from hetflow.solvers.pipeline_problems import layers_of_graph, pipeline_problem
 
 
 def node(name: str, seconds: float = 0.01) -> LayerNode:

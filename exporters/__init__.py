@@ -1,0 +1,1 @@
+"""Foreign formats out: what hetflow knows, in the form that other tools read."""

@@ -1,0 +1,1 @@
+"""From profiles, a pool and options to a plan that has been checked and can be launched."""
