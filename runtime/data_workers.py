@@ -58,7 +58,7 @@ class _SeenPopen(popen_fork.Popen):
                 os._exit(code)
         os.close(child_w)
         os.close(child_r)
-        self.finalizer = util.Finalize(self, util.close_fds, (parent_r, parent_w))
+        self.finalizer = util.Finalize(self, _close, (parent_r, parent_w))
         self.sentinel = parent_r
 
 
@@ -104,3 +104,8 @@ def _fork() -> int:
         f"no data worker started within {ATTEMPTS * PATIENCE_SECONDS:g} s; is this host out of"
         " memory or processes?"
     )
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
