@@ -152,3 +152,18 @@ def test_runs_also_correct_profiles_for_pipelines(profiles: Path, tmp_path: Path
     empty.mkdir()
     with pytest.raises(hetflow.FileError, match="holds no run.json"):
         hetflow.solve(profiles, POOL, batch_size=256, runs=empty, **PIPELINE)
+
+
+def test_a_dry_run_shows_any_plan_also_where_its_devices_are_not(
+    profiles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, script = tmp_path / "plan.json", tmp_path / "train.py"
+    script.touch()
+    hetflow.write(plan, hetflow.solve(profiles, POOL, batch_size=256, strategy="split"))
+    shown = hetflow.dry_run(plan, str(script), ["--epochs", "3"])
+    devices = [command.environment["CUDA_VISIBLE_DEVICES"] for command in shown]
+    assert devices == [str(rank) for rank in range(len(devices))]
+    assert run(["launch", "--dry-run", str(plan), str(script)]) == 0
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == len(shown)
+    assert "this machine has 0: shown as on a machine that has all of them" in captured.err
