@@ -1,7 +1,136 @@
 """Plan and run PyTorch training on the devices people really have.
 
+What a program calls is named here, and nothing else is promised. Names are loaded when they are
+first used, so planning starts without torch::
+
+    import hetflow
+
+    profiles = hetflow.profile("train.py:workload", devices=["V100", "P100"])
+    plan = hetflow.solve(profiles, "2xV100,8xP100", batch_size=8192)
+    record = hetflow.launch(plan, "train.py", ["--epochs", "90"])
+
+and in the training script ``job = hetflow.prepare(model, optimizer)``. What a person should know
+beside a result goes to the logger ``hetflow`` of ``logging``.
+
 The repository root is this package: every folder beside this file imports as
 ``hetflow.<folder>``. See docs/ for the file formats and the design decisions.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .api.allocate import allocate
+    from .api.check import check
+    from .api.files import read, write
+    from .api.launch import dry_run, launch
+    from .api.profile import profile
+    from .api.resize import resize
+    from .api.simulate import simulate, sweep
+    from .api.solve import solve
+    from .runtime import prepare
+    from .schema.cluster import Cluster
+    from .schema.errors import (
+        BackendError,
+        FileError,
+        HetflowError,
+        InfeasibleError,
+        LaunchError,
+        ProblemError,
+        TargetError,
+    )
+    from .schema.jobs import Allocation, Job, Jobs, ModelThroughput, Throughputs
+    from .schema.optimizer import OptimizerState
+    from .schema.pipeline import PipelinePlan
+    from .schema.plan import SplitPlan
+    from .schema.profile import BatchPoint, Profile
+    from .schema.resize import ResizeAnswer
+    from .schema.run import RunRecord
+    from .schema.simulation import SimulationRun
+
+_WHERE = {
+    "allocate": "api.allocate",
+    "check": "api.check",
+    "dry_run": "api.launch",
+    "launch": "api.launch",
+    "prepare": "runtime",
+    "profile": "api.profile",
+    "read": "api.files",
+    "resize": "api.resize",
+    "simulate": "api.simulate",
+    "solve": "api.solve",
+    "sweep": "api.simulate",
+    "write": "api.files",
+    "Allocation": "schema.jobs",
+    "BatchPoint": "schema.profile",
+    "Cluster": "schema.cluster",
+    "Job": "schema.jobs",
+    "Jobs": "schema.jobs",
+    "ModelThroughput": "schema.jobs",
+    "OptimizerState": "schema.optimizer",
+    "PipelinePlan": "schema.pipeline",
+    "Profile": "schema.profile",
+    "ResizeAnswer": "schema.resize",
+    "RunRecord": "schema.run",
+    "SimulationRun": "schema.simulation",
+    "SplitPlan": "schema.plan",
+    "Throughputs": "schema.jobs",
+    "BackendError": "schema.errors",
+    "FileError": "schema.errors",
+    "HetflowError": "schema.errors",
+    "InfeasibleError": "schema.errors",
+    "LaunchError": "schema.errors",
+    "ProblemError": "schema.errors",
+    "TargetError": "schema.errors",
+}
+
+__all__ = [
+    "Allocation",
+    "BackendError",
+    "BatchPoint",
+    "Cluster",
+    "FileError",
+    "HetflowError",
+    "InfeasibleError",
+    "Job",
+    "Jobs",
+    "LaunchError",
+    "ModelThroughput",
+    "OptimizerState",
+    "PipelinePlan",
+    "ProblemError",
+    "Profile",
+    "ResizeAnswer",
+    "RunRecord",
+    "SimulationRun",
+    "SplitPlan",
+    "TargetError",
+    "Throughputs",
+    "allocate",
+    "check",
+    "dry_run",
+    "launch",
+    "prepare",
+    "profile",
+    "read",
+    "resize",
+    "simulate",
+    "solve",
+    "sweep",
+    "write",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name when it is first used."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_WHERE[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

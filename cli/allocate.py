@@ -1,19 +1,16 @@
 """``hetflow allocate``: who runs where, for what part of the time, with a proof."""
 
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..schema.errors import BackendError
-from .common import ForceFlag, JsonFlag, emit_file, note, warn
+from .common import ForceFlag, JsonFlag, asked_pool, emit_file, note, warn
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..schema.cluster import Cluster
-    from ..schema.jobs import Allocation, AllocationProblem
+    from ..schema.jobs import Allocation
 
 _MOST_NAMED = 10  # jobs on stderr; the answer names all
 
@@ -74,31 +71,22 @@ def allocate(
     \b
     hetflow allocate jobs.json --throughputs t.json --gpus 8xV100,8xP100 --policy makespan
     """
-    from ..checks.allocation import check
-    from ..planning.judging import read_pool
+    from .. import allocate as share
     from ..schema.files import check_writable
-    from ..solvers.allocation import allocate as solve
 
     if output is not None:
         check_writable(output, force=force)
-    problem = read_problem(
+    allocation = share(
         jobs,
         throughputs,
-        read_pool(gpus, cluster),
-        heterogeneity="agnostic" if agnostic else "aware",
+        asked_pool(gpus, cluster),
+        policy=policy,
         space_sharing=space_sharing,
+        agnostic=agnostic,
         placement=placement,
         budget_dollars=budget,
+        fill=fill,
     )
-    allocation = replace(
-        solve(problem, policy, fills=fill),
-        space_sharing=space_sharing,
-        placement=placement,
-        budget_dollars=budget,
-    )
-    faults = check(allocation, problem)
-    if faults:
-        raise BackendError(f"the solver's own allocation fails its check: {'; '.join(faults[:3])}")
     warn_of_left_out(allocation.left_out)
     emit_file(allocation, output, force=force, json=json)
     _tell(allocation, output)
@@ -112,42 +100,6 @@ def warn_of_left_out(left_out: "Mapping[str, str]") -> None:
         warn(f"job {name!r} is left out: {reason}")
     if len(left_out) > _MOST_NAMED:
         warn(f"{len(left_out)} jobs are left out in all; the answer names each")
-
-
-def read_problem(
-    jobs: Path, throughputs: Path, pool: "Cluster", *, space_sharing: bool, **choices: Any
-) -> "AllocationProblem":
-    """The allocation problem of two files and a pool.
-
-    Args:
-        jobs: Jobs, also as a CSV or a Gavel trace.
-        throughputs: Throughputs, also as a CSV or Gavel's table.
-        pool: The devices, with prices where policies need them.
-        space_sharing: Whether pairs of jobs may share devices.
-        choices: Other fields of ``AllocationProblem``.
-
-    Raises:
-        HetflowError: A file that cannot be read, or jobs that do not fit the pool.
-    """
-    from ..importers.jobs_files import read_jobs, read_throughputs, spelled_as
-    from ..schema.jobs import AllocationProblem, consolidated_devices
-
-    table = read_throughputs(throughputs, pairs=space_sharing)
-    pool = spelled_as(pool, table)
-    together: dict[str, int] = {}
-    if choices.get("placement") == "mixed" and pool.sizes is not None:
-        limits = consolidated_devices(table, pool.sizes)
-        together = dict(zip(pool.num_devices, limits, strict=True))
-    prices = {n: t.dollars_per_hour for n, t in pool.device_types.items() if t.dollars_per_hour}
-    return AllocationProblem(
-        jobs=read_jobs(jobs),
-        throughputs=table,
-        num_devices=pool.num_devices,
-        dollars_per_hour=prices,
-        space_sharing=space_sharing,
-        consolidated_devices=together,
-        **choices,
-    )
 
 
 def _tell(allocation: "Allocation", output: Path | None) -> None:

@@ -1,15 +1,14 @@
 """``hetflow check``: judge a plan or an allocation from the definitions."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..schema.errors import HetflowError, ProblemError
-from .common import JsonFlag, emit, emit_json
+from ..schema.errors import HetflowError
+from .common import JsonFlag, asked_pool, emit, emit_json
 
 if TYPE_CHECKING:
-    from ..schema.cluster import Cluster
     from ..schema.jobs import Allocation as AllocationRecord
 
 
@@ -70,7 +69,7 @@ def check(
     hetflow check plan.json --profiles profiles --gpus 2xV100,8xP100
     hetflow check allocation.json --jobs jobs.json --throughputs t.json --gpus 8xV100
     """
-    from ..planning.judging import faults_of_plan, read_pool
+    from .. import check as faults_of
     from ..schema import files
     from ..schema.jobs import Allocation
     from ..schema.optimizer import asked_optimizer
@@ -78,16 +77,27 @@ def check(
     from ..schema.plan import SplitPlan
 
     found = files.read_any(plan)
-    pool = None if gpus is None and cluster is None else read_pool(gpus, cluster)
+    pool = None if gpus is None and cluster is None else asked_pool(gpus, cluster)
     if isinstance(found, Allocation):
-        choices: dict[str, Any] = {
-            "space_sharing": space_sharing, "placement": placement, "budget_dollars": budget,
-        }  # fmt: skip
-        faults = _allocation_faults(found, jobs, throughputs, pool, choices)
+        faults = faults_of(
+            found,
+            pool=pool,
+            jobs=jobs,
+            throughputs=throughputs,
+            space_sharing=space_sharing,
+            placement=placement,
+            budget_dollars=budget,
+        )
         termination = _termination(found)
     elif isinstance(found, SplitPlan | PipelinePlan):
-        asked = asked_optimizer(optimizer, state_bytes_per_weight_byte)
-        faults = faults_of_plan(found, profiles, pool, model, link_bytes_per_second, asked)
+        faults = faults_of(
+            found,
+            profiles,
+            pool,
+            model=model,
+            link_bytes_per_second=link_bytes_per_second,
+            optimizer=asked_optimizer(optimizer, state_bytes_per_weight_byte),
+        )
         termination = found.proof.termination
     else:
         raise HetflowError(f"{plan}: a {found.schema} file claims nothing that can be judged")
@@ -111,32 +121,3 @@ def _termination(allocation: "AllocationRecord") -> str:
     if policy_named(allocation.policy).name in KNOWN:
         return str(allocation.certificate.termination)
     return f"the objective of {allocation.policy!r} is not judged: the checker does not know it"
-
-
-def _allocation_faults(
-    allocation: "AllocationRecord",
-    jobs: Path | None,
-    throughputs: Path | None,
-    pool: "Cluster | None",
-    choices: dict[str, Any],
-) -> list[str]:
-    from ..checks.allocation import check as faults_of
-    from .allocate import read_problem
-
-    if jobs is None or throughputs is None or pool is None:
-        raise ProblemError(
-            "an allocation is judged against its jobs, throughputs and pool",
-            hint="add --jobs FILE --throughputs FILE --gpus SPEC",
-        )
-    said = {name: getattr(allocation, name) for name in choices}
-    asked = {name: said[name] if value is None else value for name, value in choices.items()}
-    problem = read_problem(
-        jobs,
-        throughputs,
-        pool,
-        space_sharing=asked["space_sharing"] or False,
-        heterogeneity=allocation.heterogeneity,
-        placement=asked["placement"] or "consolidated",
-        budget_dollars=asked["budget_dollars"],
-    )
-    return faults_of(allocation, problem)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..schema.errors import FileError
+from ..schema.errors import FileError, ProblemError
 
 ENVIRONMENT_PREFIX = "HETFLOW"
 CONFIG_FILE = "hetflow.toml"
@@ -115,6 +115,20 @@ def emit_file(value: Any, output: Path | None, *, force: bool, json: bool = Fals
         files.write(output, value, force=force)
     if output is None or json:
         emit(files.to_json(value))
+
+
+def asked_pool(gpus: str | None, cluster: Path | None) -> str | Path:
+    """What ``--gpus`` or ``--cluster`` names; exactly one of them.
+
+    Raises:
+        ProblemError: None or both are given.
+    """
+    if gpus is not None and cluster is not None:
+        raise ProblemError("--gpus and --cluster both name a pool", hint="give one of them")
+    named = gpus if gpus is not None else cluster
+    if named is None:
+        raise ProblemError("no pool is given", hint="add --gpus 2xV100,8xP100 or --cluster FILE")
+    return named
 
 
 def register(app: typer.Typer, function: Callable[..., None], **options: Any) -> None:

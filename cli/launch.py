@@ -5,13 +5,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .common import ForceFlag, JsonFlag, Settings, emit, emit_json, warn
+from .common import ForceFlag, JsonFlag, Settings, emit, emit_json
 
 if TYPE_CHECKING:
-    from ..launcher.request import LaunchRequest
+    from ..api.launch import LaunchOptions
     from ..launcher.spawn import WorkerCommand
-    from ..schema.pipeline import PipelinePlan
-    from ..schema.plan import SplitPlan
     from ..schema.run import RunRecord
 
 
@@ -99,60 +97,49 @@ def launch(
     hetflow launch --dry-run plan.json train.py
     hetflow launch --nnodes 2 --node-rank 0 --rdzv-endpoint 10.0.0.1:29400 plan.json train.py
     """
-    from ..launcher.controller import launch as run
-    from ..launcher.controller import plan_commands
-    from ..launcher.request import LaunchRequest, Rendezvous, default_folder
-    from ..runtime.lower import check_level, lower
+    from .. import dry_run as show
+    from .. import launch as run
+    from ..api.files import plan_of
+    from ..launcher.request import Rendezvous, default_folder
 
-    found = _read_plan(plan)
+    found = plan_of(plan)
     several = nnodes > 1 or node_rank is not None or rdzv_endpoint is not None
-    request = LaunchRequest(
-        plan=found,
-        config=lower(found, seed, check_level(determinism)),
-        script=(script, *(arguments or [])),
-        folder=output or default_folder(found.model),
-        force=force,
-        stdout_to_stderr=json,
-        timeout_seconds=float(timeout),
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-        from_scratch=restart_from_scratch,
-        compare_every=compare_every,
-        grace_seconds=float(grace),
-        on_failure=on_failure,
-        heartbeat_seconds=heartbeat,
-        rendezvous=Rendezvous.parse(nnodes, node_rank, rdzv_endpoint, devices) if several else None,
-    )
+    folder = output or default_folder(found.model)
+    options: LaunchOptions = {
+        "folder": folder,
+        "force": force,
+        "seed": seed,
+        "determinism": determinism,
+        "checkpoint": checkpoint,
+        "checkpoint_every": checkpoint_every,
+        "from_scratch": restart_from_scratch,
+        "compare_every": compare_every,
+        "on_failure": on_failure,
+        "grace_seconds": float(grace),
+        "timeout_seconds": float(timeout),
+        "heartbeat_seconds": heartbeat,
+        "rendezvous": (
+            Rendezvous.parse(nnodes, node_rank, rdzv_endpoint, devices) if several else None
+        ),
+        "stdout_to_stderr": json,
+    }
     if dry_run:
-        _show_commands(request, plan_commands(request), json)
+        _show_commands(folder, show(found, script, arguments or (), **options), json)
         return
-    record = run(request, warn=warn)
-    _report(request, record, json)
+    _report(folder, run(found, script, arguments or (), **options), json)
 
 
-def _read_plan(path: Path) -> "SplitPlan | PipelinePlan":
-    from ..schema import files
-    from ..schema.errors import FileError
-    from ..schema.pipeline import PipelinePlan
-    from ..schema.plan import SplitPlan
-
-    found = files.read_any(path)
-    if not isinstance(found, SplitPlan | PipelinePlan):
-        raise FileError(f"{path}: must be hetflow.plan/1, got {found.schema}")
-    return found
-
-
-def _show_commands(request: "LaunchRequest", commands: "list[WorkerCommand]", json: bool) -> None:
+def _show_commands(folder: Path, commands: "list[WorkerCommand]", json: bool) -> None:
     from dataclasses import asdict
 
     if json:
-        emit_json({"folder": str(request.folder), "workers": [asdict(c) for c in commands]})
+        emit_json({"folder": str(folder), "workers": [asdict(c) for c in commands]})
         return
     for command in commands:
         emit(command.shell())
 
 
-def _report(request: "LaunchRequest", record: "RunRecord | None", json: bool) -> None:
+def _report(folder: Path, record: "RunRecord | None", json: bool) -> None:
     from ..schema import files
 
     if record is None:
@@ -170,12 +157,12 @@ def _report(request: "LaunchRequest", record: "RunRecord | None", json: bool) ->
     if record.step_seconds_error is not None:
         parts.append(f"error {record.step_seconds_error:+.1%}")
     emulated = " (emulated)" if any(device.emulated for device in record.devices) else ""
-    typer.echo(f"{', '.join(parts)}{emulated}; record: {request.folder / 'run.json'}", err=True)
+    typer.echo(f"{', '.join(parts)}{emulated}; record: {folder / 'run.json'}", err=True)
     if record.terms:
-        _say_terms(request, record)
+        _say_terms(folder, record)
 
 
-def _say_terms(request: "LaunchRequest", record: "RunRecord") -> None:
+def _say_terms(folder: Path, record: "RunRecord") -> None:
     """What the prediction is made of, and how to correct it by this run."""
     import shlex
 
@@ -183,6 +170,6 @@ def _say_terms(request: "LaunchRequest", record: "RunRecord") -> None:
 
     typer.echo(terms_table(record), err=True)
     if any(entry.is_off for entry in record.terms):
-        folder = shlex.quote(str(request.folder))
-        command = f"hetflow profile --from-run {folder} --profiles PROFILES -o NEW"
+        quoted = shlex.quote(str(folder))
+        command = f"hetflow profile --from-run {quoted} --profiles PROFILES -o NEW"
         typer.echo(f"to correct the profiles by this run: {command}", err=True)

@@ -4,7 +4,6 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,9 +16,7 @@ from ..schema.profile import BatchPoint, Profile
 from .common import ForceFlag, JsonFlag, emit, emit_json, note, shows_progress, warn
 
 if TYPE_CHECKING:
-    from ..profilers.batch_curve import CurveLimits
-    from ..profilers.busy import Progress as Told
-    from ..profilers.profile import ProfileOptions
+    from ..api.profile import Progress as Told
 
 
 def profile(
@@ -92,29 +89,32 @@ def profile(
         return
     if target is None:
         raise ProblemError("there is nothing to profile", hint="name a target, such as zoo:mlp")
+    from .. import profile as measure
     from ..profilers import devices, targets
-    from ..profilers.profile import profile_target
     from ..schema import files
-    from ..schema.optimizer import named_optimizer
 
-    if optimizer is not None:
-        named_optimizer(optimizer)  # refuses a name that there is not
-    parsed = targets.parse(target)
-    parsed = replace(parsed, model=name) if name else parsed
-    options = replace(
-        _how_well(quick=quick, thorough=thorough, steps=steps),
-        optimizer=optimizer,
-        sync_devices=sync_devices,
-        links=links,
-        layers_at=_microbatch_sizes(microbatch_size) if layers else (),
-        command=shlex.join(["hetflow", *mask(sys.argv[1:])]),
-    )
-    options = replace(options, limits=_sizes(options.limits, batch_sizes, max_batch_size))
-    requests = devices.parse_requests(device or [], devices.local_devices())
-    types = [request.device_type for request in requests]
-    paths = _paths(output, parsed.model, types, force=force)
+    if quick and thorough:
+        raise ProblemError("--quick and --thorough: choose one")
+    asked = devices.parse_requests(device or [], devices.local_devices())
+    types = [request.device_type for request in asked]
+    paths = _paths(output, name or targets.parse(target).model, types, force=force)
     with _no_empty_folder(output), _progress() as progress:
-        measured_all = profile_target(parsed, requests, options, progress)
+        measured_all = measure(
+            target,
+            device or [],
+            name=name,
+            batch_sizes=batch_sizes,
+            max_batch_size=max_batch_size,
+            effort="quick" if quick else "thorough" if thorough else "usual",
+            steps=steps,
+            optimizer=optimizer,
+            links=links,
+            layers=layers,
+            microbatch_sizes=_microbatch_sizes(microbatch_size) if layers else (),
+            sync_devices=sync_devices,
+            command=shlex.join(["hetflow", *mask(sys.argv[1:])]),
+            progress=progress,
+        )
     for path, measured in zip(paths, measured_all, strict=True):
         files.write(path, measured, force=force)
     if json:
@@ -138,7 +138,7 @@ def _correct(
 ) -> None:
     """Fold runs into the profiles of their model, and write all of these as a new folder."""
     from ..planning.correcting import corrected, read_run
-    from ..planning.judging import read_model_profiles
+    from ..planning.inputs import profiles_of
     from ..reports.corrections import corrections_table
     from ..schema import files
 
@@ -147,7 +147,7 @@ def _correct(
     if not run_folders or folder is None:
         raise ProblemError("--from-run RUN and --profiles DIR go together", hint="give both")
     runs = [read_run(path) for path in run_folders]
-    before = read_model_profiles(folder, model or runs[0].record.plan.model)
+    before = profiles_of(folder, model or runs[0].record.plan.model)
     paths = _paths(output, before[0].model, [p.device_type for p in before], force=force)
     with _no_empty_folder(output):
         found = corrected(before, runs)
@@ -193,30 +193,6 @@ def _say_how_found(measured: Profile) -> None:
         warn(f"layers {trace.obstacle}")
     elif trace.reason is not None:
         note(f"layers found by {_TOOLS[trace.way]}; {trace.reason}")
-
-
-def _how_well(*, quick: bool, thorough: bool, steps: int | None) -> "ProfileOptions":
-    from ..profilers.batch_curve import CurveLimits
-    from ..profilers.loop_costs import LoopPolicy
-    from ..profilers.profile import ProfileOptions
-
-    if quick and thorough:
-        raise ProblemError("--quick and --thorough: choose one")
-    options = ProfileOptions()
-    if quick:
-        options = ProfileOptions(
-            limits=CurveLimits.quick(), loop=LoopPolicy.quick(), sync_seconds=3.0, hold_seconds=4.0
-        )
-    elif thorough:
-        options = ProfileOptions(loop=LoopPolicy.thorough(), sync_seconds=30.0)
-    return replace(options, loop=replace(options.loop, most_samples=steps))
-
-
-def _sizes(limits: "CurveLimits", batch_sizes: str | None, largest: int | None) -> "CurveLimits":
-    from ..profilers.batch_curve import parse_sizes
-
-    limits = replace(limits, largest=largest)
-    return parse_sizes(batch_sizes, limits) if batch_sizes else limits
 
 
 def _paths(folder: Path, model: str, device_types: Sequence[str], *, force: bool) -> list[Path]:

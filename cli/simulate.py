@@ -1,19 +1,19 @@
 """``hetflow simulate``: what a policy and a mechanism would do with a cluster over weeks."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ..schema.errors import HetflowError, ProblemError
-from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json, shows_progress
+from .common import ForceFlag, JsonFlag, asked_pool, emit, emit_file, emit_json, shows_progress
 
 if TYPE_CHECKING:
-    from ..schema.jobs import Entity, Job
+    from ..api.simulate import SimulationOptions
     from ..schema.simulation import SimulationRun
-    from ..simulator import Case
+
+Inputs = tuple[str, Path, str | Path]  # trace, throughputs, pool
 
 
 def simulate(
@@ -105,47 +105,40 @@ def simulate(
 
     Who held which devices is kept for one run with -o, --json or --plot; keeping it takes longer.
     """
-    from ..importers.jobs_files import read_throughputs, spelled_as
-    from ..planning.judging import read_pool
     from ..schema.files import check_writable
-    from ..simulator import Case
     from .allocate import warn_of_left_out
 
     for path in (output, plot):
         if path is not None:
             check_writable(path, force=force)
     picture = None if plot is None else _picture_format(plot)
-    table = read_throughputs(throughputs, pairs=space_sharing or policy == "gandiva")
-    pool = spelled_as(read_pool(gpus, cluster), table)
-    prices = {n: t.dollars_per_hour for n, t in pool.device_types.items() if t.dollars_per_hour}
-    base = Case(
-        throughputs=table,
-        num_devices=pool.num_devices,
-        servers=pool.sizes,
-        server_numbers=pool.server_numbers,
-        dollars_per_hour=prices,
-        scheduler=scheduler,
-        policy=policy,
-        agnostic=agnostic,
-        space_sharing=space_sharing,
-        placement=placement,
-        optimum=optimum,
-        round_seconds=round_seconds,
-        restart_seconds=restart_seconds,
-        failure_seconds=None if failure_hours is None else 3600.0 * failure_hours,
-        server_failure_seconds=(
+    number = seeds * max(1, len(_numbers(loads)))
+    if (plot is not None or output is not None) and number > 1:
+        raise ProblemError(f"--plot and -o take one run, this sweep has {number}")
+    inputs = (trace, throughputs, asked_pool(gpus, cluster))
+    options: SimulationOptions = {
+        "policy": policy,
+        "scheduler": scheduler,
+        "agnostic": agnostic,
+        "space_sharing": space_sharing,
+        "placement": placement,
+        "optimum": optimum,
+        "round_seconds": round_seconds,
+        "restart_seconds": restart_seconds,
+        "failure_seconds": None if failure_hours is None else 3600.0 * failure_hours,
+        "server_failure_seconds": (
             None if server_failure_hours is None else 3600.0 * server_failure_hours
         ),
-        repair_seconds=3600.0 * repair_hours,
-        seed=seed,
-        window=_window(window),
-    )
-    cases = _cases(base, trace, seeds, _numbers(loads), num_jobs)
-    if (plot is not None or output is not None) and len(cases) > 1:
-        raise ProblemError(f"--plot and -o take one run, this sweep has {len(cases)}")
-    if len(cases) == 1 and (json or plot is not None or output is not None):
-        cases = [replace(cases[0], records_spans=True)]
-    runs = _run(cases, trace, processes, with_jobs=output is not None or plot is not None)
+        "repair_seconds": 3600.0 * repair_hours,
+        "window": _window(window),
+        "seed": seed,
+        "num_jobs": num_jobs,
+    }
+    if number > 1:
+        runs = _swept(inputs, _numbers(loads), seeds, processes, options)
+    else:
+        keeps = output is not None or plot is not None
+        runs = [_one(inputs, _numbers(loads), options, with_jobs=keeps, with_spans=keeps or json)]
     if plot is not None and picture is not None:
         _draw(runs[0], plot, picture, force)
     if output is not None:
@@ -171,57 +164,44 @@ def _numbers(text: str | None) -> list[float]:
         raise ProblemError(f"--loads {text}: must be numbers such as 2,4,5.6") from None
 
 
-def _cases(base: "Case", trace: str, seeds: int, loads: list[float], num_jobs: int) -> "list[Case]":
-    from ..simulator import TraceOptions
-    from ..simulator.traces.draws import TraceKind
+def _one(
+    inputs: Inputs,
+    loads: list[float],
+    options: "SimulationOptions",
+    *,
+    with_jobs: bool,
+    with_spans: bool,
+) -> "SimulationRun":
+    from .. import simulate as run
+    from ..api.simulate import KINDS
 
-    if trace not in get_args(TraceKind):
-        if seeds > 1 or loads:
-            raise ProblemError(
-                "--seeds and --loads are for drawn traces", hint="give a kind, not a file"
-            )
-        return [base]
-    if trace.startswith("continuous") and not loads:
-        raise ProblemError("a continuous trace needs --loads, in jobs per hour")
-    reference = next(iter(base.num_devices))
-    return [
-        replace(
-            base,
-            seed=number,
-            trace=TraceOptions(
-                kind=trace,  # type: ignore[arg-type]
-                num_jobs=num_jobs,
-                jobs_per_hour=load,
-                seed=number,
-                reference_device=reference,
-            ),
-        )
-        for load in loads or [1.0]
-        for number in range(base.seed, base.seed + seeds)
-    ]
-
-
-def _run(
-    cases: "list[Case]", trace: str, processes: int, *, with_jobs: bool
-) -> "list[SimulationRun]":
-    from ..simulator import report, run_case, sweep
-
-    if len(cases) > 1:
-        return list(_watched(sweep(cases, processes), len(cases)))
-    case, jobs = cases[0], None
-    if case.trace is None:
-        jobs, entities = _read_jobs(Path(trace), case)
-        case = replace(case, entities=entities)
-    total = case.trace.num_jobs if case.trace is not None else None
+    trace, throughputs, pool = inputs
+    load = loads[0] if loads else None
     if not shows_progress():
-        return [report(case, run_case(case, jobs), trace, with_jobs=with_jobs)]
+        return run(
+            trace, throughputs, pool, jobs_per_hour=load, with_jobs=with_jobs,
+            with_spans=with_spans, **options,
+        )  # fmt: skip
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("jobs done", total=total)
-        run = run_case(case, jobs, lambda done, _: bar.update(task, completed=done))
-    return [report(case, run, trace, with_jobs=with_jobs)]
+        task = bar.add_task("jobs done", total=options["num_jobs"] if trace in KINDS else None)
+        return run(
+            trace, throughputs, pool, jobs_per_hour=load, with_jobs=with_jobs,
+            with_spans=with_spans, progress=lambda done, _: bar.update(task, completed=done),
+            **options,
+        )  # fmt: skip
+
+
+def _swept(
+    inputs: Inputs, loads: list[float], seeds: int, processes: int, options: "SimulationOptions"
+) -> "list[SimulationRun]":
+    from .. import sweep
+
+    trace, throughputs, pool = inputs
+    runs = sweep(trace, throughputs, pool, loads=loads, seeds=seeds, processes=processes, **options)
+    return list(_watched(runs, seeds * max(1, len(loads))))
 
 
 def _watched(runs: "Iterable[SimulationRun]", total: int) -> "Iterable[SimulationRun]":
@@ -231,25 +211,6 @@ def _watched(runs: "Iterable[SimulationRun]", total: int) -> "Iterable[Simulatio
     from rich.progress import track
 
     return track(runs, "runs", total=total, console=Console(stderr=True), transient=True)
-
-
-def _read_jobs(path: Path, case: "Case") -> "tuple[Iterable[Job], tuple[Entity, ...]]":
-    """A trace as a stream, and the entities of its hierarchy."""
-    from ..importers.gavel import read_gavel_trace
-    from ..importers.jobs_files import read_jobs
-    from ..importers.philly import PhillyTrace
-    from ..schema.records import nearest
-    from ..simulator.traces.draws import TraceKind
-
-    if path.suffix == ".trace":
-        return read_gavel_trace(path), ()  # a stream: it may be larger than memory
-    if path.name.startswith("cluster_job_log"):
-        return PhillyTrace(path, case.throughputs, next(iter(case.num_devices))), ()
-    guess = nearest(str(path), get_args(TraceKind))
-    if guess is not None and not path.exists():
-        raise ProblemError(f"{path}: no such file, and no kind to draw; did you mean {guess!r}?")
-    found = read_jobs(path)
-    return found.jobs, found.entities
 
 
 def _picture_format(plot: Path) -> str:

@@ -1,16 +1,12 @@
 """``hetflow solve``: from profiles and a pool to a proved plan."""
 
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from ..schema.schedule_names import PlannedSchedule
-from .common import ForceFlag, JsonFlag, emit_file, note, warn
-
-if TYPE_CHECKING:
-    from ..schema.profile import Profile
+from .common import ForceFlag, JsonFlag, asked_pool, emit_file, note
 
 Method = Literal["exact", "cbc", "highs"]
 
@@ -149,67 +145,43 @@ def solve(
     \b
     hetflow solve --profiles profiles --gpus 2xV100,8xP100 --batch-size 8192 -o plan.json
     """
-    from ..planning.judging import read_model_profiles, read_pool
+    from .. import solve as find
     from ..planning.limits import Limits
-    from ..planning.request import PipelineFlags, Question, SplitFlags
-    from ..planning.solve import answer, ended_early
     from ..reports.tables import table_of
     from ..schema.files import check_writable
     from ..schema.optimizer import asked_optimizer
 
     if output is not None:
         check_writable(output, force=force)
-    known, used = _corrected(read_model_profiles(profiles, model), runs, cost_model)
-    question = Question(
-        profiles=known,
-        pool=read_pool(gpus, cluster),
-        pool_name=gpus or str(cluster),
+    plan = find(
+        profiles,
+        asked_pool(gpus, cluster),
         batch_size=batch_size,
+        model=model,
+        strategy=strategy,
+        objective=objective,
         optimizer=asked_optimizer(optimizer, state_bytes_per_weight_byte),
-        split=SplitFlags(objective, method, virtual_nodes, top, interpolate),
-        pipeline=PipelineFlags(
-            schedule=schedule,
-            stage_cost=stage_cost,
-            num_stages=num_stages,
-            replication=replication,
-            link_bytes_per_second=link_bytes_per_second,
-            num_model_chunks=chunks_per_device,
-            repetitive=repetitive,
-            cost_model=cost_model,
-            runs=runs,
-            objective="bottleneck" if objective == "bottleneck" else None,
-            microbatch_size=microbatch_size,
-        ),
-        limits=Limits(time_limit, gap),
         fastest=fastest,
+        time_limit_seconds=time_limit,
+        gap=gap,
+        runs=runs,
+        virtual_nodes=virtual_nodes,
+        interpolate=interpolate,
+        method=method,
+        top=top,
+        schedule=schedule,
+        microbatch_size=microbatch_size,
+        num_stages=num_stages,
+        replication=replication,
+        num_model_chunks=chunks_per_device,
+        link_bytes_per_second=link_bytes_per_second,
+        stage_cost=stage_cost,
+        repetitive=repetitive,
+        cost_model=cost_model,
     )
-    plan = answer(question, strategy)
-    if used:
-        origin = {**(plan.provenance or {}), "corrected_by": list(used)}
-        plan = dataclasses.replace(plan, provenance=origin)
     emit_file(plan, output, force=force, json=json)
     note(table_of(plan))
     if output is not None:
         note(f"plan written to {output}; next: hetflow launch {output} SCRIPT")
-    if ended_early(plan, question.limits):
+    if Limits(time_limit, gap).is_missed(plan):
         raise typer.Exit(4)
-
-
-def _corrected(
-    profiles: "tuple[Profile, ...]", runs: Path | None, cost_model: str
-) -> "tuple[tuple[Profile, ...], tuple[str, ...]]":
-    """The profiles with what runs of their model have measured, and which runs these are."""
-    if runs is None or cost_model == "measured":
-        return profiles, ()
-    from ..planning.correcting import corrected, read_runs
-
-    model = profiles[0].model
-    mine = [run for run in read_runs(runs) if run.record.plan.model == model]
-    if not mine:
-        warn(f"{runs} holds no run of {model}; the profiles are taken as they are")
-        return profiles, ()
-    found = corrected(profiles, mine)
-    for remark in found.remarks:
-        warn(remark)
-    note(f"profiles corrected by {len(found.used)} run(s) of {runs}")
-    return found.profiles, found.used

@@ -1,14 +1,11 @@
-"""Files of jobs and throughputs in every form that commands take; a pool spelled as they are."""
+"""Files of jobs and throughputs in every form that commands take."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 from ..schema import files
-from ..schema.cluster import Cluster
-from ..schema.errors import FileError, ProblemError
+from ..schema.errors import FileError
 from ..schema.jobs import Jobs, Throughputs
-from ..schema.records import nearest
 
 SAMPLE = "sample:"
 
@@ -70,25 +67,3 @@ def read_throughputs(path: Path, *, pairs: bool) -> Throughputs:
     if isinstance(document, dict) and "schema" not in document:
         return read_gavel_throughputs(path, pairs=pairs)
     return files.read(path, Throughputs)
-
-
-def spelled_as(pool: Cluster, throughputs: Throughputs) -> Cluster:
-    """The pool with its device types spelled as the throughputs spell them: case does not matter.
-
-    Raises:
-        ProblemError: No throughput is for a type of the pool, whatever its case.
-    """
-    tables: list[Iterable[str]] = [entry.steps_per_second for entry in throughputs.models]
-    tables += [pair.steps_per_second for pair in throughputs.pairs]
-    tables += [mix.devices for mix in throughputs.mixes]
-    known = list(dict.fromkeys(name for table in tables for name in table))
-    pool = pool.spelled_as(known)
-    for name in pool.num_devices:
-        if name not in known:
-            guess = nearest(name, known)
-            raise ProblemError(
-                f"no throughput is for device type {name!r}"
-                + (f"; did you mean {guess!r}?" if guess else ""),
-                hint=f"the throughputs are for {', '.join(known)}",
-            )
-    return pool

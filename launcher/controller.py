@@ -1,5 +1,6 @@
 """One controller a host: starts the workers, watches them, and writes what happened."""
 
+import logging
 import os
 import signal
 import sys
@@ -11,10 +12,11 @@ from typing import Any
 
 from ..runtime.record import Status, WorkerReport, assemble
 from ..schema import files
+from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig, WorkerSlot
 from ..schema.masking import mask
 from ..schema.run import Generation, RunEvent, RunRecord
-from .devices import Seat, crowding, seat_workers
+from .devices import Seat, crowding, imagined_seats, seat_workers
 from .failures import Failure, first_cause, interruption, silence, tail_of
 from .generations import Generations
 from .heartbeat import Limits
@@ -38,6 +40,7 @@ POLL_SECONDS = 0.02
 CAUSE_SECONDS = 2.0
 
 Warn = Callable[[str], None]
+_log = logging.getLogger("hetflow")
 
 
 class _Interrupted(Exception):
@@ -47,8 +50,11 @@ class _Interrupted(Exception):
 def plan_commands(request: LaunchRequest) -> list[WorkerCommand]:
     """What a launch on this host would run, without running it (``--dry-run``).
 
+    Where the machine has too few devices for the plan, it is shown as on one that has them all,
+    and the logger ``hetflow`` is told so.
+
     Raises:
-        HetflowError: As ``launch``, before anything starts.
+        HetflowError: As ``launch``, before anything starts; but devices may be missing.
     """
     check_script(request.script)
     check_checkpoints(request)
@@ -58,7 +64,12 @@ def plan_commands(request: LaunchRequest) -> list[WorkerCommand]:
         port=place.port if place else 0,
         interface="lo",
     )
-    seats = seat_workers(request.config.workers, request.config)
+    slots = request.config.workers
+    try:
+        seats = seat_workers(slots, request.config)
+    except TargetError as error:
+        _log.warning(f"{error.message}: shown as on a machine that has all of them")
+        seats = imagined_seats(slots, request.config)
     return _commands(request, seats, meeting)
 
 

@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import LaunchConfig, WorkerSlot
@@ -60,6 +61,20 @@ def seat_workers(
             raise _too_few(kind, needed[slot.device_type], len(_cuda_devices().get(kind, [])))
         seats.append(Seat(slot, cuda=free[kind].pop(0)))
     return seats
+
+
+def imagined_seats(slots: Sequence[WorkerSlot], config: LaunchConfig) -> list[Seat]:
+    """The seats on a host that has exactly the devices of these slots, in their order.
+
+    Args:
+        slots: Who needs a device.
+        config: The launch they are of.
+    """
+    number = count()
+    return [
+        Seat(slot, cuda=None if base_type(slot.device_type, config) == "cpu" else str(next(number)))
+        for slot in slots
+    ]
 
 
 def _check_cores(slots: Sequence[WorkerSlot]) -> None:

@@ -8,21 +8,21 @@ from ..schema.errors import HetflowError, InfeasibleError, ProblemError
 from ..schema.pipeline import FLUSHING, PipelinePlan, PlannedSchedule
 from ..solvers.effort import Effort
 from .limits import Clock
-from .request import Question
+from .request import SolveRequest
 from .solve_pipeline import links_between, solve_pipeline
 from .solve_repetitive import solve_repetitive
 
 _log = logging.getLogger("hetflow")
 
 
-def check_flags(question: Question) -> None:
+def check_flags(request: SolveRequest) -> None:
     """Refuse flags of a pipeline that do not go together.
 
     Raises:
         ProblemError: Says which flag to leave out or to add.
     """
-    flags = question.pipeline
-    if question.split.objective == "waste":
+    flags = request.pipeline
+    if request.split.objective == "waste":
         raise ProblemError("--objective waste is a split's", hint="add --strategy split")
     if not flags.repetitive:
         if flags.cost_model != "profiled" or flags.runs is not None:
@@ -39,23 +39,23 @@ def check_flags(question: Question) -> None:
     taken = {
         "--num-stages": flags.num_stages,
         "--stage-cost": flags.stage_cost != "ring",
-        "--time-limit and --gap": question.limits.are_asked,
+        "--time-limit and --gap": request.limits.are_asked,
     }
     for name, value in taken.items():
         if value:
             raise ProblemError(f"--repetitive chooses by itself; leave {name} out")
 
 
-def best_pipeline(question: Question) -> PipelinePlan:
+def best_pipeline(request: SolveRequest) -> PipelinePlan:
     """The plan of the schedule asked for, or of the fastest that flushes.
 
     Raises:
         ProblemError: Profiles, pool and flags that do not go together.
         InfeasibleError: No plan fits.
     """
-    check_flags(question)
-    plan = _best(question)
-    _say_links(question)
+    check_flags(request)
+    plan = _best(request)
+    _say_links(request)
     if plan.trace is not None and plan.trace.obstacle is not None:
         _log.warning(f"the plan cannot be launched: its layers were {plan.trace.obstacle}")
     _say_what_is_simpler(plan)
@@ -74,43 +74,43 @@ def _say_what_is_simpler(plan: PipelinePlan) -> None:
     )
 
 
-def _best(question: Question) -> PipelinePlan:
-    asked = question.pipeline.schedule
-    sizes = _microbatch_sizes(question)
-    clock = Clock(question.limits)
-    if question.pipeline.repetitive:
-        return _repetitive(question, sizes)
+def _best(request: SolveRequest) -> PipelinePlan:
+    asked = request.pipeline.schedule
+    sizes = _microbatch_sizes(request)
+    clock = Clock(request.limits)
+    if request.pipeline.repetitive:
+        return _repetitive(request, sizes)
     if asked == "auto":
-        return _best_schedule(question, sizes, clock)
-    return _scheduled(question, asked, sizes, clock)
+        return _best_schedule(request, sizes, clock)
+    return _scheduled(request, asked, sizes, clock)
 
 
-def _repetitive(question: Question, sizes: list[int]) -> PipelinePlan:
-    flags = question.pipeline
+def _repetitive(request: SolveRequest, sizes: list[int]) -> PipelinePlan:
+    flags = request.pipeline
     return solve_repetitive(
-        question.profiles,
-        question.pool,
-        question.batch_size,
+        request.profiles,
+        request.pool,
+        request.batch_size,
         sizes,
-        pool_name=question.pool_name,
+        pool_name=request.pool_name,
         link_bytes_per_second=flags.link_bytes_per_second,
         cost_model=flags.cost_model,
         runs=flags.runs,
-        optimizer=question.optimizer,
+        optimizer=request.optimizer,
     )
 
 
-def _best_schedule(question: Question, sizes: list[int], clock: Clock) -> PipelinePlan:
+def _best_schedule(request: SolveRequest, sizes: list[int], clock: Clock) -> PipelinePlan:
     """The fastest schedule of one semantics: those that flush train alike."""
     plans: list[PipelinePlan] = []
     refusals: list[HetflowError] = []
     for number, schedule in enumerate(FLUSHING):
-        if question.pipeline.num_model_chunks is not None and schedule != "interleaved":
+        if request.pipeline.num_model_chunks is not None and schedule != "interleaved":
             continue
         try:
             others_left = (len(FLUSHING) - number - 1) * len(sizes)
             named = cast(PlannedSchedule, schedule)
-            plans.append(_scheduled(question, named, sizes, clock, others_left))
+            plans.append(_scheduled(request, named, sizes, clock, others_left))
         except (InfeasibleError, ProblemError) as error:
             refusals.append(error)
             _log.info(f"{schedule}: {error.message}")
@@ -132,7 +132,7 @@ def _best_schedule(question: Question, sizes: list[int], clock: Clock) -> Pipeli
 
 
 def _scheduled(
-    question: Question,
+    request: SolveRequest,
     schedule: PlannedSchedule,
     sizes: list[int],
     clock: Clock,
@@ -144,7 +144,7 @@ def _scheduled(
     for number, size in enumerate(sizes):
         effort = clock.effort(others_left + len(sizes) - number)
         try:
-            plans[size] = _pipeline_at(question, schedule, size, effort)
+            plans[size] = _pipeline_at(request, schedule, size, effort)
         except (InfeasibleError, ProblemError) as error:
             refusals.append(error)
     if not plans:
@@ -161,16 +161,16 @@ def _scheduled(
     return plans[best]
 
 
-def _microbatch_sizes(question: Question) -> list[int]:
+def _microbatch_sizes(request: SolveRequest) -> list[int]:
     """The one asked for, or the nearest profiled to it; else all that are profiled everywhere.
 
     Raises:
         ProblemError: Device types without layers, or none at a common size.
     """
-    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
+    in_pool = [p for p in request.profiles if p.device_type in request.pool.num_devices]
     tables = [{table.microbatch_size for table in p.layer_tables} for p in in_pool]
     common = sorted(set.intersection(*tables)) if tables else []
-    asked = question.pipeline.microbatch_size
+    asked = request.pipeline.microbatch_size
     if not common:
         return [asked or 1]  # the solver's own checks say what is missing
     if asked is None:
@@ -182,10 +182,10 @@ def _microbatch_sizes(question: Question) -> list[int]:
     return [nearest]
 
 
-def _say_links(question: Question) -> None:
+def _say_links(request: SolveRequest) -> None:
     """What links between devices were taken for, where the pool does not state them."""
-    said = question.pipeline.link_bytes_per_second
-    links = links_between(question.profiles, question.pool, said)
+    said = request.pipeline.link_bytes_per_second
+    links = links_between(request.profiles, request.pool, said)
     for sentence in links.measured:
         _log.info(sentence)
     if said is None:
@@ -194,14 +194,14 @@ def _say_links(question: Question) -> None:
 
 
 def _pipeline_at(
-    question: Question, schedule: PlannedSchedule, microbatch_size: int, effort: Effort
+    request: SolveRequest, schedule: PlannedSchedule, microbatch_size: int, effort: Effort
 ) -> PipelinePlan:
-    flags = question.pipeline
+    flags = request.pipeline
     return solve_pipeline(
-        question.profiles,
-        question.pool,
-        question.batch_size,
-        pool_name=question.pool_name,
+        request.profiles,
+        request.pool,
+        request.batch_size,
+        pool_name=request.pool_name,
         microbatch_size=microbatch_size,
         link_bytes_per_second=flags.link_bytes_per_second,
         schedule=schedule,
@@ -210,7 +210,7 @@ def _pipeline_at(
         replication=flags.replication,
         objective=flags.objective,
         num_model_chunks=flags.num_model_chunks,
-        optimizer=question.optimizer,
+        optimizer=request.optimizer,
         effort=effort,
-        fastest=question.fastest,
+        fastest=request.fastest,
     )

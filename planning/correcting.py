@@ -1,5 +1,6 @@
 """Run folders and profiles from files, folded together."""
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,8 @@ from ..schema.pipeline import FLUSHING, PipelinePlan
 from ..schema.profile import Profile
 from ..schema.run import RunRecord
 from .judging import pool_of_plan, problem_of_plan
+
+_log = logging.getLogger("hetflow")
 
 
 def read_run(path: Path) -> Run:
@@ -53,6 +56,27 @@ def corrected(profiles: Sequence[Profile], runs: Sequence[Run]) -> Correction:
             hint="launch a plan of this model, for at least 13 steps",
         )
     return found
+
+
+def corrected_by_runs(
+    profiles: tuple[Profile, ...], folder: Path
+) -> tuple[tuple[Profile, ...], tuple[str, ...]]:
+    """One model's profiles with what the runs of it in a folder have measured, and which they are.
+
+    Raises:
+        FileError: There is no such folder, no record in it, or a broken one.
+        ProblemError: None of the model's runs can correct its profiles.
+    """
+    model = profiles[0].model
+    mine = [run for run in read_runs(folder) if run.record.plan.model == model]
+    if not mine:
+        _log.warning(f"{folder} holds no run of {model}; the profiles are taken as they are")
+        return profiles, ()
+    found = corrected(profiles, mine)
+    for remark in found.remarks:
+        _log.warning(remark)
+    _log.info(f"profiles corrected by {len(found.used)} run(s) of {folder}")
+    return found.profiles, found.used
 
 
 def retimed(plan: PipelinePlan, profiles: Sequence[Profile]) -> float | None:

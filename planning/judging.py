@@ -1,69 +1,28 @@
-"""From the files and flags that commands share to a solver's problem."""
+"""Judging a plan: the problem that it answers, made again from profiles and a pool."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.optimizer import OptimizerState
 from ..schema.pipeline import FLUSHING, PipelinePlan, PipelineProblem
 from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
-from ..schema.records import nearest
-
-
-def read_pool(gpus: str | None, cluster: Path | None) -> Cluster:
-    """The pool from ``--gpus`` or ``--cluster``; exactly one of them.
-
-    Raises:
-        ProblemError: None or both are given, or the specification is wrong.
-    """
-    if gpus is not None and cluster is not None:
-        raise ProblemError("--gpus and --cluster both name a pool", hint="give one of them")
-    if gpus is not None:
-        return Cluster.parse(gpus)
-    if cluster is not None:
-        return files.read(cluster, Cluster)
-    raise ProblemError("no pool is given", hint="add --gpus 2xV100,8xP100 or --cluster FILE")
-
-
-def read_model_profiles(folder: Path, model: str | None) -> tuple[Profile, ...]:
-    """The profiles of one model.
-
-    Raises:
-        ProblemError: The model is unknown, or several are there and none is named.
-    """
-    profiles = files.read_profiles(folder)
-    models = sorted({profile.model for profile in profiles})
-    if model is None:
-        if len(models) > 1:
-            raise ProblemError(
-                f"{folder} holds profiles of {len(models)} models: {', '.join(models)}",
-                hint=f"choose one, such as --model {models[0]}",
-            )
-        model = models[0]
-    elif model not in models:
-        guess = nearest(model, models) or models[0]
-        raise ProblemError(f"{folder} holds no profile of {model!r}", hint=f"try --model {guess}")
-    return tuple(profile for profile in profiles if profile.model == model)
 
 
 def faults_of_plan(
     plan: SplitPlan | PipelinePlan,
-    profiles: Path | None,
+    profiles: Sequence[Profile] | None,
     pool: Cluster | None,
-    model: str | None,
-    link_bytes_per_second: float | None,
+    link_bytes_per_second: float | None = None,
     optimizer: OptimizerState | None = None,
 ) -> list[str]:
     """Judge a plan, against profiles and a pool where they are given.
 
     Args:
         plan: A plan of any kind.
-        profiles: Folder of profiles; None judges the plan's inner consistency alone.
+        profiles: Of the plan's model; None judges the plan's inner consistency alone.
         pool: The devices; by default just those that the plan uses.
-        model: The profiles' model, where it is not the plan's.
         link_bytes_per_second: Links of a pipeline that the pool does not state; None takes what
             the plan says, or else the profiles.
         optimizer: The one that will train; None takes what the plan says, or else the profiles.
@@ -77,9 +36,8 @@ def faults_of_plan(
             raise ProblemError(
                 "a pipeline plan is judged against its layers", hint="add --profiles DIR"
             )
-        found = read_model_profiles(profiles, model or plan.model)
         link = link_bytes_per_second or plan.link_bytes_per_second
-        return _pipeline_faults(plan, found, pool, link, optimizer)
+        return _pipeline_faults(plan, profiles, pool, link, optimizer)
     from ..checks.batch_split import check
     from ..checks.profiled import split_faults
 
@@ -88,22 +46,21 @@ def faults_of_plan(
     from .split_problem import split_problem
 
     used = ",".join(f"{group.num_devices}x{group.device_type}" for group in plan.groups)
-    found = read_model_profiles(profiles, model or plan.model)
     pool = pool or Cluster.parse(used)
     problem = split_problem(
-        found,
+        profiles,
         pool,
         plan.global_batch_size,
         virtual_nodes=plan.uniform_virtual_nodes,
         interpolate=any(group.interpolated for group in plan.groups),
         optimizer=optimizer,
     )
-    return check(plan, problem) + split_faults(plan, found, pool, optimizer)
+    return check(plan, problem) + split_faults(plan, profiles, pool, optimizer)
 
 
 def _pipeline_faults(
     plan: PipelinePlan,
-    profiles: tuple[Profile, ...],
+    profiles: Sequence[Profile],
     pool: Cluster | None,
     link: float | None,
     optimizer: OptimizerState | None,

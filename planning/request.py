@@ -1,4 +1,4 @@
-"""What ``hetflow solve`` is asked: profiles, pool and flags."""
+"""Everything a plan depends on: profiles, a pool, and what is asked of the plan."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,23 +10,31 @@ from ..schema.pipeline import Objective, PlannedSchedule, StageCost
 from ..schema.profile import Profile
 from .limits import Limits
 
+Strategy = Literal["auto", "split", "pipeline"]
+Method = Literal["exact", "cbc", "highs"]
+AnyObjective = Literal["step_seconds", "waste", "bottleneck"]
 CostModelName = Literal["profiled", "closed-form", "measured"]
 
 
 @dataclass(frozen=True)
-class SplitFlags:
-    """The flags of a batch split, as ``hetflow solve`` names them."""
+class SplitOptions:
+    """What is asked of a batch split; ``top`` counts for the objective ``waste``."""
 
-    objective: str = "step_seconds"
-    method: str = "exact"
+    objective: AnyObjective = "step_seconds"
+    method: Method = "exact"
     virtual_nodes: int | None = None
     top: int = 1
     interpolate: bool = False
 
 
 @dataclass(frozen=True)
-class PipelineFlags:
-    """The flags of a pipeline, as ``hetflow solve`` names them."""
+class PipelineOptions:
+    """What is asked of a pipeline; the fields are those of ``PipelineProblem``.
+
+    ``schedule`` auto takes the fastest of those that flush. With ``repetitive`` PipeDream-2BW's
+    planner chooses, by ``cost_model``; its ``measured`` costs come from the run records in
+    ``runs``.
+    """
 
     schedule: PlannedSchedule | Literal["auto"] = "1f1b"
     stage_cost: StageCost = "ring"
@@ -42,17 +50,23 @@ class PipelineFlags:
 
 
 @dataclass(frozen=True)
-class Question:
-    """Everything a plan depends on."""
+class SolveRequest:
+    """Everything a plan depends on.
+
+    ``pool_name`` is how the user named the pool, for the plan's provenance; ``corrected_by`` are
+    the runs that the profiles were corrected by. ``optimizer`` is the one that will train; None
+    takes what the profiles say. With ``fastest`` the fastest plan on paper is taken, also where
+    the measurements cannot tell a simpler one from it.
+    """
 
     profiles: tuple[Profile, ...]
     pool: Cluster
     pool_name: str
     batch_size: int
-    split: SplitFlags
-    pipeline: PipelineFlags
+    strategy: Strategy = "auto"
+    split: SplitOptions = field(default_factory=SplitOptions)
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     optimizer: OptimizerState | None = None
-    """The one that will train; None takes what the profiles say."""
     fastest: bool = False
-    """Take the fastest plan on paper, also where measurements cannot tell a simpler one from it."""
     limits: Limits = field(default_factory=Limits)
+    corrected_by: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Which solver answers which flags, and the comparison of kinds of plans."""
+"""Which solver answers which request, and the comparison of kinds of plans."""
 
 import dataclasses
 import logging
@@ -9,43 +9,44 @@ from ..schema.pipeline import PipelinePlan
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
 from .choose_pipeline import best_pipeline, check_flags
-from .limits import Limits
-from .request import Question, SplitFlags
+from .request import SolveRequest, SplitOptions
 from .solve_pipeline import trace_for
 
 _log = logging.getLogger("hetflow")
 
 
-def answer(question: Question, strategy: str) -> SplitPlan | PipelinePlan:
-    """Solve with the strategy asked for; ``auto`` takes the faster of the two, and says so.
+def solve(request: SolveRequest) -> SplitPlan | PipelinePlan:
+    """The best plan of the kind asked for, checked; ``auto`` takes the faster of the two.
+
+    What a person should know beside the plan goes to the logger ``hetflow``.
 
     Raises:
-        ProblemError: Flags that do not go together.
+        ProblemError: Options that do not go together.
         InfeasibleError: No plan of the kind asked for exists; with ``auto``, of no kind.
         BackendError: A solver's plan fails its check.
     """
-    _warn_about_update_time(question)
-    if strategy == "pipeline":
-        return best_pipeline(question)
-    if question.split.objective == "bottleneck" and strategy != "pipeline":
+    plan = _plan(request)
+    if not request.corrected_by:
+        return plan
+    origin = {**(plan.provenance or {}), "corrected_by": list(request.corrected_by)}
+    return dataclasses.replace(plan, provenance=origin)
+
+
+def _plan(request: SolveRequest) -> SplitPlan | PipelinePlan:
+    _warn_about_update_time(request)
+    if request.strategy == "pipeline":
+        return best_pipeline(request)
+    if request.split.objective == "bottleneck":
         raise ProblemError("--objective bottleneck is a pipeline's", hint="add --strategy pipeline")
-    if strategy == "split" or not _could_be_pipeline(question):
-        _check_limits(question)
-        return _split(question)
-    return _faster(question)
+    if request.strategy == "split" or not _could_be_pipeline(request):
+        _check_limits(request)
+        return _split(request)
+    return _faster(request)
 
 
-def ended_early(plan: SplitPlan | PipelinePlan, limits: Limits) -> bool:
-    """Whether a limit that was asked for ended the search with a plan that it does not prove.
-
-    A search that ends by itself, its work done, has ended: what it leaves open is the plan's gap.
-    """
-    return limits.is_missed(plan)
-
-
-def _check_limits(question: Question) -> None:
+def _check_limits(request: SolveRequest) -> None:
     """Refuse limits of a search that has none: the exact split takes milliseconds."""
-    flags, limits = question.split, question.limits
+    flags, limits = request.split, request.limits
     if limits.time_limit_seconds is not None and (
         flags.method == "exact" or flags.objective == "waste"
     ):
@@ -60,26 +61,26 @@ def _check_limits(question: Question) -> None:
         )
 
 
-def _could_be_pipeline(question: Question) -> bool:
+def _could_be_pipeline(request: SolveRequest) -> bool:
     """Whether all types are profiled by layer, to be launched, and no flag is a split's."""
-    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
+    in_pool = [p for p in request.profiles if p.device_type in request.pool.num_devices]
     layered = bool(in_pool) and all(profile.layers is not None for profile in in_pool)
-    if not layered or question.split != SplitFlags():
+    if not layered or request.split != SplitOptions():
         return False
-    trace = trace_for(question.profiles, question.pool)
+    trace = trace_for(request.profiles, request.pool)
     if trace is None or trace.obstacle is None:
         return True
     _log.info(f"pipelines are not compared: layers were {trace.obstacle}")
     return False
 
 
-def _faster(question: Question) -> SplitPlan | PipelinePlan:
-    check_flags(question)
+def _faster(request: SolveRequest) -> SplitPlan | PipelinePlan:
+    check_flags(request)
     plans: list[SplitPlan | PipelinePlan] = []
     refused: dict[str, HetflowError] = {}
-    for kind, solve in (("split", _split), ("pipeline", best_pipeline)):
+    for kind, best in (("split", _split), ("pipeline", best_pipeline)):
         try:
-            plans.append(solve(question))
+            plans.append(best(request))
         except (InfeasibleError, ProblemError) as error:
             refused[kind] = error
     if not plans:
@@ -92,11 +93,11 @@ def _faster(question: Question) -> SplitPlan | PipelinePlan:
         mend = f" ({reason.hint})" if reason.hint else ""
         say(f"there is no {missing} plan to compare with: {reason.message}{mend}")
         return _compared(plans[0], {"kind": missing, "refused": reason.message})
-    best, other = sorted(plans, key=lambda plan: plan.predicted.step_seconds)
-    gain = other.predicted.step_seconds / best.predicted.step_seconds - 1
-    _log.info(f"{best.kind} is {gain:.1%} faster than {other.kind}")
+    taken, other = sorted(plans, key=lambda plan: plan.predicted.step_seconds)
+    gain = other.predicted.step_seconds / taken.predicted.step_seconds - 1
+    _log.info(f"{taken.kind} is {gain:.1%} faster than {other.kind}")
     seconds = other.predicted.step_seconds
-    return _compared(best, {"kind": other.kind, "step_seconds": seconds, "faster_by": gain})
+    return _compared(taken, {"kind": other.kind, "step_seconds": seconds, "faster_by": gain})
 
 
 def _compared(plan: SplitPlan | PipelinePlan, other: dict[str, Any]) -> SplitPlan | PipelinePlan:
@@ -104,20 +105,20 @@ def _compared(plan: SplitPlan | PipelinePlan, other: dict[str, Any]) -> SplitPla
     return dataclasses.replace(plan, provenance=origin)
 
 
-def _split(question: Question) -> SplitPlan:
+def _split(request: SolveRequest) -> SplitPlan:
     from ..checks.batch_split import check
     from ..checks.profiled import split_faults
     from .split_problem import split_problem
 
-    flags = question.split
+    flags = request.split
     problem = split_problem(
-        question.profiles, question.pool, question.batch_size, flags.virtual_nodes,
-        flags.interpolate, question.optimizer,
+        request.profiles, request.pool, request.batch_size, flags.virtual_nodes,
+        flags.interpolate, request.optimizer,
     )  # fmt: skip
     _warn_about_free_communication(problem)
-    plan = _with_origin(_solve_split(problem, question), question)
+    plan = _with_origin(_solve_split(problem, request), request)
     faults = check(plan, problem)
-    faults += split_faults(plan, question.profiles, question.pool, question.optimizer)
+    faults += split_faults(plan, request.profiles, request.pool, request.optimizer)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
     _say_what_is_simpler(plan)
@@ -137,10 +138,10 @@ def _say_what_is_simpler(plan: SplitPlan) -> None:
     )
 
 
-def _warn_about_update_time(question: Question) -> None:
+def _warn_about_update_time(request: SolveRequest) -> None:
     """Another optimizer than the profiled one keeps other state, and takes another time too."""
-    asked = question.optimizer
-    in_pool = [p for p in question.profiles if p.device_type in question.pool.num_devices]
+    asked = request.optimizer
+    in_pool = [p for p in request.profiles if p.device_type in request.pool.num_devices]
     measured = {p.optimizer.name for p in in_pool if p.optimizer is not None}
     if asked is not None and measured - {asked.name}:
         names = ", ".join(sorted(map(str, measured)))
@@ -156,8 +157,8 @@ def _warn_about_free_communication(problem: SplitProblem) -> None:
         )
 
 
-def _solve_split(problem: SplitProblem, question: Question) -> SplitPlan:
-    flags = question.split
+def _solve_split(problem: SplitProblem, request: SolveRequest) -> SplitPlan:
+    flags = request.split
     if flags.objective == "waste":
         return _solve_waste(problem, flags)
     if flags.top != 1:
@@ -165,16 +166,16 @@ def _solve_split(problem: SplitProblem, question: Question) -> SplitPlan:
     if flags.method == "exact":
         from ..solvers.split import solve as batch_split
 
-        return batch_split.solve(problem, fastest=question.fastest)
+        return batch_split.solve(problem, fastest=request.fastest)
     from ..solvers.split import milp as batch_split_milp
 
     backend: Literal["cbc", "highs"] = "cbc" if flags.method == "cbc" else "highs"
     return batch_split_milp.solve(
-        problem, backend=backend, time_limit_seconds=question.limits.time_limit_seconds
+        problem, backend=backend, time_limit_seconds=request.limits.time_limit_seconds
     )
 
 
-def _solve_waste(problem: SplitProblem, flags: SplitFlags) -> SplitPlan:
+def _solve_waste(problem: SplitProblem, flags: SplitOptions) -> SplitPlan:
     if problem.virtual_nodes is None:
         raise ProblemError("--objective waste needs maxP", hint="add --virtual-nodes maxP")
     if flags.method != "exact":
@@ -184,7 +185,7 @@ def _solve_waste(problem: SplitProblem, flags: SplitFlags) -> SplitPlan:
     return est_mapping.solve(problem, top=flags.top)
 
 
-def _with_origin(plan: SplitPlan, question: Question) -> SplitPlan:
+def _with_origin(plan: SplitPlan, request: SolveRequest) -> SplitPlan:
     """Add what a launch needs of emulated devices, and where the plan came from."""
     used = {group.device_type for group in plan.groups}
     emulated = tuple(
@@ -197,8 +198,8 @@ def _with_origin(plan: SplitPlan, question: Question) -> SplitPlan:
                 for point in profile.batch_curve
             ),
         )
-        for profile in question.profiles
+        for profile in request.profiles
         if profile.emulation is not None and profile.device_type in used
     )
-    origin = {**(plan.provenance or {}), "pool": question.pool_name}
+    origin = {**(plan.provenance or {}), "pool": request.pool_name}
     return dataclasses.replace(plan, emulated=emulated, provenance=origin)

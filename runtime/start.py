@@ -42,6 +42,17 @@ def prepare(
     Raises:
         TargetError: A model or optimizer that hetflow cannot train correctly, or an environment
             that does not fit the plan.
+
+    Example:
+        >>> import hetflow, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> job = hetflow.prepare(model, optimizer)
+        >>> data = torch.utils.data.TensorDataset(torch.ones(4, 2))
+        >>> for batch in job.batches(torch.utils.data.DataLoader(data, batch_size=2)):
+        ...     loss = job.backward(lambda x: model(x).mean(), batch)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
     """
     check_model(model)
     optimizers = optimizers_of(optimizer)

@@ -1,0 +1,1 @@
+"""What ``import hetflow`` offers, one file a verb; the command line calls these too."""

@@ -1,0 +1,64 @@
+"""``hetflow.allocate``."""
+
+from pathlib import Path
+
+from ..planning.allocate import allocate as allocate_problem
+from ..planning.allocate import allocation_problem
+from ..planning.inputs import Pool, pool_of
+from ..schema.jobs import Allocation, Jobs, Placement, Throughputs
+from .files import jobs_of, throughputs_of
+
+
+def allocate(
+    jobs: Jobs | Path | str,
+    throughputs: Throughputs | Path | str,
+    pool: Pool,
+    *,
+    policy: str = "las",
+    space_sharing: bool = False,
+    agnostic: bool = False,
+    placement: Placement = "consolidated",
+    budget_dollars: float | None = None,
+    fill: bool = True,
+) -> Allocation:
+    """Share a pool among jobs as a policy asks; the allocation carries its proof.
+
+    Args:
+        jobs: Jobs, or their file (hetflow.jobs/1, .csv, or a Gavel .trace).
+        throughputs: Throughputs, or their file (hetflow.throughputs/1, .csv, or Gavel's table).
+        pool: ``"36xV100,36xP100"``, a ``Cluster``, or the ``Path`` of a cluster's file.
+        policy: Its name (docs/policies.md).
+        space_sharing: Let pairs of jobs share devices.
+        agnostic: Ignore what device types differ in.
+        placement: Which throughputs of jobs with several devices count.
+        budget_dollars: For ``makespan_budget``.
+        fill: Share out what a max-min policy's optimum leaves idle, lexicographically.
+
+    Raises:
+        ProblemError: No such policy, or jobs that do not fit the pool.
+        InfeasibleError: Nothing satisfies the policy's constraints.
+        FileError: A file is missing or has faults.
+
+    Example:
+        >>> import hetflow
+        >>> jobs = hetflow.Jobs(
+        ...     jobs=(
+        ...         hetflow.Job(id="a", model="m", steps=100),
+        ...         hetflow.Job(id="b", model="m", steps=100),
+        ...     )
+        ... )
+        >>> rates = hetflow.ModelThroughput(model="m", scale_factor=1, steps_per_second={"V100": 2})
+        >>> shares = hetflow.allocate(jobs, hetflow.Throughputs(models=(rates,)), "V100")
+        >>> {job: round(row["V100"], 6) for job, row in shares.x.items()}
+        {'a': 0.5, 'b': 0.5}
+    """
+    problem = allocation_problem(
+        jobs_of(jobs),
+        throughputs_of(throughputs, pairs=space_sharing),
+        pool_of(pool),
+        heterogeneity="agnostic" if agnostic else "aware",
+        space_sharing=space_sharing,
+        placement=placement,
+        budget_dollars=budget_dollars,
+    )
+    return allocate_problem(problem, policy, fills=fill)

@@ -1,0 +1,86 @@
+"""``hetflow.check``."""
+
+from pathlib import Path
+
+from ..planning.allocate import allocation_problem
+from ..planning.inputs import Pool, Profiles, pool_of, profiles_of
+from ..planning.judging import faults_of_plan
+from ..schema.errors import ProblemError
+from ..schema.jobs import Allocation, Jobs, Placement, Throughputs
+from ..schema.optimizer import OptimizerState, named_optimizer
+from ..schema.pipeline import PipelinePlan
+from ..schema.plan import SplitPlan
+from .files import jobs_of, throughputs_of
+
+
+def check(
+    claim: SplitPlan | PipelinePlan | Allocation,
+    profiles: Profiles | None = None,
+    pool: Pool | None = None,
+    *,
+    model: str | None = None,
+    link_bytes_per_second: float | None = None,
+    optimizer: OptimizerState | str | None = None,
+    jobs: Jobs | Path | str | None = None,
+    throughputs: Throughputs | Path | str | None = None,
+    space_sharing: bool | None = None,
+    placement: Placement | None = None,
+    budget_dollars: float | None = None,
+) -> list[str]:
+    """Judge a plan or an allocation, with code that shares nothing with the solvers.
+
+    Plans and allocations say themselves what they were made for; what is given here wins.
+
+    Args:
+        claim: A plan or an allocation.
+        profiles: Plan: profiles to judge it against, or their folder. None judges a split plan's
+            inner consistency alone.
+        pool: The devices; None: just those that a plan uses.
+        model: Plan: the profiles' model, where it is not the plan's.
+        link_bytes_per_second: Pipeline: links that the pool does not state.
+        optimizer: Plan: the one that will train.
+        jobs: Allocation: the jobs it is for, or their file.
+        throughputs: Allocation: the throughputs it is for, or their file.
+        space_sharing: Allocation: whether pairs of jobs may share devices.
+        placement: Allocation: which throughputs count.
+        budget_dollars: Allocation: its budget.
+
+    Returns:
+        A sentence for each fault; none where the claim holds.
+
+    Raises:
+        ProblemError: What the claim is to be judged against is missing, or does not fit it.
+        FileError: A file is missing or has faults.
+
+    Example:
+        >>> import hetflow
+        >>> jobs = hetflow.Jobs(jobs=(hetflow.Job(id="a", model="m", steps=100),))
+        >>> rates = hetflow.ModelThroughput(model="m", scale_factor=1, steps_per_second={"V100": 2})
+        >>> throughputs = hetflow.Throughputs(models=(rates,))
+        >>> allocation = hetflow.allocate(jobs, throughputs, "V100")
+        >>> hetflow.check(allocation, pool="V100", jobs=jobs, throughputs=throughputs)
+        []
+    """
+    devices = None if pool is None else pool_of(pool)
+    if isinstance(claim, SplitPlan | PipelinePlan):
+        found = None if profiles is None else profiles_of(profiles, model or claim.model)
+        asked = named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
+        return faults_of_plan(claim, found, devices, link_bytes_per_second, asked)
+    if jobs is None or throughputs is None or devices is None:
+        raise ProblemError(
+            "an allocation is judged against its jobs, throughputs and pool",
+            hint="add --jobs FILE --throughputs FILE --gpus SPEC",
+        )
+    from ..checks.allocation import check as faults_of
+
+    shares = claim.space_sharing if space_sharing is None else space_sharing
+    problem = allocation_problem(
+        jobs_of(jobs),
+        throughputs_of(throughputs, pairs=shares or False),
+        devices,
+        heterogeneity=claim.heterogeneity,
+        space_sharing=shares or False,
+        placement=placement or claim.placement or "consolidated",
+        budget_dollars=claim.budget_dollars if budget_dollars is None else budget_dollars,
+    )
+    return faults_of(claim, problem)

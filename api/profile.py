@@ -1,0 +1,100 @@
+"""``hetflow.profile``."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from ..schema.errors import ProblemError
+from ..schema.optimizer import named_optimizer
+from ..schema.profile import Profile
+
+Effort = Literal["quick", "usual", "thorough"]
+Progress = Callable[[str, float | None], None]
+
+
+def profile(
+    target: str,
+    devices: Sequence[str] = (),
+    *,
+    name: str | None = None,
+    batch_sizes: Sequence[int] | str | None = None,
+    max_batch_size: int | None = None,
+    effort: Effort = "usual",
+    steps: int | None = None,
+    optimizer: str | None = None,
+    links: bool | None = None,
+    layers: bool = False,
+    microbatch_sizes: Sequence[int] = (8,),
+    sync_devices: int = 2,
+    command: str = "",
+    progress: Progress | None = None,
+) -> tuple[Profile, ...]:
+    """Measure a model's step time and memory over batch sizes, on each local device type.
+
+    Args:
+        target: ``file.py:factory``, ``zoo:NAME``, ``hf:CONFIG_OR_DIR`` or ``torchvision:NAME``.
+        devices: Device types: ``V100``, ``cuda:0``, ``cpu``, or an emulated one such as
+            ``cpu:slow=0.25``; none: every CUDA type, or the CPU where there is none.
+        name: What to call the model; None: as the target does.
+        batch_sizes: Sizes, or a range such as ``"8-256"``; None grows from 1.
+        max_batch_size: Grow no further.
+        effort: How narrow the intervals must be, and how long that may take.
+        steps: Most repeats of one size.
+        optimizer: The one that will train, where the target brings none.
+        links: Measure links and all-reduces over sizes; None: links where layers are profiled.
+        layers: Profile each layer too, for pipelines.
+        microbatch_sizes: Samples of a microbatch, for layers.
+        sync_devices: Devices to synchronise over; 0 leaves it unmeasured.
+        command: How the user asked, for the provenance.
+        progress: Told what is being measured, and how many seconds it may take at most.
+
+    Returns:
+        One profile a device type, in order.
+
+    Raises:
+        TargetError: The workload is at fault, or does not fit a device at its first size.
+        ProblemError: A device that this machine has not, or sizes that make no sense.
+
+    Example:
+        >>> import hetflow
+        >>> (cpu,) = hetflow.profile("zoo:mlp", ["cpu"], effort="quick")  # doctest: +SKIP
+        >>> cpu.batch_curve[0].step_seconds  # doctest: +SKIP
+        0.0004
+    """
+    from ..profilers import targets
+    from ..profilers.batch_curve import CurveLimits, parse_sizes
+    from ..profilers.devices import local_devices, parse_requests
+    from ..profilers.loop_costs import LoopPolicy
+    from ..profilers.profile import ProfileOptions, profile_target
+
+    if optimizer is not None:
+        named_optimizer(optimizer)  # refuses a name that there is not
+    if layers and not microbatch_sizes:
+        raise ProblemError("layers are profiled at a microbatch size", hint="give at least one")
+    parsed = targets.parse(target)
+    parsed = replace(parsed, model=name) if name else parsed
+    options = ProfileOptions()
+    if effort == "quick":
+        options = ProfileOptions(
+            limits=CurveLimits.quick(), loop=LoopPolicy.quick(), sync_seconds=3.0, hold_seconds=4.0
+        )
+    elif effort == "thorough":
+        options = ProfileOptions(loop=LoopPolicy.thorough(), sync_seconds=30.0)
+    limits = replace(options.limits, largest=max_batch_size)
+    if batch_sizes:
+        text = batch_sizes if isinstance(batch_sizes, str) else ",".join(map(str, batch_sizes))
+        limits = parse_sizes(text, limits)
+    options = replace(
+        options,
+        limits=limits,
+        loop=replace(options.loop, most_samples=steps),
+        optimizer=optimizer,
+        sync_devices=sync_devices,
+        links=links,
+        layers_at=tuple(microbatch_sizes) if layers else (),
+        command=command,
+    )
+    requests = parse_requests(devices, local_devices())
+    if progress is None:
+        return profile_target(parsed, requests, options)
+    return profile_target(parsed, requests, options, progress)

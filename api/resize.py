@@ -1,0 +1,125 @@
+"""``hetflow.resize``."""
+
+import logging
+from pathlib import Path
+
+from ..launcher.repartition import check_same_job
+from ..planning.inputs import Pool, Profiles, pool_of
+from ..planning.resize import cut_again, seconds_a_sample, split_again
+from ..schema import files
+from ..schema.errors import ProblemError
+from ..schema.launch import LaunchConfig
+from ..schema.pipeline import PipelinePlan
+from ..schema.plan import SplitPlan
+from ..schema.resize import ResizeAnswer
+
+_log = logging.getLogger("hetflow")
+
+
+def resize(
+    run: Path | str,
+    pool: Pool | None = None,
+    *,
+    plan: SplitPlan | PipelinePlan | Path | str | None = None,
+    profiles: Profiles | None = None,
+    wait: bool = True,
+    timeout_seconds: float = 600.0,
+) -> ResizeAnswer | None:
+    """Change the devices of a running launch; it trains on, with the same result.
+
+    Args:
+        run: The folder of a running launch, or its name in ``hetflow-runs``.
+        pool: All devices from now on.
+        plan: Instead: a plan of the same virtual nodes or microbatches, or its file.
+        profiles: With ``pool``: solve for the best mapping. A pipeline needs them.
+        wait: Wait until it is done.
+        timeout_seconds: How long.
+
+    Returns:
+        What became of it: its ``status`` is ``done``, ``refused`` or ``failed``; None where
+        nobody waits.
+
+    Raises:
+        TargetError: There is no such run, or it has ended.
+        ProblemError: What is asked would change what the job computes.
+        LaunchError: The run ended, or no answer came in time.
+
+    Example:
+        >>> import hetflow
+        >>> hetflow.resize("hetflow-runs/m-20250101-120000", "4xV100").status  # doctest: +SKIP
+        'done'
+    """
+    from ..launcher import inbox
+    from ..launcher.request import RUNS_FOLDER
+
+    folder = Path(run)
+    if not folder.is_dir() and (Path(RUNS_FOLDER) / folder).is_dir():
+        folder = Path(RUNS_FOLDER) / folder
+    config = _mapping(folder, pool, plan, profiles)
+    request = inbox.ask(folder, config, wants_answer=wait)
+    if not wait:
+        return None
+    _log.info("waiting for the newcomers and the end of a step")
+    return inbox.wait_for(folder, request, timeout_seconds)
+
+
+def _mapping(
+    run: Path,
+    pool: Pool | None,
+    plan: SplitPlan | PipelinePlan | Path | str | None,
+    profiles: Profiles | None,
+) -> LaunchConfig:
+    """The launch's own virtual nodes on the devices asked for."""
+    from ..launcher.inbox import current
+    from ..launcher.mapping import renumbered, spread
+    from ..runtime.lower import lower
+
+    if (pool is None) == (plan is None):
+        raise ProblemError("give either --gpus or --plan", hint="for example --gpus 2xV100")
+    now = current(run)
+    if now.pipeline is not None:
+        return _recut(run, now, pool, plan, profiles)
+    if plan is not None:
+        return renumbered(now, lower(_plan_of(plan, SplitPlan), now.seed, now.determinism))
+    assert pool is not None
+    devices = pool_of(pool)
+    if profiles is not None:
+        return renumbered(now, lower(split_again(now, profiles, pool), now.seed))
+    types = [name for name, number in devices.num_devices.items() for _ in range(number)]
+    return spread(now, types, seconds_a_sample(now, files.read(run / "plan.json", SplitPlan)))
+
+
+def _plan_of(
+    given: SplitPlan | PipelinePlan | Path | str, kind: type[SplitPlan] | type[PipelinePlan]
+) -> SplitPlan | PipelinePlan:
+    """A plan, or the one in a file, which must be of this kind."""
+    if isinstance(given, Path | str):
+        return files.read(Path(given), kind)
+    if not isinstance(given, kind):
+        raise ProblemError(f"the run needs a {kind.kind} plan, this is a {given.kind} plan")
+    return given
+
+
+def _recut(
+    run: Path,
+    now: LaunchConfig,
+    pool: Pool | None,
+    plan: SplitPlan | PipelinePlan | Path | str | None,
+    profiles: Profiles | None,
+) -> LaunchConfig:
+    """Another pipeline plan of the same microbatches, given or solved for the devices."""
+    from ..runtime.lower import lower
+
+    found: SplitPlan | PipelinePlan
+    if plan is not None:
+        found = _plan_of(plan, PipelinePlan)
+    elif profiles is None or pool is None:
+        raise ProblemError(
+            "a pipeline is cut anew from the profiles of its layers",
+            hint="add --profiles DIR, or give --plan FILE",
+        )
+    else:
+        found = cut_again(now, files.read(run / "plan.json", PipelinePlan), profiles, pool)
+    config = lower(found, now.seed, now.determinism)
+    check_same_job(now, config)
+    return config

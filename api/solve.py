@@ -1,0 +1,129 @@
+"""``hetflow.solve``."""
+
+from pathlib import Path
+from typing import Literal
+
+from ..planning.correcting import corrected_by_runs
+from ..planning.inputs import Pool, Profiles, name_of, pool_of, profiles_of
+from ..planning.limits import Limits
+from ..planning.request import (
+    AnyObjective,
+    CostModelName,
+    Method,
+    PipelineOptions,
+    SolveRequest,
+    SplitOptions,
+    Strategy,
+)
+from ..planning.solve import solve as solve_request
+from ..schema.optimizer import OptimizerState, named_optimizer
+from ..schema.pipeline import PipelinePlan, PlannedSchedule, StageCost
+from ..schema.plan import SplitPlan
+
+
+def solve(
+    profiles: Profiles,
+    pool: Pool,
+    *,
+    batch_size: int,
+    model: str | None = None,
+    strategy: Strategy = "auto",
+    objective: AnyObjective = "step_seconds",
+    optimizer: OptimizerState | str | None = None,
+    fastest: bool = False,
+    time_limit_seconds: float | None = None,
+    gap: float | None = None,
+    runs: Path | None = None,
+    virtual_nodes: int | None = None,
+    interpolate: bool = False,
+    method: Method = "exact",
+    top: int = 1,
+    schedule: PlannedSchedule | Literal["auto"] = "1f1b",
+    microbatch_size: int | None = None,
+    num_stages: int | None = None,
+    replication: bool = True,
+    num_model_chunks: int | None = None,
+    link_bytes_per_second: float | None = None,
+    stage_cost: StageCost = "ring",
+    repetitive: bool = False,
+    cost_model: CostModelName = "profiled",
+) -> SplitPlan | PipelinePlan:
+    """Find the best plan for a model on a pool: proved, checked, ready to launch.
+
+    Args:
+        profiles: Profiles, or the folder that ``hetflow profile`` wrote.
+        pool: ``"2xV100,8xP100"``, a ``Cluster``, or the ``Path`` of a cluster's file.
+        batch_size: Global batch, samples of one optimizer step over all devices.
+        model: Which one, where the profiles are of several.
+        strategy: Kind of plan; ``auto`` compares where the profiles hold layers.
+        objective: ``step_seconds``; ``waste`` for splits (EasyScale 3.4); ``bottleneck`` for
+            pipelines (thesis 2.4.1).
+        optimizer: The one that will train, by name or by what it keeps; None: the profiles'.
+        fastest: The fastest plan on paper, also where the measurements cannot tell a simpler one
+            from it.
+        time_limit_seconds: Wall seconds for a pipeline's searches or the MILP.
+        gap: Stop at a pipeline proved within this fraction of the best.
+        runs: Folder of run records: those of the model correct the profiles first; with
+            ``cost_model="measured"`` they are the costs.
+        virtual_nodes: Split into N equal virtual nodes of B/N samples.
+        interpolate: Allow split sizes between profiled ones.
+        method: The exact method for splits, or its MILP by ``cbc`` or ``highs``.
+        top: With ``objective="waste"``: keep the K best configurations.
+        schedule: Of a pipeline; ``auto`` takes the fastest of those that flush.
+        microbatch_size: Samples of a microbatch; None takes the fastest profiled.
+        num_stages: Exactly so many stages.
+        replication: Whether stages may have replicas.
+        num_model_chunks: Stages a device with ``interleaved``; None tries 2 to 4.
+        link_bytes_per_second: Bandwidth of links that the pool does not state.
+        stage_cost: How a stage is priced (docs/pipeline.md).
+        repetitive: Plan equal stages of repeating layers, schedule ``2bw`` (thesis 3.3).
+        cost_model: With ``repetitive``: whose costs.
+
+    Raises:
+        ProblemError: Profiles, pool and options that do not go together.
+        InfeasibleError: No plan exists; says what to relax.
+        FileError: A file is missing or has faults.
+        BackendError: A solver's plan fails its check, which is a bug.
+
+    Example:
+        >>> import hetflow
+        >>> point = hetflow.BatchPoint(batch_size=8, step_seconds=0.1, peak_memory_bytes=1 << 30)
+        >>> v100 = hetflow.Profile(
+        ...     model="m", device_type="V100", device_memory_bytes=16 << 30,
+        ...     weight_bytes=4, update_seconds=0.0, batch_curve=(point,),
+        ... )
+        >>> plan = hetflow.solve([v100], "V100", batch_size=16)
+        >>> plan.groups[0].virtual_nodes, plan.predicted.step_seconds, plan.proof.gap
+        (2, 0.2, 0.0)
+    """
+    known = profiles_of(profiles, model)
+    used: tuple[str, ...] = ()
+    measures = cost_model == "measured"
+    if runs is not None and not measures:
+        known, used = corrected_by_runs(known, runs)
+    request = SolveRequest(
+        profiles=known,
+        pool=pool_of(pool),
+        pool_name=name_of(pool),
+        batch_size=batch_size,
+        strategy=strategy,
+        split=SplitOptions(objective, method, virtual_nodes, top, interpolate),
+        pipeline=PipelineOptions(
+            schedule=schedule,
+            stage_cost=stage_cost,
+            num_stages=num_stages,
+            replication=replication,
+            link_bytes_per_second=link_bytes_per_second,
+            objective="bottleneck" if objective == "bottleneck" else None,
+            microbatch_size=microbatch_size,
+            num_model_chunks=num_model_chunks,
+            repetitive=repetitive,
+            cost_model=cost_model,
+            runs=runs if measures else None,
+        ),
+        optimizer=named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer,
+        fastest=fastest,
+        limits=Limits(time_limit_seconds, gap),
+        corrected_by=used,
+    )
+    return solve_request(request)

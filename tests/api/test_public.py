@@ -1,0 +1,169 @@
+"""``import hetflow``: few names, typed, documented, lazy; plans are the command line's."""
+
+import doctest
+import importlib
+import inspect
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hetflow
+from hetflow.cli.main import run
+from hetflow.schema import files
+from hetflow.schema.optimizer import named_optimizer
+from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync
+
+VERBS = [name for name in hetflow.__all__ if name[0].islower()]
+POOL = "2xV100,2xP100"
+SPLIT = {"strategy": "split"}
+PIPELINE = {"strategy": "pipeline", "link_bytes_per_second": 1e9, "schedule": "gpipe"}
+
+
+def profile(device_type: str, slowness: float) -> Profile:
+    nodes = tuple(
+        LayerNode(
+            id=f"l{i}",
+            op="Linear",
+            forward_seconds=slowness * 0.001 * (1 + i % 3),
+            backward_seconds=slowness * 0.002,
+            activation_bytes=1 << 16,
+            weight_bytes=1 << 20,
+        )
+        for i in range(6)
+    )
+    edges = tuple((f"l{i}", f"l{i + 1}") for i in range(5))
+    return Profile(
+        model="m",
+        device_type=device_type,
+        device_memory_bytes=16 << 30,
+        weight_bytes=6 << 20,
+        update_seconds=0.004,
+        batch_curve=tuple(
+            BatchPoint(
+                batch_size=size,
+                step_seconds=slowness * (0.002 + 0.001 * size),
+                peak_memory_bytes=(1 << 30) + size * (50 << 20),
+            )
+            for size in (8, 16, 32, 64)
+        ),
+        sync=Sync(num_devices=2, sync_seconds=0.02),
+        optimizer=named_optimizer("adam"),
+        layers=LayerGraph(microbatch_size=8, nodes=nodes, edges=edges),
+    )
+
+
+@pytest.fixture
+def profiles(tmp_path: Path) -> Path:
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    files.write(folder / "v100.json", profile("V100", 1.0))
+    files.write(folder / "p100.json", profile("P100", 4.0))
+    return folder
+
+
+def test_there_are_few_names_and_each_is_there() -> None:
+    assert len(hetflow.__all__) <= 40
+    assert sorted(hetflow.__all__) == sorted(hetflow._WHERE)
+    for name in hetflow.__all__:
+        found = getattr(hetflow, name)
+        assert found.__name__ == name
+        assert inspect.getdoc(found), f"{name} has no words"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        hetflow.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_verb_is_typed_and_has_an_example_that_runs(name: str) -> None:
+    verb = getattr(hetflow, name)
+    signature = inspect.signature(verb)
+    assert signature.return_annotation is not inspect.Signature.empty
+    assert all(p.annotation is not p.empty for p in signature.parameters.values())
+    examples = doctest.DocTestFinder(recurse=False).find(
+        verb, name, importlib.import_module(verb.__module__)
+    )
+    assert sum(len(test.examples) for test in examples) > 0, f"{name} has no example"
+    runner = doctest.DocTestRunner()
+    assert [runner.run(test).failed for test in examples] == [0]
+
+
+def test_it_starts_without_torch_and_plans_without_it() -> None:
+    code = (
+        "import sys, hetflow\n"
+        "light = [m for m in ('torch', 'scipy', 'numpy', 'pydantic') if m in sys.modules]\n"
+        "hetflow.solve, hetflow.check, hetflow.allocate, hetflow.launch, hetflow.resize\n"
+        "hetflow.simulate, hetflow.profile, hetflow.read, hetflow.Cluster.parse('V100')\n"
+        "print(light, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] False"
+
+
+@pytest.mark.parametrize("options", [{}, SPLIT, {"virtual_nodes": 16}, PIPELINE])
+def test_a_plan_solved_from_python_is_the_command_lines_to_the_byte(
+    profiles: Path, tmp_path: Path, options: dict[str, object]
+) -> None:
+    said, called = tmp_path / "cli.json", tmp_path / "api.json"
+    flags = [x for k, v in options.items() for x in (f"--{k.replace('_', '-')}", str(v))]
+    asked = ["--profiles", str(profiles), "--gpus", POOL, "--batch-size", "256"]
+    assert run(["solve", *asked, *flags, "-o", str(said)]) == 0
+    plan = hetflow.solve(profiles, POOL, batch_size=256, **options)
+    hetflow.write(called, plan)
+    assert called.read_bytes() == said.read_bytes()
+    assert hetflow.read(said) == plan
+    assert hetflow.check(plan, profiles, POOL) == []
+
+
+def test_an_allocation_from_python_is_the_command_lines(tmp_path: Path) -> None:
+    jobs, rates = Path("sample:jobs.csv"), Path("sample:throughputs.csv")
+    said, called = tmp_path / "cli.json", tmp_path / "api.json"
+    pool = "4xV100,4xP100"
+    flags = ["--throughputs", str(rates), "--gpus", pool, "-o", str(said)]
+    assert run(["allocate", str(jobs), *flags]) == 0
+    allocation = hetflow.allocate(jobs, rates, pool)
+    hetflow.write(called, allocation)
+    assert called.read_bytes() == said.read_bytes()
+    assert hetflow.check(allocation, pool=pool, jobs=jobs, throughputs=rates) == []
+
+
+def test_the_library_speaks_through_logging(
+    profiles: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO, logger="hetflow"):
+        hetflow.solve(profiles, POOL, batch_size=256, optimizer="sgd", strategy="split")
+    assert [record.name for record in caplog.records][:1] == ["hetflow"]
+    assert caplog.records[0].levelno == logging.WARNING
+    assert capsys.readouterr() == ("", "")
+    sentence = caplog.records[0].getMessage()
+    asked = ["--profiles", str(profiles), "--gpus", POOL, "--batch-size", "256"]
+    assert run(["solve", *asked, "--optimizer", "sgd", "--strategy", "split"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == f"hetflow: warning: {sentence}\n"
+    assert json.loads(captured.out)["kind"] == "split"
+    assert logging.getLogger("hetflow").handlers == []
+
+
+def test_runs_also_correct_profiles_for_pipelines(profiles: Path, tmp_path: Path) -> None:
+    """The help says so; it was refused as an option of repetitive models."""
+    empty = tmp_path / "runs"
+    empty.mkdir()
+    with pytest.raises(hetflow.FileError, match="holds no run.json"):
+        hetflow.solve(profiles, POOL, batch_size=256, runs=empty, **PIPELINE)
+
+
+def test_a_dry_run_shows_any_plan_also_where_its_devices_are_not(
+    profiles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan, script = tmp_path / "plan.json", tmp_path / "train.py"
+    script.touch()
+    hetflow.write(plan, hetflow.solve(profiles, POOL, batch_size=256, strategy="split"))
+    shown = hetflow.dry_run(plan, str(script), ["--epochs", "3"])
+    devices = [command.environment["CUDA_VISIBLE_DEVICES"] for command in shown]
+    assert devices == [str(rank) for rank in range(len(devices))]
+    assert run(["launch", "--dry-run", str(plan), str(script)]) == 0
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == len(shown)
+    assert "this machine has 0: shown as on a machine that has all of them" in captured.err
