@@ -108,9 +108,36 @@ def link_between(levels: Sequence[TopologyLevel], one: int, other: int) -> float
     return slowest
 
 
+def reduce_seconds(
+    problem: PipelineProblem,
+    pool: DevicePool,
+    weight_bytes: float,
+    num_replicas: int,
+    bytes_per_second: float,
+) -> float:
+    """One all-reduce of a stage's gradients, hop by hop of its ring.
+
+    Where all-reduces between devices of the type were measured, no hop is faster than theirs, and
+    each begins with their latency. The papers' prices know the link alone.
+    """
+    rate, latency = bytes_per_second, 0.0
+    if problem.stage_cost == "ring" and pool.reduce_bytes_per_second is not None:
+        latency = pool.reduce_latency_seconds
+        if pool.reduce_bytes_per_second < rate:
+            rate = pool.reduce_bytes_per_second
+    num_hops = num_replicas - 1 + num_replicas - 1
+    return ring_seconds(weight_bytes, num_replicas, rate) + num_hops * latency
+
+
 def slowest_link(problem: PipelineProblem) -> float:
-    """Bytes per second of the slowest link that any two devices of the problem have."""
+    """Bytes per second of the slowest hop of a ring over all devices of the problem.
+
+    The slowest link that any two of them have, or the slowest all-reduce that was measured.
+    """
     rates = [level.bytes_per_second for pool in problem.pools for level in pool.levels]
+    if problem.stage_cost == "ring":
+        measured = (pool.reduce_bytes_per_second for pool in problem.pools)
+        rates += [rate for rate in measured if rate is not None]
     if len(problem.pools) > 1 and problem.inter_bytes_per_second is not None:
         rates.append(problem.inter_bytes_per_second)
     return min(rates)
@@ -175,9 +202,8 @@ def stage_seconds(
     problem: PipelineProblem,
     compute_seconds: float,
     update_seconds: float,
-    weight_bytes: float,
     num_replicas: int,
-    bytes_per_second: float,
+    all_reduce_seconds: float,
 ) -> float:
     """The default price: seconds per input of a stage in the steady state (docs/pipeline.md).
 
@@ -193,7 +219,7 @@ def stage_seconds(
         rounds -= problem.schedule in FLUSHING
         num_updates = 1.0
     busy = rounds * compute_seconds + num_updates * update_seconds
-    rings = num_updates * ring_seconds(weight_bytes, num_replicas, bytes_per_second)
+    rings = num_updates * all_reduce_seconds
     return max(busy, rings) / count
 
 

@@ -120,8 +120,8 @@ def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> Sta
             if layer.id in names
         ),
         output_seconds=sent,
-        reduce_seconds=definitions.ring_seconds(
-            weights, stage.num_replicas, _span(plan, problem, index)
+        reduce_seconds=definitions.reduce_seconds(
+            problem, pool, weights, stage.num_replicas, _span(plan, problem, index)
         ),
         update_seconds=pool.update_seconds * (weights / max(total, 1)),
         tied_seconds=_tied_seconds(problem, stage),
@@ -190,9 +190,8 @@ def _flat_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> flo
         return definitions.thesis_seconds(compute, weights, stage.num_replicas, bandwidth)
     total = sum(layer.weight_bytes for layer in problem.layers)
     update = pool.update_seconds * weights / max(total, 1)
-    return definitions.stage_seconds(
-        problem, compute, update, weights, stage.num_replicas, bandwidth
-    )
+    rings = definitions.reduce_seconds(problem, pool, weights, stage.num_replicas, bandwidth)
+    return definitions.stage_seconds(problem, compute, update, stage.num_replicas, rings)
 
 
 def _boundary_link(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:

@@ -191,6 +191,10 @@ def _pool_faults(
     fixed = (0.0, 0.0) if costs is None else (costs.pass_seconds, costs.fixed_seconds)
     if (pool.pass_seconds, pool.fixed_seconds) != fixed:
         yield f"a pass and a step cost {pool.pass_seconds} and {pool.fixed_seconds}, not {fixed}"
+    latency = (costs and costs.reduce_latency_seconds) or 0.0
+    rate = costs and costs.reduce_bytes_per_second
+    if (pool.reduce_latency_seconds, pool.reduce_bytes_per_second) != (latency, rate):
+        yield "its all-reduces are not as the profile measured them"
     if pool.base_memory_bytes != profile.base_memory_bytes:
         yield f"base_memory_bytes is {pool.base_memory_bytes}, not {profile.base_memory_bytes}"
     aside = _workspace_bytes(graph) + (profile.update_workspace_bytes or 0)

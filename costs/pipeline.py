@@ -88,6 +88,33 @@ def ring_sync_seconds(weight_bytes: float, num_replicas: int, bytes_per_second: 
     return 2 * (num_replicas - 1) * weight_bytes / (num_replicas * bytes_per_second)
 
 
+class AllReduce(NamedTuple):
+    """A ring between devices of a type: what was measured of it, nothing and infinity if not."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+    def rate(self, bytes_per_second: float) -> float:
+        """Of a ring whose slowest link carries so much."""
+        return min(bytes_per_second, self.bytes_per_second)
+
+    def start_seconds(self, num_replicas: int) -> float:
+        """What one all-reduce costs beside its bytes: a latency for each of 2(m-1) hops."""
+        return 2 * (num_replicas - 1) * self.latency_seconds
+
+    def seconds(self, weight_bytes: float, num_replicas: int, bytes_per_second: float) -> float:
+        """One all-reduce of a stage's gradients."""
+        ring = ring_sync_seconds(weight_bytes, num_replicas, self.rate(bytes_per_second))
+        return ring + self.start_seconds(num_replicas)
+
+
+def all_reduce(problem: PipelineProblem, pool: DevicePool) -> AllReduce:
+    """The all-reduces of a pool's replicas; the papers' prices know rings over links only."""
+    if problem.stage_cost != "ring" or pool.reduce_bytes_per_second is None:
+        return AllReduce(0.0, float("inf"))
+    return AllReduce(pool.reduce_latency_seconds, pool.reduce_bytes_per_second)
+
+
 class Overheads(NamedTuple):
     """What a step costs beside its layers, bytes, reductions and updates, in seconds."""
 
@@ -159,14 +186,17 @@ def tied_weights(layers: Sequence[PipelineLayer]) -> tuple[TiedWeights, ...]:
 def tied_seconds(weight_bytes: float, num_replicas: int, bytes_per_second: float) -> float:
     """One all-reduce of a stage's weights that other stages hold too, at a flush.
 
-    A ring over the stage's replicas and at least one more, at the slowest link there is.
+    A ring over the stage's replicas and at least one more, at the slowest link there is. What it
+    costs beside its bytes is not counted.
     """
     return ring_sync_seconds(weight_bytes, num_replicas + 1, bytes_per_second)
 
 
 def slowest_of_all(problem: PipelineProblem) -> float:
-    """Bytes per second of the slowest link of all pools."""
-    rates = [slowest_links(pool.levels)[-1] for pool in problem.pools]
+    """Bytes per second of the slowest all-reduce of all pools: over links, or as measured."""
+    rates = [
+        all_reduce(problem, pool).rate(slowest_links(pool.levels)[-1]) for pool in problem.pools
+    ]
     if len(problem.pools) > 1 and problem.inter_bytes_per_second is not None:
         rates.append(problem.inter_bytes_per_second)
     return min(rates)

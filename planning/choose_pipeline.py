@@ -7,6 +7,7 @@ from typing import cast
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
 from ..schema.pipeline import FLUSHING, PipelinePlan, PlannedSchedule
 from ..solvers.effort import Effort
+from ..solvers.pipeline.simplest import simplest_of
 from .limits import Clock
 from .request import SolveRequest
 from .solve_pipeline import links_between, solve_pipeline
@@ -47,7 +48,7 @@ def check_flags(request: SolveRequest) -> None:
 
 
 def best_pipeline(request: SolveRequest) -> PipelinePlan:
-    """The plan of the schedule asked for, or of the fastest that flushes.
+    """The plan of the schedule asked for, or of the best that flushes.
 
     Raises:
         ProblemError: Profiles, pool and flags that do not go together.
@@ -66,8 +67,16 @@ def _say_what_is_simpler(plan: PipelinePlan) -> None:
     least = (plan.provenance or {}).get("fastest")
     if least is None or plan.proof.tolerance is None:
         return
+    apart = [
+        f" {word} {least[key]}"
+        for word, key, own in (
+            ("under", "schedule", plan.schedule),
+            ("with microbatches of", "microbatch_size", plan.microbatch_size),
+        )
+        if least.get(key, own) != own
+    ]
     _log.info(
-        f"the fastest pipeline on paper, {least['config']}, is predicted at "
+        f"the fastest pipeline on paper, {least['config']}{''.join(apart)}, is predicted at "
         f"{least['step_seconds'] * 1e3:.4g} ms; the one taken, {plan.config}, is simpler at "
         f"{plan.predicted.step_seconds * 1e3:.4g} ms, within the {plan.proof.tolerance:.1%} that "
         "the measurements cannot tell (--fastest takes the other)"
@@ -101,7 +110,7 @@ def _repetitive(request: SolveRequest, sizes: list[int]) -> PipelinePlan:
 
 
 def _best_schedule(request: SolveRequest, sizes: list[int], clock: Clock) -> PipelinePlan:
-    """The fastest schedule of one semantics: those that flush train alike."""
+    """The best schedule of one semantics: those that flush train alike."""
     plans: list[PipelinePlan] = []
     refusals: list[HetflowError] = []
     for number, schedule in enumerate(FLUSHING):
@@ -116,16 +125,14 @@ def _best_schedule(request: SolveRequest, sizes: list[int], clock: Clock) -> Pip
             _log.info(f"{schedule}: {error.message}")
     if not plans:
         raise refusals[0]
-    least = min(plan.predicted.step_seconds for plan in plans)
-    ties = [plan for plan in plans if plan.predicted.step_seconds <= least * (1 + 1e-9)]
-    # Of equals the one that holds least and is simplest.
-    best = min(ties, key=lambda plan: (plan.schedule != "1f1b", FLUSHING.index(plan.schedule)))
-    others = [plan for plan in plans if plan is not best]
+    best = simplest_of(plans)
+    others = [plan for plan in plans if plan.schedule != best.schedule]
     others.sort(key=lambda plan: plan.predicted.step_seconds)
     compared = []
     for other in others:
         gain = other.predicted.step_seconds / best.predicted.step_seconds - 1
-        _log.info(f"{best.schedule} is {gain:.1%} faster than {other.schedule}")
+        kind = "faster" if gain >= 0 else "slower"
+        _log.info(f"{best.schedule} is {abs(gain):.1%} {kind} than {other.schedule}")
         compared.append({"schedule": other.schedule, "step_seconds": other.predicted.step_seconds})
     origin = {**(best.provenance or {}), "compared_schedules": compared}
     return dataclasses.replace(best, provenance=origin)
@@ -149,7 +156,7 @@ def _scheduled(
             refusals.append(error)
     if not plans:
         raise refusals[0]
-    best = min(plans, key=lambda size: (plans[size].predicted.step_seconds, -size))
+    best = simplest_of(list(plans.values()))
     if len(sizes) > 1:
         tried = ", ".join(
             f"{size}: {plans[size].predicted.step_seconds * 1e3:.1f} ms"
@@ -157,8 +164,10 @@ def _scheduled(
             else f"{size}: no plan"
             for size in sorted(sizes)
         )
-        _log.info(f"microbatches of {best} are the fastest of those profiled ({tried})")
-    return plans[best]
+        least = min(plan.predicted.step_seconds for plan in plans.values())
+        why = "the fastest" if best.predicted.step_seconds <= least else "as good as the fastest"
+        _log.info(f"microbatches of {best.microbatch_size} are {why} of those profiled ({tried})")
+    return best
 
 
 def _microbatch_sizes(request: SolveRequest) -> list[int]:

@@ -5,17 +5,19 @@ transport that a launch uses. All take turns over several rounds, so that a drif
 meets all of them.
 """
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from ..runtime.step_times import StepTimes
 from ..schema.errors import HetflowError
 from ..schema.step_costs import PipelineCosts
 from .busy import Progress
 from .crew import Crew
 from .devices import DeviceRequest
 from .links import said, too_few_devices
-from .pipeline_fit import Profiled, Trial, fit_costs
+from .pipeline_fit import Profiled, Ring, Trial, fit_costs
 from .pipeline_trials import launch_config, trials_of
 from .process import ChildDied
 from .targets import Target
@@ -24,8 +26,11 @@ from .timing import Timing
 _ROUNDS = 2
 _WARM_UP_STEPS = 2
 _FEWEST_STEPS, _MOST_STEPS = 3, 20  # of a trial in a round
-_FEWEST_TRIALS = 4
+_FEWEST_TRIALS = 5  # of which one has replicas
 _NOTHING = PipelineCosts(pass_seconds=0.0, message_seconds=0.0, fixed_seconds=0.0)
+
+_Step = tuple[StepTimes, ...]
+"""[workers] of one step."""
 
 
 def measure_pipeline(
@@ -37,14 +42,14 @@ def measure_pipeline(
     budget_seconds: float,
     progress: Progress = lambda text, left: None,
 ) -> tuple[PipelineCosts | None, dict[str, Any]]:
-    """Rehearse pipelines of two stages and fit their costs.
+    """Rehearse pipelines on two devices and fit their costs.
 
     Args:
         target: What to train.
         request: The device type, a real one.
         profiled: Its layers, links and update.
         optimizer: For targets that bring none.
-        budget_seconds: For the steps, about; at least four pipelines make a few.
+        budget_seconds: For the steps, about; at least five pipelines make a few.
         progress: Told what is being measured now.
 
     Returns:
@@ -56,24 +61,67 @@ def measure_pipeline(
     trials = affordable(profiled, budget_seconds)
     again = replace(trials[1], recompute=True)
     try:
-        samples = _rehearse(
+        steps = _rehearse(
             target, request, profiled, (*trials, again), optimizer, budget_seconds, progress
         )
     except (HetflowError, ChildDied, MemoryError) as error:
         return None, {"skipped": f"the pipelines failed: {said(error)}"}
-    timings = [Timing.of(sample) for sample in samples]
+    timings = [Timing.of([_slowest(step) for step in made]) for made in steps]
+    reduction = _reduction(trials, steps)
+    if reduction is not None:
+        profiled = replace(profiled, reduce_seconds=reduction.median_seconds)
     costs = fit_costs(profiled, trials, [timing.median_seconds for timing in timings[:-1]])
+    costs = _with_ring(costs, profiled)
     told = [
         {**asdict(trial), **asdict(timing), "predicted": profiled.step_seconds(trial, costs)}
         for trial, timing in zip((*trials, again), timings, strict=True)
     ]
     return costs, {
-        "method": "steps of two stages in the runtime's own loop, against their replay",
+        "method": "steps on two devices in the runtime's own loop, against their replay",
         "step_error": "median over trials, each against a fit without it",
         "layer_scale": profiled.scale,
         "trials": told[:-1],
         "recompute": told[-1],
+        "reduction": None if reduction is None else asdict(reduction),
     }
+
+
+def _reduction(trials: Sequence[Trial], steps: Sequence[Sequence[_Step]]) -> Timing | None:
+    """What a replica waits at a step's end, of which the others' sums of a few numbers are no part.
+
+    A worker's own wait, stragglers included: the passes beside it are a worker's own too.
+    """
+    waits: list[float] = []
+    sums: list[float] = []
+    for trial, made in zip(trials, steps, strict=False):
+        of_step = [[worker.sync_seconds for worker in step] for step in made]
+        if trial.num_replicas > 1:
+            waits += [statistics.fmean(step) for step in of_step]
+        else:  # the stage that ends last waits for nobody
+            sums += [min(step) for step in of_step]
+    if not waits:
+        return None
+    alike = statistics.median(sums)
+    return Timing.of([max(0.0, seconds - alike) for seconds in waits])
+
+
+def _with_ring(costs: PipelineCosts, profiled: Profiled) -> PipelineCosts:
+    """The ring whose all-reduce of the model takes as long as replicas waited."""
+    seconds, num_bytes = profiled.reduce_seconds, profiled.weight_bytes
+    if not seconds or not num_bytes:
+        return costs
+    ring = profiled.ring or Ring(0.0, num_bytes / seconds)
+    ring = ring.slowed_to(seconds, num_bytes)
+    return replace(
+        costs,
+        reduce_latency_seconds=ring.latency_seconds,
+        reduce_bytes_per_second=ring.bytes_per_second,
+    )
+
+
+def _slowest(step: _Step) -> float:
+    """A step takes what it takes its slower worker."""
+    return max(worker.ended for worker in step)
 
 
 def affordable(profiled: Profiled, budget_seconds: float) -> tuple[Trial, ...]:
@@ -92,7 +140,7 @@ def _obstacle(profiled: Profiled) -> str | None:
     trace = profiled.graph.trace
     if trace is not None and trace.obstacle is not None:
         return f"layers {trace.obstacle}"
-    if len(trials_of(profiled.graph)) < _FEWEST_TRIALS:
+    if not trials_of(profiled.graph):
         return f"{len(profiled.graph.nodes)} layers cannot be cut"
     return None
 
@@ -105,9 +153,9 @@ def _rehearse(
     optimizer: str,
     budget_seconds: float,
     progress: Progress,
-) -> list[list[float]]:
-    """[trials][steps] seconds; a step takes what it takes its slower worker."""
-    samples: list[list[float]] = [[] for _ in trials]
+) -> list[list[_Step]]:
+    """[trials][steps] the times of both workers."""
+    samples: list[list[_Step]] = [[] for _ in trials]
     expected = [profiled.step_seconds(trial, _NOTHING) for trial in trials]
     share = budget_seconds / (_ROUNDS * len(trials))
     with Crew(target, request, 2, optimizer) as crew:
@@ -118,8 +166,5 @@ def _rehearse(
                 config = launch_config(profiled.graph, trial, device_type=request.device_type)
                 num_steps = min(_MOST_STEPS, max(_FEWEST_STEPS, int(share / expected[index])))
                 workers = crew.together(config, num_steps=_WARM_UP_STEPS + num_steps)
-                samples[index] += [
-                    max(step.ended for step in steps)
-                    for steps in list(zip(*workers, strict=True))[_WARM_UP_STEPS:]
-                ]
+                samples[index] += list(zip(*workers, strict=True))[_WARM_UP_STEPS:]
     return samples

@@ -9,8 +9,9 @@ there.
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from ..costs.comm import ring_seconds
 from ..costs.pipeline_step import StepStage, flush_step_seconds
 from ..schema.pipeline import PlannedSchedule
 from ..schema.profile import LayerGraph
@@ -30,12 +31,33 @@ _START = 0.1  # of the shortest step, for one cost after another
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A pipeline of two stages to rehearse: the first holds ``cut`` layers."""
+    """A pipeline on two devices to rehearse: the first stage holds ``cut`` layers.
+
+    Two stages, or with ``num_replicas`` 2 one stage of all layers on both devices.
+    """
 
     cut: int
     schedule: PlannedSchedule
     num_microbatches: int
     recompute: bool = False
+    num_replicas: int = 1
+
+
+class Ring(NamedTuple):
+    """Of an all-reduce: seconds of a message beside its bytes, and the rate of its links."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+    def slowed_to(self, seconds: float, num_bytes: int) -> "Ring":
+        """The ring whose all-reduce of so many bytes between two takes ``seconds``.
+
+        At the end of a step gradients are copied into a buffer and back, caches are cold, and
+        workers wait for each other. All-reduces of other sizes are taken to last as much longer.
+        """
+        alone = ring_seconds(2, num_bytes, self.latency_seconds, self.bytes_per_second)
+        slower = seconds / alone
+        return Ring(self.latency_seconds * slower, self.bytes_per_second / slower)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +69,21 @@ class Profiled:
         links: The link between the two devices.
         update_seconds: One update of the whole model.
         scale: Of layer times, where both devices are at work, to those of one alone.
+        ring: Of the all-reduces that were measured by themselves, where they were.
+        reduce_seconds: Of the whole model's gradients between two replicas, at a step's end.
     """
 
     graph: LayerGraph
     links: Links
     update_seconds: float
     scale: float = 1.0
+    ring: Ring | None = None
+    reduce_seconds: float = 0.0
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all layers; as many bytes of gradients."""
+        return sum(node.weight_bytes for node in self.graph.nodes)
 
     def crossing_bytes(self, cut: int) -> int:
         """What the first layers make and later ones take, for one microbatch."""
@@ -67,22 +98,22 @@ class Profiled:
     def step_seconds(self, trial: Trial, costs: PipelineCosts) -> float:
         """The step of a trial as the planner predicts it."""
         nodes = self.graph.nodes
-        total_weight = max(sum(node.weight_bytes for node in nodes), 1)
+        total_weight = max(self.weight_bytes, 1)
         sent = self.crossing_bytes(trial.cut) / self.links.bytes_per_second
         stages = []
-        for part in (nodes[: trial.cut], nodes[trial.cut :]):
+        for part in filter(None, (nodes[: trial.cut], nodes[trial.cut :])):
             forward = self.scale * sum(node.forward_seconds for node in part)
             backward = self.scale * sum(node.backward_seconds for node in part)
             weight = sum(node.weight_bytes for node in part)
             stages.append(
                 StepStage(
-                    num_replicas=1,
+                    num_replicas=trial.num_replicas,
                     forward_seconds=forward + costs.pass_seconds,
                     backward_seconds=backward
                     + costs.pass_seconds
                     + (forward if trial.recompute else 0.0),
                     transfer_seconds=sent + costs.message_seconds,
-                    reduce_seconds=0.0,
+                    reduce_seconds=self.reduce_seconds * weight / total_weight,
                     update_seconds=self.update_seconds * weight / total_weight,
                 )
             )

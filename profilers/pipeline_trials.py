@@ -9,11 +9,13 @@ from .pipeline_fit import Trial
 
 
 def trials_of(graph: LayerGraph) -> tuple[Trial, ...]:
-    """Pipelines of two stages that tell the costs apart, the most telling first.
+    """Pipelines on two devices that tell the costs apart, the most telling first.
 
-    Cut near the middle of the layers' time, and where about a quarter is before the cut. GPipe
-    waits for one message in filling and one in draining, however many microbatches there are;
-    equal 1F1B stages wait for one in every round.
+    One stage on both devices sends no messages, so it tells what passes cost from what messages
+    do; and it tells what replicas wait for their all-reduce. The others have two stages, cut near
+    the middle of the layers' time, and where about a quarter is before the cut. GPipe waits for
+    one message in filling and one in draining, however many microbatches there are; equal 1F1B
+    stages wait for one in every round.
 
     Args:
         graph: Layers in running order; fewer than two, or edges that go backwards, give none.
@@ -22,16 +24,18 @@ def trials_of(graph: LayerGraph) -> tuple[Trial, ...]:
     goes_back = any(position[source] >= position[target] for source, target in graph.edges)
     if len(graph.nodes) < 2 or goes_back:
         return ()
-    middle, uneven = _cut(graph, 1 / 2), _cut(graph, 1 / 4)
+    middle, uneven, whole = _cut(graph, 1 / 2), _cut(graph, 1 / 4), len(graph.nodes)
     found = (
         Trial(cut=middle, schedule="1f1b", num_microbatches=2),
         Trial(cut=middle, schedule="1f1b", num_microbatches=8),
         Trial(cut=uneven, schedule="gpipe", num_microbatches=2),
         Trial(cut=middle, schedule="gpipe", num_microbatches=8),
+        Trial(cut=whole, schedule="1f1b", num_microbatches=8, num_replicas=2),
         Trial(cut=uneven, schedule="1f1b", num_microbatches=8),
         Trial(cut=middle, schedule="gpipe", num_microbatches=2),
         Trial(cut=uneven, schedule="gpipe", num_microbatches=8),
         Trial(cut=uneven, schedule="1f1b", num_microbatches=2),
+        Trial(cut=whole, schedule="1f1b", num_microbatches=2, num_replicas=2),
     )
     return tuple(dict.fromkeys(found))
 
@@ -44,8 +48,17 @@ def _cut(graph: LayerGraph, share: float) -> int:
 
 
 def launch_config(graph: LayerGraph, trial: Trial, *, device_type: str) -> LaunchConfig:
-    """The launch config of a trial: rank 0 holds the layers before the cut, rank 1 the others."""
+    """The launch config of a trial.
+
+    Rank 0 holds the layers before the cut and rank 1 the others, or both hold all.
+    """
     names = tuple(node.id for node in graph.nodes)
+    stages = (
+        PipelineStage(layers=names[: trial.cut], ranks=(0,)),
+        PipelineStage(layers=names[trial.cut :], ranks=(1,)),
+    )
+    if trial.num_replicas > 1:
+        stages = (PipelineStage(layers=names, ranks=tuple(range(trial.num_replicas))),)
     nodes = tuple(
         VirtualNode(index=index, batch_size=graph.microbatch_size)
         for index in range(trial.num_microbatches)
@@ -54,16 +67,18 @@ def launch_config(graph: LayerGraph, trial: Trial, *, device_type: str) -> Launc
         model="model",
         global_batch_size=graph.microbatch_size * trial.num_microbatches,
         workers=tuple(
-            WorkerSlot(rank=rank, device_type=device_type, virtual_nodes=nodes) for rank in range(2)
+            WorkerSlot(
+                rank=rank,
+                device_type=device_type,
+                virtual_nodes=nodes[rank % trial.num_replicas :: trial.num_replicas],
+            )
+            for rank in range(2)
         ),
         pipeline=PipelineWork(
             schedule=trial.schedule,
             num_microbatches=trial.num_microbatches,
             recompute=trial.recompute,
-            stages=(
-                PipelineStage(layers=names[: trial.cut], ranks=(0,)),
-                PipelineStage(layers=names[trial.cut :], ranks=(1,)),
-            ),
+            stages=stages,
             trace=graph.trace,
         ),
     )

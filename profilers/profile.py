@@ -22,7 +22,7 @@ from .layers import as_in_the_loop, graph_of
 from .loop_costs import LoopCosts, LoopPolicy, Rounds
 from .measurer import Measurer
 from .pipeline_costs import measure_pipeline
-from .pipeline_fit import Profiled
+from .pipeline_fit import Profiled, Ring
 from .targets import Target
 
 LAYER_REPEATS = 7
@@ -370,7 +370,12 @@ def _measure_pipeline(
     if busy is not None:
         update = busy.update_seconds
         scale = busy_ratio(alone, busy.batch_curve, tables[0].microbatch_size)
-    profiled = Profiled(graph=tables[0], links=base.links, update_seconds=update, scale=scale)
+    sync, ring = base.busy.sync, None
+    if sync is not None and sync.latency_seconds is not None and sync.bytes_per_second is not None:
+        ring = Ring(sync.latency_seconds, sync.bytes_per_second)
+    profiled = Profiled(
+        graph=tables[0], links=base.links, update_seconds=update, scale=scale, ring=ring
+    )
     return measure_pipeline(
         target,
         request,

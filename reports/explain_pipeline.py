@@ -84,7 +84,8 @@ def _remarks(plan: PipelinePlan) -> Iterator[str]:
         yield "what a message costs beside its bytes was not measured: it counts as nothing"
     if plan.predicted.fixed_seconds is None:
         yield "the fixed cost of a step was not measured: it counts as nothing"
-    if any(stage.num_replicas > 1 for stage in plan.stages):
+    replicated = [stage for stage in plan.stages if stage.num_replicas > 1]
+    if any(stage.reduce_latency_seconds is None for stage in replicated):
         yield "all-reduces were not measured: they are rings over the links' bytes per second"
     proof = plan.proof
     if proof.tolerance is not None and (proof.gap or 0.0) > 1e-9:

@@ -84,6 +84,8 @@ class DevicePool:
     of what stages are said to take.
     ``pass_seconds`` is what every forward and every backward pass of a stage costs beyond its
     layers, ``fixed_seconds`` what a step costs beside its passes, messages and updates.
+    ``reduce_bytes_per_second`` and ``reduce_latency_seconds`` are of the ring of an all-reduce
+    between replicas, as measured; None and 0 take the links' rate.
     """
 
     device_type: Name
@@ -96,10 +98,16 @@ class DevicePool:
     base_memory_bytes: Bytes | None = None
     pass_seconds: Seconds = 0.0
     fixed_seconds: Seconds = 0.0
+    reduce_latency_seconds: Seconds = 0.0
+    reduce_bytes_per_second: PositiveRate | None = None
 
     def __post_init__(self) -> None:
         if not self.levels:
             raise ProblemError(f"{self.device_type}: a pool needs at least one level of devices")
+        if self.reduce_latency_seconds and self.reduce_bytes_per_second is None:
+            raise ProblemError(
+                f"{self.device_type}: reduce_latency_seconds needs reduce_bytes_per_second"
+            )
 
     @property
     def limit_bytes(self) -> int | None:
@@ -420,8 +428,9 @@ class StagePlan:
     sending one microbatch's output and getting its gradient back. These hold what passes and
     messages cost themselves: ``pass_seconds`` each forward and each backward pass,
     ``message_seconds`` each message; None where nothing of it was counted. ``reduce_seconds`` is
-    one all-reduce of the stage's gradients, ``tied_seconds`` that of weights tied to other
-    stages', and ``update_seconds`` one update of its weights. ``memory_bytes`` is per device;
+    one all-reduce of the stage's gradients (with ``reduce_latency_seconds`` for each message of
+    its ring, None where all-reduces were not measured), ``tied_seconds`` that of weights tied to
+    other stages', and ``update_seconds`` one update of its weights. ``memory_bytes`` is per device;
     where the pool knows what a worker holds before there is a model, it is the worker's predicted
     peak, and a device's further stages add their own part only. ``nesting`` goes from the highest
     level down and is empty in flat plans.
@@ -443,6 +452,7 @@ class StagePlan:
     tied_seconds: Seconds | None = None
     pass_seconds: Seconds | None = None
     message_seconds: Seconds | None = None
+    reduce_latency_seconds: Seconds | None = None
     nesting: tuple[NestedBlock, ...] = ()
     devices: tuple[Index, ...] = ()
 

@@ -53,12 +53,24 @@ class PipelineCosts:
             for so much longer.
         fixed_seconds: Of a whole step: opening it, its sums, asking for the next batch.
         step_error: Of steps put together from these terms, relative to measured ones.
+        reduce_latency_seconds: Of one message of the ring of an all-reduce between the replicas
+            of a stage, as its workers wait for it at the end of a step.
+        reduce_bytes_per_second: Of that ring's links; None with the latency where no stage with
+            replicas was rehearsed.
     """
 
     pass_seconds: MeasuredSeconds
     message_seconds: MeasuredSeconds
     fixed_seconds: MeasuredSeconds
     step_error: Ratio | None = None
+    reduce_latency_seconds: MeasuredSeconds | None = None
+    reduce_bytes_per_second: PositiveRate | None = None
+
+    def __post_init__(self) -> None:
+        if (self.reduce_latency_seconds is None) != (self.reduce_bytes_per_second is None):
+            raise ProblemError(
+                "reduce_latency_seconds and reduce_bytes_per_second come together or not at all"
+            )
 
 
 register_keys(MessageTime, LinkPoint, Links, PipelineCosts)

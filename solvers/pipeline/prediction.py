@@ -54,7 +54,9 @@ def _counts(problem: PipelineProblem) -> bool:
     """Whether anything is known of a step beside layers, bytes, reductions and updates."""
     known = overheads(problem)
     fixed = [fixed_seconds(problem, {pool.device_type}) for pool in problem.pools]
-    return any((*known.forward_seconds, *fixed, known.message_seconds))
+    reduced = (pool.reduce_bytes_per_second for pool in problem.pools)
+    is_reduced = problem.stage_cost == "ring" and any(rate is not None for rate in reduced)
+    return is_reduced or any((*known.forward_seconds, *fixed, known.message_seconds))
 
 
 def _with_fixed(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
@@ -65,12 +67,18 @@ def _with_fixed(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
     own = dict(
         zip((pool.device_type for pool in problem.pools), known.forward_seconds, strict=True)
     )
+    latencies = {
+        pool.device_type: pool.reduce_latency_seconds
+        for pool in problem.pools
+        if problem.stage_cost == "ring" and pool.reduce_bytes_per_second is not None
+    }
     last = len(plan.stages) - 1
     stages = tuple(
         replace(
             stage,
             pass_seconds=own[stage.device_type],
             message_seconds=known.message_seconds if index < last else 0.0,
+            reduce_latency_seconds=latencies.get(stage.device_type),
         )
         for index, stage in enumerate(plan.stages)
     )

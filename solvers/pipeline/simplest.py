@@ -6,15 +6,18 @@ so the one of fewest stages is taken, of those the one on fewest devices: less t
 fail, and no gain that is only on paper. One stage, replicated or on one device, is among them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...schema.errors import BackendError, InfeasibleError
-from ...schema.pipeline import PipelinePlan, PipelineProblem
+from ...schema.pipeline import FLUSHING, PipelinePlan, PipelineProblem
 from ...schema.plan import Proof
 from ..tolerance import MOST_GIVEN_UP
 
 Solve = Callable[[PipelineProblem], PipelinePlan]
+
+_EQUAL = 1e-9
 
 
 def simplest(
@@ -51,6 +54,45 @@ def simplest(
             chosen,
         )
     return _proved(chosen, best, error)
+
+
+def simplest_of(plans: Sequence[PipelinePlan]) -> PipelinePlan:
+    """Of plans of several schedules or microbatch sizes, the simplest that is as good as the least.
+
+    Each is ``simplest`` of its own question, so the least step on paper may be that of a plan that
+    it stands for. Fewer stages are simpler, then fewer devices, then 1F1B (it holds least), then
+    larger microbatches, of which there are fewer. Where no error is known only equal steps count.
+
+    Args:
+        plans: At least one, all of one global batch size.
+
+    Returns:
+        One of the plans; where another is faster on paper, ``provenance.fastest`` describes that.
+    """
+    best = min(plans, key=lambda plan: _fastest(plan)["step_seconds"])
+    least, error = _fastest(best), best.proof.tolerance
+    most = least["step_seconds"] * (1 + max(error or 0.0, _EQUAL))
+    near = [plan for plan in plans if plan.predicted.step_seconds <= most]
+    chosen = min(near, key=_complexity if error is not None else _order)
+    if least["step_seconds"] * (1 + _EQUAL) >= chosen.predicted.step_seconds:
+        return chosen
+    return replace(chosen, provenance={**(chosen.provenance or {}), "fastest": least})
+
+
+def _fastest(plan: PipelinePlan) -> dict[str, Any]:
+    """The least plan of the question that a plan answers."""
+    of_plan = {"schedule": plan.schedule, "microbatch_size": plan.microbatch_size}
+    own = {"config": plan.config, "step_seconds": plan.predicted.step_seconds}
+    return {**own, **(plan.provenance or {}).get("fastest", {}), **of_plan}
+
+
+def _complexity(plan: PipelinePlan) -> tuple[int, int, tuple[bool, int, int]]:
+    return len(plan.stages), plan.num_devices, _order(plan)
+
+
+def _order(plan: PipelinePlan) -> tuple[bool, int, int]:
+    of_schedule = FLUSHING.index(plan.schedule) if plan.schedule in FLUSHING else len(FLUSHING)
+    return plan.schedule != "1f1b", of_schedule, -plan.microbatch_size
 
 
 def _least_number(

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...costs.pipeline import (
+    AllReduce,
+    all_reduce,
     boundary_seconds,
     kept_per_weight_byte,
     num_in_flight,
@@ -22,14 +24,16 @@ from .cuts import Cuts, Floats, Mask
 
 @dataclass(frozen=True, slots=True)
 class Slopes:
-    """A stage's seconds per input: max(per_compute C + per_weight w, sync_per_weight w).
+    """A stage's seconds per input: the larger of compute and its all-reduces.
 
-    C is what its layers take and what its passes cost themselves (``Prices.own_seconds``).
+    max(per_compute C + per_weight w, sync_per_weight w + sync_start). C is what its layers take
+    and what its passes cost themselves (``Prices.own_seconds``).
     """
 
     per_compute: float
     per_weight: float
     sync_per_weight: float
+    sync_start: float = 0.0
 
 
 class Prices:
@@ -54,6 +58,9 @@ class Prices:
         passes = 2 if recompute else 1
         self.compute_seconds = passes * cuts.forward_seconds + cuts.backward_seconds
         self.overheads = overheads(problem)
+        self.reductions: tuple[AllReduce, ...] = tuple(
+            all_reduce(problem, pool) for pool in problem.pools
+        )
         self.own_seconds = np.array(self.overheads.stage_seconds)
         self.message_seconds = np.full(cuts.size, self.overheads.message_seconds)
         self.message_seconds[[0, -1]] = 0.0
@@ -76,10 +83,12 @@ class Prices:
         schedule = self.problem.schedule
         often = updates(schedule, num_replicas, count) / count
         update = self.problem.pools[pool].update_seconds / max(self.total_weight, 1.0)
+        reduction = self.reductions[pool]
         return Slopes(
             rounds(schedule, num_replicas, count) / count,
             often * update,
-            often * 2 * (num_replicas - 1) / (num_replicas * bandwidth),
+            often * 2 * (num_replicas - 1) / (num_replicas * reduction.rate(bandwidth)),
+            often * reduction.start_seconds(num_replicas),
         )
 
     def stage_seconds(
@@ -91,7 +100,7 @@ class Prices:
         weight = float(self.cuts.weight_bytes[last] - self.cuts.weight_bytes[first])
         return max(
             slopes.per_compute * compute + slopes.per_weight * weight,
-            slopes.sync_per_weight * weight,
+            slopes.sync_per_weight * weight + slopes.sync_start,
             float(self.boundary_seconds[span, first]),
             float(self.boundary_seconds[span, last]),
         )
@@ -118,7 +127,8 @@ class Prices:
         busy = slopes.per_compute * compute + slopes.per_weight * cuts.weight_bytes
         ends = busy + slopes.per_compute * self.own_seconds[pool]
         sync = slopes.sync_per_weight * cuts.weight_bytes
-        found: Floats = np.maximum(ends[None, :] - busy[:, None], sync[None, :] - sync[:, None])
+        reduced = sync[None, :] - sync[:, None] + slopes.sync_start
+        found: Floats = np.maximum(ends[None, :] - busy[:, None], reduced)
         edge = self.boundary_seconds[span]
         np.maximum(found, edge[:, None], out=found)
         np.maximum(found, edge[None, :], out=found)

@@ -243,14 +243,17 @@ def test_loading_does_not_slow_layers() -> None:
 
 def test_costs_of_passes_messages_and_steps_are_the_profile_s() -> None:
     costs = PipelineCosts(
-        pass_seconds=1e-3, message_seconds=2e-3, fixed_seconds=3e-3, step_error=0.04
-    )
+        pass_seconds=1e-3, message_seconds=2e-3, fixed_seconds=3e-3, step_error=0.04,
+        reduce_latency_seconds=4e-3, reduce_bytes_per_second=5e8,
+    )  # fmt: skip
     told = profile(links=links(1e9), pipeline=costs)
     other = profile("P100", links=links(1e9))
     problem = pipeline_problem([told, other], Cluster.parse("1xV100,1xP100"), 8)
     first, second = problem.pools
     assert (first.pass_seconds, first.fixed_seconds) == (1e-3, 3e-3)
     assert (second.pass_seconds, second.fixed_seconds) == (0.0, 0.0)
+    assert (first.reduce_latency_seconds, first.reduce_bytes_per_second) == (4e-3, 5e8)
+    assert (second.reduce_latency_seconds, second.reduce_bytes_per_second) == (0.0, None)
     assert (problem.message_seconds, problem.step_error) == (2e-3, 0.04)
     # Where no pipeline was rehearsed, a message costs the latency of the link.
     alone = pipeline_problem([other], Cluster.parse("2xP100"), 8)

@@ -10,7 +10,7 @@ from hetflow.profilers.devices import DeviceRequest, LocalDevice, cpu_device
 from hetflow.profilers.layers import graph_of
 from hetflow.profilers.measurer import Measurer
 from hetflow.profilers.pipeline_costs import affordable, measure_pipeline
-from hetflow.profilers.pipeline_fit import Profiled, Trial, fit_costs
+from hetflow.profilers.pipeline_fit import Profiled, Ring, Trial, fit_costs
 from hetflow.profilers.pipeline_trials import launch_config, trials_of
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
@@ -96,10 +96,37 @@ def test_few_trials_where_steps_are_long() -> None:
     known = profiled(*[0.004] * 8)
     assert affordable(known, 1e9) == trials_of(known.graph)
     few = affordable(known, 0.0)
-    assert len(few) == 4
+    assert len(few) == 5
+    assert [trial.num_replicas for trial in few] == [1, 1, 1, 1, 2]
     assert len({trial.num_microbatches for trial in few}) == 2
     assert len({trial.schedule for trial in few}) == 2
-    assert len({trial.cut for trial in few}) == 2
+    assert len({trial.cut for trial in few}) == 3
+
+
+def test_one_stage_on_both_devices_is_counted_as_by_hand() -> None:
+    both = dataclasses.replace(profiled(0.01, 0.01), reduce_seconds=0.03)
+    costs = PipelineCosts(pass_seconds=1e-3, message_seconds=2e-3, fixed_seconds=5e-3)
+    trial = Trial(cut=2, schedule="1f1b", num_microbatches=6, num_replicas=2)
+    # Three microbatches each, no message, one all-reduce and the whole update.
+    expected = 3 * (0.02 + 0.04 + 2e-3) + 0.03 + 2e-3 + 5e-3
+    assert both.step_seconds(trial, costs) == pytest.approx(expected)
+
+
+def test_a_stage_without_messages_tells_passes_from_messages() -> None:
+    # Of two devices each has half of the layers, so every round of 1F1B has a message in it.
+    known = profiled(0.004, 0.004)
+    planted = PipelineCosts(pass_seconds=1e-3, message_seconds=0.0, fixed_seconds=0.0)
+    trials = trials_of(known.graph)
+    measured = [known.step_seconds(trial, planted) for trial in trials]
+    found = fit_costs(known, trials, measured)
+    assert found.pass_seconds == pytest.approx(1e-3, rel=1e-6)
+    assert found.message_seconds == pytest.approx(0.0, abs=1e-9)
+
+
+def test_replicas_in_the_loop_wait_longer_than_for_the_ring_alone() -> None:
+    alone = Ring(1e-4, 1e9)
+    slower = alone.slowed_to(4e-3, 1_800_000)  # alone 0.2 ms of latency and 1.8 ms of bytes
+    assert slower == pytest.approx(Ring(2e-4, 5e8))
 
 
 def test_a_trial_is_what_a_launch_of_the_plan_would_run() -> None:
@@ -123,6 +150,18 @@ def test_a_trial_is_what_a_launch_of_the_plan_would_run() -> None:
     lowered = lower_pipeline(plan)
     workers = tuple(dataclasses.replace(worker, device=None) for worker in lowered.workers)
     assert dataclasses.replace(lowered, workers=workers) == config
+
+
+def test_a_trial_of_one_stage_has_both_devices_on_it() -> None:
+    known = profiled(*[0.004] * 4)
+    trial = Trial(cut=4, schedule="1f1b", num_microbatches=2, num_replicas=2)
+    config = launch_config(known.graph, trial, device_type="cpu")
+    assert config.pipeline is not None
+    (stage,) = config.pipeline.stages
+    assert stage.ranks == (0, 1)
+    assert stage.layers == ("layer0", "layer1", "layer2", "layer3")
+    dealt = [[node.index for node in worker.virtual_nodes] for worker in config.workers]
+    assert dealt == [[0], [1]]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +192,10 @@ def test_real_pipelines_are_rehearsed() -> None:
     costs, how = measure_pipeline(target, request, known, optimizer="sgd", budget_seconds=0.5)
     assert costs is not None, how
     assert costs.step_error is not None
-    assert 4 <= len(how["trials"]) <= len(trials_of(measured))
+    assert 5 <= len(how["trials"]) <= len(trials_of(measured))
+    assert how["reduction"]["repeats"] >= 6
+    if how["reduction"]["median_seconds"] > 0:
+        assert costs.reduce_bytes_per_second is not None
     for trial in (*how["trials"], how["recompute"]):
         assert trial["repeats"] >= 6
         assert trial["low_seconds"] <= trial["median_seconds"] <= trial["high_seconds"]

@@ -68,6 +68,16 @@ RATES = st.sampled_from([0.5, 1.0, 2.0, 8.0, 64.0])
 OWN = st.sampled_from([0.0, 0.0, 0.25, 1.0, 4.0])
 """What passes, messages and steps cost themselves: nothing, a little, more than layers."""
 
+REDUCTIONS = st.sampled_from(
+    [
+        {},
+        {},
+        {"reduce_bytes_per_second": 0.25},
+        {"reduce_bytes_per_second": 4.0, "reduce_latency_seconds": 1.0},
+    ]
+)
+"""All-reduces: rings over links, slower than any link, slow to begin."""
+
 
 @st.composite
 def flat_problems(draw, *, graphs: bool = True) -> PipelineProblem:
@@ -92,6 +102,7 @@ def flat_problems(draw, *, graphs: bool = True) -> PipelineProblem:
                 workspace_bytes=draw(st.sampled_from([0, 0, 3])),
                 pass_seconds=draw(OWN),
                 fixed_seconds=draw(OWN),
+                **draw(REDUCTIONS),
             )
         )
     return PipelineProblem(

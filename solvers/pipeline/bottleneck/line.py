@@ -135,7 +135,7 @@ class Line:
                 )
                 self.own[key] = slope.per_compute * float(self.prices.own_seconds[pool])
             self.busy_of.append(key)
-        self.sync = [slope.sync_per_weight for slope in slopes]
+        self.sync = [(slope.sync_per_weight, slope.sync_start) for slope in slopes]
 
     def place(self, limit: float) -> list[PlacedStage] | None:
         """A placement whose every stage and boundary takes at most ``limit``, or None."""
@@ -162,10 +162,13 @@ class Line:
             for key, curve in self.busy.items()
         }
         reach = np.full((len(self.kinds), self.size + 1), self.size, np.int64)
-        for index, sync in enumerate(self.sync):
+        for index, (sync, start) in enumerate(self.sync):
             found = busy[self.busy_of[index]]
-            if sync > 0:
-                found = np.maximum(found, np.searchsorted(weights, weights - limit / sync))
+            if start > limit:
+                found = np.full_like(found, self.size)
+            elif sync > 0:
+                left = (limit - start) / sync
+                found = np.maximum(found, np.searchsorted(weights, weights - left))
             reach[index, :-1] = found
         return reach
 

@@ -79,12 +79,16 @@ class StepModel:
     def end(self, kind: Kind) -> float:
         """Seconds of all-reduce and update for each byte of a stage's weights."""
         update = self.problem.pools[kind.pool].update_seconds / max(self.prices.total_weight, 1.0)
-        bandwidth = self.prices.bandwidths[kind.span]
-        return ring_sync_seconds(1.0, kind.num_replicas, bandwidth) + update
+        rate = self.prices.reductions[kind.pool].rate(self.prices.bandwidths[kind.span])
+        return ring_sync_seconds(1.0, kind.num_replicas, rate) + update
+
+    def end_start(self, kind: Kind) -> float:
+        """Seconds of a stage's all-reduce beside its bytes."""
+        return self.prices.reductions[kind.pool].start_seconds(kind.num_replicas)
 
     def step_end(self, kind: Kind) -> Floats:
         """[cuts] reductions and update of a first stage that ends at each cut."""
-        found: Floats = self.end(kind) * self.weights
+        found: Floats = self.end(kind) * self.weights + self.end_start(kind)
         split = self.prices.cuts.split_bytes
         if split is not None:
             found = found + self.prices.tied_seconds_per_byte(kind.num_replicas) * split[0]
@@ -93,10 +97,11 @@ class StepModel:
     def own_left(self, kind: Kind) -> float:
         """The part of g that every stage has: what its passes cost themselves."""
         own = self.prices.overheads
-        return (
+        left = (
             kind.left_forward * own.forward_seconds[kind.pool]
             + kind.left_backward * own.backward_seconds[kind.pool]
         )
+        return left + self.end_start(kind) if self.pessimistic else left
 
     def left(self, kind: Kind) -> Floats:
         """[cuts] of which the difference between two is the rest of g."""
@@ -175,7 +180,7 @@ def stages_of(
                 forward_seconds=ahead,
                 backward_seconds=prices.stage_compute(first, last, move.pool) - ahead,
                 transfer_seconds=output_seconds(prices, placed, number) / 2,
-                reduce_seconds=ring_sync_seconds(
+                reduce_seconds=prices.reductions[move.pool].seconds(
                     weight, move.num_replicas, prices.bandwidths[move.span]
                 ),
                 update_seconds=problem.pools[move.pool].update_seconds

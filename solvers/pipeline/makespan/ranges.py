@@ -115,6 +115,7 @@ class Windows:
         self.is_empty: Mask = length <= 0
         self.first_of_link = last[:, :, 0]
         self.ends = np.array([model.end(kind) for kind in batched.kinds])
+        self.starts = np.array([model.end_start(kind) for kind in batched.kinds])
 
     def fill(self, behind: Floats, rows: Ints) -> None:
         """Take in rows whose sources are complete."""
@@ -147,6 +148,7 @@ class Windows:
         totals = self.minima[0, batch.row, 1:-1]
         if not model.pessimistic:
             totals = totals + self.ends[batch.kind, None] * model.weights[None, 1:]
+            totals = totals + self.starts[batch.kind, None]
         of_link = batch.span if model.pessimistic else np.zeros_like(batch.span)
         last = self.first_of_link[self.window[batch.kind], of_link] - 1
         totals = np.minimum.accumulate(totals, axis=1)
@@ -168,6 +170,7 @@ class Suffixes:
         # [rows, cuts] the least value behind each cut.
         self.minima = np.full((len(batched.row_source), model.size), np.inf)
         self.ends = np.array([model.end(kind) for kind in batched.kinds])
+        self.starts = np.array([model.end_start(kind) for kind in batched.kinds])
 
     def fill(self, behind: Floats, rows: Ints) -> None:
         """As ``Windows.fill``."""
@@ -183,6 +186,7 @@ class Suffixes:
     def whole(self, batch: Batch) -> Floats:
         """As ``Windows.whole``."""
         totals = self._values(batch.row) + self.ends[batch.kind, None] * self.model.weights
+        totals = totals + self.starts[batch.kind, None]
         found: Floats = totals[:, 1:].min(axis=1) - self.model.compute[batch.pool, 0]
         return found
 

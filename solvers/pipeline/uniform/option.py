@@ -5,7 +5,7 @@ from math import ceil
 
 import numpy as np
 
-from ....costs.pipeline import ring_sync_seconds, shared_level, slowest_links, worker_bytes
+from ....costs.pipeline import shared_level, slowest_links, worker_bytes
 from ....schedules.operations import Schedule
 from ....schedules.timing import StageTimes, time_schedule
 from ....schema.pipeline import FLUSHING, PipelineProblem, StagePlan
@@ -228,7 +228,7 @@ class Option:
                     compute_seconds=prices.stage_compute(first, last, pool),
                     forward_seconds=prices.stage_forward(first, last, pool),
                     output_seconds=sent,
-                    reduce_seconds=ring_sync_seconds(
+                    reduce_seconds=prices.reductions[pool].seconds(
                         weight, layout.num_replicas, self.spans[stage]
                     ),
                     update_seconds=problem.pools[pool].update_seconds

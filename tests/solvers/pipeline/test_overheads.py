@@ -81,6 +81,33 @@ def test_a_stage_has_so_many_passes_of_a_microbatch(schedule, passes):
     assert after.stages[0].forward_seconds == before.stages[0].forward_seconds + 0.5
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_replicas_wait_as_long_as_all_reduces_were_measured_to_take(schedule):
+    problem = chain([(1.0, 2.0)] * 4, [(1, 8)] * 4, levels((4, 16.0)), schedule=schedule)
+    problem = dataclasses.replace(problem, num_stages=1, workers="exactly")
+    pool = dataclasses.replace(
+        problem.pools[0], reduce_bytes_per_second=8.0, reduce_latency_seconds=0.25
+    )
+    measured = dataclasses.replace(problem, pools=(pool,))
+    before, after = solve(problem), solve(measured)
+    # 32 bytes on 4 replicas: 6 hops of 8 bytes.
+    assert before.stages[0].reduce_seconds == pytest.approx(6 * 8 / 16)
+    assert after.stages[0].reduce_seconds == pytest.approx(6 * (8 / 8 + 0.25))
+    more = after.predicted.step_seconds - before.predicted.step_seconds
+    assert more == pytest.approx(6 * (8 / 8 + 0.25) - 6 * 8 / 16)
+    assert after.stages[0].reduce_latency_seconds == 0.25
+    assert before.stages[0].reduce_latency_seconds is None
+    assert check(after, measured) == []
+    assert any("reduce_seconds is" in fault for fault in check(after, problem))
+
+
+def test_dear_all_reduces_make_stages_of_replicas():
+    problem = chain([(1.0, 2.0)] * 4, [(0, 64)] * 4, levels((2, 64.0)))
+    assert solve(problem).config == "2"
+    pool = dataclasses.replace(problem.pools[0], reduce_bytes_per_second=4.0)
+    assert solve(dataclasses.replace(problem, pools=(pool,))).config == "1-1"
+
+
 def test_recomputation_is_no_further_pass():
     problem = dataclasses.replace(TINY, num_stages=1, recompute=True)
     before, after = solve(problem), solve(with_costs(problem, a_pass=0.5))
