@@ -193,7 +193,12 @@ def tied_seconds(weight_bytes: float, num_replicas: int, bytes_per_second: float
 
 
 def slowest_of_all(problem: PipelineProblem) -> float:
-    """Bytes per second of the slowest all-reduce of all pools: over links, or as measured."""
+    """Bytes per second of the slowest all-reduce of all pools: over links, or as measured.
+
+    A problem that leaves out pools of another states the other's.
+    """
+    if problem.tied_bytes_per_second is not None:
+        return problem.tied_bytes_per_second
     rates = [
         all_reduce(problem, pool).rate(slowest_links(pool.levels)[-1]) for pool in problem.pools
     ]

@@ -160,6 +160,8 @@ class PipelineProblem:
         message_seconds: What a message from one stage to the next costs beyond its bytes.
         step_error: How far steps put together from these terms may be off, relative; None where
             nobody measured it.
+        tied_bytes_per_second: Rate at which weights that several stages hold are all-reduced; None:
+            that of the slowest pool.
         most_devices: Use no more devices than that (flat); None: all of them may be used.
         most_stages: Cut into no more stages than that (flat).
     """
@@ -187,6 +189,7 @@ class PipelineProblem:
     launchable: bool = False
     message_seconds: Seconds = 0.0
     step_error: Ratio | None = None
+    tied_bytes_per_second: PositiveRate | None = None
     most_devices: Count | None = None
     most_stages: Count | None = None
 

@@ -8,7 +8,7 @@ searched; the least of those steps, each with its cost, is the least of all.
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...costs.pipeline import fixed_seconds
+from ...costs.pipeline import fixed_seconds, slowest_of_all
 from ...schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
 from ...schema.pipeline import PipelinePlan, PipelineProblem
 from .prediction import predicted, with_proof
@@ -28,12 +28,6 @@ def least_with_fixed(problem: PipelineProblem, search: Search) -> PipelinePlan:
     is_one = len(costs) == 1 or problem.workers == "exactly" or problem.minimises != "step"
     if is_one:
         return predicted(problem, search(problem))
-    if any(layer.shared_with for layer in problem.layers):
-        # What tied weights cost depends on the links of all types, used or not.
-        plan = search(problem)
-        bound = plan.proof.lower_bound
-        found = predicted(problem, plan)
-        return with_proof(found, found.proof.objective, None if bound is None else bound + costs[0])
     plans, bounds = [], []
     refusals: list[HetflowError] = []
     for cost in reversed(costs):
@@ -56,7 +50,8 @@ def least_with_fixed(problem: PipelineProblem, search: Search) -> PipelinePlan:
 
 def _without_dearer(problem: PipelineProblem, cost: float) -> PipelineProblem:
     pools = tuple(pool for pool in problem.pools if pool.fixed_seconds <= cost)
-    return replace(problem, pools=pools)
+    # What tied weights cost depends on the links of all types, used or not.
+    return replace(problem, pools=pools, tied_bytes_per_second=slowest_of_all(problem))
 
 
 def _worst(refusals: list[HetflowError]) -> HetflowError:
