@@ -6,8 +6,8 @@ import pytest
 from partition_cases import chain, levels
 
 from hetflow.schema.pipeline import PipelinePlan
-from hetflow.solvers.pipeline.solve import solve
 from hetflow.solvers.pipeline.simplest import simplest_of
+from hetflow.solvers.pipeline.solve import solve
 
 LAYERS = chain([(1.0, 2.0)] * 4, [(1, 1)] * 4, levels((4, 1e9)), replication=False)
 
