@@ -1,6 +1,6 @@
 """Rounds on a flat pool, compiled: the same choices and the same digits as ``Rounds``.
 
-From event to event the rounds run in one call of ``stretch.run_stretch``. Jobs that end keep
+From event to event the rounds run in one call of ``quick_stretch.run_stretch``. Jobs that end keep
 their places until an allocation needs these.
 """
 

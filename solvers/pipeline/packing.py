@@ -1,6 +1,6 @@
 """From counted devices to named ones: whether the chains of a placement fit the components.
 
-A placement found in a space of pipeline_anywhere.py says which neighbouring stages share a
+A placement found in a space of anywhere.py says which neighbouring stages share a
 component, not which one. Chains are packed into the components of each level, highest first
 (bin packing, searched to the end for two levels); what spans components takes devices left over.
 """

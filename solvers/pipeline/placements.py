@@ -22,7 +22,7 @@ class State(NamedTuple):
 
     ``workers`` counts devices in use, ``last_pool`` names the pool of the stage placed last,
     ``stages`` counts stages; each stays -1 where nothing depends on it. ``inside`` is what the
-    chain of stages that ends here holds of its component of each level (pipeline_anywhere.py).
+    chain of stages that ends here holds of its component of each level (anywhere.py).
     """
 
     used: tuple[int, ...]

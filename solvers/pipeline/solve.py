@@ -1,10 +1,10 @@
 """Partition a graph of layers into replicated stages on unlike devices (thesis 2.4.1).
 
 The text solves level by level for one device type; so does ``solved="nested"``
-(pipeline_nested.py), also with the released optimizer's prices. The default is flat: a stage
+(nested/), also with the released optimizer's prices. The default is flat: a stage
 takes a run of devices in the order of the topology and pays for the links it spans, which finds
 15-1 on four servers of four, where nested levels cannot; then any devices in any order
-(pipeline_anywhere.py). Memory limits and device types are part
+(anywhere.py). Memory limits and device types are part
 of the search.
 """
 
@@ -57,7 +57,7 @@ def solve(
     cut in its own order only; the plan then says ``feasible`` and carries a bound. Deterministic,
     unless ``effort`` stops it by a clock. Of plans within a billionth of the best, single stages
     included, the one with the least step time is returned. Where the problem says how far steps may
-    be off, the simplest of those that this cannot tell from the best (pipeline_simplest.py).
+    be off, the simplest of those that this cannot tell from the best (simplest.py).
 
     Args:
         problem: Layers, pools, and the choices that govern the search.

@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 class Pool:
     """Sizes and times of plans on two or more devices, as flat arrays, type after type.
 
-    A plan on one device is none of these: what it costs may be measured apart (split_levels.py).
+    A plan on one device is none of these: what it costs may be measured apart (levels.py).
 
     Attributes:
         batch: B, samples to share out.

@@ -2,11 +2,11 @@
 
 VirtualFlow 5.1.2: least is the compute time of the slowest device, plus synchronisation, plus
 the largest update. The published solver is not described; this one searches the finite set of
-candidate compute times (split_times.py), asking of each by subset sums (split_reach.py) whether
+candidate compute times (times.py), asking of each by subset sums (pool.py) whether
 the batch can be shared out. What synchronisation, updates and fixed costs add depends only on
 which types and how many devices may be used: those choices are the levels, tried in order of a
 lower bound. Where the profiles tell how far off they may be, the simplest of the plans that they
-cannot tell from the fastest is taken (split_simplest.py).
+cannot tell from the fastest is taken (simplest.py).
 """
 
 from collections.abc import Callable
@@ -49,9 +49,9 @@ def solve(
     """Minimise the predicted step time; among plans that nobody can tell apart, their complexity.
 
     Exact in both regimes; devices of one type may differ, and devices may stay unused.
-    Deterministic: of equally fast plans, the rule of split_choose.py. Where the fastest plan's
+    Deterministic: of equally fast plans, the rule of ties.py. Where the fastest plan's
     prediction has an interval, the plan is the simplest of all whose predicted step lies within
-    it and is little more than the fastest's, by the rule of split_simplest.py;
+    it and is little more than the fastest's, by the rule of simplest.py;
     ``proof.tolerance`` says how much more it may be,
     ``proof.lower_bound`` is the fastest plan's step, and ``provenance["fastest"]`` that plan.
 

@@ -1,11 +1,11 @@
 """Minimise the step of a schedule that flushes, as its timer times it.
 
-Three parts. The bound of pipeline_step_model.py, a sum and a maximum, is minimised by the least
+Three parts. The bound of bound.py, a sum and a maximum, is minimised by the least
 sums under one limit on the maximum after another, as DAPPLE's and Alpa's planners do: the limits
 between which the bound could still beat the best plan are halved until none is left. Every plan
 met on the way is timed. A best-first tree then closes what is left between bound and step, or
 says how much it is. Where few such tables are affordable, plans are looked for among some of the
-cuts and runs of devices first (pipeline_step_coarse.py).
+cuts and runs of devices first (heuristic.py).
 """
 
 import heapq

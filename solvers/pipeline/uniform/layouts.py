@@ -1,7 +1,7 @@
 """Where the pipelines of a schedule with equal replicas stand: d devices at each place.
 
 Every layout on any devices is listed where they are few: a path through the states of
-pipeline_anywhere.py with d replicas at each step. Layouts on the same types whose links are all
+anywhere.py with d replicas at each step. Layouts on the same types whose links are all
 no faster than another's are left out. Where there are many, only ordered ones: each place has a
 run of d devices of one type right behind the type's previous run, the types one after another.
 """
