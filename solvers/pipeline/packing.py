@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from ...costs.pipeline import shared_level, slowest_links
 from ...schema.pipeline import DevicePool, PipelineProblem
-from .bottleneck.graph import PlacedStage
-from .placements import Space
+from .placements import PlacedStage, Space
 
 Devices = tuple[tuple[int, ...], ...]
 """The devices of each stage, ascending, in the order of the topology."""

@@ -18,9 +18,9 @@ import numpy as np
 from ....costs.pipeline import overheads
 from ....schema.pipeline import PipelineProblem
 from ...effort import Effort
-from ..bottleneck.graph import PlacedStage, Search, StoppedError, final_states
 from ..bottleneck.line import objective
-from ..placements import Space
+from ..placements import PlacedStage, Space, final_states
+from ..search import Search, StoppedError
 from ..stage_costs import Prices, Slopes
 from .bound import StepModel
 from .branch_and_bound import EXACT, Incumbent, Tree

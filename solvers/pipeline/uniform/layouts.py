@@ -14,9 +14,8 @@ from typing import NamedTuple
 from ....costs.pipeline import shared_level, slowest_links
 from ....schema.pipeline import PipelineProblem
 from ..anywhere import has_one_order, relaxed
-from ..bottleneck.graph import PlacedStage
 from ..packing import NoSeatsError, seat
-from ..placements import Move, Space
+from ..placements import Move, PlacedStage, Space
 
 _MOST_PATHS = 2000
 """Paths that are looked at for one number of replicas."""
