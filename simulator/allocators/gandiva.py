@@ -3,8 +3,8 @@
 import numpy as np
 
 from ...solvers.allocation.space_sharing.shared import PairTimes
+from ..arrays import Floats
 from ..cluster.active import Active
-from ..rounds.priorities import Floats
 from .shares import Shares
 
 

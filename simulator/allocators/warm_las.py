@@ -6,8 +6,8 @@ from ...schema.errors import ProblemError
 from ...solvers.allocation.engine import spread
 from ...solvers.allocation.las.warm import WarmMaxMin
 from ...solvers.allocation.space_sharing.shared import PairTimes
+from ..arrays import Ints
 from ..cluster.active import Active
-from ..rounds.priorities import Ints
 from .shares import Shares
 
 

@@ -6,8 +6,9 @@ their places until an allocation needs these.
 
 import numpy as np
 
-from .base import ANY_SHARE, STEPS_LEFT, Rounds
-from .priorities import Floats, Ints
+from ..arrays import Floats, Ints
+from .base import Rounds
+from .options import ANY_SHARE, STEPS_LEFT
 from .quick_stretch import run_stretch
 
 _AHEAD = 256  # orders of types drawn at once
