@@ -6,7 +6,8 @@ import numpy as np
 
 from ...schema.errors import BackendError
 from .instance import Instance
-from .interior import method as interior
+from .interior.solve import ACCEPTED_GAP
+from .interior.solve import solve as solve_interior
 from .program import (
     Floats,
     Ints,
@@ -154,14 +155,14 @@ def optimise(
     return merged.outcome(*merged.solve(merged.small))
 
 
-def solve_alone(program: Program, accepted_gap: float = interior.ACCEPTED_GAP) -> Solution:
+def solve_alone(program: Program, accepted_gap: float = ACCEPTED_GAP) -> Solution:
     """Solve without pairs: interior point, or simplex where that breaks down.
 
     An interior point method may stop short on programs without an interior, such as those of
     jobs that must keep exactly what is the most they can have.
     """
     try:
-        return interior.solve(program, accepted_gap)
+        return solve_interior(program, accepted_gap)
     except BackendError:
         return shared.solve_alone(program)
 

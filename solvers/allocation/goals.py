@@ -11,7 +11,7 @@ import numpy as np
 from ...schema.errors import InfeasibleError, ProblemError
 from .engine import Outcome, optimise
 from .instance import Instance
-from .interior import method as interior
+from .interior.method import can_reach
 from .program import Bools, Floats, Ints
 
 PRECISION = 1e-10
@@ -126,7 +126,7 @@ def _room(instance: Instance, floor: Floats) -> float:
             hint=f"make {whose} at least {worst:.4g} times as long",
         )
     program = instance.program(level=floor)
-    if instance.pair_rate is None and interior.can_reach(program, 1.0 + ROOM):
+    if instance.pair_rate is None and can_reach(program, 1.0 + ROOM):
         return ROOM
     found = optimise(instance, program)
     if found.objective < 1.0 - PRECISION:
