@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ...solvers.allocation.space_sharing.shared import PairTimes
+from ...solvers.allocation.space_sharing.column_generation import PairTimes
 from ..arrays import Floats
 from ..cluster.active import Active
 from .shares import Shares

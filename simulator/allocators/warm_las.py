@@ -5,7 +5,7 @@ import numpy as np
 from ...schema.errors import ProblemError
 from ...solvers.allocation.engine import spread
 from ...solvers.allocation.las.warm import WarmMaxMin
-from ...solvers.allocation.space_sharing.shared import PairTimes
+from ...solvers.allocation.space_sharing.column_generation import PairTimes
 from ..arrays import Ints
 from ..cluster.active import Active
 from .shares import Shares

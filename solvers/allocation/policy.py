@@ -17,7 +17,7 @@ from .goals import LeastCurve, MaxMin, Ratio, Total
 from .instance import Instance
 from .program import Floats
 from .water_filling.filling import filled
-from .water_filling.water import Fill, fill
+from .water_filling.water import WaterFilling, fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Policy:
     title: str
     sense: Literal["max", "min"]
     unit: str
-    goal: Callable[[Instance], "MaxMin | Total | Ratio | LeastCurve | Fill"]
+    goal: Callable[[Instance], "MaxMin | Total | Ratio | LeastCurve | WaterFilling"]
     report: Callable[[Instance, float], float] = lambda _, value: value
     leaves_idle: str = ""
 
@@ -55,7 +55,7 @@ def solve(instance: Instance, policy: Policy, *, fills: bool = False) -> Outcome
         BackendError: A method broke down.
     """
     goal = policy.goal(instance)
-    if isinstance(goal, Fill):
+    if isinstance(goal, WaterFilling):
         outcome = fill(instance, goal)
     elif isinstance(goal, MaxMin):
         outcome = goals.max_min(instance, goal)
