@@ -5,6 +5,7 @@ A policy names its goal in terms of effective throughputs; nothing here knows an
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -23,6 +24,13 @@ FLOOR_MARGIN = 2e-10
 ROOM = 1e-6
 
 
+class Goal(Protocol):
+    """What a policy may ask for: anything that knows how to optimise itself."""
+
+    def optimise(self, instance: Instance) -> Outcome:
+        """Optimise for the jobs and the pool; the objective and bound are the program's own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaxMin:
     """Maximise z with throughput_m >= z * ``level_m`` [jobs]; one linear program.
@@ -35,6 +43,10 @@ class MaxMin:
     dollars: Floats | None = None
     budget: float = 0.0
     allowed: Bools | None = None
+
+    def optimise(self, instance: Instance) -> Outcome:
+        """See ``max_min``."""
+        return max_min(instance, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +63,10 @@ class Total:
     charge: Floats | None = None
     unit: float = 0.0
 
+    def optimise(self, instance: Instance) -> Outcome:
+        """See ``total``."""
+        return total(instance, self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
@@ -59,6 +75,10 @@ class Ratio:
     worth: Floats
     dollars: Floats
     floor: Floats | None = None
+
+    def optimise(self, instance: Instance) -> Outcome:
+        """See ``ratio``."""
+        return ratio(instance, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +94,9 @@ class LeastCurve:
     value: Callable[[Floats], float]
     lowest: float
 
-
-Goal = MaxMin | Total | Ratio | LeastCurve
+    def optimise(self, instance: Instance) -> Outcome:
+        """See ``least_curve``."""
+        return least_curve(instance, self)
 
 
 def max_min(instance: Instance, goal: MaxMin) -> Outcome:

@@ -105,10 +105,8 @@ class _Held:
         for _ in range(MAX_TRIES):
             if self.open is None or self.age == RENEWED_AFTER:
                 seed = self.pairs if self.programs else None
-                self.open, self.age = (
-                    PairProgram(program, self.pairing, seed, self.row),
-                    0,
-                )
+                self.open = PairProgram(program, self.pairing, seed, self.row)
+                self.age = 0
             found, self.pairs = self._relaxed(self.open, program)
             self.programs, self.age = self.programs + 1, self.age + 1
             has = program.floor + np.clip(found.z, 0.0, 1.0) * program.level

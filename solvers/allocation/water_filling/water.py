@@ -60,6 +60,10 @@ class WaterFilling:
     entity: Ints
     entities: tuple[Entity, ...] = ()
 
+    def optimise(self, instance: Instance) -> Outcome:
+        """See ``fill``."""
+        return fill(instance, self)
+
 
 def fill(instance: Instance, goal: WaterFilling) -> Outcome:
     """Water-fill: the unique lexicographic max-min levels.
