@@ -14,7 +14,7 @@ from .mechanisms.proposals import ProposalOptions, simulate_proposals
 from .metrics import summarise
 from .mixes import split_throughput
 from .outcomes import Simulation
-from .rounds.base import RoundOptions
+from .rounds.options import RoundOptions
 from .rounds.simulate import simulate_rounds
 from .traces.draws import TraceOptions, draw_jobs
 

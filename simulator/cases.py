@@ -22,7 +22,7 @@ from .mechanisms.fair_share import FairShareOptions, simulate_fair_share
 from .mechanisms.proposals import ProposalOptions, simulate_proposals
 from .metrics import summarise
 from .outcomes import Simulation
-from .rounds.base import RoundOptions
+from .rounds.options import RoundOptions
 from .rounds.simulate import simulate_rounds
 from .traces.draws import TraceOptions, draw_jobs
 

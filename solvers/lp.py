@@ -225,10 +225,6 @@ class LinearSession:
         """Change one coefficient."""
         self._highs.changeCoeff(row, column, value)
 
-    def set_row(self, row: int, low: float, high: float) -> None:
-        """Change the bounds of one row."""
-        self._highs.changeRowBounds(row, low, high)
-
     def set_rows(self, rows: Any, low: Any, high: Any) -> None:
         """Change the bounds of some rows."""
         self._highs.changeRowsBounds(len(rows), rows.astype(self._np.int32), low, high)
@@ -236,11 +232,6 @@ class LinearSession:
     def set_column(self, column: int, high: float) -> None:
         """Change the upper bound of one column."""
         self._highs.changeColBounds(column, 0.0, high)
-
-    def shut_column(self, column: int) -> None:
-        """Fix a column at 0."""
-        self._highs.changeColCost(column, 0.0)
-        self._highs.changeColBounds(column, 0.0, 0.0)
 
     def solve(self, with_prices: bool = True) -> LinearAnswer | None:
         """Maximise; None where HiGHS finds no optimum (infeasible, unbounded, numbers).

@@ -1,4 +1,4 @@
-"""The house rules: import directions, shipped packages, documented rooms."""
+"""The house rules: import directions and circles, shipped packages, documented commands."""
 
 import ast
 import re
@@ -41,6 +41,7 @@ MAY_IMPORT = {
     },
 }  # fmt: skip
 PUBLIC_OF = {"cli": {f"hetflow.{name}" for name in hetflow.__all__}}  # commands call the public API
+WITH_CIRCLES = {"profilers", "runtime"}  # to be emptied
 TORCH_AT_IMPORT = {"runtime", "examples"}
 MODELS = ROOT / "profilers" / "zoo"  # model classes; loaded by name only
 LIBRARIES_OF_ONE_FILE = {
@@ -92,6 +93,35 @@ def test_imports_point_one_way(package: str) -> None:
                 assert package in TORCH_AT_IMPORT | {"profilers", "launcher"}, f"{where}: torch"
             if name in LIBRARIES_OF_ONE_FILE:
                 assert str(where) == LIBRARIES_OF_ONE_FILE[name], f"{where} imports {name}"
+
+
+def imports_of_modules(package: str) -> dict[str, set[str]]:
+    """Module -> the package's modules it imports, those that imports in functions hide included."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in modules(package)
+    }
+    found: dict[str, set[str]] = {}
+    for name, path in files.items():
+        parts = path.relative_to(ROOT).parts[:-1]
+        found[name] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = [*parts[: len(parts) - node.level + 1], *(node.module or "").split(".")]
+                start = ".".join(part for part in base if part)
+                for alias in node.names:
+                    whole = f"{start}.{alias.name}"
+                    found[name].add(whole if whole in files else start)
+        found[name] &= files.keys() - {name}
+    return found
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT.keys() - WITH_CIRCLES))
+def test_no_modules_import_each_other(package: str) -> None:
+    left = imports_of_modules(package)
+    while leaves := {name for name, asked in left.items() if not asked & left.keys()}:
+        left = {name: asked for name, asked in left.items() if name not in leaves}
+    assert left == {}
 
 
 def test_oracles_have_their_own_arithmetic() -> None:

@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 
 from ...solvers.allocation.engine import solve_alone
-from ...solvers.allocation.interior.face import Face, centre
+from ...solvers.allocation.interior.centre import centre
+from ...solvers.allocation.interior.face import Face
 from ...solvers.allocation.program import Program
+from ..arrays import Floats, Ints
 from ..cluster.active import Active
-from ..rounds.priorities import Floats, Ints
 from .shares import Shares
 from .warm_las import WarmLas
 

@@ -8,8 +8,8 @@ from ...schema.errors import ProblemError
 from ...solvers.allocation.engine import solve_alone
 from ...solvers.allocation.las.flat import centre
 from ...solvers.allocation.program import Program
+from ..arrays import Floats, Ints
 from ..cluster.active import Active
-from ..rounds.priorities import Floats, Ints
 from .shares import Shares
 
 Key = tuple[float, int, tuple[bool, ...]]

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from ...solvers.allocation.space_sharing.shared import PairTimes
+from ...solvers.allocation.space_sharing.column_generation import PairTimes
+from ..arrays import Floats
 from ..cluster.active import Active
-from ..rounds.priorities import Floats
 from .shares import Shares
 
 

@@ -10,8 +10,8 @@ from ...schema.jobs import Entity
 from ...schema.records import nearest
 from ...solvers.allocation import Instance, Policy, all_policies, make_instance, policy_named
 from ...solvers.allocation.instance import CONSOLIDATED, isolated_rate
+from ..arrays import Floats, Ints
 from ..cluster.active import Active
-from ..rounds.priorities import Floats, Ints
 from .allox import AlloX
 from .baselines import FifoAnyType, GreedyFifo
 from .centre_las import CentreLas

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...solvers.allocation.space_sharing.shared import PairTimes
+from ...solvers.allocation.space_sharing.column_generation import PairTimes
+from ..arrays import Floats
 from ..cluster.active import Active
-from ..rounds.priorities import Floats
 
 
 @dataclass(frozen=True, slots=True)

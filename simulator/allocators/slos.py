@@ -8,7 +8,7 @@ from ...schema.errors import InfeasibleError
 from ...solvers.allocation import Instance, Policy, solve
 from ...solvers.allocation.engine import Outcome
 from ...solvers.allocation.goals import MaxMin, max_min
-from ..rounds.priorities import Floats
+from ..arrays import Floats
 
 
 def solve_what_can_be_met(instance: Instance, policy: Policy) -> tuple[Outcome, list[int]]:

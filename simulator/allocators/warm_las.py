@@ -5,9 +5,9 @@ import numpy as np
 from ...schema.errors import ProblemError
 from ...solvers.allocation.engine import spread
 from ...solvers.allocation.las.warm import WarmMaxMin
-from ...solvers.allocation.space_sharing.shared import PairTimes
+from ...solvers.allocation.space_sharing.column_generation import PairTimes
+from ..arrays import Ints
 from ..cluster.active import Active
-from ..rounds.priorities import Ints
 from .shares import Shares
 
 

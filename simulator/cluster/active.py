@@ -6,7 +6,7 @@ import numpy as np
 
 from ...schema.jobs import Job
 from ...schema.simulation import JobOutcome
-from ..rounds.priorities import NOWHERE, Floats, Ints
+from ..arrays import NOWHERE, Floats, Ints
 from .pool import Pool
 
 _ROOM = 64  # places are added and given back by so many

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...schema.errors import InfeasibleError, ProblemError
-from ..rounds.priorities import Ints
+from ..arrays import Ints
 
 # Where devices work for a smaller part of the time, a run is refused: it would take more than a
 # hundred times as long as without failures, if it ended at all.

@@ -11,7 +11,7 @@ import numpy as np
 from ...schema.errors import ProblemError
 from ...schema.jobs import Job, MixThroughput, ModelThroughput, Throughputs, no_throughput
 from ...solvers.allocation.instance import UNCONSOLIDATED, mix_name
-from ..rounds.priorities import Floats, Ints
+from ..arrays import Floats, Ints
 
 Key = tuple[str, int]
 

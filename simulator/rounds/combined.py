@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .base import ANY_SHARE, STEPS_LEFT, Rounds
+from ..arrays import NOWHERE, Bools, Floats, Ints
+from .base import Rounds
+from .options import ANY_SHARE, STEPS_LEFT
 from .outages import shares_of_fitting
 from .pairs import Chosen, PairShares, choose_combinations
-from .priorities import NOWHERE, Bools, Floats, Ints, fill_idle, priorities
+from .priorities import fill_idle, priorities
 
 
 @dataclass(slots=True)

@@ -1,17 +1,17 @@
 """Rounds while devices are down: what is up, who fits in it, and when nothing gets done."""
 
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.jobs import consolidated_devices
 from ..allocators.shares import Allocator, Shares
+from ..arrays import Bools, Ints
 from ..cluster.active import Active
-from ..cluster.failures import FailureOptions, Failures, Fleet, Layout, Sizes
+from ..cluster.failures import Failures, Fleet, Layout
 from ..cluster.pool import Pool
-from .priorities import Bools, Ints
+from .options import RoundOptions
 
 # A run is given up when no job has ended for so many times what all jobs present need without
 # failures, and for so many failures and repairs.
@@ -20,21 +20,10 @@ STALLED_REPAIRS = 10.0
 _HOUR = 3600.0
 
 
-class _Options(Protocol):
-    """What outages need of the options of rounds."""
-
-    @property
-    def round_seconds(self) -> float: ...
-    @property
-    def failures(self) -> FailureOptions | None: ...
-    @property
-    def servers(self) -> Sizes | None: ...
-
-
 class Outages:
     """What is up in each round, and the watch over whether jobs still end."""
 
-    def __init__(self, options: _Options, pool: Pool) -> None:
+    def __init__(self, options: RoundOptions, pool: Pool) -> None:
         """Everything is up.
 
         Args:

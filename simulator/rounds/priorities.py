@@ -4,14 +4,10 @@ Arrays stand types first: [types, jobs].
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
+from ..arrays import NOWHERE, Floats, Ints
 
 NEVER_RAN = 1e9  # times its allocation: the priority of a job that has had no time yet
-NOWHERE = -1
 
 
 def priorities(allocation: Floats, received_seconds: Floats, worker_seconds: Floats) -> Floats:

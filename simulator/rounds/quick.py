@@ -1,13 +1,14 @@
 """Rounds on a flat pool, compiled: the same choices and the same digits as ``Rounds``.
 
-From event to event the rounds run in one call of ``stretch.run_stretch``. Jobs that end keep
+From event to event the rounds run in one call of ``quick_stretch.run_stretch``. Jobs that end keep
 their places until an allocation needs these.
 """
 
 import numpy as np
 
-from .base import ANY_SHARE, STEPS_LEFT, Rounds
-from .priorities import Floats, Ints
+from ..arrays import Floats, Ints
+from .base import Rounds
+from .options import ANY_SHARE, STEPS_LEFT
 from .quick_stretch import run_stretch
 
 _AHEAD = 256  # orders of types drawn at once

@@ -128,7 +128,7 @@ def run_stretch(
         restart_seconds: See ``RoundOptions``.
         published: Whether the convention is the published one.
         fills_idle: See ``RoundOptions``.
-        limits: ``ANY_SHARE`` and ``STEPS_LEFT`` of ``rounds``.
+        limits: ``ANY_SHARE`` and ``STEPS_LEFT`` of ``options``.
         chosen: Scratch [places], as are ``wanted`` and ``priority``.
         wanted: See ``chosen``.
         priority: See ``chosen``.

@@ -9,8 +9,9 @@ from ..allocators.shares import Allocator
 from ..cluster.pool import Pool
 from ..outcomes import Simulation
 from ..traces.arrivals import Queue
-from .base import RoundOptions, Rounds
+from .base import Rounds
 from .combined import CombinedRounds
+from .options import RoundOptions
 
 
 def simulate_rounds(

@@ -6,7 +6,8 @@ import numpy as np
 
 from ...schema.errors import BackendError
 from .instance import Instance
-from .interior import method as interior
+from .interior.solve import ACCEPTED_GAP
+from .interior.solve import solve as solve_interior
 from .program import (
     Floats,
     Ints,
@@ -18,8 +19,13 @@ from .program import (
     resource_use,
     shortfall,
 )
-from .space_sharing import shared
-from .space_sharing.shared import Pairing, PairTimes
+from .space_sharing.column_generation import (
+    Pairing,
+    PairTimes,
+    solve_by_simplex,
+    throughput_with_pairs,
+)
+from .space_sharing.column_generation import solve as solve_with_pairs
 
 DUST = 1e-12
 NO_PAIRS = PairTimes(
@@ -67,7 +73,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
+class MergedProgram:
     """A program with its equal rows merged into ``small``; ``row_of`` [jobs] tells them apart."""
 
     instance: Instance
@@ -84,7 +90,7 @@ class Merged:
         key: Ints | None = None,
         worth: Floats | None = None,
         charge: Floats | None = None,
-    ) -> "Merged":
+    ) -> "MergedProgram":
         """Merge jobs with the same numbers, the same ``key`` [jobs], and who share alike."""
         if instance.pair_rate is None:
             small, row_of = merge(program, key)
@@ -112,7 +118,7 @@ class Merged:
         """Solve a program over the rows; without space sharing the pair times are empty."""
         if self.pairing is None:
             return solve_alone(small), NO_PAIRS
-        return shared.solve(small, self.pairing)
+        return solve_with_pairs(small, self.pairing)
 
     def outcome(self, found: Solution, totals: PairTimes) -> Outcome:
         """A solution over the rows as time fractions of every job, feasible to the last bit."""
@@ -122,7 +128,7 @@ class Merged:
             found = rescored(self.program, found, x)
             throughput = (self.instance.rate * x).sum(axis=1)
         else:
-            reached = shared.reach(self.small, self.pairing, found.x, totals)[0]
+            reached = throughput_with_pairs(self.small, self.pairing, found.x, totals)[0]
             x, throughput = found.x[self.row_of], reached[self.row_of]
             pairs = spread(totals, self.row_of, self.small.count)
         return Outcome(
@@ -150,20 +156,20 @@ def optimise(
     Of several optima: a point inside the optimal face without space sharing, where equal jobs
     also get equal shares; with it the vertex over groups of rows that HiGHS's simplex ends in.
     """
-    merged = Merged.of(instance, program, worth=worth, charge=charge)
+    merged = MergedProgram.of(instance, program, worth=worth, charge=charge)
     return merged.outcome(*merged.solve(merged.small))
 
 
-def solve_alone(program: Program, accepted_gap: float = interior.ACCEPTED_GAP) -> Solution:
+def solve_alone(program: Program, accepted_gap: float = ACCEPTED_GAP) -> Solution:
     """Solve without pairs: interior point, or simplex where that breaks down.
 
     An interior point method may stop short on programs without an interior, such as those of
     jobs that must keep exactly what is the most they can have.
     """
     try:
-        return interior.solve(program, accepted_gap)
+        return solve_interior(program, accepted_gap)
     except BackendError:
-        return shared.solve_alone(program)
+        return solve_by_simplex(program)
 
 
 def rescored(program: Program, found: Solution, x: Floats) -> Solution:

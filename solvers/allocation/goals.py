@@ -5,13 +5,14 @@ A policy names its goal in terms of effective throughputs; nothing here knows an
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from ...schema.errors import InfeasibleError, ProblemError
 from .engine import Outcome, optimise
 from .instance import Instance
-from .interior import method as interior
+from .interior.method import can_reach
 from .program import Bools, Floats, Ints
 
 PRECISION = 1e-10
@@ -21,6 +22,13 @@ MAX_NAMED = 10  # jobs in a message
 FLOOR_MARGIN = 2e-10
 # Where this much room turns up, how much there is does not matter.
 ROOM = 1e-6
+
+
+class Goal(Protocol):
+    """What a policy may ask for: anything that knows how to optimise itself."""
+
+    def optimise(self, instance: Instance) -> Outcome:
+        """Optimise for the jobs and the pool; the objective and bound are the program's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +43,10 @@ class MaxMin:
     dollars: Floats | None = None
     budget: float = 0.0
     allowed: Bools | None = None
+
+    def optimise(self, instance: Instance) -> Outcome:
+        """See ``max_min``."""
+        return max_min(instance, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +63,10 @@ class Total:
     charge: Floats | None = None
     unit: float = 0.0
 
+    def optimise(self, instance: Instance) -> Outcome:
+        """See ``total``."""
+        return total(instance, self)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
@@ -59,6 +75,10 @@ class Ratio:
     worth: Floats
     dollars: Floats
     floor: Floats | None = None
+
+    def optimise(self, instance: Instance) -> Outcome:
+        """See ``ratio``."""
+        return ratio(instance, self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +94,9 @@ class LeastCurve:
     value: Callable[[Floats], float]
     lowest: float
 
-
-Goal = MaxMin | Total | Ratio | LeastCurve
+    def optimise(self, instance: Instance) -> Outcome:
+        """See ``least_curve``."""
+        return least_curve(instance, self)
 
 
 def max_min(instance: Instance, goal: MaxMin) -> Outcome:
@@ -126,7 +147,7 @@ def _room(instance: Instance, floor: Floats) -> float:
             hint=f"make {whose} at least {worst:.4g} times as long",
         )
     program = instance.program(level=floor)
-    if instance.pair_rate is None and interior.can_reach(program, 1.0 + ROOM):
+    if instance.pair_rate is None and can_reach(program, 1.0 + ROOM):
         return ROOM
     found = optimise(instance, program)
     if found.objective < 1.0 - PRECISION:

@@ -11,13 +11,12 @@ import numpy as np
 
 from ...schema.errors import ProblemError
 from ...schema.records import nearest
-from . import goals, policies
+from . import policies
 from .engine import Outcome
-from .goals import LeastCurve, MaxMin, Ratio, Total
+from .goals import Goal, LeastCurve, MaxMin
 from .instance import Instance
 from .program import Floats
 from .water_filling.filling import filled
-from .water_filling.water import Fill, fill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +33,7 @@ class Policy:
     title: str
     sense: Literal["max", "min"]
     unit: str
-    goal: Callable[[Instance], "MaxMin | Total | Ratio | LeastCurve | Fill"]
+    goal: Callable[[Instance], Goal]
     report: Callable[[Instance, float], float] = lambda _, value: value
     leaves_idle: str = ""
 
@@ -55,16 +54,7 @@ def solve(instance: Instance, policy: Policy, *, fills: bool = False) -> Outcome
         BackendError: A method broke down.
     """
     goal = policy.goal(instance)
-    if isinstance(goal, Fill):
-        outcome = fill(instance, goal)
-    elif isinstance(goal, MaxMin):
-        outcome = goals.max_min(instance, goal)
-    elif isinstance(goal, Total):
-        outcome = goals.total(instance, goal)
-    elif isinstance(goal, Ratio):
-        outcome = goals.ratio(instance, goal)
-    else:
-        outcome = goals.least_curve(instance, goal)
+    outcome = goal.optimise(instance)
     if fills and _can_be_filled(goal):
         outcome = filled(instance, goal, outcome)
     return replace(

@@ -1,6 +1,6 @@
 """Stages on any devices: which shares of servers they may take, whatever the order.
 
-The ordered space of pipeline_space.py gives each stage a run right behind the previous one. Here
+The ordered space of placements.py gives each stage a run right behind the previous one. Here
 a stage takes any devices of a type. What it costs depends only on the smallest component that
 holds it, and on the smallest one that holds it together with the next stage. So states count
 devices instead of naming them:
@@ -9,7 +9,7 @@ devices instead of naming them:
     remembers, for each level, how many devices the chain of neighbouring stages that ends here
     has in its component: no chain may overflow one. Whether all chains fit the components
     together is left out, so a search over it bounds every placement from below. A placement
-    whose chains do fit (pipeline_packing.py) is a plan.
+    whose chains do fit (packing.py) is a plan.
 ``blind``
     remembers no chain at all: every stage, and every two neighbours, are taken to share the
     smallest component that could hold them. A bound alone, for pools too large for the others.

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from ...costs.pipeline import noam, worker_bytes
 from ...schema.pipeline import FLUSHING, NestedBlock, PipelinePlan, PipelineProblem, StagePlan
 from ...schema.plan import Prediction, Proof
-from .bottleneck.graph import PlacedStage
 from .cuts import layers_of
 from .makespan.bound import output_seconds, stages_of, step_of
 from .packing import Seats
+from .placements import PlacedStage
 from .stage_costs import Prices
 
 ORDERED = "; optimal among ordered placements, the gap is against all"

@@ -5,8 +5,8 @@ from math import ceil
 from ...schema.errors import InfeasibleError
 from ...schema.pipeline import DevicePool, PipelineProblem
 from .assemble import names_between
-from .bottleneck.graph import PlacedStage, Search
-from .placements import Space
+from .placements import PlacedStage, Space
+from .search import Search
 from .stage_costs import Prices
 
 

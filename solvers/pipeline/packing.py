@@ -1,6 +1,6 @@
 """From counted devices to named ones: whether the chains of a placement fit the components.
 
-A placement found in a space of pipeline_anywhere.py says which neighbouring stages share a
+A placement found in a space of anywhere.py says which neighbouring stages share a
 component, not which one. Chains are packed into the components of each level, highest first
 (bin packing, searched to the end for two levels); what spans components takes devices left over.
 """
@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from ...costs.pipeline import shared_level, slowest_links
 from ...schema.pipeline import DevicePool, PipelineProblem
-from .bottleneck.graph import PlacedStage
-from .placements import Space
+from .placements import PlacedStage, Space
 
 Devices = tuple[tuple[int, ...], ...]
 """The devices of each stage, ascending, in the order of the topology."""

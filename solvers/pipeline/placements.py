@@ -22,7 +22,7 @@ class State(NamedTuple):
 
     ``workers`` counts devices in use, ``last_pool`` names the pool of the stage placed last,
     ``stages`` counts stages; each stays -1 where nothing depends on it. ``inside`` is what the
-    chain of stages that ends here holds of its component of each level (pipeline_anywhere.py).
+    chain of stages that ends here holds of its component of each level (anywhere.py).
     """
 
     used: tuple[int, ...]
@@ -50,6 +50,8 @@ class Move(NamedTuple):
     workers: int
 
 
+PlacedStage = tuple[int, int, Move]
+"""The cut where a stage begins, the one where it ends, and its move."""
 Ints = NDArray[np.int64]
 
 
@@ -271,3 +273,14 @@ class _Builder:
             may = [self.problem.may_replicate(count) for count in runs[1].tolist()]
             self.known_runs[key] = runs[:, may]
         return self.known_runs[key]
+
+
+def final_states(problem: PipelineProblem, space: Space) -> NDArray[np.int64]:
+    """The states in which a plan may end, by workers and stages asked for."""
+    wanted = [
+        index
+        for index, state in enumerate(space.states)
+        if (problem.workers == "at_most" or sum(state.used) == problem.num_devices)
+        and (problem.num_stages is None or state.stages == problem.num_stages)
+    ]
+    return np.array(wanted or [0], np.int64)

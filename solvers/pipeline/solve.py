@@ -1,10 +1,10 @@
 """Partition a graph of layers into replicated stages on unlike devices (thesis 2.4.1).
 
 The text solves level by level for one device type; so does ``solved="nested"``
-(pipeline_nested.py), also with the released optimizer's prices. The default is flat: a stage
+(nested/), also with the released optimizer's prices. The default is flat: a stage
 takes a run of devices in the order of the topology and pays for the links it spans, which finds
 15-1 on four servers of four, where nested levels cannot; then any devices in any order
-(pipeline_anywhere.py). Memory limits and device types are part
+(anywhere.py). Memory limits and device types are part
 of the search.
 """
 
@@ -19,21 +19,21 @@ from ..effort import DEFAULT, Effort
 from ..tolerance import MOST_GIVEN_UP
 from .anywhere import blind, exact, has_one_order, relaxed
 from .assemble import ORDERED, assemble, fill_seconds
-from .bottleneck import graph as pipeline_graph
-from .bottleneck import line as pipeline_line
-from .bottleneck.graph import PlacedStage, Search, StoppedError
+from .bottleneck.graph import search as search_graph
 from .bottleneck.line import TOLERANCE, objective
+from .bottleneck.line import search as search_line
 from .cuts import Cuts, cuts_of, own_order
 from .fixed_costs import least_with_fixed
 from .infeasible import explain
 from .makespan.branch_and_bound import EXACT, Incumbent
 from .makespan.solve import best_step, relaxed_step
-from .nested import solve as pipeline_nested
+from .nested.solve import solve as solve_nested
 from .packing import NoSeatsError, Seats, seat
-from .placements import Space, build
+from .placements import PlacedStage, Space, build
+from .search import Search, StoppedError
 from .simplest import simplest
 from .stage_costs import Prices
-from .uniform import solve as pipeline_alike
+from .uniform.solve import solve as solve_uniform
 
 Method = Literal["auto", "line", "graph"]
 _FEW_LIMITS = 8  # tables of ordered placements, once those of all have bounded the step
@@ -57,7 +57,7 @@ def solve(
     cut in its own order only; the plan then says ``feasible`` and carries a bound. Deterministic,
     unless ``effort`` stops it by a clock. Of plans within a billionth of the best, single stages
     included, the one with the least step time is returned. Where the problem says how far steps may
-    be off, the simplest of those that this cannot tell from the best (pipeline_simplest.py).
+    be off, the simplest of those that this cannot tell from the best (simplest.py).
 
     Args:
         problem: Layers, pools, and the choices that govern the search.
@@ -89,9 +89,9 @@ def solve(
 def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort) -> PipelinePlan:
     """The least plan without what a step costs beside its passes, messages and updates."""
     if problem.schedule in ALIKE:
-        return pipeline_alike.solve(problem, effort=effort)
+        return solve_uniform(problem, effort=effort)
     if problem.solved == "nested":
-        return pipeline_nested.solve(problem, method=method, effort=effort)
+        return solve_nested(problem, method=method, effort=effort)
     cuts, space = cuts_of(problem), build(problem)
     options = (False, True) if problem.recompute is None else (problem.recompute,)
     tables = [Prices(problem, cuts, space.bandwidths, recompute=option) for option in options]
@@ -122,7 +122,7 @@ class _Task:
         found = _single_stages(self.problem, prices, self.space)
         search = _search(self.problem, prices.cuts, self.method)
         below = np.inf
-        if search is pipeline_graph.search:
+        if search is search_graph:
             below = self._first_guess(prices, found)
         placed = self.ask(search, prices, self.space, below)
         if placed is None and np.isfinite(below) and not self.was_stopped and not found:
@@ -136,7 +136,7 @@ class _Task:
         line = own_order(self.problem, prices.cuts)
         if line is not None and self._is_simple:
             table = Prices(self.problem, line, self.space.bandwidths, recompute=prices.recompute)
-            placed = self.ask(pipeline_line.search, table, self.space, np.inf)
+            placed = self.ask(search_line, table, self.space, np.inf)
             if placed is not None:
                 number = {inside: cut for cut, inside in enumerate(prices.cuts.layer_sets)}
                 at = [number[inside] for inside in line.layer_sets]
@@ -197,7 +197,7 @@ def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
     problem, effort, best, bounds = task.problem, task.effort, ordered, []
     search = _search(problem, task.tables[0].cuts, task.method)
     per_move = float(_LINE_WORK)
-    if search is not pipeline_line.search:
+    if search is not search_line:
         per_move = max(per_move, task.tables[0].cuts.size ** 2 / 10)
     most_moves = effort.anywhere_work / per_move
     counted = relaxed(problem, most_moves) or blind(problem)
@@ -291,7 +291,7 @@ def _search(problem: PipelineProblem, cuts: Cuts, method: Method) -> Search:
         simple = problem.workers == "at_most" and problem.num_stages is None
         is_line = cuts.before is None and cuts.copied_bytes is None
         method = "line" if is_line and simple else "graph"
-    return pipeline_line.search if method == "line" else pipeline_graph.search
+    return search_line if method == "line" else search_graph
 
 
 def _single_stages(
@@ -344,7 +344,7 @@ def _layer_seconds(prices: Prices, pool: int) -> list[float]:
 
 def _name(problem: PipelineProblem, cuts: Cuts) -> str:
     search = _search(problem, cuts, "auto")
-    kind = "parametric search" if search is pipeline_line.search else "dynamic program"
+    kind = "parametric search" if search is search_line else "dynamic program"
     suffix = "" if cuts.complete else "; cuts in the layers' own order only"
     return f"{kind} over {cuts.size} cuts, flat, {problem.stage_cost} prices{suffix}"
 

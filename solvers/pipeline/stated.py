@@ -9,12 +9,11 @@ from dataclasses import replace
 from ...schema.errors import ProblemError
 from ...schema.pipeline import FLUSHING, PipelinePlan, PipelineProblem
 from .assemble import assemble
-from .bottleneck.graph import PlacedStage, final_states
 from .bottleneck.line import objective
 from .cuts import cuts_of, layers_of
 from .makespan.bound import step_of
 from .packing import seat
-from .placements import Move, Space, build
+from .placements import Move, PlacedStage, Space, build, final_states
 from .stage_costs import Prices
 
 Stated = Sequence[tuple[Sequence[str], int]]

@@ -1,6 +1,6 @@
 """The batch split as a mixed-integer program: the readable reference.
 
-VirtualFlow 5.1.2 written down device by device. batch_split.py answers the same question much
+VirtualFlow 5.1.2 written down device by device. solve.py answers the same question much
 faster; both must agree. The answer is the fastest plan on paper, whatever the measurements' spread.
 """
 

@@ -1,19 +1,9 @@
-"""Can devices that each take at most so many seconds share out a batch exactly?
-
-The core of the batch split: for a bound T on the compute time, a device of type i can do the
-amounts ``{v s : v t_i(s) <= T}``; the question is whether the amounts of all devices can add up
-to B. Answered exactly, by subset sums on bitsets. Near the optimum the devices are almost full,
-so the sums run over what each device leaves undone: sets of a few bits in place of B.
-"""
-
-from dataclasses import dataclass
-from math import gcd
+"""Sizes and times of a batch split's devices, as flat arrays."""
 
 import numpy as np
 import numpy.typing as npt
 
 from ...schema.problem import SplitProblem
-from .subset_sums import Folds, members, multiples, repeated, sumset
 
 Ints = npt.NDArray[np.int64]
 
@@ -21,7 +11,7 @@ Ints = npt.NDArray[np.int64]
 class Pool:
     """Sizes and times of plans on two or more devices, as flat arrays, type after type.
 
-    A plan on one device is none of these: what it costs may be measured apart (split_levels.py).
+    A plan on one device is none of these: what it costs may be measured apart (levels.py).
 
     Attributes:
         batch: B, samples to share out.
@@ -74,185 +64,3 @@ class Pool:
         span = slice(self.starts[kind], self.ends[kind])
         pairs = zip(self.sizes[span].tolist(), passes[span].tolist(), strict=True)
         return [(size, count) for size, count in pairs if count]
-
-
-@dataclass(frozen=True, slots=True)
-class TypeSums:
-    """What the devices of one type can contribute together, in steps of ``stride`` samples.
-
-    ``folds[k]`` are the contributions of at most k devices: samples done, or left undone.
-    """
-
-    kind: int
-    count: int
-    top: int
-    stride: int
-    entries: list[tuple[int, int]]
-    folds: Folds
-
-
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """Proof that the batch can be shared out; ``suffixes[j]`` are the sums of types[j:].
-
-    ``undone`` says that contributions count the samples that devices leave undone, against
-    all of them doing their most; else they count samples done. They add up to ``target``.
-    """
-
-    undone: bool
-    target: int
-    types: list[TypeSums]
-    suffixes: list[int]
-
-
-def reach(pool: Pool, counts: tuple[int, ...], seconds: float) -> Reach | None:
-    """Decide whether ``counts`` devices can do exactly B samples within ``seconds``.
-
-    Args:
-        pool: Sizes and times.
-        counts: Devices of each type that may be used; 0 leaves a type out.
-        seconds: Bound on each device's compute time.
-    """
-    passes = pool.passes(seconds)
-    tops = pool.tops(passes)
-    over = sum(count * top for count, top in zip(counts, tops, strict=True)) - pool.batch
-    if over < 0:
-        return None
-    undone = over <= pool.batch
-    target = over if undone else pool.batch
-    types = [
-        _type_sums(pool, passes, kind, count, tops[kind], undone, target)
-        for kind, count in sorted(enumerate(counts), key=lambda pair: (-tops[pair[0]], pair[0]))
-        if count and tops[kind]
-    ]
-    suffixes = _suffixes(types, target)
-    return Reach(undone, target, types, suffixes) if suffixes[0] >> target & 1 else None
-
-
-def _type_sums(
-    pool: Pool, passes: Ints, kind: int, count: int, top: int, undone: bool, target: int
-) -> TypeSums:
-    entries = pool.entries(passes, kind)
-    stride = gcd(*(size for size, _ in entries))
-    width = target // stride
-    base = 0
-    for size, most in entries:
-        first = (top - most * size) // stride if undone else 0
-        step = size // stride
-        if first <= width:
-            base |= multiples(step, min(most, (width - first) // step)) << first
-    if undone and top // stride <= width:
-        base |= 1 << (top // stride)  # an unused device
-    return TypeSums(kind, count, top, stride, entries, Folds(base, (2 << width) - 1))
-
-
-def _suffixes(types: list[TypeSums], target: int) -> list[int]:
-    mask = (2 << target) - 1
-    sums = [1]
-    for one in reversed(types):
-        sums.append(sumset(sums[-1], one.folds[one.count], mask, one.stride))
-    return sums[::-1]
-
-
-def reachable_batches(pool: Pool, width: int) -> int:
-    """The set of all batches up to ``width`` that some plan reaches, whatever its time."""
-    sums = 1
-    for kind, count in enumerate(pool.counts):
-        sizes = pool.sizes[pool.starts[kind] : pool.ends[kind]].tolist()
-        stride = gcd(*sizes)
-        base = 0
-        for size in sizes:
-            base |= multiples(size // stride, width // size)
-        fold = Folds(base, (2 << (width // stride)) - 1)[count]
-        sums = sumset(sums, fold, (2 << width) - 1, stride)
-    return sums
-
-
-def greedy_counts(
-    pool: Pool, tops: list[int], counts: tuple[int, ...], limit: int
-) -> tuple[int, ...]:
-    """The ``limit`` devices that can do most, as counts per type."""
-    left, taken = limit, [0] * len(counts)
-    for kind in sorted(range(len(counts)), key=lambda kind: (-tops[kind], kind)):
-        taken[kind] = min(left, counts[kind]) if tops[kind] else 0
-        left -= taken[kind]
-    return tuple(taken)
-
-
-def counts_within(
-    pool: Pool, counts: tuple[int, ...], limit: int, seconds: float
-) -> tuple[int, ...] | None:
-    """Counts of at most ``limit`` devices in all that can do exactly B within ``seconds``.
-
-    The devices that can do most are tried first. Where they cannot add up to B, all choices are
-    judged at once by sums over pairs (devices used, samples short of the ideal), the ideal being
-    that the devices which can do most are full.
-    """
-    passes = pool.passes(seconds)
-    tops = pool.tops(passes)
-    first = greedy_counts(pool, tops, counts, limit)
-    if sum(n * top for n, top in zip(first, tops, strict=True)) < pool.batch:
-        return None
-    if reach(pool, first, seconds):
-        return first
-    if limit >= sum(counts) or not reach(pool, counts, seconds):
-        return None
-    return _counts_by_pairs(pool, passes, tops, counts, limit)
-
-
-def _counts_by_pairs(
-    pool: Pool, passes: Ints, tops: list[int], counts: tuple[int, ...], limit: int
-) -> tuple[int, ...] | None:
-    kinds = [kind for kind, n in enumerate(counts) if n and tops[kind]]
-    if len(kinds) == 1:
-        return None  # the first choice was the only one
-    chosen = greedy_counts(pool, tops, counts, limit)
-    pivot = min(tops[kind] for kind, n in enumerate(chosen) if n)
-    ideal = sum(n * max(0, top - pivot) for n, top in zip(counts, tops, strict=True))
-    short = pivot * limit + ideal - pool.batch  # at `limit` devices; `pivot` less for each fewer
-    goals = [(limit - i, short - pivot * i) for i in range(min(limit, short // pivot + 1))]
-    # Rows of length 0 forget the number of devices: cheap, and most often enough to refuse.
-    for row in (0, 2 * (short + 1)):
-        mask = repeated((2 << short) - 1, row, limit if row else 0)
-        folds = [
-            Folds(_pairs(pool.entries(passes, kind), tops[kind], pivot, short, row), mask)
-            for kind in kinds
-        ]
-        sums = [1]
-        for kind, fold in zip(reversed(kinds), reversed(folds), strict=True):
-            sums.append(sumset(sums[-1], fold[counts[kind]], mask))
-        goals = [(used, loss) for used, loss in goals if sums[-1] >> (used * row + loss) & 1]
-        if not goals:
-            return None
-    return _unpick(kinds, folds, sums[::-1], counts, goals[0], row)
-
-
-def _pairs(entries: list[tuple[int, int]], top: int, pivot: int, short: int, row: int) -> int:
-    """One device's choices as members ``used * row + loss``, losses up to ``short``."""
-    best = max(top, pivot)  # full devices of the better types are the ideal, else unused ones
-    bits = 1 << (best - pivot) if best - pivot <= short else 0
-    for size, most in entries:
-        first = best - most * size
-        if first <= short:
-            count = min(most - 1, (short - first) // size)
-            bits |= multiples(size, count) << (row + first)
-    return bits
-
-
-def _unpick(
-    kinds: list[int],
-    folds: list[Folds],
-    sums: list[int],
-    counts: tuple[int, ...],
-    target: tuple[int, int],
-    row: int,
-) -> tuple[int, ...]:
-    member = target[0] * row + target[1]
-    used = [0] * len(counts)
-    for index, kind in enumerate(kinds):
-        for choice in members(folds[index][counts[kind]]):
-            rest = member - choice
-            if rest >= 0 and sums[index + 1] >> rest & 1:
-                used[kind], member = choice // row, rest
-                break
-    return tuple(used)

@@ -5,7 +5,7 @@ apart. Of all splits whose predicted step is at most the limit, the one is taken
 fewest virtual nodes in all, then the fewest devices, then the least step; then one in which all
 devices of each used type do the same, if there is any, and types that can do most do most.
 
-For one level (split_levels.py) the limit leaves each device so many seconds, and so a set of
+For one level (levels.py) the limit leaves each device so many seconds, and so a set of
 amounts it can do, each in a fewest number of passes. Adding device after device, a table over
 samples holds the fewest passes and devices that do exactly so many: a knapsack.
 """

@@ -2,11 +2,11 @@
 
 VirtualFlow 5.1.2: least is the compute time of the slowest device, plus synchronisation, plus
 the largest update. The published solver is not described; this one searches the finite set of
-candidate compute times (split_times.py), asking of each by subset sums (split_reach.py) whether
+candidate compute times (times.py), asking of each by subset sums (feasible.py) whether
 the batch can be shared out. What synchronisation, updates and fixed costs add depends only on
 which types and how many devices may be used: those choices are the levels, tried in order of a
 lower bound. Where the profiles tell how far off they may be, the simplest of the plans that they
-cannot tell from the fastest is taken (split_simplest.py).
+cannot tell from the fastest is taken (simplest.py).
 """
 
 from collections.abc import Callable
@@ -20,8 +20,9 @@ from ...schema.errors import InfeasibleError
 from ...schema.plan import DeviceGroup, Proof, SplitPlan
 from ...schema.problem import SplitProblem
 from ..tolerance import MOST_GIVEN_UP
+from .feasible import feasible_batches, feasible_sums
 from .levels import Level, levels, single_devices
-from .pool import Pool, reach, reachable_batches
+from .pool import Pool
 from .simplest import WORK_LIMIT, TooMuchWorkError, simplest
 from .subset_sums import members, multiples
 from .ties import choose, groups_of
@@ -49,9 +50,9 @@ def solve(
     """Minimise the predicted step time; among plans that nobody can tell apart, their complexity.
 
     Exact in both regimes; devices of one type may differ, and devices may stay unused.
-    Deterministic: of equally fast plans, the rule of split_choose.py. Where the fastest plan's
+    Deterministic: of equally fast plans, the rule of ties.py. Where the fastest plan's
     prediction has an interval, the plan is the simplest of all whose predicted step lies within
-    it and is little more than the fastest's, by the rule of split_simplest.py;
+    it and is little more than the fastest's, by the rule of simplest.py;
     ``proof.tolerance`` says how much more it may be,
     ``proof.lower_bound`` is the fastest plan's step, and ``provenance["fastest"]`` that plan.
 
@@ -76,7 +77,7 @@ def solve(
     first = _Best(singles[0].step_seconds, lambda: (singles[0].group,)) if singles else None
     best = _search_levels(problem, pool, first) if pool.options else first
     if best is None:
-        raise _unreachable(problem)
+        raise _no_sum(problem)
     plan = _plan(problem, best.groups())
     high = plan.predicted.step_seconds_high
     if fastest or high is None:
@@ -108,15 +109,17 @@ def _search_levels(problem: SplitProblem, pool: Pool, first: _Best | None) -> _B
         else:
             found = least_seconds(pool, level, cutoff * _ABOVE_ROUNDING, floor[0])
         if found and (not best or found[0] + level.overhead_seconds < best.step_seconds):
-            best = _Best(found[0] + level.overhead_seconds, _reached(pool, found[1], found[0]))
+            best = _Best(
+                found[0] + level.overhead_seconds, _groups_within(pool, found[1], found[0])
+            )
     return best
 
 
-def _reached(
+def _groups_within(
     pool: Pool, counts: tuple[int, ...], seconds: float
 ) -> Callable[[], tuple[DeviceGroup, ...]]:
     def groups() -> tuple[DeviceGroup, ...]:
-        found = reach(pool, counts, seconds)
+        found = feasible_sums(pool, counts, seconds)
         if found is None:
             raise AssertionError("the search returned counts that do not reach the batch")
         return groups_of(pool, choose(found), seconds)
@@ -202,7 +205,7 @@ def _usable_sizes(problem: SplitProblem) -> list[int]:
     return [size for size in problem.batch_sizes if size <= most and only in (None, size)]
 
 
-def _unreachable(problem: SplitProblem) -> InfeasibleError:
+def _no_sum(problem: SplitProblem) -> InfeasibleError:
     below, above = nearest_batches(problem)
     usable = _usable_sizes(problem)
     sizes = ", ".join(map(str, usable))
@@ -231,7 +234,7 @@ def nearest_batches(problem: SplitProblem) -> tuple[int | None, int | None]:
         global_batch_size=batch + smallest,  # one device alone reaches a multiple in here
         devices=problem.devices,
     )
-    sums = reachable_batches(Pool(wider), batch + smallest)
+    sums = feasible_batches(Pool(wider), batch + smallest)
     for option in problem.devices:  # one device may have sizes of its own
         for point in option.measured_with(1).batch_curve:
             sums |= multiples(point.batch_size, (batch + smallest) // point.batch_size)

@@ -12,78 +12,79 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ...schema.plan import DeviceGroup
-from .pool import Pool, Reach, TypeSums
+from .feasible import FeasibleSums, TypeSums
+from .pool import Pool
 from .subset_sums import members, sumset
 
 Work = Counter[int]  # samples per device -> number of devices
 
 
-def choose(reached: Reach) -> dict[int, Work]:
+def choose(feasible: FeasibleSums) -> dict[int, Work]:
     """What the devices of each type do: type -> (samples -> devices).
 
     Args:
-        reached: An answer of ``reach``, so at least one plan exists.
+        feasible: An answer of ``feasible_sums``, so at least one plan exists.
     """
-    totals = _all_alike(reached)
+    totals = _all_alike(feasible)
     if totals is not None:
         return {
             one.kind: Counter({done // one.count: one.count})
-            for one, done in zip(reached.types, totals, strict=True)
+            for one, done in zip(feasible.types, totals, strict=True)
             if done
         }
-    left, work = reached.target, {}
-    for index, one in enumerate(reached.types):
-        share, alike = _best_share(reached, index, left)
+    left, work = feasible.target, {}
+    for index, one in enumerate(feasible.types):
+        share, alike = _best_share(feasible, index, left)
         left -= share * one.stride
-        work[one.kind] = alike or _halved(reached, one, share)
+        work[one.kind] = alike or _halved(feasible, one, share)
     return {kind: amounts for kind, amounts in work.items() if amounts}
 
 
-def _all_alike(reached: Reach) -> list[int] | None:
+def _all_alike(feasible: FeasibleSums) -> list[int] | None:
     """Samples done by each type in rule 1, or None."""
-    choices = [_alike_sums(reached, one) for one in reached.types]
-    mask = (2 << reached.target) - 1
+    choices = [_alike_sums(feasible, one) for one in feasible.types]
+    mask = (2 << feasible.target) - 1
     suffixes = [1]
     for bits in reversed(choices):
         suffixes.append(sumset(suffixes[-1], bits, mask))
     suffixes.reverse()
-    if not suffixes[0] >> reached.target & 1:
+    if not suffixes[0] >> feasible.target & 1:
         return None
-    left, totals = reached.target, []
-    for one, bits, after in zip(reached.types, choices, suffixes[1:], strict=True):
+    left, totals = feasible.target, []
+    for one, bits, after in zip(feasible.types, choices, suffixes[1:], strict=True):
         found = members(bits)
-        order = found if reached.undone else found[::-1]
+        order = found if feasible.undone else found[::-1]
         share = next(m for m in order if m <= left and after >> (left - m) & 1)
         left -= share
-        totals.append(one.count * one.top - share if reached.undone else share)
+        totals.append(one.count * one.top - share if feasible.undone else share)
     return totals
 
 
-def _alike_sums(reached: Reach, one: TypeSums) -> int:
+def _alike_sums(feasible: FeasibleSums, one: TypeSums) -> int:
     bits = 0
     for share in members(one.folds[1]):
         total = share * one.stride * one.count
-        if total <= reached.target:
+        if total <= feasible.target:
             bits |= 1 << total
     return bits
 
 
-def _best_share(reached: Reach, index: int, left: int) -> tuple[int, Work | None]:
+def _best_share(feasible: FeasibleSums, index: int, left: int) -> tuple[int, Work | None]:
     """A type's contribution, in strides, and its devices' work if they are alike."""
-    one, after = reached.types[index], reached.suffixes[index + 1]
+    one, after = feasible.types[index], feasible.suffixes[index + 1]
     found = members(one.folds[one.count])
-    order = found if reached.undone else found[::-1]
+    order = found if feasible.undone else found[::-1]
     possible = [m for m in order if (rest := left - m * one.stride) >= 0 and after >> rest & 1]
     for share in possible:
-        alike = _alike(one, _done(reached, one, one.count, share))
+        alike = _alike(one, _done(feasible, one, one.count, share))
         if alike is not None:
             return share, alike
     return possible[0], None
 
 
-def _done(reached: Reach, one: TypeSums, num_devices: int, share: int) -> int:
+def _done(feasible: FeasibleSums, one: TypeSums, num_devices: int, share: int) -> int:
     samples = share * one.stride
-    return num_devices * one.top - samples if reached.undone else samples
+    return num_devices * one.top - samples if feasible.undone else samples
 
 
 def _alike(one: TypeSums, done: int) -> Work | None:
@@ -102,14 +103,14 @@ def fewest_passes(entries: list[tuple[int, int]], samples: int) -> tuple[int, in
     return (max(fitting), samples // max(fitting)) if fitting else None
 
 
-def _halved(reached: Reach, one: TypeSums, share: int) -> Work:
+def _halved(feasible: FeasibleSums, one: TypeSums, share: int) -> Work:
     """Share out a contribution among all devices of a type, half against half."""
     work: Work = Counter()
     tasks = [(one.count, share)]
     while tasks:
         num_devices, part = tasks.pop()
         if num_devices == 1:
-            work[_done(reached, one, 1, part)] += 1
+            work[_done(feasible, one, 1, part)] += 1
             continue
         small = num_devices // 2
         large = num_devices - small

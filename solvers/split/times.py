@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from .feasible import counts_within
 from .levels import Level, first_bound, holds
-from .pool import Pool, counts_within
+from .pool import Pool
 
 
 def least_seconds(

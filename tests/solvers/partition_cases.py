@@ -256,7 +256,7 @@ def fits(plan: PipelinePlan, problem: PipelineProblem) -> bool:
 
 
 def replayed_step(plan: PipelinePlan, problem: PipelineProblem) -> float:
-    """The step of a plan's stages, pass by pass; ``test_pipeline_step`` holds it to the timer's.
+    """The step of a plan's stages, pass by pass; ``makespan/test_solve`` holds it to the timer's.
 
     The step's fixed cost included.
     """

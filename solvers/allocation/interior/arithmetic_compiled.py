@@ -1,13 +1,13 @@
-"""Sums and small equations, compiled, to the digits of ``np.add.reduce`` and of ``interior``."""
+"""Sums and small equations, compiled, to the digits of ``np.add.reduce`` and of ``method``."""
 
 from typing import Any
 
 import numpy as np
 
 from ...compiling import compiled
-from . import method as interior
+from .method import eliminate as eliminate_plain
 
-eliminate = compiled(interior.eliminate)
+eliminate = compiled(eliminate_plain)
 
 
 @compiled

@@ -3,16 +3,13 @@
 What is tight in every optimum is known beforehand, so the centre maximises the sum of the
 logarithms of all other slacks: a smooth problem, with as many coupled unknowns as there are
 resources, and z. Slacks stand beside the time fractions as columns of their own.
-Sums over classes are numpy's own, as in ``interior``; so ``climb`` can be compiled too.
+Sums over classes are numpy's own, as in ``method``; so ``climb`` can be compiled too.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 
-from ...compiling import can_compile
 from ..program import Bools, Floats
 from .method import over_rows, solved_small
 
@@ -20,7 +17,6 @@ MAX_ITERATIONS = 40
 _DONE = 1e-6  # relative change of the last step; the next one would be its square
 _KEEP = 0.9
 _RIDGE = 1e-13
-_ROOM = 0.005  # relative, of what a guess leaves none of
 _SIGNS = np.array([[1.0, -1.0], [-1.0, 1.0]])[:, :, None]
 
 
@@ -48,25 +44,6 @@ class Face:
     fixed: bool
 
 
-def centre(face: Face, start: Floats, climb: "Climb | None" = None) -> Floats | None:
-    """Time fractions [types, classes] of a job of each class at the centre of the face.
-
-    O(classes x types^2) an iteration: some five from the centre of a similar problem, ten from
-    anywhere.
-
-    Args:
-        face: The problem; every class has a type.
-        start: A guess [types, classes], positive where ``rate`` is; need not be feasible.
-        climb: How steps are taken: compiled where that is possible, or as given.
-
-    Returns:
-        The fractions; None where the numbers gave out, as they do where more is tight than the
-        face says.
-    """
-    with np.errstate(all="ignore"):
-        return _newton(face, start, climb or _fastest_climb())
-
-
 class Rows:
     """What does not change from step to step.
 
@@ -86,32 +63,6 @@ class Rows:
         self.coupled[types:, 1] = level
         self.each = f.count * f.scale
         self.idle = 1.0 - f.asks
-
-
-Climb = Callable[[Face, Rows, Floats], bool]
-
-
-@cache
-def _fastest_climb() -> Climb:
-    if not can_compile():
-        return climb
-    from .face_compiled import climb as compiled_climb
-
-    return compiled_climb
-
-
-def _newton(f: Face, start: Floats, climb: Climb) -> Floats | None:
-    types, classes = f.rate.shape
-    size = (types + 2) * classes
-    point = np.zeros(size + types)
-    x, w = point[:size].reshape(types + 2, classes), point[size:]
-    fixed = Rows(f)
-    x[:types] = np.where(f.rate > 0, start, 0.0)
-    reached = (f.rate * x[:types]).sum(axis=0)
-    x[types] = np.maximum(1.0 - x[:types].sum(axis=0), _ROOM) * ~f.busy
-    x[types + 1] = np.maximum(reached - f.level * f.z, _ROOM * reached) * (f.asks & ~f.bound)
-    w[:] = np.maximum(f.capacity - over_rows(x[:types] * fixed.each), _ROOM * f.capacity) * ~f.full
-    return x[:types] if climb(f, fixed, point) else None
 
 
 def climb(f: Face, fixed: Rows, point: Floats) -> bool:

@@ -11,13 +11,8 @@ from processor to processor, and a simulation shows the last digit. So ``walk`` 
 steps compiled.
 """
 
-from collections.abc import Callable
-from functools import cache
-
 import numpy as np
 
-from ....schema.errors import BackendError
-from ...compiling import can_compile
 from ..program import (
     Floats,
     Program,
@@ -30,9 +25,6 @@ from ..program import (
 )
 
 MAX_ITERATIONS = 100
-TOLERANCE = 1e-10
-ACCEPTED_GAP = 1e-7
-_PATIENCE = 4
 _STEP = 0.9995
 _SHORT = 0.3
 _WORSE = 1e9  # where numbers gave out, so that they do not overflow as well
@@ -42,7 +34,7 @@ _TINY = 1e-300
 SMALL = 8  # up to this size equations are solved in plain Python
 
 
-class _Point:
+class Point:
     """A point, or a step: primal (x, s, v, w) and dual (r, u, y, price), and z.
 
     Products of like letters go to zero. The letters are views of two vectors, so that what
@@ -61,13 +53,13 @@ class _Point:
         self.v, self.y = primal[first + rows : last], dual[first + rows : last]
         self.w, self.price = primal[last:], dual[last:]
 
-    def empty_like(self) -> "_Point":
+    def empty_like(self) -> "Point":
         """A point of the same shape, nothing in it yet."""
-        return _Point(*self.rows, np.empty_like(self.primal), np.empty_like(self.dual), 0.0)
+        return Point(*self.rows, np.empty_like(self.primal), np.empty_like(self.dual), 0.0)
 
-    def moved(self, step: "_Point", primal: float, dual: float) -> "_Point":
+    def moved(self, step: "Point", primal: float, dual: float) -> "Point":
         """This point after parts of a step."""
-        return _Point(
+        return Point(
             *self.rows,
             self.primal + primal * step.primal,
             self.dual + dual * step.dual,
@@ -75,7 +67,7 @@ class _Point:
         )
 
 
-class _Scaled:
+class Scaled:
     """A program with its rows scaled to rate <= 1, z to about 1, gains to at most 1."""
 
     def __init__(self, program: Program) -> None:
@@ -108,59 +100,7 @@ class _Scaled:
         self.level_counts = self.count * self.level
 
 
-Walk = Callable[[_Scaled, _Point, int], tuple[int, _Point | None]]
-
-
-def solve(
-    program: Program, accepted_gap: float = ACCEPTED_GAP, walk: Walk | None = None
-) -> Solution:
-    """Solve a program without pairs to a relative gap of about 1e-10.
-
-    Args:
-        program: The program.
-        accepted_gap: A larger gap counts as a breakdown.
-        walk: How steps are taken: compiled where that is possible, or as given.
-
-    Raises:
-        BackendError: The iterations broke down; the program may have no feasible point.
-    """
-    # Numbers may run out at the very end; the proof of the best point so far decides then.
-    with np.errstate(divide="ignore", over="ignore", invalid="ignore", under="ignore"):
-        best = _iterate(program, walk or _fastest_walk())
-    if best is None or not best.gap < accepted_gap:
-        raise BackendError("the interior point method stopped without a proof")
-    return best
-
-
-def _iterate(program: Program, walk: Walk) -> Solution | None:
-    scaled = _Scaled(program)
-    point = _start(scaled)
-    best: Solution | None = None
-    iteration = idle = 0
-    while iteration < MAX_ITERATIONS:
-        if iteration and _is_near(scaled, point):
-            found = _read(program, scaled, point, iteration)
-            idle = 0 if best is None or found.gap < 0.5 * best.gap else idle + 1
-            best = found if best is None or found.gap < best.gap else best
-            if best.gap < TOLERANCE or idle >= _PATIENCE:
-                break
-        steps, after = walk(scaled, point, MAX_ITERATIONS - iteration)
-        if after is None:
-            break
-        point, iteration = after, iteration + steps
-    return best
-
-
-@cache
-def _fastest_walk() -> Walk:
-    if not can_compile():
-        return walk
-    from .method_compiled import walk as compiled_walk
-
-    return compiled_walk
-
-
-def walk(p: _Scaled, at: _Point, most: int) -> tuple[int, _Point | None]:
+def walk(p: Scaled, at: Point, most: int) -> tuple[int, Point | None]:
     """Go on by some steps: how many (here one) and where to; None where the numbers gave out."""
     return 1, _advance(p, at)
 
@@ -177,10 +117,10 @@ def can_reach(program: Program, level: float) -> bool:
     That takes a few iterations where there is room; False says nothing.
     """
     with np.errstate(divide="ignore", over="ignore", invalid="ignore", under="ignore"):
-        scaled = _Scaled(program)
-        point: _Point | None = _start(scaled)
+        scaled = Scaled(program)
+        point: Point | None = first_point(scaled)
         for _ in range(MAX_ITERATIONS):
-            if point is None or _is_near(scaled, point):
+            if point is None or is_near(scaled, point):
                 return False
             if point.z * scaled.level_unit > level:
                 if level_of(program, fit(program, point.x.T)) > level:
@@ -189,7 +129,8 @@ def can_reach(program: Program, level: float) -> bool:
     return False
 
 
-def _start(p: _Scaled) -> _Point:
+def first_point(p: Scaled) -> Point:
+    """Where the iterations begin: well inside, not feasible."""
     allowed = np.maximum(p.runs.sum(axis=0), 1)
     x = np.where(p.runs, 0.5 / allowed, 0.0)
     used = p.resources @ ((x * p.usage) @ p.count)
@@ -207,10 +148,10 @@ def _start(p: _Scaled) -> _Point:
     v = np.where(p.demands, v, 1.0)
     primal = np.concatenate((x.ravel(), 1.0 - x.sum(axis=0), v, w))
     dual = np.concatenate((r.ravel(), u, y, price))
-    return _Point(len(x), len(p.count), primal, dual, z)
+    return Point(len(x), len(p.count), primal, dual, z)
 
 
-def _start_prices(p: _Scaled) -> tuple[Floats, Floats, Floats, Floats]:
+def _start_prices(p: Scaled) -> tuple[Floats, Floats, Floats, Floats]:
     y = np.where(p.demands, 1.0 / max(float(p.count @ p.level), _TINY), 0.0)
     weight = float(p.count @ (y + p.gain.max(axis=0))) / len(p.capacity)
     price = np.full(len(p.capacity), weight)
@@ -220,7 +161,7 @@ def _start_prices(p: _Scaled) -> tuple[Floats, Floats, Floats, Floats]:
     return u, np.where(p.runs, np.maximum(u - worth, 0.1 * unit), 1.0), y, price
 
 
-def _start_prices_by_row(p: _Scaled) -> tuple[Floats, Floats, Floats, Floats]:
+def _start_prices_by_row(p: Scaled) -> tuple[Floats, Floats, Floats, Floats]:
     """Without z gains may lie decades apart: each row starts on its own scale."""
     gain = np.abs(p.gain).max(axis=0)
     price = np.full(len(p.capacity), max(float(p.count @ gain), _TINY) / len(p.capacity))
@@ -232,14 +173,14 @@ def _start_prices_by_row(p: _Scaled) -> tuple[Floats, Floats, Floats, Floats]:
     return u, np.where(p.runs, np.maximum(u - worth, 0.1 * unit), 1.0), y, price
 
 
-def _mean_product(p: _Scaled, at: _Point, product: Floats) -> float:
+def _mean_product(p: Scaled, at: Point, product: Floats) -> float:
     columns, rows = at.rows
     last = (columns + 2) * rows
     each = np.add.reduce(product[:last].reshape(columns + 2, rows), axis=0)
     return float((over_rows(p.count * each) + over_rows(at.w * at.price)) / p.number)
 
 
-def _advance(p: _Scaled, at: _Point) -> _Point | None:
+def _advance(p: Scaled, at: Point) -> Point | None:
     """The point after one predictor-corrector step; None where the numbers gave out."""
     product = at.primal * at.dual
     system = _System(p, at)
@@ -291,7 +232,7 @@ class _System:
     lose every digit; in (alpha, beta) nothing cancels.
     """
 
-    def __init__(self, p: _Scaled, at: _Point) -> None:
+    def __init__(self, p: Scaled, at: Point) -> None:
         self.p, self.at = p, at
         self.d = at.x / at.r  # 0 where a row does not run
         total = np.add.reduce(self.d, axis=0)
@@ -362,10 +303,10 @@ class _System:
             self.spent = over_rows(p.count * (p.level * at.y))
             self.spent -= over_rows(p.level_capacity * at.price)
 
-    def direction(self, change: Floats) -> _Point:
+    def direction(self, change: Floats) -> Point:
         """The step whose products change by ``change`` (all) and that mends infeasibility."""
         p, at, n = self.p, self.at, self.p.count
-        xi = _Point(*at.rows, change, at.dual, 0.0)
+        xi = Point(*at.rows, change, at.dual, 0.0)
         step = at.empty_like()
         first = xi.x / at.r
         if p.holes is not None:
@@ -454,19 +395,19 @@ def eliminate(matrix: list[list[float]], right: list[float]) -> bool:
 class _Reach:
     """How far a step may go from a point until something is 0."""
 
-    def __init__(self, p: _Scaled, at: _Point) -> None:
+    def __init__(self, p: Scaled, at: Point) -> None:
         self.primal = at.primal if p.holes is None else np.where(at.primal > 0, at.primal, 1.0)
         self.dual = at.dual if p.idle is None else np.where(at.dual > 0, at.dual, 1.0)
 
-    def lengths(self, step: _Point, keep: float) -> tuple[float, float]:
+    def lengths(self, step: Point, keep: float) -> tuple[float, float]:
         """Parts of the step, primal and dual, that ``keep`` everything positive; 1 at most."""
         primal = -float(np.minimum.reduce(step.primal / self.primal))
         dual = -float(np.minimum.reduce(step.dual / self.dual))
         return min(1.0, keep / max(primal, _TINY)), min(1.0, keep / max(dual, _TINY))
 
 
-def _between(first: _Point, second: _Point, part: float) -> _Point:
-    return _Point(
+def _between(first: Point, second: Point, part: float) -> Point:
+    return Point(
         *first.rows,
         (1.0 - part) * first.primal + part * second.primal,
         (1.0 - part) * first.dual + part * second.dual,
@@ -474,14 +415,15 @@ def _between(first: _Point, second: _Point, part: float) -> _Point:
     )
 
 
-def _is_near(p: _Scaled, at: _Point) -> bool:
+def is_near(p: Scaled, at: Point) -> bool:
     """Whether a look at the true gap is worth its time."""
     value = abs(at.z) if p.has_level else float((p.gain * at.x).sum(axis=0) @ p.count)
     near = _mean_product(p, at, at.primal * at.dual) * p.number
     return bool(near < 1e-6 * max(abs(value), p.least_value))
 
 
-def _read(program: Program, p: _Scaled, at: _Point, iteration: int) -> Solution:
+def read_back(program: Program, p: Scaled, at: Point, iteration: int) -> Solution:
+    """A point as a feasible solution of the program as it was given, with its proof."""
     unit = p.level_unit if p.has_level else p.gain_unit
     bound, y, price = dual_bound(program, at.y / p.row * unit, at.price / p.unit * unit)
     x = fit(program, at.x.T)

@@ -1,8 +1,8 @@
-"""The steps of ``interior``, compiled by numba: the same digits, without an array for each term.
+"""The steps of ``method``, compiled by numba: the same digits, without an array for each term.
 
 For what the simulator asks thousands of times: programs that maximise z, where each column uses
 one resource of its own and every row has a demand. Whatever else comes, and steps that go less
-well than hoped, are left to ``interior.walk``. Names are those of ``interior``; a program, a point
+well than hoped, are left to ``method.walk``. Names are those of ``method``; a program, a point
 and what is worked out on the way are tuples of arrays ([columns, rows], [rows], [columns]).
 """
 
@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 
 from ...compiling import compiled
-from . import method as interior
+from . import method
 from .arithmetic_compiled import block_sum, eliminate, summed
-from .method import _SHORT, _STEP, _TINY, _WORSE, SMALL, _Point, _Scaled
+from .method import _SHORT, _STEP, _TINY, _WORSE, SMALL, Point, Scaled
 
 _LIMITS = (_TINY, _STEP, _SHORT, _WORSE)  # given to compiled functions, see ``compiled``
 
 
-def walk(p: _Scaled, at: _Point, most: int) -> tuple[int, _Point | None]:
+def walk(p: Scaled, at: Point, most: int) -> tuple[int, Point | None]:
     """Go on until the true gap is worth a look: how many steps, and where to."""
     if not _is_simple(p):
-        return interior.walk(p, at, most)
+        return method.walk(p, at, most)
     program = (
         p.count, p.rate, p.usage, p.resources.diagonal().copy(), p.capacity, p.level_capacity,
         p.gain, p.level, p.floor, p.runs, p.level_counts,
@@ -29,11 +29,11 @@ def walk(p: _Scaled, at: _Point, most: int) -> tuple[int, _Point | None]:
     primal, dual = at.primal.copy(), at.dual.copy()
     steps, z = _walk(program, p.number, p.least_value, _LIMITS, primal, dual, at.z, most)
     if not steps:
-        return interior.walk(p, at, most)
-    return steps, _Point(*at.rows, primal, dual, z)
+        return method.walk(p, at, most)
+    return steps, Point(*at.rows, primal, dual, z)
 
 
-def _is_simple(p: _Scaled) -> bool:
+def _is_simple(p: Scaled) -> bool:
     size, columns = p.resources.shape
     return (
         p.has_level
@@ -70,7 +70,7 @@ def _length(step: Any, at: Any, keep: Any, tiny: Any) -> Any:
 
 @compiled
 def _parts(vector: Any, columns: Any, rows: Any) -> Any:
-    """The letters of a primal or dual vector, as in ``_Point``."""
+    """The letters of a primal or dual vector, as in ``Point``."""
     cells = columns * rows
     return (
         vector[:cells].reshape(columns, rows), vector[cells : cells + rows],
@@ -278,7 +278,7 @@ def _walk(
     z: Any,
     most: Any,
 ) -> tuple[Any, Any]:
-    """Move a point (primal, dual) in place; the steps made, and z. See ``interior._advance``."""
+    """Move a point (primal, dual) in place; the steps made, and z. See ``method._advance``."""
     count, (columns, rows) = program[0], program[1].shape
     tiny, nearly_all, short, worse = limits
     point = _parts(primal, columns, rows) + _parts(dual, columns, rows)

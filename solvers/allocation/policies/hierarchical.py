@@ -3,13 +3,13 @@
 from ....schema.errors import ProblemError
 from ..instance import Instance
 from ..policy import Policy, normalised
-from ..water_filling.water import Fill
+from ..water_filling.water import WaterFilling
 
 
-def _goal(jobs: Instance) -> Fill:
+def _goal(jobs: Instance) -> WaterFilling:
     if jobs.entity is None or not jobs.entities:
         raise ProblemError("the hierarchical policy needs entities; the jobs name none")
-    return Fill(
+    return WaterFilling(
         unit=normalised(jobs), weight=jobs.weight, entity=jobs.entity, entities=jobs.entities
     )
 

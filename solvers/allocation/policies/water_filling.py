@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..policy import Policy, normalised
-from ..water_filling.water import Fill
+from ..water_filling.water import WaterFilling
 
 POLICIES = (
     Policy(
@@ -11,7 +11,7 @@ POLICIES = (
         title="max-min fairness by priority weight, with water filling",
         sense="max",
         unit="normalised throughput per weight",
-        goal=lambda jobs: Fill(
+        goal=lambda jobs: WaterFilling(
             unit=normalised(jobs),
             weight=jobs.weight,
             entity=np.full(jobs.num_jobs, -1),

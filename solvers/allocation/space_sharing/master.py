@@ -9,7 +9,7 @@ from ....schema.errors import BackendError
 from ...lp import LinearAnswer, LinearSession
 from ..program import Floats, Ints, Program
 from .groups import Groups
-from .pairs import Company, Pairing, PairTimes
+from .pairs import Pairing, PairTimes, Partners
 
 # A group lacks throughput where a constraint is broken by this part of its best rates.
 BROKEN = 2e-9
@@ -38,7 +38,7 @@ class Master:
         pairing: Pairing,
         groups: Groups,
         row: Floats | None = None,
-        company: Company | None = None,
+        partners: Partners | None = None,
     ) -> None:
         """Start with singles.
 
@@ -47,7 +47,7 @@ class Master:
             pairing: Who may share.
             groups: Of rows.
             row: What demands are measured in [rows]; the best rates otherwise.
-            company: Of the groups, where it is known.
+            partners: Of the groups, where it is known.
         """
         self.program, self.pairing, self.groups = program, pairing, groups
         self.first = groups.first
@@ -59,7 +59,9 @@ class Master:
         self.gain = program.gain[self.first]
         self.gain_unit = float(np.abs(program.gain).max()) or 1.0
         runs = program.rate[self.first] > 0
-        self.company = company or Company(pairing.rate, self.kind, runs, self.usage, self.count < 2)
+        self.partners = partners or Partners(
+            pairing.rate, self.kind, runs, self.usage, self.count < 2
+        )
         number, kinds = groups.number, len(program.capacity)
         self.demands_at = number + kinds
         # Demand j: group, rate u, and members as members[ends[j]:ends[j + 1]].
@@ -270,15 +272,15 @@ class Master:
         """For every group the pair that would earn most, where it earns anything."""
         plain = self.cut_price[: self.groups.number]
         slope = plain[:, None] + self.worth
-        value = slope[:, None, :] * self.company.rate[self.company.of]
+        value = slope[:, None, :] * self.partners.rate[self.partners.of]
         extra = np.flatnonzero(self.cut_price[self.groups.number :] > 0) + self.groups.number
         for j in extra.tolist():
             g = self.cut_group[j]
-            above = np.maximum(self.company.rate[self.company.of[g]] - self.cut_rate[j], 0.0)
+            above = np.maximum(self.partners.rate[self.partners.of[g]] - self.cut_rate[j], 0.0)
             value[g] += self.cut_price[j] * above
         value -= self.time_price[:, None, None]
         rent = self.resource_price @ self.program.resources + self.pairing.charge
-        return self.company.paying(self.company.masked(value), rent, TOLERANCE)
+        return self.partners.paying(self.partners.masked(value), rent, TOLERANCE)
 
     def prices(self) -> Prices:
         """What the answer's prices mean for rows."""

@@ -37,7 +37,7 @@ class PairTimes:
     time: Floats
 
 
-class Company:
+class Partners:
     """Members by kind, and for each kind its partners, in tables of equal width.
 
     ``rate`` [kinds, partners, columns] is a kind's beside its partner; ``of`` [members] numbers

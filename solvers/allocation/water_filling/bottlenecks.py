@@ -11,10 +11,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from ....schema.errors import BackendError
-from ..engine import NO_PAIRS, Merged, solve_alone
+from ..engine import NO_PAIRS, MergedProgram, solve_alone
 from ..program import Bools, Floats, Program, Solution
-from ..space_sharing import shared
-from ..space_sharing.shared import PairTimes
+from ..space_sharing.column_generation import PairProgram, PairTimes, spare_prices
 from .prices import least_cost, marginal_cost, rents
 from .vertex import at_prices
 
@@ -90,8 +89,8 @@ class Limits(Protocol[AnyCut]):
         ...
 
 
-def best_levels(merged: Merged) -> Floats:
-    """The level of each row on its fastest column, alone or in company [rows]."""
+def best_levels(merged: MergedProgram) -> Floats:
+    """The level of each row on its fastest column, alone or in a pair [rows]."""
     best = merged.small.rate
     if merged.pairing is not None:
         beside = merged.pairing.rate.max(axis=1)[merged.pairing.kind]
@@ -100,7 +99,7 @@ def best_levels(merged: Merged) -> Floats:
     return levels
 
 
-class Alone:
+class LimitsAlone:
     """Rows without space sharing: each pays the least cost of its own throughput."""
 
     def __init__(self, small: Program) -> None:
@@ -185,10 +184,10 @@ class LeastCost:
         return self._marginal(levels)[0], self.price, np.zeros(len(levels))
 
 
-class Paired:
+class LimitsWithPairs:
     """Rows that share: prices of time and throughput count, as a program gave them."""
 
-    def __init__(self, merged: Merged, *, keeps_basis: bool = True) -> None:
+    def __init__(self, merged: MergedProgram, *, keeps_basis: bool = True) -> None:
         """Start with no program.
 
         Args:
@@ -200,14 +199,14 @@ class Paired:
         self.merged, self.pairing = merged, merged.pairing
         self.stride, self.precision = 1, 1e-9
         self.best = best_levels(merged)
-        self._open: shared.Open | None = None
+        self._open: PairProgram | None = None
 
     def base(self, levels: Floats) -> Floats:
         """Programs ask for the way from the levels had last."""
         return levels
 
     def caps(self) -> Floats:
-        """The best alone or in company."""
+        """The best alone or in a pair."""
         return self.best
 
     def solve(self, start: Floats, end: Floats, cut: "Linear | None") -> tuple[Solution, PairTimes]:
@@ -218,7 +217,7 @@ class Paired:
             small, floor=small.level * start, level=small.level * rise, demands=end > 0
         )
         if self._open is None or not self.keeps_basis:
-            self._open = shared.Open(program, self.pairing)
+            self._open = PairProgram(program, self.pairing)
         try:
             found, pairs = self._open.solve(program)
         except BackendError:
@@ -244,7 +243,7 @@ class Paired:
         share = np.where(active, cut.share(self.best), 0.0)
         stuck: Bools = (share > 0) & (share >= STUCK_PART * share.max())
         small = self.merged.small
-        spare = shared.spare_prices(small, self.pairing, cut.job, cut.price, cut.time)
+        spare = spare_prices(small, self.pairing, cut.job, cut.price, cut.time)
         barred = active & ~stuck & (levels <= NOTHING * self.best) & (spare > 0)
         return stuck | barred, replace(cut, job=np.where(barred, cut.job + spare, cut.job))
 

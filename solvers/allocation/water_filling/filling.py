@@ -15,7 +15,7 @@ from ..engine import Outcome
 from ..goals import LeastCurve, MaxMin
 from ..instance import Instance
 from ..program import Floats
-from .water import Fill, fill
+from .water import WaterFilling, fill
 
 # A filled allocation may lose this part of the objective to rounding.
 KEPT = 1e-9
@@ -36,7 +36,7 @@ def filled(instance: Instance, goal: MaxMin | LeastCurve, bare: Outcome) -> Outc
     asked = _asked(goal, bare.objective)
     if isinstance(goal, MaxMin) and goal.allowed is not None:
         instance = replace(instance, rate=np.where(goal.allowed, instance.rate, 0.0))
-    each = Fill(
+    each = WaterFilling(
         unit=asked, weight=np.ones(len(asked)), entity=np.full(len(asked), -1, dtype=np.int64)
     )
     try:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..engine import LevelProof, Merged
+from ..engine import LevelProof, MergedProgram
 from ..program import Bools, Floats, Program
 from .bottlenecks import Cut
 
@@ -38,7 +38,7 @@ def unproved(
 
     Args:
         small: The program over rows.
-        best: The level of each row on its fastest column, alone or in company [rows].
+        best: The level of each row on its fastest column, alone or in a pair [rows].
         stages: Lowest first.
         level: Where each row stopped [rows].
         reached: The levels of the time fractions found [rows].
@@ -57,7 +57,7 @@ def unproved(
     return loose
 
 
-def level_proofs(merged: Merged, stages: Sequence[Stage]) -> tuple[LevelProof, ...]:
+def level_proofs(merged: MergedProgram, stages: Sequence[Stage]) -> tuple[LevelProof, ...]:
     """Each stage's prices by job; without space sharing those of resources are enough."""
     proofs: list[LevelProof] = []
     for stage in stages:

@@ -11,10 +11,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ....schema.errors import BackendError
-from ..engine import NO_PAIRS, Merged
+from ..engine import NO_PAIRS, MergedProgram
 from ..program import Floats, Program, Solution
-from ..space_sharing import shared
-from ..space_sharing.shared import Pairing, PairTimes
+from ..space_sharing.column_generation import (
+    Pairing,
+    PairProgram,
+    PairTimes,
+    no_pairing,
+    throughput_with_pairs,
+)
 from .bottlenecks import AT_CAP, STUCK_PART, LeastCost, Linear
 from .stages import Stage
 from .tree import Path, Tree
@@ -31,7 +36,7 @@ RELAXED, MOST_RELAXED = (0.0, 1e-11, 1e-10, 1e-9, 1e-8), 1e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Risen:
+class RaisedLevels:
     """Levels [rows] that can be had by ``found``, and the stages that prove them.
 
     ``first`` is the program of the first level with its prices of throughput, of resources and
@@ -47,14 +52,14 @@ class Risen:
     method: str
 
 
-def rise(merged: Merged, tree: Tree, best: Floats) -> Risen:
+def rise(merged: MergedProgram, tree: Tree, best: Floats) -> RaisedLevels:
     """Raise rows level by level, given the ``best`` level of each [rows].
 
     Raises:
         BackendError: HiGHS finds no optimum of a program.
     """
     small, stages = merged.small, list[Stage]()
-    pairing = merged.pairing or shared.nobody(small)
+    pairing = merged.pairing or no_pairing(small)
     level, active = np.zeros(len(best)), small.demands.copy()
     found, pairs, held = None, NO_PAIRS, _Held(small, pairing, small.level * best)
     first: tuple[Program, Floats, Floats, Floats] | None = None
@@ -77,9 +82,9 @@ def rise(merged: Merged, tree: Tree, best: Floats) -> Risen:
         active &= ~(stuck | (level >= best * (1.0 - AT_CAP)))
     assert found is not None
     assert first is not None
-    reached = shared.reach(small, pairing, found.x, pairs)[0] / small.level
+    reached = throughput_with_pairs(small, pairing, found.x, pairs)[0] / small.level
     lacking = ((level - reached) / np.maximum(level, 1e-6 * best)).max()
-    return Risen(
+    return RaisedLevels(
         level=level, pairs=pairs,
         found=replace(found, z=1.0 - max(float(lacking), 0.0), method="HiGHS simplex"),
         stages=tuple(stages), first=first, programs=held.programs, method="level by level",
@@ -91,7 +96,7 @@ class _Held:
 
     def __init__(self, small: Program, pairing: Pairing, best: Floats) -> None:
         self.pairing, self.best, self.programs = pairing, best, 0
-        self.open: shared.Open | None = None
+        self.open: PairProgram | None = None
         self.rates = self.row = np.maximum(small.rate.max(axis=1), 1e-300)
         self.pairs, self.age = NO_PAIRS, 0
 
@@ -100,7 +105,8 @@ class _Held:
         for _ in range(MAX_TRIES):
             if self.open is None or self.age == RENEWED_AFTER:
                 seed = self.pairs if self.programs else None
-                self.open, self.age = shared.Open(program, self.pairing, seed, self.row), 0
+                self.open = PairProgram(program, self.pairing, seed, self.row)
+                self.age = 0
             found, self.pairs = self._relaxed(self.open, program)
             self.programs, self.age = self.programs + 1, self.age + 1
             has = program.floor + np.clip(found.z, 0.0, 1.0) * program.level
@@ -110,7 +116,7 @@ class _Held:
             self.row, self.open = row, None
         return found, self.pairs
 
-    def _relaxed(self, held: shared.Open, program: Program) -> tuple[Solution, PairTimes]:
+    def _relaxed(self, held: PairProgram, program: Program) -> tuple[Solution, PairTimes]:
         """Floors that are just out of reach by rounding give way by as little as helps."""
         for part in RELAXED:
             try:
@@ -120,7 +126,7 @@ class _Held:
                 continue
         # Last, from no basis, on the scale of the best rates.
         self.row, self.age = self.rates, 0
-        self.open = shared.Open(program, self.pairing, self.pairs)
+        self.open = PairProgram(program, self.pairing, self.pairs)
         return self.open.solve(replace(program, floor=program.floor * (1.0 - MOST_RELAXED)))
 
 
@@ -134,7 +140,7 @@ def _first(
     return asked, *prices
 
 
-def _proof(merged: Merged, found: Solution, floor: Floats) -> LeastCost | Linear:
+def _proof(merged: MergedProgram, found: Solution, floor: Floats) -> LeastCost | Linear:
     small, price = merged.small, found.resource_prices
     if merged.pairing is None:
         return LeastCost(small, price / (small.capacity @ price))

@@ -21,15 +21,23 @@ import numpy as np
 
 from ....schema.errors import BackendError
 from ....schema.jobs import Entity
-from ..engine import NO_PAIRS, Merged, Outcome
+from ..engine import NO_PAIRS, MergedProgram, Outcome
 from ..instance import Instance
 from ..program import Floats, Ints, Program, Solution, dual_bound, gap_between
-from ..space_sharing import shared
-from ..space_sharing.shared import PairTimes
+from ..space_sharing.column_generation import PairTimes, bound_with_pairs, throughput_with_pairs
 from . import stepwise
-from .bottlenecks import AT_CAP, NOTHING, Alone, AnyCut, Cut, Limits, Paired, best_levels
+from .bottlenecks import (
+    AT_CAP,
+    NOTHING,
+    AnyCut,
+    Cut,
+    Limits,
+    LimitsAlone,
+    LimitsWithPairs,
+    best_levels,
+)
 from .stages import Stage, level_proofs, unproved
-from .stepwise import Risen
+from .stepwise import RaisedLevels
 from .tree import Path, Tree
 
 # Levels too high by this part may be so by rounding.
@@ -40,7 +48,7 @@ QUICK_GAP = 1e-7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fill:
+class WaterFilling:
     """Give each job ``unit`` [jobs] * its level of throughput, levels rising together.
 
     Levels rise by ``weight`` [jobs] through the tree of ``entities``; ``entity`` [jobs] is each
@@ -52,8 +60,12 @@ class Fill:
     entity: Ints
     entities: tuple[Entity, ...] = ()
 
+    def optimise(self, instance: Instance) -> Outcome:
+        """See ``fill``."""
+        return fill(instance, self)
 
-def fill(instance: Instance, goal: Fill) -> Outcome:
+
+def fill(instance: Instance, goal: WaterFilling) -> Outcome:
     """Water-fill: the unique lexicographic max-min levels.
 
     The outcome's objective, bound and prices are those of the first level: the least level over
@@ -62,7 +74,7 @@ def fill(instance: Instance, goal: Fill) -> Outcome:
     Raises:
         BackendError: A program broke down, in both ways to the answer.
     """
-    merged = Merged.of(instance, instance.program(level=goal.unit), _alike(goal))
+    merged = MergedProgram.of(instance, instance.program(level=goal.unit), _alike(goal))
     first = merged.first
     tree = Tree(goal.entities, goal.entity[first], goal.weight[first], merged.small.count)
     quick: Outcome | None = None
@@ -86,37 +98,37 @@ def fill(instance: Instance, goal: Fill) -> Outcome:
     return slow if quick is None or (left, slow.gap) < (loose, quick.gap) else quick
 
 
-def _quick_ways(merged: Merged) -> list[Callable[[Tree], Risen]]:
+def _quick_ways(merged: MergedProgram) -> list[Callable[[Tree], RaisedLevels]]:
     """Ways along the path; where bases of programs before lead astray, each starts from none."""
     if merged.pairing is None:
-        return [lambda tree: _rise(merged, tree, Alone(merged.small))]
+        return [lambda tree: _rise(merged, tree, LimitsAlone(merged.small))]
     return [
-        lambda tree: _rise(merged, tree, Paired(merged)),
-        lambda tree: _rise(merged, tree, Paired(merged, keeps_basis=False)),
+        lambda tree: _rise(merged, tree, LimitsWithPairs(merged)),
+        lambda tree: _rise(merged, tree, LimitsWithPairs(merged, keeps_basis=False)),
     ]
 
 
-def _outcome(merged: Merged, risen: Risen) -> tuple[Outcome, int]:
+def _outcome(merged: MergedProgram, raised: RaisedLevels) -> tuple[Outcome, int]:
     """Levels as time fractions of every job, and the number of rows that nothing proves."""
-    small, level, pairs = merged.small, risen.level, risen.pairs
-    method = f"{risen.found.method.split(',')[0]}; water filling, {risen.method}"
-    found = replace(risen.found, method=f"{method}, {risen.programs} programs")
-    found = _scored(merged, _no_more_than(merged, found, small.level * level), pairs, risen.first)
+    small, level, pairs = merged.small, raised.level, raised.pairs
+    method = f"{raised.found.method.split(',')[0]}; water filling, {raised.method}"
+    found = replace(raised.found, method=f"{method}, {raised.programs} programs")
+    found = _scored(merged, _no_more_than(merged, found, small.level * level), pairs, raised.first)
     asked = replace(
         merged.program,
-        level=risen.first[0].level[merged.row_of],
-        demands=risen.first[0].demands[merged.row_of],
+        level=raised.first[0].level[merged.row_of],
+        demands=raised.first[0].demands[merged.row_of],
     )
     outcome = replace(merged, program=asked).outcome(found, pairs)
     gap = max(outcome.gap, found.gap)
     reached = outcome.throughput[merged.first] / small.level
-    loose = unproved(small, best_levels(merged), risen.stages, level, reached, gap)
+    loose = unproved(small, best_levels(merged), raised.stages, level, reached, gap)
     left = int(loose.sum())
-    levels = level_proofs(merged, risen.stages)
+    levels = level_proofs(merged, raised.stages)
     return replace(outcome, levels=levels, gap=gap, num_unproved=left), left
 
 
-def _rise(merged: Merged, tree: Tree, limits: Limits[AnyCut]) -> Risen:
+def _rise(merged: MergedProgram, tree: Tree, limits: Limits[AnyCut]) -> RaisedLevels:
     """Follow the levels from one shared bottleneck to the next."""
     small = merged.small
     stages: list[Stage] = []
@@ -142,13 +154,13 @@ def _rise(merged: Merged, tree: Tree, limits: Limits[AnyCut]) -> Risen:
         active = rising
     assert found is not None
     assert start is not None
-    return Risen(
+    return RaisedLevels(
         level=level, found=found, pairs=pairs, stages=tuple(stages), first=start,
         programs=programs, method=f"{len(stages)} shared bottlenecks",
     )  # fmt: skip
 
 
-def _alike(goal: Fill) -> Ints:
+def _alike(goal: WaterFilling) -> Ints:
     """Which jobs the tree does not tell apart; one that waits its turn is like no other."""
     table = np.column_stack((goal.entity, goal.weight))
     group: Ints = np.unique(table, axis=0, return_inverse=True)[1].reshape(-1)
@@ -249,7 +261,7 @@ def _first_level(
     return program, job / unit, price / unit, rent / unit
 
 
-def _no_more_than(merged: Merged, found: Solution, throughput: Floats) -> Solution:
+def _no_more_than(merged: MergedProgram, found: Solution, throughput: Floats) -> Solution:
     """A solution without the last bits that rows got above their throughput [rows]."""
     if merged.pairing is not None:
         return found
@@ -259,7 +271,7 @@ def _no_more_than(merged: Merged, found: Solution, throughput: Floats) -> Soluti
 
 
 def _scored(
-    merged: Merged,
+    merged: MergedProgram,
     found: Solution,
     pairs: PairTimes,
     start: tuple[Program, Floats, Floats, Floats],
@@ -271,10 +283,8 @@ def _scored(
         bound, job, price = dual_bound(program, job, price)
         times = None
     else:
-        reached = shared.reach(program, merged.pairing, found.x, pairs)[0]
-        bound, job, price, times = shared.bound_with_pairs(
-            program, merged.pairing, job, price, time
-        )
+        reached = throughput_with_pairs(program, merged.pairing, found.x, pairs)[0]
+        bound, job, price, times = bound_with_pairs(program, merged.pairing, job, price, time)
     rows = program.demands
     objective = float((reached[rows] / program.level[rows]).min())
     gap = max(gap_between(program, objective, bound), 1.0 - found.z)

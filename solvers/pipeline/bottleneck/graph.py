@@ -4,44 +4,18 @@ f(state, cut) is the least time of the slowest stage that runs everything behind
 devices of ``state``. One array of cuts a state; each move folds one stage in.
 """
 
-from typing import Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
 from ....schema.pipeline import PipelineProblem
 from ...effort import DEFAULT, Effort
 from ..cuts import Floats
-from ..placements import Move, Space
+from ..placements import Move, PlacedStage, Space, final_states
+from ..search import StoppedError
 from ..stage_costs import Prices
 
-PlacedStage = tuple[int, int, Move]
 _LOOK = 64  # moves between two questions whether to stop
 _CLOSE = 1 + 1e-9
-
-
-class Search(Protocol):
-    """A method: the best placement under limits raised by some bytes, or None."""
-
-    def __call__(
-        self,
-        problem: PipelineProblem,
-        prices: Prices,
-        space: Space,
-        extra_bytes: float = 0.0,
-        *,
-        below: float = ...,
-        effort: Effort = ...,
-    ) -> list[PlacedStage] | None:
-        """Stages in the model's order."""
-
-
-class StoppedError(Exception):
-    """The caller's limit ended a search; ``bound`` is what it had proved."""
-
-    def __init__(self, bound: float, placed: list[PlacedStage] | None = None) -> None:
-        super().__init__("stopped")
-        self.bound, self.placed = bound, placed
 
 
 def search(
@@ -114,17 +88,6 @@ def _least_ahead(problem: PipelineProblem, prices: Prices, space: Space) -> Floa
             found = np.minimum(found, min(rates) * work)
     found[0] = 0.0
     return np.where(np.isfinite(found), found, 0.0)
-
-
-def final_states(problem: PipelineProblem, space: Space) -> NDArray[np.int64]:
-    """The states in which a plan may end, by workers and stages asked for."""
-    wanted = [
-        index
-        for index, state in enumerate(space.states)
-        if (problem.workers == "at_most" or sum(state.used) == problem.num_devices)
-        and (problem.num_stages is None or state.stages == problem.num_stages)
-    ]
-    return np.array(wanted or [0], np.int64)
 
 
 def _walk(

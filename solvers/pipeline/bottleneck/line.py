@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from ....schema.pipeline import PipelineProblem
 from ...effort import DEFAULT, Effort
 from ..cuts import Floats
-from ..placements import Space
+from ..placements import PlacedStage, Space
+from ..search import StoppedError
 from ..stage_costs import Prices
-from .graph import PlacedStage, StoppedError
 
 TOLERANCE = 1e-12
 _HALVINGS_BEFORE_PROBING = 12
@@ -36,7 +36,7 @@ def search(
 ) -> list[PlacedStage] | None:
     """Find the best placement, first stage first; None where nothing fits the memory.
 
-    Exact up to one part in 10^12. Arguments and errors as of ``pipeline_graph.search``.
+    Exact up to one part in 10^12. Arguments and errors as of ``graph.search``.
     """
     line = Line(problem, prices, space, extra_bytes)
     placed = line.place(below)

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from ....costs.pipeline import ring_sync_seconds
 from ....costs.pipeline_step import StepStage, flush_step_seconds
 from ....schema.pipeline import PipelineProblem
-from ..bottleneck.graph import PlacedStage
 from ..cuts import Floats, Mask
+from ..placements import PlacedStage
 from ..stage_costs import Prices
 
 

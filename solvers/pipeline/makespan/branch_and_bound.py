@@ -11,15 +11,15 @@ import heapq
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
 from ....schema.pipeline import PipelineProblem
 from ...effort import Effort
-from ..bottleneck.graph import PlacedStage
 from ..cuts import Floats
 from ..packing import NoSeatsError, Seats, seat
-from ..placements import Space
+from ..placements import PlacedStage, Space
 from ..stage_costs import Prices
 from .bound import step_of
 from .tables import Sums, Tables
@@ -75,6 +75,26 @@ class Incumbent:
             self.offer(problem, prices, space, placed)
 
 
+class Node(NamedTuple):
+    """The first stages of a plan; ordered by the bound, then by age."""
+
+    bound: float
+    """Seconds that no plan which begins so beats."""
+    number: int
+    """No two nodes have the same, so a comparison ends here."""
+    total: float
+    """The sum of the stages so far."""
+    most: float
+    """Their maximum: seconds left when the first gradient is back."""
+    placed: list[PlacedStage]
+    state: int
+    """Of the space: the devices left."""
+    cut: int
+    """Where the next stage begins."""
+    link: int
+    """The slowest that the boundary before it may be on."""
+
+
 class Tree:
     """Plans of one set of tables, by their first stages."""
 
@@ -92,67 +112,62 @@ class Tree:
 
     def search(self, budget: Effort) -> float:
         """Look for better plans; a step that no plan of these tables can beat."""
-        heap: list[tuple[float, int, float, float, list[PlacedStage], int, int, int]] = []
+        heap: list[Node] = []
         for state in self.tables.final.tolist():
             bound = float((self.whole[:, state] + self.above).min())
             if np.isfinite(bound):
-                heapq.heappush(heap, (bound, next(self.order), 0.0, 0.0, [], state, 0, 0))
+                heapq.heappush(heap, Node(bound, next(self.order), 0.0, 0.0, [], state, 0, 0))
         entries, passes, unseated = budget.tree_work, budget.tree_passes, np.inf
         while heap and entries > 0 and passes > 0 and len(heap) < _MOST_NODES:
-            bound, _, total, most, placed, state, cut, link = heap[0]
-            if budget.accepts(self.best.seconds, bound):
+            node = heap[0]
+            if budget.accepts(self.best.seconds, node.bound):
                 break
             if budget.should_stop():
                 break
             heapq.heappop(heap)
-            if state == 0:
-                passes -= self.problem.num_microbatches * len(placed) * 2
+            if node.state == 0:
+                passes -= self.problem.num_microbatches * len(node.placed) * 2
+                prices = self.tables.model.prices
                 try:
-                    self.best.offer(self.problem, self.tables.model.prices, self.space, placed)
+                    self.best.offer(self.problem, prices, self.space, node.placed)
                 except NoSeatsError as error:
-                    unseated = unseated if error.is_proved else min(unseated, bound)
+                    unseated = unseated if error.is_proved else min(unseated, node.bound)
                 if self.space.kind == "blind":
                     # The devices found may lie farther apart than others of the same numbers.
-                    unseated = min(unseated, bound)
+                    unseated = min(unseated, node.bound)
                     break
                 continue
-            first, last = self.tables.into[state], self.tables.into[state + 1]
+            first, last = self.tables.into[node.state], self.tables.into[node.state + 1]
             entries -= (last - first) * (_CALL + self.behind.shape[0] * self.behind.shape[-1])
             for number in range(first, last):
-                for child in self._children(number, total, most, placed, cut, link):
+                for child in self._children(node, number):
                     heapq.heappush(heap, child)
-        left = heap[0][0] if heap else np.inf
+        left = heap[0].bound if heap else np.inf
         return float(min(left, unseated, self.best.seconds))
 
-    def _children(
-        self,
-        number: int,
-        total: float,
-        most: float,
-        placed: list[PlacedStage],
-        cut: int,
-        link: int,
-    ) -> list[tuple[float, int, float, float, list[PlacedStage], int, int, int]]:
+    def _children(self, node: Node, number: int) -> list[Node]:
+        """The nodes one stage further, by one of the space's moves."""
         tables, model = self.tables, self.tables.model
         move, kind = tables.space.moves[number], tables.kind_of(number)
         need = max(move.span, move.gap)
+        cut, link = node.cut, node.link
         own = tables.options(move, kind, cut, link, np.zeros(model.size), np.inf)
-        left = np.maximum(model.left_of(kind, cut, max(link, move.span)), most)
+        left = np.maximum(model.left_of(kind, cut, max(link, move.span)), node.most)
         # [limits, cuts]
         rest = self.behind[:, move.source, need, :]
         bounds: Floats = (rest + np.maximum(self.above[:, None], left[None, :])).min(axis=0)
-        bounds = bounds + own + total
+        bounds = bounds + own + node.total
         found = np.flatnonzero(bounds < self.best.seconds * (1 - EXACT))
         return [
-            (
-                float(bounds[last]),
-                next(self.order),
-                total + float(own[last]),
-                float(left[last]),
-                [*placed, (cut, last, move)],
-                move.source,
-                last,
-                need,
+            Node(
+                bound=float(bounds[last]),
+                number=next(self.order),
+                total=node.total + float(own[last]),
+                most=float(left[last]),
+                placed=[*node.placed, (cut, last, move)],
+                state=move.source,
+                cut=last,
+                link=need,
             )
             for last in found.tolist()
         ]

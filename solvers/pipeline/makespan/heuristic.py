@@ -11,10 +11,9 @@ from dataclasses import replace
 import numpy as np
 
 from ....schema.pipeline import PipelineProblem
-from ..bottleneck.graph import PlacedStage, final_states
 from ..cuts import Cuts
 from ..packing import Seats
-from ..placements import Moves, Space
+from ..placements import Moves, PlacedStage, Space, final_states
 from ..stage_costs import Prices
 from .bound import Ints, StepModel
 from .branch_and_bound import EXACT, Incumbent

@@ -1,11 +1,11 @@
 """Minimise the step of a schedule that flushes, as its timer times it.
 
-Three parts. The bound of pipeline_step_model.py, a sum and a maximum, is minimised by the least
+Three parts. The bound of bound.py, a sum and a maximum, is minimised by the least
 sums under one limit on the maximum after another, as DAPPLE's and Alpa's planners do: the limits
 between which the bound could still beat the best plan are halved until none is left. Every plan
 met on the way is timed. A best-first tree then closes what is left between bound and step, or
 says how much it is. Where few such tables are affordable, plans are looked for among some of the
-cuts and runs of devices first (pipeline_step_coarse.py).
+cuts and runs of devices first (heuristic.py).
 """
 
 import heapq
@@ -18,9 +18,9 @@ import numpy as np
 from ....costs.pipeline import overheads
 from ....schema.pipeline import PipelineProblem
 from ...effort import Effort
-from ..bottleneck.graph import PlacedStage, Search, StoppedError, final_states
 from ..bottleneck.line import objective
-from ..placements import Space
+from ..placements import PlacedStage, Space, final_states
+from ..search import Search, StoppedError
 from ..stage_costs import Prices, Slopes
 from .bound import StepModel
 from .branch_and_bound import EXACT, Incumbent, Tree

@@ -4,17 +4,287 @@ S(state, link, cut) is the least sum over stages of everything behind ``cut`` on
 ``state``, whose first boundary is at least as slow as ``link``, where no stage has more than
 ``limit`` seconds left. Cuts in one line: a stage's end is a window, so a range-minimum table for
 each source answers all cuts at once, O(moves x cuts) for a limit. Otherwise O(moves x cuts^2).
+
+Moves are taken in batches by how many devices their targets use, so every source is complete
+before its moves are looked at. A row is a source with the pool and the link of what comes next;
+moves that differ in replicas alone share it.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..bottleneck.graph import PlacedStage
-from ..cuts import Floats
-from ..placements import Move, Space
+from ..cuts import Floats, Mask
+from ..placements import Move, PlacedStage, Space
 from .bound import Ints, Kind, StepModel
-from .ranges import SLACK, Batches, Squares, Suffixes, Windows
+
+_SLACK = 1e-12
+_ENTRIES = 1 << 18  # of a batch's tables: they stay in a core's cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Moves whose targets use equally many devices, by target; some of them where they are many.
+
+    ``row``, ``kind``, ``pool``, ``span``: [moves]; ``heads``: where each of ``targets`` begins;
+    ``rows`` are those with one of the targets as their source.
+    """
+
+    row: Ints
+    kind: Ints
+    pool: Ints
+    span: Ints
+    heads: Ints
+    targets: Ints
+    rows: Ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batches:
+    """All moves of a space; ``row_source``, ``row_pool``, ``row_need``: [rows]."""
+
+    batches: tuple[Batch, ...]
+    kinds: tuple[Kind, ...]
+    first_rows: Ints
+    row_source: Ints
+    row_pool: Ints
+    row_need: Ints
+
+    @classmethod
+    def of(cls, space: Space, kinds: list[Kind], kind: Ints, num_cuts: int) -> "Batches":
+        """Number the rows, and cut the moves into batches; ``kind`` is each move's."""
+        moves = space.moves
+        rows, row = moves.numbered("source", "pool", "need")
+        source, pool, need = np.array(rows, np.int64).reshape(-1, 3).T
+        target = moves.target
+        totals = np.array([sum(state.used) for state in space.states], np.int64)
+        most = max(_ENTRIES // num_cuts, 1)
+        batches = []
+        for total in np.unique(totals[target]).tolist():
+            of_total = np.flatnonzero(totals[target] == total)
+            rows_of_total = np.flatnonzero(totals[source] == total)
+            for part in _parts(of_total, target[of_total], most):
+                heads = np.flatnonzero(np.diff(target[part], prepend=-1))
+                targets = target[part][heads]
+                ends = np.searchsorted(source[rows_of_total], [targets[0], targets[-1] + 1])
+                batches.append(
+                    Batch(
+                        row=row[part],
+                        kind=kind[part],
+                        pool=moves.pool[part],
+                        span=moves.span[part],
+                        heads=heads,
+                        targets=targets,
+                        rows=rows_of_total[slice(*ends)],
+                    )
+                )
+        return cls(
+            batches=tuple(batches),
+            kinds=tuple(kinds),
+            first_rows=np.flatnonzero(source == 0),
+            row_source=source,
+            row_pool=pool,
+            row_need=need,
+        )
+
+
+def _parts(moves: Ints, target: Ints, most: int) -> list[Ints]:
+    """Cut moves between targets into parts of about ``most``."""
+    begins = np.flatnonzero(np.diff(target, prepend=-1))
+    # The first target that begins in each stretch of ``most`` moves.
+    _, first = np.unique(begins // most, return_index=True)
+    return np.split(moves, begins[first][1:])
+
+
+class Windows:
+    """Cuts in one line: the ends of a stage are a window behind its begin."""
+
+    def __init__(self, model: StepModel, batched: Batches, limit: float) -> None:
+        self.model, self.batched = model, batched
+        size = model.size
+        log = np.zeros(size + 2, np.int64)
+        log[1:] = np.floor(np.log2(np.arange(1, size + 2))).astype(np.int64)
+        # [levels, rows, cuts + 1] minima of 2^level values from each cut on.
+        shape = (int(log[size]) + 1, len(batched.row_source), size + 1)
+        self.minima = np.full(shape, np.inf)
+        self.window, distinct = _windows(model, batched.kinds)
+        links = len(model.transfer) if model.pessimistic else 1
+        # [windows, links, cuts]
+        last = np.array(
+            [[_last(model, kind, link, limit) for link in range(links)] for kind in distinct]
+        )
+        length = last - np.arange(size)
+        self.begin = np.minimum(np.arange(size) + 1, size)
+        self.level = log[np.maximum(length, 1)]
+        self.end = np.where(length <= 0, size, last - (1 << self.level) + 1)
+        self.is_empty: Mask = length <= 0
+        self.first_of_link = last[:, :, 0]
+        self.ends = np.array([model.end(kind) for kind in batched.kinds])
+        self.starts = np.array([model.end_start(kind) for kind in batched.kinds])
+
+    def fill(self, behind: Floats, rows: Ints) -> None:
+        """Take in rows whose sources are complete."""
+        batched = self.batched
+        values = behind[batched.row_source[rows], batched.row_need[rows]]
+        values = values + self.model.closing[batched.row_pool[rows]]
+        self.minima[0, rows, :-1] = values
+        for level in range(1, len(self.minima)):
+            step = 1 << (level - 1)
+            values = np.full((len(rows), self.model.size + 1), np.inf)
+            before = self.minima[level - 1, rows]
+            values[:, :-step] = np.minimum(before[:, :-step], before[:, step:])
+            self.minima[level, rows] = values
+
+    def least(self, batch: Batch, link: Ints) -> Floats:
+        """[moves, cuts] the least value at the ends that each begin may have."""
+        of_link = link if self.model.pessimistic else np.zeros_like(link)
+        window = self.window[batch.kind]
+        row, level = batch.row[:, None], self.level[window, of_link]
+        totals: Floats = np.minimum(
+            self.minima[level, row, self.begin[None, :]],
+            self.minima[level, row, self.end[window, of_link]],
+        )
+        totals[self.is_empty[window, of_link]] = np.inf
+        return totals
+
+    def whole(self, batch: Batch) -> Floats:
+        """[moves] the least sum of a plan whose first stage is the move's."""
+        model = self.model
+        totals = self.minima[0, batch.row, 1:-1]
+        if not model.pessimistic:
+            totals = totals + self.ends[batch.kind, None] * model.weights[None, 1:]
+            totals = totals + self.starts[batch.kind, None]
+        of_link = batch.span if model.pessimistic else np.zeros_like(batch.span)
+        last = self.first_of_link[self.window[batch.kind], of_link] - 1
+        totals = np.minimum.accumulate(totals, axis=1)
+        least = totals[np.arange(len(last)), np.maximum(last, 0)]
+        found: Floats = np.where(last >= 0, least, np.inf) - model.compute[batch.pool, 0]
+        return found
+
+
+class Suffixes:
+    """``Windows`` where a stage may end at every cut behind its begin: one row serves all moves.
+
+    A bound of plans that memory or a limit restricts, too.
+    """
+
+    behind: Floats
+
+    def __init__(self, model: StepModel, batched: Batches) -> None:
+        self.model, self.batched = model, batched
+        # [rows, cuts] the least value behind each cut.
+        self.minima = np.full((len(batched.row_source), model.size), np.inf)
+        self.ends = np.array([model.end(kind) for kind in batched.kinds])
+        self.starts = np.array([model.end_start(kind) for kind in batched.kinds])
+
+    def fill(self, behind: Floats, rows: Ints) -> None:
+        """As ``Windows.fill``."""
+        self.behind = behind
+        values = self._values(rows)
+        self.minima[rows, :-1] = np.minimum.accumulate(values[:, :0:-1], axis=1)[:, ::-1]
+
+    def least(self, batch: Batch, link: Ints) -> Floats:
+        """As ``Windows.least``; the same for all links."""
+        found: Floats = self.minima[batch.row]
+        return found
+
+    def whole(self, batch: Batch) -> Floats:
+        """As ``Windows.whole``."""
+        totals = self._values(batch.row) + self.ends[batch.kind, None] * self.model.weights
+        totals = totals + self.starts[batch.kind, None]
+        found: Floats = totals[:, 1:].min(axis=1) - self.model.compute[batch.pool, 0]
+        return found
+
+    def _values(self, rows: Ints) -> Floats:
+        batched = self.batched
+        found: Floats = self.behind[batched.row_source[rows], batched.row_need[rows]]
+        return found + self.model.closing[batched.row_pool[rows]]
+
+
+def _windows(model: StepModel, kinds: tuple[Kind, ...]) -> tuple[Ints, list[Kind]]:
+    """Which kinds may end where the same one of them may: [kinds] numbers, and those."""
+    number: dict[Kind, int] = {}
+    found: list[int] = []
+    distinct: list[Kind] = []
+    for kind in kinds:
+        key = kind if model.pessimistic else kind._replace(num_replicas=0, span=0)
+        if key not in number:
+            number[key] = len(distinct)
+            distinct.append(kind)
+        found.append(number[key])
+    return np.array(found), distinct
+
+
+def _last(model: StepModel, kind: Kind, link: int, limit: float) -> Ints:
+    """[cuts] the last end that memory and limit allow a stage that begins at each cut."""
+    own, inputs, memory = model.stash(kind)
+    last = np.full(model.size, model.size - 1)
+    if np.isfinite(memory):
+        last = np.searchsorted(own, own + memory - inputs, side="right") - 1
+    if np.isfinite(limit):
+        curve = model.left(kind)
+        most = curve + (limit - model.own_left(kind)) + _SLACK * (limit + curve[-1])
+        if model.pessimistic:
+            most = most - kind.left_backward * model.transfer[max(link, kind.span)]
+        last = np.minimum(last, np.searchsorted(curve, most, side="right") - 1)
+    return last
+
+
+class Squares:
+    """Cuts of a branching graph: every pair of cuts is looked at."""
+
+    def __init__(self, model: StepModel, batched: Batches, limit: float) -> None:
+        self.model, self.batched, self.limit = model, batched, limit
+        self.values = np.full((len(batched.row_source), model.size), np.inf)
+        self.barred: dict[tuple[int, int], Floats] = {}
+        self.window, self.distinct = _windows(model, batched.kinds)
+
+    def fill(self, behind: Floats, rows: Ints) -> None:
+        """As ``Windows.fill``."""
+        batched = self.batched
+        self.values[rows] = (
+            behind[batched.row_source[rows], batched.row_need[rows]]
+            + self.model.closing[batched.row_pool[rows]]
+        )
+
+    def least(self, batch: Batch, link: Ints) -> Floats:
+        """As ``Windows.least``; moves with the same window and row share their answer."""
+        at = link if self.model.pessimistic else np.zeros_like(link)
+        asked = np.stack([self.window[batch.kind], at, batch.row])
+        distinct, place = np.unique(asked, axis=1, return_inverse=True)
+        found = [
+            (self._barred(window, link) + self.values[row]).min(axis=1)
+            for window, link, row in distinct.T.tolist()
+        ]
+        answer: Floats = np.array(found)[place.reshape(-1)]
+        return answer
+
+    def whole(self, batch: Batch) -> Floats:
+        """As ``Windows.whole``."""
+        model, found = self.model, []
+        rows = zip(batch.kind.tolist(), batch.span.tolist(), batch.row.tolist(), strict=True)
+        for kind, link, row in rows:
+            at = link if model.pessimistic else 0
+            totals = self._barred(int(self.window[kind]), at)[0] + self.values[row]
+            if not model.pessimistic:
+                totals = totals + model.step_end(self.batched.kinds[kind])
+            found.append(float(totals.min()))
+        whole: Floats = np.array(found) - model.compute[batch.pool, 0]
+        return whole
+
+    def _barred(self, window: int, link: int) -> Floats:
+        """[cuts, cuts] 0 where a stage may lie between two cuts, else infinity."""
+        model, kind, key = self.model, self.distinct[window], (window, link)
+        if key not in self.barred:
+            allowed = model.room(kind)
+            if np.isfinite(self.limit):
+                curve = model.left(kind)
+                left = curve[None, :] - curve[:, None] + model.own_left(kind)
+                if model.pessimistic:
+                    left = left + kind.left_backward * model.transfer[link][:, None]
+                allowed = allowed & (left <= self.limit + _SLACK * (self.limit + curve[-1]))
+            self.barred[key] = np.where(allowed, 0.0, np.inf)
+        return self.barred[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +362,7 @@ class Tables:
         allowed = model.row(kind, first)
         if np.isfinite(limit):
             left = model.left_of(kind, first, slowest)
-            allowed = allowed & (left <= limit + 1e3 * SLACK * (limit + left[-1]))
+            allowed = allowed & (left <= limit + 1e3 * _SLACK * (limit + left[-1]))
         found: Floats = np.where(allowed, totals, np.inf)
         return found
 

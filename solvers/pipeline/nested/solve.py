@@ -4,7 +4,7 @@ Level 0 is the layers' compute time. Level k splits a range of cuts into blocks,
 components of the level, and takes the level below's best time on one whole component as the
 compute time of a block. With the ring's prices every stage also has what its passes cost
 themselves, every boundary what its messages do. The dynamic program fills A(i -> j, m) with arrays
-over i; where cuts are in one line the parametric search of pipeline_nested_line.py gives the same
+over i; where cuts are in one line the parametric search of line.py gives the same
 in far less time.
 """
 
@@ -27,7 +27,7 @@ from ....schema.pipeline import NestedBlock, PipelinePlan, PipelineProblem, Stag
 from ...effort import DEFAULT, Effort
 from ..assemble import finish, listed
 from ..cuts import Floats, cuts_of, layers_of
-from . import line as pipeline_nested_line
+from . import line
 from .states import (
     Block,
     Nested,
@@ -55,8 +55,8 @@ def solve(
     if problem.stage_cost == "published" or problem.cut_rule == "released":
         return _by_tables(problem, published_states(problem), effort)
     cuts = cuts_of(problem, lazy_sources=True)
-    if method == "line" or (method == "auto" and pipeline_nested_line.applies(problem, cuts)):
-        answer = pipeline_nested_line.search(problem, cuts)
+    if method == "line" or (method == "auto" and line.applies(problem, cuts)):
+        answer = line.search(problem, cuts)
         plan = _plan(problem, answer.ranges, answer.nested, answer.seconds, "parametric search")
         return plan if cuts.complete else _of_own_order(plan)
     plan = _by_tables(problem, inclusion_states(cuts), effort)

@@ -2,7 +2,7 @@
 
 The blocks are found in the profile: the longest run of layers whose bytes repeat with some period.
 What lies before goes with the first stage, what lies behind with the last. Algorithm 1
-(parallel_pipeline.py) then tries every data-parallel and pipeline degree, every profiled
+(sweep.py) then tries every data-parallel and pipeline degree, every profiled
 microbatch and recomputation; the plan is the fastest configuration whose stages fit the memory.
 """
 
@@ -20,7 +20,7 @@ from ..prediction import predicted
 from ..stage_costs import Prices
 from ..uniform.layouts import Layout, Place
 from ..uniform.option import Cut, Option, Shape
-from . import sweep as parallel_pipeline
+from . import sweep
 from .sweep import (
     ClosedForm,
     Configuration,
@@ -205,13 +205,13 @@ def solve(model: Repetitive, cost_model: CostModel | None = None) -> tuple[Pipel
         InfeasibleError: Nothing divides, or nothing fits; says by how many bytes.
     """
     question = model.question(cost_model)
-    rows = sorted(parallel_pipeline.sweep(question), key=lambda row: -row.samples_per_second)
+    rows = sorted(sweep.sweep(question), key=lambda row: -row.samples_per_second)
     for row in rows:
         found = model.option(row.configuration)
         if found is not None and row.fits and found[0].fits(found[1]):
             bound = None if cost_model is not None else _least_per_sample(model, rows)
             return _plan(*found, least_per_sample=bound, num_rows=len(rows)), rows
-    parallel_pipeline.solve(question)
+    sweep.solve(question)
     raise InfeasibleError(
         "no configuration that the cost model accepts fits the memory once optimizer state is "
         "counted",

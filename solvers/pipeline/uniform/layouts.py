@@ -1,7 +1,7 @@
 """Where the pipelines of a schedule with equal replicas stand: d devices at each place.
 
 Every layout on any devices is listed where they are few: a path through the states of
-pipeline_anywhere.py with d replicas at each step. Layouts on the same types whose links are all
+anywhere.py with d replicas at each step. Layouts on the same types whose links are all
 no faster than another's are left out. Where there are many, only ordered ones: each place has a
 run of d devices of one type right behind the type's previous run, the types one after another.
 """
@@ -14,9 +14,8 @@ from typing import NamedTuple
 from ....costs.pipeline import shared_level, slowest_links
 from ....schema.pipeline import PipelineProblem
 from ..anywhere import has_one_order, relaxed
-from ..bottleneck.graph import PlacedStage
 from ..packing import NoSeatsError, seat
-from ..placements import Move, Space
+from ..placements import Move, PlacedStage, Space
 
 _MOST_PATHS = 2000
 """Paths that are looked at for one number of replicas."""

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetflow.simulator.arrays import NOWHERE
 from hetflow.simulator.rounds.priorities import (
     NEVER_RAN,
-    NOWHERE,
     choose,
     choose_by_type,
     fill_idle,

@@ -13,7 +13,7 @@ from hetflow.schedules.terms import step_terms, total_seconds
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.effort import Effort
-from hetflow.solvers.pipeline.bottleneck import graph as pipeline_graph
+from hetflow.solvers.pipeline.bottleneck import graph
 from hetflow.solvers.pipeline.cuts import cuts_of
 from hetflow.solvers.pipeline.makespan.bound import StepModel, step_of
 from hetflow.solvers.pipeline.makespan.solve import relaxed_step
@@ -160,7 +160,7 @@ def test_no_placement_beats_the_bounds_of_its_step(problem, recompute):
     problem = dataclasses.replace(problem, schedule="1f1b", workers="at_most")
     space = build(problem)
     prices = Prices(problem, cuts_of(problem), space.bandwidths, recompute=recompute)
-    placed = pipeline_graph.search(problem, prices, space)
+    placed = graph.search(problem, prices, space)
     if placed is None:
         return
     tables = Tables(StepModel(problem, prices, pessimistic=False), space, np.array([0]))

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from hetflow.solvers.allocation.engine import solve_alone
 from hetflow.solvers.allocation.interior import face
-from hetflow.solvers.allocation.interior.face import Face, centre
+from hetflow.solvers.allocation.interior.centre import centre
+from hetflow.solvers.allocation.interior.face import Face
 from hetflow.solvers.allocation.las.warm import WarmMaxMin
 from hetflow.solvers.allocation.program import Program
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.schema.errors import BackendError
-from hetflow.solvers.allocation.interior import method as interior
+from hetflow.solvers.allocation.interior import method
+from hetflow.solvers.allocation.interior.solve import Walk, solve
 from hetflow.solvers.allocation.program import Program, Solution
 
 compiled = pytest.importorskip(
@@ -38,9 +39,9 @@ def _program(seed: int, jobs: int, types: int, *, holes: float, idle: float) -> 
     )
 
 
-def _solved(program: Program, walk: interior.Walk) -> Solution | None:
+def _solved(program: Program, walk: Walk) -> Solution | None:
     try:
-        return interior.solve(program, walk=walk)
+        return solve(program, walk=walk)
     except BackendError:
         return None
 
@@ -55,7 +56,7 @@ def _solved(program: Program, walk: interior.Walk) -> Solution | None:
 )
 def test_same_digits(seed: int, jobs: int, types: int, holes: float, idle: float) -> None:
     program = _program(seed, jobs, types, holes=holes, idle=idle)
-    fast, plain = _solved(program, compiled.walk), _solved(program, interior.walk)
+    fast, plain = _solved(program, compiled.walk), _solved(program, method.walk)
     if plain is None or fast is None:
         assert fast is plain
         return
@@ -69,12 +70,12 @@ def test_most_steps_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs of the simulator's kind seldom go back to numpy."""
     slow = list[int]()
     monkeypatch.setattr(
-        compiled.interior, "_advance",
-        lambda p, at, advance=interior._advance: (slow.append(1), advance(p, at))[1],
+        method, "_advance",
+        lambda p, at, advance=method._advance: (slow.append(1), advance(p, at))[1],
     )  # fmt: skip
     steps = 0
     for seed in range(20):
-        found = interior.solve(_program(seed, 60, 3, holes=0.2, idle=0.0), walk=compiled.walk)
+        found = solve(_program(seed, 60, 3, holes=0.2, idle=0.0), walk=compiled.walk)
         steps += int(found.method.split()[-2])
     assert len(slow) < 0.2 * steps
 
@@ -87,7 +88,7 @@ def test_sums_are_added_as_numpy_adds() -> None:
 
 
 def test_small_equations_without_an_answer_are_told() -> None:
-    assert not interior.eliminate([[1.0, 2.0], [2.0, 4.0]], [1.0, 1.0])
+    assert not method.eliminate([[1.0, 2.0], [2.0, 4.0]], [1.0, 1.0])
     right = [5.0, 6.0]
-    assert interior.eliminate([[0.0, 2.0], [3.0, 4.0]], right)
+    assert method.eliminate([[0.0, 2.0], [3.0, 4.0]], right)
     assert right == pytest.approx([-4 / 3, 2.5])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hetflow.checks.allocation import check
 from hetflow.schema.jobs import Entity
 from hetflow.solvers.allocation import allocate
-from hetflow.solvers.allocation.space_sharing import shared
+from hetflow.solvers.allocation.space_sharing import column_generation
 from hetflow.solvers.allocation.space_sharing.groups import each_apart
 
 TREE = (Entity(name="a", weight=2.0), Entity(name="b"), Entity(name="c", parent="b"))
@@ -19,7 +19,7 @@ def solved(problem, policy, **patches):
     """An allocation where even few rows are solved in groups, and pairs generated."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"FULL_ROWS": 3, **patches}.items():
-            patch.setattr(shared, name, value)
+            patch.setattr(column_generation, name, value)
         return allocate(problem, policy)
 
 
@@ -65,9 +65,9 @@ def test_a_job_never_shares_with_itself_though_its_group_may(draw):
         clashed.append(groups)
         return original(self, groups)
 
-    original = shared.Groups.split
+    original = column_generation.Groups.split
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared.Groups, "split", split)
+        patch.setattr(column_generation.Groups, "split", split)
         for seed in range(12):
             problem = draw(seed, num_jobs=12, num_models=2, num_types=2, space_sharing=True)
             found = solved(problem, "makespan")

@@ -21,8 +21,7 @@ from hetflow.schema.jobs import (
     ModelThroughput,
     Throughputs,
 )
-from hetflow.solvers.allocation import all_policies, allocate, instance_of
-from hetflow.solvers.allocation.interior import method as interior
+from hetflow.solvers.allocation import all_policies, allocate, engine, instance_of
 from hetflow.solvers.allocation.water_filling import filling
 
 seeds = st.integers(0, 10_000)
@@ -87,7 +86,7 @@ def test_the_simplex_method_fills_to_the_same_throughputs(seed, draw, monkeypatc
     def broken(*_):
         raise BackendError("no more numbers")
 
-    monkeypatch.setattr(interior, "solve", broken)
+    monkeypatch.setattr(engine, "solve_interior", broken)
     for policy, usual in found.items():
         other = allocate(problem, policy)
         assert "interior" not in other.certificate.method

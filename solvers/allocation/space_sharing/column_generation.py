@@ -14,11 +14,11 @@ from ....schema.errors import BackendError
 from ..program import Floats, Ints, Program, Solution, dual_bound, gap_between
 from .groups import Groups, deal, each_apart, grouped
 from .master import TOLERANCE, Master, Prices
-from .pairs import Company, Pairing, PairTimes
+from .pairs import Pairing, PairTimes, Partners
 
 __all__ = [
-    "Open", "PairTimes", "Pairing", "bound_with_pairs", "nobody", "pair_time", "reach", "solve",
-    "solve_alone", "spare_prices",
+    "PairProgram", "PairTimes", "Pairing", "bound_with_pairs", "no_pairing", "pair_time", "solve",
+    "solve_by_simplex", "spare_prices", "throughput_with_pairs",
 ]  # fmt: skip
 
 MAX_ROUNDS = 500
@@ -37,10 +37,10 @@ def solve(program: Program, pairing: Pairing) -> tuple[Solution, PairTimes]:
     Raises:
         BackendError: HiGHS finds no optimum.
     """
-    return Open(program, pairing).solve(program)
+    return PairProgram(program, pairing).solve(program)
 
 
-class Open:
+class PairProgram:
     """A program held open: other levels, floors and demands, solved from the last basis."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Open:
                 a group of its own.
         """
         self._pairing, self._row = pairing, row
-        self._company = company_of(program, pairing)
+        self._partners = partners_of(program, pairing)
         rows = len(program.count)
         apart = row is not None or rows <= FULL_ROWS
         groups = each_apart(rows) if apart else grouped(program, pairing)
@@ -70,7 +70,7 @@ class Open:
         self._groups = groups
         self._master = master = Master(
             program, self._pairing, groups, self._row,
-            self._company if groups.number == len(groups.of) else None,
+            self._partners if groups.number == len(groups.of) else None,
         )  # fmt: skip
         self._whole = groups.number <= FULL_ROWS
         self._known = master.all_pairs() if self._whole else seed
@@ -96,7 +96,7 @@ class Open:
             apart = self._groups.split(dealt.clashes)
             self._start(program, apart, _triples(program, apart, dealt.pairs))
         return _read(
-            program, self._pairing, self._company, dealt.x, dealt.pairs, master.prices(), rounds
+            program, self._pairing, self._partners, dealt.x, dealt.pairs, master.prices(), rounds
         )
 
     def _optimise(self) -> int:
@@ -141,7 +141,7 @@ def _level(master: Master) -> float:
 def _triples(
     program: Program, groups: Groups, pairs: PairTimes | None
 ) -> set[tuple[int, int, int]]:
-    """Pairs of rows as pairs of groups; no job is its own company."""
+    """Pairs of rows as pairs of groups; no job is its own partner."""
     if pairs is None:
         return set()
     alone = np.bincount(groups.of, weights=program.count) < 2
@@ -170,8 +170,8 @@ def _pairs_for_floors(
     return _triples(program, groups, solve(lift, free)[1])
 
 
-def nobody(program: Program) -> Pairing:
-    """Nobody shares with anybody."""
+def no_pairing(program: Program) -> Pairing:
+    """A pairing in which no two rows may share."""
     columns = program.rate.shape[1]
     return Pairing(
         kind=np.zeros(len(program.count), dtype=np.int64),
@@ -181,10 +181,10 @@ def nobody(program: Program) -> Pairing:
     )
 
 
-def solve_alone(program: Program) -> Solution:
+def solve_by_simplex(program: Program) -> Solution:
     """Maximise without pairs, by the simplex method: for programs without an interior."""
     row = np.maximum(program.rate.max(axis=1), 1e-300)
-    found, _ = Open(program, nobody(program), row=row).solve(program)
+    found, _ = PairProgram(program, no_pairing(program), row=row).solve(program)
     return replace(found, time_prices=None, method="HiGHS simplex")
 
 
@@ -192,10 +192,10 @@ def spare_prices(program: Program, pairing: Pairing, y: Floats, price: Floats, u
     """How much dearer each row's throughput might be before any column pays for itself [rows].
 
     All rows at once may be dearer by this; 0 where some column costs nothing, alone or in
-    company.
+    a pair.
     """
-    company = company_of(program, pairing)
-    earned = company.beside(company.lines(y[:, None] + pairing.worth, u))
+    partners = partners_of(program, pairing)
+    earned = partners.beside(partners.lines(y[:, None] + pairing.worth, u))
     helped = np.maximum(earned.max(axis=1), 0.0)
     rent = program.usage * (price @ program.resources + pairing.charge)
     left = rent - helped + u[:, None] - (y[:, None] + pairing.worth) * program.rate
@@ -207,9 +207,9 @@ def spare_prices(program: Program, pairing: Pairing, y: Floats, price: Floats, u
     return spare
 
 
-def company_of(program: Program, pairing: Pairing) -> Company:
-    """Rows as each other's company."""
-    return Company(pairing.rate, pairing.kind, program.rate > 0, program.usage, program.count < 2)
+def partners_of(program: Program, pairing: Pairing) -> Partners:
+    """Which rows may share with which."""
+    return Partners(pairing.rate, pairing.kind, program.rate > 0, program.usage, program.count < 2)
 
 
 def bound_with_pairs(
@@ -218,7 +218,7 @@ def bound_with_pairs(
     y: Floats,
     price: Floats,
     u: Floats,
-    company: Company | None = None,
+    partners: Partners | None = None,
 ) -> tuple[float, Floats, Floats, Floats]:
     """The upper bound that prices prove when rows may share; ``u`` [rows] prices time."""
     alone, fair, prices = dual_bound(program, y, price)
@@ -229,9 +229,9 @@ def bound_with_pairs(
     worth = program.gain + fair[:, None] * program.rate - program.usage * rent
     rent = rent + pairing.charge
     time = np.maximum(np.where(program.rate > 0, worth, 0.0).max(axis=1), u * scale)
-    company = company_of(program, pairing) if company is None else company
-    value = company.lines(fair[:, None] + pairing.worth, time)
-    time = time + max(0.0, company.surplus(value, rent)) / 2
+    partners = partners_of(program, pairing) if partners is None else partners
+    value = partners.lines(fair[:, None] + pairing.worth, time)
+    time = time + max(0.0, partners.surplus(value, rent)) / 2
     bound = program.capacity @ prices + program.count @ (time - fair * program.floor)
     return float(bound), fair, prices, time
 
@@ -239,7 +239,7 @@ def bound_with_pairs(
 def _read(
     program: Program,
     pairing: Pairing,
-    company: Company,
+    partners: Partners,
     x: Floats,
     pairs: PairTimes,
     prices: Prices,
@@ -247,13 +247,13 @@ def _read(
 ) -> tuple[Solution, PairTimes]:
     share = _overuse(program, x, pairs)
     x, pairs = x / share, replace(pairs, time=pairs.time / share)
-    reached, gained = reach(program, pairing, x, pairs)
+    reached, gained = throughput_with_pairs(program, pairing, x, pairs)
     rows = program.demands & (program.level > 0)
     slack = (reached - program.floor)[rows]
     z = float((slack / program.level[rows]).min()) if rows.any() and program.level_weight else 0.0
     objective = gained + program.level_weight * z
     bound, y, price, u = bound_with_pairs(
-        program, pairing, prices.y, prices.resources, prices.u, company
+        program, pairing, prices.y, prices.resources, prices.u, partners
     )
     needed = np.where(program.floor > 0, program.floor, np.inf)
     lacking = np.where(program.demands, (program.floor - reached) / needed, 0.0).max(initial=0.0)
@@ -291,7 +291,9 @@ def _summed(index: Ints, weights: Floats, rows: int) -> Floats:
     return total
 
 
-def reach(program: Program, pairing: Pairing, x: Floats, pairs: PairTimes) -> tuple[Floats, float]:
+def throughput_with_pairs(
+    program: Program, pairing: Pairing, x: Floats, pairs: PairTimes
+) -> tuple[Floats, float]:
     """Throughput of one job of each row [rows], and the total gain."""
     a, b, c = pairs.a, pairs.b, pairs.column
     first = pairing.rate[pairing.kind[a], pairing.kind[b], c] * pairs.time

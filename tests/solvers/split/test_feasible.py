@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from hetflow.schema.problem import DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint
-from hetflow.solvers.split.pool import Pool, counts_within, reach
+from hetflow.solvers.split.feasible import counts_within, feasible_sums
+from hetflow.solvers.split.pool import Pool
 
 types = st.tuples(
     st.integers(1, 4),
@@ -46,7 +47,7 @@ def test_few_devices(
     possible = [
         counts
         for counts in product(*(range(number + 1) for number in pool.counts))
-        if sum(counts) <= limit and reach(pool, counts, seconds)
+        if sum(counts) <= limit and feasible_sums(pool, counts, seconds)
     ]
     found = counts_within(pool, pool.counts, limit, seconds)
     event(f"possible: {bool(possible)}")

@@ -1,0 +1,32 @@
+"""What a search for the least bottleneck is: any method that places stages under limits."""
+
+from typing import Protocol
+
+from ...schema.pipeline import PipelineProblem
+from ..effort import Effort
+from .placements import PlacedStage, Space
+from .stage_costs import Prices
+
+
+class Search(Protocol):
+    """A method: the best placement under limits raised by some bytes, or None."""
+
+    def __call__(
+        self,
+        problem: PipelineProblem,
+        prices: Prices,
+        space: Space,
+        extra_bytes: float = 0.0,
+        *,
+        below: float = ...,
+        effort: Effort = ...,
+    ) -> list[PlacedStage] | None:
+        """Stages in the model's order."""
+
+
+class StoppedError(Exception):
+    """The caller's limit ended a search; ``bound`` is what it had proved."""
+
+    def __init__(self, bound: float, placed: list[PlacedStage] | None = None) -> None:
+        super().__init__("stopped")
+        self.bound, self.placed = bound, placed
