@@ -35,9 +35,9 @@ def resize(
 ) -> None:
     """Change a running job's devices; it trains on, with the same result.
 
-    Newcomers start beside the running job. When they are ready, all go over between two steps:
-    those who stay keep their process, newcomers get the state directly from one of them. A
-    pipeline's workers all change: they hand over through checkpoint parts.
+    New workers start beside the running job. When they are ready, all go over between two steps:
+    those who stay keep their process, and joining workers get the state directly from one of
+    them. A pipeline's workers all change: they hand over through checkpoint parts.
 
     \b
     hetflow resize hetflow-runs/m-20250101-120000 --gpus 4xV100
@@ -54,7 +54,7 @@ def resize(
     if not wait:
         _say({"status": "asked"}, "asked; run.json lists it when it is done", json)
         return
-    note("waiting for the newcomers and the end of a step")
+    note("waiting for the joining workers and the end of a step")
     answer = inbox.wait_for(run, request, timeout)
     if answer.status != "done":
         from ..schema.errors import LaunchError

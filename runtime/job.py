@@ -161,7 +161,7 @@ class Job:
         return Checkpoints(self, folder, every)
 
     def take(self, place: Place) -> None:
-        """Take a place among the workers: its rank, its virtual nodes, its part of the sums."""
+        """Take a worker's rank, its virtual nodes and its part of the sums."""
         self._place, slot = place, place.slot
         self.rank, self.world_size = place.rank, place.world_size
         self._place_of_nodes = holders_of(place)
@@ -195,11 +195,11 @@ class Job:
             self._member.join()
 
     def _together(self, function: Callable[[], Answer]) -> Answer:
-        """Run what needs all workers; where one is lost, again among those who are left."""
+        """Run what needs all workers; if one is lost, run it again among the survivors."""
         return function() if self._member is None else self._member.run(function)
 
     def _meeting(self, function: Callable[[], Answer]) -> Answer:
-        """``_together`` for what may need no exchange: nobody is ahead of the others by it."""
+        """Like ``_together``, with a barrier: the function may contain no collective."""
 
         def meet() -> Answer:
             answer = function()

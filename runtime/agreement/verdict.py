@@ -1,4 +1,4 @@
-"""From what all workers tell of themselves to one sentence: what differs, since when, and why."""
+"""One sentence from the statements of all workers: what differs, since when, and why."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
