@@ -43,6 +43,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(goal), f"{name_of(page)}: {target}: no such heading"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_source_files_that_a_page_names_exist(page: Path) -> None:
+    rooms = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    for name in re.findall(r"`([\w/.]+/[\w.]+\.(?:py|md|sh))`", page.read_text(encoding="utf-8")):
+        if name.split("/")[0] in rooms:
+            assert (ROOT / name).exists(), f"{name_of(page)}: {name}"
+
+
 def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# One heading, `code`\n\n[a](other.md#x) and `[b](no.md)`\n", encoding="utf-8")
