@@ -59,7 +59,7 @@ def resize(
     request = inbox.ask(folder, config, wants_answer=wait)
     if not wait:
         return None
-    _log.info("waiting for the newcomers and the end of a step")
+    _log.info("waiting for the joining workers and the end of a step")
     return inbox.wait_for(folder, request, timeout_seconds)
 
 

@@ -1,7 +1,7 @@
 """What an allocation's prices prove, by weak duality; for the checker of allocations.
 
 For any prices of throughput, devices and time, no allocation is worth more than the pool and all
-jobs' time are; every bound below is that sentence, turned to the policy's objective.
+jobs' time together. Every bound below applies that sentence to a policy's objective.
 """
 
 from collections.abc import Callable

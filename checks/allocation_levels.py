@@ -1,8 +1,8 @@
 """Whether every level of water filling is as high as it can be (thesis 5.4.3), by weak duality.
 
-A job stopped rightly if it is at its own best, or if some prices of the certificate say so: the
-pool is worth no more at these prices than what the job pays for its throughput together with
-those that had all of theirs when it stopped; a little more for it would have to come from them.
+A job was stopped correctly if it has reached its maximum, or if some prices of the certificate
+prove it: at these prices the whole pool costs no more than the throughputs of this job and of the
+jobs that had stopped before it; so more for this job would have to be taken from one of them.
 """
 
 from bisect import bisect_right

@@ -1,4 +1,4 @@
-"""Judge a batch split from its definition (VirtualFlow 5.1.2, EasyScale 3.4).
+"""Check a batch split from its definition (VirtualFlow 5.1.2, EasyScale 3.4).
 
 Slow and obvious on purpose; shares no code with the solvers.
 """

@@ -1,7 +1,7 @@
 """The papers' equations once more, for the judges alone.
 
-Judges import neither solvers nor costs: an error in an equation there must meet another reading
-of it here. Slow and plain on purpose; nothing is shared but the records.
+Judges import neither solvers nor costs, so that an error in an equation there is caught by this
+second version of it. Slow and plain on purpose; nothing is shared but the records.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,7 +1,7 @@
 """Hold plans and problems to the profiles and the pool that they come from.
 
-Solvers see a problem that was built from profiles; a judge who took it as built would miss what
-was lost on the way. Here memory, layers and times are read from the profiles once more.
+Solvers see a problem that was built from profiles. A judge that trusted that problem would miss
+errors made in building it. So memory, layers and times are read from the profiles again.
 """
 
 from collections.abc import Iterator, Sequence

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def check(
     plan: Annotated[Path, typer.Argument(help="A plan or an allocation file.")],
     profiles: Annotated[
-        Path | None, typer.Option(help="Folder of profiles to judge the plan against.")
+        Path | None, typer.Option(help="Folder of profiles to check the plan against.")
     ] = None,
     gpus: Annotated[str | None, typer.Option(help="The pool, e.g. 2xV100,8xP100.")] = None,
     cluster: Annotated[Path | None, typer.Option(help="A cluster file instead of --gpus.")] = None,

@@ -7,7 +7,7 @@ from .common import JsonFlag, emit, emit_json
 
 
 def doctor(json: JsonFlag = False) -> None:
-    """Check torch, drivers, devices and extras, and say how to mend what is missing.
+    """Check torch, drivers, devices and extras, and say how to fix what is missing.
 
     \b
     hetflow doctor

@@ -25,9 +25,14 @@ def launch(
             "--output", "-o", help="Folder of the run [default: hetflow-runs/<model>-<time>]."
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of order, dropout, augmentation.")] = 0,
-    nnodes: Annotated[int, typer.Option(min=1, help="Hosts in the launch.")] = 1,
-    node_rank: Annotated[int | None, typer.Option(help="This host's number; 0 holds.")] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of data order, dropout and augmentation.")
+    ] = 0,
+    nnodes: Annotated[int, typer.Option(min=1, help="Number of hosts in the launch.")] = 1,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(help="Rank of this host, 0 to nnodes - 1. Host 0 runs the rendezvous store."),
+    ] = None,
     rdzv_endpoint: Annotated[
         str | None, typer.Option(help="HOST:PORT on node 0 where the hosts meet.")
     ] = None,
@@ -53,7 +58,7 @@ def launch(
         bool,
         typer.Option(
             "--restart-from-scratch",
-            help="Start at step 0; what is in the --checkpoint folder is kept aside there.",
+            help="Start at step 0; move what is in the --checkpoint folder aside.",
         ),
     ] = False,
     compare_every: Annotated[
@@ -65,10 +70,11 @@ def launch(
         ),
     ] = None,
     grace: Annotated[
-        int, typer.Option(min=0, help="Seconds after SIGTERM to write a checkpoint in.")
+        int,
+        typer.Option(min=0, help="Seconds that workers have to write a checkpoint after SIGTERM."),
     ] = 30,
     timeout: Annotated[
-        int, typer.Option(min=1, help="Seconds that any wait for other workers may take.")
+        int, typer.Option(min=1, help="Longest wait for other workers, in seconds.")
     ] = 600,
     on_failure: Annotated[
         Literal["stop", "shrink", "replace"] | None,
@@ -79,7 +85,8 @@ def launch(
         ),
     ] = None,
     heartbeat: Annotated[
-        float, typer.Option(min=0.5, help="Seconds of silence after which a worker is killed.")
+        float,
+        typer.Option(min=0.5, help="Kill a worker that sends no heartbeat for so many seconds."),
     ] = 30.0,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would run on this host; run nothing.")

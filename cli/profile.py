@@ -31,11 +31,18 @@ def profile(
     batch_sizes: Annotated[
         str | None, typer.Option(help="Sizes 8,48,256 or a range 8-256; default: grow from 1.")
     ] = None,
-    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Grow no further.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Most repeats of one size.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Rougher, within a minute.")] = False,
+    max_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Largest batch size to try.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Largest number of repeats of one size.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure roughly, within a minute.")
+    ] = False,
     thorough: Annotated[
-        bool, typer.Option("--thorough", help="Until intervals are narrower; takes minutes.")
+        bool,
+        typer.Option("--thorough", help="Measure until intervals are narrower; takes minutes."),
     ] = False,
     optimizer: Annotated[
         str | None,
@@ -59,9 +66,14 @@ def profile(
         str, typer.Option(help="Samples of a microbatch, for --layers; several: 4,8,16.")
     ] = "8",
     sync_devices: Annotated[
-        int, typer.Option(min=0, max=64, help="Devices to synchronise over; 0: do not measure.")
+        int,
+        typer.Option(
+            min=0,
+            max=64,
+            help="Number of devices to measure synchronisation over; 0: do not measure it.",
+        ),
     ] = 2,
-    name: Annotated[str | None, typer.Option(help="Call the model this in the profile.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the model in the profile.")] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for <model>.<device type>.json.")
     ] = Path("profiles"),

@@ -29,9 +29,9 @@ def resize(
 ) -> None:
     """Change a running job's devices; it trains on, with the same result.
 
-    Newcomers start beside the running job. When they are ready, all go over between two steps:
-    those who stay keep their process, newcomers get the state directly from one of them. A
-    pipeline's workers all change: they hand over through checkpoint parts.
+    New workers start beside the running job. When they are ready, all go over between two steps:
+    those who stay keep their process, and joining workers get the state directly from one of
+    them. A pipeline's workers all change: they hand over through checkpoint parts.
 
     \b
     hetflow resize hetflow-runs/m-20250101-120000 --gpus 4xV100

@@ -59,32 +59,36 @@ def simulate(
         Literal["vertex", "centre"],
         typer.Option(help="Which of LAS's optima: a simplex vertex (fast) or the centre."),
     ] = "vertex",
-    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random draws.")] = 0,
     seeds: Annotated[
-        int, typer.Option(min=1, help="Draw so many traces, seeds from --seed on.")
+        int, typer.Option(min=1, help="Number of traces to draw, with seeds from --seed on.")
     ] = 1,
     loads: Annotated[
         str | None, typer.Option(help="Jobs per hour of drawn traces, e.g. 2,4,5.6.")
     ] = None,
-    num_jobs: Annotated[int, typer.Option(min=1, max=10_000_000, help="Of drawn traces.")] = 1000,
+    num_jobs: Annotated[
+        int, typer.Option(min=1, max=10_000_000, help="Number of jobs in a drawn trace.")
+    ] = 1000,
     window: Annotated[
         str | None, typer.Option(help="Average over jobs FROM:TO of the trace, e.g. 4000:5000.")
     ] = None,
-    round_seconds: Annotated[float, typer.Option(help="Length of a round.")] = 360.0,
+    round_seconds: Annotated[float, typer.Option(help="Length of a round, in seconds.")] = 360.0,
     restart_seconds: Annotated[
-        float, typer.Option(help="Lost by a job that restarts or is resized.")
+        float, typer.Option(help="Seconds that a job loses when it restarts or is resized.")
     ] = 0.0,
     failure_hours: Annotated[
-        float | None, typer.Option(help="Mean time between failures of a device.")
+        float | None, typer.Option(help="Mean time between failures of a device, in hours.")
     ] = None,
     server_failure_hours: Annotated[
         float | None,
         typer.Option(help="Mean time between failures of a server with all its devices."),
     ] = None,
     repair_hours: Annotated[
-        float, typer.Option(help="How long a failed device or server is gone.")
+        float, typer.Option(help="Hours until a failed device or server works again.")
     ] = 1.0,
-    processes: Annotated[int, typer.Option(min=1, help="Sweeps run in so many.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Number of processes that share a sweep.")
+    ] = 1,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw which job held each device, and the CDF of JCT (.png, .svg)."),

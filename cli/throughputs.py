@@ -24,7 +24,7 @@ def throughputs(
         str, typer.Option(help="Numbers of devices that jobs ask for, such as 1,2,4.")
     ] = "1",
     mixes: Annotated[
-        bool, typer.Option("--mixes", help="Also jobs that hold several device types at once.")
+        bool, typer.Option("--mixes", help="Add jobs that hold several device types at once.")
     ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write them here, else to stdout.")

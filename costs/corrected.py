@@ -1,4 +1,4 @@
-"""Profiles with the terms that runs have measured: costs/split.py read backwards.
+"""Profiles with the terms that runs have measured: costs/split.py solved for its inputs.
 
 The rules, and why, are in docs/decisions.md ("Runs correct profiles").
 """

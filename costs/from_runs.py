@@ -1,4 +1,4 @@
-"""Runs correct profiles: which may, what they change, and where a changed profile says so."""
+"""Correct profiles by runs: which runs count, what they change, and how the profile records it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""What finished runs tell of the terms that a plan's step is made of."""
+"""What finished runs measured of the terms of a plan's step."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A resize on its way: who comes, who goes, and what the workers are told."""
+"""A resize in progress: who joins, who leaves, and what the workers are told."""
 
 import time
 from collections.abc import Mapping
@@ -33,14 +33,14 @@ class Change:
 
     @property
     def is_ready(self) -> bool:
-        """Whether every newcomer waits at its first batch."""
+        """Whether every joining worker waits at its first batch."""
         return self.ready >= set(self.joining)
 
     def announcement(self, now: Mapping[str, int]) -> dict[str, Any]:
-        """What the workers are told, those of now and the newcomers.
+        """What all workers are told, running and joining ones.
 
-        Each newcomer gets the state from its donor, one of those who stay in turn. Where nobody
-        stays, the first worker is the guest: it meets the newcomers once, and leaves.
+        Each joining worker gets the state from a donor, the staying workers in turn. If no worker
+        stays, the first one is the guest: it meets the joining workers once, and leaves.
 
         Args:
             now: Rank of each worker there is.

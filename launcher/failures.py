@@ -1,4 +1,4 @@
-"""Which worker failed first: the cause to show, not one of its echoes in the others."""
+"""Which worker failed first: the cause to show, not the failures that followed from it."""
 
 import json
 import signal

@@ -1,9 +1,9 @@
-"""The generations of a launch: resizes that are asked for, and failures that others survive.
+"""The generations of a launch: requested resizes, and failures that other workers survive.
 
 A generation is a mapping of virtual nodes to workers. The next one is announced only when its
-newcomers are ready; workers go over between two steps. Where a worker dies or hangs, the
-generation is broken off: it is killed for good, those who are left say how far they are, and a
-new generation without it goes on from there.
+joining workers are ready; workers go over between two steps. If a worker dies or hangs, the
+controller aborts the generation: it kills that worker, the survivors report how far they are, and a
+new generation goes on from there without it.
 """
 
 import select
@@ -182,7 +182,7 @@ class Generations:
         detail: str,
         kind: Literal["resize", "replace"],
     ) -> None:
-        """Start the newcomers of a mapping beside the running job.
+        """Start the joining workers of a mapping beside the running job.
 
         Raises:
             HetflowError: The machine lacks the devices.
@@ -287,7 +287,7 @@ class Generations:
                 self._workers.forget(name)
             elif self._change is not None and name in self._change.joining:
                 if self._phase == "changing":
-                    self._cancel(f"a newcomer failed: {failure.sentence()}")
+                    self._cancel(f"a joining worker failed: {failure.sentence()}")
                 elif not self._survives:
                     return failure
                 else:
@@ -404,7 +404,7 @@ class Generations:
 
     def settle(self) -> None:
         """All workers are done: whoever was still on the way in is not needed."""
-        self._cancel("the run ended before the newcomers could join")
+        self._cancel("the run ended before the joining workers could join")
 
     @property
     def where(self) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Which workers hang: silent ones, and those that others wait for in vain."""
+"""Which workers hang: those without heartbeats, and those that others wait for in vain."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The controller's end of the line to one worker: JSON lines over a socket pair."""
+"""The controller's end of a worker's control channel: JSON lines over a socket pair."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""What is known while a generation is broken off: who is dead, and how far the others are."""
+"""The state of an aborted generation: which workers are dead, and how far the others are."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -173,7 +173,7 @@ def seated(
     Args:
         config: The mapping; its ranks are dealt anew so that the first worker stays the first.
         present: Device type of each worker that is there, in order of ranks.
-        fresh: Names for newcomers, as many as may be needed.
+        fresh: Names for joining workers, as many as may be needed.
 
     Returns:
         The config, and the rank of each worker that has a slot in it.

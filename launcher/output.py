@@ -1,4 +1,4 @@
-"""Show workers' output on our own streams: by whole lines, so that two never mix within one."""
+"""Show workers' output on our own streams, whole lines at a time, so that lines never mix."""
 
 import os
 import select

@@ -1,7 +1,7 @@
 """The store of another host, asked with a time limit.
 
-Torch's client waits without end for the answer of a host that went without a word (frozen, or the
-network is gone). So a thread of its own asks, and who wants to know waits for it only so long.
+Torch's client waits forever for the answer of a host that has disappeared (frozen, or the network
+is gone). So a thread of its own asks, and the caller waits for that thread with a time limit.
 """
 
 import queue

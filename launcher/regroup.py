@@ -1,7 +1,7 @@
 """The generations of a launch over several hosts: all workers start again from a checkpoint.
 
-Each host's controller sees to its own workers. Where one of them dies, all hosts end theirs, and
-node 0 decides, once the last is gone, whether all start anew.
+Each host's controller supervises its own workers. If one of them dies, all hosts stop theirs. When
+the last worker is gone, node 0 decides whether all start again.
 """
 
 import time

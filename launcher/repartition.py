@@ -2,8 +2,8 @@
 
 Stages cannot move one by one, so all workers change together. Those of the new plan start beside
 the running job; when all are ready, the running ones write their parts after the same step and
-leave, and the new ones go on from the parts (runtime/handover.py). Where the new ones fail, the
-plan before goes on from the same parts.
+leave, and the new ones go on from the parts (runtime/handover.py). If the new ones fail, the
+previous plan goes on from the same parts.
 """
 
 import shutil

@@ -78,7 +78,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One judgement and how to mend it. Errors make hetflow unusable; warnings cost a part."""
+    """One finding and how to fix it. Errors make hetflow unusable; warnings cost a part."""
 
     level: Literal["error", "warning", "info", "ok"]
     text: str

@@ -1,4 +1,4 @@
-"""Whose fault an error of this worker is: its own, or that of another worker which is gone.
+"""Whether an error of this worker is its own or follows from the loss of another worker.
 
 By type, and by where an error was raised; never by its text. Nothing here imports torch.
 """

@@ -72,7 +72,7 @@ def finish(job: "Job") -> None:
     """Wait until every worker is here; then report, and leave the process group.
 
     Raises:
-        TargetError: Workers have parted, or nobody can tell: the script destroyed the group.
+        TargetError: Workers have diverged, or nobody can tell: the script destroyed the group.
         FileError: All this is done, and the last checkpoint could not be written.
     """
     job._clock.end_step()

@@ -146,13 +146,13 @@ class Job:
         return self._together(wait)
 
     def compare(self) -> None:
-        """Find out whether all workers still train the same model. Call it on all workers.
+        """Check that all workers still train the same model. Call it on all workers.
 
-        Comes by itself every so many steps, after changes of workers, before checkpoints and at
-        the end.
+        The job calls it by itself every so many steps, after changes of workers, before
+        checkpoints and at the end.
 
         Raises:
-            TargetError: They do not: names the parameter, the workers, the steps and the cause.
+            TargetError: They do not; it names the parameter, the workers, the steps and the cause.
         """
         self._join()
         self._agreement.compare(self._num_steps)
@@ -161,7 +161,7 @@ class Job:
         return Checkpoints(self, folder, every)
 
     def take(self, place: Place) -> None:
-        """Take a place among the workers: its rank, its virtual nodes, its part of the sums."""
+        """Take a worker's rank, its virtual nodes and its part of the sums."""
         self._place, slot = place, place.slot
         self.rank, self.world_size = place.rank, place.world_size
         self._place_of_nodes = holders_of(place)
@@ -195,11 +195,11 @@ class Job:
             self._member.join()
 
     def _together(self, function: Callable[[], Answer]) -> Answer:
-        """Run what needs all workers; where one is lost, again among those who are left."""
+        """Run what needs all workers; if one is lost, run it again among the survivors."""
         return function() if self._member is None else self._member.run(function)
 
     def _meeting(self, function: Callable[[], Answer]) -> Answer:
-        """``_together`` for what may need no exchange: nobody is ahead of the others by it."""
+        """Like ``_together``, with a barrier: the function may contain no collective."""
 
         def meet() -> Answer:
             answer = function()
@@ -411,11 +411,11 @@ class Job:
         """Save and restore these with every checkpoint: schedulers, a GradScaler, counters.
 
         Anything with ``state_dict`` and ``load_state_dict`` made of plain data and tensors.
-        Where the job goes on from a checkpoint, their state is loaded here. The optimizer of
+        If the job goes on from a checkpoint, their state is loaded here. The optimizer of
         ``prepare`` is saved without being registered.
 
         Raises:
-            TargetError: An object without these methods, or other ones than the checkpoint's.
+            TargetError: An object lacks these methods, or the checkpoint has other objects.
         """
         for thing in things:
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):

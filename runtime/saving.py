@@ -234,7 +234,7 @@ class Checkpoints:
     def save(self, *, wait: bool) -> None:
         """Write a checkpoint; call it on every worker. The first one writes, beside training.
 
-        Workers that have parted end here, so that what they hold is not kept.
+        Workers that have diverged end here, so that what they hold is not kept.
 
         Raises:
             TargetError: Something registered cannot be saved.

@@ -14,11 +14,11 @@
 
 
 class HetflowError(Exception):
-    """An error the user can mend.
+    """An error the user can fix.
 
     Args:
         message: One line: what is wrong, where, and the rule it breaks.
-        hint: At most one line: how to mend it.
+        hint: At most one line: how to fix it.
     """
 
     exit_code = 2
@@ -73,7 +73,7 @@ class LaunchError(HetflowError):
 
     Args:
         message: The first cause of the failure.
-        hint: How to mend it.
+        hint: How to fix it.
         exit_code: The failing worker's own exit code.
     """
 

@@ -24,7 +24,7 @@ class ResizeAnswer:
 
     ``refused`` changed nothing and never will; ``failed`` was tried, and the job goes on as it
     was. ``joined`` and ``left`` name the workers, ``pause_seconds`` is how long training stood
-    still, ``start_seconds`` how long the newcomers took to be ready.
+    still, ``start_seconds`` how long the joining workers took to be ready.
     """
 
     schema: Literal["hetflow.resized/1"] = "hetflow.resized/1"

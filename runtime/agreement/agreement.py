@@ -133,7 +133,7 @@ class Agreement:
             epoch: Of the batch.
 
         Raises:
-            TargetError: A parameter that ``prepare`` does not know; workers that have parted.
+            TargetError: A parameter that ``prepare`` does not know; workers that have diverged.
         """
         subject = self._subject
         if subject.is_launched or subject.is_saved():
@@ -221,7 +221,7 @@ class Agreement:
         """Compare what must be alike. Call it on all workers, outside of other exchanges.
 
         Raises:
-            TargetError: Workers have parted: the first parameter, who, since when and why.
+            TargetError: Workers have diverged: the first parameter, who, since when and why.
         """
         subject = self._subject
         rows: Tensor = subject.together(lambda: _rows(subject.place(), self._own_row()))

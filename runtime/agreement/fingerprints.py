@@ -1,4 +1,4 @@
-"""Numbers that stand for the bits of tensors: equal bits give equal numbers.
+"""Fingerprints of tensors: equal bits give equal numbers.
 
 The bytes are read as 64-bit words, multiplied by fixed odd weights and added up modulo 2^64, on the
 device where the tensor is. Any single change of a word changes the number; several changes cancel

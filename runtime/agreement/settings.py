@@ -1,7 +1,7 @@
 """The optimizer's settings of each group of parameters: learning rate, momentum and the rest.
 
 They are compared in every step, by two numbers in the sums that the step needs anyhow. So workers
-whose schedules have parted are found in the step that would use other rates, before it does.
+whose schedules have diverged are found in the step that would use other rates, before it does.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

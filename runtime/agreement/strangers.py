@@ -1,4 +1,4 @@
-"""What trains beside the job: optimizers and parameters that ``prepare`` was not given.
+"""Optimizers and parameters that train beside the job: ``prepare`` was not given them.
 
 An optimizer of its own over the job's parameters steps alike on all workers, but checkpoints and
 joining workers know nothing of its state. A parameter that the loss depends on and that is not the

@@ -1,4 +1,4 @@
-"""From what all workers tell of themselves to one sentence: what differs, since when, and why."""
+"""One sentence from the statements of all workers: what differs, since when, and why."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -74,8 +74,8 @@ def find_fault(workers: Sequence[Statement], step: int) -> Fault | None:
         usual, others = _split(workers, lambda worker: frozen in worker.frozen)
         state = "frozen" if frozen in workers[others[0]].frozen else "trained"
         return Fault(
-            f"{frozen} is {state} on {_named(others)} and not on {_named(usual)}: training has "
-            f"parted{since}",
+            f"{frozen} is {state} on {_named(others)} and not on {_named(usual)}: the "
+            f"workers have diverged{since}",
             "freeze and unfreeze on every worker at the same step; give job.register what decides",
         )
     setting = differing([worker.settings for worker in workers], relative=0.0 if alike else _NEARLY)
@@ -125,9 +125,9 @@ def _of_settings(
     first = firsts[group] if group < len(firsts) else "no parameter"
     values = f"{value_of(workers[others[0]])} on {_named(others)}"
     what = (
-        f"{parted[0]}{_more(parted)} has parted{since}"
+        f"{parted[0]}{_more(parted)} has diverged{since}"
         if parted
-        else f"{first} and all of its group would part{since}"
+        else f"{first} and all of its group would diverge{since}"
     )
     return Fault(
         f"{what}: {name} of the optimizer's group {group} ({first}) is {values}, "
@@ -142,7 +142,7 @@ def _of_parameters(workers: Sequence[Statement], parted: list[str], since: str) 
     usual, others = _split(workers, lambda worker: worker.numbers.get(first), holds=first)
     message = (
         f"{first}{_more(parted)} on {_named(others)} is not what it is on {_named(usual)}: "
-        f"training has parted{since}"
+        f"the workers have diverged{since}"
     )
     agreed = min(worker.agreed_step for worker in workers)
     late = [rank for rank in others if workers[rank].joined_step >= max(agreed, 1)]

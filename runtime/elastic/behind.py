@@ -1,11 +1,11 @@
-"""The end of a step for a worker that missed it: the state of one who has it.
+"""How a lagging worker catches up: it copies the state of a worker that finished the step.
 
-Nobody completes a step before everybody has given its part, but a death can leave some without
-the others' parts while those ahead have updated their parameters already. Those behind then take
-the parameters from one ahead, who gives them in its next operation, where its gradients are gone.
-So the rest of this step runs on gradients of zero, and what it leaves is replaced: parameters as
-soon as the optimizer has stepped, all the rest at the next operation, which is the one that the
-state comes from.
+No worker can finish step k before all have contributed to its all-reduce. If a worker dies during
+the all-reduce, some survivors may have received the result and stepped the optimizer (the leading
+workers) while others have not (the lagging workers). A lagging worker copies the state of a leading
+one. The leading worker sends it in its next operation, when its gradients of step k are gone. So
+the lagging worker runs the rest of its script's step on gradients of zero, and then replaces what
+that left: the parameters after the optimizer has stepped, everything else at the next operation.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ State = dict[str, Any]
 
 
 class Behind:
-    """What this worker takes over from another, and when."""
+    """What a lagging worker copies from a leading one, and when."""
 
     def __init__(self, job: "Job") -> None:
         self._job = job
@@ -53,7 +53,7 @@ class Behind:
                 self._hooks.append(optimizer.register_step_post_hook(self._stepped))
 
     def settle(self) -> None:
-        """The next operation begins: from here on this worker is where the other one was."""
+        """The next operation begins: adopt the rest of the leading worker's state."""
         if self._found is None:
             return
         self._unhook()
@@ -65,9 +65,9 @@ class Behind:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """What the script does with the parameters from here on, it does with the right ones.
+        """Replace the parameters, so that the rest of the script's step sees the right ones.
 
-        Of several optimizers each one's are replaced when it has stepped.
+        With several optimizers, those of each are replaced after it has stepped.
         """
         assert self._found is not None
         job = self._job

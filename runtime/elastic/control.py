@@ -1,8 +1,8 @@
-"""The line between a worker and its controller: JSON lines over an inherited socket pair.
+"""The control channel between a worker and its controller: JSON lines over a socket pair.
 
-A thread of its own reads it, also while the script computes or waits in a collective, and sends
-a heartbeat: a worker that is stopped or frozen falls silent, one that hangs beats on without
-getting further.
+A thread of its own reads it and sends heartbeats, also while the script computes or waits in a
+collective. A worker that is stopped or frozen sends no heartbeat; one that hangs in its own code
+sends heartbeats but makes no progress.
 
 To the controller: ``joined``, ``ready``, ``lost``, ``beat``, ``paused``, ``closed``,
 ``fragile``, ``finished``. From it:

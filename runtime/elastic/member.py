@@ -1,11 +1,11 @@
 """One worker's part in a job whose workers change: operations, losses, resizes.
 
 All workers do the same operations in the same order: draw an order, take a step, merge buffers.
-Each holds an exchange that completes nowhere before everybody has reached it, so when one
-is lost, workers differ by one operation at most. Those behind get its result from one ahead (of a
-step: behind.py); where nobody has completed it,
-all do it again under the new mapping. Virtual nodes' buffers of the dead come from the mirror.
-(VirtualFlow 4.1 and 7, with the step in progress as the only loss.)
+Every operation contains a collective, which acts as a barrier; so after a failure any two workers
+are at most one operation apart. Lagging workers get the operation's result from a leading one (for
+a step: behind.py). If no worker has completed the operation, all repeat it under the new mapping.
+The buffers of the dead worker's virtual nodes come from the mirror. (VirtualFlow 4.1 and 7; only
+the step in progress is lost.)
 """
 
 import sys
@@ -43,7 +43,7 @@ class Member:
 
     Args:
         job: The job.
-        control: The line to the controller.
+        control: The control channel to the controller.
     """
 
     def __init__(self, job: "Job", control: Control) -> None:
@@ -278,7 +278,7 @@ class Member:
             job._open_epoch.move()
 
     def _switch(self) -> None:
-        """Go over to the next generation, together with newcomers and without leavers."""
+        """Go over to the next generation, together with joining workers and without leavers."""
         message = self._next
         if message is None:
             return
@@ -305,7 +305,7 @@ class Member:
         control.send("joined", generation=message["generation"], pause_seconds=pause)
 
     def _hand_over(self, message: Message, state: Any, taking: list[str]) -> None:
-        """Where nobody stays, one who leaves meets the newcomers once, in a group of their own."""
+        """If no worker stays, a leaving one meets the joining ones once, in a group of its own."""
         enter_handover(self._job._place, message, self._control)
         transfer.send(state, [message["ranks"][name] for name in taking])
         close_group()
@@ -325,7 +325,7 @@ class Member:
         sys.exit(0)
 
     def _state(self) -> dict[str, Any]:
-        """All that a newcomer needs, as a checkpoint has it."""
+        """All that a joining worker needs, as a checkpoint has it."""
         epoch = self._job._open_epoch
         return {
             **self._behind.give(self.mirror.state()),
@@ -335,7 +335,7 @@ class Member:
             "order": torch.tensor(epoch.order) if epoch is not None and epoch.is_drawn else None,
         }
 
-    # Newcomers
+    # Joining workers
 
     def join(self) -> None:
         """Wait until the others are at the end of a step, and get their state from one of them.
@@ -378,7 +378,7 @@ class Member:
 
     @property
     def is_behind(self) -> bool:
-        """Whether this newcomer's script has not come to where the others are."""
+        """Whether this joining worker's script has not come to where the others are."""
         saver = self._job._checkpoints
         return self._position is not None and saver is not None and saver.is_catching_up
 

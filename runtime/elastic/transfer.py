@@ -1,7 +1,7 @@
-"""A value of plain data and tensors from one worker straight to another, over the group.
+"""Send a value of plain data and tensors from one worker directly to another, over the group.
 
-Encoded as a checkpoint is: nothing is unpickled. Lengths go first, since gloo takes a message of
-another length than its buffer for an error, or for none.
+It is encoded like a checkpoint: nothing is unpickled. Lengths are sent first, since gloo may fail,
+or silently accept the message, if its length differs from the buffer's.
 """
 
 import json

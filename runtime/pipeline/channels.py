@@ -1,14 +1,15 @@
 """Framed messages between workers: one transfer a message, of a size that both ends know.
 
-A frame is a header of fixed size and room for the payload (frames.py). The header counts the
+A frame is a header of fixed size and a buffer for the payload (frames.py). The header counts the
 messages and states two sizes: of a description (every tensor's type and shape; none if the
-message is laid out as the last) and of the payload. The description follows by itself, and so
-does a payload that the frame has no room for. So no receive is ever posted with a wrong size (gloo
-aborts the process, or accepts it in silence), nothing is described twice, and in the steady state
-a message is a single transfer into a buffer that was posted ahead. Sending never blocks; all waits
+message is laid out as the last) and of the payload. The description is sent as a
+message of its own, and so is a payload that is larger than the frame's buffer. So no receive is
+ever posted with a wrong size (gloo aborts the process, or accepts it in silence), nothing is
+described twice, and in the steady state a message is a single transfer into a buffer that was
+posted ahead. Sending never blocks; all waits
 end at the group's time limit.
 
-Where payloads have a line of their own (transport.py), frames are headers only, and the payload
+Where payloads have a channel of their own (transport.py), frames are headers only, and the payload
 follows from device to device.
 """
 

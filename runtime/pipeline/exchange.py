@@ -1,8 +1,8 @@
 """Sums of a few numbers over all workers at the end of a step, by messages posted ahead.
 
-The workers of a pipeline end a step one after another. Each sends its numbers to all others when
-it is done, so the last finds them there, and the others wait for a single message: an all-reduce
-would begin only then, and take several. From many workers on that is too many messages.
+The workers of a pipeline end a step one after another. Each sends its numbers to all others when it
+is done. So the last worker has all numbers at once, and the others wait for a single message; an
+all-reduce would start only then and take several. With many workers that is too many messages.
 """
 
 import torch

@@ -55,7 +55,8 @@ class _Program:
         sends = {(op.kind, op.stage, op.microbatch) for op in operations if op.kind in SENDS}
         self.schedule = schedule
         self.last_stage = schedule.num_stages - 1
-        # No rank holds more microbatches, so of more messages the first has been answered.
+        # At most peak_in_flight microbatches are outstanding. Once that many later messages were
+        # sent, the oldest send was received and its buffer can be reused.
         self.most_under_way = max(peak_in_flight(schedule))
         self.steps = [
             _Step(

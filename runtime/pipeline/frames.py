@@ -1,9 +1,9 @@
-"""How large the frames of a channel are: both ends count it alike, from what has passed.
+"""The size of a channel's receive buffers, which sender and receiver compute independently.
 
-Messages come in blocks. The frames of a block have room for the payload of the last message two
-blocks before, so the receives of two blocks can be posted ahead. Where messages are small a block
-is long: receives are then posted in bursts, and not between passes, each of which would wake a
-thread of the sender that is busy computing.
+Messages come in blocks. A buffer is as large as the payload of the last message two blocks earlier,
+so the receives of two blocks can be posted ahead. Small messages come in long blocks: their
+receives are posted in bursts and not between passes, since each posted receive wakes a thread of
+the sender, which is busy computing.
 """
 
 from collections import deque

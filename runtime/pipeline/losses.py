@@ -1,7 +1,7 @@
 """Losses under a pipeline: what may follow the model's answer.
 
 The last stage's worker has stand-ins for the parameters of other stages, so a loss that reads them
-(a decay term) would be wrong without a sign of it. Autograd's graph shows it.
+(a decay term) would be silently wrong. Autograd's graph shows which parameters a loss reads.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,8 @@
-"""The norms of gradients that are on other workers, as far as somebody wants to know them.
+"""The norms of gradients that are on other workers.
 
-All norms are told in the first step; later the 2-norm, and of the others those that a script has
-asked for on some worker. One that is asked for anew is told then and there, by all workers.
+Workers exchange all norms in the first step; later the 2-norm, and those other norms that the
+script has asked for on some worker. When a script asks for a further norm, all workers exchange it
+at once.
 """
 
 import math

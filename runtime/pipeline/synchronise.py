@@ -1,7 +1,7 @@
 """What the workers of a pipeline tell each other in a step: loss, gradients, norms.
 
 Every worker's gradients are partial sums: of its own microbatches, and of its own use of a tied
-weight. Both are mended by one rule: a parameter that several workers hold is summed over them.
+weight. One rule covers both: the gradient of a parameter is summed over the workers that hold it.
 """
 
 import math

@@ -1,11 +1,11 @@
 """What messages travel over: gloo between hosts, NCCL between devices that have it.
 
-There are two gloo groups: messages to higher ranks go over one, to lower ranks over the other. A
-group's thread turns in a circle while another thread holds the lock of the connection that has
-news for it, so one that both ways share costs a core whenever messages cross.
+There are two gloo groups: one for messages to higher ranks, one for messages to lower ranks. A
+group's thread spins while another thread holds the lock of a connection that has received data.
+With one group for both directions this would cost a core whenever messages cross.
 
 With NCCL, payloads go from device to device, over a group of two for each channel: a group has
-one queue, and two workers that send to each other over one would both wait for ever.
+one queue, and two workers that send to each other over the same group would deadlock.
 """
 
 from collections.abc import Sequence

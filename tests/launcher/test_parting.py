@@ -36,7 +36,7 @@ def test_a_scheduler_that_is_not_registered_is_found_before_the_first_unlike_upd
     code, err = run.end()
     asked.communicate(timeout=60)
     assert code == 2, err
-    assert "body.weight and all of its group would part" in err
+    assert "body.weight and all of its group would diverge" in err
     assert "lr of the optimizer's group 0 (body.weight) is" in err
     assert "on worker 2" in err
     assert "parting_script.py, line" in err
@@ -61,7 +61,8 @@ def test_one_flipped_bit_is_found_and_no_checkpoint_keeps_it(
     code, err = Launch(tmp_path, [4, 4], *given, script=SCRIPT).end()
     assert code == 2, err
     assert (
-        f"head.weight on worker 1 is not what it is on worker 0: training has parted {since}" in err
+        f"head.weight on worker 1 is not what it is on worker 0: the workers have diverged {since}"
+        in err
     )
     assert "memory" in err
     kept = [folder.name for folder in saved.iterdir()] if saved.exists() else []

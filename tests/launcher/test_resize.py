@@ -352,7 +352,7 @@ def test_a_newcomer_that_is_stopped_before_it_prepares_is_given_up(
     launch.wait_for_step(2, workers=2)
     done = launch.resize("--gpus", "3xcpu:fast")
     assert done.returncode == 1
-    said = "not resized: a newcomer failed: worker 2 (cpu:fast) was stopped for 3."
+    said = "not resized: a joining worker failed: worker 2 (cpu:fast) was stopped for 3."
     assert said in done.stderr
     launch.go(2)
     assert launch.digest() == undisturbed

@@ -185,7 +185,7 @@ def test_the_odd_worker_the_parameter_and_the_steps_are_named() -> None:
     fault = find_fault([told(), odd, told()], 70)
     assert fault is not None
     assert fault.message == (
-        "head.weight on worker 1 is not what it is on workers 0, 2: training has parted "
+        "head.weight on worker 1 is not what it is on workers 0, 2: the workers have diverged "
         "(steps 51 to 70)"
     )
     assert "job.rank" in fault.hint
@@ -213,7 +213,7 @@ def test_settings_and_freezing_are_the_cause_before_parameters_are() -> None:
     fault = find_fault([told(), told(), told(settings=[{"lr": 0.4}], numbers=odd)], 60)
     assert fault is not None
     assert fault.message == (
-        "body.weight has parted (steps 51 to 60): lr of the optimizer's group 0 (body.weight) is "
+        "body.weight has diverged (steps 51 to 60): lr of the optimizer's group 0 (body.weight) is "
         "0.4 on worker 2, 0.1 on workers 0, 1"
     )
     frozen = find_fault([told(frozen=["head.weight"]), told(), told()], 60)

@@ -34,7 +34,7 @@ SLOW = [
     ("cont_single_n1000_lam640_seed0.trace", "max_min_fairness", 0.03),
     ("cont_single_n1000_lam640_seed0.trace", "max_min_fairness_perf", 0.03),
     ("cont_multi_n1000_lam1385_seed0.trace", "max_min_fairness", 0.03),
-    # Which of LAS's optima is taken counts most here: see docs/simulator.md.
+    # Which of LAS's optima is taken counts most here: see docs/benchmarks/simulator.md.
     ("cont_multi_n1000_lam1385_seed0.trace", "max_min_fairness_perf", 0.06),
 ]
 CASES = SMALL + LARGE + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
