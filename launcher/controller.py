@@ -22,6 +22,7 @@ from .generations import Generations
 from .heartbeat import Limits
 from .hosts import Alone, Together
 from .inbox import Inbox
+from .preload import VARIABLE, Preload
 from .regroup import Regroup
 from .repartition import Repartitions
 from .request import (
@@ -98,7 +99,10 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
     if request.rendezvous is None:
         seat_workers(request.config.workers, request.config)
     began = time.monotonic()
-    with Signals() as signals:
+    with Signals() as signals, Preload(os.environ.get(VARIABLE, "")) as preload:
+        if request.rendezvous is None:
+            for environment in _environments(plan_commands(request)):
+                preload.prepare(environment)  # they import while this process sets up
         hosts = (
             Together(request.config, request.rendezvous, request.policy)
             if request.rendezvous
@@ -111,8 +115,9 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
             changes=request.is_elastic,
             survives=request.survives,
             token=hosts.token,
+            preload=preload,
         )
-        run = _Run(request, hosts, workers, signals, warn)
+        run = _Run(request, hosts, workers, preload, signals, warn)
         failure = run.train()
         last = run.generations
         reports = []
@@ -145,10 +150,12 @@ class _Run:
         request: LaunchRequest,
         hosts: Alone | Together,
         workers: Workers,
+        preload: Preload,
         signals: Signals,
         warn: Warn,
     ) -> None:
         self._request, self._hosts, self._workers = request, hosts, workers
+        self._preload = preload
         self._signals, self._warn = signals, warn
         self._inbox: Inbox | None = None
         self._seats: dict[str, Seat] = {}
@@ -165,8 +172,11 @@ class _Run:
                 self._warn(crowded)
             _fill_folder(request)
             self._inbox = Inbox(request.folder)
-            workers.start(_commands(request, seats, self._meeting))
-            hosts.started()
+            commands = _commands(request, seats, self._meeting)
+            hosts.starting()
+            for environment in _environments(commands):
+                self._preload.wait(environment, self._watch)
+            workers.start(commands)
             if request.is_elastic:
                 self._seats = {str(seat.slot.rank): seat for seat in seats}
                 self.generations = self._make_generations(self._inbox, hosts)
@@ -351,6 +361,11 @@ def _commands(
         handover=(request.folder / HANDOVER).resolve() if request.hands_over else None,
         generation=generation,
     )
+
+
+def _environments(commands: Sequence[WorkerCommand]) -> list[dict[str, str]]:
+    """The whole environment of each worker."""
+    return [{**os.environ, **command.environment} for command in commands]
 
 
 def _cause(

@@ -14,6 +14,7 @@ from ..runtime.handover import STOPPED_EXIT_CODE
 from .failures import Failure, failure_of, first_cause
 from .line import Line
 from .output import follow, tee
+from .preload import Preload
 from .spawn import Process, WorkerCommand, failure_path, signal_group, start
 
 GRACE_SECONDS = 5.0
@@ -51,6 +52,7 @@ class Workers:
         changes: Whether others may come and go while they train.
         survives: Whether they go on when others die.
         token: The launch's, for the store.
+        preload: The launch's preloaded processes.
     """
 
     def __init__(
@@ -62,8 +64,9 @@ class Workers:
         changes: bool = False,
         survives: bool = False,
         token: str = "",
+        preload: Preload,
     ) -> None:
-        self._folder = folder
+        self._folder, self._preload = folder, preload
         self._stdout_to_stderr = stdout_to_stderr
         self._has_lines, self._changes, self._survives = has_lines, changes, survives
         self._token = token
@@ -99,13 +102,14 @@ class Workers:
         self, command: WorkerCommand, out: int | IO[bytes], err: int | IO[bytes]
     ) -> Process:
         if not self._has_lines:
-            return start(command, out, err, token=self._token)
+            return start(command, out, err, preload=self._preload, token=self._token)
         line = self._lines[command.name] = Line()
         number = line.theirs.fileno()
         process = start(
             command,
             out,
             err,
+            preload=self._preload,
             line=number,
             changes=self._changes,
             survives=self._survives,
@@ -185,13 +189,13 @@ class Workers:
             failure_of(
                 int(name),
                 self._types[name],
-                process.returncode,
+                code,
                 failure_path(self._folder, name),
                 self.logs(name)[1],
                 why=self._killed.get(name, ""),
             )
             for name, process in self._processes.items()
-            if process.poll() not in (None, 0)
+            if (code := process.poll())
         ]
 
     def running(self) -> list[Failure]:

@@ -229,6 +229,7 @@ class Connection:
             self.trouble = self.trouble or "it was closed"
             self._channel.close()
         if self._process is not None:
+            self._process.kill()  # it may still be importing
             self._process.wait()
 
 
@@ -265,6 +266,12 @@ class Preload:
         self._place = OFF if not sys.platform.startswith("linux") else place
         self._connections: dict[frozenset[tuple[str, str]], Connection] = {}
         self._has_told = False
+
+    def __enter__(self) -> "Preload":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def prepare(self, environment: Mapping[str, str]) -> None:
         """Start a preloaded process for processes with this environment, in the background.
@@ -306,7 +313,6 @@ class Preload:
         pass_fds: Sequence[int] = (),
     ) -> Forked | None:
         """Fork a process where a preloaded one is ready for it; else None, at once."""
-        self.prepare(environment)
         connection = self._connections.get(frozenset(import_settings(environment).items()))
         if connection is None or not can_run(list(command)):
             return None

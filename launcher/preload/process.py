@@ -42,17 +42,26 @@ def dying_with(parent: int) -> Callable[[], None]:
     return bind
 
 
-def become(request: ForkRequest, descriptors: list[int], parent: int) -> None:
+def become(request: ForkRequest, descriptors: list[int], parent: int, told: int) -> None:
     """Take over all that a fresh process would have by its command, its caller and Python's start.
 
     Args:
         request: What to become.
         descriptors: Received with it, in the order of their numbers in ``request``.
         parent: The process that has forked this one, with which it dies.
+        told: Where ``parent`` reads what went wrong; closed without a word when all is done.
     """
+    try:
+        _become(request, descriptors, parent, told)
+    except Exception as error:
+        os.write(told, str(error).encode())
+        os._exit(1)
+
+
+def _become(request: ForkRequest, descriptors: list[int], parent: int, told: int) -> None:
     os.setsid()
     dying_with(parent)()
-    _place(descriptors, request.descriptors)
+    told = _place(descriptors, request.descriptors, told)
     os.chdir(request.folder)
     os.umask(request.umask)
     for name, number in resources().items():
@@ -70,15 +79,19 @@ def become(request: ForkRequest, descriptors: list[int], parent: int) -> None:
     sys.orig_argv = list(request.command)
     set_title(request.command)
     _set_signals(request)
+    os.close(told)
 
 
-def _place(descriptors: list[int], numbers: list[int]) -> None:
-    """Give each descriptor its number, and close all others, as ``subprocess`` does."""
-    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(_HIGH, *numbers) + 1) for fd in descriptors]
-    os.closerange(0, min(moved))
-    for source, number in zip(moved, numbers, strict=True):
+def _place(descriptors: list[int], numbers: list[int], kept: int) -> int:
+    """Give each descriptor its number, and close all others but one, which gets a new number."""
+    lowest = max(_HIGH, *numbers) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest) for fd in (*descriptors, kept)]
+    os.closerange(0, lowest)
+    for source, number in zip(moved[:-1], numbers, strict=True):
         os.dup2(source, number, inheritable=True)
-    os.closerange(min(moved), max(moved) + 1)
+        os.close(source)
+    os.closerange(moved[-1] + 1, os.sysconf("SC_OPEN_MAX"))
+    return moved[-1]
 
 
 def _set_signals(request: ForkRequest) -> None:
@@ -125,7 +138,7 @@ def _open_stream(number: int, name: str, encoding: str, errors: str) -> IO[str]:
 
 def _seed_anew() -> None:
     """Draw what a fresh process draws at its start or import; ``random`` does so by itself."""
-    modules: dict[str, Any] = sys.modules  # type: ignore[assignment]
+    modules: dict[str, Any] = sys.modules
     if "numpy.random" in modules:
         modules["numpy.random"].seed()
     if "torch" in modules:

@@ -113,12 +113,10 @@ def _preloaded(channel: socket.socket, modules: Sequence[str], *, is_host: bool)
     if trouble is not None:
         _tell(connection, {"refused": trouble})
         sys.exit(1)
-    task = _Host(connection).serve()
-    if task is None:
+    command = _Host(connection).serve()
+    if command is None:
         os._exit(0)  # nothing to tidy up, and its processes are to end now
-    request, descriptors, parent = task
-    become(request, descriptors, parent)
-    return request.command
+    return command
 
 
 def check_forkable() -> None:
@@ -175,8 +173,8 @@ class _Host:
         self._selector = selectors.DefaultSelector()
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def serve(self) -> tuple[ForkRequest, list[int], int] | None:
-        """Serve until the connection is closed: None. In a forked process: what it shall be."""
+    def serve(self) -> list[str] | None:
+        """Serve until the connection is closed: None. In a forked process: its command."""
         is_open = _tell(self._connection, {"ready": os.getpid()})
         while is_open:
             for key, _ in self._selector.select():
@@ -186,9 +184,9 @@ class _Host:
                 found = receive(self._connection)
                 if found is None:
                     return None
-                task = self._fork(*found)
-                if task is not None:
-                    return task
+                command = self._fork(*found)
+                if command is not None:
+                    return command
         return None
 
     def _bury(self, number: int, pid: int) -> bool:
@@ -198,10 +196,10 @@ class _Host:
         code = os.waitstatus_to_exitcode(status)
         return _tell(self._connection, {"exited": pid, "exit_code": code})
 
-    def _fork(
-        self, message: Message, descriptors: list[int]
-    ) -> tuple[ForkRequest, list[int], int] | None:
+    def _fork(self, message: Message, descriptors: list[int]) -> list[str] | None:
+        """Fork once, and say so; in the forked process, the command to run."""
         own = os.getpid()
+        read, write = os.pipe()
         try:
             request = ForkRequest(**message)
             pid = os.fork()
@@ -210,13 +208,27 @@ class _Host:
             pid = -1
         if pid == 0:
             self._selector.close()
-            return request, descriptors, own
-        for number in descriptors:
+            become(request, descriptors, own, write)
+            return request.command
+        for number in (write, *descriptors):
             os.close(number)
         if pid > 0:
-            self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
-            _tell(self._connection, {"forked": pid})
+            self._answer(pid, _all_of(read))
+        os.close(read)
         return None
+
+    def _answer(self, pid: int, trouble: str) -> None:
+        if trouble:
+            os.waitpid(pid, 0)
+            _tell(self._connection, {"refused": trouble})
+            return
+        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+        _tell(self._connection, {"forked": pid})
+
+
+def _all_of(number: int) -> str:
+    with open(number, "rb", closefd=False) as stream:
+        return stream.read().decode("utf-8", "replace")
 
 
 def listen(path: Path, modules: Sequence[str]) -> None:
@@ -248,24 +260,24 @@ def _bind(path: Path) -> socket.socket:
             f"{folder} is open to other users",
             hint=f"put the socket into a folder of your own (chmod 700 {folder})",
         )
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     if path.is_socket():
-        try:
-            listening.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()  # left by one that was killed
-        else:
-            raise LaunchError(f"{path} is served by another process")
-        listening.close()
-        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    before = os.umask(0o177)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise LaunchError(f"{path} is served by another process")
+        # Else it was left by one that was killed.
+    elif path.exists():
+        raise LaunchError(f"{path} is there already, and no socket")
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    before, new = os.umask(0o177), path.with_name(f"{path.name}.new")
     try:
-        listening.bind(str(path))
+        new.unlink(missing_ok=True)
+        listening.bind(str(new))
+        listening.listen(128)
+        new.rename(path)  # who sees it can connect
     except OSError as error:
         raise LaunchError(f"cannot listen on {path}: {error.strerror or error}") from None
     finally:
         os.umask(before)
-    listening.listen(128)
     return listening
 
 
