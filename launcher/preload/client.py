@@ -48,6 +48,16 @@ class Forked:
         self.stdin, self.stdout, self.stderr = pipes.ours
         self.returncode: int | None = None
 
+    def __enter__(self) -> "Forked":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close our ends of its pipes, and wait for its end."""
+        for stream in (self.stdin, self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        self.wait()
+
     def poll(self) -> int | None:
         """Its exit code, if it has ended."""
         if self.returncode is None:
@@ -401,7 +411,8 @@ def fork(
     """Start a Python program as ``subprocess.Popen`` does, by a fork of a preloaded process.
 
     The preloaded process is the one whose socket ``HETFLOW_PRELOAD`` names, in our environment.
-    The new process leads a session of its own and is killed when this process ends.
+    The new process leads a session of its own and is killed when this process ends. Unlike a
+    fresh one, a script that a KeyboardInterrupt ends has exit code 1, and no signal's.
 
     Args:
         argv: ``[sys.executable, "-m", module, ...]`` or ``[sys.executable, script, ...]``, also

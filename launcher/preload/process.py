@@ -51,17 +51,18 @@ def become(request: ForkRequest, descriptors: list[int], parent: int, told: int)
         parent: The process that has forked this one, with which it dies.
         told: Where ``parent`` reads what went wrong; closed without a word when all is done.
     """
-    try:
-        _become(request, descriptors, parent, told)
-    except Exception as error:
-        os.write(told, str(error).encode())
-        os._exit(1)
-
-
-def _become(request: ForkRequest, descriptors: list[int], parent: int, told: int) -> None:
     os.setsid()
     dying_with(parent)()
     told = _place(descriptors, request.descriptors, told)
+    try:
+        _take_over(request)
+    except Exception as error:
+        os.write(told, str(error).encode())
+        os._exit(1)
+    os.close(told)
+
+
+def _take_over(request: ForkRequest) -> None:
     os.chdir(request.folder)
     os.umask(request.umask)
     for name, number in resources().items():
@@ -79,7 +80,6 @@ def _become(request: ForkRequest, descriptors: list[int], parent: int, told: int
     sys.orig_argv = list(request.command)
     set_title(request.command)
     _set_signals(request)
-    os.close(told)
 
 
 def _place(descriptors: list[int], numbers: list[int], kept: int) -> int:
@@ -118,8 +118,8 @@ def _open_streams() -> None:
 
 
 def _open_stream(number: int, name: str, encoding: str, errors: str) -> IO[str]:
-    writes = number > 0
-    is_buffered = not (writes and os.environ.get("PYTHONUNBUFFERED"))
+    writes, is_unbuffered = number > 0, bool(os.environ.get("PYTHONUNBUFFERED"))
+    is_buffered = not (writes and is_unbuffered)
     buffer: Any = open(  # noqa: SIM115
         number, "wb" if writes else "rb", buffering=-1 if is_buffered else 0, closefd=False
     )
@@ -129,8 +129,8 @@ def _open_stream(number: int, name: str, encoding: str, errors: str) -> IO[str]:
         encoding=encoding,
         errors=errors,
         newline="\n" if writes else None,
-        line_buffering=is_buffered and (number == 2 or os.isatty(number)),
-        write_through=not is_buffered,
+        line_buffering=not is_unbuffered and (number == 2 or os.isatty(number)),
+        write_through=is_unbuffered,
     )
     stream.mode = "w" if writes else "r"  # type: ignore[misc]
     return stream
