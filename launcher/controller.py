@@ -100,9 +100,11 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
         seat_workers(request.config.workers, request.config)
     began = time.monotonic()
     with Signals() as signals, Preload(os.environ.get(VARIABLE, "")) as preload:
+        inherited = dict(os.environ)  # the store's thread changes ours for a while
         if request.rendezvous is None:
-            for environment in _environments(plan_commands(request)):
-                preload.prepare(environment)  # they import while this process sets up
+            for command in plan_commands(request):
+                # It imports while this process sets up.
+                preload.prepare({**inherited, **command.environment})
         hosts = (
             Together(request.config, request.rendezvous, request.policy)
             if request.rendezvous
@@ -115,9 +117,10 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
             changes=request.is_elastic,
             survives=request.survives,
             token=hosts.token,
+            inherited=inherited,
             preload=preload,
         )
-        run = _Run(request, hosts, workers, preload, signals, warn)
+        run = _Run(request, hosts, workers, signals, warn)
         failure = run.train()
         last = run.generations
         reports = []
@@ -150,12 +153,10 @@ class _Run:
         request: LaunchRequest,
         hosts: Alone | Together,
         workers: Workers,
-        preload: Preload,
         signals: Signals,
         warn: Warn,
     ) -> None:
         self._request, self._hosts, self._workers = request, hosts, workers
-        self._preload = preload
         self._signals, self._warn = signals, warn
         self._inbox: Inbox | None = None
         self._seats: dict[str, Seat] = {}
@@ -174,8 +175,7 @@ class _Run:
             self._inbox = Inbox(request.folder)
             commands = _commands(request, seats, self._meeting)
             hosts.starting()
-            for environment in _environments(commands):
-                self._preload.wait(environment, self._watch)
+            workers.wait_until_ready(commands, self._watch)
             workers.start(commands)
             if request.is_elastic:
                 self._seats = {str(seat.slot.rank): seat for seat in seats}
@@ -361,11 +361,6 @@ def _commands(
         handover=(request.folder / HANDOVER).resolve() if request.hands_over else None,
         generation=generation,
     )
-
-
-def _environments(commands: Sequence[WorkerCommand]) -> list[dict[str, str]]:
-    """The whole environment of each worker."""
-    return [{**os.environ, **command.environment} for command in commands]
 
 
 def _cause(

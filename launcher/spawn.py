@@ -184,6 +184,7 @@ def start(
     command: WorkerCommand,
     stdout: int | IO[bytes],
     stderr: int | IO[bytes],
+    inherited: Mapping[str, str],
     *,
     preload: Preload,
     line: int | None = None,
@@ -199,6 +200,7 @@ def start(
         command: What to run.
         stdout: Where its output goes.
         stderr: Where its errors go.
+        inherited: The environment that it adds its own to.
         preload: The launch's preloaded processes.
         line: Its end of the line to the controller, if it has one.
         changes: Whether other workers may come and go.
@@ -210,7 +212,7 @@ def start(
     extra |= {names.CHANGES: "1"} if changes else {}
     extra |= {names.SURVIVES: "1"} if survives else {}
     extra |= {names.TOKEN: token} if token else {}
-    environment = {**os.environ, **command.environment, **extra}
+    environment = {**inherited, **command.environment, **extra}
     passed = () if line is None else (line,)
     forked = preload.start(
         command.arguments,

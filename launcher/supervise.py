@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -52,6 +52,7 @@ class Workers:
         changes: Whether others may come and go while they train.
         survives: Whether they go on when others die.
         token: The launch's, for the store.
+        inherited: The environment that they add theirs to.
         preload: The launch's preloaded processes.
     """
 
@@ -64,9 +65,11 @@ class Workers:
         changes: bool = False,
         survives: bool = False,
         token: str = "",
+        inherited: Mapping[str, str],
         preload: Preload,
     ) -> None:
-        self._folder, self._preload = folder, preload
+        self._folder = folder
+        self._inherited, self._preload = inherited, preload
         self._stdout_to_stderr = stdout_to_stderr
         self._has_lines, self._changes, self._survives = has_lines, changes, survives
         self._token = token
@@ -76,6 +79,13 @@ class Workers:
         self._killed: dict[str, str] = {}
         self._shown = "0"
         self._tees: list[threading.Thread] = []
+
+    def wait_until_ready(
+        self, commands: Sequence[WorkerCommand], watch: Callable[[], None]
+    ) -> None:
+        """Wait until workers can be forked, or never will be; ``watch`` may raise meanwhile."""
+        for command in commands:
+            self._preload.wait({**self._inherited, **command.environment}, watch)
 
     def start(self, commands: Sequence[WorkerCommand]) -> None:
         """Start them all. Call from the main thread: their lives hang on the starting thread."""
@@ -102,13 +112,16 @@ class Workers:
         self, command: WorkerCommand, out: int | IO[bytes], err: int | IO[bytes]
     ) -> Process:
         if not self._has_lines:
-            return start(command, out, err, preload=self._preload, token=self._token)
+            return start(
+                command, out, err, self._inherited, preload=self._preload, token=self._token
+            )
         line = self._lines[command.name] = Line()
         number = line.theirs.fileno()
         process = start(
             command,
             out,
             err,
+            self._inherited,
             preload=self._preload,
             line=number,
             changes=self._changes,

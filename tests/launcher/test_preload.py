@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from hetflow.launcher import preload
+from hetflow.schema import files
+from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 
 TELLS = """
 import json, os, resource, signal, subprocess, sys, threading
@@ -51,6 +53,28 @@ print(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item(),
 def serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with preload.serving(tmp_path_factory.mktemp("preload") / "own") as path:
         yield path
+
+
+@pytest.fixture(name="two_workers")
+def plan_two_workers(here: Path) -> Path:
+    group = DeviceGroup(
+        device_type="cpu:fast",
+        num_devices=2,
+        device_batch_size=4,
+        virtual_nodes=2,
+        virtual_node_batch_size=2,
+    )
+    plan = SplitPlan(
+        model="m",
+        global_batch_size=8,
+        groups=(group,),
+        predicted=Prediction(step_seconds=0.5, samples_per_second=16.0),
+        proof=Proof(
+            termination="feasible", objective=0.5, lower_bound=None, gap=None, method="hand"
+        ),
+    )
+    files.write(here / "plan.json", plan)
+    return here / "plan.json"
 
 
 @pytest.fixture(name="here")
@@ -207,6 +231,23 @@ def test_what_cannot_be_forked_is_refused(here: Path) -> None:
     with pytest.raises(preload.PreloadError, match="No such file"):
         forked(script(here, ""), cwd=here / "nowhere")
     assert said(forked(script(here, "print('still there')"))) == "still there\n"
+
+
+def test_a_launch_forks_all_of_its_workers(here: Path, two_workers: Path) -> None:
+    path = script(
+        here,
+        "import os, pathlib, sys\n"
+        "has = 'torch._dynamo' in sys.modules\n"
+        "pathlib.Path('told' + os.environ['RANK']).write_text(f'{has} {os.getppid()}')\n",
+    )
+    command = ["-m", "hetflow.cli.main", "launch", "-o", "run", str(two_workers), path]
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = [(here / f"told{rank}").read_text().split() for rank in range(2)]
+    assert [has for has, _ in told] == ["True", "True"]
+    assert told[0][1] == told[1][1]
 
 
 def test_forked_processes_die_with_who_asked_for_them(here: Path) -> None:
