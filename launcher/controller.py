@@ -22,6 +22,7 @@ from .generations import Generations
 from .heartbeat import Limits
 from .hosts import Alone, Together
 from .inbox import Inbox
+from .preload import VARIABLE, Preload
 from .regroup import Regroup
 from .repartition import Repartitions
 from .request import (
@@ -98,7 +99,12 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
     if request.rendezvous is None:
         seat_workers(request.config.workers, request.config)
     began = time.monotonic()
-    with Signals() as signals:
+    with Signals() as signals, Preload(os.environ.get(VARIABLE, "")) as preload:
+        inherited = dict(os.environ)  # the store's thread changes ours for a while
+        if request.rendezvous is None:
+            for command in plan_commands(request):
+                # It imports while this process sets up.
+                preload.prepare({**inherited, **command.environment})
         hosts = (
             Together(request.config, request.rendezvous, request.policy)
             if request.rendezvous
@@ -111,6 +117,8 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
             changes=request.is_elastic,
             survives=request.survives,
             token=hosts.token,
+            inherited=inherited,
+            preload=preload,
         )
         run = _Run(request, hosts, workers, signals, warn)
         failure = run.train()
@@ -165,8 +173,10 @@ class _Run:
                 self._warn(crowded)
             _fill_folder(request)
             self._inbox = Inbox(request.folder)
-            workers.start(_commands(request, seats, self._meeting))
-            hosts.started()
+            commands = _commands(request, seats, self._meeting)
+            hosts.starting()
+            workers.wait_until_ready(commands, self._watch)
+            workers.start(commands)
             if request.is_elastic:
                 self._seats = {str(seat.slot.rank): seat for seat in seats}
                 self.generations = self._make_generations(self._inbox, hosts)

@@ -64,7 +64,7 @@ class Alone:
         port = self._socket.getsockname()[1]
         return self._config.workers, Meeting(address="127.0.0.1", port=port, interface="lo")
 
-    def started(self) -> None:
+    def starting(self) -> None:
         """The workers are starting: import torch and make the store beside them."""
         self._thread.start()
 
@@ -255,7 +255,7 @@ class Together:
         except Unreachable as error:
             raise LaunchError(self._lost(0, str(error)).error, exit_code=1) from None
 
-    def started(self) -> None:
+    def starting(self) -> None:
         """The store is there already."""
 
     def failure_elsewhere(self) -> Failure | None:

@@ -1,22 +1,20 @@
 """Start workers: exact commands and environments, each in a session of its own."""
 
-import ctypes
 import os
 import shlex
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from ..runtime import environment as names
 from ..runtime.pins import pins
 from ..schema.launch import Determinism
 from .devices import Seat
-
-_PR_SET_PDEATHSIG = 1
+from .preload import Preload
+from .preload.process import dying_with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,22 +164,44 @@ def failure_path(folder: Path, name: str) -> Path:
     return folder / "logs" / f"rank{name}.failed.json"
 
 
+class Process(Protocol):
+    """A worker's process: a ``subprocess.Popen``, or one that was forked."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        """Its exit code, if it has ended."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, and give its exit code."""
+
+    def send_signal(self, number: int, /) -> None:
+        """Send it a signal, unless it has ended."""
+
+
 def start(
     command: WorkerCommand,
     stdout: int | IO[bytes],
     stderr: int | IO[bytes],
+    inherited: Mapping[str, str],
     *,
+    preload: Preload,
     line: int | None = None,
     changes: bool = False,
     survives: bool = False,
     token: str = "",
-) -> "Process":
+) -> Process:
     """Start one worker in its own session; it dies with this process, however that dies.
+
+    It is forked where a preloaded process is ready for its environment, and fresh elsewhere.
 
     Args:
         command: What to run.
         stdout: Where its output goes.
         stderr: Where its errors go.
+        inherited: The environment that it adds its own to.
+        preload: The launch's preloaded processes.
         line: Its end of the line to the controller, if it has one.
         changes: Whether other workers may come and go.
         survives: Whether it goes on when other workers die.
@@ -192,33 +212,29 @@ def start(
     extra |= {names.CHANGES: "1"} if changes else {}
     extra |= {names.SURVIVES: "1"} if survives else {}
     extra |= {names.TOKEN: token} if token else {}
+    environment = {**inherited, **command.environment, **extra}
+    passed = () if line is None else (line,)
+    forked = preload.start(
+        command.arguments,
+        environment,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=passed,
+    )
+    if forked is not None:
+        return forked
+    is_linux = sys.platform.startswith("linux")
     return subprocess.Popen(
         command.arguments,
-        env={**os.environ, **command.environment, **extra},
-        pass_fds=() if line is None else (line,),
+        env=environment,
+        pass_fds=passed,
         stdin=subprocess.DEVNULL,
         stdout=stdout,
         stderr=stderr,
         start_new_session=True,
-        preexec_fn=_die_with_parent(os.getpid()),
+        preexec_fn=dying_with(os.getpid()) if is_linux else None,
     )
-
-
-Process = subprocess.Popen[bytes]
-
-
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """For the child between fork and exec: SIGKILL when the controller is gone (Linux)."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-
-    def bind() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(128 + signal.SIGKILL)
-
-    return bind
 
 
 def signal_group(process: Process, number: int) -> None:

@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -14,6 +14,7 @@ from ..runtime.handover import STOPPED_EXIT_CODE
 from .failures import Failure, failure_of, first_cause
 from .line import Line
 from .output import follow, tee
+from .preload import Preload
 from .spawn import Process, WorkerCommand, failure_path, signal_group, start
 
 GRACE_SECONDS = 5.0
@@ -51,6 +52,8 @@ class Workers:
         changes: Whether others may come and go while they train.
         survives: Whether they go on when others die.
         token: The launch's, for the store.
+        inherited: The environment that they add theirs to.
+        preload: The launch's preloaded processes.
     """
 
     def __init__(
@@ -62,8 +65,11 @@ class Workers:
         changes: bool = False,
         survives: bool = False,
         token: str = "",
+        inherited: Mapping[str, str],
+        preload: Preload,
     ) -> None:
         self._folder = folder
+        self._inherited, self._preload = inherited, preload
         self._stdout_to_stderr = stdout_to_stderr
         self._has_lines, self._changes, self._survives = has_lines, changes, survives
         self._token = token
@@ -73,6 +79,13 @@ class Workers:
         self._killed: dict[str, str] = {}
         self._shown = "0"
         self._tees: list[threading.Thread] = []
+
+    def wait_until_ready(
+        self, commands: Sequence[WorkerCommand], watch: Callable[[], None]
+    ) -> None:
+        """Wait until workers can be forked, or never will be; ``watch`` may raise meanwhile."""
+        for command in commands:
+            self._preload.wait({**self._inherited, **command.environment}, watch)
 
     def start(self, commands: Sequence[WorkerCommand]) -> None:
         """Start them all. Call from the main thread: their lives hang on the starting thread."""
@@ -99,13 +112,17 @@ class Workers:
         self, command: WorkerCommand, out: int | IO[bytes], err: int | IO[bytes]
     ) -> Process:
         if not self._has_lines:
-            return start(command, out, err, token=self._token)
+            return start(
+                command, out, err, self._inherited, preload=self._preload, token=self._token
+            )
         line = self._lines[command.name] = Line()
         number = line.theirs.fileno()
         process = start(
             command,
             out,
             err,
+            self._inherited,
+            preload=self._preload,
             line=number,
             changes=self._changes,
             survives=self._survives,
@@ -185,13 +202,13 @@ class Workers:
             failure_of(
                 int(name),
                 self._types[name],
-                process.returncode,
+                code,
                 failure_path(self._folder, name),
                 self.logs(name)[1],
                 why=self._killed.get(name, ""),
             )
             for name, process in self._processes.items()
-            if process.poll() not in (None, 0)
+            if (code := process.poll())
         ]
 
     def running(self) -> list[Failure]:
