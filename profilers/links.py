@@ -180,6 +180,8 @@ def _ring_of(
     sizes = [message.num_bytes for message in messages]
     fit = fit_ring(num_devices, sizes, [message.seconds for message in messages])
     provenance["messages"] = {"fit_error": fit.error if fit else None}
+    if fit is None:
+        provenance["messages"]["no_ring"] = "all-reduces did not take longer with their size"
     return fit
 
 
