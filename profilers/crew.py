@@ -79,12 +79,25 @@ class Crew:
 
     def together(self, config: LaunchConfig, *, num_steps: int) -> list[list[StepTimes]]:
         """Train one config on all devices, which synchronise; raises as ``beside``."""
-        group = {"path": str(self._meeting_place()), "backend": self.backend}
-        return self._rehearse(
-            config,
-            [{"group": group, "rank": rank} for rank in range(config.world_size)],
+        return self._rehearse(config, self._in_group(config), num_steps=num_steps)
+
+    def peak_together(self, config: LaunchConfig, *, num_steps: int) -> int:
+        """The most memory of any worker in such a training, in bytes; raises as ``beside``."""
+        answers = self._ask(
+            "rehearse",
+            self._in_group(config),
+            config=files.to_json(config),
+            warm_up_steps=0,
             num_steps=num_steps,
+            measures_peak=True,
         )
+        peaks: list[int] = [answer["peak_memory_bytes"] for answer in answers]
+        return max(peaks)
+
+    def _in_group(self, config: LaunchConfig) -> list[dict[str, Any]]:
+        """What each worker of a config needs to meet the others."""
+        group = {"path": str(self._meeting_place()), "backend": self.backend}
+        return [{"group": group, "rank": rank} for rank in range(config.world_size)]
 
     def exchange(
         self, *, batch_size: int, budget_seconds: float, measures_messages: bool
