@@ -5,8 +5,8 @@ same time without it: what is left is the exposed wait for the others and their 
 alternate, so that a drift of the machine meets both; where the wait hides behind the backward pass
 it costs nothing, so several sizes are measured.
 
-The first steps after workers have met are longer, by more than what is looked for, and only those
-of workers that synchronise: rehearsals are long enough to settle, and only settled steps count.
+The first steps after workers have met are longer, most of all where they synchronise, by up to more
+than what is looked for: rehearsals are long enough to settle, and only settled steps count.
 """
 
 import statistics
