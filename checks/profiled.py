@@ -198,8 +198,10 @@ def _pool_faults(
     if pool.base_memory_bytes != profile.base_memory_bytes:
         yield f"base_memory_bytes is {pool.base_memory_bytes}, not {profile.base_memory_bytes}"
     aside = _workspace_bytes(graph) + (profile.update_workspace_bytes or 0)
+    aside += profile.group_workspace_bytes or 0
     if pool.workspace_bytes != aside:
         more = " with the update" if profile.update_workspace_bytes else ""
+        more += " and the exchange" if profile.group_workspace_bytes else ""
         yield f"workspace_bytes is {pool.workspace_bytes}, the dearest layer{more} needs {aside}"
 
 

@@ -323,6 +323,10 @@ def _step_lines(measured: Profile) -> list[str]:
             )
     if how.get("loading", "measured") != "measured":
         lines.append(f"loading not measured: {how['loading']}")
+    of_sync = how.get("sync", {})
+    no_ring = of_sync.get("at_batch_1", of_sync).get("messages", {}).get("no_ring")
+    if no_ring is not None:
+        lines.append(f"no ring was fitted, so sync is known for as many devices only: {no_ring}")
     return lines
 
 

@@ -15,6 +15,10 @@ from .observed import Measured, Run, together
 Retime = Callable[[PipelinePlan, Sequence[Profile]], float | None]
 """The step of a plan with these profiles' numbers; None where it has no step of its own."""
 
+_UNTIMED = (
+    "its step was not measured, or cannot be predicted anew: its schedule never flushes, or its "
+    "plan does not repeat the links of its cluster"
+)
 _SAME = 1e-9
 _Seconds = tuple[float, float]
 """Of forward and of backward passes."""
@@ -45,6 +49,8 @@ def corrected_by_pipelines(
         assert isinstance(plan, PipelinePlan)
         step = retime(plan, scaled)
         if measured is None or step is None:
+            if any(profile.pipeline is not None for profile in profiles):
+                said.append(f"{run.name}: its passes count, not the rest of its step; {_UNTIMED}")
             continue
         if abs(measured - step) > _SAME * measured:
             for name in {stage.device_type for stage in plan.stages}:

@@ -290,7 +290,7 @@ def _workspace(profile: Profile, graph: LayerGraph, total: int) -> int:
 
     Where workspaces were measured, the dearest layer's, with the gradients of its output and
     inputs, which live beside it during its backward pass; and the update's, where the allocator
-    keeps it apart. One for all stages: a bound.
+    keeps it apart; and what exchanging with other workers takes. One for all stages: a bound.
     """
     made = {node.id: node.activation_bytes for node in graph.nodes}
     inputs = dict.fromkeys(made, 0)
@@ -304,7 +304,7 @@ def _workspace(profile: Profile, graph: LayerGraph, total: int) -> int:
         ),
         default=0,
     )
-    aside += profile.update_workspace_bytes or 0
+    aside += (profile.update_workspace_bytes or 0) + (profile.group_workspace_bytes or 0)
     base = profile.base_memory_bytes or 0
     if aside + base >= total:
         before = f", beside {base} before there is a model" if base else ""

@@ -88,7 +88,7 @@ class Bench:
         """Median pass time and peak memory at one batch size; warm-up steps are dropped."""
         batch = self.make_batch(batch_size)
         self._warm_up(batch)
-        self._reset_peak()
+        self.reset_peak()
         self.run_step(batch)
         walls: list[float] = []
 
@@ -102,7 +102,7 @@ class Bench:
             batch_size=batch_size,
             timing=timing,
             wall_seconds=sorted(walls)[len(walls) // 2],
-            peak_memory_bytes=self._peak(),
+            peak_memory_bytes=self.peak_memory_bytes(),
         )
 
     def optimizer_state(self, batch_size: int) -> dict[str, Any]:
@@ -151,6 +151,27 @@ class Bench:
 
             torch.cuda.synchronize(self.device)
 
+    def reset_peak(self) -> None:
+        """Give back what nobody uses, and start a new peak."""
+        gc.collect()
+        if self.on_cuda:
+            import torch
+
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            # Give freed blocks of smaller sizes back, or they would count for this one.
+            ctypes.CDLL(None).malloc_trim(0)
+            memory.reset_peak()
+
+    def peak_memory_bytes(self) -> int:
+        """The most there was since ``reset_peak``: of the device, or of the whole process."""
+        if self.on_cuda:
+            import torch
+
+            return int(torch.cuda.max_memory_allocated(self.device))
+        return memory.peak_memory_bytes()
+
     def _warm_up(self, batch: Any) -> None:
         """Whole steps, dropped: caches, kernel choices, and optimizer state for the peak.
 
@@ -170,25 +191,6 @@ class Bench:
         self.wait()
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         return (wall if self.on_cuda else cpu), wall
-
-    def _reset_peak(self) -> None:
-        gc.collect()
-        if self.on_cuda:
-            import torch
-
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            # Give freed blocks of smaller sizes back, or they would count for this one.
-            ctypes.CDLL(None).malloc_trim(0)
-            memory.reset_peak()
-
-    def _peak(self) -> int:
-        if self.on_cuda:
-            import torch
-
-            return int(torch.cuda.max_memory_allocated(self.device))
-        return memory.peak_memory_bytes()
 
     def _of_user(self, role: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -34,13 +34,17 @@ class BusyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy:
-    """``costs`` with ``num_devices`` training at once, and ``sync``; None where unmeasured."""
+    """``costs`` with ``num_devices`` training at once, and ``sync``; None where unmeasured.
+
+    ``peak_bytes`` are [sizes] the peaks of workers that synchronise, where those were measured.
+    """
 
     num_devices: int
     costs: LoopCosts | None
     costs_skipped: str | None
     sync: Sync | None
     sync_provenance: dict[str, Any]
+    peak_bytes: dict[int, int]
 
 
 def measure_busy(
@@ -84,7 +88,7 @@ def measure_busy(
                 costs, skipped = rounds.run(), None
             except (HetflowError, ChildDied, MemoryError) as error:
                 skipped = f"the workers failed: {links.said(error)}"
-        found, provenance = _sync_of(
+        found, provenance, peaks = _sync_of(
             crew, target, request, pass_seconds, sync, options, clock, progress
         )
     return Busy(
@@ -93,6 +97,7 @@ def measure_busy(
         costs_skipped=skipped,
         sync=found,
         sync_provenance=provenance,
+        peak_bytes=peaks,
     )
 
 
@@ -110,11 +115,11 @@ def _sync_of(
     options: BusyOptions,
     clock: Callable[[], float],
     progress: Progress,
-) -> tuple[Sync | None, dict[str, Any]]:
+) -> tuple[Sync | None, dict[str, Any], dict[int, int]]:
     """In the loop; as VirtualFlow 5.1.2 where that fails, and for its messages where asked for."""
     why_not = links.obstacle(request, sync)
     if why_not:
-        return None, {"skipped": why_not}
+        return None, {"skipped": why_not}, {}
     try:
         with _crew_of(crew, target, request, sync) as workers:
             found = measure_sync_in_loop(
@@ -128,24 +133,26 @@ def _sync_of(
         crew.release()
         progress("gradient synchronisation", None)
         other, provenance = links.measure_sync(target, request, sync)
-        return other, {**provenance, "not_in_the_loop": links.said(error)}
+        return other, {**provenance, "not_in_the_loop": links.said(error)}, {}
     provenance = {
         "method": "a step that synchronises minus the same step that does not, in the loop",
         "backend": crew.backend,
         **asdict(found.timing),
         "by_batch_size": {str(size): seconds for size, seconds in found.by_size.items()},
+        "peak_memory_bytes": {str(size): peak for size, peak in found.peak_bytes.items()},
     }
     measured = Sync(num_devices=sync.num_devices, sync_seconds=found.seconds)
     if not sync.links:
-        return measured, provenance
+        return measured, provenance, found.peak_bytes
     crew.release()
     progress("all-reduces over sizes", None)
     with_messages, of_messages = links.measure_sync(target, request, sync)
     if with_messages is None:
-        return measured, {**provenance, "at_batch_1": of_messages}
+        return measured, {**provenance, "at_batch_1": of_messages}, found.peak_bytes
     return (
         replace(with_messages, sync_seconds=found.seconds),
         {**provenance, "at_batch_1": of_messages},
+        found.peak_bytes,
     )
 
 

@@ -79,28 +79,64 @@ class Crew:
 
     def together(self, config: LaunchConfig, *, num_steps: int) -> list[list[StepTimes]]:
         """Train one config on all devices, which synchronise; raises as ``beside``."""
-        group = {"path": str(self._meeting_place()), "backend": self.backend}
-        return self._rehearse(
-            config,
-            [{"group": group, "rank": rank} for rank in range(config.world_size)],
+        return self._rehearse(config, self._in_group(config), num_steps=num_steps)
+
+    def peak_together(self, config: LaunchConfig, *, num_steps: int) -> int:
+        """The most memory of any worker in such a training, in bytes; raises as ``beside``."""
+        answers = self._ask(
+            "rehearse",
+            self._in_group(config),
+            config=files.to_json(config),
+            warm_up_steps=0,
             num_steps=num_steps,
+            measures_peak=True,
+        )
+        peaks: list[int] = [answer["peak_memory_bytes"] for answer in answers]
+        return max(peaks)
+
+    def _in_group(self, config: LaunchConfig) -> list[dict[str, Any]]:
+        """What each worker of a config needs to meet the others."""
+        group = {"path": str(self._meeting_place()), "backend": self.backend}
+        return [{"group": group, "rank": rank} for rank in range(config.world_size)]
+
+    def exchange(
+        self, *, batch_size: int, budget_seconds: float, measures_messages: bool
+    ) -> list[dict[str, Any]]:
+        """What each worker answers to ``exchange.exchange``; raises as ``beside``."""
+        folder = self._meeting_place()
+        folder.mkdir()
+        return self._ask(
+            "exchange",
+            [{"rank": rank} for rank in range(self.num_workers)],
+            world_size=self.num_workers,
+            folder=str(folder),
+            backend=self.backend,
+            batch_size=batch_size,
+            budget_seconds=budget_seconds,
+            measures_messages=measures_messages,
         )
 
     def _rehearse(
         self, config: LaunchConfig, asked: list[dict[str, Any]], **named: Any
     ) -> list[list[StepTimes]]:
         text = files.to_json(config)
+        answers = self._ask("rehearse", asked, config=text, warm_up_steps=0, **named)
+        return [[StepTimes.of_json(step) for step in answer["steps"]] for answer in answers]
+
+    def _ask(
+        self, operation: str, asked: list[dict[str, Any]], **named: Any
+    ) -> list[dict[str, Any]]:
+        """Have the first workers do the same, each with values of its own; their answers."""
         try:
             self.start()
             workers = self._children[: len(asked)]
             for worker, values in zip(workers, asked, strict=True):
-                worker.send("rehearse", config=text, warm_up_steps=0, **values, **named)
-            answers = self._answers(workers)
+                worker.send(operation, **values, **named)
+            return self._answers(workers)
         except BaseException:
             # The others may wait for the one that failed.
             self.release()
             raise
-        return [[StepTimes.of_json(step) for step in answer["steps"]] for answer in answers]
 
     @staticmethod
     def _answers(workers: Sequence[Child]) -> list[dict[str, Any]]:

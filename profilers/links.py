@@ -15,6 +15,7 @@ from typing import Any
 from ..schema.errors import HetflowError
 from ..schema.profile import Sync
 from ..schema.step_costs import LinkPoint, Links, MessageTime
+from .crew import Crew
 from .devices import DeviceRequest
 from .fits import LinkFit, fit_link, fit_ring
 from .process import GROUP_ANSWER_SECONDS, LOOPBACK, Child, ChildDied
@@ -56,16 +57,20 @@ def measure_sync(
     why_not = obstacle(request, options)
     if why_not:
         return None, {"skipped": why_not}
-    backend = "gloo" if request.torch_device == "cpu" else "nccl"
     failure: Exception | None = None
     for batch_size in dict.fromkeys((1, options.fallback_batch_size)):
         try:
-            answers = _run_workers(target, request, options, backend, batch_size)
+            with Crew(target, request, options.num_devices, options.optimizer) as crew:
+                answers = crew.exchange(
+                    batch_size=batch_size,
+                    budget_seconds=options.budget_seconds,
+                    measures_messages=options.links,
+                )
         except (HetflowError, ChildDied, MemoryError) as error:
             failure = error
             continue
         sync, provenance = _summary(request, options, answers)
-        return sync, {"backend": backend, "batch_size": batch_size, **provenance}
+        return sync, {"backend": crew.backend, "batch_size": batch_size, **provenance}
     # A profile without synchronisation is still worth having; it says what is missing.
     return None, {"skipped": f"the workers failed: {said(failure)}"}
 
@@ -97,41 +102,6 @@ def said(error: Exception | None) -> str:
     if isinstance(error, ChildDied):
         return f"{error.how}: {error.said}"
     return str(error) or "out of memory"
-
-
-def _run_workers(
-    target: Target,
-    request: DeviceRequest,
-    options: SyncOptions,
-    backend: str,
-    batch_size: int,
-) -> list[dict[str, Any]]:
-    on_cpu = request.torch_device == "cpu"
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-sync-"))
-        workers = [stack.enter_context(Child(LOOPBACK)) for _ in range(options.num_devices)]
-        for rank, worker in enumerate(workers):
-            worker.send(
-                "load",
-                target=target.text,
-                device="cpu" if on_cpu else request.local.torch_devices[rank],
-                memory_bytes=request.local.memory_bytes,
-                optimizer=options.optimizer,
-            )
-        for worker in workers:
-            worker.receive(GROUP_ANSWER_SECONDS)
-        for rank, worker in enumerate(workers):
-            worker.send(
-                "exchange",
-                rank=rank,
-                world_size=options.num_devices,
-                folder=folder,
-                backend=backend,
-                batch_size=batch_size,
-                budget_seconds=options.budget_seconds,
-                measures_messages=options.links,
-            )
-        return [worker.receive(GROUP_ANSWER_SECONDS) for worker in workers]
 
 
 def _slowest(samples: Sequence[Sequence[float]]) -> list[float]:
@@ -180,6 +150,8 @@ def _ring_of(
     sizes = [message.num_bytes for message in messages]
     fit = fit_ring(num_devices, sizes, [message.seconds for message in messages])
     provenance["messages"] = {"fit_error": fit.error if fit else None}
+    if fit is None:
+        provenance["messages"]["no_ring"] = "all-reduces did not take longer with their size"
     return fit
 
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
+from ..runtime.median import FEWEST_FOR_AN_INTERVAL
 from ..runtime.step_times import StepTimes
 from ..schema.errors import TargetError
-from .timing import Timing, median_interval
+from .timing import Timing
 
 _NUM_NODES, _NUM_LONG_NODES = 3, 2
 _LONG_SECONDS = 0.3  # a pass; caches are then no matter, and a step of three is dear
@@ -25,7 +26,6 @@ _MOST_STEPS = 25
 _EMPTY_NODES, _EMPTY_STEPS = 6, 8
 _CHECKED_NODES = (1, 6)
 _CHECK_SHARE = 0.2  # of the budget, at most, for one check
-_FEWEST_SAMPLES = 6  # below, no interval of 95 % can be told
 
 
 class Rehearse(Protocol):
@@ -80,12 +80,16 @@ class LoopPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopPoint:
-    """One size. ``error`` is half the relative width of the interval; None below two samples."""
+    """One size."""
 
     batch_size: int
     timing: Timing
     load_seconds: float
-    error: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Half the relative width of the interval; None below two samples."""
+        return self.timing.error
 
     @property
     def step_seconds(self) -> float:
@@ -142,7 +146,7 @@ class LoopCosts:
         return tuple(
             point.batch_size
             for point in self.points
-            if point.timing.repeats < _FEWEST_SAMPLES
+            if point.timing.repeats < FEWEST_FOR_AN_INTERVAL
             or point.error is None
             or point.error > self.tolerance
         )
@@ -173,19 +177,13 @@ class _Size:
     def rehearsal_seconds(self) -> float:
         return self.num_steps * self.num_nodes * self.pass_seconds
 
-    def error(self) -> float | None:
-        if len(self.nodes) < 2:
-            return None
-        low, high = median_interval(self.nodes) or (min(self.nodes), max(self.nodes))
-        return (high - low) / 2 / statistics.median(self.nodes)
-
     def is_done(self, policy: LoopPolicy) -> bool:
         if policy.most_samples is not None and len(self.nodes) >= policy.most_samples:
             return True
-        error = self.error()
-        return (
-            len(self.nodes) >= _FEWEST_SAMPLES and error is not None and error <= policy.tolerance
-        )
+        if len(self.nodes) < FEWEST_FOR_AN_INTERVAL:
+            return False
+        error = Timing.of(self.nodes).error
+        return error is not None and error <= policy.tolerance
 
 
 class Rounds:
@@ -301,7 +299,6 @@ class Rounds:
                 batch_size=size.batch_size,
                 timing=Timing.of(size.nodes),
                 load_seconds=statistics.median(size.loads),
-                error=size.error(),
             )
             for size in self._sizes
         )

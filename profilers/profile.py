@@ -69,6 +69,7 @@ class _Base:
     layers: tuple[dict[str, Any], ...]
     base_memory_bytes: int | None
     update_workspace_bytes: int | None
+    group_workspace_bytes: int | None
     seconds: float
 
 
@@ -197,6 +198,7 @@ def _measure(
         layers=tuple(layers),
         base_memory_bytes=base_memory,
         update_workspace_bytes=kept["workspace_bytes"],
+        group_workspace_bytes=_group_workspace(curve, kept["workspace_bytes"] or 0, busy),
         seconds=time.monotonic() - start,
     )
 
@@ -233,9 +235,19 @@ def _fitting(curve: Curve, costs: LoopCosts) -> Curve:
     )
 
 
-def _points(base: _Base, costs: LoopCosts) -> tuple[BatchPoint, ...]:
+def _group_workspace(curve: Curve, aside: int, busy: Busy) -> int | None:
+    """What synchronising takes beside a worker's own step; None where it was not measured.
+
+    The most over sizes: sums under way and threads' memory do not grow with the batch.
+    """
+    alone = {result.batch_size: result.peak_memory_bytes + aside for result in curve.results}
+    more = [peak - alone[size] for size, peak in busy.peak_bytes.items() if size in alone]
+    return max(0, *more) if more else None
+
+
+def _points(base: _Base, costs: LoopCosts, group_bytes: int = 0) -> tuple[BatchPoint, ...]:
     """The curve of the loop; peaks hold the update's room too, which an allocator keeps apart."""
-    aside = base.update_workspace_bytes or 0
+    aside = (base.update_workspace_bytes or 0) + group_bytes
     peaks = {result.batch_size: result.peak_memory_bytes for result in base.curve.results}
     return tuple(
         BatchPoint(
@@ -259,7 +271,7 @@ def _busy_host(base: _Base) -> BusyHost | None:
         return None
     return BusyHost(
         num_devices=base.busy.num_devices,
-        batch_curve=_points(base, costs),
+        batch_curve=_points(base, costs, base.group_workspace_bytes or 0),
         update_seconds=costs.update.median_seconds,
         fixed_seconds=costs.fixed_seconds,
     )
@@ -349,6 +361,7 @@ def _profile(
         optimizer=base.optimizer,
         base_memory_bytes=base.base_memory_bytes,
         update_workspace_bytes=base.update_workspace_bytes,
+        group_workspace_bytes=base.group_workspace_bytes,
         provenance=provenance,
     )
 

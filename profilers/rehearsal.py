@@ -64,6 +64,7 @@ def rehearse(
     rank: int = 0,
     group: dict[str, Any] | None = None,
     beside: dict[str, Any] | None = None,
+    measures_peak: bool = False,
 ) -> dict[str, Any]:
     """Train ``warm_up_steps``, which are dropped, and then ``num_steps``.
 
@@ -80,20 +81,24 @@ def rehearse(
         beside: ``folder`` (of this rehearsal only), ``index`` and ``number`` of processes that
             train at the same time. They wait for each other in the last warm-up step, or in the
             first of all; later ones are made while all of them train.
+        measures_peak: Start a new peak of memory before, which costs the first steps time.
 
     Returns:
         ``steps``: a ``StepTimes`` each, as JSON; ``no_loading``: why loading is not in them, or
-        None.
+        None; with ``measures_peak`` also ``peak_memory_bytes``, while the group is still there.
     """
     parsed = files.from_json(config, LaunchConfig, name="config")
     largest = max(node.batch_size for slot in parsed.workers for node in slot.virtual_nodes)
     source = bench.samples.source(largest)
     line = StartingLine(**beside) if beside is not None else None
+    if measures_peak:
+        bench.reset_peak()
     telling = line.told_of_failure() if line is not None else nullcontext()
     with telling, _meeting(bench, parsed, rank, group) as store:
         loop = _Loop(bench, _place(bench, parsed, rank, store), source, is_empty=is_empty)
         steps = loop.run(warm_up_steps, num_steps, line)
-    return {"steps": steps, "no_loading": source.obstacle}
+        peak = {"peak_memory_bytes": bench.peak_memory_bytes()} if measures_peak else {}
+    return {"steps": steps, "no_loading": source.obstacle, **peak}
 
 
 @contextmanager

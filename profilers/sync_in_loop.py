@@ -4,10 +4,13 @@ A whole step of several workers that synchronise, minus the same step of the sam
 same time without it: what is left is the exposed wait for the others and their sums. Both kinds
 alternate, so that a drift of the machine meets both; where the wait hides behind the backward pass
 it costs nothing, so several sizes are measured.
+
+The first steps after workers have met are longer, most of all where they synchronise, by up to more
+than what is looked for: rehearsals are long enough to settle, and only settled steps count.
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..runtime.step_times import StepTimes
@@ -17,17 +20,26 @@ from .timing import Timing
 
 _NUM_NODES = 2
 _LONG_SECONDS = 0.5  # a pass: larger sizes are left out
-_REHEARSAL_SECONDS = 0.1
-_MOST_STEPS = 25
+_REHEARSAL_SECONDS = 0.2
+_MOST_STEPS = 40
+_SETTLING_STEPS = 3  # the first of a rehearsal: a launch's first steps are not in its median either
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 12
+_FEWEST_STEPS_FOR_PEAK = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncInLoop:
-    """Seconds of a step that synchronisation takes. ``by_size``: [sizes] the median of each."""
+    """Seconds of a step that synchronisation takes.
+
+    Attributes:
+        timing: Over rounds and sizes.
+        by_size: [sizes] the median of each over its rounds; may be negative by noise.
+        peak_bytes: [sizes] the most memory of a worker that synchronises.
+    """
 
     timing: Timing
     by_size: dict[int, float]
+    peak_bytes: dict[int, int]
 
     @property
     def seconds(self) -> float:
@@ -57,22 +69,25 @@ def measure_sync_in_loop(
     """
     sizes = sizes_to_measure(pass_seconds)
     found: dict[int, list[float]] = {size: [] for size in sizes}
+    peaks: dict[int, int] = {}
     end = clock() + budget_seconds
     for number in range(_MOST_ROUNDS):
         if number >= _FEWEST_ROUNDS and clock() >= end:
             break
         for size in sizes:
             progress(f"gradient synchronisation at {size}", max(0.0, end - clock()))
-            nodes = [size] * _NUM_NODES
-            wanted = _REHEARSAL_SECONDS / (_NUM_NODES * max(pass_seconds[size], 1e-6))
-            steps = 1 + max(2, min(_MOST_STEPS, round(wanted)))
+            nodes, steps = [size] * _NUM_NODES, _num_steps(pass_seconds[size])
+            config = config_of([nodes] * crew.num_workers)
             apart = crew.beside(nodes, num_steps=steps)
-            whole = crew.together(config_of([nodes] * crew.num_workers), num_steps=steps)
-            found[size].append(_slowest(whole) - _slowest(apart))
-    everything = [seconds for samples in found.values() for seconds in samples]
+            whole = crew.together(config, num_steps=steps)
+            found[size].append(slowest(whole) - slowest(apart))
+            if size not in peaks:
+                steps = max(_FEWEST_STEPS_FOR_PEAK, steps)
+                peaks[size] = crew.peak_together(config, num_steps=steps)
     return SyncInLoop(
-        timing=Timing.of(everything),
+        timing=Timing.of([seconds for samples in found.values() for seconds in samples]),
         by_size={size: statistics.median(samples) for size, samples in found.items()},
+        peak_bytes=peaks,
     )
 
 
@@ -83,6 +98,16 @@ def sizes_to_measure(pass_seconds: dict[int, float]) -> list[int]:
     return [short[index] for index in sorted({0, len(short) // 2, len(short) - 1})]
 
 
-def _slowest(workers: list[list[StepTimes]]) -> float:
-    """The median step of the slowest worker, the first step of a rehearsal left out."""
-    return max(statistics.median(step.ended for step in steps[1:]) for steps in workers)
+def _num_steps(pass_seconds: float) -> int:
+    """Of one rehearsal, those included in which it settles."""
+    wanted = round(_REHEARSAL_SECONDS / (_NUM_NODES * max(pass_seconds, 1e-6)))
+    return max(3, min(_MOST_STEPS, _SETTLING_STEPS + wanted))
+
+
+def slowest(workers: Sequence[Sequence[StepTimes]]) -> float:
+    """The median settled step of a rehearsal's slowest worker, in seconds.
+
+    The first step never counts; of a few steps the last two do.
+    """
+    first = min(_SETTLING_STEPS, max(1, len(workers[0]) - 2))
+    return max(statistics.median(step.ended for step in steps[first:]) for steps in workers)

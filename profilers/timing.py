@@ -1,16 +1,13 @@
 """Repeat a measurement as often as its spread needs, and no more.
 
-The stopping rule is free of distributions: n sorted samples hold the true median between two of
-them with a probability that only the binomial law decides, so the interval between those two is
-a confidence interval whatever the noise looks like (timing noise is skewed, never normal).
+The stopping rule is free of distributions (`runtime.median`).
 """
 
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import comb
 
-_CONFIDENCE = 0.95
+from ..runtime.median import median_interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +34,13 @@ class Timing:
     spread: float
     repeats: int
 
+    @property
+    def error(self) -> float | None:
+        """Half the interval's width over the median; None below two samples, or at 0."""
+        if self.repeats < 2 or self.median_seconds <= 0:
+            return None
+        return (self.high_seconds - self.low_seconds) / 2 / self.median_seconds
+
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Timing":
         """Summarise at least one sample; the interval is the whole range below six."""
@@ -50,27 +54,6 @@ class Timing:
             spread=spread,
             repeats=len(samples),
         )
-
-
-def median_interval(
-    samples: Sequence[float], confidence: float = _CONFIDENCE
-) -> tuple[float, float] | None:
-    """The tightest symmetric order-statistic interval that holds the median.
-
-    Between the k-th smallest and the k-th largest of n samples the median lies with probability
-    ``1 - 2 * P(Binomial(n, 1/2) < k)``. None where n is too small for the confidence (below 6
-    for 95 %).
-    """
-    ordered = sorted(samples)
-    total = len(ordered)
-    outside = 0.0
-    best: tuple[float, float] | None = None
-    for k in range(1, total // 2 + 1):
-        outside += comb(total, k - 1) / 2**total
-        if 1 - 2 * outside < confidence:
-            break
-        best = (ordered[k - 1], ordered[total - k])
-    return best
 
 
 def repeat(

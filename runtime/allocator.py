@@ -3,8 +3,9 @@
 glibc gives large blocks back to the kernel as soon as they are free, above thresholds that follow
 the sizes it has seen. A pass on a CPU frees all its activations, so the next one may fault every
 page in again: thousands of faults a pass, or none, depending on what the process has allocated
-before. Kept, a ResNet-18 pass takes a fifth less time, and profiles and launches the same time; the
-peak stays, as it is reached in every pass anyway (docs/decisions.md).
+before. Kept, a ResNet-18 pass takes a fifth less time, and profiles and launches the same time. The
+price is memory in pieces: where few large blocks are most of what a pass needs, as in a pipeline of
+wide linear layers, the peak grows over the first steps (docs/benchmarks.md).
 """
 
 import ctypes

@@ -6,15 +6,10 @@ that they add up to the measured step in the same way, and can correct the predi
 
 import statistics
 from collections.abc import Sequence
-from math import floor, sqrt
 
 from ..schema.run import MeasuredTerm, StageRun, StepTerms
+from .median import half_width
 from .step_times import StepTimes
-
-FEWEST_FOR_AN_INTERVAL = 6
-"""The median of fewer values has no 95 % interval: even their whole range may miss it."""
-_DEVIATIONS = 1.96
-"""Of the normal distribution on either side of its mean: 95 %."""
 
 
 def step_terms(steps: Sequence[StepTimes]) -> StepTerms | None:
@@ -43,7 +38,7 @@ def step_terms(steps: Sequence[StepTimes]) -> StepTerms | None:
         virtual_node=node,
         load=load,
         fixed=MeasuredTerm(
-            seconds=max(0.0, step.seconds - others), interval_seconds=median_interval(left)
+            seconds=max(0.0, step.seconds - others), interval_seconds=half_width(left)
         ),
     )
 
@@ -79,19 +74,5 @@ def _stage_run(steps: Sequence[StepTimes], number: int) -> StageRun | None:
     return StageRun(stage=number, forward=_term(forward), backward=_term(backward))
 
 
-def median_interval(values: Sequence[float]) -> float | None:
-    """Half the width of the 95 % confidence interval of the median; None for few values.
-
-    Between two order statistics, ``1.96 * sqrt(n) / 2`` ranks below and above the middle one,
-    whatever the values' distribution.
-    """
-    number = len(values)
-    if number < FEWEST_FOR_AN_INTERVAL:
-        return None
-    ordered = sorted(values)
-    rank = max(0, floor((number - _DEVIATIONS * sqrt(number)) / 2))
-    return (ordered[number - 1 - rank] - ordered[rank]) / 2
-
-
 def _term(values: Sequence[float]) -> MeasuredTerm:
-    return MeasuredTerm(seconds=statistics.median(values), interval_seconds=median_interval(values))
+    return MeasuredTerm(seconds=statistics.median(values), interval_seconds=half_width(values))

@@ -179,6 +179,8 @@ class Profile:
     worker holds before there is a model, 0 where the peaks do not count it (on a GPU).
     ``update_workspace_bytes`` is what the optimizer needs for a while in an update, where the
     allocator does not give it the room that passes have left (on a CPU).
+    ``group_workspace_bytes`` is what a worker holds besides while it exchanges with others: sums
+    and messages under way, threads and their memory. The peaks of ``busy`` hold it.
     """
 
     schema: Literal["hetflow.profile/1"] = "hetflow.profile/1"
@@ -201,6 +203,7 @@ class Profile:
     pipeline: PipelineCosts | None = None
     base_memory_bytes: Bytes | None = None
     update_workspace_bytes: Bytes | None = None
+    group_workspace_bytes: Bytes | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

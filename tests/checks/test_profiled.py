@@ -132,6 +132,11 @@ def test_a_cpu_s_base_and_update_are_set_aside() -> None:
     wrong = dataclasses.replace(problem, pools=(dataclasses.replace(pool, workspace_bytes=220),))
     said = "workspace_bytes is 220, the dearest layer with the update needs 720"
     assert any(said in fault for fault in pipeline_faults(wrong, [told], POOL))
+    among = dataclasses.replace(told, group_workspace_bytes=30)
+    assert pipeline_problem([among], POOL, 8).pools[0].workspace_bytes == 220 + 500 + 30
+    assert pipeline_faults(pipeline_problem([among], POOL, 8), [among], POOL) == []
+    said = "workspace_bytes is 720, the dearest layer with the update and the exchange needs 750"
+    assert any(said in fault for fault in pipeline_faults(problem, [among], POOL))
     full = dataclasses.replace(told, device_memory_bytes=9_720)
     with pytest.raises(InfeasibleError, match="needs 720 bytes .* beside 9000 before there is a"):
         pipeline_problem([full], POOL, 8)

@@ -197,6 +197,14 @@ def test_passes_shorter_than_their_own_cost_leave_layers_some_time() -> None:
     assert sum(forward for forward, _ in times(after).values()) == pytest.approx(0.02)
 
 
+def test_a_step_that_cannot_be_predicted_anew_is_said() -> None:
+    """Its stages' passes correct the layers, and the fixed cost stays."""
+    found = corrected(profile(pipeline=COSTS), run_of({NAMES: (0.4, 0.5)}), step=None)
+    assert found.profiles[0].pipeline == COSTS
+    assert "the rest of its step" in found.remarks[0]
+    assert corrected(profile(), run_of({NAMES: (0.4, 0.5)}), step=None).remarks == ()
+
+
 def test_emulated_stages_and_other_sizes_stay_and_are_named() -> None:
     emulated = profile(emulation=Emulation(speed=0.5))
     found = corrected(emulated, run_of({NAMES: (0.4, 0.5)}))

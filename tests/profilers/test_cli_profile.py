@@ -73,10 +73,13 @@ def test_a_real_profile_of_unlike_devices(
         assert plain.busy.num_devices == 2
         assert [point.batch_size for point in plain.busy.batch_curve] == [256, 2048]
     assert plain.weight_bytes == (8 * 8 + 8) * 4
+    assert plain.provenance is not None
     assert plain.sync is not None
     assert plain.sync == slow.sync
     assert plain.sync.num_devices == 2
-    assert plain.sync.bytes_per_second is not None
+    # All-reduces of a tiny model are short: noise may hide that they grow. Then that is said.
+    of_messages = plain.provenance["sync"]["at_batch_1"]["messages"]
+    assert (plain.sync.bytes_per_second is None) is ("no_ring" in of_messages)
     assert [message.num_bytes for message in plain.sync.messages] == [
         1 << p for p in range(10, 17, 2)
     ]

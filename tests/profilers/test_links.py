@@ -11,6 +11,7 @@ from hetflow.profilers.fits import fit_ring
 from hetflow.profilers.links import (
     MESSAGE_BYTES,
     SyncOptions,
+    _summary,
     links_of,
     measure_links,
     measure_sync,
@@ -50,6 +51,23 @@ def test_one_disturbed_size_does_not_tilt_the_fit(disturbed: int) -> None:
 
 def test_times_that_do_not_grow_give_no_bandwidth() -> None:
     assert fit_ring(2, MESSAGE_BYTES, [1e-3] * len(MESSAGE_BYTES)) is None
+
+
+def test_a_ring_that_could_not_be_fitted_is_said() -> None:
+    request = DeviceRequest(device_type="cpu", local=cpu_device(), torch_device="cpu")
+    message = {"num_bytes": 1024, "seconds": [1e-3] * 6}
+    answer = {
+        "single": [0.01],
+        "distributed": [0.02],
+        "messages": [message, {**message, "num_bytes": 4096}],
+    }
+    sync, provenance = _summary(request, SyncOptions(), [answer, answer])
+    assert (sync.latency_seconds, sync.bytes_per_second) == (None, None)
+    assert "did not take longer" in provenance["messages"]["no_ring"]
+    answer["messages"][1]["seconds"] = [1e-2] * 6
+    sync, provenance = _summary(request, SyncOptions(), [answer, answer])
+    assert sync.bytes_per_second is not None
+    assert "no_ring" not in provenance["messages"]
 
 
 def test_nothing_is_negative_where_small_messages_are_fast() -> None:

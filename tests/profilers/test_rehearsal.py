@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from hetflow.profilers import memory
 from hetflow.profilers.bench import Bench
 from hetflow.profilers.process import Child
 from hetflow.profilers.rehearsal import config_of, rehearse
@@ -307,3 +308,21 @@ def test_processes_side_by_side_do_not_wait_for_one_that_failed(tmp_path: Path) 
         )
     with pytest.raises(TargetError, match="another measuring process failed"):
         rehearsed(bench_of(), [4], num_steps=1, beside={**beside, "index": 1})
+
+
+@pytest.mark.skipif(not memory.reset_peak(), reason="the kernel does not start peaks anew")
+def test_a_peak_is_of_its_own_rehearsal() -> None:
+    config = files.to_json(config_of([[4]]))
+
+    def peak_with(mebibytes: int) -> int:
+        def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+            torch.ones(mebibytes << 18)
+            return loss_of(model, batch)
+
+        found = rehearse(bench_of(loss=loss), config=config, num_steps=1, measures_peak=True)
+        return found["peak_memory_bytes"] >> 20
+
+    before, high, after = (peak_with(mebibytes) for mebibytes in (8, 256, 8))
+    assert high - before > 200
+    assert high - after > 200
+    assert "peak_memory_bytes" not in rehearse(bench_of(), config=config, num_steps=1)

@@ -3,12 +3,14 @@
 import itertools
 import random
 import statistics
+from math import comb
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.profilers.timing import RepeatPolicy, Timing, median_interval, repeat
+from hetflow.profilers.timing import RepeatPolicy, Timing, repeat
+from hetflow.runtime.median import median_interval
 
 SAMPLES = st.lists(st.floats(0.001, 10.0), min_size=1, max_size=60)
 
@@ -22,6 +24,22 @@ def test_the_interval_is_the_sign_tests(number: int, ranks: tuple[int, int] | No
     samples = [float(value) for value in range(1, number + 1)]
     random.Random(0).shuffle(samples)
     assert median_interval(samples) == ranks
+
+
+@given(st.integers(6, 400))
+def test_the_ranks_are_those_of_the_binomial_law(number: int) -> None:
+    interval = median_interval([float(value) for value in range(1, number + 1)])
+    assert interval is not None
+    rank, all_ways = int(interval[0]), 2**number
+    assert interval[1] == number + 1 - rank
+    outside = 2 * sum(comb(number, below) for below in range(rank))
+    assert 20 * outside <= all_ways < 20 * (outside + 2 * comb(number, rank))
+
+
+def test_many_steps_have_an_interval_too() -> None:
+    interval = median_interval([float(value) for value in range(20_000)])
+    assert interval is not None
+    assert interval[1] - interval[0] == pytest.approx(1.96 * 20_000**0.5, rel=0.01)
 
 
 def test_the_interval_holds_the_median_as_often_as_it_says() -> None:

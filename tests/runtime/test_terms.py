@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hetflow.runtime.measurements import StepClock
+from hetflow.runtime.median import half_width
 from hetflow.runtime.step_times import StagePass, StepTimes
-from hetflow.runtime.terms import median_interval, stage_runs, step_terms
+from hetflow.runtime.terms import stage_runs, step_terms
 
 seconds = st.floats(min_value=1e-4, max_value=10.0)
 
@@ -85,8 +86,8 @@ def test_halves_of_backward_passes_add_up() -> None:
 
 
 def test_the_interval_of_a_median_narrows_with_the_steps() -> None:
-    assert median_interval([1.0] * 5) is None
-    few, many = median_interval(list(range(9))), median_interval([n / 100 for n in range(900)])
+    assert half_width([1.0] * 5) is None
+    few, many = half_width(list(range(9))), half_width([n / 100 for n in range(900)])
     assert few is not None
     assert many is not None
     assert 0 < many < few <= 4

@@ -1,0 +1,76 @@
+"""Synchronisation in the loop: what two kinds of steps differ by once both have settled."""
+
+import random
+from typing import Any
+
+import pytest
+
+from hetflow.profilers.sync_in_loop import SyncInLoop, measure_sync_in_loop, slowest
+from hetflow.runtime.step_times import StepTimes
+from hetflow.schema.launch import LaunchConfig
+
+PASS = {4: 0.002, 16: 0.006, 64: 0.02}
+SYNC = {4: 0.007, 16: 0.005, 64: 0.001}  # more of it hides behind longer passes
+
+
+def step(seconds: float) -> StepTimes:
+    return StepTimes(
+        asked_seconds=0.0, passes=(), computed=seconds, synchronised=seconds, ended=seconds
+    )
+
+
+class Workers:
+    """Two workers; the first steps after they have met are longer."""
+
+    num_workers = 2
+
+    def __init__(self, seed: int, settling_seconds: float = 0.0) -> None:
+        self.draw, self.settling_seconds = random.Random(seed), settling_seconds
+        self.asked_for_peaks: list[int] = []
+
+    def steps(self, size: int, extra: float, num_steps: int) -> list[list[StepTimes]]:
+        whole = (2 * PASS[size] + extra) * self.draw.uniform(0.98, 1.02)
+        late = self.settling_seconds if extra else 0.0
+        one = [step(whole + (late if number < 3 else 0.0)) for number in range(num_steps)]
+        return [one, one]
+
+    def beside(self, sizes: list[int], *, num_steps: int) -> list[list[StepTimes]]:
+        return self.steps(sizes[0], 0.0, num_steps)
+
+    def together(self, config: LaunchConfig, *, num_steps: int) -> list[list[StepTimes]]:
+        size = config.workers[0].virtual_nodes[0].batch_size
+        return self.steps(size, SYNC[size], num_steps)
+
+    def peak_together(self, config: LaunchConfig, *, num_steps: int) -> int:
+        size = config.workers[0].virtual_nodes[0].batch_size
+        self.asked_for_peaks.append(size)
+        return 1000 + size
+
+
+def measured(crew: Any, budget_seconds: float = 6.0) -> SyncInLoop:
+    now = iter(range(10_000))
+    return measure_sync_in_loop(
+        crew, PASS, budget_seconds=budget_seconds, clock=lambda: float(next(now))
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_that_have_not_settled_do_not_count(seed: int) -> None:
+    """Of the largest size a rehearsal has few steps, which once were mostly such ones."""
+    found = measured(Workers(seed, settling_seconds=0.03))
+    assert found.seconds == pytest.approx(SYNC[16], abs=0.001)
+    for size, seconds in found.by_size.items():
+        assert seconds == pytest.approx(SYNC[size], abs=0.05 * PASS[size] + 0.0002)
+
+
+def test_peaks_are_measured_once_a_size_and_apart_from_times() -> None:
+    crew = Workers(0)
+    found = measured(crew)
+    assert sorted(crew.asked_for_peaks) == [4, 16, 64]
+    assert found.peak_bytes == {4: 1004, 16: 1016, 64: 1064}
+
+
+def test_the_first_steps_settle_and_the_slower_worker_counts() -> None:
+    workers = [[step(9.0), step(8.0), step(7.0), step(1.0), step(2.0)], [step(3.0)] * 5]
+    assert slowest(workers) == 3.0
+    assert slowest([[step(9.0), step(1.0), step(2.0)]]) == 1.5
