@@ -205,9 +205,9 @@ def placed_columns(problem):
 
 
 def test_no_policy_goes_unconfirmed():
-    """Each is in a test of this file or, the levels of water filling, in test_water_filling.py."""
+    """Each is in a test here or, the levels of water filling, in water_filling/test_water.py."""
     here = Path(__file__)
-    text = here.read_text() + here.with_name("test_water_filling.py").read_text()
+    text = here.read_text() + (here.parent / "water_filling" / "test_water.py").read_text()
     assert [name for name in all_policies() if f'"{name}"' not in text] == []
 
 
