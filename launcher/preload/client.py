@@ -1,5 +1,6 @@
 """Ask preloaded processes for forked ones, and follow what becomes of these."""
 
+import contextlib
 import logging
 import os
 import select
@@ -27,7 +28,7 @@ OFF = "off"
 
 _READY_SECONDS = 120.0
 _POLL_SECONDS = 0.05
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("hetflow")
 
 
 class PreloadError(Exception):
@@ -158,7 +159,7 @@ class Connection:
         with self._lock:
             if self.trouble is not None:
                 return False
-            if not select.select([self._channel], [], [], seconds)[0]:
+            if not _is_readable(self._channel, seconds):
                 return False
             try:
                 found = receive(self._channel)
@@ -230,8 +231,9 @@ class Connection:
             if left is not None and left <= 0:
                 return None
             # Without the lock, so that other threads can ask meanwhile.
-            wait = _POLL_SECONDS if left is None else min(_POLL_SECONDS, left)
-            select.select([self._channel], [], [], wait)
+            with contextlib.suppress(ValueError, OSError):  # it has been closed meanwhile
+                wait = _POLL_SECONDS if left is None else min(_POLL_SECONDS, left)
+                _is_readable(self._channel, wait)
 
     def close(self) -> None:
         """End the host of this connection, and all that it has forked."""
@@ -241,6 +243,12 @@ class Connection:
         if self._process is not None:
             self._process.kill()  # it may still be importing
             self._process.wait()
+
+
+def _is_readable(channel: socket.socket, seconds: float | None) -> bool:
+    poller = select.poll()  # unlike select, for any number of open files
+    poller.register(channel, select.POLLIN)
+    return bool(poller.poll(None if seconds is None else seconds * 1000))
 
 
 def _own_connection(environment: Mapping[str, str]) -> Connection:

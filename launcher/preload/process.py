@@ -53,8 +53,8 @@ def become(request: ForkRequest, descriptors: list[int], parent: int, told: int)
     """
     os.setsid()
     dying_with(parent)()
-    told = _place(descriptors, request.descriptors, told)
     try:
+        told = _place(descriptors, request.descriptors, told)
         _take_over(request)
     except Exception as error:
         os.write(told, str(error).encode())
