@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Unpack, get_args, get_origin
 
 import hetflow
 from hetflow import runtime
@@ -36,13 +36,19 @@ def python_page() -> str:
 
 
 def module(source: ModuleType, name: str, purpose: str) -> Iterator[str]:
-    """A section a public name; nothing where a module declares none."""
+    """A section a public name, functions first; nothing where a module declares none."""
     public = [public for public in getattr(source, "__all__", ()) if not public.startswith("__")]
     if not public:
         return
     yield f"## `{name}`\n\n{purpose}\n"
-    for each in public:
+    for each in sorted(public, key=lambda each: (_kind(getattr(source, each)), each)):
         yield entry(f"{name}.{each}", getattr(source, each))
+
+
+def _kind(value: Any) -> int:
+    if not inspect.isclass(value):
+        return 0
+    return 2 if issubclass(value, Exception) else 1
 
 
 def entry(name: str, value: Any) -> str:
@@ -50,6 +56,7 @@ def entry(name: str, value: Any) -> str:
     if isinstance(value, ModuleType) or not (inspect.isclass(value) or callable(value)):
         return f"### `{name}`\n\n{summary(value)}\n"
     lines = [f"### `{name}`", "", f"```text\n{signature(name, value)}\n```", "", *docstring(value)]
+    lines += options(value)
     if inspect.isclass(value):
         for method, function in vars(value).items():
             if method.startswith("_") or not is_method(function):
@@ -73,29 +80,58 @@ def summary(value: Any) -> str:
 def signature(name: str, value: Any) -> str:
     """The call as Python shows it, a parameter a line where it is long."""
     if is_dataclass(value) and isinstance(value, type):
-        return f"{name}({', '.join(field.name for field in fields(value) if field.init)})"
+        # Types and units of the fields are in docs/formats.md, which the records follow.
+        return call(name, [field.name for field in fields(value) if field.init], "")
     try:
         found = inspect.signature(value)
     except (TypeError, ValueError):
         return name
-    parameters = [str(each) for each in found.parameters.values() if each.name != "self"]
-    keyword_only = [
-        index
-        for index, each in enumerate(p for p in found.parameters.values() if p.name != "self")
-        if each.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
-    if keyword_only and not any(each.startswith("*") for each in parameters):
-        parameters.insert(keyword_only[0], "*")
-    answer = str(found.replace(parameters=[])).removeprefix("()")
-    short = plain(f"{name}({', '.join(parameters)}){answer}")
-    if len(short) <= 90:
-        return short
-    return plain(f"{name}(\n    " + ",\n    ".join(parameters) + f",\n){answer}")
+    parts = []
+    starred = False
+    for each in found.parameters.values():
+        if each.name == "self":
+            continue
+        if each.kind is inspect.Parameter.KEYWORD_ONLY and not starred:
+            parts.append("*")
+            starred = True
+        starred = starred or each.kind is inspect.Parameter.VAR_POSITIONAL
+        parts.append(parameter(each))
+    answer = found.return_annotation
+    shown = "" if answer is found.empty else f" -> {annotation(answer)}"
+    return call(name, parts, shown)
 
 
-def plain(text: str) -> str:
-    """Types by their own name: the modules that they live in are private."""
-    return re.sub(r"\b(?:[a-z_]\w*\.)+([A-Z]\w*)", r"\1", text).replace("'", "")
+def call(name: str, parts: list[str], answer: str) -> str:
+    """A call on one line where it fits, else a parameter a line."""
+    short = f"{name}({', '.join(parts)}){answer}"
+    return short if len(short) <= 90 else f"{name}(\n    " + ",\n    ".join(parts) + f",\n){answer}"
+
+
+def parameter(value: inspect.Parameter) -> str:
+    """One parameter with its type and default."""
+    stars = {value.VAR_POSITIONAL: "*", value.VAR_KEYWORD: "**"}.get(value.kind, "")
+    kind = "" if value.annotation is value.empty else f": {annotation(value.annotation)}"
+    default = "" if value.default is value.empty else f" = {value.default!r}"
+    return f"{stars}{value.name}{kind}{default}"
+
+
+def annotation(value: Any) -> str:
+    """A type by its own name: the modules that types live in are private."""
+    if get_origin(value) is Unpack:
+        value = get_args(value)[0]
+    text = value if isinstance(value, str) else inspect.formatannotation(value)
+    text = re.sub(r"\bOptional\[(.*)\]$", r"\1 | None", text.replace("typing.", ""))
+    return re.sub(r"\b(?:[A-Za-z_]\w*\.)+([A-Z]\w*)", r"\1", text)
+
+
+def options(value: Any) -> Iterator[str]:
+    """The keywords that a function takes by ``**options: Unpack[...]``, as its class says."""
+    if inspect.isclass(value):
+        return
+    for each in inspect.signature(value).parameters.values():
+        if get_origin(each.annotation) is Unpack:
+            yield f"**`{each.name}`**\n"
+            yield from docstring(get_args(each.annotation)[0])
 
 
 def docstring(value: Any) -> Iterator[str]:

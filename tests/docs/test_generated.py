@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 import typer
 
+import hetflow
 from hetflow import runtime
 from hetflow.cli.main import app
 
@@ -44,6 +45,8 @@ def test_the_command_line_page_has_every_command_and_option(
 
 def test_the_python_page_has_every_public_name(generators: dict[str, ModuleType]) -> None:
     page = generators["python_reference"].python_page()
+    for name in hetflow.__all__:
+        assert f"### `hetflow.{name}`" in page
     for name in runtime.__all__:
         assert f"### `hetflow.runtime.{name}`" in page
 
