@@ -2,8 +2,9 @@
 
 Both answer the same inputs (chains drawn from a seed, two levels, at most all workers, the
 text's prices) in one run and must agree on the objective. CPU seconds of this process; the
-solver's is the median of five. Published profiles are timed first. The whole step is set beside the bottleneck on unlike devices, placements in any order
-beside ordered ones on servers, and a deep graph of many cuts is solved under several prices.
+solver's is the median of five. Published profiles are timed first. The whole step is set beside the
+bottleneck on unlike devices, placements in any order beside ordered ones on servers, and a deep
+graph of many cuts is solved under several prices.
 
     python benchmarks/solver_pipeline.py --quick
     python benchmarks/solver_pipeline.py --json OUT
