@@ -11,6 +11,8 @@ from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 import torch
 from torch import nn

@@ -13,6 +13,7 @@ from hetflow.importers.pipedream import (
 from hetflow.schema.errors import FileError, ProblemError
 from hetflow.schema.profile import LayerGraph, LayerNode
 from hetflow.tests.data import reference
+from hetflow.tests.profiles import examples
 
 NODE = (
     "node{n} -- {op} -- forward_compute_time=1.500, backward_compute_time=0.250, "
@@ -52,7 +53,7 @@ def test_placeholders_go_as_in_the_released_optimizer():
 IDS = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60))
 @given(st.lists(IDS, min_size=1, max_size=6, unique=True), st.data())
 def test_written_graphs_come_back(ids, data):
     number = st.integers(0, 2**40)

@@ -17,6 +17,8 @@ from hetflow.schema import files
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 from hetflow.schema.run import RunRecord
 
+pytestmark = pytest.mark.processes
+
 LAUNCH = [sys.executable, "-m", "hetflow.cli.main", "launch"]
 
 # Workers of these tests need no torch, so they start at once.

@@ -14,7 +14,7 @@ from hetflow.schema.pipeline import PipelinePlan
 from .elastic_runs import HETFLOW, Launch
 
 SCRIPT = Path(__file__).with_name("parting_script.py")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 @pytest.fixture

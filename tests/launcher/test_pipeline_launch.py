@@ -12,6 +12,8 @@ from hetflow.schema import files
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.run import RunRecord
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 import os, signal, sys
 import torch

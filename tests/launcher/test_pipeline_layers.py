@@ -12,6 +12,8 @@ from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.run import RunRecord
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 import torch
 from torch.utils.data import DataLoader, TensorDataset

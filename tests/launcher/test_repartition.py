@@ -25,6 +25,8 @@ from hetflow.schema.pipeline import PipelinePlan
 
 from ..faults.processes import is_gone
 
+pytestmark = pytest.mark.processes
+
 HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
 SCRIPT = Path(__file__).with_name("pipeline_script.py")
 EPOCHS, STEPS = 3, 15

@@ -5,7 +5,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetflow.profilers.timing import RepeatPolicy, Timing, median_interval, repeat
@@ -35,7 +35,6 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
     assert hits / trials > 0.95
 
 
-@settings(deadline=None, derandomize=True)
 @given(SAMPLES)
 def test_the_median_lies_in_its_interval(samples: list[float]) -> None:
     timing = Timing.of(samples)

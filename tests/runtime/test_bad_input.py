@@ -12,6 +12,8 @@ import pytest
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).parent / "bad_input.py"
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -23,6 +23,8 @@ from hetflow.runtime.subtrees import Subtree, turns_of
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.plan import SplitPlan
+
+pytestmark = pytest.mark.processes
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "digest_table.py"
 spec = importlib.util.spec_from_file_location("digest_table", BENCHMARK)
@@ -58,7 +60,6 @@ def run_turns(nodes: Sequence[int], num_leaves: int) -> list[tuple[Subtree, Term
 
 
 @given(st.integers(1, 40), st.data())
-@settings(deadline=None, derandomize=True)
 def test_every_mapping_makes_the_branches_of_one_tree(num_leaves: int, data: st.DataObject) -> None:
     holders = data.draw(st.lists(st.integers(0, 4), min_size=num_leaves, max_size=num_leaves))
     for holder in set(holders):

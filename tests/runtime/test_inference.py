@@ -16,6 +16,8 @@ from hetflow.schema import files
 from hetflow.schema.errors import TargetError
 from hetflow.schema.plan import SplitPlan
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).parent / "predicting.py"
 spec = importlib.util.spec_from_file_location("predicting", SCRIPT)
 predicting = importlib.util.module_from_spec(spec)

@@ -28,6 +28,8 @@ from hetflow.schema.profile import BatchPoint, Profile
 
 from .model_kinds import GLOBAL_BATCH_SIZE, KINDS, build, train
 
+pytestmark = pytest.mark.processes
+
 KINDS_FILE = Path(__file__).with_name("model_kinds.py")
 
 TRACED_AT, DROPOUT = 4, 0.3

@@ -16,6 +16,8 @@ from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 
 from . import pipeline_cases as cases
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).parent / "pipeline_cases.py"
 
 PREDICTED = Prediction(step_seconds=0.1, samples_per_second=240.0)

@@ -17,6 +17,8 @@ from hetflow.schema.plan import SplitPlan
 from . import pipeline_restarts as restarts
 from . import test_pipeline as plans
 
+pytestmark = pytest.mark.processes
+
 HERE = Path(__file__).parent
 CHAIN2, CHAIN3 = plans.CHAIN2, plans.CHAIN3
 MOVED2 = (("0",), ("1", "2", "3", "4", "5", "6"))

@@ -15,6 +15,8 @@ from hetflow.schema.plan import SplitPlan
 from . import pipeline_scripts as scripts
 from . import test_pipeline as plans
 
+pytestmark = pytest.mark.processes
+
 HERE = Path(__file__).parent
 # number: (case, schedule, stages, microbatches)
 AS_ONE = {

@@ -12,6 +12,8 @@ import pytest
 from hetflow.runtime.handover import SIGNAL
 from hetflow.runtime.stopping import StopRequests
 
+pytestmark = pytest.mark.processes
+
 TERM = signal.SIGTERM
 
 

@@ -18,6 +18,8 @@ from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.run import RunRecord
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).parent / "scenarios.py"
 spec = importlib.util.spec_from_file_location("scenarios", SCRIPT)
 scenarios = importlib.util.module_from_spec(spec)
