@@ -343,6 +343,15 @@ def test_the_nearest_batches_have_a_plan_and_none_is_nearer(problem: SplitProble
     assert above == next(b for b in range(batch + 1, 2 * batch + 13) if feasible(b))
 
 
+def test_one_device_reaches_the_sizes_that_it_was_measured_at_alone() -> None:
+    device = option("T0", 1, {3: 3.0}, alone=alone({2: 0.6}))
+    problem = SplitProblem(model="m", global_batch_size=21, devices=(device,))
+    assert nearest_batches(problem) == (20, 22)
+    assert nearest_batches(replace(problem, global_batch_size=2)) == (None, 4)
+    two = replace(problem, devices=(replace(device, num_devices=2),), global_batch_size=4)
+    assert nearest_batches(two) == (2, 6)  # threes are for two devices
+
+
 def option(name: str, number: int, times: dict[int, float], **fields: object) -> DeviceOption:
     curve = tuple(
         BatchPoint(batch_size=size, step_seconds=seconds, peak_memory_bytes=1)
