@@ -42,6 +42,7 @@ class Program:
     def __init__(self, forked: Forked, command: Sequence[str]) -> None:
         self._forked, self.args, self.pid = forked, command, forked.pid
         self.stdout, self.stderr = _as_text(forked.stdout), _as_text(forked.stderr)
+        self._readers: list[_Reader] = []
 
     @property
     def returncode(self) -> int | None:
@@ -52,29 +53,12 @@ class Program:
         return getattr(self._forked, name)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Read its pipes to their ends, and wait for its own."""
-        read = {"stdout": "", "stderr": ""}
-
-        def drain(name: str, stream: IO[str]) -> None:
-            read[name] = stream.read()
-
-        readers = [
-            threading.Thread(target=drain, args=(name, stream), daemon=True)
-            for name, stream in (("stdout", self.stdout), ("stderr", self.stderr))
-            if stream is not None
-        ]
-        for reader in readers:
-            reader.start()
+        """Read its pipes to their ends, and wait for its own; may be called again."""
+        if not self._readers:
+            self._readers = [_Reader(self.stdout), _Reader(self.stderr)]
         self._forked.wait(timeout)
-        for reader in readers:
-            reader.join()
-        self._close()
-        return read["stdout"], read["stderr"]
-
-    def _close(self) -> None:
-        for stream in (self.stdout, self.stderr):
-            if stream is not None:
-                stream.close()
+        out, err = (reader.text() for reader in self._readers)
+        return out, err
 
     def __enter__(self) -> Self:
         return self
@@ -85,8 +69,25 @@ class Program:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._forked.wait()
-        self._close()
+        self.communicate()
+
+
+class _Reader:
+    """Reads one pipe to its end, beside whoever waits, and closes it."""
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        self._stream, self._text = stream, ""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        if self._stream is not None and not self._stream.closed:
+            with self._stream:
+                self._text = self._stream.read()
+
+    def text(self) -> str:
+        self._thread.join()
+        return self._text
 
 
 def _as_text(stream: IO[bytes] | None) -> IO[str] | None:
