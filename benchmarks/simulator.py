@@ -1,7 +1,6 @@
 r"""CPU seconds of the simulator beside those of the published one, and of a 5,000-job trace.
 
-    python benchmarks/simulator.py --gavel ../shared/data/gavel \
-        [--quick] [--repeats 3] [--json FILE] \
+    python benchmarks/simulator.py [--gavel FOLDER] [--quick] [--repeats 3] [--json FILE] \
         [--published GAVEL/scheduler [--python PYTHON] [--log] [--traces 'cont_*'] [--policies P]]
 
 With ``--published``, the folder ``scheduler`` of a checkout of Gavel, both simulators run one after
@@ -32,6 +31,7 @@ from hetflow.importers.gavel import read_gavel_throughputs, read_gavel_trace
 from hetflow.schema.jobs import Throughputs
 from hetflow.simulator import Case, TraceOptions, report, run_case
 from hetflow.solvers.compiling import can_compile
+from hetflow.tests.data import reference
 
 # What it is here, heterogeneity-agnostic or not, with space sharing or not.
 POLICIES = {
@@ -192,7 +192,7 @@ def long_traces(table: Throughputs, quick: bool, repeats: int) -> list[dict[str,
 def main() -> None:
     """Measure, print, and write where asked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gavel", type=Path)
+    parser.add_argument("--gavel", type=Path, help="Gavel's throughputs and traces")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
@@ -203,10 +203,8 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(SIDE_BY_SIDE), help="side by side")
     parser.add_argument("--alone", action="store_true", help="nothing but side by side")
     arguments = parser.parse_args()
-    if arguments.gavel is None:
-        sys.stdout.write("skipped: give --gavel FOLDER, Gavel's throughputs and traces\n")
-        return
-    path = arguments.gavel / "throughputs" / "simulation_throughputs.json"
+    gavel = arguments.gavel or reference.folder() / "gavel"
+    path = gavel / "throughputs" / "simulation_throughputs.json"
     table = read_gavel_throughputs(path)
     quick, repeats = arguments.quick, arguments.repeats
     # Solvers and compiled loops are loaded before anything is timed.
@@ -222,12 +220,10 @@ def main() -> None:
         "repeats": repeats,
         "compiled": can_compile(),
         "side_by_side": (
-            [] if arguments.published is None else side_by_side(arguments.gavel, table, arguments)
+            [] if arguments.published is None else side_by_side(gavel, table, arguments)
         ),
         "long": [] if arguments.alone else long_traces(table, quick, repeats),
-        "stored": (
-            [] if arguments.alone else against_stored(arguments.gavel, table, quick, repeats)
-        ),
+        "stored": ([] if arguments.alone else against_stored(gavel, table, quick, repeats)),
     }
     if arguments.json:
         arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

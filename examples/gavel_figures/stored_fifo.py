@@ -2,9 +2,9 @@
 
     python examples/gavel_figures/stored_fifo.py GAVEL [--seeds 6]
 
-GAVEL holds ``simulated.json``, ``traces/`` and ``throughputs/`` (shared data/gavel). The rule draws
-types at random, and which generator the stored runs had is not known: what is to be seen is whether
-they lie among ours.
+GAVEL holds ``simulated.json``, ``traces/`` and ``throughputs/`` (tests/data/README.md). The rule
+draws types at random, and which generator the stored runs had is not known: what is to be seen is
+whether they lie among ours.
 """
 
 import argparse

@@ -6,6 +6,7 @@ to B. Answered exactly, by subset sums on bitsets. Near the optimum the devices 
 so the sums run over what each device leaves undone: sets of a few bits in place of B.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -92,9 +93,21 @@ def _suffixes(types: list[TypeSums], target: int) -> list[int]:
 
 
 def feasible_batches(pool: Pool, width: int) -> int:
-    """The set of all batches up to ``width`` that some plan adds up to, whatever its time."""
+    """The set of all batches up to ``width`` that some plan on two or more devices adds up to."""
+    mask = (2 << width) - 1
+    found = 0
+    for kind in range(len(pool.counts)):
+        one = [int(other == kind) for other in range(len(pool.counts))]
+        others = [count - taken for count, taken in zip(pool.counts, one, strict=True)]
+        # Neither the one nor the others stand idle: 0 is not among their sums.
+        found |= sumset(_sums_of(pool, one, width) & ~1, _sums_of(pool, others, width) & ~1, mask)
+    return found
+
+
+def _sums_of(pool: Pool, counts: Sequence[int], width: int) -> int:
+    """What at most so many devices of each type can do together, whatever the time."""
     sums = 1
-    for kind, count in enumerate(pool.counts):
+    for kind, count in enumerate(counts):
         sizes = pool.sizes[pool.starts[kind] : pool.ends[kind]].tolist()
         stride = gcd(*sizes)
         base = 0

@@ -228,16 +228,21 @@ def nearest_batches(problem: SplitProblem) -> tuple[int | None, int | None]:
     Args:
         problem: Profiles and pool; its virtual nodes are not considered.
     """
-    batch, smallest = problem.global_batch_size, problem.batch_sizes[0]
+    batch = problem.global_batch_size
+    alone = [
+        point.batch_size
+        for option in problem.devices
+        for point in option.measured_with(1).batch_curve
+    ]
+    smallest = min(alone)
     wider = SplitProblem(
         model=problem.model,
         global_batch_size=batch + smallest,  # one device alone reaches a multiple in here
         devices=problem.devices,
     )
     sums = feasible_batches(Pool(wider), batch + smallest)
-    for option in problem.devices:  # one device may have sizes of its own
-        for point in option.measured_with(1).batch_curve:
-            sums |= multiples(point.batch_size, (batch + smallest) // point.batch_size)
+    for size in alone:  # one device may have sizes of its own
+        sums |= multiples(size, (batch + smallest) // size)
     below = sums & ((1 << batch) - 1)
     above = sums >> (batch + 1)
     return (

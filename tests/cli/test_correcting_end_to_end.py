@@ -1,6 +1,5 @@
 """Profile, solve, launch, correct, solve, launch: on a real core, nothing emulated."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,9 @@ from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord
+from hetflow.tests import programs
+
+pytestmark = pytest.mark.processes
 
 SCRIPT = """
 import torch
@@ -37,13 +39,10 @@ if __name__ == "__main__":
 
 
 def hetflow(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, "-m", "hetflow.cli.main", *arguments],
         cwd=folder,
-        capture_output=True,
-        text=True,
         timeout=240,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stderr

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from hetflow.costs.pipeline_step import StepStage, flush_step_seconds
 from hetflow.schedules.registry import generate
 from hetflow.schedules.timing import StageTimes, time_schedule
+from hetflow.tests.profiles import examples
 
-FEW = settings(max_examples=50, deadline=None, derandomize=True)
+FEW = settings(max_examples=examples(50))
 SECONDS = st.sampled_from([0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 7.0])
 
 

@@ -9,6 +9,8 @@ import pytest
 
 import hetflow.examples
 
+pytestmark = pytest.mark.processes
+
 FOLDER = Path(hetflow.examples.__file__).parent / "pipeline_end_to_end"
 
 

@@ -11,12 +11,16 @@ MARK = "HETFLOW_TEST_CAMPAIGN"
 class Processes:
     """All that descends from commands started with ``environment``.
 
+    The system shows the environment that a process was started with; a worker forked from a
+    preloaded process shows the preloaded one's, which its launch started with the same mark.
+
     Args:
         mark: A name that no other run has.
     """
 
     def __init__(self, mark: str) -> None:
-        self.environment = {**os.environ, MARK: mark}
+        # No preloaded process that others started: it would not have the mark.
+        self.environment = {**os.environ, MARK: mark, "HETFLOW_PRELOAD": ""}
         self._mark = f"{MARK}={mark}".encode()
         self.seen: set[int] = set()
 
@@ -36,8 +40,7 @@ class Processes:
 
     def workers(self) -> list[int]:
         """The workers, newcomers too, in the order of their start."""
-        found = {p: int(e[b"HETFLOW_WORKER"]) for p, e in self.alive().items() if _is_worker(e)}
-        return sorted(found, key=found.__getitem__)
+        return sorted(filter(_is_worker, self.alive()), key=lambda pid: (_started(pid), pid))
 
     def wait_until_gone(self, seconds: float) -> list[int]:
         """Those that are still there then."""
@@ -57,8 +60,20 @@ class Processes:
         return [name for name in names if any(f"_{pid}_" in name for pid in self.seen)]
 
 
-def _is_worker(environment: dict[bytes, bytes]) -> bool:
-    return b"HETFLOW_WORKER" in environment
+def _is_worker(pid: int) -> bool:
+    try:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"hetflow.runtime.worker" in command
+
+
+def _started(pid: int) -> int:
+    """When it started, in clock ticks since the system did; 0 where it has gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError):
+        return 0
 
 
 def is_gone(pid: int) -> bool:

@@ -27,6 +27,8 @@ from .faults import (
 from .processes import Processes
 from .run import Violation, check_words, plan_of
 
+pytestmark = pytest.mark.processes
+
 
 def test_a_seed_tells_the_same_stories_with_every_kind_of_fault() -> None:
     found = stories(1, 1000)

@@ -1,7 +1,6 @@
 """Gavel's tables and traces: read strictly, never evaluated."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,8 @@ from hetflow.importers.gavel import (
     read_gavel_trace,
 )
 from hetflow.schema.errors import FileError
+from hetflow.tests.data import reference
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "gavel"
 A, B = "('A', 1)", "('B (batch size 2)', 1)"
 TABLE = {
     "v100": {A: {"null": 3.0, B: [2.0, 1.0], A: [1.5, 1.5]},
@@ -92,11 +91,10 @@ def test_a_missing_trace_is_said(tmp_path):
         next(read_gavel_trace(tmp_path / "none.trace"))
 
 
-def test_the_shared_files_are_read():
-    if not SHARED.is_dir():
-        pytest.skip(f"no shared data at {SHARED}")
-    found = read_gavel_throughputs(SHARED / "throughputs" / "simulation_throughputs.json")
+def test_the_published_files_are_read():
+    gavel = reference.folder() / "gavel"
+    found = read_gavel_throughputs(gavel / "throughputs" / "simulation_throughputs.json")
     assert len(found.models) == 83
-    for path in sorted((SHARED / "traces").glob("*.trace")):
+    for path in sorted((gavel / "traces").glob("*.trace")):
         known = {(m.model, m.scale_factor) for m in found.models}
         assert {(job.model, job.scale_factor) for job in read_gavel_trace(path)} <= known

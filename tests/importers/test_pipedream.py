@@ -1,7 +1,5 @@
 """PipeDream's graph.txt, in and out."""
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +12,9 @@ from hetflow.importers.pipedream import (
 )
 from hetflow.schema.errors import FileError, ProblemError
 from hetflow.schema.profile import LayerGraph, LayerNode
+from hetflow.tests.data import reference
+from hetflow.tests.profiles import examples
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "pipedream"
 NODE = (
     "node{n} -- {op} -- forward_compute_time=1.500, backward_compute_time=0.250, "
     "activation_size={a}, parameter_size=12.000"
@@ -54,7 +53,7 @@ def test_placeholders_go_as_in_the_released_optimizer():
 IDS = st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60))
 @given(st.lists(IDS, min_size=1, max_size=6, unique=True), st.data())
 def test_written_graphs_come_back(ids, data):
     number = st.integers(0, 2**40)
@@ -118,9 +117,7 @@ def test_layers_without_time_are_refused():
 
 @pytest.mark.parametrize("model", ["vgg16", "gnmt", "resnet18", "resnet50", "squeezenet1_0"])
 def test_published_profiles(model):
-    path = SHARED / f"{model}.graph.txt"
-    if not path.exists():
-        pytest.skip(f"no reference data at {path}")
+    path = reference.folder() / "pipedream" / f"{model}.graph.txt"
     graph = read_graph(path.read_text())
     lines = [line for line in path.read_text().splitlines() if line.strip()]
     assert len(graph.nodes) + len(graph.edges) == len(lines)

@@ -12,6 +12,7 @@ from typing import Any
 
 from hetflow.schema import files
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.tests import programs
 
 HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
 SCRIPT = Path(__file__).with_name("elastic_script.py")
@@ -83,9 +84,7 @@ class Launch:
         command = [*HETFLOW, "launch", "--determinism", "elastic", *options, "-o", str(self.run)]
         command += [str(folder / "plan.json"), str(script), str(folder / "digest")]
         command += [str(epochs), str(seconds), *map(str, holds)]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        self.process = programs.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def steps(self) -> list[tuple[float, int, int, int, int]]:
         """(time, step, rank, workers, pid) of every step that a worker has completed."""
@@ -130,21 +129,17 @@ class Launch:
 
     def resize(self, *options: str) -> "subprocess.CompletedProcess[str]":
         """Run ``hetflow resize``."""
-        return subprocess.run(
+        return programs.run(
             [*HETFLOW, "resize", str(self.run), *options],
-            capture_output=True,
-            text=True,
             timeout=150,
-            check=False,
         )
 
-    def resize_later(self, *options: str) -> "subprocess.Popen[str]":
+    def resize_later(self, *options: str) -> "programs.Program | subprocess.Popen[str]":
         """Begin ``hetflow resize``."""
-        return subprocess.Popen(
+        return programs.start(
             [*HETFLOW, "resize", str(self.run), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
 
     def end(self) -> tuple[int, str]:

@@ -7,6 +7,8 @@ import pytest
 
 from .elastic_runs import Launch
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.slow
 def test_broken_checkpoints_are_refused_and_set_aside_on_demand(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from hetflow.schema.run import RunRecord
 from .elastic_runs import Launch, around_script
 from .test_launch import here, run, write_script
 
+pytestmark = pytest.mark.processes
+
 __all__ = ["here"]
 
 # Worker 1 fails in its second pass; worker 0 has met it by then and waits for its gradients.

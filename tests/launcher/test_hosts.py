@@ -15,6 +15,8 @@ from hetflow.schema import files
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 from hetflow.schema.run import RunRecord
 
+pytestmark = pytest.mark.processes
+
 DIGITS = Path(__file__).resolve().parents[2] / "examples" / "train_digits.py"
 TELLS = """
 import json, os, pathlib

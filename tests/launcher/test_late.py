@@ -7,6 +7,8 @@ import pytest
 
 from .elastic_runs import Launch, around_script
 
+pytestmark = pytest.mark.processes
+
 # One worker has all it needs to complete STEP but the last word. When the others have completed
 # it, its gradients are spoilt, another is killed, and it finds its own generation lost.
 LATE = """

@@ -16,6 +16,9 @@ from hetflow.runtime.launch_token import prefix_of
 from hetflow.schema import files
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 from hetflow.schema.run import RunRecord
+from hetflow.tests import programs
+
+pytestmark = pytest.mark.processes
 
 LAUNCH = [sys.executable, "-m", "hetflow.cli.main", "launch"]
 
@@ -93,9 +96,7 @@ def write_script(folder: Path, text: str) -> None:
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [*LAUNCH, *arguments], capture_output=True, text=True, timeout=90, check=False
-    )
+    return programs.run([*LAUNCH, *arguments], timeout=90)
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
@@ -182,11 +183,10 @@ def test_the_failing_workers_own_error_and_code(
 )
 def test_no_worker_outlives_the_launch(here: Path, number: int, code: int) -> None:
     write_script(here, SLEEPS)
-    with subprocess.Popen(
+    with programs.start(
         [*LAUNCH, "-o", "run", "plan.json", "script.py"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
     ) as process:
         wait_until(lambda: all((here / f"pid{rank}").exists() for rank in range(2)))
         wait_until(lambda: all((here / f"pid{rank}").read_text() for rank in range(2)))
@@ -267,9 +267,9 @@ def test_who_does_not_know_the_token_cannot_touch_the_keys_of_a_launch(
     # The system lists the environment that a process was started with, not what a fork was given.
     monkeypatch.setenv("HETFLOW_PRELOAD", "off")
     write_script(here, HOLDS_AT_THE_END)
-    with subprocess.Popen(
+    with programs.start(
         [*LAUNCH, "--timeout", "30", "-o", "run", "plan.json", "script.py"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         wait_until((here / "told").exists)
         assert listening_addresses(process.pid) == {"0100007F"}  # loopback alone

@@ -10,6 +10,8 @@ import pytest
 
 from .elastic_runs import Launch, wait_until
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).with_name("outside_script.py")
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +9,12 @@ import pytest
 
 from hetflow.schema import files
 from hetflow.schema.pipeline import PipelinePlan
+from hetflow.tests import programs
 
 from .elastic_runs import HETFLOW, Launch
 
 SCRIPT = Path(__file__).with_name("parting_script.py")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 @pytest.fixture
@@ -84,12 +84,9 @@ def test_replicas_of_a_stage_are_compared_as_well(
     )
     files.write(tmp_path / "plan.json", plan)
     command = [*HETFLOW, "launch", "-o", str(tmp_path / "run"), str(tmp_path / "plan.json")]
-    done = subprocess.run(
+    done = programs.run(
         [*command, str(SCRIPT), str(tmp_path / "digest"), "4", "0"],
-        capture_output=True,
-        text=True,
         timeout=120,
-        check=False,
     )
     assert done.returncode == 2, done.stderr
     assert "body.weight on worker 1 is not what it is on worker 0" in done.stderr

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,9 @@ import pytest
 from hetflow.schema import files
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.run import RunRecord
+from hetflow.tests import programs
+
+pytestmark = pytest.mark.processes
 
 SCRIPT = """
 import os, signal, sys
@@ -66,13 +68,10 @@ def plan(tmp_path: Path, two_stages: PipelinePlan) -> Path:
 
 def launch(plan: Path, *arguments: str, flags: tuple[str, ...] = (), run: str = "run"):
     folder = plan.parent
-    return subprocess.run(
+    return programs.run(
         [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", str(folder / run), *flags]
         + [str(plan), str(folder / "train.py"), *arguments],
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
 
 

@@ -11,6 +11,9 @@ from hetflow.schema import files
 from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.run import RunRecord
+from hetflow.tests import programs
+
+pytestmark = pytest.mark.processes
 
 SCRIPT = """
 import torch
@@ -51,9 +54,9 @@ if __name__ == "__main__":
 
 
 def hetflow(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return programs.run(
         [sys.executable, "-m", "hetflow.cli.main", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=240, check=False,
+        cwd=folder, timeout=240,
     )  # fmt: skip
 
 

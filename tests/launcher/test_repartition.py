@@ -22,8 +22,11 @@ from hetflow.runtime.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.pipeline import PipelinePlan
+from hetflow.tests import programs
 
 from ..faults.processes import is_gone
+
+pytestmark = pytest.mark.processes
 
 HETFLOW = [sys.executable, "-m", "hetflow.cli.main"]
 SCRIPT = Path(__file__).with_name("pipeline_script.py")
@@ -51,9 +54,7 @@ class Run:
         files.write(folder / "plan.json", plan)
         command = [*HETFLOW, "launch", *options, "-o", str(self.run), str(folder / "plan.json")]
         command += [str(SCRIPT), str(folder), str(EPOCHS), *map(str, holds)]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
+        self.process = programs.start(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
     def notes(self) -> list[tuple[int, int, int, int, tuple[int, ...]]]:
         """(step, rank, workers, process, samples) of every step of every worker."""
@@ -88,11 +89,10 @@ class Run:
         """``hetflow resize`` with these options, and the same."""
         before = len(list(self.folder.glob("asked-*")))
         size = self.notes()[-1][2]
-        asked = subprocess.Popen(
+        asked = programs.start(
             [*HETFLOW, "resize", str(self.run), "--json", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
         )
         deadline = time.monotonic() + 120
         while len(list(self.folder.glob("asked-*"))) < before + size and asked.poll() is None:
@@ -174,9 +174,7 @@ def workload():
 @pytest.mark.slow
 def test_profile_solve_launch_and_resize_to_other_devices(tmp_path: Path, undisturbed: Run) -> None:
     def hetflow(*arguments: str) -> None:
-        done = subprocess.run(
-            [*HETFLOW, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        done = programs.run([*HETFLOW, *arguments], cwd=tmp_path, timeout=150)
         assert done.returncode == 0, done.stderr
 
     (tmp_path / "model.py").write_text(WORKLOAD)

@@ -20,6 +20,8 @@ from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
 from .elastic_runs import STEPS_AN_EPOCH, Launch, around_script, plan_of, wait_until
 
+pytestmark = pytest.mark.processes
+
 
 def config_of(*workers: tuple[str, tuple[int, ...]]) -> LaunchConfig:
     """Workers with the sizes of their virtual nodes, numbered in order."""

@@ -18,6 +18,8 @@ from hetflow.schema.errors import TargetError
 from .elastic_runs import Launch, plan_of
 from .two_hosts import Hosts
 
+pytestmark = pytest.mark.processes
+
 LONG = 8
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from hetflow.schema import files
+from hetflow.tests import programs
 
 from .elastic_runs import SCRIPT, plan_of, wait_until
 from .test_hosts import free_port
@@ -52,8 +53,10 @@ class Hosts:
             with self.errors[node].open("wb") as errors:
                 self.processes.append(self._start([*command, str(epochs), str(seconds)], errors))
 
-    def _start(self, command: list[str], errors: IO[bytes]) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=os.environ)
+    def _start(
+        self, command: list[str], errors: IO[bytes]
+    ) -> "programs.Program | subprocess.Popen[str]":
+        return programs.start(command, stdout=subprocess.DEVNULL, stderr=errors, env=os.environ)
 
     def steps(self) -> list[tuple[int, int, int]]:
         """(step, rank, process) of every step that a worker has completed."""

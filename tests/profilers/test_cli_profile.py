@@ -10,6 +10,8 @@ from hetflow.cli.main import run
 from hetflow.schema import files
 from hetflow.schema.profile import Emulation, Profile
 
+pytestmark = pytest.mark.processes
+
 SOURCE = """
 import pathlib
 import torch

@@ -1,7 +1,7 @@
 """Links and rings: fits recover what made their data, and resist what disturbs it."""
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hetflow.costs.comm import ring_seconds
@@ -27,7 +27,6 @@ def times(num_devices: int, latency: float, bandwidth: float) -> list[float]:
     return [ring_seconds(num_devices, size, latency, bandwidth) for size in MESSAGE_BYTES]
 
 
-@settings(deadline=None, derandomize=True)
 @given(st.integers(2, 16), LATENCY, BANDWIDTH)
 def test_the_fit_recovers_the_ring(num_devices: int, latency: float, bandwidth: float) -> None:
     seconds = times(num_devices, latency, bandwidth)
@@ -97,7 +96,6 @@ def worker(scale: float, latency: float, rate: float) -> dict[str, list[list[flo
     return {"there": alone, "back": alone, "both": both}
 
 
-@settings(deadline=None, derandomize=True)
 @given(LATENCY, BANDWIDTH, st.floats(1, 4))
 def test_a_link_is_what_it_does_when_messages_cross(
     latency: float, bandwidth: float, scale: float

@@ -16,6 +16,8 @@ from hetflow.profilers.timing import RepeatPolicy
 from hetflow.schema.errors import TargetError
 from hetflow.schema.profile import BatchPoint
 
+pytestmark = pytest.mark.processes
+
 SOURCE = """
 import os
 import torch

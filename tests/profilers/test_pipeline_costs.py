@@ -19,6 +19,9 @@ from hetflow.schema.pipeline import PipelinePlan, StagePlan
 from hetflow.schema.plan import Prediction, Proof
 from hetflow.schema.profile import LayerGraph, LayerNode
 from hetflow.schema.step_costs import LinkPoint, Links, PipelineCosts
+from hetflow.tests.profiles import examples
+
+pytestmark = pytest.mark.processes
 
 SECONDS = st.floats(1e-4, 1e-2)
 COST = st.floats(0, 5e-3)
@@ -52,7 +55,7 @@ def test_a_step_is_counted_as_by_hand() -> None:
     assert two.step_seconds(trial, costs) == pytest.approx(expected)
 
 
-@settings(deadline=None, derandomize=True, max_examples=15)
+@settings(max_examples=examples(15))
 @given(st.lists(SECONDS, min_size=4, max_size=8), COST, COST, COST)
 @example([0.00390625, 0.00301, 0.00301, 0.00457], 0.00390625, 0.00301, 0.00457)
 def test_planted_costs_are_found(

@@ -31,6 +31,8 @@ from hetflow.schema.launch import (
     WorkerSlot,
 )
 
+pytestmark = pytest.mark.processes
+
 
 class Normed(nn.Module):
     """Parameters, and buffers that virtual nodes keep apart."""

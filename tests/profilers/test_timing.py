@@ -6,7 +6,7 @@ import statistics
 from math import comb
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetflow.profilers.timing import RepeatPolicy, Timing, repeat
@@ -53,7 +53,6 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
     assert hits / trials > 0.95
 
 
-@settings(deadline=None, derandomize=True)
 @given(SAMPLES)
 def test_the_median_lies_in_its_interval(samples: list[float]) -> None:
     timing = Timing.of(samples)

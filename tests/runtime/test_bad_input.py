@@ -11,6 +11,9 @@ import pytest
 
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
+from hetflow.tests import programs
+
+pytestmark = pytest.mark.processes
 
 SCRIPT = Path(__file__).parent / "bad_input.py"
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -33,9 +36,7 @@ def launch(
     command = [sys.executable, "-m", "hetflow.cli.main", "launch"]
     command += ["--checkpoint", str(folder / "saved"), *options, str(folder / plan), str(SCRIPT)]
     command += [*map(str, arguments), str(limit)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, cwd=folder
-    )
+    return programs.run(command, timeout=120, cwd=folder)
 
 
 def refused(done: "subprocess.CompletedProcess[str]", said: str, mend: str) -> None:

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from hetflow import runtime as hf
 from hetflow.runtime import checkpoint, saving
 from hetflow.runtime.job import Job
 from hetflow.schema.errors import FileError, TargetError
+from hetflow.tests import programs
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "digest_table.py"
 spec = importlib.util.spec_from_file_location("digest_table", BENCHMARK)
@@ -492,9 +492,7 @@ def test_a_script_that_ends_without_its_last_checkpoint_has_an_exit_code(
     script, saved = tmp_path / "script.py", tmp_path / "saved"
     script.write_text(AT_EXIT.replace("HOW", how))
     environment = {**os.environ, "HETFLOW_CHECKPOINT": str(saved)}
-    done = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, check=False
-    )
+    done = programs.run([sys.executable, script], env=environment, timeout=150)
     assert (done.returncode, done.stdout) == (code, "trained\n"), done.stderr
     assert said.format(saved) in done.stderr
     assert ("Traceback" in done.stderr) == (code == 1)
@@ -509,7 +507,9 @@ def test_checkpoints_need_a_folder_and_things_with_state() -> None:
     job.finish()
 
 
+@pytest.mark.processes
 def test_sigterm_saves_and_another_mapping_ends_with_the_same_digest(tmp_path: Path) -> None:
+    programs.preload()
     mappings = digest_table.MAPPINGS
     whole = digest_table.launch(mappings["1 worker"], "elastic", tmp_path / "whole")
     saving = ["--checkpoint", str(tmp_path / "saved")]

@@ -18,13 +18,13 @@ from hetflow import runtime as hf
 from hetflow.runtime import checkpoint, parts, saving
 from hetflow.runtime.manifest import BrokenCheckpoint
 from hetflow.schema.errors import HetflowError
+from hetflow.tests.profiles import examples
 
 from . import crafted
 
-EXAMPLES = int(os.environ.get("HETFLOW_FUZZ_EXAMPLES", "150"))
 SLOWLY = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
+    max_examples=examples(150),
+    derandomize=False,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 OPTIMIZERS = {

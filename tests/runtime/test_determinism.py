@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -23,6 +23,9 @@ from hetflow.runtime.subtrees import Subtree, turns_of
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.plan import SplitPlan
+from hetflow.tests import programs
+
+pytestmark = pytest.mark.processes
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "digest_table.py"
 spec = importlib.util.spec_from_file_location("digest_table", BENCHMARK)
@@ -58,7 +61,6 @@ def run_turns(nodes: Sequence[int], num_leaves: int) -> list[tuple[Subtree, Term
 
 
 @given(st.integers(1, 40), st.data())
-@settings(deadline=None, derandomize=True)
 def test_every_mapping_makes_the_branches_of_one_tree(num_leaves: int, data: st.DataObject) -> None:
     holders = data.draw(st.lists(st.integers(0, 4), min_size=num_leaves, max_size=num_leaves))
     for holder in set(holders):
@@ -113,10 +115,7 @@ def test_virtual_nodes_without_samples_count_as_zero() -> None:
 
 def test_many_buckets_share_the_room_of_a_few_on_uneven_workers(tmp_path: Path) -> None:
     script = [sys.executable, str(Path(__file__).parent / "exchanging.py"), str(tmp_path / "store")]
-    workers = [
-        subprocess.Popen([*script, str(rank)], stderr=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
+    workers = [programs.start([*script, str(rank)], stderr=subprocess.PIPE) for rank in range(3)]
     for worker in workers:
         _, said = worker.communicate(timeout=120)
         assert worker.returncode == 0, said
@@ -161,7 +160,7 @@ def test_an_operator_without_a_deterministic_form_is_refused_in_one_line(
     command = [sys.executable, "-m", "hetflow.cli.main", "launch", "--determinism", "static"]
     command += ["-o", str(tmp_path / "run"), str(tmp_path / "plan.json")]
     command += [str(Path(__file__).parent / "unpooling.py"), which]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = programs.run(command, timeout=120)
     assert done.returncode == 2, done.stderr
     said, hint = done.stderr.splitlines()
     assert "determinism static cannot hold" in said
@@ -214,7 +213,7 @@ def against_ddp(which: str, plan: SplitPlan, folder: Path) -> torch.Tensor:
     command += ["-o", str(folder / "run"), str(folder / "plan.json")]
     script = Path(__file__).parent / "against_ddp.py"
     command += [str(script), which, str(folder / "parameters.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = programs.run(command, timeout=240)
     assert done.returncode == 0, done.stderr
     return torch.tensor(json.loads((folder / "parameters.json").read_text()))
 

@@ -18,6 +18,8 @@ from hetflow.runtime.elastic.control import Control
 from hetflow.runtime.elastic.mirror import Mirror
 from hetflow.runtime.elastic.sockets import Connections
 
+pytestmark = pytest.mark.processes
+
 
 class Counting(nn.Module):
     """Counts its calls in a buffer that is no batch-norm's."""

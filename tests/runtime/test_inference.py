@@ -1,7 +1,6 @@
 """Inference with virtual nodes: the same outputs in the same order on any mapping."""
 
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,9 @@ from hetflow import runtime as hf
 from hetflow.schema import files
 from hetflow.schema.errors import TargetError
 from hetflow.schema.plan import SplitPlan
+from hetflow.tests import programs
+
+pytestmark = pytest.mark.processes
 
 SCRIPT = Path(__file__).parent / "predicting.py"
 spec = importlib.util.spec_from_file_location("predicting", SCRIPT)
@@ -30,7 +32,7 @@ def launched(devices: list[int], folder: Path, plan_of: Callable[..., SplitPlan]
     files.write(folder / "plan.json", plan_of([(nodes, 2) for nodes in devices]))
     command = [sys.executable, "-m", "hetflow.cli.main", "launch", "--determinism", "elastic"]
     command += ["-o", str(folder / "run"), str(folder / "plan.json"), str(SCRIPT), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = programs.run(command, timeout=240)
     assert done.returncode == 0, done.stderr
     paths = [folder / f"results{rank}.pt" for rank in range(len(devices))]
     return [torch.load(path, weights_only=True) for path in paths]

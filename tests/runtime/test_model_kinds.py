@@ -25,8 +25,11 @@ from hetflow.schema.cluster import Cluster
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.profile import BatchPoint, Profile
+from hetflow.tests import programs
 
 from .model_kinds import GLOBAL_BATCH_SIZE, KINDS, build, train
+
+pytestmark = pytest.mark.processes
 
 KINDS_FILE = Path(__file__).with_name("model_kinds.py")
 
@@ -146,11 +149,10 @@ def train_on_two(folder: Path) -> None:
         "HETFLOW_TIMEOUT": "60", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     workers = [
-        subprocess.Popen(
+        programs.start(
             [sys.executable, str(KINDS_FILE), str(folder), *KINDS],
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "HETFLOW_SLOT": str(rank)},
             stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(2)
     ]

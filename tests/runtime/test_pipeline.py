@@ -13,8 +13,11 @@ from torch import nn
 from hetflow.schema import files
 from hetflow.schema.pipeline import PipelinePlan, StagePlan
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
+from hetflow.tests import programs
 
 from . import pipeline_cases as cases
+
+pytestmark = pytest.mark.processes
 
 SCRIPT = Path(__file__).parent / "pipeline_cases.py"
 
@@ -142,11 +145,10 @@ def run_world(folder: Path, size: int) -> list[dict]:
         "HETFLOW_TIMEOUT": "60", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     workers = [
-        subprocess.Popen(
+        programs.start(
             [sys.executable, str(SCRIPT), str(folder), *asked],
             env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "HETFLOW_SLOT": str(rank)},
             stderr=subprocess.PIPE,
-            text=True,
         )
         for rank in range(size)
     ]

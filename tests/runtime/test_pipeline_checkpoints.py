@@ -13,9 +13,12 @@ import torch
 
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
+from hetflow.tests import programs
 
 from . import pipeline_restarts as restarts
 from . import test_pipeline as plans
+
+pytestmark = pytest.mark.processes
 
 HERE = Path(__file__).parent
 CHAIN2, CHAIN3 = plans.CHAIN2, plans.CHAIN3
@@ -60,11 +63,10 @@ class World:
             "OMP_NUM_THREADS": "1", "HETFLOW_TIMEOUT": "60", "GLOO_SOCKET_IFNAME": "lo",
         }  # fmt: skip
         workers = [
-            subprocess.Popen(
+            programs.start(
                 [sys.executable, str(HERE / "pipeline_restarts.py"), str(self.folder), *self.names],
                 env={**shared, "RANK": str(r), "LOCAL_RANK": str(r), "HETFLOW_SLOT": str(r)},
                 stderr=subprocess.PIPE,
-                text=True,
             )
             for r in range(self.size)
         ]

@@ -11,9 +11,12 @@ import torch
 
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
+from hetflow.tests import programs
 
 from . import pipeline_scripts as scripts
 from . import test_pipeline as plans
+
+pytestmark = pytest.mark.processes
 
 HERE = Path(__file__).parent
 # number: (case, schedule, stages, microbatches)
@@ -61,11 +64,10 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         "HETFLOW_TIMEOUT": "60", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
     workers = [
-        subprocess.Popen(
+        programs.start(
             [sys.executable, str(HERE / "pipeline_scripts.py"), str(folder), *asked],
             env={**shared, "RANK": str(r), "LOCAL_RANK": str(r), "HETFLOW_SLOT": str(r)},
             stderr=subprocess.PIPE,
-            text=True,
         )
         for r in range(2)
     ]

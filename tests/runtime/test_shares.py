@@ -1,6 +1,6 @@
 """Cutting a global batch: exact, contiguous, in proportion, blind to the devices."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hetflow.runtime.shares import share_out, slices
@@ -23,7 +23,6 @@ def test_ties_go_to_the_lower_index() -> None:
     assert share_out(2, [5, 5, 5, 5]) == [1, 1, 0, 0]
 
 
-@settings(deadline=None, derandomize=True)
 @given(SIZES, st.data())
 def test_every_sample_has_one_place_near_its_quota(sizes: list[int], data: st.DataObject) -> None:
     total = sum(sizes)

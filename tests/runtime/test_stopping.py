@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,9 @@ import pytest
 
 from hetflow.runtime.handover import SIGNAL
 from hetflow.runtime.stopping import StopRequests
+from hetflow.tests import programs
+
+pytestmark = pytest.mark.processes
 
 TERM = signal.SIGTERM
 
@@ -109,13 +111,10 @@ def test_a_signal_after_the_job_ends_the_script_as_usual(
     script = tmp_path / "script.py"
     text = SCRIPT.replace("SIGNUMBER", name).replace("OWN", own).replace("DURING", during)
     script.write_text(text)
-    done = subprocess.run(
+    done = programs.run(
         [sys.executable, script],
         env={**_without_launch(), "HETFLOW_CHECKPOINT": str(tmp_path / "saved")},
-        capture_output=True,
-        text=True,
         timeout=60,
-        check=False,
     )
     assert (done.returncode, done.stdout) == (code, said), done.stderr
     assert [path.name for path in (tmp_path / "saved").iterdir()] == [f"step-{saved:09d}"]

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +16,9 @@ from hetflow.runtime.streams import generator_of
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.run import RunRecord
+from hetflow.tests import programs
+
+pytestmark = pytest.mark.processes
 
 SCRIPT = Path(__file__).parent / "scenarios.py"
 spec = importlib.util.spec_from_file_location("scenarios", SCRIPT)
@@ -56,14 +58,11 @@ def worlds(
     for name, devices in {**UNIFORM, **UNEVEN}.items():
         folder = tmp_path_factory.mktemp(f"world{name}")
         files.write(folder / "plan.json", plan_of(devices))
-        done = subprocess.run(
+        done = programs.run(
             [sys.executable, "-m", "hetflow.cli.main", "launch", "-o", str(folder / "run")]
             + [str(folder / "plan.json"), str(SCRIPT), str(folder)]
             + SCENARIOS.get(name, ["plain", "noisy", "drawn", "tokens", "mixed"]),
-            capture_output=True,
-            text=True,
             timeout=240,
-            check=False,
         )
         assert done.returncode == 0, done.stderr
         made[name] = World(

@@ -1,12 +1,10 @@
 """Every case of the shared reference orders: passes, makespan, idle time, activations held.
 
-The file was made by simulating published schedulers; it lies outside the repository and the
-tests that need it are skipped where it is absent.
+The file was made by simulating published schedulers (tests/data/README.md).
 """
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +15,9 @@ from hetflow.schedules.registry import generate
 from hetflow.schedules.text import from_text, to_text
 from hetflow.schedules.timing import StageTimes, time_schedule
 from hetflow.schedules.validate import validate
+from hetflow.tests.data import reference
 
-FILE = Path(__file__).resolve().parents[3] / "shared" / "data" / "ptdp" / "schedules.json"
-REFERENCE: dict[str, Any] = json.loads(FILE.read_text()) if FILE.is_file() else {}
-pytestmark = pytest.mark.skipif(not REFERENCE, reason="no reference orders beside the checkout")
+REFERENCE: dict[str, Any] = json.loads((reference.folder() / "ptdp" / "schedules.json").read_text())
 
 OUR_NAMES = {
     "gpipe": "gpipe",

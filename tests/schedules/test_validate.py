@@ -21,6 +21,7 @@ from hetflow.schedules.registry import generate
 from hetflow.schedules.text import from_text
 from hetflow.schedules.timing import StageTimes, time_schedule
 from hetflow.schedules.validate import validate
+from hetflow.tests.profiles import examples
 
 UNLIKE_REPLICAS = ["gpipe", "1f1b", "pipedream", "2bw"]
 LIKE_REPLICAS = ["pipedream-vertical-sync", "interleaved", "zb-h1", "zb-h2", "zb-v"]
@@ -62,13 +63,13 @@ def schedules(draw: st.DrawFn, largest: int = 6) -> Schedule:
     )
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(max_examples=examples(150))
 @given(schedules())
 def test_every_generated_schedule_is_sound(schedule: Schedule) -> None:
     assert validate(schedule) == []
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=examples(60))
 @given(schedules(4), st.data())
 def test_generated_schedules_end_under_any_times(schedule: Schedule, data: st.DataObject) -> None:
     seconds = st.lists(
@@ -131,7 +132,7 @@ def places(schedule: Schedule, wanted: Callable[[Operation], bool]) -> list[tupl
     ]
 
 
-@settings(deadline=None, derandomize=True, max_examples=120)
+@settings(max_examples=examples(120))
 @given(schedules(4), st.data())
 def test_an_operation_left_out_is_found(schedule: Schedule, data: st.DataObject) -> None:
     rank, at = data.draw(st.sampled_from(places(schedule, lambda op: True)))
@@ -140,7 +141,7 @@ def test_an_operation_left_out_is_found(schedule: Schedule, data: st.DataObject)
     assert validate(changed(schedule, rank, operations)) != []
 
 
-@settings(deadline=None, derandomize=True, max_examples=120)
+@settings(max_examples=examples(120))
 @given(schedules(4), st.data())
 def test_an_operation_done_twice_is_found(schedule: Schedule, data: st.DataObject) -> None:
     rank, at = data.draw(st.sampled_from(places(schedule, lambda op: True)))
@@ -149,7 +150,7 @@ def test_an_operation_done_twice_is_found(schedule: Schedule, data: st.DataObjec
     assert validate(changed(schedule, rank, operations)) != []
 
 
-@settings(deadline=None, derandomize=True, max_examples=120)
+@settings(max_examples=examples(120))
 @given(schedules(4), st.data())
 def test_a_wrong_weight_version_is_found(schedule: Schedule, data: st.DataObject) -> None:
     versioned = places(schedule, lambda op: op.weight_version is not None)
@@ -163,7 +164,7 @@ def test_a_wrong_weight_version_is_found(schedule: Schedule, data: st.DataObject
     assert validate(changed(schedule, rank, operations)) != []
 
 
-@settings(deadline=None, derandomize=True, max_examples=120)
+@settings(max_examples=examples(120))
 @given(schedules(4), st.data())
 def test_use_before_arrival_and_sending_before_making_are_found(
     schedule: Schedule, data: st.DataObject
@@ -181,7 +182,7 @@ def test_use_before_arrival_and_sending_before_making_are_found(
     assert validate(changed(schedule, rank, operations)) != []
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@settings(max_examples=examples(80))
 @given(schedules(4), st.data())
 def test_messages_out_of_order_are_found(schedule: Schedule, data: st.DataObject) -> None:
     """Two receives of one channel change places: both passes still have their input."""
@@ -343,7 +344,7 @@ def test_sends_name_the_rank_that_needs_them() -> None:
     assert validate(changed(schedule, 0, operations)) != []
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(max_examples=examples(40))
 @given(schedules(4), st.integers(2, 4))
 def test_batches_repeat(schedule: Schedule, times: int) -> None:
     if schedule.weight_semantics != "flush":
@@ -355,7 +356,7 @@ def test_batches_repeat(schedule: Schedule, times: int) -> None:
     assert last == times
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 3))
 def test_every_update_is_a_round_of_the_replicas(replicas: list[int], rounds: int) -> None:
     n = lcm(*replicas) * rounds

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from hetflow.schema.cluster import Cluster, DeviceType, ServerGroup
 from hetflow.schema.errors import ProblemError
+from hetflow.tests.profiles import examples
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_an_unknown_device_in_a_server_gets_the_nearest_name() -> None:
 names = st.from_regex(r"[A-Za-z][A-Za-z0-9]{0,6}", fullmatch=True)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.dictionaries(names, st.integers(1, 5000), min_size=1, max_size=6))
 def test_what_is_written_is_read(pool: dict[str, int]) -> None:
     text = ",".join(f"{count}x{name}" for name, count in pool.items())

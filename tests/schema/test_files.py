@@ -14,6 +14,7 @@ from hetflow.schema import files, jobs, simulation
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import FileError, ProblemError
 from hetflow.schema.profile import BatchPoint, Profile, Sync
+from hetflow.tests.profiles import examples
 
 
 def profile_document(**changes: Any) -> dict[str, Any]:
@@ -204,7 +205,7 @@ sizes = st.lists(st.integers(1, 1 << 16), min_size=1, max_size=8, unique=True).m
 positive = st.floats(min_value=1e-9, max_value=1e6)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=examples(60))
 @given(sizes=sizes, seconds=positive, update=st.floats(0, 1e3), memory=st.integers(0, 1 << 50))
 def test_a_profile_round_trips_to_the_last_bit(
     sizes: list[int], seconds: float, update: float, memory: int

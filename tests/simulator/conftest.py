@@ -1,4 +1,4 @@
-"""Small clusters, and the shared reference data where they are there."""
+"""Small clusters, and the reference data."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,16 +8,13 @@ import pytest
 from hetflow.importers.gavel import read_gavel_throughputs
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.simulator import Pool
-
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "data" / "gavel"
+from hetflow.tests.data import reference
 
 
 @pytest.fixture(scope="session")
 def gavel() -> Path:
     """The folder of Gavel's data."""
-    if not SHARED.is_dir():
-        pytest.skip("the shared reference data (data/gavel) are not here")
-    return SHARED
+    return reference.folder() / "gavel"
 
 
 @pytest.fixture(scope="session")

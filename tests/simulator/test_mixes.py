@@ -21,6 +21,7 @@ from hetflow.simulator import (
     simulate_rounds,
     split_throughput,
 )
+from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]
 
@@ -125,7 +126,7 @@ def test_leftovers_extend_what_a_job_holds(mixed_table: Throughputs, job: MakeJo
     )
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     steps=st.lists(st.floats(10, 20000), min_size=1, max_size=10),
     policy=st.sampled_from(["las", "makespan", "fifo"]),

@@ -5,7 +5,6 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from functools import cache
-from pathlib import Path
 
 import pytest
 from hypothesis import strategies as st
@@ -27,8 +26,7 @@ from hetflow.schema.pipeline import (
 )
 from hetflow.schema.plan import Prediction, Proof
 from hetflow.solvers.pipeline.solve import solve
-
-SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "pipedream"
+from hetflow.tests.data import reference
 
 
 def levels(*pairs: tuple[int, float]) -> tuple[TopologyLevel, ...]:
@@ -429,18 +427,14 @@ def _compositions(total: int) -> Iterator[tuple[int, ...]]:
 
 
 def published_cases(model: str) -> list[dict]:
-    """The stored answers of the released optimizer for a model; skips where they are absent."""
-    path = SHARED / f"pipedream_{model}.json"
-    if not path.exists():
-        pytest.skip(f"no reference data at {path}")
+    """The stored answers of the released optimizer for a model."""
+    path = reference.folder() / "pipedream" / f"pipedream_{model}.json"
     return [case for case in json.loads(path.read_text())["cases"] if case["expected"]]
 
 
 def published_graph(model: str):
     """A published profile without what the released optimizer drops."""
-    path = SHARED / f"{model}.graph.txt"
-    if not path.exists():
-        pytest.skip(f"no reference data at {path}")
+    path = reference.folder() / "pipedream" / f"{model}.graph.txt"
     return without_placeholders(read_graph(path.read_text()))
 
 

@@ -27,6 +27,7 @@ from hetflow.simulator.allocators.allox import AlloX
 from hetflow.simulator.allocators.gandiva import Gandiva
 from hetflow.simulator.cluster.active import Active
 from hetflow.solvers.lp import assign
+from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]
 AT_ONCE = RoundOptions(reset_seconds=0.0, fills_idle=False)
@@ -61,7 +62,7 @@ def test_allox_is_for_single_devices(pool: Pool, job: MakeJob) -> None:
         simulate_rounds([job(0, scale_factor=2)], pool, AlloX())
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.integers(1, 4).flatmap(
         lambda n: st.lists(

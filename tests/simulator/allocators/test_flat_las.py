@@ -13,6 +13,7 @@ from hetflow.simulator import Pool, allocator_named
 from hetflow.simulator.allocators.named import PolicyAllocator
 from hetflow.simulator.cluster.active import Active
 from hetflow.solvers.allocation import policy_named
+from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]
 SCALES = (1, 2, 4)
@@ -51,7 +52,7 @@ def job_by_job(weighted: bool, blind: bool) -> PolicyAllocator:
     return PolicyAllocator(policy, agnostic=True, blind=blind)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=examples(60))
 @given(data=st.data(), weighted=st.booleans(), blind=st.booleans())
 def test_classes_give_the_level_that_single_jobs_do(
     three_types: Pool, data: st.DataObject, weighted: bool, blind: bool

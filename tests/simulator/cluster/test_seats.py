@@ -16,6 +16,7 @@ from hetflow.simulator import SCHEDULERS, Case, Layout, Simulation, run_case
 from hetflow.simulator.cluster.seats import Placement, devices_down, seat
 from hetflow.simulator.cluster.span_book import SpanBook
 from hetflow.simulator.rounds.base import Rounds
+from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]
 SERVERS = "1x(2xfast,2xslow),1x(4xslow),1x(4xfast)"
@@ -99,7 +100,7 @@ def _refuse_wrong_seats(run: Simulation, case: Case) -> None:
 @pytest.mark.parametrize(
     "scheduler", [s for s in SCHEDULERS if s not in ("elastic", "static-priority")]
 )
-@settings(deadline=None, derandomize=True, max_examples=8)
+@settings(max_examples=examples(8))
 @given(jobs=_traces(), fails=st.booleans(), seed=st.integers(0, 9))
 def test_no_device_has_two_placements(
     table: Throughputs, scheduler: str, servers: bool, jobs: list[Job], fails: bool, seed: int
@@ -116,7 +117,7 @@ def test_no_device_has_two_placements(
 
 
 @pytest.mark.parametrize("scheduler", ["elastic", "static-priority"])
-@settings(deadline=None, derandomize=True, max_examples=8)
+@settings(max_examples=examples(8))
 @given(jobs=_traces(), fails=st.booleans())
 def test_nor_has_one_of_jobs_that_are_resized(
     table: Throughputs, scheduler: str, jobs: list[Job], fails: bool
@@ -129,7 +130,7 @@ def test_nor_has_one_of_jobs_that_are_resized(
 
 
 @pytest.mark.parametrize("servers", [False, True])
-@settings(deadline=None, derandomize=True, max_examples=15)
+@settings(max_examples=examples(15))
 @given(jobs=_traces(), fails=st.booleans())
 def test_pairs_are_on_the_same_devices(
     table: Throughputs, servers: bool, jobs: list[Job], fails: bool
@@ -143,7 +144,7 @@ def test_pairs_are_on_the_same_devices(
     assert replace(run, spans=()) == run_case(replace(case, records_spans=False), jobs)
 
 
-@settings(deadline=None, derandomize=True, max_examples=15)
+@settings(max_examples=examples(15))
 @given(jobs=_traces(), fails=st.booleans())
 def test_names_agree_with_the_servers_that_the_simulator_chose(
     table: Throughputs, jobs: list[Job], fails: bool

@@ -10,6 +10,7 @@ from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, PairThroughput, Throughputs
 from hetflow.simulator import Pool, RoundOptions, allocator_named, simulate_rounds
 from hetflow.simulator.cluster.servers import Servers
+from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]
 
@@ -126,7 +127,7 @@ def test_mixes_are_not_placed(spread_table: Throughputs, job: MakeJob) -> None:
         simulate_rounds([job(0)], pool, allocator_named("las"), RoundOptions(servers=((2, 2),)))
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_every_placement_fits(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=5))

@@ -24,6 +24,7 @@ from hetflow.simulator import (
 from hetflow.simulator.cluster.failures import FailureEvents, Layout
 from hetflow.simulator.mechanisms.fair_share import fair_shares
 from hetflow.simulator.mechanisms.proposals import est_rate
+from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]
 
@@ -40,7 +41,7 @@ def test_shares_follow_weights_and_demands() -> None:
     assert fair_shares([10, 1], [4, 4], 4) == [3, 1]  # everybody gets at least one
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     st.lists(st.tuples(st.floats(0.1, 10), st.integers(1, 8)), min_size=1, max_size=10),
     st.integers(1, 16),

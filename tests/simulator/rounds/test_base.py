@@ -22,6 +22,7 @@ from hetflow.simulator import (
     simulate_rounds,
     summarise,
 )
+from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]
 
@@ -100,7 +101,7 @@ def _traces(draw: st.DrawFn) -> list[Job]:
     return jobs
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(max_examples=examples(40))
 @given(jobs=_traces(), published=st.booleans(), policy=st.sampled_from(["las", "fifo_greedy"]))
 def test_all_work_is_done_within_the_pool(
     table: Throughputs, jobs: list[Job], published: bool, policy: str

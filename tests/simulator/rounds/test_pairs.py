@@ -24,6 +24,7 @@ from hetflow.simulator import (
     simulate_rounds,
 )
 from hetflow.simulator.cluster.active import Active
+from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]
 
@@ -131,7 +132,7 @@ def _level(active: Active, warm: bool) -> float:
     return float((reached / equal * active.scale).min())
 
 
-@settings(deadline=None, derandomize=True, max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     models=st.lists(
         st.tuples(st.sampled_from(["conv", "rnn"]), st.sampled_from([1, 2, 4])),
@@ -151,7 +152,7 @@ def test_warm_and_cold_reach_one_level(
     assert _level(active, warm=True) == pytest.approx(_level(active, warm=False), rel=1e-6)
 
 
-@settings(deadline=None, derandomize=True, max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     steps=st.lists(st.floats(1, 20000), min_size=2, max_size=14),
     published=st.booleans(),

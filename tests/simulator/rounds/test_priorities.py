@@ -13,6 +13,7 @@ from hetflow.simulator.rounds.priorities import (
     priorities,
     take,
 )
+from hetflow.tests.profiles import examples
 
 EXAMPLE = np.array([[0.6, 0.2, 0.2], [0.4, 0.6, 0.0], [0.0, 0.2, 0.8]])  # types x jobs
 
@@ -75,7 +76,7 @@ def _rounds(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.array(ranked), np.array(scale), np.array(free)
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(max_examples=examples(300))
 @given(_rounds())
 def test_no_device_is_oversubscribed_and_none_left_idle(
     case: tuple[np.ndarray, np.ndarray, np.ndarray],

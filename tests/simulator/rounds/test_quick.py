@@ -12,6 +12,7 @@ from hetflow.simulator import Pool, RoundOptions, allocator_named, simulate_roun
 from hetflow.simulator.outcomes import Simulation
 from hetflow.simulator.rounds.base import Rounds
 from hetflow.simulator.traces.arrivals import Queue
+from hetflow.tests.profiles import examples
 
 compiled = pytest.importorskip("hetflow.simulator.rounds.quick", reason="numba is not installed")
 
@@ -47,7 +48,7 @@ def _traces(draw: st.DrawFn) -> list[Job]:
 
 
 @pytest.mark.parametrize(("policy", "agnostic"), POLICIES)
-@settings(deadline=None, derandomize=True, max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     jobs=_traces(),
     published=st.booleans(),

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,19 +16,16 @@ from hetflow.schema.jobs import (
     PairThroughput,
     Throughputs,
 )
-
-SHARED = Path(__file__).resolve().parents[4] / "shared" / "data" / "gavel"
+from hetflow.tests.data import reference
 
 
 @pytest.fixture(scope="session")
 def gavel_case() -> Callable[[str], dict[str, Any]]:
-    """A reference case as its document; skips where the shared data are not there."""
+    """A reference case as its document."""
     cache: dict[str, dict[str, Any]] = {}
 
     def load(name: str) -> dict[str, Any]:
-        path = SHARED / "cases" / f"{name}.json"
-        if not path.is_file():
-            pytest.skip(f"no reference case at {path}")
+        path = reference.folder() / "gavel" / "cases" / f"{name}.json"
         if name not in cache:
             cache[name] = json.loads(path.read_text(encoding="utf-8"))
         return cache[name]

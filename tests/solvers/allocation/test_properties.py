@@ -17,9 +17,10 @@ from hetflow.schema.jobs import (
     Throughputs,
 )
 from hetflow.solvers.allocation import all_policies, allocate, instance_of
+from hetflow.tests.profiles import examples
 
 seeds = st.integers(0, 10_000)
-drawn = settings(max_examples=10, deadline=None, derandomize=True)
+drawn = settings(max_examples=examples(10))
 ENTITIES = (Entity(name="a"), Entity(name="b", weight=2.0))
 SENSE = {"las": 1, "las_weighted": 1, "makespan": -1, "finish_time_fairness": -1,
          "max_throughput": 1, "min_cost": 1, "fifo": 1, "static_priority": 1, "sjf": -1,

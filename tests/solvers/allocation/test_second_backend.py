@@ -13,9 +13,10 @@ from hetflow.checks.allocation import check
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.jobs import Throughputs
 from hetflow.solvers.allocation import all_policies, allocate, instance_of
+from hetflow.tests.profiles import examples
 
 seeds = st.integers(0, 10_000)
-drawn = settings(max_examples=15, deadline=None, derandomize=True)
+drawn = settings(max_examples=examples(15))
 TOLERANCE = 1e-7
 
 
@@ -276,7 +277,7 @@ def test_finish_time_fairness_by_bisection(seed, space_sharing, draw, oracle):
 
 
 @pytest.mark.parametrize(("space_sharing", "part"), [(False, 1.2), (True, 0.9)])
-@settings(drawn, max_examples=8)
+@settings(drawn, max_examples=examples(8))
 @given(seed=seeds)
 def test_makespan_budget_by_explicit_search(seed, part, space_sharing, draw, oracle):
     """Part of what the jobs cost alone on their cheapest types; in pairs less may do."""

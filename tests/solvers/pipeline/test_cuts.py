@@ -11,8 +11,9 @@ from hetflow.schema.pipeline import DevicePool, PipelineLayer, PipelineProblem, 
 from hetflow.solvers.pipeline import cuts as pipeline_cuts
 from hetflow.solvers.pipeline.cuts import cuts_of
 from hetflow.solvers.pipeline.solve import solve
+from hetflow.tests.profiles import examples
 
-FEW = settings(max_examples=40, deadline=None, derandomize=True)
+FEW = settings(max_examples=examples(40))
 
 
 @st.composite

@@ -21,8 +21,9 @@ from hetflow.solvers.pipeline.makespan.tables import Tables
 from hetflow.solvers.pipeline.placements import build
 from hetflow.solvers.pipeline.solve import solve
 from hetflow.solvers.pipeline.stage_costs import Prices
+from hetflow.tests.profiles import examples
 
-FEW = settings(max_examples=40, deadline=None, derandomize=True)
+FEW = settings(max_examples=examples(40))
 PARTS = (
     "compute_seconds",
     "virtual_node_seconds",
@@ -153,7 +154,7 @@ def test_bounds_hold_where_the_search_gives_up(problem):
     assert plan.proof.objective >= least * (1 - 1e-9) - 1e-12
 
 
-@settings(FEW, max_examples=80)
+@settings(FEW, max_examples=examples(80))
 @given(tiny_layers(), st.booleans())
 def test_no_placement_beats_the_bounds_of_its_step(problem, recompute):
     """Of the least bottleneck's placement; nothing that is found later hides a wrong bound."""
@@ -234,7 +235,7 @@ def test_without_any_of_it_nothing_is_told_apart():
     assert plan.stages[0].pass_seconds is plan.stages[0].message_seconds is None
 
 
-@settings(FEW, max_examples=30)
+@settings(FEW, max_examples=examples(30))
 @given(tiny_layers(), st.sampled_from([0.05, 0.3, 1.0]))
 def test_of_plans_within_the_error_the_fewest_stages_on_the_fewest_devices(problem, error):
     problem = dataclasses.replace(problem, step_error=error)

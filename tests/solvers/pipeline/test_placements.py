@@ -18,8 +18,9 @@ from hetflow.solvers.pipeline.assemble import ORDERED
 from hetflow.solvers.pipeline.packing import Seats
 from hetflow.solvers.pipeline.placements import Move
 from hetflow.solvers.pipeline.solve import solve
+from hetflow.tests.profiles import examples
 
-FEW = settings(max_examples=25, deadline=None, derandomize=True)
+FEW = settings(max_examples=examples(25))
 SHAPES = [(2, 2), (3, 2), (2, 3)]
 
 
@@ -90,7 +91,7 @@ def test_the_least_bottleneck_is_that_of_any_devices(problem):
     assert plan is None or plan.proof.termination == "optimal"
 
 
-@settings(FEW, max_examples=15)
+@settings(FEW, max_examples=examples(15))
 @given(two_level_problems(), st.sampled_from(["1f1b", "gpipe"]))
 def test_the_least_step_is_that_of_any_devices(problem, schedule):
     problem = dataclasses.replace(problem, schedule=schedule, stage_cost="ring")

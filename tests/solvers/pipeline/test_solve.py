@@ -22,8 +22,9 @@ from hetflow.runtime.lower_pipeline import lower_pipeline
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import SPLIT_BACKWARD, PipelineProblem, PlannedSchedule
 from hetflow.solvers.pipeline.solve import solve
+from hetflow.tests.profiles import examples
 
-FEW = settings(max_examples=120, deadline=None, derandomize=True)
+FEW = settings(max_examples=examples(120))
 
 
 @FEW

@@ -11,8 +11,9 @@ from hetflow.checks.pipeline import check, stage_memory
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.pipeline import FLUSHING, PipelineProblem
 from hetflow.solvers.pipeline.solve import solve
+from hetflow.tests.profiles import examples
 
-FEW = settings(max_examples=50, deadline=None, derandomize=True)
+FEW = settings(max_examples=examples(50))
 
 
 def tied(problem: PipelineProblem, *pairs: tuple[int, int, int]) -> PipelineProblem:

@@ -9,6 +9,7 @@ from hetflow.schema.problem import DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint
 from hetflow.solvers.split.feasible import counts_within, feasible_sums
 from hetflow.solvers.split.pool import Pool
+from hetflow.tests.profiles import examples
 
 types = st.tuples(
     st.integers(1, 4),
@@ -33,7 +34,7 @@ def pool_of(batch: int, devices: list[tuple[int, dict[int, float]]]) -> Pool:
     return Pool(SplitProblem(model="m", global_batch_size=batch, devices=tuple(options)))
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=examples(500))
 @given(
     st.integers(9, 70),
     st.lists(types, min_size=2, max_size=3),

@@ -14,13 +14,10 @@ from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint, Sync
 from hetflow.solvers.split import milp as batch_split_milp
 from hetflow.solvers.split.solve import nearest_batches, solve
+from hetflow.tests.profiles import examples
 
 # Random pools are often infeasible; the properties hold where a plan exists.
-REPEATABLE = {
-    "deadline": None,
-    "derandomize": True,
-    "suppress_health_check": [HealthCheck.filter_too_much],
-}
+DRAWN = settings(suppress_health_check=[HealthCheck.filter_too_much])
 
 
 @st.composite
@@ -195,7 +192,7 @@ def step_or_none(problem: SplitProblem) -> float | None:
     return plan.predicted.step_seconds
 
 
-@settings(max_examples=400, **REPEATABLE)
+@settings(DRAWN, max_examples=examples(400))
 @given(problems())
 def test_the_fast_search_equals_brute_force(problem: SplitProblem) -> None:
     expected, found = brute_force(problem), step_or_none(problem)
@@ -204,7 +201,7 @@ def test_the_fast_search_equals_brute_force(problem: SplitProblem) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cbc", "highs"])
-@settings(max_examples=60, **REPEATABLE)
+@settings(DRAWN, max_examples=examples(60))
 @given(problem=problems())
 def test_the_milp_equals_the_fast_search(backend: batch_split_milp.Backend, problem) -> None:
     expected = step_or_none(problem)
@@ -242,7 +239,7 @@ def measured(problem: SplitProblem, errors: list[float], step_error: float | Non
 SPREADS = st.lists(st.sampled_from([0.0, 0.01, 0.05, 0.3, 0.8]), min_size=1, max_size=3)
 
 
-@settings(max_examples=400, **REPEATABLE)
+@settings(DRAWN, max_examples=examples(400))
 @given(problems(), SPREADS, st.sampled_from([None, 0.0, 0.1]), st.sampled_from([0.02, 0.2, 9.0]))
 def test_the_simplest_plan_within_the_interval_is_found(
     plain: SplitProblem, errors: list[float], step_error: float | None, given_up: float
@@ -264,7 +261,7 @@ def test_the_simplest_plan_within_the_interval_is_found(
     assert plan.proof.lower_bound == pytest.approx(fastest.predicted.step_seconds, rel=1e-9)
 
 
-@settings(max_examples=100, **REPEATABLE)
+@settings(DRAWN, max_examples=examples(100))
 @given(problems())
 def test_exact_measurements_leave_the_fastest_plan(plain: SplitProblem) -> None:
     """A spread of nothing: equally fast plans alone are left, and their proof has no gap."""
@@ -278,7 +275,7 @@ def with_device(problem: SplitProblem, **changes: object) -> SplitProblem:
     return replace(problem, devices=(replace(problem.devices[0], **changes), *problem.devices[1:]))
 
 
-@settings(max_examples=150, **REPEATABLE)
+@settings(DRAWN, max_examples=examples(150))
 @given(problems(), st.integers(1, 4))
 def test_more_devices_are_never_worse(problem: SplitProblem, more: int) -> None:
     before = step_or_none(problem)
@@ -287,7 +284,7 @@ def test_more_devices_are_never_worse(problem: SplitProblem, more: int) -> None:
     assert after <= before * (1 + 1e-12)
 
 
-@settings(max_examples=150, **REPEATABLE)
+@settings(DRAWN, max_examples=examples(150))
 @given(problems(), st.integers(1, 3))
 def test_more_memory_is_never_worse(problem: SplitProblem, drop: int) -> None:
     curve = problem.devices[0].batch_curve
@@ -307,7 +304,7 @@ def scaled(problem: SplitProblem, factor: float, kinds: Iterator[int] | range) -
     return replace(problem, devices=tuple(devices))
 
 
-@settings(max_examples=150, **REPEATABLE)
+@settings(DRAWN, max_examples=examples(150))
 @given(problems(), st.floats(0.3, 1.0))
 def test_a_faster_type_is_never_worse(problem: SplitProblem, factor: float) -> None:
     before = step_or_none(problem)
@@ -315,7 +312,7 @@ def test_a_faster_type_is_never_worse(problem: SplitProblem, factor: float) -> N
     assert step_or_none(scaled(problem, factor, range(1))) <= before * (1 + 1e-12)
 
 
-@settings(max_examples=100, **REPEATABLE)
+@settings(DRAWN, max_examples=examples(100))
 @given(problems(), st.sampled_from([0.25, 3.7, 1e4]))
 def test_scaling_every_time_scales_the_answer(problem: SplitProblem, factor: float) -> None:
     plain = replace(
@@ -331,7 +328,7 @@ def test_scaling_every_time_scales_the_answer(problem: SplitProblem, factor: flo
     assert after == pytest.approx(before * factor, rel=1e-9)
 
 
-@settings(max_examples=100, **REPEATABLE)
+@settings(DRAWN, max_examples=examples(100))
 @given(problems())
 def test_the_nearest_batches_have_a_plan_and_none_is_nearer(problem: SplitProblem) -> None:
     free = replace(problem, virtual_nodes=None)
@@ -344,6 +341,15 @@ def test_the_nearest_batches_have_a_plan_and_none_is_nearer(problem: SplitProble
     lower = [b for b in range(1, batch) if feasible(b)]
     assert below == (max(lower) if lower else None)
     assert above == next(b for b in range(batch + 1, 2 * batch + 13) if feasible(b))
+
+
+def test_one_device_reaches_the_sizes_that_it_was_measured_at_alone() -> None:
+    device = option("T0", 1, {3: 3.0}, alone=alone({2: 0.6}))
+    problem = SplitProblem(model="m", global_batch_size=21, devices=(device,))
+    assert nearest_batches(problem) == (20, 22)
+    assert nearest_batches(replace(problem, global_batch_size=2)) == (None, 4)
+    two = replace(problem, devices=(replace(device, num_devices=2),), global_batch_size=4)
+    assert nearest_batches(two) == (2, 6)  # threes are for two devices
 
 
 def option(name: str, number: int, times: dict[int, float], **fields: object) -> DeviceOption:

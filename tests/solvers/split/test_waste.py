@@ -12,6 +12,7 @@ from hetflow.schema.plan import DeviceGroup
 from hetflow.schema.problem import DeviceOption, SplitProblem
 from hetflow.schema.profile import BatchPoint
 from hetflow.solvers.split.waste import solve
+from hetflow.tests.profiles import examples
 
 SIZE = 4
 
@@ -82,7 +83,7 @@ def every_configuration(problem: SplitProblem) -> list[tuple[float, float, int, 
     return sorted(found)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150))
 @given(pools)
 def test_the_database_is_every_configuration_in_order(problem: SplitProblem) -> None:
     plan = solve(problem, top=10_000)
@@ -99,7 +100,7 @@ def numbers_of(problem: SplitProblem, groups: tuple[DeviceGroup, ...]) -> tuple[
     )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=examples(100))
 @given(pools)
 def test_throughput_is_max_p_over_f_overload(problem: SplitProblem) -> None:
     plan = solve(problem, top=5)

@@ -11,6 +11,7 @@ from hetflow.solvers.allocation.interior.centre import centre
 from hetflow.solvers.allocation.interior.face import Face
 from hetflow.solvers.allocation.las.warm import WarmMaxMin
 from hetflow.solvers.allocation.program import Program
+from hetflow.tests.profiles import examples
 
 
 @st.composite
@@ -44,7 +45,7 @@ def logarithms(x, at, problem, z):
     return value
 
 
-@settings(deadline=None, derandomize=True, max_examples=120)
+@settings(max_examples=examples(120))
 @given(problem=_problems())
 def test_the_centre_is_optimal_and_central(problem: tuple[np.ndarray, ...]) -> None:
     counts, scales, rate, levels, capacity = problem
@@ -94,7 +95,7 @@ def test_two_jobs_on_two_equal_types_by_hand() -> None:
     assert 1 / x == pytest.approx(1 / (1 - 2 * x) - 1 / (2 * x - 0.5), rel=1e-6)
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=examples(60))
 @given(problem=_problems())
 def test_compiled_steps_give_the_same_digits(problem: tuple[np.ndarray, ...]) -> None:
     compiled = pytest.importorskip(

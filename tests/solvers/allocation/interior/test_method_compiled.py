@@ -9,6 +9,7 @@ from hetflow.schema.errors import BackendError
 from hetflow.solvers.allocation.interior import method
 from hetflow.solvers.allocation.interior.solve import Walk, solve
 from hetflow.solvers.allocation.program import Program, Solution
+from hetflow.tests.profiles import examples
 
 compiled = pytest.importorskip(
     "hetflow.solvers.allocation.interior.method_compiled", reason="numba is not installed"
@@ -46,7 +47,7 @@ def _solved(program: Program, walk: Walk) -> Solution | None:
         return None
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**20),
     jobs=st.one_of(st.integers(1, 40), st.sampled_from([127, 128, 129, 300, 700])),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hetflow.solvers.allocation.engine import solve_alone
 from hetflow.solvers.allocation.las.flat import centre
 from hetflow.solvers.allocation.program import Program
+from hetflow.tests.profiles import examples
 
 
 @st.composite
@@ -42,7 +43,7 @@ def logarithms(x, at, problem, z):
     return value
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(max_examples=examples(150))
 @given(problem=_problems(), seed=st.integers(0, 1000))
 def test_the_centre_is_optimal_and_central(problem: tuple[np.ndarray, ...], seed: int) -> None:
     counts, scales, runs, levels, capacity = problem

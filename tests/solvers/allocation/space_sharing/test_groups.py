@@ -10,6 +10,7 @@ from hetflow.schema.jobs import Entity
 from hetflow.solvers.allocation import allocate
 from hetflow.solvers.allocation.space_sharing import column_generation
 from hetflow.solvers.allocation.space_sharing.groups import each_apart
+from hetflow.tests.profiles import examples
 
 TREE = (Entity(name="a", weight=2.0), Entity(name="b"), Entity(name="c", parent="b"))
 POLICIES = ["makespan", "las_weighted", "finish_time_fairness", "min_cost", "hierarchical"]
@@ -29,7 +30,7 @@ def apart(program, _):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=examples(4))
 @given(seed=st.integers(0, 10_000))
 def test_groups_reach_what_rows_apart_reach(policy, seed, draw):
     rng = np.random.default_rng(seed)

@@ -1,7 +1,6 @@
 """Unmeasured pairs of a table, filled in from reference models (5.3.3, 5.6)."""
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +16,8 @@ from hetflow.schema.jobs import (
     Throughputs,
 )
 from hetflow.solvers.allocation import allocate, fill_pairs
+from hetflow.tests.data import reference
 
-SHARED = Path(__file__).resolve().parents[5] / "shared" / "data" / "gavel" / "throughputs"
 NAMES = [f"m{i}" for i in range(8)]
 
 
@@ -80,10 +79,8 @@ def test_what_does_not_fit_is_known_and_nothing_is_made_of_nothing():
 
 @pytest.mark.parametrize("device", ["v100", pytest.param("k80", marks=pytest.mark.slow)])
 def test_a_third_of_gavels_pairs_tell_the_others_better_than_their_mean(device):
-    path = SHARED / "simulation_throughputs.json"
-    if not path.is_file():
-        pytest.skip(f"no throughputs at {path}")
-    whole = read_gavel_throughputs(path)
+    throughputs = reference.folder() / "gavel" / "throughputs"
+    whole = read_gavel_throughputs(throughputs / "simulation_throughputs.json")
     models = tuple(
         dataclasses.replace(entry, steps_per_second={device: entry.steps_per_second[device]})
         for entry in whole.models

@@ -23,9 +23,10 @@ from hetflow.schema.jobs import (
 )
 from hetflow.solvers.allocation import all_policies, allocate, engine, instance_of
 from hetflow.solvers.allocation.water_filling import filling
+from hetflow.tests.profiles import examples
 
 seeds = st.integers(0, 10_000)
-drawn = settings(max_examples=12, deadline=None, derandomize=True)
+drawn = settings(max_examples=examples(12))
 FILLED = ("las", "las_weighted", "makespan", "finish_time_fairness")
 
 

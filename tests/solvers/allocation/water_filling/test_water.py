@@ -12,9 +12,10 @@ from hetflow.schema.errors import BackendError
 from hetflow.schema.jobs import Entity
 from hetflow.solvers.allocation import allocate, instance_of
 from hetflow.solvers.allocation.water_filling import water
+from hetflow.tests.profiles import examples
 
 seeds = st.integers(0, 10_000)
-drawn = settings(max_examples=8, deadline=None, derandomize=True)
+drawn = settings(max_examples=examples(8))
 
 TREE = (
     Entity(name="company"),
@@ -155,7 +156,7 @@ def test_numbers_that_give_out_near_tight_slos_are_no_traceback(seed, draw):
 
 
 @pytest.mark.parametrize("space_sharing", [False, True])
-@settings(drawn, max_examples=5)
+@settings(drawn, max_examples=examples(5))
 @given(seed=st.integers(0, 10_000))
 def test_where_the_quick_way_breaks_down_the_slow_one_gives_the_same_levels(
     seed, space_sharing, draw

@@ -24,8 +24,9 @@ from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.effort import Effort
 from hetflow.solvers.pipeline.solve import solve
+from hetflow.tests.profiles import examples
 
-FEW = settings(max_examples=50, deadline=None, derandomize=True)
+FEW = settings(max_examples=examples(50))
 
 
 @st.composite
@@ -63,13 +64,13 @@ def test_the_oracle_s_step_is_the_timer_s(problem):
     assert replayed_step(plan, problem) == pytest.approx(timed, rel=1e-12)
 
 
-@settings(FEW, max_examples=40)
+@settings(FEW, max_examples=examples(40))
 @given(step_problems())
 def test_the_least_step_equals_brute_force(problem):
     assert same(least_step(problem), best_flat(problem))
 
 
-@settings(FEW, max_examples=40)
+@settings(FEW, max_examples=examples(40))
 @given(step_problems(), st.integers(1, 3))
 def test_the_least_step_of_so_many_stages(problem, count):
     count = min(count, len(problem.layers), problem.num_devices)
@@ -113,7 +114,7 @@ def test_a_gap_is_stated_where_the_search_ends_early():
     assert plan.proof.gap == pytest.approx(1 - plan.proof.lower_bound / plan.proof.objective)
 
 
-@settings(FEW, max_examples=60)
+@settings(FEW, max_examples=examples(60))
 @given(step_problems())
 def test_a_problem_too_large_for_tables_has_a_plan_and_a_bound_that_hold(problem):
     try:

@@ -13,8 +13,9 @@ from hetflow.schema.pipeline import PipelineLayer, PipelineProblem
 from hetflow.solvers.pipeline import solve as pipeline
 from hetflow.solvers.pipeline.repetitive import solve as pipeline_repetitive
 from hetflow.solvers.pipeline.repetitive.solve import Repetition, Repetitive, repetition
+from hetflow.tests.profiles import examples
 
-FEW = settings(max_examples=60, deadline=None, derandomize=True)
+FEW = settings(max_examples=examples(60))
 
 
 def layers(pattern: str) -> tuple[PipelineLayer, ...]:

@@ -1,7 +1,6 @@
 """The planner of thesis 3.3 on the worked case, and its limits."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -15,15 +14,12 @@ from hetflow.solvers.pipeline.repetitive.sweep import (
     solve,
     sweep,
 )
-
-WORKED = Path(__file__).resolve().parents[4].parent / "shared/data/ptdp/pd2bw_worked.json"
+from hetflow.tests.data import reference
 
 
 @pytest.fixture
 def worked() -> dict:
-    if not WORKED.exists():
-        pytest.skip(f"no reference data at {WORKED}")
-    return json.loads(WORKED.read_text())
+    return json.loads((reference.folder() / "ptdp" / "pd2bw_worked.json").read_text())
 
 
 def problem_of(given: dict) -> ParallelPipelineProblem:

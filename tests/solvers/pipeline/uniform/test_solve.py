@@ -24,8 +24,9 @@ from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import ALIKE, PipelinePlan, PipelineProblem
 from hetflow.solvers.pipeline.assemble import ORDERED
 from hetflow.solvers.pipeline.solve import solve
+from hetflow.tests.profiles import examples
 
-FEW = settings(max_examples=40, deadline=None, derandomize=True)
+FEW = settings(max_examples=examples(40))
 
 
 @st.composite

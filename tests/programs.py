@@ -1,0 +1,132 @@
+"""Start Python programs as ``subprocess`` does, from a preloaded process where that can be.
+
+A fresh process spends seconds of CPU time on importing torch; a forked one next to nothing. One
+preloaded process serves all tests of a pytest process, and the launches that they start: these find
+it in ``HETFLOW_PRELOAD``. A program that it cannot run (not Python, or ``off``) starts afresh.
+"""
+
+import atexit
+import io
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from hetflow.launcher.preload import VARIABLE, Forked, PreloadError, fork, serving
+
+_lock = threading.Lock()
+_stack: ExitStack | None = None
+
+
+def preload() -> None:
+    """Keep a preloaded process for the rest of this process, unless there is one already."""
+    global _stack
+    with _lock:
+        if _stack is not None or os.environ.get(VARIABLE):
+            return
+        _stack = ExitStack()
+        atexit.register(_stack.close)
+        folder = _stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-tests-"))
+        socket = _stack.enter_context(serving(Path(folder), ["hetflow.cli.main"]))
+        os.environ[VARIABLE] = str(socket)
+
+
+class Program:
+    """A forked process with ``Popen``'s methods; its pipes are text."""
+
+    def __init__(self, forked: Forked, command: Sequence[str]) -> None:
+        self._forked, self.args, self.pid = forked, command, forked.pid
+        self.stdout, self.stderr = _as_text(forked.stdout), _as_text(forked.stderr)
+        self._readers: list[_Reader] = []
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, as of the last look."""
+        return self._forked.returncode
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._forked, name)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Read its pipes to their ends, and wait for its own; may be called again."""
+        if not self._readers:
+            self._readers = [_Reader(self.stdout), _Reader(self.stderr)]
+        self._forked.wait(timeout)
+        out, err = (reader.text() for reader in self._readers)
+        return out, err
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.communicate()
+
+
+class _Reader:
+    """Reads one pipe to its end, beside whoever waits, and closes it."""
+
+    def __init__(self, stream: IO[str] | None) -> None:
+        self._stream, self._text = stream, ""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        if self._stream is not None and not self._stream.closed:
+            with self._stream:
+                self._text = self._stream.read()
+
+    def text(self) -> str:
+        self._thread.join()
+        return self._text
+
+
+def _as_text(stream: IO[bytes] | None) -> IO[str] | None:
+    return None if stream is None else io.TextIOWrapper(stream, encoding="utf-8")
+
+
+def start(
+    command: Sequence[str | Path],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    stdout: int | IO[Any] | None = None,
+    stderr: int | IO[Any] | None = None,
+) -> "Program | subprocess.Popen[str]":
+    """As ``subprocess.Popen(..., text=True)``."""
+    preload()
+    words = [str(word) for word in command]
+    if env is not None:  # it may have been made before there was a preloaded process
+        env = {VARIABLE: os.environ[VARIABLE], **env}
+    try:
+        return Program(fork(words, env, cwd, None, stdout, stderr), words)
+    except PreloadError:
+        return subprocess.Popen(command, env=env, cwd=cwd, stdout=stdout, stderr=stderr, text=True)
+
+
+def run(
+    command: Sequence[str | Path],
+    *,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+) -> "subprocess.CompletedProcess[str]":
+    """As ``subprocess.run(..., capture_output=True, text=True, check=False)``."""
+    program = start(command, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        out, err = program.communicate(timeout=timeout)
+    except BaseException:
+        program.kill()
+        program.communicate()
+        raise
+    assert program.returncode is not None
+    return subprocess.CompletedProcess(command, program.returncode, out, err)
