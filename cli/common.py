@@ -68,17 +68,15 @@ class _Lines(logging.Handler):
 @contextmanager
 def library_speaks() -> Iterator[None]:
     """While a command runs, what goes to the logger ``hetflow`` becomes lines on stderr."""
-    logger, handler = logging.getLogger("hetflow"), _Lines()
-    before = logger.level, logger.propagate
-    logger.addHandler(handler)
+    logger = logging.getLogger("hetflow")
+    before = logger.handlers, logger.level, logger.propagate
+    logger.handlers, logger.propagate = [_Lines()], False
     logger.setLevel(logging.INFO)
-    logger.propagate = False
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
+        logger.handlers, logger.propagate = before[0], before[2]
+        logger.setLevel(before[1])
 
 
 def shows_progress() -> bool:

@@ -130,8 +130,14 @@ def test_an_allocation_from_python_is_the_command_lines(tmp_path: Path) -> None:
 
 
 def test_the_library_speaks_through_logging(
-    profiles: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    profiles: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    logger = logging.getLogger("hetflow")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO, logger="hetflow"):
         hetflow.solve(profiles, POOL, batch_size=256, optimizer="sgd", strategy="split")
     assert [record.name for record in caplog.records][:1] == ["hetflow"]
@@ -143,7 +149,7 @@ def test_the_library_speaks_through_logging(
     captured = capsys.readouterr()
     assert captured.err == f"hetflow: warning: {sentence}\n"
     assert json.loads(captured.out)["kind"] == "split"
-    assert logging.getLogger("hetflow").handlers == []
+    assert logger.handlers == []
 
 
 def test_runs_also_correct_profiles_for_pipelines(profiles: Path, tmp_path: Path) -> None:
