@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,16 @@ from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, S
 
 VERBS = [name for name in hetflow.__all__ if name[0].islower()]
 POOL = "2xV100,2xP100"
+LAUNCHES = ("launch", "profile")  # processes of seconds
+SCRIPT = """
+import torch, hetflow
+
+model = torch.nn.Linear(2, 1)
+job = hetflow.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.ones(32, 2))
+for batch in job.batches(torch.utils.data.DataLoader(data, batch_size=16)):
+    job.backward(lambda x: model(x).mean(), batch)
+"""
 SPLIT = {"strategy": "split"}
 PIPELINE = {"strategy": "pipeline", "link_bytes_per_second": 1e9, "schedule": "gpipe"}
 
@@ -76,7 +87,19 @@ def test_there_are_few_names_and_each_is_there() -> None:
         hetflow.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("name", VERBS)
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the files that examples name."""
+    monkeypatch.chdir(tmp_path)
+    plan = hetflow.solve([replace(profile("cpu", 1.0), layers=None)], "cpu", batch_size=16)
+    hetflow.write("plan.json", plan)
+    Path("train.py").write_text(SCRIPT)
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    "name", [pytest.param(v, marks=[pytest.mark.slow] if v in LAUNCHES else []) for v in VERBS]
+)
 def test_every_verb_is_typed_and_has_an_example_that_runs(name: str) -> None:
     verb = getattr(hetflow, name)
     signature = inspect.signature(verb)
