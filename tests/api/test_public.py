@@ -1,6 +1,7 @@
 """``import hetflow``: few names, typed, documented, lazy; plans are the command line's."""
 
 import doctest
+import gc
 import importlib
 import inspect
 import json
@@ -111,6 +112,7 @@ def test_every_verb_is_typed_and_has_an_example_that_runs(name: str) -> None:
     assert sum(len(test.examples) for test in examples) > 0, f"{name} has no example"
     runner = doctest.DocTestRunner()
     assert [runner.run(test).failed for test in examples] == [0]
+    gc.collect()  # what was left open warns now, and warnings fail tests
 
 
 def test_it_starts_without_torch_and_plans_without_it() -> None:
