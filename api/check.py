@@ -35,7 +35,7 @@ def check(
         claim: A plan or an allocation.
         profiles: Plan: profiles to judge it against, or their folder. None judges a split plan's
             inner consistency alone.
-        pool: The devices; None: just those that a plan uses.
+        pool: The devices; None: those that a plan says it was solved for, or just those it uses.
         model: Plan: the profiles' model, where it is not the plan's.
         link_bytes_per_second: Pipeline: links that the pool does not state.
         optimizer: Plan: the one that will train.

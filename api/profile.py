@@ -57,9 +57,11 @@ def profile(
 
     Example:
         >>> import hetflow
-        >>> (cpu,) = hetflow.profile("zoo:mlp", ["cpu"], effort="quick")  # doctest: +SKIP
-        >>> cpu.batch_curve[0].step_seconds  # doctest: +SKIP
-        0.0004
+        >>> (cpu,) = hetflow.profile(
+        ...     "zoo:mlp", ["cpu"], effort="quick", batch_sizes=[8], sync_devices=0
+        ... )
+        >>> [point.batch_size for point in cpu.batch_curve], cpu.batch_curve[0].step_seconds > 0
+        ([8], True)
     """
     from ..profilers import targets
     from ..profilers.batch_curve import CurveLimits, parse_sizes

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from . import completing
 from .common import ForceFlag, JsonFlag, asked_pool, emit_file, note, warn
 
 if TYPE_CHECKING:
@@ -23,10 +24,11 @@ def allocate(
     policy: Annotated[
         str,
         typer.Option(
+            autocompletion=completing.policies,
             help="las, las_weighted, las_water_filling, hierarchical, makespan, makespan_budget, "
             "finish_time_fairness, fifo, static_priority, sjf, max_throughput, "
             "max_normalised_throughput, min_cost, min_cost_slo, min_cost_ratio, "
-            "min_cost_ratio_slo, min_cost_per_job or min_dollars_slo."
+            "min_cost_ratio_slo, min_cost_per_job or min_dollars_slo.",
         ),
     ] = "las",
     gpus: Annotated[str | None, typer.Option(help="The pool, e.g. 36xv100,36xp100.")] = None,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..schema.errors import HetflowError
+from . import completing
 from .common import JsonFlag, asked_pool, emit, emit_json
 
 if TYPE_CHECKING:
@@ -17,7 +18,10 @@ def check(
     profiles: Annotated[
         Path | None, typer.Option(help="Folder of profiles to check the plan against.")
     ] = None,
-    gpus: Annotated[str | None, typer.Option(help="The pool, e.g. 2xV100,8xP100.")] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(autocompletion=completing.pools, help="The pool, e.g. 2xV100,8xP100."),
+    ] = None,
     cluster: Annotated[Path | None, typer.Option(help="A cluster file instead of --gpus.")] = None,
     model: Annotated[
         str | None, typer.Option(help="The model, where profiles hold several.")

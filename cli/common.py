@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from ..schema.errors import FileError, ProblemError
 
@@ -67,17 +68,15 @@ class _Lines(logging.Handler):
 @contextmanager
 def library_speaks() -> Iterator[None]:
     """While a command runs, what goes to the logger ``hetflow`` becomes lines on stderr."""
-    logger, handler = logging.getLogger("hetflow"), _Lines()
-    before = logger.level, logger.propagate
-    logger.addHandler(handler)
+    logger = logging.getLogger("hetflow")
+    before = logger.handlers, logger.level, logger.propagate
+    logger.handlers, logger.propagate = [_Lines()], False
     logger.setLevel(logging.INFO)
-    logger.propagate = False
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
+        logger.handlers, logger.propagate = before[0], before[2]
+        logger.setLevel(before[1])
 
 
 def shows_progress() -> bool:
@@ -131,11 +130,41 @@ def asked_pool(gpus: str | None, cluster: Path | None) -> str | Path:
     return named
 
 
+class PanelCommand(TyperCommand):
+    """Lists options by what they are for: the panels that they name, in order of appearance."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for the arguments, and one for each panel."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            row = parameter.get_help_record(ctx)
+            if row is not None:
+                is_argument = parameter.param_type_name == "argument"
+                named = getattr(parameter, "rich_help_panel", None) or "Options"
+                panels.setdefault("Arguments" if is_argument else named, []).append(row)
+        for title, rows in panels.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+class KindsGroup(TyperGroup):
+    """Commands of two words, such as ``solve split``, beside those of one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command of two words where the first two make one, else as usual."""
+        name = " ".join(args[:2])
+        if len(args) > 1 and name in self.commands:
+            return name, self.commands[name], args[2:]
+        return super().resolve_command(ctx, args)
+
+
 def register(app: typer.Typer, function: Callable[..., None], **options: Any) -> None:
     """Register a command and give it --quiet, --debug and --show-config."""
     context_settings = options.pop("context_settings", {})
     settings = {"help_option_names": ["-h", "--help"], **context_settings}
-    app.command(context_settings=settings, **options)(_with_common_flags(function))
+    app.command(cls=PanelCommand, context_settings=settings, **options)(
+        _with_common_flags(function)
+    )
 
 
 def _with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
@@ -217,7 +246,10 @@ def config_values() -> dict[str, Any]:
     for command, table in tables.items():
         if not isinstance(table, dict):
             raise FileError(f"{path}: {command} must be a table such as [solve]")
-    return {
+    values = {
         command: {key.replace("-", "_"): value for key, value in table.items()}
         for command, table in tables.items()
     }
+    for kind in ("solve split", "solve pipeline"):  # what [solve] says counts for each kind
+        values.setdefault(kind, values.get("solve", {}))
+    return values

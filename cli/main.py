@@ -31,6 +31,7 @@ from . import (
 )
 from .common import (
     ENVIRONMENT_PREFIX,
+    KindsGroup,
     Settings,
     config_values,
     library_speaks,
@@ -40,8 +41,9 @@ from .common import (
 
 app = typer.Typer(
     name="hetflow",
+    cls=KindsGroup,
     rich_markup_mode=None,
-    add_completion=False,
+    add_completion=True,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -72,6 +74,7 @@ def root(
     """
 
 
+_AS_SOLVE = {"auto_envvar_prefix": f"{ENVIRONMENT_PREFIX}_SOLVE"}
 _PASSED_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
 register(app, demo.demo, short_help="The main job end to end, on this machine.")
@@ -79,6 +82,10 @@ register(app, devices.devices, short_help="The local device types.")
 register(app, doctor.doctor, short_help="What this installation lacks.")
 register(app, profile.profile, short_help="Measure a model on each device type.")
 register(app, solve.solve, short_help="Find the best plan, with proof.")
+register(app, solve.solve_split, name="solve split", short_help="The best split of a batch.",
+         context_settings=_AS_SOLVE)  # fmt: skip
+register(app, solve.solve_pipeline, name="solve pipeline", short_help="The best pipeline.",
+         context_settings=_AS_SOLVE)  # fmt: skip
 register(app, check.check, short_help="Verify a plan independently.")
 register(app, launch.launch, short_help="Train under a plan.", context_settings=_PASSED_ON)
 register(app, resize.resize, short_help="Change a running job's devices.")

@@ -5,13 +5,17 @@ from typing import Annotated
 
 import typer
 
+from . import completing
 from .common import JsonFlag, emit, emit_json
 
 
 def resize(
     run: Annotated[Path, typer.Argument(help="The folder of a running launch, or its name.")],
     gpus: Annotated[
-        str | None, typer.Option(help="All devices from now on: 2xV100,8xP100.")
+        str | None,
+        typer.Option(
+            autocompletion=completing.pools, help="All devices from now on: 2xV100,8xP100."
+        ),
     ] = None,
     plan: Annotated[
         Path | None,

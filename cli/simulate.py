@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ..schema.errors import HetflowError, ProblemError
+from . import completing
 from .common import ForceFlag, JsonFlag, asked_pool, emit, emit_file, emit_json, shows_progress
 
 if TYPE_CHECKING:
@@ -34,15 +35,17 @@ def simulate(
     policy: Annotated[
         str,
         typer.Option(
+            autocompletion=completing.policies,
             help="As of `hetflow allocate`, or fifo_greedy, fifo_any_type, allox, gandiva; in "
-            "rounds."
+            "rounds.",
         ),
     ] = "las",
     scheduler: Annotated[
         str,
         typer.Option(
+            autocompletion=completing.schedulers,
             help="rounds, published-rounds, elastic, static-priority, easyscale, "
-            "easyscale-taking, easyscale-homogeneous or yarn."
+            "easyscale-taking, easyscale-homogeneous or yarn.",
         ),
     ] = "rounds",
     agnostic: Annotated[

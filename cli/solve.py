@@ -1,21 +1,31 @@
 """``hetflow solve``: from profiles and a pool to a proved plan."""
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from ..schema.schedule_names import PlannedSchedule
+from . import completing
 from .common import ForceFlag, JsonFlag, asked_pool, emit_file, note
 
 Method = Literal["exact", "cbc", "highs"]
+SPLIT = "Options of splits"
+PIPELINE = "Options of pipelines"
+REPETITIVE = "Options of pipelines whose layers repeat"
 
 
 def solve(
     profiles: Annotated[Path, typer.Option(help="Folder of profiles (hetflow profile -o).")],
     batch_size: Annotated[int, typer.Option(min=1, help="Global batch size B.")],
     gpus: Annotated[
-        str | None, typer.Option(help="The pool: 2xV100,8xP100, V100:2:16GB, 4x(4xV100).")
+        str | None,
+        typer.Option(
+            autocompletion=completing.pools,
+            help="The pool: 2xV100,8xP100, V100:2:16GB, 4x(4xV100).",
+        ),
     ] = None,
     cluster: Annotated[Path | None, typer.Option(help="A cluster file instead of --gpus.")] = None,
     model: Annotated[
@@ -35,17 +45,33 @@ def solve(
     ] = "step_seconds",
     virtual_nodes: Annotated[
         int | None,
-        typer.Option(min=1, help="Use N equal virtual nodes of B/N samples (maxP for waste)."),
+        typer.Option(
+            min=1,
+            help="Use N equal virtual nodes of B/N samples (maxP for waste).",
+            rich_help_panel=SPLIT,
+        ),
     ] = None,
     top: Annotated[
-        int, typer.Option(min=1, help="With --objective waste: keep the K best configurations.")
+        int,
+        typer.Option(
+            min=1,
+            help="With --objective waste: keep the K best configurations.",
+            rich_help_panel=SPLIT,
+        ),
     ] = 1,
     interpolate: Annotated[
         bool,
-        typer.Option("--interpolate", help="Allow sizes between profiled ones; marked as such."),
+        typer.Option(
+            "--interpolate",
+            help="Allow sizes between profiled ones; marked as such.",
+            rich_help_panel=SPLIT,
+        ),
     ] = False,
     method: Annotated[
-        Method, typer.Option(help="The fast exact method, or the MILP through CBC or HiGHS.")
+        Method,
+        typer.Option(
+            help="The fast exact method, or the MILP through CBC or HiGHS.", rich_help_panel=SPLIT
+        ),
     ] = "exact",
     fastest: Annotated[
         bool,
@@ -70,29 +96,37 @@ def solve(
             max=1.0,
             help="Stop at a pipeline proved within this fraction of the best; exit 4 if none is "
             "[default: 0 with --time-limit].",
+            rich_help_panel=PIPELINE,
         ),
     ] = None,
     schedule: Annotated[
         Literal["auto", PlannedSchedule],
-        typer.Option(help="Pipeline: the schedule; auto takes the fastest of those that flush."),
+        typer.Option(
+            help="The schedule; auto takes the fastest of those that flush.",
+            rich_help_panel=PIPELINE,
+        ),
     ] = "1f1b",
     chunks_per_device: Annotated[
         int | None,
-        typer.Option(min=2, help="Pipeline: stages a device with interleaved; else 2 to 4."),
+        typer.Option(
+            min=2, help="Stages a device with interleaved; else 2 to 4.", rich_help_panel=PIPELINE
+        ),
     ] = None,
     repetitive: Annotated[
         bool,
         typer.Option(
             "--repetitive",
-            help="Pipeline, --schedule 2bw: equal stages of a model whose layers repeat; chooses "
+            help="With --schedule 2bw: equal stages of a model whose layers repeat; chooses "
             "degrees, microbatch and recomputation (thesis 3.3).",
+            rich_help_panel=REPETITIVE,
         ),
     ] = False,
     cost_model: Annotated[
         Literal["profiled", "closed-form", "measured"],
         typer.Option(
             help="With --repetitive: every layer's profile, the closed forms of thesis 3.3.3, or "
-            "measured runs (--runs)."
+            "measured runs (--runs).",
+            rich_help_panel=REPETITIVE,
         ),
     ] = "profiled",
     runs: Annotated[
@@ -104,22 +138,25 @@ def solve(
     ] = None,
     stage_cost: Annotated[
         Literal["ring", "thesis", "published"],
-        typer.Option(help="Pipeline: how a stage is priced (docs/pipeline.md)."),
+        typer.Option(help="How a stage is priced (docs/pipeline.md).", rich_help_panel=PIPELINE),
     ] = "ring",
     num_stages: Annotated[
-        int | None, typer.Option(min=1, help="Pipeline: exactly so many stages.")
+        int | None, typer.Option(min=1, help="Exactly so many stages.", rich_help_panel=PIPELINE)
     ] = None,
     replication: Annotated[
-        bool, typer.Option(help="Pipeline: whether stages may have replicas.")
+        bool, typer.Option(help="Whether stages may have replicas.", rich_help_panel=PIPELINE)
     ] = True,
     microbatch_size: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Pipeline: samples of a microbatch [default: the fastest profiled]."
+            min=1,
+            help="Samples of a microbatch [default: the fastest profiled].",
+            rich_help_panel=PIPELINE,
         ),
     ] = None,
     link_bytes_per_second: Annotated[
-        float | None, typer.Option(min=1.0, help="Pipeline: links that the pool does not state.")
+        float | None,
+        typer.Option(min=1.0, help="Links that the pool does not state.", rich_help_panel=PIPELINE),
     ] = None,
     optimizer: Annotated[
         str | None,
@@ -141,6 +178,8 @@ def solve(
     """Split a global batch, or cut a model into stages, over unlike devices, with proof.
 
     The plan goes to stdout as JSON, or to -o FILE; a person at a terminal sees a table too.
+    Kinds of plans are compared where profiles hold layers; `hetflow solve split` and `hetflow solve
+    pipeline` take one kind, and only its options.
 
     \b
     hetflow solve --profiles profiles --gpus 2xV100,8xP100 --batch-size 8192 -o plan.json
@@ -185,3 +224,58 @@ def solve(
         note(f"plan written to {output}; next: hetflow launch {output} SCRIPT")
     if Limits(time_limit, gap).is_missed(plan):
         raise typer.Exit(4)
+
+
+def _of_kind(kind: str, words: str, others: set[str], objectives: object) -> Callable[..., None]:
+    """``solve`` for one kind of plan: the same options without those of ``others``."""
+
+    def command(**values: Any) -> None:
+        solve(strategy=kind, **values)  # type: ignore[arg-type]
+
+    kept = []
+    for parameter in inspect.signature(solve).parameters.values():
+        panels = [getattr(o, "rich_help_panel", None) for o in parameter.annotation.__metadata__]
+        if parameter.name == "strategy" or others & set(panels):
+            continue
+        if parameter.name == "objective":
+            parameter = parameter.replace(annotation=objectives)
+        kept.append(parameter)
+    command.__name__ = f"solve_{kind}"
+    command.__doc__ = words
+    command.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
+    return command
+
+
+solve_split = _of_kind(
+    "split",
+    """Split a global batch over unlike devices, with proof.
+
+    Each device takes so many virtual nodes of one profiled size (VirtualFlow 5.1).
+
+    \b
+    hetflow solve split --profiles profiles --gpus 2xV100,8xP100 --batch-size 8192 -o plan.json
+    """,
+    {PIPELINE, REPETITIVE},
+    Annotated[
+        Literal["step_seconds", "waste"],
+        typer.Option(help="The step (VirtualFlow 5.1), or the waste (EasyScale 3.4)."),
+    ],
+)
+solve_pipeline = _of_kind(
+    "pipeline",
+    """Cut a model into stages over unlike devices, with proof.
+
+    Profiles must hold layers (hetflow profile --layers).
+
+    \b
+    hetflow solve pipeline --profiles profiles --gpus 4xV100 --batch-size 256 --schedule auto
+    """,
+    {SPLIT},
+    Annotated[
+        Literal["step_seconds", "bottleneck"],
+        typer.Option(
+            help="A flushing pipeline's step as its timer has it, or the slowest stage (thesis "
+            "2.4.1), which schedules without flushes always take."
+        ),
+    ],
+)

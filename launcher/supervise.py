@@ -265,6 +265,8 @@ class Workers:
             process.wait()
         for thread in self._tees:
             thread.join(timeout=2)
+        for line in self._lines.values():
+            line.close()
 
 
 def _is_stopped(pid: int) -> bool:

@@ -91,7 +91,7 @@ def retimed(plan: PipelinePlan, profiles: Sequence[Profile]) -> float | None:
     try:
         problem = problem_of_plan(plan, profiles, pool_of_plan(plan), link, optimizer)
     except ProblemError:
-        return None  # a link that the plan's cluster stated, and the plan does not repeat
+        return None  # a link that an older plan's cluster stated, and the plan does not repeat
     stages = tuple(timed_stage(plan, problem, index) for index in range(len(plan.stages)))
     timed = replace(plan, stages=stages)
     types = {stage.device_type for stage in stages}

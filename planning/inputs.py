@@ -31,8 +31,13 @@ def pool_of(given: Pool) -> Cluster:
 def name_of(given: Pool) -> str:
     """How the user named a pool; a cluster by its devices."""
     if isinstance(given, Cluster):
-        return ",".join(f"{number}x{name}" for name, number in given.num_devices.items())
+        return ",".join(f"{n}x{name}" for name, n in given.num_devices.items())
     return str(given)
+
+
+def flat(pool: Cluster) -> Cluster:
+    """The pool of these devices of which nothing else is said: no memory, servers or links."""
+    return Cluster.parse(",".join(f"{n}x{name}" for name, n in pool.num_devices.items()))
 
 
 def profiles_of(given: Profiles, model: str | None = None) -> tuple[Profile, ...]:

@@ -22,7 +22,8 @@ def faults_of_plan(
     Args:
         plan: A plan of any kind.
         profiles: Of the plan's model; None judges the plan's inner consistency alone.
-        pool: The devices; by default just those that the plan uses.
+        pool: The devices; by default those that the plan was solved for, as far as it says so,
+            else just those that it uses.
         link_bytes_per_second: Links of a pipeline that the pool does not state; None takes what
             the plan says, or else the profiles.
         optimizer: The one that will train; None takes what the plan says, or else the profiles.
@@ -46,7 +47,7 @@ def faults_of_plan(
     from .split_problem import split_problem
 
     used = ",".join(f"{group.num_devices}x{group.device_type}" for group in plan.groups)
-    pool = pool or Cluster.parse(used)
+    pool = pool or plan.cluster or Cluster.parse(used)
     problem = split_problem(
         profiles,
         pool,
@@ -74,7 +75,9 @@ def _pipeline_faults(
 
 
 def pool_of_plan(plan: PipelinePlan) -> Cluster:
-    """Just the devices that a pipeline uses."""
+    """The pool that a pipeline was solved for; where it does not say, just what it uses."""
+    if plan.cluster is not None:
+        return plan.cluster
     held = {(stage.device_type, stage.first_device): stage for stage in plan.stages}
     used = ",".join(f"{stage.num_replicas}x{stage.device_type}" for stage in held.values())
     return Cluster.parse(used)

@@ -9,6 +9,7 @@ from ..schema.pipeline import PipelinePlan
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
 from .choose_pipeline import best_pipeline, check_flags
+from .inputs import flat
 from .request import SolveRequest, SplitOptions
 from .solve_pipeline import trace_for
 
@@ -26,6 +27,8 @@ def solve(request: SolveRequest) -> SplitPlan | PipelinePlan:
         BackendError: A solver's plan fails its check.
     """
     plan = _plan(request)
+    if request.pool != flat(request.pool):
+        plan = dataclasses.replace(plan, cluster=request.pool)
     if not request.corrected_by:
         return plan
     origin = {**(plan.provenance or {}), "corrected_by": list(request.corrected_by)}

@@ -19,6 +19,7 @@ from .group import Place, leave
 from .measurements import peak_memory_bytes
 from .record import WorkerReport, assemble, parse_report, report_text
 from .setup import final_tensors
+from .telling import log
 from .worker import Runner, fail_at_exit
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def _publish(job: "Job", report: WorkerReport) -> None:
         place.start.run_folder.mkdir(parents=True, exist_ok=True)
         files.write(place.start.run_folder / "run.json", record, force=True)
     except (FileError, OSError) as error:
-        sys.stderr.write(f"hetflow: warning: the run record was not written: {error}\n")
+        log.warning(f"the run record was not written: {error}")
 
 
 def _read_report(place: Place, rank: int) -> WorkerReport:

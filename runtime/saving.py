@@ -24,6 +24,7 @@ from .manifest import BrokenCheckpoint, IncompleteCheckpoint, shape_text
 from .optimizers import state_of
 from .restoring import check_buffers, load_optimizers, load_registered
 from .stopping import StopRequests
+from .telling import log
 
 if TYPE_CHECKING:
     from .job import Job
@@ -351,7 +352,7 @@ class Checkpoints:
         except Exception as error:  # whatever it is: the main thread raises it at the end
             self._failed = error
             self._unwritten.append(header["step"])
-            sys.stderr.write(f"hetflow: warning: {error}\n")
+            log.warning(str(error))
 
     def _settle(self) -> None:
         if self._writing is not None:
@@ -470,4 +471,4 @@ def shapes_of(parameters: Mapping[str, Tensor]) -> dict[str, str]:
 def say(job: "Job", sentence: str) -> None:
     """Tell the user, once."""
     if job.is_main:
-        sys.stderr.write(f"hetflow: {sentence}\n")
+        log.info(sentence)

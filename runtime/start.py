@@ -13,6 +13,7 @@ from .optimizer_state import warning_of
 from .optimizers import Given, optimizers_of
 from .saving import say
 from .setup import check_model, place_model
+from .telling import speak
 
 
 def prepare(
@@ -54,6 +55,7 @@ def prepare(
         ...     optimizer.step()
         ...     optimizer.zero_grad()
     """
+    speak()
     check_model(model)
     optimizers = optimizers_of(optimizer)
     start = read_environment()

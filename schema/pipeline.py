@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
+from .cluster import Cluster
 from .errors import ProblemError
 from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
@@ -492,7 +493,8 @@ class PipelinePlan:
     ``noam`` is NUM_OPT_ACTIVE_MINIBATCHES per input-stage replica (thesis 2.4.2). ``trace`` says
     how the profile found the layers; None is torch.fx. ``optimizer`` is the one whose state
     ``memory_bytes`` counts, None in older plans, which counted none. ``link_bytes_per_second`` is
-    what was said of links that the pool does not state. ``assumptions`` are sentences on what the
+    what was said of links that the pool does not state; ``cluster`` is the pool, where it says more
+    than a number of devices of each type. ``assumptions`` are sentences on what the
     plan takes for granted without a measurement of just that.
     """
 
@@ -514,6 +516,7 @@ class PipelinePlan:
     objective: Objective = "bottleneck"
     optimizer: OptimizerState | None = None
     link_bytes_per_second: PositiveRate | None = None
+    cluster: Cluster | None = None
     assumptions: tuple[str, ...] = ()
     trace: LayerTrace | None = None
     provenance: dict[str, Any] | None = None

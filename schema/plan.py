@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+from .cluster import Cluster
 from .errors import ProblemError
 from .optimizer import OptimizerState
 from .records import (
@@ -134,7 +135,8 @@ class SplitPlan:
     """A global batch split over devices (VirtualFlow 5.1).
 
     ``uniform_virtual_nodes`` is N where the plan was asked for N equal virtual nodes;
-    ``optimizer`` is the one whose state its memory counts, None where nobody knows.
+    ``optimizer`` is the one whose state its memory counts, None where nobody knows. ``cluster`` is
+    the pool that it was solved for, where that says more than a number of devices of each type.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -150,6 +152,7 @@ class SplitPlan:
     alternatives: tuple[Alternative, ...] = ()
     emulated: tuple[EmulatedDevice, ...] = ()
     optimizer: OptimizerState | None = None
+    cluster: Cluster | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

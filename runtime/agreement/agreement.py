@@ -15,7 +15,6 @@ import json
 import math
 import platform
 import struct
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -28,6 +27,7 @@ from torch import Tensor
 from ...schema.errors import TargetError
 from .. import peers
 from ..group import Place, uses_nccl
+from ..telling import log
 from .fingerprints import fingerprint, shadow_of
 from .known import KnownParameters
 from .means import NUM_RANGES, MeansOfStep, uneven
@@ -294,7 +294,7 @@ class Agreement:
 
     def _warn(self, sentence: str) -> None:
         if self._subject.place().rank == 0:
-            sys.stderr.write(f"hetflow: warning: {sentence}\n")
+            log.warning(sentence)
 
     def close(self) -> None:
         """The job is over."""

@@ -1,12 +1,14 @@
 """``import hetflow``: few names, typed, documented, lazy; plans are the command line's."""
 
 import doctest
+import gc
 import importlib
 import inspect
 import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,16 @@ from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, S
 
 VERBS = [name for name in hetflow.__all__ if name[0].islower()]
 POOL = "2xV100,2xP100"
+LAUNCHES = ("launch", "profile")  # processes of seconds
+SCRIPT = """
+import torch, hetflow
+
+model = torch.nn.Linear(2, 1)
+job = hetflow.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = torch.utils.data.TensorDataset(torch.ones(32, 2))
+for batch in job.batches(torch.utils.data.DataLoader(data, batch_size=16)):
+    job.backward(lambda x: model(x).mean(), batch)
+"""
 SPLIT = {"strategy": "split"}
 PIPELINE = {"strategy": "pipeline", "link_bytes_per_second": 1e9, "schedule": "gpipe"}
 
@@ -76,7 +88,19 @@ def test_there_are_few_names_and_each_is_there() -> None:
         hetflow.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("name", VERBS)
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the files that examples name."""
+    monkeypatch.chdir(tmp_path)
+    plan = hetflow.solve([replace(profile("cpu", 1.0), layers=None)], "cpu", batch_size=16)
+    hetflow.write("plan.json", plan)
+    Path("train.py").write_text(SCRIPT)
+
+
+@pytest.mark.usefixtures("workplace")
+@pytest.mark.parametrize(
+    "name", [pytest.param(v, marks=[pytest.mark.slow] if v in LAUNCHES else []) for v in VERBS]
+)
 def test_every_verb_is_typed_and_has_an_example_that_runs(name: str) -> None:
     verb = getattr(hetflow, name)
     signature = inspect.signature(verb)
@@ -88,6 +112,7 @@ def test_every_verb_is_typed_and_has_an_example_that_runs(name: str) -> None:
     assert sum(len(test.examples) for test in examples) > 0, f"{name} has no example"
     runner = doctest.DocTestRunner()
     assert [runner.run(test).failed for test in examples] == [0]
+    gc.collect()  # what was left open warns now, and warnings fail tests
 
 
 def test_it_starts_without_torch_and_plans_without_it() -> None:
@@ -130,8 +155,14 @@ def test_an_allocation_from_python_is_the_command_lines(tmp_path: Path) -> None:
 
 
 def test_the_library_speaks_through_logging(
-    profiles: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    profiles: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    logger = logging.getLogger("hetflow")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO, logger="hetflow"):
         hetflow.solve(profiles, POOL, batch_size=256, optimizer="sgd", strategy="split")
     assert [record.name for record in caplog.records][:1] == ["hetflow"]
@@ -143,7 +174,7 @@ def test_the_library_speaks_through_logging(
     captured = capsys.readouterr()
     assert captured.err == f"hetflow: warning: {sentence}\n"
     assert json.loads(captured.out)["kind"] == "split"
-    assert logging.getLogger("hetflow").handlers == []
+    assert logger.handlers == []
 
 
 def test_runs_also_correct_profiles_for_pipelines(profiles: Path, tmp_path: Path) -> None:

@@ -125,6 +125,34 @@ def test_a_plan_says_all_that_its_check_needs(hetflow: Hetflow, folder: Path) ->
         assert said is None or said in answer.stderr
 
 
+@pytest.mark.parametrize("said", ["cluster", "4GB", "servers"])
+def test_a_plan_carries_the_pool_that_says_more_than_numbers(
+    hetflow: Hetflow, folder: Path, tmp_path: Path, said: str
+) -> None:
+    """Its links, memory and servers; they had to be named again for the check."""
+    cluster, plan = tmp_path / "cluster.json", tmp_path / "plan.json"
+    document = {
+        "schema": "hetflow.cluster/1",
+        "device_types": {"V100": {}},
+        "servers": [{"count": 2, "devices": {"V100": 1}}],
+        "inter_bytes_per_second": 1e9,
+    }
+    cluster.write_text(json.dumps(document))
+    pools = {
+        "cluster": ("--cluster", cluster),
+        "4GB": ("--gpus", "V100:2:4GB", *LINK),
+        "servers": ("--gpus", "2x(1xV100)", *LINK),
+    }
+    asked = ("--profiles", folder, "--batch-size", 64, *pools[said], "-o", plan)
+    assert hetflow("solve", "pipeline", *asked).code == 0
+    assert files.read_any(plan).cluster.num_devices == {"V100": 2}
+    assert hetflow("check", plan, "--profiles", folder).code == 0
+    assert hetflow("solve", "split", *asked[:4], *pools[said][:2], "-o", plan, "--force").code == 0
+    assert hetflow("check", plan, "--profiles", folder).code == 0
+    flat = hetflow("solve", "--profiles", folder, "--gpus", "2xV100", "--batch-size", 64, *LINK)
+    assert "cluster" not in json.loads(flat.stdout)
+
+
 def test_what_the_optimizer_keeps_is_never_assumed(
     hetflow: Hetflow, folder: Path, make_profile: Callable[..., Profile]
 ) -> None:

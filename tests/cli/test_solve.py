@@ -190,6 +190,25 @@ def test_every_command_has_help_with_an_example(hetflow: Hetflow) -> None:
         assert "--json" in answer.stdout, command
 
 
+def test_solve_takes_a_kind_with_its_options_alone(
+    hetflow: Hetflow, profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``solve split`` is ``solve --strategy split``, with the same environment and table."""
+    asked = ("--profiles", profiles, "--gpus", "2xV100,2xP100", "--virtual-nodes", 8)
+    plain = hetflow("solve", *asked, "--batch-size", 256, "--strategy", "split")
+    assert hetflow("solve", "split", *asked, "--batch-size", 256) == plain
+    (tmp_path / "hetflow.toml").write_text("[solve]\nbatch-size = 256\n")
+    monkeypatch.chdir(tmp_path)
+    assert hetflow("solve", "split", *asked) == plain
+    monkeypatch.setenv("HETFLOW_SOLVE_BATCH_SIZE", "128")
+    assert json.loads(hetflow("solve", "split", *asked).stdout)["global_batch_size"] == 128
+    one_line_error(hetflow("solve", "pipeline", *asked), 2, "No such option: --virtual-nodes")
+    one_line_error(hetflow("solve", "split", "--schedule", "1f1b"), 2, "--schedule")
+    shown = hetflow("solve", "--help").stdout
+    panels = ("Options:", "Options of splits:", "Options of pipelines:")
+    assert [panel for panel in panels if f"\n{panel}\n" in shown] == list(panels)
+
+
 def test_an_error_that_nobody_reads_keeps_its_exit_code(tmp_path: Path) -> None:
     """As in ``hetflow ... 2>&1 | head -1``: the reader may be gone before the second line."""
     reader, writer = os.pipe()
