@@ -273,16 +273,20 @@ def message_seconds(problem: PipelineProblem) -> float:
     return problem.message_seconds if counts_overheads(problem) else 0.0
 
 
-def own_seconds(problem: PipelineProblem, pool: DevicePool) -> tuple[float, float]:
+def own_seconds(problem: PipelineProblem, pool: DevicePool, num_stages: int) -> tuple[float, float]:
     """What a microbatch's forward pass, and its backward passes, cost a stage beyond its layers.
 
     The runtime makes one backward pass, or two where the schedule splits it; what is computed
-    again is done inside one of these.
+    again is done inside one of these. Where a single stage was measured, which has no messages, and
+    the schedule flushes, a plan of one stage has its own cost.
     """
     if not counts_overheads(problem):
         return 0.0, 0.0
     halves = 2 if problem.schedule in SPLIT_BACKWARD else 1
-    return pool.pass_seconds, halves * pool.pass_seconds
+    seconds = pool.pass_seconds
+    if num_stages == 1 and problem.solved == "flat" and problem.schedule in FLUSHING:
+        seconds = seconds if pool.lone_pass_seconds is None else pool.lone_pass_seconds
+    return seconds, halves * seconds
 
 
 def step_overhead(problem: PipelineProblem, device_types: Collection[str]) -> float:

@@ -281,7 +281,7 @@ def _forward_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
         if stage.forward_seconds is None or pool is None:
             continue
         forward = sum(pool.forward_seconds[position[name]] for name in stage.layers)
-        forward += definitions.own_seconds(problem, pool)[0]
+        forward += definitions.own_seconds(problem, pool, len(plan.stages))[0]
         if not isclose(stage.forward_seconds, forward, rel_tol=_TOLERANCE, abs_tol=1e-12):
             faults.append(
                 f"stage {index}: forward_seconds is {stage.forward_seconds}, expected {forward}"

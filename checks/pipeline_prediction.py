@@ -43,7 +43,7 @@ def _own_faults(plan: PipelinePlan, problem: PipelineProblem) -> Iterator[str]:
     for index, stage in enumerate(plan.stages):
         pool = pool_of(problem, stage)
         assert pool is not None
-        own, _ = definitions.own_seconds(problem, pool)
+        own, _ = definitions.own_seconds(problem, pool, len(plan.stages))
         message = definitions.message_seconds(problem) if index < last else 0.0
         for name, got, want in (
             ("pass_seconds", stage.pass_seconds, own),

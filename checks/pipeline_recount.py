@@ -113,7 +113,7 @@ def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> Sta
     return replace(
         stage,
         compute_seconds=compute,
-        forward_seconds=definitions.own_seconds(problem, pool)[0]
+        forward_seconds=definitions.own_seconds(problem, pool, len(plan.stages))[0]
         + sum(
             seconds
             for layer, seconds in zip(problem.layers, pool.forward_seconds, strict=True)
@@ -125,7 +125,7 @@ def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> Sta
         ),
         update_seconds=pool.update_seconds * (weights / max(total, 1)),
         tied_seconds=_tied_seconds(problem, stage),
-        pass_seconds=definitions.own_seconds(problem, pool)[0],
+        pass_seconds=definitions.own_seconds(problem, pool, len(plan.stages))[0],
         message_seconds=definitions.message_seconds(problem) if sent else 0.0,
     )
 
@@ -160,7 +160,7 @@ def _sums(plan: PipelinePlan, problem: PipelineProblem, stages: list[int]) -> tu
     assert pool is not None
     passes = 2 if plan.recompute else 1
     chosen = [i for i, layer in enumerate(problem.layers) if layer.id in names]
-    own = sum(definitions.own_seconds(problem, pool))
+    own = sum(definitions.own_seconds(problem, pool, len(plan.stages)))
     return (
         own + sum(passes * pool.forward_seconds[i] + pool.backward_seconds[i] for i in chosen),
         sum(problem.layers[i].weight_bytes for i in chosen),

@@ -191,6 +191,8 @@ def _pool_faults(
     fixed = (0.0, 0.0) if costs is None else (costs.pass_seconds, costs.fixed_seconds)
     if (pool.pass_seconds, pool.fixed_seconds) != fixed:
         yield f"a pass and a step cost {pool.pass_seconds} and {pool.fixed_seconds}, not {fixed}"
+    if pool.lone_pass_seconds != (costs and costs.lone_pass_seconds):
+        yield "a pass of a single stage does not cost what the profile measured"
     latency = (costs and costs.reduce_latency_seconds) or 0.0
     rate = costs and costs.reduce_bytes_per_second
     if (pool.reduce_latency_seconds, pool.reduce_bytes_per_second) != (latency, rate):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..schema.pipeline import SPLIT_BACKWARD, PipelinePlan, StagePlan
+from ..schema.pipeline import FLUSHING, SPLIT_BACKWARD, PipelinePlan, StagePlan
 from ..schema.profile import LayerGraph, Profile
 from ..schema.run import RunRecord
 from .observed import Measured, Run, together
@@ -145,7 +145,11 @@ def _with_pass_cost(profile: Profile, shortest: float) -> Profile:
     costs = profile.pipeline
     if costs is None or costs.pass_seconds <= shortest / 2:
         return profile
-    return replace(profile, pipeline=replace(costs, pass_seconds=shortest / 2))
+    lone = costs.lone_pass_seconds
+    if lone is not None:
+        lone = min(lone, shortest / 2)
+    less = replace(costs, pass_seconds=shortest / 2, lone_pass_seconds=lone)
+    return replace(profile, pipeline=less)
 
 
 def _halves(plan: PipelinePlan) -> int:
@@ -159,7 +163,10 @@ def _target(profile: Profile, took: _Seconds, prior: _Seconds, plan: PipelinePla
     A backward pass that recomputes holds the forward one too; what it leaves no room for is
     shared out as predicted.
     """
-    beside = 0.0 if profile.pipeline is None else profile.pipeline.pass_seconds
+    costs = profile.pipeline
+    beside = 0.0 if costs is None else costs.pass_seconds
+    if costs is not None and len(plan.stages) == 1 and plan.schedule in FLUSHING:
+        beside = beside if costs.lone_pass_seconds is None else costs.lone_pass_seconds
     forward, backward = took[0] - beside, took[1] - _halves(plan) * beside
     if plan.recompute:
         share = prior[1] / (prior[0] + prior[1]) if prior[1] > 0 else 0.0

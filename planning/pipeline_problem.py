@@ -258,6 +258,7 @@ def _pool(
         base_memory_bytes=profile.base_memory_bytes,
         pass_seconds=costs.pass_seconds if costs is not None else 0.0,
         fixed_seconds=costs.fixed_seconds if costs is not None else 0.0,
+        lone_pass_seconds=costs.lone_pass_seconds if costs is not None else None,
         reduce_latency_seconds=(costs.reduce_latency_seconds or 0.0) if costs is not None else 0.0,
         reduce_bytes_per_second=costs.reduce_bytes_per_second if costs is not None else None,
     )

@@ -26,7 +26,7 @@ from .timing import Timing
 _ROUNDS = 2
 _WARM_UP_STEPS = 2
 _FEWEST_STEPS, _MOST_STEPS = 3, 20  # of a trial in a round
-_FEWEST_TRIALS = 5  # of which one has replicas
+_FEWEST_TRIALS = 6  # of which two have replicas
 _NOTHING = PipelineCosts(pass_seconds=0.0, message_seconds=0.0, fixed_seconds=0.0)
 
 _Step = tuple[StepTimes, ...]
@@ -49,7 +49,7 @@ def measure_pipeline(
         request: The device type, a real one.
         profiled: Its layers, links and update.
         optimizer: For targets that bring none.
-        budget_seconds: For the steps, about; at least five pipelines make a few.
+        budget_seconds: For the steps, about; at least six pipelines make a few.
         progress: Told what is being measured now.
 
     Returns:
@@ -125,7 +125,7 @@ def _slowest(step: _Step) -> float:
 
 
 def affordable(profiled: Profiled, budget_seconds: float) -> tuple[Trial, ...]:
-    """As many trials as make their fewest steps within the budget; at least four."""
+    """As many trials as make their fewest steps within the budget; at least six."""
     trials = trials_of(profiled.graph)
     left, number = budget_seconds, 0
     for trial in trials:

@@ -3,12 +3,13 @@
 The step of each rehearsed pipeline is replayed (costs/pipeline_step.py) with the profiled layers
 and links and three unknown costs, which are fitted to the measured steps. A replay is linear in
 the costs as long as the same passes decide it, so the fit linearises it, solves, and goes on from
-there.
+there. A fourth, of passes where one stage holds all layers, follows from such steps.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..costs.comm import ring_seconds
@@ -100,6 +101,9 @@ class Profiled:
         nodes = self.graph.nodes
         total_weight = max(self.weight_bytes, 1)
         sent = self.crossing_bytes(trial.cut) / self.links.bytes_per_second
+        own = costs.pass_seconds
+        if trial.num_replicas > 1 and costs.lone_pass_seconds is not None:
+            own = costs.lone_pass_seconds
         stages = []
         for part in filter(None, (nodes[: trial.cut], nodes[trial.cut :])):
             forward = self.scale * sum(node.forward_seconds for node in part)
@@ -108,10 +112,8 @@ class Profiled:
             stages.append(
                 StepStage(
                     num_replicas=trial.num_replicas,
-                    forward_seconds=forward + costs.pass_seconds,
-                    backward_seconds=backward
-                    + costs.pass_seconds
-                    + (forward if trial.recompute else 0.0),
+                    forward_seconds=forward + own,
+                    backward_seconds=backward + own + (forward if trial.recompute else 0.0),
                     transfer_seconds=sent + costs.message_seconds,
                     reduce_seconds=self.reduce_seconds * weight / total_weight,
                     update_seconds=self.update_seconds * weight / total_weight,
@@ -124,36 +126,64 @@ class Profiled:
 def fit_costs(
     profiled: Profiled, trials: Sequence[Trial], seconds: Sequence[float]
 ) -> PipelineCosts:
-    """Fit the three costs to measured steps, by least absolute relative errors, none negative.
+    """Fit the costs to measured steps, by least absolute relative errors, none negative.
 
+    Three are fitted to pipelines of two stages. What passes cost where one stage holds all layers
+    is what its steps leave for it, at most what passes cost beside messages.
     ``step_error`` is the median over the trials of how far each is from what the others predict
     for it (fitted without it): a fit to few steps follows its own.
 
     Args:
         profiled: Layers and links.
-        trials: At least four pipelines that differ in schedule and microbatches.
+        trials: At least four pipelines of two stages that differ in schedule and microbatches;
+            and those of one stage, if any.
         seconds: The measured step of each, > 0.
     """
+    measured = list(zip(trials, seconds, strict=True))
+    cut = [entry for entry in measured if entry[0].num_replicas == 1]
+    whole = [entry for entry in measured if entry[0].num_replicas > 1]
     errors = []
-    for left_out, (trial, measured) in enumerate(zip(trials, seconds, strict=True)):
-        others = [index for index in range(len(trials)) if index != left_out]
-        fitted = _fit(profiled, [trials[i] for i in others], [seconds[i] for i in others])
-        errors.append(abs(profiled.step_seconds(trial, _costs(fitted)) - measured) / measured)
-    found = _fit(profiled, trials, seconds)
-    return _costs(found, statistics.median(errors))
+    for left_out in cut:
+        fitted = _fit(profiled, [entry for entry in cut if entry is not left_out])
+        errors.append(_error(profiled, left_out, _costs(fitted)))
+    costs = _costs(_fit(profiled, cut))
+    for left_out in whole:
+        others = [entry for entry in whole if entry is not left_out]
+        errors.append(_error(profiled, left_out, _with_lone(profiled, others, costs)))
+    return replace(_with_lone(profiled, whole, costs), step_error=statistics.median(errors))
 
 
-def _costs(values: "Array", error: float | None = None) -> PipelineCosts:
-    one_pass, message, fixed = values.tolist()
-    return PipelineCosts(
-        pass_seconds=one_pass, message_seconds=message, fixed_seconds=fixed, step_error=error
-    )
+def _error(profiled: Profiled, left_out: tuple[Trial, float], costs: PipelineCosts) -> float:
+    trial, measured = left_out
+    return abs(profiled.step_seconds(trial, costs) - measured) / measured
 
 
-def _fit(profiled: Profiled, trials: Sequence[Trial], seconds: Sequence[float]) -> "Array":
+def _with_lone(
+    profiled: Profiled, whole: Sequence[tuple[Trial, float]], costs: PipelineCosts
+) -> PipelineCosts:
+    """The costs with that of a pass where no message is beside it; None without such trials."""
     import numpy as np
 
-    measured = np.asarray(seconds, dtype=np.float64)
+    if not whole:
+        return costs
+    without = replace(costs, lone_pass_seconds=0.0)
+    passes = [2 * ceil(trial.num_microbatches / trial.num_replicas) for trial, _ in whole]
+    steps = np.array([seconds for _, seconds in whole])
+    left = steps - [profiled.step_seconds(trial, without) for trial, _ in whole]
+    lone = least_deviations((np.array(passes) / steps)[:, None], left / steps)
+    return replace(costs, lone_pass_seconds=min(float(lone[0]), costs.pass_seconds))
+
+
+def _costs(values: "Array") -> PipelineCosts:
+    one_pass, message, fixed = values.tolist()
+    return PipelineCosts(pass_seconds=one_pass, message_seconds=message, fixed_seconds=fixed)
+
+
+def _fit(profiled: Profiled, of_two_stages: Sequence[tuple[Trial, float]]) -> "Array":
+    import numpy as np
+
+    trials = [trial for trial, _ in of_two_stages]
+    measured = np.array([seconds for _, seconds in of_two_stages], dtype=np.float64)
 
     def replay(values: "Array") -> "Array":
         costs = _costs(values)

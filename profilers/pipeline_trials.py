@@ -31,11 +31,11 @@ def trials_of(graph: LayerGraph) -> tuple[Trial, ...]:
         Trial(cut=uneven, schedule="gpipe", num_microbatches=2),
         Trial(cut=middle, schedule="gpipe", num_microbatches=8),
         Trial(cut=whole, schedule="1f1b", num_microbatches=8, num_replicas=2),
+        Trial(cut=whole, schedule="1f1b", num_microbatches=2, num_replicas=2),
         Trial(cut=uneven, schedule="1f1b", num_microbatches=8),
         Trial(cut=middle, schedule="gpipe", num_microbatches=2),
         Trial(cut=uneven, schedule="gpipe", num_microbatches=8),
         Trial(cut=uneven, schedule="1f1b", num_microbatches=2),
-        Trial(cut=whole, schedule="1f1b", num_microbatches=2, num_replicas=2),
     )
     return tuple(dict.fromkeys(found))
 
@@ -53,7 +53,7 @@ def launch_config(graph: LayerGraph, trial: Trial, *, device_type: str) -> Launc
     Rank 0 holds the layers before the cut and rank 1 the others, or both hold all.
     """
     names = tuple(node.id for node in graph.nodes)
-    stages = (
+    stages: tuple[PipelineStage, ...] = (
         PipelineStage(layers=names[: trial.cut], ranks=(0,)),
         PipelineStage(layers=names[trial.cut :], ranks=(1,)),
     )

@@ -85,6 +85,8 @@ class DevicePool:
     of what stages are said to take.
     ``pass_seconds`` is what every forward and every backward pass of a stage costs beyond its
     layers, ``fixed_seconds`` what a step costs beside its passes, messages and updates.
+    ``lone_pass_seconds`` is the former where one stage holds all layers and the schedule flushes
+    (flat ``ring`` prices); None takes ``pass_seconds``.
     ``reduce_bytes_per_second`` and ``reduce_latency_seconds`` are of the ring of an all-reduce
     between replicas, as measured; None and 0 take the links' rate.
     """
@@ -101,10 +103,16 @@ class DevicePool:
     fixed_seconds: Seconds = 0.0
     reduce_latency_seconds: Seconds = 0.0
     reduce_bytes_per_second: PositiveRate | None = None
+    lone_pass_seconds: Seconds | None = None
 
     def __post_init__(self) -> None:
         if not self.levels:
             raise ProblemError(f"{self.device_type}: a pool needs at least one level of devices")
+        if (self.lone_pass_seconds or 0.0) > self.pass_seconds:
+            raise ProblemError(
+                f"{self.device_type}: a pass of a single stage costs {self.lone_pass_seconds}, "
+                f"more than one beside messages, {self.pass_seconds}"
+            )
         if self.reduce_latency_seconds and self.reduce_bytes_per_second is None:
             raise ProblemError(
                 f"{self.device_type}: reduce_latency_seconds needs reduce_bytes_per_second"

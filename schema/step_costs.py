@@ -49,6 +49,8 @@ class PipelineCosts:
 
     Args:
         pass_seconds: Of one forward or one backward pass of a stage, beyond its layers.
+        lone_pass_seconds: The same of a stage that holds all layers, so that none of its passes
+            has a message beside it; None where no such stage was rehearsed.
         message_seconds: Of one message between two stages, beyond its bytes: the link is taken
             for so much longer.
         fixed_seconds: Of a whole step: opening it, its sums, asking for the next batch.
@@ -65,8 +67,13 @@ class PipelineCosts:
     step_error: Ratio | None = None
     reduce_latency_seconds: MeasuredSeconds | None = None
     reduce_bytes_per_second: PositiveRate | None = None
+    lone_pass_seconds: MeasuredSeconds | None = None
 
     def __post_init__(self) -> None:
+        if (self.lone_pass_seconds or 0.0) > self.pass_seconds:
+            raise ProblemError(
+                f"lone_pass_seconds is {self.lone_pass_seconds}, more than pass_seconds"
+            )
         if (self.reduce_latency_seconds is None) != (self.reduce_bytes_per_second is None):
             raise ProblemError(
                 "reduce_latency_seconds and reduce_bytes_per_second come together or not at all"

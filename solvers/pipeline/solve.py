@@ -17,6 +17,7 @@ from ...schema.errors import BackendError, InfeasibleError
 from ...schema.pipeline import ALIKE, PipelinePlan, PipelineProblem
 from ..effort import DEFAULT, Effort
 from ..tolerance import MOST_GIVEN_UP
+from .alone import least_of_one_or_more
 from .anywhere import blind, exact, has_one_order, relaxed
 from .assemble import ORDERED, assemble, fill_seconds
 from .bottleneck.graph import search as search_graph
@@ -77,9 +78,12 @@ def solve(
     """
 
     def least(asked: PipelineProblem) -> PipelinePlan:
-        return least_with_fixed(
-            asked, lambda part: _least_of_passes(part, method=method, effort=effort)
-        )
+        def at_one_price(part: PipelineProblem) -> PipelinePlan:
+            return least_with_fixed(
+                part, lambda of_types: _least_of_passes(of_types, method=method, effort=effort)
+            )
+
+        return least_of_one_or_more(asked, at_one_price)
 
     if fastest:
         return least(problem)

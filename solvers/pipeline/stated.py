@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ...schema.errors import ProblemError
 from ...schema.pipeline import FLUSHING, PipelinePlan, PipelineProblem
+from .alone import alone
 from .assemble import assemble
 from .bottleneck.line import objective
 from .cuts import cuts_of, layers_of
@@ -39,6 +40,8 @@ def stated_plan(
     """
     if len(problem.pools) != 1 or problem.schedule not in FLUSHING:
         raise ProblemError("stages can be stated for one device type and a flushing schedule")
+    if len(stages) == 1:
+        problem = alone(problem)
     cuts, space = cuts_of(problem, every=True), build(problem)
     prices = Prices(problem, cuts, space.bandwidths, recompute=recompute)
     moves = _moves(problem, space, [replicas for _, replicas in stages])

@@ -66,6 +66,16 @@ RATES = st.sampled_from([0.5, 1.0, 2.0, 8.0, 64.0])
 OWN = st.sampled_from([0.0, 0.0, 0.25, 1.0, 4.0])
 """What passes, messages and steps cost themselves: nothing, a little, more than layers."""
 
+PASSES = st.sampled_from(
+    [
+        {},
+        {"pass_seconds": 0.25},
+        {"pass_seconds": 4.0},
+        {"pass_seconds": 4.0, "lone_pass_seconds": 0.0},
+        {"pass_seconds": 1.0, "lone_pass_seconds": 0.5},
+    ]
+)
+"""What passes cost beside layers; less in one stage of all layers."""
 REDUCTIONS = st.sampled_from(
     [
         {},
@@ -98,8 +108,8 @@ def flat_problems(draw, *, graphs: bool = True) -> PipelineProblem:
                 update_seconds=draw(st.sampled_from([0.0, 0.5])),
                 memory_bytes=draw(st.sampled_from([None, 20, 40, 80])),
                 workspace_bytes=draw(st.sampled_from([0, 0, 3])),
-                pass_seconds=draw(OWN),
                 fixed_seconds=draw(OWN),
+                **draw(PASSES),
                 **draw(REDUCTIONS),
             )
         )

@@ -38,7 +38,7 @@ def with_costs(
     problem: PipelineProblem, *, a_pass: float = 0.0, a_step: float = 0.0, **changes
 ) -> PipelineProblem:
     pools = tuple(
-        dataclasses.replace(pool, pass_seconds=a_pass, fixed_seconds=a_step)
+        dataclasses.replace(pool, pass_seconds=a_pass, fixed_seconds=a_step, lone_pass_seconds=None)
         for pool in problem.pools
     )
     return dataclasses.replace(problem, pools=pools, **changes)
@@ -100,6 +100,28 @@ def test_replicas_wait_as_long_as_all_reduces_were_measured_to_take(schedule):
     assert before.stages[0].reduce_latency_seconds is None
     assert check(after, measured) == []
     assert any("reduce_seconds is" in fault for fault in check(after, problem))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_passes_of_one_stage_have_a_price_of_their_own(schedule):
+    problem = dataclasses.replace(TINY, schedule=schedule)
+    dear = with_costs(problem, a_pass=8.0)
+    cheap = dataclasses.replace(
+        dear, pools=(dataclasses.replace(dear.pools[0], lone_pass_seconds=0.5),)
+    )
+    several, one = solve(dear), solve(cheap)
+    assert len(several.stages) > 1
+    assert len(one.stages) == 1
+    assert check(one, cheap) == []
+    assert one.stages[0].pass_seconds == 0.5
+    assert one.proof.lower_bound <= one.proof.objective
+    halves = 2 if schedule == "zb-h1" else 1
+    assert one.predicted.step_seconds == pytest.approx(8 * (24.0 + (1 + halves) * 0.5))
+    # A plan of several stages costs what it did.
+    asked = dataclasses.replace(cheap, num_stages=4)
+    before = solve(dataclasses.replace(dear, num_stages=4))
+    assert solve(asked).predicted == before.predicted
+    assert check(solve(asked), cheap) == []
 
 
 def test_dear_all_reduces_make_stages_of_replicas():
