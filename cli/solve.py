@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..schema.schedule_names import PlannedSchedule
+from ..schema.schedule_traits import DEFAULT_SCHEDULE, is_planned, planned_schedules
 from .common import ForceFlag, JsonFlag, asked_pool, emit_file, note
+from .names import one_of
 
 Method = Literal["exact", "cbc", "highs"]
 
@@ -73,9 +74,18 @@ def solve(
         ),
     ] = None,
     schedule: Annotated[
-        Literal["auto", PlannedSchedule],
-        typer.Option(help="Pipeline: the schedule; auto takes the fastest of those that flush."),
-    ] = "1f1b",
+        str,
+        typer.Option(
+            metavar="NAME",
+            callback=one_of(
+                lambda: ("auto", *planned_schedules()),
+                lambda name: name == "auto" or is_planned(name),
+            ),
+            help="Pipeline: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, pipedream, "
+            "pipedream-vertical-sync, 2bw or a plug-in's; auto takes the fastest of those that "
+            "flush.",
+        ),
+    ] = DEFAULT_SCHEDULE,
     chunks_per_device: Annotated[
         int | None,
         typer.Option(min=2, help="Pipeline: stages a device with interleaved; else 2 to 4."),

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..schema.pipeline import SPLIT_BACKWARD, PipelinePlan, StagePlan
+from ..schema.pipeline import PipelinePlan, StagePlan
 from ..schema.profile import LayerGraph, Profile
 from ..schema.run import RunRecord
 from .observed import Measured, Run, together
@@ -150,7 +150,7 @@ def _with_pass_cost(profile: Profile, shortest: float) -> Profile:
 
 def _halves(plan: PipelinePlan) -> int:
     """Passes of the runtime that a backward pass is made of."""
-    return 2 if plan.schedule in SPLIT_BACKWARD else 1
+    return 2 if plan.traits.splits_backward else 1
 
 
 def _target(profile: Profile, took: _Seconds, prior: _Seconds, plan: PipelinePlan) -> _Seconds:

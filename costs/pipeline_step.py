@@ -8,7 +8,7 @@ link, then each stage's all-reduce and update.
 from math import ceil
 from typing import NamedTuple
 
-from ..schema.pipeline import PlannedSchedule
+from ..schema.schedule_traits import traits
 
 
 class StepStage(NamedTuple):
@@ -24,7 +24,7 @@ class StepStage(NamedTuple):
 
 
 def flush_step_seconds(
-    schedule: PlannedSchedule, stages: tuple[StepStage, ...], num_microbatches: int
+    schedule: str, stages: tuple[StepStage, ...], num_microbatches: int
 ) -> float:
     """Seconds from the first pass to the last update; O(stages x microbatches).
 
@@ -43,10 +43,9 @@ Pass = tuple[bool, int]
 
 
 class _Replay:
-    def __init__(
-        self, schedule: PlannedSchedule, stages: tuple[StepStage, ...], num_microbatches: int
-    ) -> None:
+    def __init__(self, schedule: str, stages: tuple[StepStage, ...], num_microbatches: int) -> None:
         self.stages, self.last = stages, len(stages) - 1
+        takes_all = traits(schedule).order == "forward-first"
         self.first_rank: list[int] = []
         self.stage_of: list[int] = []
         self.passes: list[list[Pass]] = []
@@ -57,7 +56,7 @@ class _Replay:
             behind -= stage.num_replicas
             for replica in range(stage.num_replicas):
                 mine = range(replica, num_microbatches, stage.num_replicas)
-                own = len(mine) if schedule == "gpipe" else min(ahead, len(mine))
+                own = len(mine) if takes_all else min(ahead, len(mine))
                 self.passes.append(_order(mine, own))
                 self.stage_of.append(number)
         # When a microbatch's activation or gradient is at a stage; None while it is not.

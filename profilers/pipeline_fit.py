@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..costs.comm import ring_seconds
 from ..costs.pipeline_step import StepStage, flush_step_seconds
-from ..schema.pipeline import PlannedSchedule
 from ..schema.profile import LayerGraph
 from ..schema.step_costs import Links, PipelineCosts
 from .fits import least_deviations
@@ -37,7 +36,7 @@ class Trial:
     """
 
     cut: int
-    schedule: PlannedSchedule
+    schedule: str
     num_microbatches: int
     recompute: bool = False
     num_replicas: int = 1

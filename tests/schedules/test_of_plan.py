@@ -11,13 +11,12 @@ from hetflow.schema.pipeline import (
     PipelineLayer,
     PipelinePlan,
     PipelineProblem,
-    PlannedSchedule,
     TopologyLevel,
 )
 from hetflow.solvers.pipeline.solve import solve
 
 
-def planned(schedule: PlannedSchedule) -> PipelinePlan:
+def planned(schedule: str) -> PipelinePlan:
     layers = tuple(PipelineLayer(id=f"l{i}", activation_bytes=0, weight_bytes=1) for i in range(4))
     pool = DevicePool(
         device_type="V100",
@@ -40,7 +39,7 @@ def planned(schedule: PlannedSchedule) -> PipelinePlan:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_equal_stages_take_the_predicted_step(schedule: PlannedSchedule) -> None:
+def test_equal_stages_take_the_predicted_step(schedule: str) -> None:
     plan = planned(schedule)
     timing = time_schedule(schedule_of(plan), times_of(plan))
     assert plan.predicted.step_seconds == pytest.approx((4 + 8 - 1) * 3.0)
@@ -48,5 +47,5 @@ def test_equal_stages_take_the_predicted_step(schedule: PlannedSchedule) -> None
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "2bw"])
-def test_the_schedule_of_a_plan_is_valid(schedule: PlannedSchedule) -> None:
+def test_the_schedule_of_a_plan_is_valid(schedule: str) -> None:
     assert validate(schedule_of(planned(schedule))) == []

@@ -69,7 +69,7 @@ class StepModel:
         in_flight, versions = self.prices.stashed(num_replicas, workers)
         share = ceil(count / num_replicas)
         left = max(share - in_flight, 0)
-        if problem.schedule == "gpipe":
+        if problem.traits.order == "forward-first":
             behind = workers - num_replicas
             left = share - 1 if is_last else max((count - behind) // num_replicas, 0)
         if self.pessimistic:
