@@ -30,11 +30,14 @@ class Registry(Generic[T]):
         kind: What one of them is called in messages, such as ``schedule``.
         group: The entry-point group of its plug-ins, such as ``hetflow.schedules``.
         own: The package's own modules that register some, in the order of ``names``.
+        is_optional: Whether a module that an entry point of the group names may register none.
     """
 
-    def __init__(self, kind: str, *, group: str, own: tuple[str, ...]) -> None:
+    def __init__(
+        self, kind: str, *, group: str, own: tuple[str, ...], is_optional: bool = False
+    ) -> None:
         self.kind, self.group = kind, group
-        self._own = own
+        self._own, self._is_optional = own, is_optional
         self._entries: dict[str, tuple[str, T]] = {}
         self._has_own = False
 
@@ -129,7 +132,7 @@ class Registry(Generic[T]):
                 f"{origin} cannot be loaded: {type(error).__name__}: {error}",
                 hint="fix or uninstall that distribution",
             ) from error
-        if point.name not in self._entries:
+        if point.name not in self._entries and not self._is_optional:
             raise ProblemError(
                 f"{origin} registers no {self.kind} {point.name!r}",
                 hint="give the entry point the name that the module registers",
