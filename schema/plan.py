@@ -7,6 +7,9 @@ from .optimizer import OptimizerState
 from .records import (
     Count,
     Name,
+    NonNegative,
+    PerSecond,
+    Positive,
     PositiveRate,
     PositiveSeconds,
     Ratio,
@@ -28,9 +31,9 @@ class Proof:
     """
 
     termination: Literal["optimal", "feasible"]
-    objective: Seconds
-    lower_bound: Seconds | None
-    gap: Seconds | None
+    objective: NonNegative
+    lower_bound: NonNegative | None
+    gap: NonNegative | None
     method: str
     tolerance: Ratio | None = None
 
@@ -48,7 +51,7 @@ class Prediction:
     """
 
     step_seconds: Seconds
-    samples_per_second: Seconds
+    samples_per_second: PerSecond
     compute_seconds: Seconds | None = None
     sync_seconds: Seconds | None = None
     update_seconds: Seconds | None = None
@@ -101,7 +104,7 @@ class EmulatedDevice:
 
     device_type: Name
     base_device_type: Name
-    speed: PositiveRate
+    speed: Positive
     passes: tuple[PassTime, ...]
 
 
@@ -115,8 +118,8 @@ class EstEstimate:
 
     max_p: Count
     num_ests: Count
-    overload_factor: PositiveSeconds
-    waste: Seconds
+    overload_factor: Positive
+    waste: PerSecond
     throughput: PositiveRate
     capability: dict[str, PositiveRate]
 

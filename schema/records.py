@@ -21,11 +21,19 @@ Count = Annotated[int, Field(ge=1, le=10**12)]
 Index = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 PositiveBytes = Annotated[int, Field(ge=1, le=2**60)]
+NonNegative = Annotated[float, Field(ge=0)]
+"""A number without a unit, or in one that the field's docstring names."""
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0)]
 MeasuredSeconds = Annotated[float, Field(ge=0, le=1e12)]  # 30,000 years
 PositiveMeasuredSeconds = Annotated[float, Field(gt=0, le=1e12)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
+PerSecond = Annotated[float, Field(ge=0)]
 PositiveRate = Annotated[float, Field(gt=0)]
+"""Per second: of bytes, steps or samples."""
+Dollars = Annotated[float, Field(ge=0)]
+PositiveDollars = Annotated[float, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=0, le=1e6)]
 """Of two quantities of one unit."""
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
