@@ -1,6 +1,6 @@
 """What a pipeline's passes, messages and steps cost beyond its layers, from rehearsed steps.
 
-The step of each rehearsed pipeline is replayed (costs/pipeline_step.py) with the profiled layers
+The step of each rehearsed pipeline is replayed (schedules/replay.py) with the profiled layers
 and links and three unknown costs, which are fitted to the measured steps. A replay is linear in
 the costs as long as the same passes decide it, so the fit linearises it, solves, and goes on from
 there.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..costs.comm import ring_seconds
-from ..costs.pipeline_step import StepStage, flush_step_seconds
+from ..schedules.replay import StepStage, flush_step_seconds
 from ..schema.profile import LayerGraph
 from ..schema.step_costs import Links, PipelineCosts
 from .fits import least_deviations

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from . import closed_forms
 from .assemble import Order, Slot, assemble
 from .operations import Kind, Schedule, WeightSemantics
+from .pass_order import alternating
 from .registry import schedule
 from .shape import PipelineShape
 
@@ -17,12 +18,10 @@ from .shape import PipelineShape
 def one_rank(microbatches: Sequence[int], stage: int, in_flight: int) -> list[Slot]:
     """The passes of one rank: ``in_flight`` - 1 forward passes, then one of each in turn."""
     ahead = min(in_flight - 1, len(microbatches))
-    slots: list[Slot] = [((Kind.FORWARD, stage, k),) for k in microbatches[:ahead]]
-    for number, microbatch in enumerate(microbatches):
-        if number + ahead < len(microbatches):
-            slots.append(((Kind.FORWARD, stage, microbatches[number + ahead]),))
-        slots.append(((Kind.BACKWARD, stage, microbatch),))
-    return slots
+    return [
+        ((Kind.BACKWARD if is_backward else Kind.FORWARD, stage, microbatch),)
+        for is_backward, microbatch in alternating(microbatches, ahead)
+    ]
 
 
 @schedule("1f1b", replicas="any", order="alternating")

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ...costs.pipeline import fixed_seconds, overheads
-from ...costs.pipeline_step import StepStage, flush_step_seconds
+from ...schedules.replay import StepStage, flush_step_seconds
 from ...schedules.terms import StepOf, step_terms
 from ...schema.pipeline import PipelinePlan, PipelineProblem, StagePlan
 from ...schema.plan import Prediction

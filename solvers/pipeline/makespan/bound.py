@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....costs.pipeline import ring_sync_seconds
-from ....costs.pipeline_step import StepStage, flush_step_seconds
+from ....schedules.replay import StepStage, flush_step_seconds
 from ....schema.pipeline import PipelineProblem
 from ..cuts import Floats, Mask
 from ..placements import PlacedStage
