@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from math import fsum
 from typing import Literal
 
+from ..schema.errors import ProblemError
 from ..schema.jobs import Allocation, Certificate, Job
 from ..schema.plugins import Registry
 from .allocation_policies import Pool, inverse
@@ -53,6 +54,13 @@ class Judge:
     counts_dollars: bool = False
     keeps_slos: bool = False
     keeps_budget: bool = False
+
+    def __post_init__(self) -> None:
+        adds_up = self.level is not None or self.worth is not None
+        if not adds_up and (self.objective is None or self.bound is None):
+            raise ProblemError(
+                "a judge needs the policy's level or worth, or both its objective and its bound"
+            )
 
     def worths(self, pool: Pool) -> dict[tuple[str, str], float] | None:
         """What a step of each job on each column is worth; None where nothing is added up."""

@@ -70,6 +70,9 @@ class Registry(Generic[T]):
         Raises:
             ProblemError: The plug-in that has it cannot be loaded; names the distribution.
         """
+        entry = self._entries.get(name)
+        if entry is not None:  # asked for in solvers' inner loops
+            return entry[1]
         self._load_own()
         if name not in self._entries:
             for point in self._points():
