@@ -15,6 +15,7 @@ from ..schema.jobs import Entity, Job, Jobs, Throughputs
 from ..schema.records import nearest
 from ..schema.simulation import SimulationRun
 from ..simulator import Case, TraceOptions
+from ..simulator.allocators.named import always_pairs
 from ..simulator.traces.draws import TraceKind
 from .files import throughputs_of
 
@@ -142,7 +143,7 @@ def sweep(
 
 
 def _case(throughputs: Throughputs | Path | str, pool: Pool, options: SimulationOptions) -> Case:
-    needs_pairs = options.get("space_sharing", False) or options.get("policy") == "gandiva"
+    needs_pairs = options.get("space_sharing", False) or always_pairs(options.get("policy", "las"))
     table = throughputs_of(throughputs, pairs=needs_pairs)
     devices = spelled_as(pool_of(pool), table)
     chosen: dict[str, Any] = {k: v for k, v in options.items() if k != "num_jobs"}

@@ -1,7 +1,6 @@
 """``hetflow.solve``."""
 
 from pathlib import Path
-from typing import Literal
 
 from ..planning.correcting import corrected_by_runs
 from ..planning.inputs import Pool, Profiles, name_of, pool_of, profiles_of
@@ -17,8 +16,9 @@ from ..planning.request import (
 )
 from ..planning.solve import solve as solve_request
 from ..schema.optimizer import OptimizerState, named_optimizer
-from ..schema.pipeline import PipelinePlan, PlannedSchedule, StageCost
+from ..schema.pipeline import PipelinePlan, StageCost
 from ..schema.plan import SplitPlan
+from ..schema.schedule_traits import DEFAULT_SCHEDULE
 
 
 def solve(
@@ -38,7 +38,7 @@ def solve(
     interpolate: bool = False,
     method: Method = "exact",
     top: int = 1,
-    schedule: PlannedSchedule | Literal["auto"] = "1f1b",
+    schedule: str = DEFAULT_SCHEDULE,
     microbatch_size: int | None = None,
     num_stages: int | None = None,
     replication: bool = True,

@@ -266,7 +266,7 @@ def ratio(ours, theirs):
 def planned_seconds(schedule, stages):
     """The planner's prediction for a partition (costs/), with links of no cost."""
     from hetflow.costs.pipeline import ring_seconds
-    from hetflow.costs.pipeline_step import StepStage, flush_step_seconds
+    from hetflow.schedules.replay import StepStage, flush_step_seconds
 
     computes = [(layers * seconds, replicas) for layers, seconds, replicas in stages]
     if schedule in ("gpipe", "1f1b"):

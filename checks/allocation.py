@@ -8,10 +8,11 @@ from collections import defaultdict
 from math import fsum, inf, isclose
 
 from ..schema.jobs import Allocation, AllocationProblem, Certificate, Job
-from .allocation_bounds import KNOWN, PRICED, bound_of, sense_of
+from .allocation_bounds import bound_of
 from .allocation_idle import idle_faults
 from .allocation_levels import unproved_levels
-from .allocation_policies import Pool, objective_of, spent_dollars
+from .allocation_policies import Pool, spent_dollars
+from .judges import Judge, judge_of, objective_of
 
 TOLERANCE = 1e-6
 
@@ -19,20 +20,22 @@ TOLERANCE = 1e-6
 def check(allocation: Allocation, problem: AllocationProblem) -> list[str]:
     """Find every fault of an allocation; none means that it is valid for the problem.
 
-    Of a policy that the checker does not know (not in ``KNOWN``) only what every allocation must
-    keep is judged, not its objective.
+    Of a policy without a judge only what every allocation must keep is checked, not its objective.
     """
     pool = Pool(problem)
     faults = _names(allocation, pool) + _lacks(allocation, pool)
     if faults or not pool.jobs:
         return faults
+    known = judge_of(allocation.policy)
     faults += _times(allocation, pool)
     faults += _devices(allocation, pool)
     faults += _throughputs(allocation, pool)
-    faults += _floors(allocation, pool)
-    faults += _budget(allocation, pool)
+    if known is not None and known.keeps_slos:
+        faults += _floors(allocation, pool)
+    if known is not None and known.keeps_budget:
+        faults += _budget(allocation, pool)
     seen = pool.flat() if allocation.heterogeneity == "agnostic" else pool
-    faults += _objective(allocation, seen)
+    faults += [] if known is None else _objective(allocation, seen, known)
     faults += idle_faults(allocation, seen)
     return faults
 
@@ -65,12 +68,13 @@ def _lacks(allocation: Allocation, pool: Pool) -> list[str]:
     faults: list[str] = []
     if not pool.jobs:
         return faults
-    if allocation.policy in PRICED:
+    known = judge_of(allocation.policy)
+    if known is not None and known.counts_dollars:
         unpriced = pool.problem.num_devices.keys() - pool.problem.dollars_per_hour
         faults += [f"{allocation.policy} counts dollars, and {n!r} has no price"
                    for n in sorted(unpriced)]  # fmt: skip
-    if allocation.policy == "makespan_budget" and pool.problem.budget_dollars is None:
-        faults.append("makespan_budget keeps to a budget, and the problem has none")
+    if known is not None and known.keeps_budget and pool.problem.budget_dollars is None:
+        faults.append(f"{allocation.policy} keeps to a budget, and the problem has none")
     return faults
 
 
@@ -135,8 +139,8 @@ def _throughputs(allocation: Allocation, pool: Pool) -> list[str]:
 
 
 def _floors(allocation: Allocation, pool: Pool) -> list[str]:
-    """SLOs (6.4.3), where the policy promises them and sees true throughputs."""
-    if not allocation.policy.endswith("_slo") or allocation.heterogeneity == "agnostic":
+    """SLOs (6.4.3), of a policy that keeps them, where it sees true throughputs."""
+    if allocation.heterogeneity == "agnostic":
         return []
     reached = effective_throughputs(allocation, pool)
 
@@ -154,7 +158,7 @@ def _floors(allocation: Allocation, pool: Pool) -> list[str]:
 def _budget(allocation: Allocation, pool: Pool) -> list[str]:
     """The budget of 6.4.3, where the policy sees true throughputs: dollars until all are done."""
     budget = pool.problem.budget_dollars
-    if allocation.policy != "makespan_budget" or allocation.heterogeneity == "agnostic":
+    if allocation.heterogeneity == "agnostic":
         return []
     assert budget is not None
     makespan = objective_of(allocation, pool, effective_throughputs(allocation, pool)) or inf
@@ -162,11 +166,9 @@ def _budget(allocation: Allocation, pool: Pool) -> list[str]:
     return [] if dollars <= budget * (1 + 1e-9) else [f"{dollars} dollars, above {budget} (6.4.3)"]
 
 
-def _objective(allocation: Allocation, pool: Pool) -> list[str]:
-    """Objective and bound anew from the definitions; nothing of a policy that is not known."""
-    if allocation.policy not in KNOWN:
-        return []
-    certificate, sense = allocation.certificate, sense_of(allocation.policy)
+def _objective(allocation: Allocation, pool: Pool, known: Judge) -> list[str]:
+    """Objective and bound anew from the definitions."""
+    certificate, sense = allocation.certificate, known.sense
     if certificate.sense != sense:
         return [f"{allocation.policy} is a {sense}, not a {certificate.sense}"]
     reached, faults = effective_throughputs(allocation, pool), []

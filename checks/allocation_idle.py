@@ -9,6 +9,7 @@ from math import fsum, inf
 
 from ..schema.jobs import Allocation, PairShare
 from .allocation_policies import Pool
+from .judges import judge_of
 
 # Smaller parts of a job's time, and smaller parts of a type's devices, are rounding.
 NEGLIGIBLE_TIME = 1e-5
@@ -36,8 +37,9 @@ def idle_faults(allocation: Allocation, pool: Pool) -> list[str]:
     ]
     if allocation.fill is None:
         return faults
-    if allocation.policy == "min_cost_per_job":  # dearer devices are left idle on purpose
-        usable = usable_devices(allocation, pool.cheapest(), idle)
+    known = judge_of(allocation.policy)
+    if known is not None and known.sees is not None:  # what it shuts is left idle on purpose
+        usable = usable_devices(allocation, known.sees(pool), idle)
     return faults + [
         f"called filled, but {number} idle {name} could speed jobs up"
         for name, number in usable.items()

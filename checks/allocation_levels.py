@@ -12,7 +12,8 @@ from math import fsum, inf
 
 from ..schema.jobs import Allocation, LevelPrices
 from .allocation_bounds import priced_capacity
-from .allocation_policies import Pool, has_levels, rising
+from .allocation_policies import Pool
+from .judges import has_levels, judge_of, rising
 
 # No job could have risen by more than this part of its throughput (or twice it of its best).
 TOLERANCE = 1e-5
@@ -26,8 +27,9 @@ def unproved_levels(allocation: Allocation, pool: Pool, reached: dict[str, float
     """Faults of filling: jobs of which nothing shows that they could not rise further."""
     if not has_levels(allocation) or allocation.certificate.bound is None:
         return []
-    if allocation.policy == "min_cost_per_job":
-        pool = pool.cheapest()
+    policy = judge_of(allocation.policy)
+    if policy is not None and policy.sees is not None:
+        pool = policy.sees(pool)
     known = rising(allocation, pool)
     if known is None:
         return []

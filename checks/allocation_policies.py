@@ -1,16 +1,14 @@
-"""The policies' objectives by definition, for the checker of allocations.
+"""An allocation problem by definition, for the judges of policies.
 
 Every figure is written from the thesis's formula over one job at a time; nothing is shared
 with the solvers.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import fsum, inf
 
 from ..schema.jobs import Allocation, AllocationProblem, Job
-from .allocation_tree import Tree
 
 _APART, _TOGETHER = "/unconsolidated", "/consolidated"
 
@@ -223,101 +221,6 @@ class Pool:
         return self.dollars(name, column) / scale
 
 
-def levels(policy: str, pool: Pool) -> dict[str, float] | None:
-    """For max-min policies: the throughput that one unit of the objective asks of each job."""
-    definitions: dict[str, Callable[[Job], float]] = {
-        "las": lambda job: pool.equal(job.id) / job.scale_factor,
-        "las_weighted": lambda j: j.priority_weight * pool.equal(j.id) / j.scale_factor,
-        "las_water_filling": lambda j: j.priority_weight * pool.equal(j.id) / j.scale_factor,
-        "makespan": lambda job: job.steps,
-        "makespan_budget": lambda job: job.steps,
-    }
-    if policy == "hierarchical":
-        shares = Tree(pool.jobs.values(), pool.problem.jobs.entities).first_shares()
-        return {m: shares[m] * pool.equal(m) / job.scale_factor for m, job in pool.jobs.items()}
-    if policy not in definitions:
-        return None
-    return {name: definitions[policy](job) for name, job in pool.jobs.items()}
-
-
-def has_levels(allocation: Allocation) -> bool:
-    """Whether an allocation goes on after the first bottleneck (5.4.3)."""
-    return allocation.policy in _FILLING or allocation.fill is not None
-
-
-def rising(allocation: Allocation, pool: Pool) -> tuple[dict[str, float], Tree] | None:
-    """What one unit of level asks of each job, and the tree through which levels rise.
-
-    Where an optimum was filled: the throughputs that the policy's objective asks for, risen
-    together. None where the checker does not know these.
-    """
-    jobs, policy = pool.jobs.values(), allocation.policy
-    if policy in _FILLING:
-        unit = {name: pool.equal(name) / job.scale_factor for name, job in pool.jobs.items()}
-        if policy == "hierarchical":
-            return unit, Tree(jobs, pool.problem.jobs.entities)
-        return unit, Tree((replace(job, entity=None) for job in jobs), ())
-    asked = levels(policy, pool)
-    if policy == "finish_time_fairness":
-        rho = allocation.certificate.objective
-        asked = {name: needed_throughput(pool, name, rho) for name in pool.jobs}
-    elif policy == "min_cost_per_job":
-        asked = {name: pool.equal(name) / job.scale_factor for name, job in pool.jobs.items()}
-    if asked is None:
-        return None
-    return asked, Tree((replace(j, entity=None, priority_weight=1.0) for j in jobs), ())
-
-
-_FILLING = ("las_water_filling", "hierarchical")
-
-
-def worths(policy: str, pool: Pool) -> dict[tuple[str, str], float] | None:
-    """For policies that add up: what a step of each job on each column is worth."""
-    names = list(pool.jobs)
-    best = {name: pool.best(name) for name in names}
-    place = {name: len(names) - i for i, name in enumerate(names)}
-    heaviest = sorted(names, key=lambda name: -pool.jobs[name].priority_weight)
-    priority = {name: len(names) - i for i, name in enumerate(heaviest)}
-    definitions: dict[str, Callable[[str, str], float]] = {
-        "fifo": lambda m, c: place[m] / best[m],
-        "static_priority": lambda m, c: priority[m] / best[m],
-        "max_throughput": lambda m, c: 1.0,
-        "max_normalised_throughput": lambda m, c: 1.0 / best[m],
-        "min_cost": lambda m, c: 1.0 / pool.unit_dollars(m, c),
-        "min_cost_slo": lambda m, c: 1.0 / pool.unit_dollars(m, c),
-    }
-    if policy not in definitions:
-        return None
-    return {(m, c): definitions[policy](m, c) for m in names for c in pool.columns}
-
-
-def objective_of(allocation: Allocation, pool: Pool, reached: dict[str, float]) -> float | None:
-    """The policy's objective at an allocation, by its formula; None where it has none.
-
-    Of water filling it is that of the first level.
-    """
-    policy = allocation.policy
-    level, worth = levels(policy, pool), worths(policy, pool)
-    if level is not None:
-        least = min(reached[name] / level[name] for name in pool.jobs if level[name] > 0)
-        return least if allocation.certificate.sense == "max" else inverse(least)
-    if worth is not None:
-        return _total(allocation, pool, worth)
-    if policy == "finish_time_fairness":
-        return max(finish_time_ratio(pool, name, reached[name]) for name in pool.jobs)
-    if policy == "sjf":
-        return min(job.steps / max(reached[name], 1e-300) for name, job in pool.jobs.items())
-    if policy in ("min_dollars_slo", "min_cost_ratio", "min_cost_ratio_slo"):
-        spent = spent_dollars(allocation, pool)
-        earned = fsum(reached[name] / pool.best(name) for name in pool.jobs)
-        if policy == "min_dollars_slo":
-            return spent
-        return earned / spent if spent > 0 else 0.0
-    if policy == "min_cost_per_job":
-        return fsum(_per_dollar(allocation, pool, name, reached[name]) for name in pool.jobs)
-    return None
-
-
 def inverse(value: float) -> float:
     """1 / value, infinite at 0."""
     return 1.0 / value if value > 0 else inf
@@ -337,21 +240,6 @@ def needed_throughput(pool: Pool, name: str, rho: float) -> float:
     return job.steps / max(rho * alone - job.elapsed_seconds, 1e-300)
 
 
-def _total(allocation: Allocation, pool: Pool, worth: dict[tuple[str, str], float]) -> float:
-    terms = [
-        worth[name, column] * pool.rate(name, column) * time
-        for name, shares in allocation.x.items()
-        for column, time in shares.items()
-    ]
-    for pair in allocation.pairs:
-        for column, time in pair.shares.items():
-            rates = pool.pair_rates(pair.jobs, column)
-            terms += [
-                worth[m, column] * rate * time for m, rate in zip(pair.jobs, rates, strict=True)
-            ]
-    return fsum(terms)
-
-
 def spent_dollars(allocation: Allocation, pool: Pool) -> float:
     """Dollars per hour of all that is held."""
     alone = [
@@ -365,8 +253,3 @@ def spent_dollars(allocation: Allocation, pool: Pool) -> float:
         for column, time in pair.shares.items()
     ]
     return fsum(alone + shared)
-
-
-def _per_dollar(allocation: Allocation, pool: Pool, name: str, reached: float) -> float:
-    spent = fsum(pool.dollars(name, c) * time for c, time in allocation.x[name].items())
-    return reached / spent if spent > 0 else 0.0

@@ -7,9 +7,6 @@ second version of it. Slow and plain on purpose; nothing is shared but the recor
 from collections.abc import Collection, Sequence
 
 from ..schema.pipeline import (
-    FLUSHING,
-    SPLIT_BACKWARD,
-    STASHING,
     DevicePool,
     PipelineLayer,
     PipelineProblem,
@@ -17,6 +14,7 @@ from ..schema.pipeline import (
 )
 from ..schema.problem import AloneDevice, DeviceOption
 from ..schema.profile import BatchPoint
+from ..schema.schedule_traits import traits
 
 
 def ring_seconds(num_bytes: float, num_members: int, bytes_per_second: float) -> float:
@@ -157,17 +155,19 @@ def in_flight(
     turn. GPipe begins all of a batch. Where a schedule flushes there are no more than a batch's.
     """
     own = microbatches_of_busiest(num_microbatches, num_replicas)
-    if schedule == "gpipe":
+    known = traits(schedule)
+    if known.order == "forward-first":
         return own
     warm = microbatches_of_busiest(workers_from_here, num_replicas)
-    return min(own, warm) if schedule in FLUSHING else warm
+    return min(own, warm) if known.flushes else warm
 
 
 def weight_versions(schedule: str, num_in_flight: int) -> int:
     """Versions of its weights that a replica keeps (2.4.3, 3.2.1)."""
-    if schedule == "pipedream":
+    semantics = traits(schedule).weight_semantics
+    if semantics == "stashing":
         return num_in_flight
-    return 2 if schedule == "2bw" else 1
+    return 2 if semantics == "double-buffered" else 1
 
 
 def replica_bytes(
@@ -212,11 +212,11 @@ def stage_seconds(
     PipeDream's endless stream deals evenly and updates after each round.
     """
     count = problem.num_microbatches
-    if problem.schedule in STASHING:
+    if problem.traits.updates_each_round:
         rounds = num_updates = count / num_replicas
     else:
         rounds = float(microbatches_of_busiest(count, num_replicas))
-        rounds -= problem.schedule in FLUSHING
+        rounds -= problem.traits.flushes
         num_updates = 1.0
     busy = rounds * compute_seconds + num_updates * update_seconds
     rings = num_updates * all_reduce_seconds
@@ -282,9 +282,9 @@ def own_seconds(problem: PipelineProblem, pool: DevicePool, num_stages: int) -> 
     """
     if not counts_overheads(problem):
         return 0.0, 0.0
-    halves = 2 if problem.schedule in SPLIT_BACKWARD else 1
+    halves = 2 if problem.traits.splits_backward else 1
     seconds = pool.pass_seconds
-    if num_stages == 1 and problem.solved == "flat" and problem.schedule in FLUSHING:
+    if num_stages == 1 and problem.solved == "flat" and problem.traits.flushes:
         seconds = seconds if pool.lone_pass_seconds is None else pool.lone_pass_seconds
     return seconds, halves * seconds
 

@@ -12,8 +12,6 @@ from ..schedules.timing import time_schedule
 from ..schedules.validate import validate
 from ..schema.errors import ProblemError
 from ..schema.pipeline import (
-    CHUNKED,
-    FLUSHING,
     DevicePool,
     PipelinePlan,
     PipelineProblem,
@@ -84,7 +82,7 @@ def _header_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
         faults.append(f"{plan.num_devices} devices, at most {problem.most_devices} are asked for")
     if problem.most_stages is not None and len(plan.stages) > problem.most_stages:
         faults.append(f"{len(plan.stages)} stages, at most {problem.most_stages} are asked for")
-    too_many = problem.schedule == "2bw" and sum(counts) > problem.most_workers
+    too_many = problem.traits.is_double_buffered and sum(counts) > problem.most_workers
     if not all(map(problem.may_replicate, counts)) or too_many:
         faults.append(
             f"launch cannot run {problem.num_microbatches} microbatches of {problem.schedule} on "
@@ -135,7 +133,7 @@ def _tied_faults(
     plan: PipelinePlan, problem: PipelineProblem, stage_of: dict[str, int]
 ) -> list[str]:
     """Without a flush each stage updates at its own time, so tied weights need one stage."""
-    if plan.schedule in FLUSHING:
+    if plan.traits.flushes:
         return []
     return [
         f"{layer.id} and {other} share weights in two stages, which {plan.schedule} updates apart"
@@ -149,7 +147,7 @@ def _device_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
     faults: list[str] = []
     for pool in problem.pools:
         mine = [stage for stage in plan.stages if stage.device_type == pool.device_type]
-        if plan.schedule in CHUNKED:
+        if plan.traits.is_chunked:
             mine = _one_of_each_device(mine)
         used = sum(stage.num_replicas for stage in mine)
         if used > pool.num_devices:
@@ -232,7 +230,7 @@ def _claim_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
         faults += _stage_time_faults(plan, expected)
     steady = 0.0 if plan.objective == "step" else seconds_per_input(plan, problem)
     step = problem.num_microbatches * steady
-    if problem.schedule in FLUSHING:
+    if problem.traits.flushes:
         step = _timed_step(expected)
     fixed = definitions.step_overhead(problem, {stage.device_type for stage in plan.stages})
     step += fixed

@@ -8,8 +8,6 @@ from math import prod
 from ..schedules.counting import held_by_stage
 from ..schedules.of_plan import schedule_of
 from ..schema.pipeline import (
-    ALIKE,
-    FLUSHING,
     DevicePool,
     PipelinePlan,
     PipelineProblem,
@@ -54,7 +52,7 @@ def stage_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> fl
 
 def _held(plan: PipelinePlan, problem: PipelineProblem, index: int) -> tuple[int, int]:
     """Microbatches in flight and weight versions of one replica of a stage."""
-    if plan.schedule in ALIKE:
+    if plan.traits.is_uniform:
         return held_by_stage(schedule_of(plan))[index]
     replicas = plan.stages[index].num_replicas
     workers = sum(entry.num_replicas for entry in plan.stages[index:])
@@ -214,7 +212,7 @@ def _flat_boundary(plan: PipelinePlan, problem: PipelineProblem, index: int) -> 
         crossing_bytes(plan, problem, index), bandwidth, definitions.message_seconds(problem)
     )
     count = problem.num_microbatches
-    flushes = problem.schedule in FLUSHING and problem.stage_cost == "ring"
+    flushes = problem.traits.flushes and problem.stage_cost == "ring"
     return seconds * (count - 1) / count if flushes else seconds
 
 

@@ -28,7 +28,7 @@ def allocate(
             help="las, las_weighted, las_water_filling, hierarchical, makespan, makespan_budget, "
             "finish_time_fairness, fifo, static_priority, sjf, max_throughput, "
             "max_normalised_throughput, min_cost, min_cost_slo, min_cost_ratio, "
-            "min_cost_ratio_slo, min_cost_per_job or min_dollars_slo.",
+            "min_cost_ratio_slo, min_cost_per_job, min_dollars_slo or a plug-in's.",
         ),
     ] = "las",
     gpus: Annotated[str | None, typer.Option(help="The pool, e.g. 36xv100,36xp100.")] = None,

@@ -119,9 +119,9 @@ def _termination(allocation: "AllocationRecord") -> str:
     Raises:
         ProblemError: It names a policy that there is not.
     """
-    from ..checks.allocation_bounds import KNOWN
+    from ..checks.judges import judge_of
     from ..solvers.allocation import policy_named
 
-    if policy_named(allocation.policy).name in KNOWN:
+    if judge_of(policy_named(allocation.policy).name) is not None:
         return str(allocation.certificate.termination)
     return f"the objective of {allocation.policy!r} is not judged: the checker does not know it"

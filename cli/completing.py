@@ -1,4 +1,4 @@
-"""What a shell completes beside commands and options: names of policies and of devices."""
+"""What a shell completes beside commands and options: names of policies, schedules and devices."""
 
 import json
 import re
@@ -11,6 +11,13 @@ def policies(incomplete: str) -> list[str]:
     from ..solvers.allocation import all_policies
 
     return [name for name in sorted(all_policies()) if name.startswith(incomplete)]
+
+
+def schedules(incomplete: str) -> list[str]:
+    """Names of the schedules that can be planned, plug-ins' too."""
+    from ..schema.schedule_traits import planned_schedules
+
+    return [name for name in ("auto", *planned_schedules()) if name.startswith(incomplete)]
 
 
 def schedulers(incomplete: str) -> list[str]:

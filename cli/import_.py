@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(help="A graph.txt of PipeDream's profiler.")],
+    file: Annotated[
+        Path, typer.Argument(help="A graph.txt of PipeDream's profiler, or a plug-in's file.")
+    ],
     device_type: Annotated[str, typer.Option(help="The device it was profiled on, such as V100.")],
     device_memory: Annotated[str, typer.Option(help="That device's memory, such as 16GB.")],
     model: Annotated[
@@ -21,6 +23,9 @@ def import_(
     microbatch_size: Annotated[
         int, typer.Option(min=1, help="Samples of the profiled input; the format does not say.")
     ] = 1,
+    source: Annotated[
+        str, typer.Option("--format", help="pipedream (graph.txt), or a plug-in's.")
+    ] = "pipedream",
     keep_placeholders: Annotated[
         bool,
         typer.Option(
@@ -34,27 +39,29 @@ def import_(
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
-    """Turn PipeDream's graph.txt into a profile with layers.
+    """Turn PipeDream's graph.txt, or a plug-in's format, into a profile with layers.
 
     \b
     hetflow import graph.txt --device-type V100 --device-memory 16GB -o v100.json
     """
-    from ..importers.pipedream import profile_of, read_graph, without_placeholders
+    from ..importers.pipedream import profile_of
+    from ..importers.registry import LAYER_IMPORTERS
     from ..schema.cluster import Cluster
     from ..schema.errors import ProblemError
     from ..schema.files import check_writable, read_text
 
     if output is not None:
         check_writable(output, force=force)
+    chosen = LAYER_IMPORTERS.get(source)
     pool = Cluster.parse(f"{device_type}:1:{device_memory}")
     if list(pool.device_types) != [device_type]:
         raise ProblemError(
             f"--device-type {device_type!r} is not the name of one device type",
             hint="name it as in --gpus, for example V100",
         )
-    graph = read_graph(read_text(file), microbatch_size=microbatch_size, name=str(file))
-    if not keep_placeholders:
-        graph = without_placeholders(graph)
+    graph = chosen.read(read_text(file), microbatch_size=microbatch_size, name=str(file))
+    if not keep_placeholders and chosen.without_placeholders is not None:
+        graph = chosen.without_placeholders(graph)
     _refuse_broken(graph, file)
     profile = profile_of(
         graph,
@@ -62,6 +69,7 @@ def import_(
         device_type=device_type,
         device_memory_bytes=pool.device_types[device_type].memory_bytes or 1,
         source=file.name,
+        format_title=chosen.title,
     )
     emit_file(profile, output, force=force, json=json)
     if output is not None:

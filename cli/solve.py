@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..schema.schedule_names import PlannedSchedule
+from ..schema.schedule_traits import DEFAULT_SCHEDULE, is_planned, planned_schedules
 from . import completing
 from .common import ForceFlag, JsonFlag, asked_pool, emit_file, note
+from .names import one_of
 
 Method = Literal["exact", "cbc", "highs"]
 SPLIT = "Options of splits"
@@ -100,12 +101,20 @@ def solve(
         ),
     ] = None,
     schedule: Annotated[
-        Literal["auto", PlannedSchedule],
+        str,
         typer.Option(
-            help="The schedule; auto takes the fastest of those that flush.",
+            metavar="NAME",
+            autocompletion=completing.schedules,
+            callback=one_of(
+                lambda: ("auto", *planned_schedules()),
+                lambda name: name == "auto" or is_planned(name),
+            ),
+            help="gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, pipedream, "
+            "pipedream-vertical-sync, 2bw or a plug-in's; auto takes the fastest of those that "
+            "flush.",
             rich_help_panel=PIPELINE,
         ),
-    ] = "1f1b",
+    ] = DEFAULT_SCHEDULE,
     chunks_per_device: Annotated[
         int | None,
         typer.Option(

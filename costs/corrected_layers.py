@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..schema.pipeline import FLUSHING, SPLIT_BACKWARD, PipelinePlan, StagePlan
+from ..schema.pipeline import PipelinePlan, StagePlan
 from ..schema.profile import LayerGraph, Profile
 from ..schema.run import RunRecord
 from .observed import Measured, Run, together
@@ -154,7 +154,7 @@ def _with_pass_cost(profile: Profile, shortest: float) -> Profile:
 
 def _halves(plan: PipelinePlan) -> int:
     """Passes of the runtime that a backward pass is made of."""
-    return 2 if plan.schedule in SPLIT_BACKWARD else 1
+    return 2 if plan.traits.splits_backward else 1
 
 
 def _target(profile: Profile, took: _Seconds, prior: _Seconds, plan: PipelinePlan) -> _Seconds:
@@ -165,7 +165,7 @@ def _target(profile: Profile, took: _Seconds, prior: _Seconds, plan: PipelinePla
     """
     costs = profile.pipeline
     beside = 0.0 if costs is None else costs.pass_seconds
-    if costs is not None and len(plan.stages) == 1 and plan.schedule in FLUSHING:
+    if costs is not None and len(plan.stages) == 1 and plan.traits.flushes:
         beside = beside if costs.lone_pass_seconds is None else costs.lone_pass_seconds
     forward, backward = took[0] - beside, took[1] - _halves(plan) * beside
     if plan.recompute:

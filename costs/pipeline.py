@@ -28,15 +28,12 @@ from math import ceil
 from typing import NamedTuple
 
 from ..schema.pipeline import (
-    FLUSHING,
-    SPLIT_BACKWARD,
-    STASHING,
     DevicePool,
     PipelineLayer,
     PipelineProblem,
-    PlannedSchedule,
     TopologyLevel,
 )
+from ..schema.schedule_traits import traits
 
 
 def thesis_seconds(
@@ -144,7 +141,7 @@ def overheads(problem: PipelineProblem) -> Overheads:
     if problem.stage_cost != "ring":
         nothing = (0.0,) * len(problem.pools)
         return Overheads(nothing, nothing, 0.0)
-    halves = 2 if problem.schedule in SPLIT_BACKWARD else 1
+    halves = 2 if problem.traits.splits_backward else 1
     forward = tuple(pool.pass_seconds for pool in problem.pools)
     return Overheads(
         forward, tuple(halves * seconds for seconds in forward), problem.message_seconds
@@ -207,25 +204,26 @@ def slowest_of_all(problem: PipelineProblem) -> float:
     return min(rates)
 
 
-def rounds(schedule: PlannedSchedule, num_replicas: int, num_microbatches: int) -> float:
+def rounds(schedule: str, num_replicas: int, num_microbatches: int) -> float:
     """Microbatches that the busiest replica of a stage adds to a step.
 
     ceil(M / m), as replicas take microbatches in turn. A flushing schedule's first round is the
     filling of the pipeline, which all partitions share. PipeDream's stream never ends, so its
     replicas share evenly: M / m.
     """
-    if schedule in STASHING:
+    known = traits(schedule)
+    if known.updates_each_round:
         return num_microbatches / num_replicas
-    return ceil(num_microbatches / num_replicas) - (1 if schedule in FLUSHING else 0)
+    return ceil(num_microbatches / num_replicas) - (1 if known.flushes else 0)
 
 
-def updates(schedule: PlannedSchedule, num_replicas: int, num_microbatches: int) -> float:
+def updates(schedule: str, num_replicas: int, num_microbatches: int) -> float:
     """Optimizer updates of a stage in a step of M microbatches: PipeDream makes one a round."""
-    return num_microbatches / num_replicas if schedule in STASHING else 1.0
+    return num_microbatches / num_replicas if traits(schedule).updates_each_round else 1.0
 
 
 def ring_seconds(
-    schedule: PlannedSchedule,
+    schedule: str,
     compute_seconds: float,
     update_seconds: float,
     weight_bytes: float,
@@ -262,7 +260,7 @@ def boundary_seconds(
 
 
 def num_in_flight(
-    schedule: PlannedSchedule, workers_from_here: int, num_replicas: int, num_microbatches: int
+    schedule: str, workers_from_here: int, num_replicas: int, num_microbatches: int
 ) -> int:
     """Microbatches whose activations a replica keeps at once.
 
@@ -270,22 +268,23 @@ def num_in_flight(
     first stage (thesis 2.4.2); never more than the replica gets in a step where the schedule
     flushes. GPipe: all that it gets (3.2.1).
     """
-    share = ceil(num_microbatches / num_replicas)
-    if schedule == "gpipe":
+    known, share = traits(schedule), ceil(num_microbatches / num_replicas)
+    if known.order == "forward-first":
         return share
     warm = ceil(workers_from_here / num_replicas)
-    return min(warm, share) if schedule == "1f1b" else warm
+    return min(warm, share) if known.flushes else warm
 
 
-def weight_versions(schedule: PlannedSchedule, in_flight: int) -> int:
+def weight_versions(schedule: str, in_flight: int) -> int:
     """Versions of the weights a replica keeps.
 
     Weight stashing: one for each input in flight (2.4.3). 2BW: two (3.2.1), also on one stage,
     whose gradients are of the version before the newest there too. Flushing schedules: one.
     """
-    if schedule == "pipedream":
+    known = traits(schedule)
+    if known.weight_semantics == "stashing":
         return in_flight
-    return 2 if schedule == "2bw" else 1
+    return 2 if known.is_double_buffered else 1
 
 
 def kept_per_weight_byte(versions: int, state_bytes_per_weight_byte: float) -> float:

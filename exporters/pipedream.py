@@ -1,7 +1,8 @@
 """Write layers as PipeDream's ``graph.txt``; ``importers.pipedream`` reads the same."""
 
 from ..schema.errors import ProblemError
-from ..schema.profile import LayerGraph
+from ..schema.profile import LayerGraph, Profile
+from .registry import exporter
 
 
 def write_graph(graph: LayerGraph) -> str:
@@ -23,3 +24,24 @@ def write_graph(graph: LayerGraph) -> str:
     ]
     lines += [f"\t{source} -- {target}" for source, target in graph.edges]
     return "\n".join(lines) + "\n"
+
+
+@exporter(
+    "pipedream",
+    takes=(Profile,),
+    wrote=lambda profile: f"{len(profile.layers.nodes)} layers",
+    document=lambda profile, text: {
+        "model": profile.model,
+        "layers": len(profile.layers.nodes),
+        "graph": text,
+    },
+)
+def graph_of_profile(profile: Profile, name: str) -> str:
+    """A profile's layers as PipeDream's ``graph.txt``.
+
+    Raises:
+        ProblemError: The profile holds no layers, or some that the format cannot hold.
+    """
+    if profile.layers is None:
+        raise ProblemError(f"{name}: holds no layers", hint="run `hetflow profile --layers`")
+    return write_graph(profile.layers)

@@ -14,6 +14,7 @@ from ..schema.errors import FileError, HetflowError, ProblemError
 from ..schema.files import read_text
 from ..schema.jobs import Entity, Job, Jobs, ModelThroughput, PairThroughput, Throughputs
 from ..schema.records import nearest
+from .registry import jobs_importer
 
 MOST_FAULTS = 10
 
@@ -42,6 +43,7 @@ _RATE_COLUMNS: dict[str, Column] = {
 }
 
 
+@jobs_importer(".csv")
 def read_jobs_csv(path: Path) -> Jobs:
     """Read jobs, one a line: ``model`` and ``steps``, and what else is known.
 

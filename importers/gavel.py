@@ -14,7 +14,8 @@ from typing import Any
 
 from ..schema.errors import FileError, HetflowError, ProblemError
 from ..schema.files import read_text
-from ..schema.jobs import Job, ModelThroughput, PairThroughput, Throughputs
+from ..schema.jobs import Job, Jobs, ModelThroughput, PairThroughput, Throughputs
+from .registry import jobs_importer
 
 _KEY = re.compile(r"\('([^'\\]+)', ([0-9]{1,6})\)")
 _APART = "_unconsolidated"
@@ -146,6 +147,16 @@ def read_gavel_trace(path: Path) -> Iterator[Job]:
         raise FileError(f"{path}: not a text file") from None
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+@jobs_importer(".trace")
+def read_gavel_jobs(path: Path) -> Jobs:
+    """All jobs of a Gavel trace.
+
+    Raises:
+        FileError: As ``read_gavel_trace``.
+    """
+    return Jobs(jobs=tuple(read_gavel_trace(path)))
 
 
 def parse_gavel_trace(lines: Iterable[str], name: str = "trace") -> Iterator[Job]:

@@ -28,20 +28,16 @@ def path_of(path: Path) -> Path:
 
 
 def read_jobs(path: Path) -> Jobs:
-    """Jobs from a hetflow file, a CSV, or a Gavel ``.trace``.
+    """Jobs from a hetflow file, a CSV, a Gavel ``.trace``, or what a plug-in reads.
 
     Raises:
         FileError: The file is missing or has faults.
     """
-    from .csv_tables import read_jobs_csv
-    from .gavel import read_gavel_trace
+    from .registry import JOBS_IMPORTERS
 
     path = path_of(path)
-    if path.suffix == ".trace":
-        return Jobs(jobs=tuple(read_gavel_trace(path)))
-    if path.suffix == ".csv":
-        return read_jobs_csv(path)
-    return files.read(path, Jobs)
+    foreign = JOBS_IMPORTERS.find(path.suffix) if path.suffix else None
+    return files.read(path, Jobs) if foreign is None else foreign.read(path)
 
 
 def read_throughputs(path: Path, *, pairs: bool) -> Throughputs:

@@ -9,7 +9,9 @@ import re
 
 from ..schema.errors import FileError, ProblemError
 from ..schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
+from .registry import layer_importer
 
+_TITLE = "PipeDream graph.txt"
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|[^,]+)")
 _SHAPE = "id -- description -- forward_compute_time=<ms>, ..., parameter_size=<bytes>"
@@ -110,7 +112,13 @@ def _drop(graph: LayerGraph, ids: set[str]) -> LayerGraph:
 
 
 def profile_of(
-    graph: LayerGraph, *, model: str, device_type: str, device_memory_bytes: int, source: str
+    graph: LayerGraph,
+    *,
+    model: str,
+    device_type: str,
+    device_memory_bytes: int,
+    source: str,
+    format_title: str = _TITLE,
 ) -> Profile:
     """Make a profile of layers alone.
 
@@ -123,6 +131,7 @@ def profile_of(
         device_type: Device the times were taken on.
         device_memory_bytes: Memory of that device.
         source: Where the layers come from, for the provenance.
+        format_title: What format that is, for the provenance.
 
     Raises:
         ProblemError: All layers take no time.
@@ -148,7 +157,10 @@ def profile_of(
         layers=graph,
         provenance={
             "imported_from": source,
-            "format": "PipeDream graph.txt",
+            "format": format_title,
             "not_measured": "update_seconds, peak_memory_bytes (weights + activations)",
         },
     )
+
+
+layer_importer("pipedream", title=_TITLE, without_placeholders=without_placeholders)(read_graph)

@@ -17,7 +17,6 @@ from typing import Literal, Protocol
 from ..runtime import handover
 from ..schema.errors import HetflowError, ProblemError
 from ..schema.launch import LaunchConfig
-from ..schema.pipeline import FLUSHING
 from ..schema.resize import ResizeAnswer, ResizeRequest
 from .failures import Failure
 from .heartbeat import Limits, Watch
@@ -25,8 +24,6 @@ from .history import History, devices_of
 from .inbox import Inbox
 from .restarts import Tries
 from .supervise import Workers
-
-FLUSHES = (*FLUSHING, "dualpipe", "dualpipe-v")
 
 
 class Store(Protocol):
@@ -177,7 +174,7 @@ class Repartitions:
         if self._store.read(handover.key(self._now.number, f"job1/{handover.TRAINING}")):
             raise ProblemError("the script prepares several models; such a job cannot be resized")
         assert config.pipeline is not None
-        if config.determinism != "none" and config.pipeline.schedule not in FLUSHES:
+        if config.determinism != "none" and not config.pipeline.traits.flushes:
             raise ProblemError(
                 f"{config.pipeline.schedule} has no flush to change its plan at without changing "
                 f"the bits that --determinism {config.determinism} promises",

@@ -2,10 +2,10 @@
 
 import dataclasses
 import logging
-from typing import cast
 
 from ..schema.errors import HetflowError, InfeasibleError, ProblemError
-from ..schema.pipeline import FLUSHING, PipelinePlan, PlannedSchedule
+from ..schema.pipeline import PipelinePlan
+from ..schema.schedule_traits import SCHEDULES, traits
 from ..solvers.effort import Effort
 from ..solvers.pipeline.simplest import simplest_of
 from .limits import Clock
@@ -32,7 +32,7 @@ def check_flags(request: SolveRequest) -> None:
                 hint="add --repetitive --schedule 2bw",
             )
         return
-    if flags.schedule != "2bw":
+    if flags.schedule == "auto" or not traits(flags.schedule).is_double_buffered:
         raise ProblemError(
             f"--repetitive plans schedule 2bw (thesis 3.3), not {flags.schedule}",
             hint="add --schedule 2bw",
@@ -102,6 +102,7 @@ def _repetitive(request: SolveRequest, sizes: list[int]) -> PipelinePlan:
         request.batch_size,
         sizes,
         pool_name=request.pool_name,
+        schedule=flags.schedule,
         link_bytes_per_second=flags.link_bytes_per_second,
         cost_model=flags.cost_model,
         runs=flags.runs,
@@ -113,13 +114,14 @@ def _best_schedule(request: SolveRequest, sizes: list[int], clock: Clock) -> Pip
     """The best schedule of one semantics: those that flush train alike."""
     plans: list[PipelinePlan] = []
     refusals: list[HetflowError] = []
-    for number, schedule in enumerate(FLUSHING):
-        if request.pipeline.num_model_chunks is not None and schedule != "interleaved":
+    tried = [known for known in SCHEDULES.all() if known.plannable and known.flushes]
+    for number, known in enumerate(tried):
+        schedule = known.name
+        if request.pipeline.num_model_chunks is not None and not known.takes_chunks:
             continue
         try:
-            others_left = (len(FLUSHING) - number - 1) * len(sizes)
-            named = cast(PlannedSchedule, schedule)
-            plans.append(_scheduled(request, named, sizes, clock, others_left))
+            others_left = (len(tried) - number - 1) * len(sizes)
+            plans.append(_scheduled(request, schedule, sizes, clock, others_left))
         except (InfeasibleError, ProblemError) as error:
             refusals.append(error)
             _log.info(f"{schedule}: {error.message}")
@@ -140,7 +142,7 @@ def _best_schedule(request: SolveRequest, sizes: list[int], clock: Clock) -> Pip
 
 def _scheduled(
     request: SolveRequest,
-    schedule: PlannedSchedule,
+    schedule: str,
     sizes: list[int],
     clock: Clock,
     others_left: int = 0,
@@ -203,7 +205,7 @@ def _say_links(request: SolveRequest) -> None:
 
 
 def _pipeline_at(
-    request: SolveRequest, schedule: PlannedSchedule, microbatch_size: int, effort: Effort
+    request: SolveRequest, schedule: str, microbatch_size: int, effort: Effort
 ) -> PipelinePlan:
     flags = request.pipeline
     return solve_pipeline(

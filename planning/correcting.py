@@ -10,7 +10,7 @@ from ..costs.from_runs import Correction, correct
 from ..costs.observed import Run
 from ..schema import files
 from ..schema.errors import FileError, ProblemError
-from ..schema.pipeline import FLUSHING, PipelinePlan
+from ..schema.pipeline import PipelinePlan
 from ..schema.profile import Profile
 from ..schema.run import RunRecord
 from .judging import pool_of_plan, problem_of_plan
@@ -85,7 +85,7 @@ def retimed(plan: PipelinePlan, profiles: Sequence[Profile]) -> float | None:
     from ..schedules.of_plan import schedule_of, times_of
     from ..schedules.timing import time_schedule
 
-    if plan.schedule not in FLUSHING or plan.solved != "flat":
+    if not plan.traits.flushes or plan.solved != "flat":
         return None
     link, optimizer = plan.link_bytes_per_second, plan.optimizer
     try:

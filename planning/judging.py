@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.optimizer import OptimizerState
-from ..schema.pipeline import FLUSHING, PipelinePlan, PipelineProblem
+from ..schema.pipeline import PipelinePlan, PipelineProblem
 from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
 
@@ -111,11 +111,11 @@ def problem_of_plan(
         microbatch_size=plan.microbatch_size,
         link_bytes_per_second=link,
         optimizer=optimizer,
-        schedule=plan.schedule,  # type: ignore[arg-type]
+        schedule=plan.schedule,
         stage_cost=plan.stage_cost,
         solved=plan.solved,
         workers=plan.workers,
         recompute=plan.recompute,
-        objective=plan.objective if plan.schedule in FLUSHING else None,
-        num_model_chunks=plan.num_model_chunks if plan.schedule == "interleaved" else None,
+        objective=plan.objective if plan.traits.flushes else None,
+        num_model_chunks=plan.num_model_chunks if plan.traits.takes_chunks else None,
     )

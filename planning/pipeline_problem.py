@@ -12,13 +12,13 @@ from ..schema.pipeline import (
     Objective,
     PipelineLayer,
     PipelineProblem,
-    PlannedSchedule,
     Solved,
     StageCost,
     TopologyLevel,
     WorkerCount,
 )
 from ..schema.profile import BusyHost, LayerGraph, LayerNode, Profile
+from ..schema.schedule_traits import DEFAULT_SCHEDULE
 from ..solvers.pipeline_links import links_of
 
 Edges = tuple[tuple[int, int], ...]
@@ -31,7 +31,7 @@ def pipeline_problem(
     *,
     microbatch_size: int | None = None,
     link_bytes_per_second: float | None = None,
-    schedule: PlannedSchedule = "1f1b",
+    schedule: str = DEFAULT_SCHEDULE,
     stage_cost: StageCost = "ring",
     solved: Solved = "flat",
     workers: WorkerCount = "at_most",

@@ -6,8 +6,9 @@ from typing import Literal
 
 from ..schema.cluster import Cluster
 from ..schema.optimizer import OptimizerState
-from ..schema.pipeline import Objective, PlannedSchedule, StageCost
+from ..schema.pipeline import Objective, StageCost
 from ..schema.profile import Profile
+from ..schema.schedule_traits import DEFAULT_SCHEDULE
 from .limits import Limits
 
 Strategy = Literal["auto", "split", "pipeline"]
@@ -36,7 +37,8 @@ class PipelineOptions:
     ``runs``.
     """
 
-    schedule: PlannedSchedule | Literal["auto"] = "1f1b"
+    schedule: str = DEFAULT_SCHEDULE
+    """A planned schedule's name, or ``auto``: the fastest of those that flush."""
     stage_cost: StageCost = "ring"
     num_stages: int | None = None
     replication: bool = True

@@ -1,11 +1,10 @@
 """Another plan for a running job, of the same virtual nodes or microbatches."""
 
-from typing import get_args
-
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig
-from ..schema.pipeline import PipelinePlan, PlannedSchedule
+from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
+from ..schema.schedule_traits import is_planned
 from .inputs import Pool, Profiles, name_of, pool_of, profiles_of
 from .request import PipelineOptions, SolveRequest, SplitOptions
 from .solve import solve
@@ -60,8 +59,7 @@ def cut_again(
     if now.pipeline is None:
         raise ProblemError("only pipelines are cut again, this run has a split plan")
     name = now.pipeline.schedule
-    schedule = next((known for known in get_args(PlannedSchedule) if known == name), None)
-    if schedule is None:
+    if not is_planned(name):
         raise ProblemError(
             f"{name} is no schedule that `hetflow solve` plans", hint="give --plan FILE"
         )
@@ -73,7 +71,7 @@ def cut_again(
             batch_size=now.global_batch_size,
             strategy="pipeline",
             pipeline=PipelineOptions(
-                schedule=schedule,
+                schedule=name,
                 microbatch_size=_batch_sizes(now)[0],
                 link_bytes_per_second=before.link_bytes_per_second,
             ),

@@ -10,12 +10,12 @@ from ..schema.optimizer import OptimizerState
 from ..schema.pipeline import (
     Objective,
     PipelinePlan,
-    PlannedSchedule,
     Solved,
     StageCost,
     WorkerCount,
 )
 from ..schema.profile import Profile
+from ..schema.schedule_traits import DEFAULT_SCHEDULE
 from ..solvers.effort import DEFAULT, Effort
 from ..solvers.pipeline_links import PoolLinks, links_of
 
@@ -28,7 +28,7 @@ def solve_pipeline(
     pool_name: str,
     microbatch_size: int | None = None,
     link_bytes_per_second: float | None = None,
-    schedule: PlannedSchedule = "1f1b",
+    schedule: str = DEFAULT_SCHEDULE,
     stage_cost: StageCost = "ring",
     solved: Solved | None = None,
     workers: WorkerCount = "at_most",

@@ -21,6 +21,7 @@ def solve_repetitive(
     microbatch_sizes: Sequence[int],
     *,
     pool_name: str,
+    schedule: str,
     link_bytes_per_second: float | None,
     cost_model: CostModelName,
     runs: Path | None,
@@ -34,6 +35,7 @@ def solve_repetitive(
         batch_size: Global batch B.
         microbatch_sizes: Profiled sizes to try.
         pool_name: How the user named the pool.
+        schedule: A double-buffered one.
         link_bytes_per_second: Bandwidth of links that the pool does not state.
         cost_model: Whose THROUGHPUT(.) and MEMORY(.).
         runs: Folder of run records, for ``measured``.
@@ -58,7 +60,7 @@ def solve_repetitive(
                 batch_size,
                 microbatch_size=size,
                 link_bytes_per_second=link_bytes_per_second,
-                schedule="2bw",
+                schedule=schedule,
                 recompute=None,
                 optimizer=optimizer,
             )
@@ -134,7 +136,7 @@ def _configuration(record: object, model: str) -> tuple[Configuration, Estimate]
     assert isinstance(plan, PipelinePlan)
     replicas = {stage.num_replicas for stage in plan.stages}
     seconds = record.measured_step_seconds
-    is_alike = plan.schedule == "2bw" and plan.model == model and len(replicas) == 1
+    is_alike = plan.traits.is_double_buffered and plan.model == model and len(replicas) == 1
     if not is_alike or seconds is None or record.status != "done":
         return None
     size = replicas.pop()

@@ -1,6 +1,6 @@
 """What a pipeline's passes, messages and steps cost beyond its layers, from rehearsed steps.
 
-The step of each rehearsed pipeline is replayed (costs/pipeline_step.py) with the profiled layers
+The step of each rehearsed pipeline is replayed (schedules/replay.py) with the profiled layers
 and links and three unknown costs, which are fitted to the measured steps. A replay is linear in
 the costs as long as the same passes decide it, so the fit linearises it, solves, and goes on from
 there. A fourth, of passes where one stage holds all layers, follows from such steps.
@@ -13,8 +13,7 @@ from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..costs.comm import ring_seconds
-from ..costs.pipeline_step import StepStage, flush_step_seconds
-from ..schema.pipeline import PlannedSchedule
+from ..schedules.replay import StepStage, flush_step_seconds
 from ..schema.profile import LayerGraph
 from ..schema.step_costs import Links, PipelineCosts
 from .fits import least_deviations
@@ -38,7 +37,7 @@ class Trial:
     """
 
     cut: int
-    schedule: PlannedSchedule
+    schedule: str
     num_microbatches: int
     recompute: bool = False
     num_replicas: int = 1

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import ceil
 
 from ..schedules.terms import StepTerms, step_terms
-from ..schema.pipeline import STASHING, PipelinePlan
+from ..schema.pipeline import PipelinePlan
 from .explain import Explanation, Term
 from .grid import milliseconds
 
@@ -57,7 +57,7 @@ def _terms(plan: PipelinePlan) -> Iterator[Term]:
 def _layers(plan: PipelinePlan, found: StepTerms) -> Term:
     """The busiest device's passes: so many microbatches through its stages."""
     name = "passes of layers on the busiest device"
-    if plan.schedule in STASHING:  # no whole number of microbatches
+    if plan.traits.updates_each_round:  # no whole number of microbatches
         return Term(name, found.layer_seconds)
     busiest = max(
         plan.stages, key=lambda s: s.compute_seconds * ceil(plan.microbatches / s.num_replicas)

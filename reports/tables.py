@@ -1,32 +1,18 @@
 """Records as plain tables for people."""
 
 from ..schema.cluster import Cluster
-from ..schema.jobs import Allocation, Jobs, Throughputs
+from ..schema.files import Record
 from ..schema.launch import LaunchConfig
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import Prediction, Proof, SplitPlan
 from ..schema.profile import Profile
 from ..schema.run import RunRecord
-from ..schema.simulation import SimulationRun
 from . import cluster_tables
 from .grid import grid, mebibytes, milliseconds
 from .terms import terms_table
 
-Anything = (
-    Profile
-    | Cluster
-    | SplitPlan
-    | PipelinePlan
-    | LaunchConfig
-    | RunRecord
-    | Jobs
-    | Throughputs
-    | Allocation
-    | SimulationRun
-)
 
-
-def table_of(record: Anything) -> str:
+def table_of(record: Record) -> str:
     """The table of whatever record a file held."""
     if isinstance(record, Profile):
         return profile_table(record)

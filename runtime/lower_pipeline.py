@@ -7,7 +7,7 @@ from ..schedules.operations import Kind, Schedule
 from ..schedules.registry import generate
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
-from ..schema.pipeline import CHUNKED, PipelinePlan, StagePlan
+from ..schema.pipeline import PipelinePlan, StagePlan
 
 
 def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
@@ -67,7 +67,7 @@ def schedule_of(work: PipelineWork, num_microbatches: int) -> Schedule:
     """
     stages = work.stages
     first = stages[0].ranks[0]
-    is_two_way = work.schedule == "dualpipe"
+    is_two_way = work.traits.placement == "both-ways"
     chunks = 1 if is_two_way else sum(first in stage.ranks for stage in stages)
     size = len(stages) // chunks
     schedule = generate(
@@ -76,7 +76,7 @@ def schedule_of(work: PipelineWork, num_microbatches: int) -> Schedule:
         num_microbatches=num_microbatches,
         num_model_chunks=chunks,
         replicas=None if is_two_way else [len(stage.ranks) for stage in stages[:size]],
-        microbatches_per_update=work.num_microbatches if work.schedule == "2bw" else None,
+        microbatches_per_update=work.num_microbatches if work.traits.is_double_buffered else None,
     )
     planned = tuple(stage.ranks for stage in stages)
     if schedule.placement != planned:
@@ -99,11 +99,11 @@ def _check_trace(plan: PipelinePlan) -> None:
 
 
 def _ranks_of_stages(plan: PipelinePlan) -> list[tuple[int, ...]]:
-    if plan.schedule == "dualpipe":
+    if plan.traits.placement == "both-ways":
         # One pipeline in each direction: rank r holds stages r and p - 1 - r.
         last = len(plan.stages) - 1
         return [(min(s, last - s), max(s, last - s)) for s in range(last + 1)]
-    if plan.schedule not in (*CHUNKED, "dualpipe-v"):
+    if not plan.traits.is_chunked:
         rank = count()
         return [tuple(next(rank) for _ in range(stage.num_replicas)) for stage in plan.stages]
     known: dict[tuple[str, int], int] = {}
@@ -117,7 +117,7 @@ def _devices_of(
     plan: PipelinePlan, stage: StagePlan, ranks: tuple[int, ...]
 ) -> Sequence[int | None]:
     """The device of each rank; DualPipe's two directions run on any."""
-    return [None] * len(ranks) if plan.schedule == "dualpipe" else stage.held
+    return [None] * len(ranks) if plan.traits.placement == "both-ways" else stage.held
 
 
 def _stage_of(stage: StagePlan, ranks: tuple[int, ...], recompute: bool) -> PipelineStage:

@@ -2,51 +2,18 @@
 
 p is the pipeline-parallel size, m the number of microbatches, v the number of model chunks a
 device holds. Stages, microbatches and versions count from 0. Sources: Narayanan's thesis 2.4.2,
-2.4.3, 3.2.1, 4.2.2 and table 7.1; for the zero-bubble schedules Qi et al., "Zero Bubble Pipeline
-Parallelism", table 2.
+2.4.3, 3.2.1, 4.2.2 and table 7.1.
 """
 
 from collections.abc import Sequence
-from fractions import Fraction
-
-
-def gpipe_bubble(pipeline_parallel_size: int, num_microbatches: int) -> Fraction:
-    """Idle over ideal time of GPipe and of 1F1B with flushes: (p - 1) / m (thesis 4.2.2)."""
-    return Fraction(pipeline_parallel_size - 1, num_microbatches)
-
-
-def interleaved_bubble(
-    pipeline_parallel_size: int, num_microbatches: int, num_model_chunks: int
-) -> Fraction:
-    """Idle over ideal time of interleaved 1F1B: (p - 1) / (v m) (thesis 4.2.2)."""
-    return Fraction(pipeline_parallel_size - 1, num_microbatches * num_model_chunks)
-
-
-def zero_bubble_h1_idle_seconds(
-    pipeline_parallel_size: int,
-    forward_seconds: float,
-    backward_input_seconds: float,
-    backward_weight_seconds: float,
-) -> float:
-    """Idle time on a rank's own span under ZB-H1: (p - 1)(T_F + T_B - T_W) (Qi et al., table 2).
-
-    Of the first rank's, for T_W <= T_F. ZB-H2 has none where T_F = T_B = T_W.
-    """
-    return (pipeline_parallel_size - 1) * (
-        forward_seconds + backward_input_seconds - backward_weight_seconds
-    )
-
-
-def noam(replicas: Sequence[int]) -> int:
-    """NUM_OPT_ACTIVE_MINIBATCHES per input-stage replica: ceil(workers / replicas) (2.4.2)."""
-    return in_flight(replicas, 0)
 
 
 def in_flight(replicas: Sequence[int], stage: int) -> int:
     """Inputs in flight on one replica of a stage under 1F1B-RR.
 
     ceil(replicas of this stage and all after it / replicas of this stage); p - stage where no
-    stage is replicated. Also the number of weight versions that stashing keeps (table 7.1).
+    stage is replicated. Of the input stage it is NOAM (2.4.2). Also the number of weight versions
+    that stashing keeps (table 7.1).
 
     Args:
         replicas: [stages] how many ranks hold each stage.

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from ..schema.errors import ProblemError
 from .assemble import Order, Pass, Slot, assemble
 from .operations import Kind, Schedule
+from .registry import schedule
 from .shape import PipelineShape
 
 _Make = Callable[[Kind, int, int], Pass]
 """(kind, phase, number within the phase) to a pass; phase 0 enters at the rank's near end."""
 
 
+@schedule("dualpipe", replicas="one", placement="both-ways", plannable=False)
 def bidirectional(shape: PipelineShape) -> Schedule:
     """DualPipe: stage s on ranks s and p - 1 - s, one direction of the pipeline on each.
 
@@ -43,6 +45,7 @@ def bidirectional(shape: PipelineShape) -> Schedule:
     return assemble("dualpipe", order, max_in_flight=[p + 1] * p, max_weight_versions=[1] * p)
 
 
+@schedule("dualpipe-v", replicas="one", placement="v", num_model_chunks=(2,), plannable=False)
 def v_shaped(shape: PipelineShape) -> Schedule:
     """DualPipeV: rank r holds stages r and 2p - 1 - r. m must be at least 2p."""
     p, m = shape.pipeline_parallel_size, shape.num_microbatches

@@ -2,9 +2,11 @@
 
 from .assemble import Order, Slot, assemble
 from .operations import Kind, Schedule
+from .registry import schedule
 from .shape import PipelineShape
 
 
+@schedule("gpipe", replicas="any", order="forward-first")
 def generate(shape: PipelineShape) -> Schedule:
     """Order the passes of one batch as GPipe does.
 

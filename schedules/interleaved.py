@@ -5,9 +5,11 @@ from . import closed_forms
 from .assemble import Slot
 from .operations import Kind, Schedule
 from .parallel import parallel_pipelines
+from .registry import schedule
 from .shape import PipelineShape
 
 
+@schedule("interleaved", placement="round-robin", num_model_chunks=(2, 3, 4))
 def generate(shape: PipelineShape) -> Schedule:
     """Order the passes of one batch as Megatron-LM's interleaved schedule does.
 

@@ -10,7 +10,6 @@ from .timing import StageTimes
 
 # Schedules without a flush are endless; this many updates show their steady state.
 _UPDATES_SHOWN = 3
-ENDLESS = ("pipedream", "pipedream-vertical-sync", "2bw")
 
 
 def schedule_of(plan: PipelinePlan) -> Schedule:
@@ -27,7 +26,7 @@ def schedule_of(plan: PipelinePlan) -> Schedule:
         num_microbatches=microbatches * _UPDATES_SHOWN if not flushes(plan) else microbatches,
         num_model_chunks=plan.num_model_chunks,
         replicas=replicas,
-        microbatches_per_update=microbatches if plan.schedule == "2bw" else None,
+        microbatches_per_update=microbatches if plan.traits.is_double_buffered else None,
     )
 
 
@@ -70,7 +69,7 @@ def flushes(plan: PipelinePlan) -> bool:
 
     Without a flush all-reduces and updates hide behind other work, as the plan's prices have it.
     """
-    return plan.schedule not in ENDLESS
+    return plan.traits.flushes
 
 
 def _all_or_none(seconds: Sequence[float | None]) -> tuple[float, ...] | None:

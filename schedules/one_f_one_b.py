@@ -7,77 +7,40 @@ stage in turn, so a microbatch meets the same replica forward and backward.
 
 from collections.abc import Sequence
 
-from ..schema.errors import ProblemError
 from . import closed_forms
 from .assemble import Order, Slot, assemble
 from .operations import Kind, Schedule, WeightSemantics
+from .pass_order import alternating
+from .registry import schedule
 from .shape import PipelineShape
 
 
 def one_rank(microbatches: Sequence[int], stage: int, in_flight: int) -> list[Slot]:
     """The passes of one rank: ``in_flight`` - 1 forward passes, then one of each in turn."""
     ahead = min(in_flight - 1, len(microbatches))
-    slots: list[Slot] = [((Kind.FORWARD, stage, k),) for k in microbatches[:ahead]]
-    for number, microbatch in enumerate(microbatches):
-        if number + ahead < len(microbatches):
-            slots.append(((Kind.FORWARD, stage, microbatches[number + ahead]),))
-        slots.append(((Kind.BACKWARD, stage, microbatch),))
-    return slots
+    return [
+        ((Kind.BACKWARD if is_backward else Kind.FORWARD, stage, microbatch),)
+        for is_backward, microbatch in alternating(microbatches, ahead)
+    ]
 
 
+@schedule("1f1b", replicas="any", order="alternating")
 def flush(shape: PipelineShape) -> Schedule:
     """PipeDream-Flush: 1F1B over one batch with one update at its end (3.2.2, figure 4.4 top)."""
-    return _build("1f1b", shape, "flush")
+    return build("1f1b", shape, "flush")
 
 
-def pipedream(shape: PipelineShape) -> Schedule:
-    """PipeDream: 1F1B-RR without flushes, with weight stashing (2.4.2, 2.4.3).
-
-    A stage updates after every backward pass; with R replicas after one on each of them, from
-    the mean of the R gradients. A forward pass reads the latest version, its backward pass the
-    same one.
-    """
-    return _build("pipedream", shape, "stashing")
-
-
-def pipedream_vertical_sync(shape: PipelineShape) -> Schedule:
-    """PipeDream with vertical sync: every stage reads what the input stage read (2.4.3).
-
-    Versions of stages with unlike numbers of replicas do not correspond, so all stages must
-    have as many.
-    """
-    shape.parallel_pipelines("pipedream-vertical-sync")
-    return _build("pipedream-vertical-sync", shape, "vertical-sync")
-
-
-def pipedream_2bw(shape: PipelineShape) -> Schedule:
-    """PipeDream-2BW: 1F1B without flushes, one update each m microbatches, two versions (3.2.1).
-
-    m is ``microbatches_per_update`` (by default the least one allowed). It must cover what a
-    stage has in flight (p where no stage is replicated), else two versions do not suffice, and
-    divide the number of microbatches.
-    """
-    least = max(
-        closed_forms.in_flight(shape.replicas, position) * count
-        for position, count in enumerate(shape.replicas)
-    )
-    per_update = shape.microbatches_per_update or least
-    if per_update < least:
-        raise ProblemError(
-            f"2bw cannot keep to two weight versions with {per_update} microbatches per update; "
-            f"ask for at least {least}"
-        )
-    if shape.num_microbatches % per_update:
-        raise ProblemError(
-            f"{shape.num_microbatches} microbatches are not whole updates of {per_update}; "
-            f"make them a multiple"
-        )
-    return _build("2bw", shape, "double-buffered", per_update)
-
-
-def _build(
+def build(
     name: str, shape: PipelineShape, semantics: WeightSemantics, per_update: int | None = None
 ) -> Schedule:
+    """A schedule in 1F1B order.
+
+    Args:
+        name: The schedule's name.
+        shape: What was asked for.
+        semantics: Which weight versions passes read.
+        per_update: Microbatches of an update, where they are double-buffered.
+    """
     shape.one_chunk(name)
     depth = [closed_forms.in_flight(shape.replicas, s) for s in range(len(shape.replicas))]
     slots: list[list[Slot]] = []

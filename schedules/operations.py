@@ -20,9 +20,8 @@ overlapped pair (DualPipe's F&B): they start together and hand on their results 
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Literal
 
-WeightSemantics = Literal["flush", "stashing", "vertical-sync", "double-buffered"]
+from ..schema.schedule_traits import WeightSemantics as WeightSemantics
 
 
 class Kind(StrEnum):
@@ -90,9 +89,8 @@ class Schedule:
         placement: [stages] the ranks that hold each (virtual) stage. More than one: replicas,
             each of which runs a share of the microbatches.
         num_microbatches: Microbatches in the whole schedule, over all replicas.
-        weight_semantics: Which weight version a pass reads, and when versions are made:
-            ``flush`` one update at the end of each flush; ``stashing`` and ``vertical-sync``
-            PipeDream (thesis 2.4.3); ``double-buffered`` PipeDream-2BW (3.2.1).
+        weight_semantics: Which weight version a pass reads, and when versions are made (see
+            ``ScheduleTraits``).
         ranks: [ranks] the operations of each rank, in order.
         max_in_flight: [ranks] the most (stage, microbatch) pairs whose activations a rank may
             hold, as the schedule promises; None where it promises nothing.

@@ -1,27 +1,60 @@
-"""The schedules by name."""
+"""What a schedule is to the package, and where it is registered: its traits and its generator."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ..schema.errors import ProblemError
-from ..schema.records import nearest
-from . import dualpipe, gpipe, interleaved, one_f_one_b, zero_bubble, zero_bubble_v
+from ..schema.schedule_traits import SCHEDULES, ScheduleTraits
 from .operations import Schedule
 from .shape import PipelineShape
 
-GENERATORS: dict[str, Callable[[PipelineShape], Schedule]] = {
-    "gpipe": gpipe.generate,
-    "1f1b": one_f_one_b.flush,
-    "pipedream": one_f_one_b.pipedream,
-    "pipedream-vertical-sync": one_f_one_b.pipedream_vertical_sync,
-    "2bw": one_f_one_b.pipedream_2bw,
-    "interleaved": interleaved.generate,
-    "zb-h1": zero_bubble.h1,
-    "zb-h2": zero_bubble.h2,
-    "zb-v": zero_bubble_v.generate,
-    "dualpipe": dualpipe.bidirectional,
-    "dualpipe-v": dualpipe.v_shaped,
-}
-NAMES = tuple(GENERATORS)
+Generator = Callable[[PipelineShape], Schedule]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleSpec(ScheduleTraits):
+    """A schedule: all that others must know of it, and how its list is made.
+
+    Attributes:
+        generate: The list of operations for a shape; refuses shapes that the schedule cannot have.
+    """
+
+    generate: Generator
+
+
+def schedule(name: str, **stated: Any) -> Callable[[Generator], Generator]:
+    """Register a generator as a schedule.
+
+    Args:
+        name: What plans and commands call it.
+        stated: Fields of ``ScheduleTraits``.
+
+    Returns:
+        A decorator that leaves the generator as it is.
+    """
+
+    def register(generate: Generator) -> Generator:
+        spec = ScheduleSpec(name=name, generate=generate, **stated)
+        SCHEDULES.add(name, spec, generate.__module__)
+        return generate
+
+    return register
+
+
+def spec_named(name: str) -> ScheduleSpec:
+    """The schedule of a name.
+
+    Raises:
+        ProblemError: There is none, or what is registered has no generator.
+    """
+    found = SCHEDULES.get(name)
+    if not isinstance(found, ScheduleSpec):
+        raise ProblemError(
+            f"schedule {name!r} is registered without a generator",
+            hint="register it with @hetflow.schedules.registry.schedule",
+        )
+    return found
 
 
 def generate(
@@ -36,24 +69,20 @@ def generate(
     """Generate a schedule.
 
     Args:
-        name: One of ``NAMES``.
+        name: Of a registered schedule (``SCHEDULES.names()``).
         pipeline_parallel_size: p, the positions of the pipeline.
         num_microbatches: Microbatches over all replicas: of one batch where the schedule
-            flushes, of the whole run for ``pipedream``, ``pipedream-vertical-sync`` and ``2bw``.
-        num_model_chunks: v, stages on a rank; for ``interleaved``, ``zb-v`` and ``dualpipe-v``
-            (which have 2 in any case).
+            flushes, of the whole run where it does not.
+        num_model_chunks: v, stages on a rank, for schedules that have several (those placed in a
+            V have 2 in any case).
         replicas: [positions] ranks that share a position; one each where None.
-        microbatches_per_update: m of ``2bw``; by default the least that two versions allow.
+        microbatches_per_update: m of a double-buffered schedule; by default the least that two
+            versions allow.
 
     Raises:
         ProblemError: Unknown name, or a shape the schedule cannot have; says which rule.
     """
-    if name not in GENERATORS:
-        guess = nearest(name, NAMES)
-        raise ProblemError(
-            f"unknown schedule {name!r}; known are {', '.join(NAMES)}",
-            hint=f"did you mean {guess!r}?" if guess else None,
-        )
+    spec = spec_named(name)
     shape = PipelineShape(
         pipeline_parallel_size=pipeline_parallel_size,
         num_microbatches=num_microbatches,
@@ -61,8 +90,8 @@ def generate(
         replicas=tuple(replicas or ()),
         microbatches_per_update=microbatches_per_update,
     )
-    if name != "2bw" and microbatches_per_update is not None:
+    if microbatches_per_update is not None and not spec.is_double_buffered:
         raise ProblemError(
             f"{name} fixes when it updates; leave microbatches_per_update out", hint="or use 2bw"
         )
-    return GENERATORS[name](shape)
+    return spec.generate(shape)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import ceil, isclose
 
 from ..schema.errors import ProblemError
-from ..schema.pipeline import SPLIT_BACKWARD, STASHING, PipelinePlan, StagePlan
+from ..schema.pipeline import PipelinePlan, StagePlan
 from .of_plan import flushes, schedule_of, times_of
 from .timing import time_schedule
 
@@ -66,7 +66,7 @@ def step_terms(plan: PipelinePlan, step_of: StepOf | None = None) -> StepTerms |
         return None
     if not isclose(left + fixed, plan.predicted.step_seconds, rel_tol=1e-9, abs_tol=1e-15):
         return None
-    halves = 2 if plan.schedule in SPLIT_BACKWARD else 1
+    halves = 2 if plan.traits.splits_backward else 1
     gone = []
     for without in (_no_update, _no_reduction, _no_message_cost, _no_bytes, _bare(halves)):
         plan = replace(plan, stages=tuple(map(without, plan.stages)))
@@ -104,8 +104,8 @@ def _steady_step(plan: PipelinePlan) -> float:
     count, slowest = plan.microbatches, 0.0
     for stage in plan.stages:
         share = count / stage.num_replicas
-        often = share if plan.schedule in STASHING else 1.0
-        rounds = share if plan.schedule in STASHING else ceil(share)
+        often = share if plan.traits.updates_each_round else 1.0
+        rounds = share if plan.traits.updates_each_round else ceil(share)
         busy = rounds * stage.compute_seconds + often * (stage.update_seconds or 0.0)
         rings = often * (stage.reduce_seconds or 0.0)
         slowest = max(slowest, busy, rings, count * stage.output_seconds)
@@ -117,7 +117,7 @@ def _busiest(plan: PipelinePlan) -> float:
     found: dict[tuple[str, int], float] = {}
     for stage in plan.stages:
         share = plan.microbatches / stage.num_replicas
-        rounds = share if plan.schedule in STASHING else ceil(share)
+        rounds = share if plan.traits.updates_each_round else ceil(share)
         device = (stage.device_type, stage.first_device)
         found[device] = found.get(device, 0.0) + rounds * stage.compute_seconds
     return max(found.values())

@@ -13,16 +13,19 @@ from ..schema.errors import ProblemError
 from .assemble import Slot
 from .operations import Kind, Schedule
 from .parallel import Pipeline, parallel_pipelines
+from .registry import schedule
 from .shape import PipelineShape
 from .zero_bubble_search import search
 
 
+@schedule("zb-h1", splits_backward=True)
 def h1(shape: PipelineShape) -> Schedule:
     """ZB-H1: 1F1B whose weight gradients lag behind by the rank's place in the pipeline."""
     p = shape.pipeline_parallel_size
     return _build("zb-h1", shape, lambda m: _handcrafted(p, m), p)
 
 
+@schedule("zb-h2", splits_backward=True)
 def h2(shape: PipelineShape) -> Schedule:
     """ZB-H2: more forward passes in the startup, twice the activations, no bubble in the span.
 

@@ -15,11 +15,13 @@ from ..schema.errors import ProblemError
 from .assemble import Pass, Slot
 from .operations import Kind, Schedule
 from .parallel import parallel_pipelines
+from .registry import schedule
 from .shape import PipelineShape
 
 _DOWN, _UP, _BACK_DOWN, _BACK_UP = range(4)
 
 
+@schedule("zb-v", placement="v", num_model_chunks=(2,), splits_backward=True)
 def generate(shape: PipelineShape) -> Schedule:
     """Order the passes of one batch; at least p microbatches in each pipeline."""
     p, count = shape.pipeline_parallel_size, shape.parallel_pipelines("zb-v")

@@ -6,7 +6,15 @@ from collections.abc import Iterable
 from typing import Literal
 
 from .errors import ProblemError
-from .records import Count, PositiveBytes, PositiveRate, nearest, record, register_keys
+from .records import (
+    Count,
+    PositiveBytes,
+    PositiveDollars,
+    PositiveRate,
+    nearest,
+    record,
+    register_keys,
+)
 
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _NAME = r"[A-Za-z][\w.+-]*(?::[A-Za-z][\w.+-]*)?"
@@ -23,7 +31,7 @@ class DeviceType:
     """What one device of a type has and costs. Unknown is None."""
 
     memory_bytes: PositiveBytes | None = None
-    dollars_per_hour: PositiveRate | None = None
+    dollars_per_hour: PositiveDollars | None = None
 
 
 @record

@@ -5,7 +5,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -22,6 +22,7 @@ from .run import RunRecord
 from .simulation import SimulationRun
 
 Plan = SplitPlan | PipelinePlan
+# What a hetflow file may hold: the one list of record classes.
 Record = (
     Profile
     | Cluster
@@ -35,18 +36,18 @@ Record = (
 )
 R = TypeVar("R")
 
-_FORMATS: dict[str, type] = {
-    "hetflow.profile/1": Profile,
-    "hetflow.cluster/1": Cluster,
-    "hetflow.plan/1": SplitPlan,
-    "hetflow.launch/1": LaunchConfig,
-    "hetflow.run/1": RunRecord,
-    "hetflow.jobs/1": Jobs,
-    "hetflow.throughputs/1": Throughputs,
-    "hetflow.allocation/1": Allocation,
-    "hetflow.simulation/1": SimulationRun,
-}
-_PLAN_KINDS: dict[str, type] = {"split": SplitPlan, "pipeline": PipelinePlan}
+
+def _by_schema() -> dict[str, dict[str | None, type]]:
+    """The record classes by a file's ``schema``, then by its ``kind``; None where it has none."""
+    found: dict[str, dict[str | None, type]] = {}
+    for cls in get_args(Record):
+        fields = cls.__dataclass_fields__
+        kind = str(fields["kind"].default) if "kind" in fields else None
+        found.setdefault(str(fields["schema"].default), {})[kind] = cls
+    return found
+
+
+_KINDS = _by_schema()
 MAX_FILE_BYTES = 256 << 20
 
 
@@ -125,25 +126,31 @@ def _check_schema(data: dict[str, Any], expected: type, name: str) -> None:
     if found is None:
         raise FileError(f'{name}: $.schema: missing; add "schema": "{wanted}"')
     if found != wanted:
-        guess = nearest(str(found), list(_FORMATS))
-        mend = f"; did you mean {guess!r}?" if guess and str(found) not in _FORMATS else ""
+        guess = nearest(str(found), list(_KINDS))
+        mend = f"; did you mean {guess!r}?" if guess and str(found) not in _KINDS else ""
         raise FileError(f"{name}: $.schema: must be {wanted!r}, got {str(found)[:60]!r}{mend}")
     kind = str(data.get("kind"))
-    if "kind" in fields and kind in _PLAN_KINDS and kind != fields["kind"].default:
+    if "kind" in fields and kind in _KINDS[wanted] and kind != fields["kind"].default:
         raise FileError(
             f"{name}: $.kind: a {fields['kind'].default} plan is needed here, this is a {kind} plan"
         )
 
 
-def _plan_class(data: dict[str, Any], name: str) -> type:
+def _class_of(data: dict[str, Any], name: str) -> type:
+    """The record class of a file's ``schema`` and, where it has several, ``kind``."""
+    found = str(data.get("schema"))
+    if found not in _KINDS:
+        raise FileError(f"{name}: $.schema: must be one of {', '.join(_KINDS)}, got {found[:60]!r}")
+    kinds = _KINDS[found]
+    if None in kinds:
+        return kinds[None]
+    known = ", ".join(map(str, kinds))
     if "kind" not in data:
-        raise FileError(f"{name}: $.kind: missing; add one of {', '.join(_PLAN_KINDS)}")
+        raise FileError(f"{name}: $.kind: missing; add one of {known}")
     kind = str(data["kind"])
-    if kind not in _PLAN_KINDS:
-        raise FileError(
-            f"{name}: $.kind: must be one of {', '.join(_PLAN_KINDS)}, got {kind[:60]!r}"
-        )
-    return _PLAN_KINDS[kind]
+    if kind not in kinds:
+        raise FileError(f"{name}: $.kind: must be one of {known}, got {kind[:60]!r}")
+    return kinds[kind]
 
 
 def read(path: Path, expected: type[R]) -> R:
@@ -171,14 +178,7 @@ def read_any(path: Path) -> Record:
     """Read a hetflow file of whatever schema it names."""
     text = read_text(path)
     data = _parse(text, str(path))
-    found = str(data.get("schema"))
-    if found not in _FORMATS:
-        raise FileError(
-            f"{path}: $.schema: must be one of {', '.join(_FORMATS)}, got {found[:60]!r}"
-        )
-    is_plan = _FORMATS[found] in _PLAN_KINDS.values()
-    expected = _plan_class(data, str(path)) if is_plan else _FORMATS[found]
-    record: Record = from_json(text, expected, name=str(path))
+    record: Record = from_json(text, _class_of(data, str(path)), name=str(path))
     return record
 
 

@@ -8,8 +8,11 @@ from pydantic import Field
 from .errors import ProblemError
 from .records import (
     Count,
+    Fraction,
     Name,
-    PositiveRate,
+    NonNegative,
+    Positive,
+    PositiveDollars,
     PositiveSeconds,
     Seconds,
     nearest,
@@ -19,7 +22,6 @@ from .records import (
 
 Rate = Annotated[float, Field(ge=0, le=1e12)]
 Weight = Annotated[float, Field(gt=0, le=1e12)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Placement = Literal["consolidated", "unconsolidated", "mixed"]
 
 
@@ -34,7 +36,7 @@ class Job:
 
     id: Name
     model: Name
-    steps: PositiveRate
+    steps: Positive
     scale_factor: Count = 1
     arrival_seconds: Seconds = 0.0
     priority_weight: Weight = 1.0
@@ -218,12 +220,12 @@ class AllocationProblem:
     jobs: Jobs
     throughputs: Throughputs
     num_devices: dict[str, Count]
-    dollars_per_hour: dict[str, PositiveRate] = Field(default_factory=dict)
+    dollars_per_hour: dict[str, PositiveDollars] = Field(default_factory=dict)
     heterogeneity: Literal["aware", "agnostic"] = "aware"
     space_sharing: bool = False
     placement: Placement = "consolidated"
     consolidated_devices: dict[str, Count] = Field(default_factory=dict)
-    budget_dollars: PositiveRate | None = None
+    budget_dollars: PositiveDollars | None = None
 
     def __post_init__(self) -> None:
         if not self.num_devices:
@@ -331,7 +333,7 @@ class Certificate:
     sense: Literal["max", "min"]
     objective: float
     bound: float | None
-    gap: Seconds | None
+    gap: NonNegative | None
     method: str
     resource_prices: dict[str, Rate] = Field(default_factory=dict)
     job_prices: dict[str, Rate] = Field(default_factory=dict)
@@ -365,7 +367,7 @@ class Allocation:
     certificate: Certificate
     space_sharing: bool | None = None
     placement: Placement | None = None
-    budget_dollars: PositiveRate | None = None
+    budget_dollars: PositiveDollars | None = None
     left_out: dict[Name, str] = Field(default_factory=dict)
     fill: Literal["lexicographic"] | None = None
     idle_devices: dict[str, Rate] | None = None

@@ -7,6 +7,7 @@ from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
 from .plan import EmulatedDevice
 from .records import Count, Index, Name, Seconds, record, register_keys
+from .schedule_traits import ScheduleTraits, traits
 
 Determinism = Literal["none", "static", "elastic", "heterogeneous"]
 
@@ -64,9 +65,15 @@ class PipelineWork:
     trace: LayerTrace | None = None
 
     def __post_init__(self) -> None:
+        traits(self.schedule)  # a name that is not installed is refused
         for number, stage in enumerate(self.stages):
             if not stage.layers or not stage.ranks:
                 raise ProblemError(f"stage {number} needs layers and ranks")
+
+    @property
+    def traits(self) -> ScheduleTraits:
+        """What is to know of the schedule."""
+        return traits(self.schedule)
 
     @property
     def stages_of_rank(self) -> dict[int, list[int]]:
@@ -108,7 +115,7 @@ class LaunchConfig:
 
     def _check_nodes(self, workers: tuple[WorkerSlot, ...]) -> None:
         nodes = [(n.index, n.batch_size) for slot in workers for n in slot.virtual_nodes]
-        if self.pipeline is not None and self.pipeline.schedule == "dualpipe":
+        if self.pipeline is not None and self.pipeline.traits.placement == "both-ways":
             # The two ranks of a stage run each microbatch, one there and one at the other end.
             nodes = list(set(nodes))
         if sorted(index for index, _ in nodes) != list(range(len(nodes))):

@@ -20,21 +20,13 @@ from .records import (
     record,
     register_keys,
 )
-from .schedule_names import PlannedSchedule as PlannedSchedule
+from .schedule_traits import DEFAULT_SCHEDULE, ScheduleTraits, planned_schedules, traits
 
 StageCost = Literal["ring", "thesis", "published"]
 Solved = Literal["flat", "nested"]
 CutRule = Literal["edges", "released"]
 WorkerCount = Literal["at_most", "exactly"]
 Objective = Literal["step", "bottleneck"]
-
-FLUSHING = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
-STASHING = ("pipedream", "pipedream-vertical-sync")
-ALIKE = ("interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream-vertical-sync")
-"""Schedules whose stages all have equally many replicas: pipelines side by side."""
-SPLIT_BACKWARD = ("zb-h1", "zb-h2", "zb-v")
-CHUNKED = ("interleaved", "zb-v")
-"""Schedules that put several stages on a device."""
 
 # A schedule lists every pass of every replica: more is a mistake, and takes hours to draw.
 MAX_MICROBATCHES = 1 << 16
@@ -162,7 +154,8 @@ class PipelineProblem:
         objective: ``step`` is the whole step of a schedule that flushes, as its timer times it;
             ``bottleneck`` the slowest stage or boundary. None takes ``step`` wherever it exists:
             flat ``ring`` prices and a schedule that flushes.
-        num_model_chunks: v, stages on a device of ``interleaved``; None tries 2 to 4.
+        num_model_chunks: v, stages on a device, where the schedule takes any number; None tries
+            those that the schedule states.
         launchable: Only plans that ``hetflow launch`` runs (flat). Every replica has a microbatch
             of each batch; without flushes it has the same ones of each, so replicas divide them,
             and 2BW, which keeps two versions, uses no more devices than there are microbatches.
@@ -184,7 +177,7 @@ class PipelineProblem:
     link_bytes_per_second: PositiveRate | None = None
     edges: tuple[tuple[Index, Index], ...] | None = None
     inter_bytes_per_second: PositiveRate | None = None
-    schedule: PlannedSchedule = "1f1b"
+    schedule: Name = DEFAULT_SCHEDULE
     stage_cost: StageCost = "ring"
     solved: Solved = "flat"
     workers: WorkerCount = "at_most"
@@ -204,6 +197,11 @@ class PipelineProblem:
 
     def __post_init__(self) -> None:
         _check_microbatches(self.num_microbatches)
+        if not self.traits.plannable:
+            raise ProblemError(
+                f"schedule {self.schedule} is none that `hetflow solve` plans; those are "
+                f"{', '.join(planned_schedules())}"
+            )
         _check_pools(self)
         _check_graph(self)
         _check_choices(self)
@@ -212,6 +210,11 @@ class PipelineProblem:
     def global_batch_size(self) -> int:
         """Samples per optimizer step, B."""
         return self.microbatch_size * self.num_microbatches
+
+    @property
+    def traits(self) -> ScheduleTraits:
+        """What is to know of the schedule."""
+        return traits(self.schedule)
 
     @property
     def minimises(self) -> Objective:
@@ -239,14 +242,14 @@ class PipelineProblem:
     def most_workers(self) -> int:
         """Devices that a plan may use."""
         most = min(self.num_devices, self.most_devices or self.num_devices)
-        is_bounded = self.launchable and self.schedule == "2bw"
+        is_bounded = self.launchable and self.traits.is_double_buffered
         return min(most, self.num_microbatches) if is_bounded else most
 
     def may_replicate(self, num_replicas: int) -> bool:
         """Whether a stage may have so many replicas."""
         if not self.launchable:
             return True
-        if self.schedule in FLUSHING:
+        if self.traits.flushes:
             return num_replicas <= self.num_microbatches
         return self.num_microbatches % num_replicas == 0
 
@@ -327,28 +330,30 @@ def _root(group: list[int], layer: int) -> int:
 
 def _has_step(problem: PipelineProblem) -> bool:
     flat = problem.solved == "flat" and problem.stage_cost == "ring"
-    return flat and problem.schedule in FLUSHING and problem.count_boundaries
+    return flat and problem.traits.flushes and problem.count_boundaries
 
 
-def _check_alike(problem: PipelineProblem) -> None:
-    chunks = problem.num_model_chunks
-    if chunks is not None and problem.schedule != "interleaved":
+def _check_uniform(problem: PipelineProblem) -> None:
+    chunks, schedule = problem.num_model_chunks, problem.traits
+    if chunks is not None and not schedule.takes_chunks:
         raise ProblemError(
             f"schedule {problem.schedule} fixes how many stages a device holds",
             hint="leave the chunks per device out, or use interleaved",
         )
     if chunks is not None and chunks < 2:
-        raise ProblemError("interleaved needs at least 2 chunks on a device", hint="or use 1f1b")
-    if problem.schedule not in ALIKE:
+        raise ProblemError(
+            f"{problem.schedule} needs at least 2 chunks on a device", hint="or use 1f1b"
+        )
+    if not schedule.is_uniform:
         return
     if problem.stage_cost != "ring" or problem.solved != "flat" or not problem.count_boundaries:
         raise ProblemError(f"schedule {problem.schedule} is planned flat, with ring prices")
-    if problem.schedule in SPLIT_BACKWARD and problem.recompute:
+    if schedule.splits_backward and problem.recompute:
         raise ProblemError(
             f"schedule {problem.schedule} splits backward passes, which cannot recompute",
             hint="use 1f1b or interleaved",
         )
-    if problem.schedule in FLUSHING and problem.objective == "bottleneck":
+    if schedule.flushes and problem.objective == "bottleneck":
         raise ProblemError(
             f"schedule {problem.schedule} is planned for its step",
             hint="leave the bottleneck objective out",
@@ -356,7 +361,7 @@ def _check_alike(problem: PipelineProblem) -> None:
 
 
 def _check_choices(problem: PipelineProblem) -> None:
-    _check_alike(problem)
+    _check_uniform(problem)
     size = len(problem.layers)
     if problem.objective == "step" and not _has_step(problem):
         raise ProblemError(
@@ -372,7 +377,7 @@ def _check_choices(problem: PipelineProblem) -> None:
         raise ProblemError(
             f"{size} layers cannot fill {problem.num_stages} stages; ask for at most {size}"
         )
-    chunked = problem.schedule in CHUNKED
+    chunked = problem.traits.is_chunked
     if problem.num_stages is not None and problem.num_stages > problem.num_devices and not chunked:
         raise ProblemError(
             f"{problem.num_devices} devices cannot hold {problem.num_stages} stages; "
@@ -402,7 +407,7 @@ def _check_nested(problem: PipelineProblem) -> None:
         )
     if len(problem.pools) > 1:
         raise ProblemError("nested levels hold one device type", hint="solved: flat")
-    if problem.schedule != "pipedream":
+    if problem.traits.weight_semantics != "stashing":
         raise ProblemError(
             f"nested levels are the text's, for schedule pipedream, not {problem.schedule}",
             hint="solved: flat",
@@ -530,6 +535,7 @@ class PipelinePlan:
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        traits(self.schedule)  # a name that is not installed is refused
         _check_microbatches(self.microbatches)
         if not self.stages:
             raise ProblemError("a pipeline plan must hold at least one stage")
@@ -547,6 +553,11 @@ class PipelinePlan:
             raise ProblemError(f"layer {twice!r} is in two stages")
 
     @property
+    def traits(self) -> ScheduleTraits:
+        """What is to know of the schedule."""
+        return traits(self.schedule)
+
+    @property
     def num_devices(self) -> int:
         """Devices in use over all stages: the world size of a launch."""
         held = {(stage.device_type, stage.first_device): stage for stage in self.stages}
@@ -555,7 +566,7 @@ class PipelinePlan:
     @property
     def num_model_chunks(self) -> int:
         """v, the stages that a device holds."""
-        if self.schedule not in CHUNKED:
+        if not self.traits.is_chunked:
             return 1
         first = self.stages[0]
         return sum(

@@ -8,6 +8,9 @@ from .optimizer import OptimizerState
 from .records import (
     Count,
     Name,
+    NonNegative,
+    PerSecond,
+    Positive,
     PositiveRate,
     PositiveSeconds,
     Ratio,
@@ -29,9 +32,9 @@ class Proof:
     """
 
     termination: Literal["optimal", "feasible"]
-    objective: Seconds
-    lower_bound: Seconds | None
-    gap: Seconds | None
+    objective: NonNegative
+    lower_bound: NonNegative | None
+    gap: NonNegative | None
     method: str
     tolerance: Ratio | None = None
 
@@ -49,7 +52,7 @@ class Prediction:
     """
 
     step_seconds: Seconds
-    samples_per_second: Seconds
+    samples_per_second: PerSecond
     compute_seconds: Seconds | None = None
     sync_seconds: Seconds | None = None
     update_seconds: Seconds | None = None
@@ -102,7 +105,7 @@ class EmulatedDevice:
 
     device_type: Name
     base_device_type: Name
-    speed: PositiveRate
+    speed: Positive
     passes: tuple[PassTime, ...]
 
 
@@ -116,8 +119,8 @@ class EstEstimate:
 
     max_p: Count
     num_ests: Count
-    overload_factor: PositiveSeconds
-    waste: Seconds
+    overload_factor: Positive
+    waste: PerSecond
     throughput: PositiveRate
     capability: dict[str, PositiveRate]
 

@@ -10,6 +10,7 @@ from .records import (
     Count,
     MeasuredSeconds,
     Name,
+    Positive,
     PositiveBytes,
     PositiveMeasuredSeconds,
     PositiveRate,
@@ -154,7 +155,7 @@ class Emulation:
     profile's own ``batch_curve``.
     """
 
-    speed: PositiveRate
+    speed: Positive
     base_device_type: Name = "cpu"
 
     def __post_init__(self) -> None:

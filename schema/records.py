@@ -4,7 +4,6 @@ Pydantic checks types and ranges and collects every fault; this module gives its
 hetflow's words and addresses (``$.batch_curve[3].step_seconds: must be > 0, got -0.1``).
 """
 
-import difflib
 from collections.abc import Callable
 from functools import wraps
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -13,6 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as _dataclass
 
 from .errors import ProblemError
+from .spelling import nearest as nearest
 
 T = TypeVar("T")
 
@@ -21,11 +21,19 @@ Count = Annotated[int, Field(ge=1, le=10**12)]
 Index = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 PositiveBytes = Annotated[int, Field(ge=1, le=2**60)]
+NonNegative = Annotated[float, Field(ge=0)]
+"""A number without a unit, or in one that the field's docstring names."""
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0)]
 MeasuredSeconds = Annotated[float, Field(ge=0, le=1e12)]  # 30,000 years
 PositiveMeasuredSeconds = Annotated[float, Field(gt=0, le=1e12)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
+PerSecond = Annotated[float, Field(ge=0)]
 PositiveRate = Annotated[float, Field(gt=0)]
+"""Per second: of bytes, steps or samples."""
+Dollars = Annotated[float, Field(ge=0)]
+PositiveDollars = Annotated[float, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=0, le=1e6)]
 """Of two quantities of one unit."""
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -70,13 +78,6 @@ def _own_refusal(error: ValidationError) -> ProblemError | None:
 def faults_of(error: ValidationError) -> list[str]:
     """Say each fault as ``address: rule, got value``, in the order of the file."""
     return [f"{_address(f['loc'])}: {_sentence(f, error)}" for f in error.errors(include_url=False)]
-
-
-def nearest(name: str, known: list[str] | tuple[str, ...]) -> str | None:
-    """The known name closest to a mistyped one, or None where none is close."""
-    lowered = {k.lower(): k for k in known}
-    found = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
-    return lowered[found[0]] if found else None
 
 
 def _address(location: tuple[int | str, ...]) -> str:

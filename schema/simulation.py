@@ -4,7 +4,17 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .records import Count, Index, Name, PositiveSeconds, Seconds, record, register_keys
+from .records import (
+    Count,
+    Dollars,
+    Index,
+    Name,
+    NonNegative,
+    PositiveSeconds,
+    Seconds,
+    record,
+    register_keys,
+)
 
 
 @record
@@ -27,7 +37,7 @@ class JobOutcome:
     device_seconds: Seconds
     isolated_seconds: PositiveSeconds
     slo_seconds: PositiveSeconds | None = None
-    dollars: Seconds | None = None
+    dollars: Dollars | None = None
     num_restarts: Index = 0
     slo_given_up: bool = False
 
@@ -83,12 +93,12 @@ class SimulationMetrics:
     p99_jct_seconds: Seconds
     max_jct_seconds: Seconds
     makespan_seconds: Seconds
-    utilisation: Seconds
+    utilisation: NonNegative
     average_queueing_seconds: Seconds
     median_queueing_seconds: Seconds
-    average_finish_time_fairness: Seconds
-    max_finish_time_fairness: Seconds
-    dollars: Seconds | None
+    average_finish_time_fairness: NonNegative
+    max_finish_time_fairness: NonNegative
+    dollars: Dollars | None
     num_slos: Index
     num_slo_violations: Index
     num_restarts: Index
@@ -111,7 +121,7 @@ class SimulationRun:
     space_sharing: bool = False
     num_devices: dict[str, Count]
     seed: int
-    jobs_per_hour: Seconds | None = None
+    jobs_per_hour: NonNegative | None = None
     num_rounds: Index
     num_allocations: Index
     num_failures: Index = 0

@@ -15,7 +15,7 @@ from ..schema.errors import BackendError, ProblemError
 from ..schema.jobs import Entity, Job, Throughputs, consolidated_devices
 from ..schema.records import nearest
 from ..schema.simulation import SimulationRun
-from .allocators.named import allocator_named
+from .allocators.named import allocator_named, always_pairs
 from .cluster.failures import FailureOptions, Layout
 from .cluster.pool import Pool
 from .mechanisms.fair_share import FairShareOptions, simulate_fair_share
@@ -195,7 +195,7 @@ def _in_rounds(
     on_progress: Callable[[int, float], None] | None,
 ) -> Simulation:
     published = case.scheduler == "published-rounds"
-    if (case.space_sharing or case.policy == "gandiva") and not pool.has_pairs():
+    if (case.space_sharing or always_pairs(case.policy)) and not pool.has_pairs():
         raise ProblemError("space sharing needs throughputs of pairs, and the file has none")
     allocator = allocator_named(
         case.policy,

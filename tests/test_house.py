@@ -24,13 +24,13 @@ MAY_IMPORT = {
     "exporters": {"schema"},
     "planning": {"schema", "costs", "schedules", "solvers", "checks"},
     "runtime": {"schema", "schedules"},
-    "profilers": {"schema", "costs", "runtime"},  # costs: terms are fitted to their own sum
+    "profilers": {"schema", "costs", "schedules", "runtime"},  # terms are fitted to their own sum
     "launcher": {"schema", "runtime"},
     "reports": {"schema", "schedules"},
     "simulator": {"schema", "costs", "schedules", "solvers"},
     "examples": {
-        "schema", "costs", "checks", "solvers", "planning", "runtime", "profilers", "simulator",
-        "importers",
+        "schema", "schedules", "costs", "checks", "solvers", "planning", "runtime", "profilers",
+        "simulator", "importers", "exporters",
     },
     "api": {
         "schema", "planning", "importers", "profilers", "runtime", "launcher", "simulator",

@@ -7,9 +7,10 @@ import numpy as np
 
 from ...schema.errors import ProblemError
 from ...schema.jobs import Entity
-from ...schema.records import nearest
-from ...solvers.allocation import Instance, Policy, all_policies, make_instance, policy_named
+from ...schema.spelling import nearest
+from ...solvers.allocation import Instance, Policy, make_instance
 from ...solvers.allocation.instance import CONSOLIDATED, isolated_rate
+from ...solvers.allocation.policy import POLICIES
 from ..arrays import Floats, Ints
 from ..cluster.active import Active
 from .allox import AlloX
@@ -201,26 +202,31 @@ def allocator_named(
         if shares_space and not own.shares_space:
             raise ProblemError(f"{name} runs every job alone; leave space sharing out")
         return own
-    if name in ("las", "las_weighted") and not columns:
-        weighted = name == "las_weighted"
+    policy = POLICIES.find(name)
+    if policy is None:
+        known = [*POLICIES.names(), *_OWN]
+        guess = nearest(name, known)
+        mend = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
+        raise ProblemError(f"no policy {name!r}; {mend}")
+    if policy.incremental is not None and not columns:
+        weighted = policy.incremental.weighted
         if agnostic and not shares_space:
             return FlatLas(weighted=weighted, blind=blind)
         if warm and not agnostic:
             return WarmLas(weighted=weighted, shares_space=shares_space)
         if not agnostic and not shares_space:
             return CentreLas(weighted=weighted)
-    known = [*all_policies(), *_OWN]
-    if name not in known:
-        guess = nearest(name, known)
-        mend = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
-        raise ProblemError(f"no policy {name!r}; {mend}")
-    if name == "makespan_budget":
+    if policy.single_use:
         raise ProblemError(
-            "makespan_budget spends one budget on the jobs of one allocation; with jobs that come "
-            "and go it means nothing",
+            f"{name} {policy.single_use}; with jobs that come and go it means nothing",
             hint="use `hetflow allocate`, or min_cost_slo, or makespan",
         )
     return PolicyAllocator(
-        policy_named(name), agnostic=agnostic, blind=blind, shares_space=shares_space,
-        entities=entities,
-    )  # fmt: skip
+        policy, agnostic=agnostic, blind=blind, shares_space=shares_space, entities=entities
+    )
+
+
+def always_pairs(name: str) -> bool:
+    """Whether an allocator pairs jobs in any case, so that it needs the pairs' throughputs."""
+    own = _OWN.get(name)
+    return own is not None and own(0, False).shares_space

@@ -1,16 +1,15 @@
-"""What a policy is, and the registry that finds them: one file each in ``policies/``."""
+"""What a policy is, and the registry that finds them: a file each in ``policies/``, or plug-ins."""
 
-import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Literal, TypeGuard
 
 import numpy as np
 
 from ...schema.errors import ProblemError
-from ...schema.records import nearest
+from ...schema.plugins import Registry
+from ...schema.spelling import nearest
 from . import policies
 from .engine import Outcome
 from .goals import Goal, LeastCurve, MaxMin
@@ -20,13 +19,29 @@ from .water_filling.filling import filled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LeastAttained:
+    """Max-min fairness over normalised throughput, ``weighted`` by priority or not (5.4.1)."""
+
+    weighted: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
     """A scheduling policy as an optimisation problem over effective throughputs.
 
-    ``goal`` says what to optimise for an instance. ``report`` turns the program's objective
-    (and its bound) into the policy's own figure, in ``unit``. ``leaves_idle`` says why devices
-    that the optimum gives to nobody stay idle on purpose, in a simulator's rounds too; empty
-    where they may be given away.
+    Attributes:
+        name: What users call it.
+        title: What it is for, in a few words.
+        sense: Whether its figure is a ``max`` or a ``min``.
+        unit: Of its figure.
+        goal: What to optimise for an instance.
+        report: Turns the program's objective (and its bound) into the policy's own figure.
+        leaves_idle: Why devices that the optimum gives to nobody stay idle on purpose, in a
+            simulator's rounds too; empty where they may be given away.
+        single_use: Why it means nothing for jobs that come and go, as in "spends one budget on
+            the jobs of one allocation"; empty where it does.
+        incremental: The goal in a form that simulators solve again from their last answer as
+            jobs come and go; None where each allocation is solved from nothing.
     """
 
     name: str
@@ -36,6 +51,8 @@ class Policy:
     goal: Callable[[Instance], Goal]
     report: Callable[[Instance, float], float] = lambda _, value: value
     leaves_idle: str = ""
+    single_use: str = ""
+    incremental: LeastAttained | None = None
 
 
 def solve(instance: Instance, policy: Policy, *, fills: bool = False) -> Outcome:
@@ -68,30 +85,76 @@ def _can_be_filled(goal: object) -> TypeGuard[MaxMin | LeastCurve]:
     return isinstance(goal, LeastCurve) or (isinstance(goal, MaxMin) and goal.dollars is None)
 
 
-@cache
+POLICIES: Registry[Policy] = Registry(
+    "policy",
+    group="hetflow.policies",
+    own=tuple(
+        f"{policies.__name__}.{name}"
+        for name in sorted(module.name for module in pkgutil.iter_modules(policies.__path__))
+    ),
+)
+
+
+def register(*defined: Policy) -> None:
+    """Register policies; the module that defines their goals is theirs."""
+    for entry in defined:
+        POLICIES.add(entry.name, entry, entry.goal.__module__)
+
+
+def policy(
+    name: str,
+    *,
+    title: str,
+    sense: Literal["max", "min"],
+    unit: str,
+    report: Callable[[Instance, float], float] = lambda _, value: value,
+    leaves_idle: str = "",
+    single_use: str = "",
+    incremental: LeastAttained | None = None,
+) -> Callable[[Callable[[Instance], Goal]], Callable[[Instance], Goal]]:
+    """Register a goal as a policy; the arguments are the attributes of ``Policy``.
+
+    Returns:
+        A decorator that leaves the goal as it is.
+    """
+
+    def registered(goal: Callable[[Instance], Goal]) -> Callable[[Instance], Goal]:
+        register(
+            Policy(
+                name=name,
+                title=title,
+                sense=sense,
+                unit=unit,
+                goal=goal,
+                report=report,
+                leaves_idle=leaves_idle,
+                single_use=single_use,
+                incremental=incremental,
+            )
+        )
+        return goal
+
+    return registered
+
+
 def all_policies() -> dict[str, Policy]:
-    """Every policy by name, from the modules of ``policies/``."""
-    names = sorted(module.name for module in pkgutil.iter_modules(policies.__path__))
-    found: dict[str, Policy] = {}
-    for name in names:
-        module = importlib.import_module(f"{policies.__name__}.{name}")
-        for policy in module.POLICIES:
-            found[policy.name] = policy
-    return found
+    """Every policy by name, those of installed plug-ins too."""
+    return {name: POLICIES.get(name) for name in POLICIES.names()}
 
 
 def policy_named(name: str) -> Policy:
     """The policy of a name.
 
     Raises:
-        ProblemError: There is none.
+        ProblemError: There is none, or its plug-in cannot be loaded.
     """
-    known = all_policies()
-    if name not in known:
-        guess = nearest(name, list(known))
+    found = POLICIES.find(name)
+    if found is None:
+        known = POLICIES.names()
+        guess = nearest(name, known)
         mend = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
         raise ProblemError(f"no policy {name!r}; {mend}")
-    return known[name]
+    return found
 
 
 def inverse(_: Instance, value: float) -> float:

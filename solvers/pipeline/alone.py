@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ...schema.errors import BackendError, InfeasibleError, ProblemError
-from ...schema.pipeline import FLUSHING, PipelinePlan, PipelineProblem
+from ...schema.pipeline import PipelinePlan, PipelineProblem
 from .prediction import with_proof
 
 Search = Callable[[PipelineProblem], PipelinePlan]
@@ -68,6 +68,6 @@ def _differs(problem: PipelineProblem) -> bool:
     prices_passes = problem.stage_cost == "ring" and problem.solved == "flat"
     return (
         prices_passes
-        and problem.schedule in FLUSHING
+        and problem.traits.flushes
         and any(pool.lone_pass_seconds is not None for pool in problem.pools)
     )

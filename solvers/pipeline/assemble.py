@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ...costs.pipeline import noam, worker_bytes
-from ...schema.pipeline import FLUSHING, NestedBlock, PipelinePlan, PipelineProblem, StagePlan
+from ...schema.pipeline import NestedBlock, PipelinePlan, PipelineProblem, StagePlan
 from ...schema.plan import Prediction, Proof
 from .cuts import layers_of
 from .makespan.bound import output_seconds, stages_of, step_of
@@ -92,7 +92,7 @@ def _step(
     problem: PipelineProblem, prices: Prices, placed: list[PlacedStage], objective: float
 ) -> float:
     """The timer's step where the schedule flushes, else M inputs of the steady state."""
-    if problem.schedule in FLUSHING:
+    if problem.traits.flushes:
         return step_of(problem, prices, placed)
     return problem.num_microbatches * objective
 

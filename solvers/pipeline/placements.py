@@ -181,7 +181,7 @@ class _Builder:
         self.by_stage = problem.stage_limit is not None
         has_gaps = any(len(pool.levels) > 1 for pool in problem.pools) and self.may_skip
         # Memory depends on the workers behind a stage, and so may how many more there can be.
-        counts_workers = limited and problem.schedule != "gpipe"
+        counts_workers = limited and problem.traits.order != "forward-first"
         counts_workers |= problem.most_workers < problem.num_devices
         self.by_worker = counts_workers and has_gaps
         self.by_pool = len(self.pools) > 1

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from ...costs.pipeline import fixed_seconds, overheads
-from ...costs.pipeline_step import StepStage, flush_step_seconds
+from ...schedules.replay import StepStage, flush_step_seconds
 from ...schedules.terms import StepOf, step_terms
-from ...schema.pipeline import PipelinePlan, PipelineProblem, PlannedSchedule, StagePlan
+from ...schema.pipeline import PipelinePlan, PipelineProblem, StagePlan
 from ...schema.plan import Prediction
 
 
@@ -113,13 +113,12 @@ def _told_apart(problem: PipelineProblem, plan: PipelinePlan) -> PipelinePlan:
 
 def _replay_of(problem: PipelineProblem) -> StepOf | None:
     """The replay that makes no list of operations, where the schedule has one."""
-    schedule = problem.schedule
-    if schedule not in ("gpipe", "1f1b"):
+    if problem.traits.order == "own" or not problem.traits.flushes:
         return None
-    return lambda plan: _replay(schedule, plan)
+    return lambda plan: _replay(problem.schedule, plan)
 
 
-def _replay(schedule: PlannedSchedule, plan: PipelinePlan) -> float:
+def _replay(schedule: str, plan: PipelinePlan) -> float:
     return flush_step_seconds(schedule, tuple(map(_timed, plan.stages)), plan.microbatches)
 
 

@@ -11,8 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from ...schema.errors import BackendError, InfeasibleError
-from ...schema.pipeline import FLUSHING, PipelinePlan, PipelineProblem
+from ...schema.pipeline import PipelinePlan, PipelineProblem
 from ...schema.plan import Proof
+from ...schema.schedule_traits import SCHEDULES
 from ..tolerance import MOST_GIVEN_UP
 
 Solve = Callable[[PipelineProblem], PipelinePlan]
@@ -91,8 +92,8 @@ def _complexity(plan: PipelinePlan) -> tuple[int, int, tuple[bool, int, int]]:
 
 
 def _order(plan: PipelinePlan) -> tuple[bool, int, int]:
-    of_schedule = FLUSHING.index(plan.schedule) if plan.schedule in FLUSHING else len(FLUSHING)
-    return plan.schedule != "1f1b", of_schedule, -plan.microbatch_size
+    place = SCHEDULES.names().index(plan.schedule)
+    return plan.traits.order != "alternating", place, -plan.microbatch_size
 
 
 def _least_number(

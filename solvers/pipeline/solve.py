@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from ...schema.errors import BackendError, InfeasibleError
-from ...schema.pipeline import ALIKE, PipelinePlan, PipelineProblem
+from ...schema.pipeline import PipelinePlan, PipelineProblem
 from ..effort import DEFAULT, Effort
 from ..tolerance import MOST_GIVEN_UP
 from .alone import least_of_one_or_more
@@ -92,7 +92,7 @@ def solve(
 
 def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort) -> PipelinePlan:
     """The least plan without what a step costs beside its passes, messages and updates."""
-    if problem.schedule in ALIKE:
+    if problem.traits.is_uniform:
         return solve_uniform(problem, effort=effort)
     if problem.solved == "nested":
         return solve_nested(problem, method=method, effort=effort)

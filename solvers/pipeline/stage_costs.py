@@ -18,7 +18,7 @@ from ...costs.pipeline import (
     updates,
     weight_versions,
 )
-from ...schema.pipeline import FLUSHING, PipelineProblem
+from ...schema.pipeline import PipelineProblem
 from .cuts import Cuts, Floats, Mask
 
 
@@ -149,7 +149,7 @@ class Prices:
         found: Mask = np.triu(np.ones((self.cuts.size, self.cuts.size), bool), 1)
         if self.cuts.before is not None:
             found = self.cuts.before
-        if self.cuts.split_bytes is not None and self.problem.schedule not in FLUSHING:
+        if self.cuts.split_bytes is not None and not self.problem.traits.flushes:
             found = found & (self.cuts.split_bytes == 0)
         return found
 
@@ -163,7 +163,7 @@ class Prices:
 
     def tied_seconds(self, first: int, last: int, num_replicas: int) -> float:
         """The all-reduce of a stage's weights that other stages hold too."""
-        if self.cuts.split_bytes is None or self.problem.schedule not in FLUSHING:
+        if self.cuts.split_bytes is None or not self.problem.traits.flushes:
             return 0.0
         shared = float(self.cuts.split_bytes[first, last])
         return shared * self.tied_seconds_per_byte(num_replicas)
@@ -202,6 +202,6 @@ def boundary_weight(problem: PipelineProblem) -> float:
     """How a boundary counts: a flushing schedule's first microbatch is part of the filling."""
     if not problem.count_boundaries:
         return 0.0
-    if problem.stage_cost == "ring" and problem.schedule in FLUSHING:
+    if problem.stage_cost == "ring" and problem.traits.flushes:
         return (problem.num_microbatches - 1) / problem.num_microbatches
     return 1.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...schema.errors import ProblemError
-from ...schema.pipeline import FLUSHING, PipelinePlan, PipelineProblem
+from ...schema.pipeline import PipelinePlan, PipelineProblem
 from .alone import alone
 from .assemble import assemble
 from .bottleneck.line import objective
@@ -38,7 +38,7 @@ def stated_plan(
         ProblemError: The stages are no partition into cuts of the graph, or need more devices
             than the pool has; says which.
     """
-    if len(problem.pools) != 1 or problem.schedule not in FLUSHING:
+    if len(problem.pools) != 1 or not problem.traits.flushes:
         raise ProblemError("stages can be stated for one device type and a flushing schedule")
     if len(stages) == 1:
         problem = alone(problem)

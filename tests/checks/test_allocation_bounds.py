@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from hetflow.checks.allocation import check, effective_throughputs
-from hetflow.checks.allocation_bounds import KNOWN, sense_of
-from hetflow.checks.allocation_policies import Pool, objective_of
+from hetflow.checks.allocation_policies import Pool
+from hetflow.checks.judges import JUDGES, objective_of
 from hetflow.schema.jobs import (
     AllocationProblem,
     Entity,
@@ -75,7 +75,7 @@ def halfway(allocation):
 
 @pytest.mark.parametrize("agnostic", [False, True])
 @pytest.mark.parametrize("space_sharing", [False, True])
-@pytest.mark.parametrize("policy", sorted(KNOWN))
+@pytest.mark.parametrize("policy", sorted(JUDGES.names()))
 def test_a_worse_allocation_is_not_taken_for_the_optimum(policy, space_sharing, agnostic):
     if space_sharing and policy in NO_PAIRS:
         pytest.skip("this policy does not weigh pairs")
@@ -87,12 +87,12 @@ def test_a_worse_allocation_is_not_taken_for_the_optimum(policy, space_sharing, 
     assert any("prove" in fault or "nothing shows" in fault for fault in faults), faults
 
 
-@pytest.mark.parametrize("policy", sorted(KNOWN))
+@pytest.mark.parametrize("policy", sorted(JUDGES.names()))
 def test_the_claim_must_be_whole(policy):
     asked = problem()
     found = allocate(asked, policy)
     certificate = found.certificate
-    other = {"max": "min", "min": "max"}[sense_of(policy)]
+    other = {"max": "min", "min": "max"}[JUDGES.get(policy).sense]
     for change, fault in (
         ({"bound": None, "gap": None}, "without a bound"),
         ({"gap": 0.1}, "a gap of 0.1"),
@@ -104,9 +104,9 @@ def test_the_claim_must_be_whole(policy):
 
 
 def test_the_checker_knows_every_policy():
-    assert set(all_policies()) == KNOWN
+    assert set(JUDGES.names()) == set(all_policies())
     assert {name: policy.sense for name, policy in all_policies().items()} == {
-        name: sense_of(name) for name in KNOWN
+        name: JUDGES.get(name).sense for name in JUDGES.names()
     }
 
 

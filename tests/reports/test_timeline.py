@@ -9,8 +9,9 @@ import pytest
 from hetflow.reports.timeline import html_timeline, svg_timeline, terminal_timeline
 from hetflow.reports.trace import trace_json
 from hetflow.schedules.operations import PASSES, SENDS
-from hetflow.schedules.registry import NAMES, generate
+from hetflow.schedules.registry import generate
 from hetflow.schedules.timing import StageTimes, Timing, time_schedule
+from hetflow.schema.schedule_traits import SCHEDULES
 
 HOSTILE = '</svg><script>alert("1")</script>&amp; \'"<b>'
 SVG = "{http://www.w3.org/2000/svg}"
@@ -37,7 +38,7 @@ def test_the_terminal_draws_figure_4_4() -> None:
     assert "bubble 37.5% of ideal time" in lines[-1]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES.names())
 @pytest.mark.parametrize("width", [20, 120, 400])
 def test_rows_are_equally_long_and_within_the_width(name: str, width: int) -> None:
     lines = terminal_timeline(timed(name), width=width).splitlines()[:4]
@@ -56,7 +57,7 @@ def test_colour_changes_nothing_but_colour() -> None:
     assert coloured == plain
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES.names())
 def test_svg_has_one_bar_for_each_pass(name: str) -> None:
     timing = timed(name)
     root = ElementTree.fromstring(svg_timeline(timing))

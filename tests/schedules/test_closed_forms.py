@@ -4,11 +4,12 @@ from itertools import product
 
 import pytest
 
-from hetflow.schedules import closed_forms
+from hetflow.schedules.closed_forms import in_flight, interleaved_warmup
 from hetflow.schedules.counting import peak_in_flight, peak_weight_versions
 from hetflow.schedules.operations import PASSES
 from hetflow.schedules.registry import generate
 from hetflow.schedules.timing import StageTimes, time_schedule
+from hetflow.tests.schedules import bubbles
 
 TIMES = [(1, 1), (1, 2), (3, 5), (7, 4)]
 
@@ -17,7 +18,7 @@ TIMES = [(1, 1), (1, 2), (3, 5), (7, 4)]
 @pytest.mark.parametrize(("p", "m"), [*product(range(1, 9), (1, 2, 3, 5, 8, 16, 33))])
 def test_default_bubble(name: str, p: int, m: int) -> None:
     schedule = generate(name, pipeline_parallel_size=p, num_microbatches=m)
-    bubble = closed_forms.gpipe_bubble(p, m)
+    bubble = bubbles.gpipe_bubble(p, m)
     for forward, backward in TIMES:
         timing = time_schedule(schedule, StageTimes.uniform(p, forward, backward))
         assert timing.makespan_seconds == m * (forward + backward) * (1 + bubble)
@@ -33,11 +34,11 @@ def test_interleaved_bubble(p: int, groups: int, v: int) -> None:
     schedule = generate(
         "interleaved", pipeline_parallel_size=p, num_microbatches=m, num_model_chunks=v
     )
-    bubble = closed_forms.interleaved_bubble(p, m, v)
+    bubble = bubbles.interleaved_bubble(p, m, v)
     for forward, backward in TIMES:
         timing = time_schedule(schedule, StageTimes.uniform(p * v, forward, backward))
         assert timing.makespan_seconds == v * m * (forward + backward) * (1 + bubble)
-    warmups = [closed_forms.interleaved_warmup(p, m, v, position) for position in range(p)]
+    warmups = [interleaved_warmup(p, m, v, position) for position in range(p)]
     assert list(peak_in_flight(schedule)) == [min(m * v, warmup + 1) for warmup in warmups]
 
 
@@ -66,17 +67,17 @@ def test_round_robin_in_flight(replicas: tuple[int, ...]) -> None:
     schedule = generate(
         "pipedream", pipeline_parallel_size=len(replicas), num_microbatches=48, replicas=replicas
     )
-    depth = [closed_forms.in_flight(replicas, stage) for stage in range(len(replicas))]
+    depth = [in_flight(replicas, stage) for stage in range(len(replicas))]
     of_rank = [depth[stages[0]] for stages in schedule.stages_of_rank]
     assert list(peak_in_flight(schedule)) == of_rank
     assert list(peak_weight_versions(schedule)) == of_rank
-    assert depth[0] == closed_forms.noam(replicas)
+    assert depth[0] == in_flight(replicas, 0)
 
 
 def test_noam_of_the_thesis() -> None:
-    assert closed_forms.noam((1, 1, 1, 1)) == 4
-    assert closed_forms.noam((2, 1)) == 2
-    assert closed_forms.noam((15, 1)) == 2
+    assert in_flight((1, 1, 1, 1), 0) == 4
+    assert in_flight((2, 1), 0) == 2
+    assert in_flight((15, 1), 0) == 2
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 7])
@@ -108,7 +109,7 @@ def test_zero_bubble(p: int, m: int) -> None:
     uniform = StageTimes.uniform(p, 1, 2)
     h1 = time_schedule(generate("zb-h1", pipeline_parallel_size=p, num_microbatches=m), uniform)
     idle = [span - busy for span, busy in zip(h1.span_seconds, h1.busy_seconds, strict=True)]
-    assert max(idle) == closed_forms.zero_bubble_h1_idle_seconds(p, 1, 1, 1)
+    assert max(idle) == bubbles.zero_bubble_h1_idle_seconds(p, 1, 1, 1)
     assert max(h1.peak_in_flight) <= p
     h2 = time_schedule(generate("zb-h2", pipeline_parallel_size=p, num_microbatches=m), uniform)
     assert h2.span_bubble_fractions == (0,) * p
@@ -126,4 +127,4 @@ def test_zero_bubble_h1_with_unlike_passes(times: tuple[int, int, int]) -> None:
     given = StageTimes.uniform(4, forward, whole, backward_weight_seconds=of_weight)
     timing = time_schedule(schedule, given)
     idle = timing.span_seconds[0] - timing.busy_seconds[0]
-    assert idle == closed_forms.zero_bubble_h1_idle_seconds(4, *times)
+    assert idle == bubbles.zero_bubble_h1_idle_seconds(4, *times)

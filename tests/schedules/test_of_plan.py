@@ -1,5 +1,7 @@
 """A plan's schedule, timed with the plan's own numbers, takes the step the plan predicts."""
 
+from dataclasses import replace
+
 import pytest
 
 from hetflow.schedules.of_plan import schedule_of, times_of
@@ -11,13 +13,12 @@ from hetflow.schema.pipeline import (
     PipelineLayer,
     PipelinePlan,
     PipelineProblem,
-    PlannedSchedule,
     TopologyLevel,
 )
 from hetflow.solvers.pipeline.solve import solve
 
 
-def planned(schedule: PlannedSchedule) -> PipelinePlan:
+def planned(schedule: str) -> PipelinePlan:
     layers = tuple(PipelineLayer(id=f"l{i}", activation_bytes=0, weight_bytes=1) for i in range(4))
     pool = DevicePool(
         device_type="V100",
@@ -40,7 +41,7 @@ def planned(schedule: PlannedSchedule) -> PipelinePlan:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_equal_stages_take_the_predicted_step(schedule: PlannedSchedule) -> None:
+def test_equal_stages_take_the_predicted_step(schedule: str) -> None:
     plan = planned(schedule)
     timing = time_schedule(schedule_of(plan), times_of(plan))
     assert plan.predicted.step_seconds == pytest.approx((4 + 8 - 1) * 3.0)
@@ -48,5 +49,18 @@ def test_equal_stages_take_the_predicted_step(schedule: PlannedSchedule) -> None
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "2bw"])
-def test_the_schedule_of_a_plan_is_valid(schedule: PlannedSchedule) -> None:
+def test_the_schedule_of_a_plan_is_valid(schedule: str) -> None:
     assert validate(schedule_of(planned(schedule))) == []
+
+
+def test_a_plan_of_dualpipe_v_holds_two_stages_a_device() -> None:
+    """Its pipeline is as long as there are devices, not as there are stages."""
+    chunked = planned("1f1b")
+    stages = tuple(
+        replace(stage, first_device=min(number, 3 - number), devices=())
+        for number, stage in enumerate(chunked.stages)
+    )
+    plan = replace(chunked, schedule="dualpipe-v", stages=stages)
+    schedule = schedule_of(plan)
+    assert schedule.placement == ((0,), (1,), (1,), (0,))
+    assert validate(schedule) == []

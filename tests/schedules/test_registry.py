@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 
 from hetflow.schedules.operations import Kind
-from hetflow.schedules.registry import NAMES, generate
+from hetflow.schedules.registry import generate
 from hetflow.schedules.text import from_text, to_text
 from hetflow.schema.errors import ProblemError
+from hetflow.schema.schedule_traits import SCHEDULES
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_a_mistyped_name_gets_a_guess() -> None:
     assert caught.value.hint == "did you mean 'gpipe'?"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES.names())
 def test_every_schedule_carries_its_name(name: str) -> None:
     schedule = generate(name, pipeline_parallel_size=2, num_microbatches=8)
     assert schedule.name == name
@@ -68,7 +69,7 @@ def test_two_buffered_weights_default_to_the_least_update() -> None:
     assert lengths == {3}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES.names())
 def test_text_round_trip(name: str) -> None:
     """Flushing schedules come back whole; of the others the passes do."""
     schedule = generate(name, pipeline_parallel_size=4, num_microbatches=12)

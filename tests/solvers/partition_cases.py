@@ -15,7 +15,6 @@ from hetflow.runtime.lower_pipeline import lower_pipeline
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import (
-    FLUSHING,
     DevicePool,
     NestedBlock,
     PipelineLayer,
@@ -359,7 +358,7 @@ def best_flat(problem: PipelineProblem, placements=any_placements) -> float | No
     best = None
     options = (False, True) if problem.recompute is None else (problem.recompute,)
     for stages in partitions(problem):
-        if problem.schedule not in FLUSHING and splits_tied_weights(problem, stages):
+        if not problem.traits.flushes and splits_tied_weights(problem, stages):
             continue
         for placed in placements(problem, len(stages)):
             counts = tuple(entry[2] for entry in placed)

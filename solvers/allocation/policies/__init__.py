@@ -1,1 +1,1 @@
-"""One policy a file; each names its ``POLICIES``, and ``policy.all_policies`` finds them."""
+"""One policy a file, registered as it is imported; ``policy.POLICIES`` finds the files."""

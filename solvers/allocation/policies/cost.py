@@ -14,7 +14,7 @@ import numpy as np
 from ....schema.errors import ProblemError
 from ..goals import MaxMin, Ratio, Total
 from ..instance import Instance
-from ..policy import Policy, normalised
+from ..policy import Policy, normalised, register
 from ..program import Floats
 
 
@@ -63,7 +63,7 @@ def _sum_of_best(jobs: Instance, _: float) -> float:
 
 _SPARING = "a device that the policy does not ask for costs nothing"
 
-POLICIES = (
+register(
     Policy(
         name="min_cost",
         title="most throughput per dollar, summed over columns (as Gavel's code)",

@@ -4,7 +4,7 @@ import numpy as np
 
 from ..goals import Total
 from ..instance import Instance
-from ..policy import Policy
+from ..policy import Policy, register
 from ..program import Floats
 
 
@@ -20,7 +20,7 @@ def _by_weight(jobs: Instance) -> Floats:
     return place
 
 
-POLICIES = (
+register(
     Policy(
         name="fifo",
         title="first in, first out",

@@ -4,7 +4,7 @@ import numpy as np
 
 from ..goals import LeastCurve
 from ..instance import Instance
-from ..policy import Policy
+from ..policy import Policy, register
 from ..program import Floats
 
 
@@ -25,7 +25,7 @@ def _goal(jobs: Instance) -> LeastCurve:
     return LeastCurve(needed=needed, value=value, lowest=max(lowest, floor))
 
 
-POLICIES = (
+register(
     Policy(
         name="finish_time_fairness",
         title="least largest finish-time ratio rho",

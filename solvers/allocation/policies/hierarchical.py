@@ -2,7 +2,7 @@
 
 from ....schema.errors import ProblemError
 from ..instance import Instance
-from ..policy import Policy, normalised
+from ..policy import Policy, normalised, register
 from ..water_filling.water import WaterFilling
 
 
@@ -14,7 +14,7 @@ def _goal(jobs: Instance) -> WaterFilling:
     )
 
 
-POLICIES = (
+register(
     Policy(
         name="hierarchical",
         title="weighted fairness over entities of any depth, fairness or FIFO inside",

@@ -1,15 +1,16 @@
 """Least attained service: max-min fairness over normalised throughput (thesis 5.4.1)."""
 
 from ..goals import MaxMin
-from ..policy import Policy, normalised
+from ..policy import LeastAttained, Policy, normalised, register
 
-POLICIES = (
+register(
     Policy(
         name="las",
         title="max-min fairness (LAS), all jobs alike",
         sense="max",
         unit="normalised throughput",
         goal=lambda jobs: MaxMin(level=normalised(jobs)),
+        incremental=LeastAttained(weighted=False),
     ),
     Policy(
         name="las_weighted",
@@ -17,5 +18,6 @@ POLICIES = (
         sense="max",
         unit="normalised throughput per weight",
         goal=lambda jobs: MaxMin(level=normalised(jobs, jobs.weight)),
+        incremental=LeastAttained(weighted=True),
     ),
 )

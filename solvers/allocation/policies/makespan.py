@@ -10,7 +10,7 @@ import numpy as np
 from ....schema.errors import InfeasibleError, ProblemError
 from ..goals import MaxMin, Total, total
 from ..instance import Instance
-from ..policy import Policy, inverse
+from ..policy import Policy, inverse, register
 from ..program import Floats
 from .cost import priced
 
@@ -53,7 +53,7 @@ def _least_dollars(jobs: Instance, dollars: Floats) -> float:
     return pace * -found.objective
 
 
-POLICIES = (
+register(
     Policy(
         name="makespan",
         title="least time to finish all jobs",
@@ -70,5 +70,6 @@ POLICIES = (
         goal=_within_budget,
         report=inverse,
         leaves_idle="a device that the policy does not ask for costs nothing of the budget",
+        single_use="spends one budget on the jobs of one allocation",
     ),
 )

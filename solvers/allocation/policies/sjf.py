@@ -8,7 +8,7 @@ import numpy as np
 
 from ..goals import Total
 from ..instance import Instance
-from ..policy import Policy
+from ..policy import Policy, register
 from .fifo import in_order
 
 
@@ -22,7 +22,7 @@ def _shortest(jobs: Instance) -> Total:
     return Total(worth=in_order(jobs, place), floor=floor)
 
 
-POLICIES = (
+register(
     Policy(
         name="sjf",
         title="shortest job first",

@@ -3,9 +3,9 @@
 import numpy as np
 
 from ..goals import Total
-from ..policy import Policy
+from ..policy import Policy, register
 
-POLICIES = (
+register(
     Policy(
         name="max_throughput",
         title="most steps per second over all jobs",

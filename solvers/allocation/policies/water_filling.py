@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from ..policy import Policy, normalised
+from ..policy import Policy, normalised, register
 from ..water_filling.water import WaterFilling
 
-POLICIES = (
+register(
     Policy(
         name="las_water_filling",
         title="max-min fairness by priority weight, with water filling",

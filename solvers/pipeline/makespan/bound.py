@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....costs.pipeline import ring_sync_seconds
-from ....costs.pipeline_step import StepStage, flush_step_seconds
+from ....schedules.replay import StepStage, flush_step_seconds
 from ....schema.pipeline import PipelineProblem
 from ..cuts import Floats, Mask
 from ..placements import PlacedStage
@@ -69,7 +69,7 @@ class StepModel:
         in_flight, versions = self.prices.stashed(num_replicas, workers)
         share = ceil(count / num_replicas)
         left = max(share - in_flight, 0)
-        if problem.schedule == "gpipe":
+        if problem.traits.order == "forward-first":
             behind = workers - num_replicas
             left = share - 1 if is_last else max((count - behind) // num_replicas, 0)
         if self.pessimistic:

@@ -77,7 +77,7 @@ class Repetitive:
     """One model at several microbatch sizes, its blocks, and its configurations as plans.
 
     Args:
-        problems: By microbatch size: schedule ``2bw``, one device type, flat ring prices.
+        problems: By microbatch size: a double-buffered schedule, one device type, flat ring prices.
 
     Raises:
         ProblemError: Another schedule, several device types, or layers that do not repeat.
@@ -86,7 +86,7 @@ class Repetitive:
     def __init__(self, problems: Mapping[int, PipelineProblem]) -> None:
         self.problems = dict(problems)
         self.any = next(iter(self.problems.values()))
-        if self.any.schedule != "2bw":
+        if not self.any.traits.is_double_buffered:
             raise ProblemError(
                 f"the planner of repetitive models is for schedule 2bw, not {self.any.schedule}",
                 hint="add --schedule 2bw",
@@ -123,7 +123,7 @@ class Repetitive:
                 prices.stashed(replicas, (stages - stage) * replicas) for stage in range(stages)
             )
             schedule = generate(
-                "2bw", pipeline_parallel_size=stages, num_microbatches=stages * replicas,
+                problem.schedule, pipeline_parallel_size=stages, num_microbatches=stages * replicas,
                 replicas=[replicas] * stages,
             )  # fmt: skip
             layout = Layout(replicas, places)

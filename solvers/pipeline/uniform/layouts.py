@@ -57,10 +57,10 @@ class Layouts(NamedTuple):
 def layouts(problem: PipelineProblem) -> Layouts:
     """The layouts of the problem's pools; with ``exactly``, those that use all devices.
 
-    Interleaved pipelines also send from the last place to the first, a link that paths do not
-    count: where that can differ, only ordered layouts are listed.
+    Pipelines placed round-robin also send from the last place to the first, a link that paths do
+    not count: where that can differ, only ordered layouts are listed.
     """
-    if problem.schedule == "interleaved" and not has_one_order(problem):
+    if problem.traits.placement == "round-robin" and not has_one_order(problem):
         return Layouts(list(_ordered(problem)), are_all=False)
     widest = max(pool.num_devices for pool in problem.pools) if problem.replication else 1
     found: list[Layout] = []

@@ -8,7 +8,7 @@ import numpy as np
 from ....costs.pipeline import shared_level, slowest_links, worker_bytes
 from ....schedules.operations import Schedule
 from ....schedules.timing import StageTimes, time_schedule
-from ....schema.pipeline import FLUSHING, PipelineProblem, StagePlan
+from ....schema.pipeline import PipelineProblem, StagePlan
 from ..assemble import listed, names_between
 from ..cuts import Floats
 from ..infeasible import needs
@@ -60,7 +60,7 @@ class Option:
             way = float(compute[:, -1].min()) if len(set(self.pools)) == 1 else 0.0
         way += float(self.prices.own_seconds[self.pools].sum())
         share = way / len(self.shape.layout.places)
-        if self.problem.schedule in FLUSHING:
+        if self.problem.traits.flushes:
             return max(self.rounds * share, way)
         return share / self.shape.layout.num_replicas
 
@@ -146,7 +146,7 @@ class Option:
             share: The device's memory is dealt to so many chunks.
         """
         cuts, pool = self.prices.cuts, self.pools[stage]
-        if self.problem.schedule in FLUSHING:
+        if self.problem.traits.flushes:
             compute = self.prices.compute_seconds[pool]
             ends = compute + self.prices.own_seconds[pool]
             found: Floats = ends[None, :] - compute[:, None]

@@ -19,7 +19,7 @@ from ....schedules.counting import held_by_stage
 from ....schedules.operations import Schedule
 from ....schedules.registry import generate
 from ....schema.errors import InfeasibleError, ProblemError
-from ....schema.pipeline import FLUSHING, SPLIT_BACKWARD, PipelinePlan, PipelineProblem
+from ....schema.pipeline import PipelinePlan, PipelineProblem
 from ...effort import DEFAULT, Effort
 from ..assemble import ORDERED, finish
 from ..cuts import cuts_of
@@ -31,7 +31,6 @@ from .option import Cut, Option, Shape
 FEW_CUTS = 400
 """So many ways to cut, over all layouts, are all timed."""
 _TIMED_LAYOUTS, _MOVES = 12, 60
-_CHUNKS = {"interleaved": (2, 3, 4), "zb-v": (2,)}
 _EXACT = 1e-9
 
 
@@ -60,7 +59,7 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan
     cuts = cuts_of(problem, every=True)
     bandwidths = bandwidths_of(problem)
     recompute = (False, True) if problem.recompute is None else (problem.recompute,)
-    if problem.schedule in SPLIT_BACKWARD:
+    if problem.traits.splits_backward:
         recompute = (False,)
     tables = [Prices(problem, cuts, bandwidths, recompute=option) for option in recompute]
     listed = layouts(problem)
@@ -68,7 +67,7 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan
     options = [Option(problem, prices, shape) for shape in shapes for prices in tables]
     options.sort(key=lambda option: option.bound)
     best = _Best()
-    flushes = problem.schedule in FLUSHING
+    flushes = problem.traits.flushes
     if flushes and cuts.before is None and _num_cuts(options, cuts.size) <= FEW_CUTS:
         is_exact = _time_all(options, cuts.size, best, effort)
     else:
@@ -111,8 +110,8 @@ def _shapes(
 ) -> tuple[list[Shape], ProblemError | None]:
     """The layouts that the schedule can have; and why the last refused one cannot."""
     count = problem.num_microbatches
-    endless = problem.schedule not in FLUSHING
-    chunk_counts = _CHUNKS.get(problem.schedule, (1,))
+    endless = not problem.traits.flushes
+    chunk_counts = problem.traits.num_model_chunks
     if problem.num_model_chunks is not None:
         chunk_counts = (problem.num_model_chunks,)
     made: dict[tuple[int, int, int], tuple[Schedule, tuple[tuple[int, int], ...]]] = {}

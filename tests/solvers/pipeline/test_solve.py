@@ -1,7 +1,6 @@
 """The partition solver against every plan of small instances, and its properties."""
 
 import dataclasses
-from typing import get_args
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +19,8 @@ from partition_cases import (
 from hetflow.checks.pipeline import check
 from hetflow.runtime.lower_pipeline import lower_pipeline
 from hetflow.schema.errors import InfeasibleError, ProblemError
-from hetflow.schema.pipeline import SPLIT_BACKWARD, PipelineProblem, PlannedSchedule
+from hetflow.schema.pipeline import PipelineProblem
+from hetflow.schema.schedule_traits import planned_schedules, traits
 from hetflow.solvers.pipeline.solve import solve
 from hetflow.tests.profiles import examples
 
@@ -103,10 +103,10 @@ def test_an_exact_number_of_stages(problem, count):
 
 
 @FEW
-@given(flat_problems(), st.sampled_from([*get_args(PlannedSchedule)]))
+@given(flat_problems(), st.sampled_from(planned_schedules()))
 def test_what_is_planned_to_be_launched_can_be(problem, schedule):
     chosen = {"launchable": True, "schedule": schedule, "stage_cost": "ring"}
-    if schedule in SPLIT_BACKWARD:
+    if traits(schedule).splits_backward:
         chosen["recompute"] = False
     problem = dataclasses.replace(problem, **chosen)
     try:

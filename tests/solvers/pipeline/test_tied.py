@@ -9,7 +9,8 @@ from partition_cases import best_flat, chain, flat_problems, levels, objective, 
 
 from hetflow.checks.pipeline import check, stage_memory
 from hetflow.schema.errors import ProblemError
-from hetflow.schema.pipeline import FLUSHING, PipelineProblem
+from hetflow.schema.pipeline import PipelineProblem
+from hetflow.schema.schedule_traits import traits
 from hetflow.solvers.pipeline.solve import solve
 from hetflow.tests.profiles import examples
 
@@ -70,7 +71,7 @@ def test_a_stage_with_all_users_holds_them_once():
 
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-vertical-sync", "2bw"])
 def test_without_a_flush_all_users_are_in_one_stage(schedule):
-    assert schedule not in FLUSHING
+    assert not traits(schedule).flushes
     problem = tied(chain(*GPT, levels((4, 1e4)), schedule=schedule), (2, 4, 50))
     plan = solve(problem)
     assert check(plan, problem) == []

@@ -21,11 +21,13 @@ from hetflow.checks.pipeline import check, seconds_per_input, stage_memory, time
 from hetflow.schedules.of_plan import schedule_of, times_of
 from hetflow.schedules.timing import time_schedule
 from hetflow.schema.errors import InfeasibleError, ProblemError
-from hetflow.schema.pipeline import ALIKE, PipelinePlan, PipelineProblem
+from hetflow.schema.pipeline import PipelinePlan, PipelineProblem
+from hetflow.schema.schedule_traits import planned_schedules, traits
 from hetflow.solvers.pipeline.assemble import ORDERED
 from hetflow.solvers.pipeline.solve import solve
 from hetflow.tests.profiles import examples
 
+ALIKE = [name for name in planned_schedules() if traits(name).is_uniform]
 FEW = settings(max_examples=examples(40))
 
 

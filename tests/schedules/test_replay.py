@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.costs.pipeline_step import StepStage, flush_step_seconds
 from hetflow.schedules.registry import generate
+from hetflow.schedules.replay import StepStage, flush_step_seconds
 from hetflow.schedules.timing import StageTimes, time_schedule
 from hetflow.tests.profiles import examples
 

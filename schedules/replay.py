@@ -1,14 +1,16 @@
 """The whole step of a pipeline that flushes, replayed pass by pass.
 
-The same answer as schedules/timing.py gives for the schedule's own list, without making the list:
-passes in the order of ``gpipe`` or ``1f1b``, transfers beside them one at a time on each directed
-link, then each stage's all-reduce and update.
+The same answer as ``timing`` gives for the schedule's own list, without making the list, for
+searches that time thousands of plans: passes in the order that the generators share
+(``pass_order``), transfers beside them one at a time on each directed link, then each stage's
+all-reduce and update.
 """
 
-from math import ceil
 from typing import NamedTuple
 
-from ..schema.pipeline import PlannedSchedule
+from ..schema.schedule_traits import traits
+from .closed_forms import in_flight
+from .pass_order import Turn, alternating
 
 
 class StepStage(NamedTuple):
@@ -24,12 +26,12 @@ class StepStage(NamedTuple):
 
 
 def flush_step_seconds(
-    schedule: PlannedSchedule, stages: tuple[StepStage, ...], num_microbatches: int
+    schedule: str, stages: tuple[StepStage, ...], num_microbatches: int
 ) -> float:
     """Seconds from the first pass to the last update; O(stages x microbatches).
 
     Args:
-        schedule: ``gpipe`` or ``1f1b``.
+        schedule: One that flushes, whose ``order`` is not its own.
         stages: In the model's order.
         num_microbatches: M of the step, dealt to the replicas of a stage in turn.
     """
@@ -38,27 +40,21 @@ def flush_step_seconds(
     return replay.finish()
 
 
-Pass = tuple[bool, int]
-"""Whether it is a backward pass, and the microbatch."""
-
-
 class _Replay:
-    def __init__(
-        self, schedule: PlannedSchedule, stages: tuple[StepStage, ...], num_microbatches: int
-    ) -> None:
+    def __init__(self, schedule: str, stages: tuple[StepStage, ...], num_microbatches: int) -> None:
         self.stages, self.last = stages, len(stages) - 1
+        takes_all = traits(schedule).order == "forward-first"
         self.first_rank: list[int] = []
         self.stage_of: list[int] = []
-        self.passes: list[list[Pass]] = []
-        behind = sum(stage.num_replicas for stage in stages)
+        self.passes: list[list[Turn]] = []
+        replicas = [stage.num_replicas for stage in stages]
         for number, stage in enumerate(stages):
             self.first_rank.append(len(self.stage_of))
-            ahead = ceil(behind / stage.num_replicas) - 1
-            behind -= stage.num_replicas
+            ahead = in_flight(replicas, number) - 1
             for replica in range(stage.num_replicas):
                 mine = range(replica, num_microbatches, stage.num_replicas)
-                own = len(mine) if schedule == "gpipe" else min(ahead, len(mine))
-                self.passes.append(_order(mine, own))
+                own = len(mine) if takes_all else min(ahead, len(mine))
+                self.passes.append(alternating(mine, own))
                 self.stage_of.append(number)
         # When a microbatch's activation or gradient is at a stage; None while it is not.
         unknown: list[float | None] = [None] * num_microbatches
@@ -114,13 +110,3 @@ class _Replay:
                 end += stage.reduce_seconds
             ends.append(end + stage.update_seconds)
         return max(ends)
-
-
-def _order(mine: range, ahead: int) -> list[Pass]:
-    """``ahead`` forward passes, then one forward and one backward pass in turn."""
-    passes: list[Pass] = [(False, microbatch) for microbatch in mine[:ahead]]
-    for number, microbatch in enumerate(mine):
-        if number + ahead < len(mine):
-            passes.append((False, mine[number + ahead]))
-        passes.append((True, microbatch))
-    return passes

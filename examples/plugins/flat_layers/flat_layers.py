@@ -1,0 +1,33 @@
+"""Layer profiles of a plain table: one layer a line, each feeding the next.
+
+``name,forward_ms,backward_ms,output_bytes,weight_bytes``, as a spreadsheet or a few lines of a
+profiler's log give it.
+"""
+
+from hetflow.importers.registry import layer_importer
+from hetflow.schema.errors import FileError
+from hetflow.schema.profile import LayerGraph, LayerNode
+
+
+@layer_importer("flat-layers", title="a table of layers")
+def read(text: str, *, microbatch_size: int, name: str) -> LayerGraph:
+    """Read a chain of layers."""
+    nodes = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        try:
+            layer, forward, backward, output, weights = line.split(",")
+            nodes.append(
+                LayerNode(
+                    id=layer.strip(),
+                    op="layer",
+                    forward_seconds=float(forward) / 1e3,
+                    backward_seconds=float(backward) / 1e3,
+                    activation_bytes=int(output),
+                    weight_bytes=int(weights),
+                )
+            )
+        except ValueError as error:  # hetflow's own refusals are ValueErrors too
+            raise FileError(f"{name}: line {number}: {error}") from None
+    names = [node.id for node in nodes]
+    edges = tuple(zip(names, names[1:], strict=False))
+    return LayerGraph(microbatch_size=microbatch_size, nodes=tuple(nodes), edges=edges)

@@ -1,0 +1,42 @@
+"""Plans as Markdown tables, for a pull request or a wiki page."""
+
+from hetflow.exporters.registry import exporter
+from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.plan import SplitPlan
+
+
+@exporter("markdown", takes=(SplitPlan, PipelinePlan))
+def table(plan: SplitPlan | PipelinePlan, name: str) -> str:
+    """The devices of a plan and what each of them does."""
+    if isinstance(plan, PipelinePlan):
+        heads = ("stage", "devices", "layers", "ms a microbatch")
+        rows = [
+            (
+                str(number),
+                f"{stage.num_replicas}x{stage.device_type}",
+                f"{stage.layers[0]} to {stage.layers[-1]} ({len(stage.layers)})",
+                f"{stage.compute_seconds * 1e3:.4g}",
+            )
+            for number, stage in enumerate(plan.stages)
+        ]
+    else:
+        heads = ("devices", "batch a device", "virtual nodes a device")
+        rows = [
+            (
+                f"{group.num_devices}x{group.device_type}",
+                str(group.device_batch_size),
+                str(group.virtual_nodes),
+            )
+            for group in plan.groups
+        ]
+    milliseconds = plan.predicted.step_seconds * 1e3
+    lines = [
+        f"{plan.model}, batch {plan.global_batch_size}: {milliseconds:.4g} ms a step",
+        "",
+        *(_line(row) for row in (heads, ("---",) * len(heads), *rows)),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: tuple[str, ...]) -> str:
+    return f"| {' | '.join(cells)} |"

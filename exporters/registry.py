@@ -1,0 +1,67 @@
+"""Formats that hetflow's records are written in, by name; plug-ins add theirs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..schema.plugins import Registry
+
+Render = Callable[[Any, str], str]
+"""A record, and what to call it in errors (its path), to the text of the foreign file."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exporter:
+    """A foreign format.
+
+    Attributes:
+        name: What ``hetflow export --format`` calls it.
+        takes: The record classes that it can write.
+        render: Writes one.
+        wrote: What was written, for people, such as "12 layers".
+        document: What ``--json`` prints of a record and its text.
+    """
+
+    name: str
+    takes: tuple[type, ...]
+    render: Render
+    wrote: Callable[[Any], str]
+    document: Callable[[Any, str], dict[str, Any]]
+
+
+EXPORTERS: Registry[Exporter] = Registry(
+    "export format", group="hetflow.exporters", own=("hetflow.exporters.pipedream",)
+)
+
+
+def exporter(
+    name: str,
+    *,
+    takes: tuple[type, ...],
+    wrote: Callable[[Any], str] | None = None,
+    document: Callable[[Any, str], dict[str, Any]] | None = None,
+) -> Callable[[Render], Render]:
+    """Register a function as a format.
+
+    Args:
+        name: What ``hetflow export --format`` calls it.
+        takes: The record classes that it can write (``hetflow.schema``).
+        wrote: As ``Exporter.wrote``; by default the format's name.
+        document: As ``Exporter.document``; by default the format and the text.
+
+    Returns:
+        A decorator that leaves the function as it is.
+    """
+
+    def register(render: Render) -> Render:
+        made = Exporter(
+            name=name,
+            takes=takes,
+            render=render,
+            wrote=wrote or (lambda record: name),
+            document=document or (lambda record, text: {"format": name, "text": text}),
+        )
+        EXPORTERS.add(name, made, render.__module__)
+        return render
+
+    return register

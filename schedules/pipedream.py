@@ -1,0 +1,56 @@
+"""The schedules without flushes, all in 1F1B order: PipeDream's two and PipeDream-2BW."""
+
+from ..schema.errors import ProblemError
+from . import closed_forms
+from .one_f_one_b import build
+from .operations import Schedule
+from .registry import schedule
+from .shape import PipelineShape
+
+
+@schedule("pipedream", weight_semantics="stashing", replicas="any", order="alternating")
+def pipedream(shape: PipelineShape) -> Schedule:
+    """PipeDream: 1F1B-RR without flushes, with weight stashing (2.4.2, 2.4.3).
+
+    A stage updates after every backward pass; with R replicas after one on each of them, from
+    the mean of the R gradients. A forward pass reads the latest version, its backward pass the
+    same one.
+    """
+    return build("pipedream", shape, "stashing")
+
+
+@schedule("pipedream-vertical-sync", weight_semantics="vertical-sync", order="alternating")
+def pipedream_vertical_sync(shape: PipelineShape) -> Schedule:
+    """PipeDream with vertical sync: every stage reads what the input stage read (2.4.3).
+
+    Versions of stages with unlike numbers of replicas do not correspond, so all stages must
+    have as many.
+    """
+    shape.parallel_pipelines("pipedream-vertical-sync")
+    return build("pipedream-vertical-sync", shape, "vertical-sync")
+
+
+@schedule("2bw", weight_semantics="double-buffered", replicas="any", order="alternating")
+def pipedream_2bw(shape: PipelineShape) -> Schedule:
+    """PipeDream-2BW: 1F1B without flushes, one update each m microbatches, two versions (3.2.1).
+
+    m is ``microbatches_per_update`` (by default the least one allowed). It must cover what a
+    stage has in flight (p where no stage is replicated), else two versions do not suffice, and
+    divide the number of microbatches.
+    """
+    least = max(
+        closed_forms.in_flight(shape.replicas, position) * count
+        for position, count in enumerate(shape.replicas)
+    )
+    per_update = shape.microbatches_per_update or least
+    if per_update < least:
+        raise ProblemError(
+            f"2bw cannot keep to two weight versions with {per_update} microbatches per update; "
+            f"ask for at least {least}"
+        )
+    if shape.num_microbatches % per_update:
+        raise ProblemError(
+            f"{shape.num_microbatches} microbatches are not whole updates of {per_update}; "
+            f"make them a multiple"
+        )
+    return build("2bw", shape, "double-buffered", per_update)

@@ -1,0 +1,137 @@
+"""What everybody must know of a pipeline schedule, stated once by the schedule itself.
+
+The planner, the judges, the launcher and the records ask for these traits and never for a name,
+so a schedule is added in one file: see docs/schedules.md. The generator stands beside the traits
+in ``schedules.registry.ScheduleSpec``; records need only what is here.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import ProblemError
+from .plugins import Registry
+
+WeightSemantics = Literal["flush", "stashing", "vertical-sync", "double-buffered"]
+Replicas = Literal["any", "uniform", "one"]
+PassOrder = Literal["forward-first", "alternating", "own"]
+Placement = Literal["line", "round-robin", "v", "both-ways"]
+
+DEFAULT_SCHEDULE = "1f1b"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleTraits:
+    """A schedule's traits.
+
+    Attributes:
+        name: What plans and commands call it.
+        weight_semantics: Which weight version a pass reads, and when versions are made: ``flush``
+            one update at the end of each batch; ``stashing`` and ``vertical-sync`` PipeDream
+            (thesis 2.4.3); ``double-buffered`` PipeDream-2BW (3.2.1).
+        replicas: How often stages may be replicated: ``any`` number each, ``uniform`` equally
+            many of every stage (pipelines side by side), or ``one``.
+        order: How a replica orders its passes, where solvers may rely on it: ``forward-first``
+            all forward passes of a batch before the first backward pass (GPipe); ``alternating``
+            just as many inputs as keep the pipeline full, then one of each in turn (1F1B-RR,
+            thesis 2.4.2); ``own`` whatever the generated list says, which solvers then count from.
+        placement: Which position of the pipeline holds stage s: ``line`` position s;
+            ``round-robin`` s mod p, so the last position sends to the first; ``v`` down the
+            positions and up again; ``both-ways`` one stage of each direction.
+        num_model_chunks: How many stages a device holds; the choices that a planner tries.
+        splits_backward: Whether every backward pass is in two halves (gradient of the input,
+            gradient of the weights), which cannot recompute activations.
+        plannable: Whether ``hetflow solve`` plans it.
+    """
+
+    name: str
+    weight_semantics: WeightSemantics = "flush"
+    replicas: Replicas = "uniform"
+    order: PassOrder = "own"
+    placement: Placement = "line"
+    num_model_chunks: tuple[int, ...] = (1,)
+    splits_backward: bool = False
+    plannable: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.num_model_chunks or min(self.num_model_chunks) < 1:
+            raise ProblemError(f"schedule {self.name}: give numbers of model chunks, at least 1")
+        if self.is_chunked != (self.placement in ("round-robin", "v")):
+            raise ProblemError(
+                f"schedule {self.name}: stages placed {self.placement} do not go with "
+                f"{self.num_model_chunks} chunks on a device"
+            )
+        if self.plannable and self.replicas == "any" and self.order == "own":
+            raise ProblemError(
+                f"schedule {self.name}: replicas of unlike number are planned for an order of "
+                "passes that the solver knows",
+                hint='state the order, or replicas="uniform"',
+            )
+        if self.plannable and self.replicas == "one":
+            raise ProblemError(f"schedule {self.name}: plans have replicas; say plannable=False")
+
+    @property
+    def flushes(self) -> bool:
+        """Whether each batch ends with one update; otherwise the schedule is endless."""
+        return self.weight_semantics == "flush"
+
+    @property
+    def updates_each_round(self) -> bool:
+        """Whether a stage updates after one input on each replica, not once a batch."""
+        return self.weight_semantics in ("stashing", "vertical-sync")
+
+    @property
+    def is_double_buffered(self) -> bool:
+        """Whether two weight versions serve, updated once a batch (PipeDream-2BW)."""
+        return self.weight_semantics == "double-buffered"
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all stages have equally many replicas."""
+        return self.replicas != "any"
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether a device holds several stages."""
+        return self.num_model_chunks != (1,)
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether the number of stages a device holds can be asked for."""
+        return len(self.num_model_chunks) > 1
+
+
+SCHEDULES: Registry[ScheduleTraits] = Registry(
+    "schedule",
+    group="hetflow.schedules",
+    own=(
+        "hetflow.schedules.gpipe",
+        "hetflow.schedules.one_f_one_b",
+        "hetflow.schedules.interleaved",
+        "hetflow.schedules.zero_bubble",
+        "hetflow.schedules.zero_bubble_v",
+        "hetflow.schedules.pipedream",
+        "hetflow.schedules.dualpipe",
+    ),
+)
+
+
+def traits(schedule: str) -> ScheduleTraits:
+    """The traits of a schedule's name.
+
+    Raises:
+        ProblemError: No installed schedule has that name.
+    """
+    return SCHEDULES.get(schedule)
+
+
+def is_planned(schedule: str) -> bool:
+    """Whether a name is that of a schedule that ``hetflow solve`` plans."""
+    known = SCHEDULES.find(schedule)
+    return known is not None and known.plannable
+
+
+def planned_schedules() -> tuple[str, ...]:
+    """Names of the schedules that ``hetflow solve`` plans, and of plug-ins not loaded so far."""
+    names = SCHEDULES.names()
+    known = {name: SCHEDULES.loaded(name) for name in names}
+    return tuple(name for name, entry in known.items() if entry is None or entry.plannable)

@@ -1,0 +1,235 @@
+"""The example plug-ins, installed from outside the package and used through the command line."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hetflow.checks.judges import JUDGES
+from hetflow.cli.main import run
+from hetflow.exporters.registry import EXPORTERS
+from hetflow.importers.registry import LAYER_IMPORTERS
+from hetflow.runtime.lower_pipeline import lower_pipeline, schedule_of
+from hetflow.schedules.counting import peak_in_flight
+from hetflow.schedules.validate import validate
+from hetflow.schema import files
+from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
+from hetflow.schema.schedule_traits import SCHEDULES
+from hetflow.solvers.allocation.policy import POLICIES
+from hetflow.tests.examples.plugins import PLUGINS, declare, forget, install
+
+Hetflow = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def hetflow(capsys: pytest.CaptureFixture[str]) -> Hetflow:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = run([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that distributions are installed into."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+@pytest.fixture
+def eager(site: Path) -> Iterator[str]:
+    install(PLUGINS / "eager_1f1b", site)
+    yield "eager-1f1b"
+    forget(SCHEDULES, "eager-1f1b", modules=("eager_1f1b",))
+
+
+@pytest.fixture
+def profiles(tmp_path: Path) -> Path:
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    nodes = tuple(
+        LayerNode(
+            id=f"layer{number}", op="Linear", forward_seconds=0.01, backward_seconds=0.02,
+            activation_bytes=4_000_000, weight_bytes=1 << 20,
+        )
+        for number in range(4)
+    )  # fmt: skip
+    profile = Profile(
+        model="line",
+        device_type="V100",
+        device_memory_bytes=16 << 30,
+        weight_bytes=4 << 20,
+        update_seconds=0.001,
+        batch_curve=(BatchPoint(batch_size=8, step_seconds=0.12, peak_memory_bytes=1 << 30),),
+        layers=LayerGraph(
+            microbatch_size=8,
+            nodes=nodes,
+            edges=tuple((f"layer{i}", f"layer{i + 1}") for i in range(3)),
+        ),
+    )
+    files.write(folder / "v100.json", profile)
+    return folder
+
+
+def solve(hetflow: Hetflow, profiles: Path, schedule: str, plan: Path) -> tuple[int, str, str]:
+    return hetflow(
+        "solve", "--profiles", profiles, "--gpus", "4xV100", "--batch-size", 64,
+        "--strategy", "pipeline", "--schedule", schedule, "--num-stages", 4,
+        "--link-bytes-per-second", "4e8", "--optimizer", "sgd", "-o", plan,
+    )  # fmt: skip
+
+
+def test_a_schedule_from_outside_is_planned_checked_shown_and_lowered(
+    hetflow: Hetflow, eager: str, profiles: Path, tmp_path: Path
+) -> None:
+    own, plain = tmp_path / "eager.json", tmp_path / "1f1b.json"
+    assert solve(hetflow, profiles, eager, own)[0] == 0
+    assert solve(hetflow, profiles, "1f1b", plain)[0] == 0
+    plan, before = files.read(own, PipelinePlan), files.read(plain, PipelinePlan)
+    assert plan.schedule == eager
+    # What it is for: transfers of a tenth of a second hide behind passes.
+    assert plan.predicted.step_seconds < before.predicted.step_seconds
+    code, _, errors = hetflow("check", own, "--profiles", profiles, "--gpus", "4xV100")
+    assert (code, errors.count("fault")) == (0, 0)
+    code, shown, _ = hetflow("show", own)
+    assert code == 0
+    assert eager in shown
+    work = lower_pipeline(plan).pipeline
+    assert work is not None
+    schedule = schedule_of(work, plan.microbatches)
+    assert validate(schedule) == []
+    assert peak_in_flight(schedule) == (7, 5, 3, 1)
+
+
+def test_auto_tries_installed_schedules_too(
+    hetflow: Hetflow, eager: str, profiles: Path, tmp_path: Path
+) -> None:
+    plan = tmp_path / "plan.json"
+    assert solve(hetflow, profiles, "auto", plan)[0] == 0
+    found = json.loads(plan.read_text())
+    tried = {found["schedule"]} | {
+        other["schedule"] for other in found["provenance"]["compared_schedules"]
+    }
+    assert eager in tried
+
+
+@pytest.fixture
+def even_progress(site: Path) -> Iterator[str]:
+    install(PLUGINS / "even_progress", site)
+    yield "even_progress"
+    forget(POLICIES, "even_progress", modules=("even_progress",))
+    forget(JUDGES, "even_progress")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> tuple[str, ...]:
+    """Jobs, throughputs and a pool as options of the command line."""
+    jobs, rates = tmp_path / "jobs.csv", tmp_path / "rates.csv"
+    shutil.copy(PLUGINS.parent / "cluster" / "jobs.csv", jobs)
+    shutil.copy(PLUGINS.parent / "cluster" / "throughputs.csv", rates)
+    return str(jobs), "--throughputs", str(rates), "--gpus", "2xV100,2xP100,2xK80"
+
+
+def test_a_policy_from_outside_allocates_is_judged_and_simulates(
+    hetflow: Hetflow, even_progress: str, cluster: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = tmp_path / "allocation.json"
+    code, _, errors = hetflow("allocate", *cluster, "--policy", even_progress, "-o", found)
+    assert (code, errors) == (0, "")
+    judging = ("check", found, "--jobs", *cluster)
+    code, out, _ = hetflow(*judging)
+    assert (code, "valid (optimal)" in out) == (0, True)
+    record = json.loads(found.read_text())
+    record["certificate"]["objective"] *= 1.01
+    found.write_text(json.dumps(record))
+    code, _, errors = hetflow(*judging)
+    assert code == 2
+    assert "stated" in errors
+    code, out, _ = hetflow("simulate", *cluster, "--policy", even_progress, "--json")
+    assert code == 0
+    assert json.loads(out)["policy"] == even_progress
+
+
+def test_a_format_from_outside_is_exported(
+    hetflow: Hetflow, site: Path, profiles: Path, tmp_path: Path
+) -> None:
+    install(PLUGINS / "markdown_plan", site)
+    plan, page = tmp_path / "plan.json", tmp_path / "plan.md"
+    assert solve(hetflow, profiles, "1f1b", plan)[0] == 0
+    try:
+        assert hetflow("export", plan, "--format", "markdown", "-o", page)[0] == 0
+        code, printed, _ = hetflow("export", plan, "--format", "markdown", "--json")
+        assert code == 0
+        code, _, errors = hetflow("export", profiles / "v100.json", "--format", "markdown")
+    finally:
+        forget(EXPORTERS, "markdown", modules=("markdown_plan",))
+    heading, _, *table = page.read_text().splitlines()
+    assert heading.startswith("line, batch 64: ")
+    assert table[0] == "| stage | devices | layers | ms a microbatch |"
+    assert table[2] == "| 0 | 1xV100 | layer0 to layer0 (1) | 30 |"
+    assert json.loads(printed) == {"format": "markdown", "text": page.read_text()}
+    assert code == 2
+    assert "markdown is a format of PipelinePlan, SplitPlan, not of a Profile" in errors
+
+
+def test_a_format_from_outside_is_imported(hetflow: Hetflow, site: Path, tmp_path: Path) -> None:
+    install(PLUGINS / "flat_layers", site)
+    table, broken, found = (tmp_path / name for name in ("net.csv", "bad.csv", "net.json"))
+    table.write_text("first,1.5,3,1000,400\nsecond,2,4,10,800\n")
+    broken.write_text("first,1.5,3,1000,400\nsecond,-2,4,10,800\n")
+    options = ("--format", "flat-layers", "--device-type", "V100", "--device-memory", "16GB")
+    try:
+        code, _, errors = hetflow("import", table, *options, "-o", found)
+        assert (code, errors) == (0, "")
+        code, _, errors = hetflow("import", broken, *options)
+    finally:
+        forget(LAYER_IMPORTERS, "flat-layers", modules=("flat_layers",))
+    layers = files.read(found, Profile).layers
+    assert layers is not None
+    assert [(node.id, node.forward_seconds) for node in layers.nodes] == [
+        ("first", 0.0015), ("second", 0.002),
+    ]  # fmt: skip
+    assert layers.edges == (("first", "second"),)
+    assert code == 2
+    assert f"{broken}: line 2: " in errors
+
+
+def test_a_broken_policy_is_one_line(
+    hetflow: Hetflow, site: Path, cluster: tuple[str, ...]
+) -> None:
+    (site / "hasty.py").write_text("import no_module_of_that_name\n")
+    declare(site, "hasty-policies", "0.3", "[hetflow.policies]\nhasty = hasty")
+    code, _, errors = hetflow("allocate", *cluster, "--policy", "hasty")
+    assert (code, len(errors.splitlines())) == (2, 2)
+    assert (
+        "plug-in 'hasty' of hasty-policies 0.3 (hasty) cannot be loaded: ModuleNotFound" in errors
+    )
+    assert hetflow("allocate", *cluster, "--policy", "las")[0] == 0
+    code, _, errors = hetflow("allocate", *cluster, "--policy", "even_progress")
+    assert code == 2
+    assert "no policy 'even_progress'" in errors
+
+
+def test_a_plan_needs_the_plug_in_of_its_schedule(
+    hetflow: Hetflow, site: Path, profiles: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tmp_path / "plan.json"
+    install(PLUGINS / "eager_1f1b", site)
+    assert solve(hetflow, profiles, "eager-1f1b", plan)[0] == 0
+    forget(SCHEDULES, "eager-1f1b", modules=("eager_1f1b",))
+    monkeypatch.undo()  # the folder is no longer on the path
+    code, _, errors = hetflow("check", plan, "--profiles", profiles, "--gpus", "4xV100")
+    assert code == 2
+    first, *hint = errors.splitlines()
+    assert "unknown schedule 'eager-1f1b'; known are gpipe, 1f1b" in first
+    assert len(hint) <= 1
+    code, _, errors = solve(hetflow, profiles, "eager-1f1b", tmp_path / "other.json")
+    assert code == 2
+    assert "'eager-1f1b' is not one of 'auto', 'gpipe'" in errors

@@ -1,0 +1,111 @@
+"""Registries: own things first, plug-ins on first need, faults in one line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hetflow.schema.errors import ProblemError
+from hetflow.schema.plugins import Registry
+
+GROUP = "hetflow.tests_of_plugins"
+
+
+def declared(site: Path, distribution: str, entry_points: dict[str, str]) -> None:
+    folder = site / f"{distribution}-1.5.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5\n")
+    lines = [f"{name} = {value}" for name, value in entry_points.items()]
+    (folder / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    before = set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def things() -> Registry[str]:
+    registry: Registry[str] = Registry("thing", group=GROUP, own=())
+    sys.modules["registry_under_test"] = type(sys)("registry_under_test")
+    sys.modules["registry_under_test"].things = registry  # type: ignore[attr-defined]
+    return registry
+
+
+def registers(site: Path, module: str, name: str, more: str = "") -> None:
+    (site / f"{module}.py").write_text(
+        f"{more}\nfrom registry_under_test import things\n"
+        f"things.add({name!r}, 'of {module}', {module!r})\n"
+    )
+
+
+def test_a_plug_in_is_loaded_when_somebody_asks_for_it(site, things) -> None:
+    registers(site, "first_plugin", "one")
+    registers(site, "second_plugin", "two")
+    declared(site, "both", {"one": "first_plugin", "two": "second_plugin"})
+    assert things.names() == ("one", "two")
+    assert "first_plugin" not in sys.modules
+    assert things.get("one") == "of first_plugin"
+    assert "second_plugin" not in sys.modules
+    assert things.loaded("two") is None
+    assert things.all() == ("of first_plugin", "of second_plugin")
+
+
+def test_a_broken_plug_in_hurts_only_those_who_ask_for_it(site, things) -> None:
+    registers(site, "sound_plugin", "sound")
+    registers(site, "broken_plugin", "broken", more="raise RuntimeError('no luck')")
+    declared(site, "pieces", {"sound": "sound_plugin", "broken": "broken_plugin"})
+    assert things.get("sound") == "of sound_plugin"
+    assert "broken" in things.names()
+    with pytest.raises(ProblemError) as caught:
+        things.get("broken")
+    assert caught.value.message == (
+        "plug-in 'broken' of pieces 1.5 (broken_plugin) cannot be loaded: RuntimeError: no luck"
+    )
+    assert caught.value.hint == "fix or uninstall that distribution"
+
+
+def test_a_plug_in_without_its_module_is_named(site, things) -> None:
+    declared(site, "empty", {"gone": "no_such_module_at_all"})
+    with pytest.raises(ProblemError, match="'gone' of empty 1.5 .* ModuleNotFoundError"):
+        things.get("gone")
+
+
+def test_an_entry_point_must_have_the_name_that_is_registered(site, things) -> None:
+    registers(site, "other_plugin", "other")
+    declared(site, "misnamed", {"wanted": "other_plugin"})
+    with pytest.raises(ProblemError, match="of misnamed 1.5 .* registers no thing 'wanted'"):
+        things.get("wanted")
+
+
+def test_one_name_is_registered_once(things) -> None:
+    things.add("one", "mine", "a.module")
+    things.add("one", "mine, reloaded", "a.module")
+    assert things.get("one") == "mine, reloaded"
+    with pytest.raises(ProblemError, match="thing 'one' is registered by a.module and by b.module"):
+        things.add("one", "theirs", "b.module")
+
+
+def test_two_distributions_may_not_have_one_name(site, things) -> None:
+    registers(site, "one_plugin", "same")
+    registers(site, "another_plugin", "same")
+    declared(site, "one", {"same": "one_plugin"})
+    declared(site, "another", {"same": "another_plugin"})
+    with pytest.raises(ProblemError, match="thing 'same' is registered by .*_plugin and by"):
+        things.get("same")
+
+
+def test_an_unknown_name_gets_a_guess_or_a_hint(things) -> None:
+    things.add("gpipe", "it", "a.module")
+    with pytest.raises(ProblemError, match="unknown thing 'gpip'; known are gpipe") as caught:
+        things.get("gpip")
+    assert caught.value.hint == "did you mean 'gpipe'?"
+    with pytest.raises(ProblemError) as caught:
+        things.get("xyzzy")
+    assert caught.value.hint == f"install the plug-in that has it (entry points {GROUP})"
