@@ -1,6 +1,6 @@
 """Table 2.2 of Narayanan's thesis, row by row: what each price of a stage chooses.
 
-    python examples/pipedream_table_2_2/compare.py [FOLDER]
+    python examples/pipedream_table_2_2/compare.py FOLDER/pipedream
 
 The folder holds PipeDream's published profiles (msr-fiddle/pipedream, profiler/). Of the seven
 models of the table, VGG-16, ResNet-50 and GNMT are among them.
@@ -14,7 +14,6 @@ from hetflow.planning.pipeline_problem import layers_of_graph
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.pipeline import DevicePool, PipelinePlan, PipelineProblem, TopologyLevel
 from hetflow.solvers.pipeline.solve import solve
-from hetflow.tests.data import reference
 
 # Cluster-A: 4 V100 a server on PCIe (12e9 assumed), 10 Gbps; Cluster-B: 8 on NVLink (150e9
 # assumed), 25 Gbps. The thesis gives no bandwidth inside a server.
@@ -73,8 +72,8 @@ def matches(table: str, config: str) -> bool:
 def main() -> None:
     """Print the table as markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("profiles", type=Path, nargs="?", help="folder of PipeDream's *.graph.txt")
-    folder = parser.parse_args().profiles or reference.folder() / "pipedream"
+    parser.add_argument("profiles", type=Path, help="folder of PipeDream's *.graph.txt")
+    folder = parser.parse_args().profiles
     if not any(folder.glob("*.graph.txt")):
         parser.error(f"{folder}: no *.graph.txt there; give the folder of PipeDream's profiles")
     names = [f"{cost}, {solved}" for solved, cost in PRICES]
