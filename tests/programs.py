@@ -13,27 +13,22 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
+from unittest import mock
 
 from hetflow.launcher.preload import VARIABLE, Forked, PreloadError, fork, serving
 
-_lock = threading.Lock()
-_stack: ExitStack | None = None
 
-
-def preload() -> None:
-    """Keep a preloaded process for the rest of this process, unless there is one already."""
-    global _stack
-    with _lock:
-        if _stack is not None or os.environ.get(VARIABLE):
-            return
-        _stack = ExitStack()
-        atexit.register(_stack.close)
-        folder = _stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-tests-"))
-        socket = _stack.enter_context(serving(Path(folder), ["hetflow.cli.main"]))
-        os.environ[VARIABLE] = str(socket)
+@cache
+def preloaded() -> str:
+    """The socket of this process's preloaded process, for ``HETFLOW_PRELOAD``."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-tests-"))
+    return str(stack.enter_context(serving(Path(folder), ["hetflow.cli.main"])))
 
 
 class Program:
@@ -103,14 +98,18 @@ def start(
     stderr: int | IO[Any] | None = None,
 ) -> "Program | subprocess.Popen[str]":
     """As ``subprocess.Popen(..., text=True)``."""
-    preload()
     words = [str(word) for word in command]
-    if env is not None:  # it may have been made before there was a preloaded process
-        env = {VARIABLE: os.environ[VARIABLE], **env}
+    environment = dict(os.environ if env is None else env)
+    if VARIABLE not in environment:
+        environment[VARIABLE] = preloaded()
     try:
-        return Program(fork(words, env, cwd, None, stdout, stderr), words)
+        with mock.patch.dict(os.environ, {VARIABLE: environment[VARIABLE]}):
+            forked = fork(words, environment, cwd, None, stdout, stderr)
     except PreloadError:
-        return subprocess.Popen(command, env=env, cwd=cwd, stdout=stdout, stderr=stderr, text=True)
+        return subprocess.Popen(
+            words, env=environment, cwd=cwd, stdout=stdout, stderr=stderr, text=True
+        )
+    return Program(forked, words)
 
 
 def run(

@@ -13,6 +13,8 @@ from hetflow.cli.main import app, run
 
 from .pages import PAGES, ROOT, Block, Command, blocks, name_of
 
+pytestmark = pytest.mark.processes
+
 
 def _runs(block: Block) -> bool:
     return block.language == "python" or any(c.hetflow() is not None for c in block.commands())

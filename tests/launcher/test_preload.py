@@ -17,6 +17,8 @@ from hetflow.launcher import preload
 from hetflow.schema import files
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 
+pytestmark = pytest.mark.processes
+
 TELLS = """
 import json, os, resource, signal, subprocess, sys, threading
 def stream(s):

@@ -508,8 +508,10 @@ def test_checkpoints_need_a_folder_and_things_with_state() -> None:
 
 
 @pytest.mark.processes
-def test_sigterm_saves_and_another_mapping_ends_with_the_same_digest(tmp_path: Path) -> None:
-    programs.preload()
+def test_sigterm_saves_and_another_mapping_ends_with_the_same_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(programs.VARIABLE, programs.preloaded())
     mappings = digest_table.MAPPINGS
     whole = digest_table.launch(mappings["1 worker"], "elastic", tmp_path / "whole")
     saving = ["--checkpoint", str(tmp_path / "saved")]
