@@ -263,8 +263,6 @@ class Workers:
         for process in self._processes.values():
             signal_group(process, signal.SIGKILL)
             process.wait()
-        for line in self._lines.values():
-            line.close()
         for thread in self._tees:
             thread.join(timeout=2)
         for line in self._lines.values():
