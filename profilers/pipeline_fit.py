@@ -1,15 +1,14 @@
 """What a pipeline's passes, messages and steps cost beyond its layers, from rehearsed steps.
 
 The step of each rehearsed pipeline is replayed (schedules/replay.py) with the profiled layers
-and links and three unknown costs, which are fitted to the measured steps. A replay is linear in
+and links and unknown costs, which are fitted to the measured steps. A replay is linear in
 the costs as long as the same passes decide it, so the fit linearises it, solves, and goes on from
-there. A fourth, of passes where one stage holds all layers, follows from such steps.
+there.
 """
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from math import ceil
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..costs.comm import ring_seconds
@@ -127,62 +126,52 @@ def fit_costs(
 ) -> PipelineCosts:
     """Fit the costs to measured steps, by least absolute relative errors, none negative.
 
-    Three are fitted to pipelines of two stages. What passes cost where one stage holds all layers
-    is what its steps leave for it, at most what passes cost beside messages.
+    A pass with a message beside it costs at least what one without costs.
     ``step_error`` is the median over the trials of how far each is from what the others predict
     for it (fitted without it): a fit to few steps follows its own.
 
     Args:
         profiled: Layers and links.
-        trials: At least four pipelines of two stages that differ in schedule and microbatches;
-            and those of one stage, if any.
+        trials: At least four pipelines that differ in schedule and microbatches. Where none has
+            replicas, what passes cost without messages is None.
         seconds: The measured step of each, > 0.
     """
-    measured = list(zip(trials, seconds, strict=True))
-    cut = [entry for entry in measured if entry[0].num_replicas == 1]
-    whole = [entry for entry in measured if entry[0].num_replicas > 1]
+    import numpy as np
+
+    shortest = min(seconds)
+    number = 4 if any(trial.num_replicas > 1 for trial in trials) else 3
+    # What decides a step differs with the costs, so the error has several valleys.
+    starts = [np.zeros(number), *(_START * shortest * unit for unit in np.eye(number))]
+    found = _fit(profiled, trials, seconds, starts)
     errors = []
-    for left_out in cut:
-        fitted = _fit(profiled, [entry for entry in cut if entry is not left_out])
-        errors.append(_error(profiled, left_out, _costs(fitted)))
-    costs = _costs(_fit(profiled, cut))
-    for left_out in whole:
-        others = [entry for entry in whole if entry is not left_out]
-        errors.append(_error(profiled, left_out, _with_lone(profiled, others, costs)))
-    return replace(_with_lone(profiled, whole, costs), step_error=statistics.median(errors))
+    for left_out, (trial, measured) in enumerate(zip(trials, seconds, strict=True)):
+        others = [index for index in range(len(trials)) if index != left_out]
+        fitted = _fit(profiled, [trials[i] for i in others], [seconds[i] for i in others], [found])
+        errors.append(abs(profiled.step_seconds(trial, _costs(fitted)) - measured) / measured)
+    return _costs(found, statistics.median(errors))
 
 
-def _error(profiled: Profiled, left_out: tuple[Trial, float], costs: PipelineCosts) -> float:
-    trial, measured = left_out
-    return abs(profiled.step_seconds(trial, costs) - measured) / measured
+def _costs(values: "Array", error: float | None = None) -> PipelineCosts:
+    one_pass, message, fixed, *lone = values.tolist()
+    return PipelineCosts(
+        pass_seconds=one_pass + sum(lone),
+        lone_pass_seconds=sum(lone) if lone else None,
+        message_seconds=message,
+        fixed_seconds=fixed,
+        step_error=error,
+    )
 
 
-def _with_lone(
-    profiled: Profiled, whole: Sequence[tuple[Trial, float]], costs: PipelineCosts
-) -> PipelineCosts:
-    """The costs with that of a pass where no message is beside it; None without such trials."""
+def _fit(
+    profiled: Profiled,
+    trials: Sequence[Trial],
+    seconds: Sequence[float],
+    starts: Sequence["Array"],
+) -> "Array":
+    """A pass's cost (beyond a lone one's), a message's, a step's, and a lone pass's if asked."""
     import numpy as np
 
-    if not whole:
-        return costs
-    without = replace(costs, lone_pass_seconds=0.0)
-    passes = [2 * ceil(trial.num_microbatches / trial.num_replicas) for trial, _ in whole]
-    steps = np.array([seconds for _, seconds in whole])
-    left = steps - [profiled.step_seconds(trial, without) for trial, _ in whole]
-    lone = least_deviations((np.array(passes) / steps)[:, None], left / steps)
-    return replace(costs, lone_pass_seconds=min(float(lone[0]), costs.pass_seconds))
-
-
-def _costs(values: "Array") -> PipelineCosts:
-    one_pass, message, fixed = values.tolist()
-    return PipelineCosts(pass_seconds=one_pass, message_seconds=message, fixed_seconds=fixed)
-
-
-def _fit(profiled: Profiled, of_two_stages: Sequence[tuple[Trial, float]]) -> "Array":
-    import numpy as np
-
-    trials = [trial for trial, _ in of_two_stages]
-    measured = np.array([seconds for _, seconds in of_two_stages], dtype=np.float64)
+    measured = np.asarray(seconds, dtype=np.float64)
 
     def replay(values: "Array") -> "Array":
         costs = _costs(values)
@@ -191,9 +180,6 @@ def _fit(profiled: Profiled, of_two_stages: Sequence[tuple[Trial, float]]) -> "A
     def error(values: "Array") -> float:
         return float(np.abs(replay(values) / measured - 1).sum())
 
-    shortest = float(measured.min())
-    # What decides a step differs with the costs, so the error has several valleys.
-    starts = [np.zeros(3), *(_START * shortest * unit for unit in np.eye(3))]
     found = [_descend(replay, error, measured, start) for start in starts]
     return min(found, key=error)
 
@@ -212,7 +198,7 @@ def _descend(
     for _ in range(_ROUNDS):
         here = replay(best)
         slopes = np.stack(
-            [(replay(best + nudge * unit) - here) / nudge for unit in np.eye(3)], axis=1
+            [(replay(best + nudge * unit) - here) / nudge for unit in np.eye(len(best))], axis=1
         )
         # The line through this point, by relative residuals; its optimum may be too far.
         target = (measured - here + slopes @ best) / measured

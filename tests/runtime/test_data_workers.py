@@ -46,10 +46,11 @@ def batches(num_workers: int = 2, **options: object) -> list[list[int]]:
 
 
 def test_a_data_worker_that_hangs_in_the_fork_is_replaced(hangs: Path) -> None:
+    before = set(multiprocessing.active_children())  # other tests' data workers may stay
     hangs.touch()
     assert batches() == [[i, i + 1] for i in range(0, 12, 2)]
     assert not hangs.exists()
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_none_that_starts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
