@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,6 +22,8 @@ from .environment import DEVICE_TYPE, Start, assign_slots
 from .handover import wait_for_turn
 from .launch_token import prefix_of, take_token
 from .peers import SharedStore
+
+RELEASE_SECONDS = 2.0  # gloo's end takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +190,26 @@ def num_groups() -> int:
 def close_group() -> None:
     """Leave the process group, if this worker is in one of ours."""
     if _Jobs.own_group and dist.is_initialized():
+        groups: list[object] = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+        release_apart(groups)
     _Jobs.own_group = False
+
+
+def release_apart(held: list[object], patience_seconds: float = RELEASE_SECONDS) -> None:
+    """Let go of objects whose end may take long, and wait for it no longer than that.
+
+    The end of a gloo group joins its threads. One of them was seen in a send that nothing ended,
+    though the sockets were cut: that lasts until the group's own time limit, and the others would
+    wait for this worker. A thread waits in its place.
+
+    Args:
+        held: The last references; emptied.
+        patience_seconds: How long to wait for their end.
+    """
+    waiter = threading.Thread(target=held.clear, name="hetflow-old-groups", daemon=True)
+    waiter.start()
+    waiter.join(patience_seconds)
 
 
 def _connect(start: Start, number: int = 0) -> SharedStore:
