@@ -2,8 +2,8 @@
 
 A collective waits for peers that may never answer. Cutting its connections from another thread
 makes it fail within milliseconds, here and, by the broken stream, in the peers. (Gloo's own
-``abort`` was seen to hang. The end of a group whose streams are cut nearly always takes milliseconds;
-``group.release_apart`` waits for the others.)
+``abort`` was seen to hang. The end of a group whose streams are cut nearly always takes
+milliseconds; ``group.release_apart`` waits for the others.)
 """
 
 import contextlib
