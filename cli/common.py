@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ..schema.errors import FileError, ProblemError
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 ENVIRONMENT_PREFIX = "HETFLOW"
 CONFIG_FILE = "hetflow.toml"
@@ -114,6 +117,27 @@ def emit_file(value: Any, output: Path | None, *, force: bool, json: bool = Fals
         files.write(output, value, force=force)
     if output is None or json:
         emit(files.to_json(value))
+
+
+def check_table(path: Path, *, force: bool) -> None:
+    """Say before the work what would keep a table from being written.
+
+    Raises:
+        HetflowError: pandas is not installed, or the file is in the way.
+    """
+    from ..schema.files import check_writable
+    from ..schema.frames import frame_of
+
+    check_writable(path, force=force)
+    frame_of((), ())
+
+
+def emit_table(frame: "DataFrame", path: Path, *, force: bool) -> None:
+    """Write a table as CSV, whole or not at all; numbers in full."""
+    from ..schema.files import write_bytes
+
+    write_bytes(path, frame.to_csv(index=False, lineterminator="\n").encode(), force=force)
+    note(f"{path} written")
 
 
 def asked_pool(gpus: str | None, cluster: Path | None) -> str | Path:

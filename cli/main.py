@@ -129,6 +129,10 @@ def run(arguments: list[str]) -> int:
         if error.filename is None:
             return _report_bug()
         return _report(f"{error.filename}: {error.strerror}", None, 2)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            return _report_bug()
+        return _report("this needs torch, which is not installed", "pip install torch", 2)
     except Exception as error:
         if hasattr(error, "format_message"):  # the parser's own errors: bad usage
             return _report_usage(error)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schema.errors import HetflowError
-from .common import ForceFlag, JsonFlag, emit, emit_json, note
+from .common import ForceFlag, JsonFlag, emit, emit_json, emit_table, note
 
 if TYPE_CHECKING:
     from ..schedules.timing import Timing
@@ -31,6 +31,10 @@ def show(
     explain: Annotated[
         bool, typer.Option("--explain", help="The terms that a plan's predicted step is made of.")
     ] = False,
+    csv: Annotated[
+        Path | None,
+        typer.Option(help="Write a run's devices, or a simulated run's jobs, as a table."),
+    ] = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
@@ -40,6 +44,7 @@ def show(
     hetflow show plan.json
     hetflow show plan.json --explain
     hetflow show profiles --plot curves.svg
+    hetflow show hetflow-runs/a/run.json --csv devices.csv
     hetflow show pipeline.json --timeline --html timeline.html --trace trace.json
     """
     from ..reports.tables import table_of
@@ -50,6 +55,8 @@ def show(
     if plot is not None:
         _write(plot, _picture(records, plot), force=force)
     text = _timelines(records[0], html, trace, force=force) if timeline or html or trace else ""
+    if csv is not None:
+        _table(records[0], csv, force=force)
     if explain:
         _explain(records[0], json=json)
         return
@@ -60,6 +67,15 @@ def show(
     emit("\n\n".join(table_of(record) for record in records))
     if timeline:
         emit(f"\n{text}")
+
+
+def _table(record: object, path: Path, *, force: bool) -> None:
+    from ..schema.run import RunRecord
+    from ..schema.simulation import SimulationRun
+
+    if not isinstance(record, RunRecord | SimulationRun):
+        raise HetflowError("only runs are written as tables", hint="leave --csv out, or use --json")
+    emit_table(record.to_frame(), path, force=force)
 
 
 def _explain(record: object, *, json: bool) -> None:

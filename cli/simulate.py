@@ -8,7 +8,17 @@ import typer
 
 from ..schema.errors import HetflowError, ProblemError
 from . import completing
-from .common import ForceFlag, JsonFlag, asked_pool, emit, emit_file, emit_json, shows_progress
+from .common import (
+    ForceFlag,
+    JsonFlag,
+    asked_pool,
+    check_table,
+    emit,
+    emit_file,
+    emit_json,
+    emit_table,
+    shows_progress,
+)
 
 if TYPE_CHECKING:
     from ..api.simulate import SimulationOptions
@@ -102,6 +112,10 @@ def simulate(
             "--output", "-o", help="Write the run with every job, and who held which devices, here."
         ),
     ] = None,
+    csv: Annotated[
+        Path | None,
+        typer.Option(help="Write a table here: a row a job, of several runs a row a run."),
+    ] = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
@@ -113,11 +127,14 @@ def simulate(
     Who held which devices is kept for one run with -o, --json or --plot; keeping it takes longer.
     """
     from ..schema.files import check_writable
+    from ..schema.simulation import frame_of_runs
     from .allocate import warn_of_left_out
 
     for path in (output, plot):
         if path is not None:
             check_writable(path, force=force)
+    if csv is not None:
+        check_table(csv, force=force)
     picture = None if plot is None else _picture_format(plot)
     number = seeds * max(1, len(_numbers(loads)))
     if (plot is not None or output is not None) and number > 1:
@@ -145,7 +162,11 @@ def simulate(
         runs = _swept(inputs, _numbers(loads), seeds, processes, options)
     else:
         keeps = output is not None or plot is not None
-        runs = [_one(inputs, _numbers(loads), options, with_jobs=keeps, with_spans=keeps or json)]
+        with_jobs = keeps or csv is not None
+        spans = keeps or json
+        runs = [_one(inputs, _numbers(loads), options, with_jobs=with_jobs, with_spans=spans)]
+    if csv is not None:
+        emit_table(runs[0].to_frame() if number == 1 else frame_of_runs(runs), csv, force=force)
     if plot is not None and picture is not None:
         _draw(runs[0], plot, picture, force)
     if output is not None:

@@ -126,7 +126,7 @@ def _unknown_key(key: str, fault: Any, error: ValidationError) -> str:
         for f in error.errors(include_url=False)
         if f["type"] == "missing" and f["loc"][:-1] == fault["loc"][:-1]
     ]
-    guess = nearest(key, missing + sorted(_KNOWN_KEYS))
+    guess = nearest(key, missing + sorted(_KNOWN_KEYS - {key}))
     return f"unknown key; did you mean {guess!r}?" if guess else "unknown key; remove it"
 
 

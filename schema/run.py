@@ -1,10 +1,15 @@
 """Run: what happened in one launch, predicted beside measured."""
 
-from typing import Any, Literal
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal
 
+from .frames import frame_of
 from .pipeline import PipelinePlan
 from .plan import SplitPlan
 from .records import Bytes, Count, Index, Name, Seconds, record, register_keys
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @record
@@ -162,6 +167,16 @@ class RunRecord:
     generations: tuple[Generation, ...] = ()
     terms: tuple[TermComparison, ...] = ()
     provenance: dict[str, Any] | None = None
+
+    def to_frame(self) -> "DataFrame":
+        """One row for each device, by rank: the keys of a device's run, without terms and stages.
+
+        Raises:
+            HetflowError: pandas is not installed.
+        """
+        columns = [f.name for f in fields(DeviceRun) if f.name not in ("terms", "stages")]
+        rows = ({name: getattr(device, name) for name in columns} for device in self.devices)
+        return frame_of(rows, columns)
 
 
 register_keys(

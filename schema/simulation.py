@@ -1,9 +1,12 @@
 """What a simulated cluster did: one outcome a job, who held what, and the figures of the run."""
 
-from typing import Any, Literal
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from .frames import frame_of
 from .records import (
     Count,
     Dollars,
@@ -15,6 +18,11 @@ from .records import (
     record,
     register_keys,
 )
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+_DERIVED = ("completion_seconds", "queueing_seconds", "finish_time_fairness", "violates_slo")
 
 
 @record
@@ -132,5 +140,34 @@ class SimulationRun:
     spans: tuple[Span, ...] = ()
     provenance: dict[str, Any] | None = None
 
+    def to_frame(self) -> "DataFrame":
+        """One row for each job, in the order of ``jobs``; empty if jobs were not kept.
+
+        Columns are the keys of an outcome, then ``completion_seconds``, ``queueing_seconds``,
+        ``finish_time_fairness`` and ``violates_slo``.
+
+        Raises:
+            HetflowError: pandas is not installed.
+        """
+        columns = [*(field.name for field in fields(JobOutcome)), *_DERIVED]
+        rows = ({name: getattr(job, name) for name in columns} for job in self.jobs)
+        return frame_of(rows, columns)
+
 
 register_keys(JobOutcome, Span, SimulationMetrics, SimulationRun)
+
+
+def frame_of_runs(runs: Iterable[SimulationRun]) -> "DataFrame":
+    """One row for each run of a sweep: its seed, load and mechanism, then its metrics.
+
+    Raises:
+        HetflowError: pandas is not installed.
+    """
+    asked = ("seed", "jobs_per_hour", "scheduler", "policy", "trace")
+    metrics = [field.name for field in fields(SimulationMetrics)]
+    rows = (
+        {name: getattr(run, name) for name in asked}
+        | {name: getattr(run.metrics, name) for name in metrics}
+        for run in runs
+    )
+    return frame_of(rows, [*asked, *metrics])

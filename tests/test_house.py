@@ -231,3 +231,11 @@ def test_the_house_map_names_every_folder() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     for package in MAY_IMPORT:
         assert f"`{package}/`" in text
+
+
+def test_light_requirements_are_the_dependencies_without_torch_and_pandas() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as stream:
+        needed = tomllib.load(stream)["project"]["dependencies"]
+    lines = (ROOT / "requirements-light.txt").read_text(encoding="utf-8").splitlines()
+    light = [line for line in lines if line and not line.startswith("#")]
+    assert light == [name for name in needed if not name.startswith(("torch", "pandas"))]
