@@ -120,7 +120,7 @@ def _request(
     options: LaunchOptions,
 ) -> "LaunchRequest":
     from ..launcher.request import LaunchRequest, default_folder
-    from ..runtime.lower import check_level, lower
+    from ..protocol.lower import check_level, lower
 
     found, rest = plan_of(plan), dict(options)
     seed = options.get("seed", 0)

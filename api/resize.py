@@ -72,7 +72,7 @@ def _mapping(
     """The launch's own virtual nodes on the devices asked for."""
     from ..launcher.inbox import current
     from ..launcher.mapping import renumbered, spread
-    from ..runtime.lower import lower
+    from ..protocol.lower import lower
 
     if (pool is None) == (plan is None):
         raise ProblemError("give either --gpus or --plan", hint="for example --gpus 2xV100")
@@ -108,7 +108,7 @@ def _recut(
     profiles: Profiles | None,
 ) -> LaunchConfig:
     """Another pipeline plan of the same microbatches, given or solved for the devices."""
-    from ..runtime.lower import lower
+    from ..protocol.lower import lower
 
     found: SplitPlan | PipelinePlan
     if plan is not None:

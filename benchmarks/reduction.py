@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hetflow import runtime as hf
+from hetflow.protocol.pins import pins
 from hetflow.runtime.exchange import Collectives, all_gather
 from hetflow.runtime.gradients import BUCKET_BYTES
 from hetflow.runtime.invariant import InvariantSum
-from hetflow.runtime.pins import pins
 from hetflow.schema import files
 
 # Virtual nodes of each worker: 4 and 8 in all, even, uneven and not aligned with the tree.

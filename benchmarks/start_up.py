@@ -28,7 +28,7 @@ from elasticity import begin, plan_of, stop
 
 from hetflow.launcher import inbox, preload
 from hetflow.launcher.mapping import renumbered
-from hetflow.runtime.lower import lower
+from hetflow.protocol.lower import lower
 from hetflow.schema import files
 
 SCRIPT = """

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..runtime.record import Status, WorkerReport, assemble
+from ..protocol.record import Status, WorkerReport, assemble
 from ..schema import files
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig, WorkerSlot

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ..runtime.environment import TOKEN
-from ..runtime.handover import STOPPED_EXIT_CODE
-from ..runtime.launch_token import fingerprint_of
-from ..runtime.record import WorkerReport
+from ..protocol.environment import TOKEN
+from ..protocol.handover import STOPPED_EXIT_CODE
+from ..protocol.launch_token import fingerprint_of
+from ..protocol.record import WorkerReport
 from ..schema.errors import LaunchError
 from ..schema.files import to_json
 from ..schema.launch import LaunchConfig, WorkerSlot

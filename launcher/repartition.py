@@ -2,7 +2,7 @@
 
 Stages cannot move one by one, so all workers change together. Those of the new plan start beside
 the running job; when all are ready, the running ones write their parts after the same step and
-leave, and the new ones go on from the parts (runtime/handover.py). If the new ones fail, the
+leave, and the new ones go on from the parts (protocol/handover.py). If the new ones fail, the
 previous plan goes on from the same parts.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
-from ..runtime import handover
+from ..protocol import handover
 from ..schema.errors import HetflowError, ProblemError
 from ..schema.launch import LaunchConfig
 from ..schema.resize import ResizeAnswer, ResizeRequest
@@ -22,19 +22,8 @@ from .failures import Failure
 from .heartbeat import Limits, Watch
 from .history import History, devices_of
 from .inbox import Inbox
-from .restarts import Tries
+from .restarts import Store, Tries
 from .supervise import Workers
-
-
-class Store(Protocol):
-    """The launch's store."""
-
-    def read(self, key: str) -> str | None:
-        """What workers have left there."""
-
-    def write(self, key: str, value: str) -> None:
-        """Leave something for workers."""
-
 
 Start = Callable[[LaunchConfig, int, dict[str, int], bool], None]
 Cause = Callable[[LaunchConfig, dict[str, int]], Failure | None]

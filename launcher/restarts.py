@@ -2,16 +2,23 @@
 
 from typing import Protocol
 
-from ..runtime import handover
+from ..protocol import handover
 
 MAX_TRIES = 3
 
 
-class Store(Protocol):
-    """The launch's store."""
+class Readable(Protocol):
+    """The launch's store, for who only reads it."""
 
     def read(self, key: str) -> str | None:
         """What workers have left there."""
+
+
+class Store(Readable, Protocol):
+    """The launch's store."""
+
+    def write(self, key: str, value: str) -> None:
+        """Leave something for workers."""
 
 
 class Tries:
@@ -21,7 +28,7 @@ class Tries:
         store: Where workers say what they go on from.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Readable) -> None:
         self._store = store
         self._place: str | None = None
         self._number = 0

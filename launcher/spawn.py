@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from ..runtime import environment as names
-from ..runtime.pins import pins
+from ..protocol import environment as names
+from ..protocol.pins import pins
 from ..schema.launch import Determinism
 from .devices import Seat
 from .preload import Preload

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from ..runtime.environment import TOKEN
-from ..runtime.launch_token import prefix_of
-from ..runtime.record import WorkerReport, parse_report
+from ..protocol.environment import TOKEN
+from ..protocol.launch_token import prefix_of
+from ..protocol.record import WorkerReport, parse_report
 from ..schema.errors import LaunchError, ProblemError, TargetError
 
 _SIOCGIFADDR = 0x8915

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from ..runtime.handover import STOPPED_EXIT_CODE
+from ..protocol.handover import STOPPED_EXIT_CODE
 from .failures import Failure, failure_of, first_cause
 from .line import Line
 from .output import follow, tee

@@ -10,6 +10,8 @@ import re
 import resource
 from pathlib import Path
 
+from ..protocol.resident import status_bytes
+
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc"
@@ -52,24 +54,13 @@ def reset_peak() -> bool:
 
 def peak_memory_bytes() -> int:
     """Peak resident memory of this process since ``reset_peak``, else since its start."""
-    peak = _status_bytes("VmHWM")
+    peak = status_bytes("VmHWM")
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
 
 def resident_memory_bytes() -> int | None:
     """Resident memory of this process now; None where the kernel does not tell."""
-    return _status_bytes("VmRSS")
-
-
-def _status_bytes(key: str) -> int | None:
-    try:
-        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return None
+    return status_bytes("VmRSS")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -62,7 +62,7 @@ class _End:
     """One worker's end of the link: a channel each way, and a moment to begin at."""
 
     def __init__(self, rank: int, device: "torch.device") -> None:
-        from ..runtime.environment import Start
+        from ..protocol.environment import Start
         from ..runtime.group import Place, subgroup
         from ..runtime.pipeline.channels import Inbox, Outbox
         from ..runtime.pipeline.frames import Rooms

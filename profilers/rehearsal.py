@@ -117,7 +117,7 @@ def _meeting(
 def _place(bench: Bench, config: LaunchConfig, rank: int, store: "SharedStore | None") -> "Place":
     import torch
 
-    from ..runtime.environment import Start
+    from ..protocol.environment import Start
     from ..runtime.group import Place
 
     start = Start(config=config, rank=rank, world_size=config.world_size, seed=config.seed)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..protocol.pins import missing_pins
 from ..schema.errors import TargetError
 from ..schema.launch import Determinism, LaunchConfig
 from .group import Place, base_type
-from .pins import missing_pins
 
 # From the list in torch.use_deterministic_algorithms: no deterministic backward on CUDA.
 _NO_DETERMINISTIC_CUDA = (

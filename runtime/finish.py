@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ..protocol.record import WorkerReport, assemble, parse_report, report_text
 from ..schema import files
 from ..schema.errors import FileError, TargetError
 from .digest import digest_of
 from .group import Place, leave
 from .measurements import peak_memory_bytes
-from .record import WorkerReport, assemble, parse_report, report_text
 from .setup import final_tensors
 from .telling import log
 from .worker import Runner, fail_at_exit

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ..protocol.environment import DEVICE_TYPE, Start, assign_slots
+from ..protocol.handover import wait_for_turn
+from ..protocol.launch_token import prefix_of, take_token
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig, WorkerSlot
 from . import peers
 from .devices import device_type_name
 from .elastic.control import Control
-from .environment import DEVICE_TYPE, Start, assign_slots
-from .handover import wait_for_turn
-from .launch_token import prefix_of, take_token
 from .peers import SharedStore
 
 RELEASE_SECONDS = 2.0  # gloo's end takes milliseconds

@@ -4,10 +4,10 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from ..protocol import resident
 from ..schema.run import StageRun, StepTerms
 from .step_times import StagePass, StepTimes
 from .terms import stage_runs, step_terms
@@ -202,10 +202,4 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     """Most memory this worker held: of the device on CUDA, resident of the process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-    for line in status.read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
+    return resident.peak_bytes()

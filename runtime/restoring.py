@@ -230,11 +230,24 @@ def _fault_of(values: Any, expected: dict[str, Any] | None, parameter: Tensor) -
         if value.numel() == 1 and value.shape != trial:
             is_fit = _kind(saved) == "number"
         else:
-            is_fit = isinstance(saved, Tensor)
-            is_fit = is_fit and (value.shape != trial or saved.shape == parameter.shape)
+            shape = _scaled(value.shape, trial, parameter.shape)
+            is_fit = isinstance(saved, Tensor) and (shape is None or saved.shape == shape)
         if not is_fit:
             return f"{name} is of another shape"
     return None
+
+
+def _scaled(shape: torch.Size, trial: torch.Size, real: torch.Size) -> torch.Size | None:
+    """A state's shape for the real parameter; None where it does not follow from the trial's.
+
+    Adafactor's factors have some of the parameter's dimensions and 1 for the others.
+    """
+    if len(shape) != len(trial) or any(
+        own not in (1, to) for own, to in zip(shape, trial, strict=True)
+    ):
+        return None
+    sizes = zip(shape, trial, real, strict=True)
+    return torch.Size(1 if own != to else size for own, to, size in sizes)
 
 
 def _trial_shape(num_dimensions: int) -> torch.Size:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..protocol.handover import FOUND, STOPPED_EXIT_CODE
 from ..schema.errors import FileError, HetflowError, TargetError
 from . import checkpoint, parts
 from .checkpoint import Checkpoint
-from .handover import FOUND, STOPPED_EXIT_CODE
 from .manifest import BrokenCheckpoint, IncompleteCheckpoint, shape_text
 from .optimizers import state_of
 from .restoring import check_buffers, load_optimizers, load_registered

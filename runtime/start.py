@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
+from ..protocol.environment import read_environment
+from ..protocol.lower import check_pipeline_level
 from .allocator import keep_freed_memory
 from .determinism import apply_level, check_level
-from .environment import read_environment
 from .group import Place, join
 from .job import Job
-from .lower import check_pipeline_level
 from .optimizer_state import warning_of
 from .optimizers import Given, optimizers_of
 from .saving import say

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, ClassVar
 
-from . import handover
+from ..protocol import handover
 
 
 class StopRequests:

@@ -18,11 +18,11 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
+from ..protocol.environment import DETERMINISM, FAILURE, SEED
+from ..protocol.launch_token import take_token
 from ..schema.errors import HetflowError, PeerLostError
 from .blame import is_lost_peer, may_be_echo
 from .elastic.control import Control
-from .environment import DETERMINISM, FAILURE, SEED
-from .launch_token import take_token
 
 
 class Runner:

@@ -23,22 +23,25 @@ MAY_IMPORT = {
     "importers": {"schema"},
     "exporters": {"schema"},
     "planning": {"schema", "costs", "schedules", "solvers", "checks"},
-    "runtime": {"schema", "schedules"},
-    "profilers": {"schema", "costs", "schedules", "runtime"},  # terms are fitted to their own sum
-    "launcher": {"schema", "runtime"},
+    "protocol": {"schema", "schedules"},
+    "runtime": {"schema", "schedules", "protocol"},
+    # Terms are fitted to their own sum.
+    "profilers": {"schema", "costs", "schedules", "protocol", "runtime"},
+    "launcher": {"schema", "protocol", "runtime"},
     "reports": {"schema", "schedules"},
     "simulator": {"schema", "costs", "schedules", "solvers"},
     "examples": {
-        "schema", "schedules", "costs", "checks", "solvers", "planning", "runtime", "profilers",
-        "simulator", "importers", "exporters",
+        "schema", "schedules", "costs", "checks", "solvers", "planning", "protocol", "runtime",
+        "profilers", "simulator", "importers", "exporters",
     },
     "api": {
-        "schema", "planning", "importers", "profilers", "runtime", "launcher", "simulator",
-        "checks",
+        "schema", "planning", "importers", "profilers", "protocol", "runtime", "launcher",
+        "simulator", "checks",
     },
     "cli": {
-        "schema", "costs", "schedules", "checks", "solvers", "planning", "runtime", "profilers",
-        "launcher", "reports", "simulator", "examples", "importers", "exporters", "api",
+        "schema", "costs", "schedules", "checks", "solvers", "planning", "protocol", "runtime",
+        "profilers", "launcher", "reports", "simulator", "examples", "importers", "exporters",
+        "api",
     },
 }  # fmt: skip
 PUBLIC_OF = {"cli": {f"hetflow.{name}" for name in hetflow.__all__}}  # commands call the public API

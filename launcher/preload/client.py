@@ -419,8 +419,7 @@ def fork(
     """Start a Python program as ``subprocess.Popen`` does, by a fork of a preloaded process.
 
     The preloaded process is the one whose socket ``HETFLOW_PRELOAD`` names, in our environment.
-    The new process leads a session of its own and is killed when this process ends. Unlike a
-    fresh one, a script that a KeyboardInterrupt ends has exit code 1, and no signal's.
+    The new process leads a session of its own and is killed when this process ends.
 
     Args:
         argv: ``[sys.executable, "-m", module, ...]`` or ``[sys.executable, script, ...]``, also

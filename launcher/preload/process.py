@@ -1,5 +1,6 @@
 """Make a forked process what its request says, and run its program as a fresh Python would."""
 
+import atexit
 import builtins
 import ctypes
 import fcntl
@@ -187,7 +188,22 @@ def run(command: list[str]) -> None:
         main.__file__ = program[0]
         sys.argv = list(program)
         code = compile(Path(program[0]).read_bytes(), program[0], "exec", dont_inherit=True)
-    exec(code, main.__dict__)
+    try:
+        exec(code, main.__dict__)
+    except KeyboardInterrupt:
+        if program[0] == "-m":
+            raise  # Python itself ends with exit code 1 then
+        _end_by_interrupt()
+
+
+def _end_by_interrupt() -> None:
+    """End as Python ends a script that does not catch KeyboardInterrupt: by the signal."""
+    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def _module(name: str) -> tuple[ModuleSpec, CodeType]:

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...protocol import resident
 from ...schema.errors import LaunchError
 from .messages import ForkRequest, Message, peer_is_ours, receive, send
 from .process import become, dying_with, set_title
@@ -106,6 +107,7 @@ def _preloaded(channel: socket.socket, modules: Sequence[str], *, is_host: bool)
         for name in (*_MODULES, *modules):
             importlib.import_module(name)
         check_forkable()
+        resident.remember_preloaded()
         gc.freeze()  # else the collector copies every page, at the latest when a process ends
     except Exception as error:
         trouble = str(error) or type(error).__name__

@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from ...protocol.environment import CHANGES, CONTROL, SURVIVES, WORKER
 from ...schema import files
 from ...schema.launch import LaunchConfig
-from ..environment import CHANGES, CONTROL, SURVIVES, WORKER
 from .sockets import Connections
 
 BEAT_SECONDS = 0.5

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...protocol.lower_pipeline import microbatches_of, schedule_of
 from ...schedules.operations import Kind, Operation
 from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
@@ -22,7 +23,6 @@ from ..data import Batch, Pass
 from ..epoch import Epoch
 from ..group import Place
 from ..job import Job, LossFunction
-from ..lower_pipeline import microbatches_of, schedule_of
 from ..saving import Checkpoints, shapes_of
 from ..streams import seed_streams
 from .arguments import by_placeholder

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ...protocol import handover
 from ...schema.errors import FileError, TargetError
-from .. import checkpoint, handover, parts
+from .. import checkpoint, parts
 from ..checkpoint import Checkpoint
 from ..saving import Checkpoints, say
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ...protocol.lower_pipeline import schedule_of
 from ...schedules.operations import PASSES, Operation
 from ...schema.launch import PipelineWork
 from ..data import Batch
-from ..lower_pipeline import schedule_of
 from .executor import Executor, Passes
 from .optimizer import ScheduledSteps
 from .stage import Stage

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.runtime.lower_pipeline import lower_pipeline
+from hetflow.protocol.lower_pipeline import lower_pipeline
 from hetflow.schema import files
 from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.optimizer import OptimizerState

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetflow.runtime.lower_pipeline import lower_pipeline
+from hetflow.protocol.lower_pipeline import lower_pipeline
 from hetflow.schema import files
 from hetflow.schema.profile import Profile
 from hetflow.schema.run import RunRecord

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetflow.launcher.inbox import Inbox
-from hetflow.runtime.lower import lower
+from hetflow.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.profile import Profile

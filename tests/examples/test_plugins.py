@@ -11,7 +11,7 @@ from hetflow.checks.judges import JUDGES
 from hetflow.cli.main import run
 from hetflow.exporters.registry import EXPORTERS
 from hetflow.importers.registry import LAYER_IMPORTERS
-from hetflow.runtime.lower_pipeline import lower_pipeline, schedule_of
+from hetflow.protocol.lower_pipeline import lower_pipeline, schedule_of
 from hetflow.schedules.counting import peak_in_flight
 from hetflow.schedules.validate import validate
 from hetflow.schema import files

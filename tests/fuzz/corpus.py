@@ -211,7 +211,7 @@ _MADE = {
 
 def _make_running(folder: Path) -> None:
     """A run's folder as ``hetflow resize`` finds it, and its launch configuration."""
-    from hetflow.runtime.lower import lower
+    from hetflow.protocol.lower import lower
 
     config = lower(files.read_plan(folder / "split.json"), seed=0)
     files.write(folder / "launch.json", config)

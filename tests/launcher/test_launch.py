@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.runtime.launch_token import prefix_of
+from hetflow.protocol.launch_token import prefix_of
 from hetflow.schema import files
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 from hetflow.schema.run import RunRecord

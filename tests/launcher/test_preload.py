@@ -49,6 +49,11 @@ import multiprocessing, random, json, numpy, torch, uuid
 print(json.dumps([random.random(), numpy.random.rand(), torch.rand(1).item(),
     torch.initial_seed(), str(uuid.uuid4()), multiprocessing.current_process().authkey.hex()]))
 """
+PEAKS = """
+import json, torch._dynamo, hetflow.runtime.worker
+from hetflow.protocol.resident import peak_bytes, status_bytes
+print(json.dumps([peak_bytes(), status_bytes("VmHWM")]))
+"""
 
 
 @pytest.fixture(scope="module", name="place")
@@ -189,7 +194,7 @@ def test_a_forked_process_has_the_imports_and_no_cuda(here: Path) -> None:
         ("raise ValueError('wrong')", 1),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
         ("import os; os.abort()", -signal.SIGABRT),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT),
         ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
         ("import atexit, os; atexit.register(os._exit, 5)", 5),
     ],
@@ -427,3 +432,16 @@ def test_what_acts_before_the_imports_is_told_apart() -> None:
         "TORCHELASTIC_RESTART_COUNT": "3",
     }
     assert preload.import_settings(early | late) == early
+
+
+def test_the_peak_of_a_forked_process_counts_what_a_fresh_one_would(here: Path) -> None:
+    """Libraries that only the preloaded process has touched are memory of a fresh one's."""
+    file = script(here, PEAKS)
+    with forked(file) as process:
+        assert process.stdout is not None
+        peak, seen = json.loads(process.stdout.read())
+    fresh = subprocess.run([sys.executable, file], capture_output=True, check=True)
+    expected, seen_fresh = json.loads(fresh.stdout)
+    assert expected == seen_fresh
+    assert peak > seen  # it has touched less of torch
+    assert abs(peak - expected) < 0.1 * expected

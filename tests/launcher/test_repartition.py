@@ -18,7 +18,7 @@ from hetflow.launcher.failures import Failure
 from hetflow.launcher.inbox import Inbox, ask
 from hetflow.launcher.repartition import Repartitions, check_same_job
 from hetflow.launcher.request import LaunchRequest
-from hetflow.runtime.lower import lower
+from hetflow.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.pipeline import PipelinePlan

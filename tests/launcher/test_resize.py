@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hetflow.launcher import inbox
 from hetflow.launcher.mapping import nodes_of, renumbered, seated, spread, without
-from hetflow.runtime.lower import lower
+from hetflow.protocol.lower import lower
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError, TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 

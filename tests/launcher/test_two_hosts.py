@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.launcher.request import LaunchRequest, Rendezvous
-from hetflow.runtime.lower import lower
+from hetflow.protocol.lower import lower
 from hetflow.schema.errors import TargetError
 
 from .elastic_runs import Launch, plan_of

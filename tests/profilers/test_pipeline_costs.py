@@ -14,7 +14,7 @@ from hetflow.profilers.pipeline_fit import Profiled, Ring, Trial, fit_costs
 from hetflow.profilers.pipeline_trials import launch_config, trials_of
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
-from hetflow.runtime.lower_pipeline import lower_pipeline
+from hetflow.protocol.lower_pipeline import lower_pipeline
 from hetflow.schema.pipeline import PipelinePlan, StagePlan
 from hetflow.schema.plan import Prediction, Proof
 from hetflow.schema.profile import LayerGraph, LayerNode

@@ -24,7 +24,6 @@ from . import crafted
 
 SLOWLY = settings(
     max_examples=examples(150),
-    derandomize=False,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 OPTIMIZERS = {
@@ -204,6 +203,13 @@ CRAFTED = {
 }
 
 
+def flatten_factor(manifest: dict[str, Any]) -> None:
+    number = entry(of_optimizer(manifest), "col_var")[1]["tensor"]
+    assert manifest["tensors"][number]["shape"] == [1, 3]
+    manifest["tensors"][number]["shape"] = [3]
+
+
+OF_FACTORS = {"col_var is of another shape, for a parameter of shape [2, 3]": flatten_factor}
 OF_SEVERAL = {
     "state.optimizer must be a list of several optimizers only": lambda m: state_of(
         m, "optimizer"
@@ -219,7 +225,11 @@ OF_SEVERAL = {
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [*(("adam", said) for said in CRAFTED), *(("two", said) for said in OF_SEVERAL)],
+    [
+        *(("adam", said) for said in CRAFTED),
+        *(("factors", said) for said in OF_FACTORS),
+        *(("two", said) for said in OF_SEVERAL),
+    ],
 )
 def test_what_is_wrong_with_a_crafted_checkpoint_is_said(
     saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, said: str
@@ -227,7 +237,7 @@ def test_what_is_wrong_with_a_crafted_checkpoint_is_said(
     own = tmp_path / saved[kind].name
     shutil.copytree(saved[kind], own)
     manifest = crafted.content_of(own)
-    {**CRAFTED, **OF_SEVERAL}[said](manifest)
+    {**CRAFTED, **OF_FACTORS, **OF_SEVERAL}[said](manifest)
     crafted.put(own, manifest)
     error = refusal(tmp_path, kind, monkeypatch)
     assert error is not None

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from hetflow.protocol.environment import Start
+from hetflow.protocol.lower import check_level as check_name
+from hetflow.protocol.pins import pins
 from hetflow.runtime.determinism import check_level, scan
-from hetflow.runtime.environment import Start
 from hetflow.runtime.group import Place
 from hetflow.runtime.invariant import InvariantSum
-from hetflow.runtime.lower import check_level as check_name
-from hetflow.runtime.pins import pins
 from hetflow.runtime.subtrees import Subtree, turns_of
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError

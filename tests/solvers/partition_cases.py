@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hetflow.checks.pipeline import check, seconds_per_input, stage_memory, timed_stage
 from hetflow.importers.pipedream import read_graph, without_placeholders
-from hetflow.runtime.lower_pipeline import lower_pipeline
+from hetflow.protocol.lower_pipeline import lower_pipeline
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.pipeline import (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from partition_cases import best_flat, chain, flat_problems, levels, runs, same
 
 from hetflow.checks.pipeline import check
-from hetflow.runtime.lower_pipeline import lower_pipeline
+from hetflow.protocol.lower_pipeline import lower_pipeline
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.solvers.effort import Effort

@@ -17,7 +17,7 @@ from partition_cases import (
 )
 
 from hetflow.checks.pipeline import check
-from hetflow.runtime.lower_pipeline import lower_pipeline
+from hetflow.protocol.lower_pipeline import lower_pipeline
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.pipeline import PipelineProblem
 from hetflow.schema.schedule_traits import planned_schedules, traits

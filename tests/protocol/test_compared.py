@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from hetflow.protocol.record import WorkerReport, assemble
 from hetflow.reports.tables import run_table
-from hetflow.runtime.record import WorkerReport, assemble
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 from hetflow.schema.run import MeasuredTerm, RunRecord, StepTerms
 

@@ -1,0 +1,1 @@
+"""What launcher and workers agree on, without torch: lowered plans, environment, run record."""
