@@ -198,7 +198,7 @@ def run(command: list[str]) -> None:
 
 def _end_by_interrupt() -> None:
     """End as Python ends a script that does not catch KeyboardInterrupt: by the signal."""
-    sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    sys.excepthook(*sys.exc_info())
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
