@@ -29,6 +29,7 @@ from ..schema.errors import FileError, TargetError
 from .manifest import ALIGNMENT, DTYPES, FORMAT, BrokenCheckpoint, check_body, check_file
 
 KEPT = 2
+_MOST_DIGITS = 40  # of a whole number; numpy's states have 128 bits
 MAX_DEPTH = 200  # of nested values, well within what Python recurses
 _NAME = re.compile(r"^step-([0-9]{9,})$")
 _NESTS = ("list", "tuple", "dict", "counter")
@@ -216,10 +217,16 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(path, body["header"], decode(body["state"], tensors))
 
 
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:  # beyond floats, or near: torch and Python fail on it in a step
+        raise BrokenCheckpoint(f"manifest.json holds a whole number of {len(digits)} digits")
+    return int(digits)
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """The verified manifest of a checkpoint, without its tensors; see ``read``."""
     try:
-        document = json.loads(_content(path / "manifest.json"))
+        document = json.loads(_content(path / "manifest.json"), parse_int=_whole)
         body, digest = document["manifest"], document["sha256"]
         is_as_written = _digest_of(body) == digest
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -18,7 +18,9 @@ from ..schema.errors import HetflowError, TargetError
 from .manifest import shape_text
 
 # What a state_dict that fits another object, or none, makes load_state_dict raise.
-_MISFITS = (ValueError, KeyError, TypeError, RuntimeError, AttributeError, IndexError)
+_MISFITS = (
+    ValueError, KeyError, TypeError, RuntimeError, AttributeError, IndexError, OverflowError,
+)  # fmt: skip
 _HINT = "give the checkpoint's own script and model, or another --checkpoint folder"
 
 

@@ -167,6 +167,10 @@ CRAFTED = {
     "tensors[0].bytes must be a whole number from 0": lambda m: m["tensors"][0].update(
         bytes=10**30
     ),
+    "manifest.json holds a whole number of 401 digits": lambda m: entry(group(m), "lr").__setitem__(
+        1, 10**400
+    ),
+    "weight_decay": lambda m: entry(group(m), "weight_decay").__setitem__(1, -(10**30)),
     "tensors[0].bytes must be 24": lambda m: m["tensors"][0].update(bytes=25),
     "tensors[0].shape is larger than any tensor": lambda m: m["tensors"][0].update(
         shape=[0, 1 << 62, 1 << 62], bytes=0
