@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from .errors import HetflowError
 from .frames import frame_of
 from .records import (
     Count,
@@ -141,14 +142,19 @@ class SimulationRun:
     provenance: dict[str, Any] | None = None
 
     def to_frame(self) -> "DataFrame":
-        """One row for each job, in the order of ``jobs``; empty if jobs were not kept.
+        """One row for each job, in the order of ``jobs``.
 
         Columns are the keys of an outcome, then ``completion_seconds``, ``queueing_seconds``,
         ``finish_time_fairness`` and ``violates_slo``.
 
         Raises:
-            HetflowError: pandas is not installed.
+            HetflowError: pandas is not installed, or the run was kept without its jobs.
         """
+        if self.metrics.num_jobs and not self.jobs:
+            raise HetflowError(
+                f"this run of {self.metrics.num_jobs} jobs was kept without them",
+                hint="simulate with -o FILE or --csv FILE (in Python: with_jobs=True)",
+            )
         columns = [*(field.name for field in fields(JobOutcome)), *_DERIVED]
         rows = ({name: getattr(job, name) for name in columns} for job in self.jobs)
         return frame_of(rows, columns)

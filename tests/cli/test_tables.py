@@ -97,3 +97,14 @@ def test_what_needs_torch_says_so(command: list[str], tmp_path: Path) -> None:
     assert ended.stderr == (
         "hetflow: this needs torch, which is not installed\nhint: pip install torch\n"
     )
+
+
+def test_a_run_without_its_jobs_is_no_table(
+    simulated: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*simulated, "--loads", "2", "--json"]) == 0
+    kept = tmp_path / "run.json"
+    kept.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert run(["show", str(kept), "--csv", str(tmp_path / "jobs.csv")]) == 2
+    assert "kept without them" in capsys.readouterr().err
+    assert not (tmp_path / "jobs.csv").exists()
