@@ -23,11 +23,11 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from ..schema.errors import PeerLostError
 
 # RuntimeErrors with a meaning of their own, which an exchange may raise as well.
-_OF_THIS_WORKER = (
+_OF_THIS_WORKER: tuple[type[Exception], ...] = (
     NotImplementedError,
     RecursionError,
-    torch.OutOfMemoryError,
-    torch.AcceleratorError,
+    # Older torch raises plain RuntimeErrors for what has types of its own since.
+    *(getattr(torch, n) for n in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, n)),
 )
 
 _SOURCE_PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")  # of torch's code, on the machine that built it
