@@ -1,5 +1,7 @@
 """Another plan for a running job, of the same virtual nodes or microbatches."""
 
+from dataclasses import replace
+
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig
 from ..schema.pipeline import PipelinePlan
@@ -28,17 +30,9 @@ def split_again(now: LaunchConfig, profiles: Profiles, pool: Pool) -> SplitPlan 
             "the job's virtual nodes differ in size, so a new plan would change them",
             hint="leave --profiles out: they are spread in proportion",
         )
-    return solve(
-        SolveRequest(
-            profiles=profiles_of(profiles, now.model),
-            pool=pool_of(pool),
-            pool_name=name_of(pool),
-            batch_size=now.global_batch_size,
-            strategy="split",
-            split=SplitOptions(virtual_nodes=len(sizes), interpolate=True),
-            optimizer=now.optimizer,
-        )
-    )
+    options = SplitOptions(virtual_nodes=len(sizes), interpolate=True)
+    asked = replace(_request(now, profiles, pool), strategy="split", split=options)
+    return solve(replace(asked, optimizer=now.optimizer))
 
 
 def cut_again(
@@ -63,21 +57,13 @@ def cut_again(
         raise ProblemError(
             f"{name} is no schedule that `hetflow solve` plans", hint="give --plan FILE"
         )
-    return solve(
-        SolveRequest(
-            profiles=profiles_of(profiles, now.model),
-            pool=pool_of(pool),
-            pool_name=name_of(pool),
-            batch_size=now.global_batch_size,
-            strategy="pipeline",
-            pipeline=PipelineOptions(
-                schedule=name,
-                microbatch_size=_batch_sizes(now)[0],
-                link_bytes_per_second=before.link_bytes_per_second,
-            ),
-            optimizer=before.optimizer,
-        )
+    options = PipelineOptions(
+        schedule=name,
+        microbatch_size=_batch_sizes(now)[0],
+        link_bytes_per_second=before.link_bytes_per_second,
     )
+    asked = replace(_request(now, profiles, pool), strategy="pipeline", pipeline=options)
+    return solve(replace(asked, optimizer=before.optimizer))
 
 
 def seconds_a_sample(now: LaunchConfig, plan: SplitPlan) -> dict[str, float]:
@@ -96,6 +82,16 @@ def seconds_a_sample(now: LaunchConfig, plan: SplitPlan) -> dict[str, float]:
         if group.pass_seconds:
             found[group.device_type] = group.pass_seconds / group.virtual_node_batch_size
     return found
+
+
+def _request(now: LaunchConfig, profiles: Profiles, pool: Pool) -> SolveRequest:
+    """The launch's own model and batch, on other devices."""
+    return SolveRequest(
+        profiles=profiles_of(profiles, now.model),
+        pool=pool_of(pool),
+        pool_name=name_of(pool),
+        batch_size=now.global_batch_size,
+    )
 
 
 def _batch_sizes(config: LaunchConfig) -> list[int]:

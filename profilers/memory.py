@@ -10,7 +10,7 @@ import re
 import resource
 from pathlib import Path
 
-from ..protocol.resident import status_bytes
+from ..protocol.resident import peak_bytes, status_bytes
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _OUT_OF_MEMORY = re.compile(
@@ -54,7 +54,7 @@ def reset_peak() -> bool:
 
 def peak_memory_bytes() -> int:
     """Peak resident memory of this process since ``reset_peak``, else since its start."""
-    peak = status_bytes("VmHWM")
+    peak = peak_bytes()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
 
 
