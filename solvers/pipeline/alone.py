@@ -18,7 +18,7 @@ Search = Callable[[PipelineProblem], PipelinePlan]
 
 
 def least_of_one_or_more(problem: PipelineProblem, search: Search) -> PipelinePlan:
-    """The least plan of one stage, at its price, or of several.
+    """The least plan of one stage, at its cost, or of several.
 
     Raises:
         InfeasibleError: There is no plan.
@@ -64,7 +64,7 @@ def alone(problem: PipelineProblem) -> PipelineProblem:
 
 
 def _differs(problem: PipelineProblem) -> bool:
-    """Whether a single stage has a price of its own."""
+    """Whether a single stage has a cost of its own."""
     prices_passes = problem.stage_cost == "ring" and problem.solved == "flat"
     return (
         prices_passes

@@ -17,7 +17,7 @@ devices instead of naming them:
     also remembers what is taken of every component, equal ones exchanged: servers of devices
     (two levels) at most. Stages that span servers only count, as any devices left will do.
 
-All include every ordered placement, at its own price or a lower one.
+All include every ordered placement, at its own cost or a lower one.
 """
 
 from collections.abc import Iterator

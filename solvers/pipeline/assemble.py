@@ -9,7 +9,7 @@ from .cuts import layers_of
 from .makespan.bound import output_seconds, stages_of, step_of
 from .packing import Seats
 from .placements import PlacedStage
-from .stage_costs import Prices
+from .stage_costs import StageCosts
 
 ORDERED = "; optimal among ordered placements, the gap is against all"
 """What is proved where only runs of devices in order were searched to the end."""
@@ -17,7 +17,7 @@ ORDERED = "; optimal among ordered placements, the gap is against all"
 
 def assemble(
     problem: PipelineProblem,
-    prices: Prices,
+    costs: StageCosts,
     seats: Seats,
     objective: float,
     bound: float | None,
@@ -27,7 +27,7 @@ def assemble(
 
     Args:
         problem: What was asked.
-        prices: The tables it was found under, with or without recomputation.
+        costs: The tables it was found under, with or without recomputation.
         seats: Stages, first one first, and their devices.
         objective: Seconds per input, or per step, as the problem says.
         bound: A lower bound where the search was cut short; None where it was exhaustive.
@@ -35,11 +35,11 @@ def assemble(
     """
     return finish(
         problem,
-        [_stage(problem, prices, seats, index) for index in range(len(seats.placed))],
-        recompute=prices.recompute,
+        [_stage(problem, costs, seats, index) for index in range(len(seats.placed))],
+        recompute=costs.recompute,
         objective=objective,
         bound=bound,
-        step=_step(problem, prices, seats.placed, objective),
+        step=_step(problem, costs, seats.placed, objective),
         method=method,
     )
 
@@ -89,50 +89,46 @@ def finish(
 
 
 def _step(
-    problem: PipelineProblem, prices: Prices, placed: list[PlacedStage], objective: float
+    problem: PipelineProblem, costs: StageCosts, placed: list[PlacedStage], objective: float
 ) -> float:
     """The timer's step where the schedule flushes, else M inputs of the steady state."""
     if problem.traits.flushes:
-        return step_of(problem, prices, placed)
+        return step_of(problem, costs, placed)
     return problem.num_microbatches * objective
 
 
-def fill_seconds(prices: Prices, placed: list[PlacedStage]) -> float:
+def fill_seconds(costs: StageCosts, placed: list[PlacedStage]) -> float:
     """One microbatch through all stages and back, transfers included."""
     total = 0.0
     for index, (first, last, move) in enumerate(placed):
-        total += prices.stage_compute(first, last, move.pool) + output_seconds(
-            prices, placed, index
-        )
+        total += costs.stage_compute(first, last, move.pool) + output_seconds(costs, placed, index)
     return total
 
 
-def _stage(problem: PipelineProblem, prices: Prices, seats: Seats, index: int) -> StagePlan:
+def _stage(problem: PipelineProblem, costs: StageCosts, seats: Seats, index: int) -> StagePlan:
     placed, held = seats.placed, seats.devices[index]
     first, last, move = placed[index]
     pool = problem.pools[move.pool]
     workers = sum(entry[2].num_replicas for entry in placed[index:])
-    in_flight, versions = prices.stashed(move.num_replicas, workers)
-    timed = stages_of(problem, prices, placed)[index]
-    tied = prices.tied_seconds(first, last, move.num_replicas)
+    in_flight, versions = costs.stashed(move.num_replicas, workers)
+    timed = stages_of(problem, costs, placed)[index]
+    tied = costs.tied_seconds(first, last, move.num_replicas)
     return StagePlan(
-        layers=names_between(problem, prices, first, last),
+        layers=names_between(problem, costs, first, last),
         num_replicas=move.num_replicas,
         device_type=pool.device_type,
         first_device=held[0],
         devices=listed(held),
         num_in_flight=in_flight,
         weight_versions=versions,
-        seconds_per_input=prices.stage_seconds(
-            first, last, move.pool, move.num_replicas, move.span
-        ),
-        compute_seconds=prices.stage_compute(first, last, move.pool),
-        forward_seconds=prices.stage_forward(first, last, move.pool),
-        output_seconds=output_seconds(prices, placed, index),
+        seconds_per_input=costs.stage_seconds(first, last, move.pool, move.num_replicas, move.span),
+        compute_seconds=costs.stage_compute(first, last, move.pool),
+        forward_seconds=costs.stage_forward(first, last, move.pool),
+        output_seconds=output_seconds(costs, placed, index),
         reduce_seconds=timed.reduce_seconds,
         update_seconds=timed.update_seconds - tied,
-        tied_seconds=tied if prices.cuts.split_bytes is not None else None,
-        memory_bytes=round(prices.stage_memory(first, last, in_flight, versions))
+        tied_seconds=tied if costs.cuts.split_bytes is not None else None,
+        memory_bytes=round(costs.stage_memory(first, last, in_flight, versions))
         + worker_bytes(pool),
     )
 
@@ -143,10 +139,10 @@ def listed(devices: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def names_between(
-    problem: PipelineProblem, prices: Prices, first: int, last: int
+    problem: PipelineProblem, costs: StageCosts, first: int, last: int
 ) -> tuple[str, ...]:
     """Ids of the layers between two cuts, in the problem's order."""
-    sets = prices.cuts.layer_sets
+    sets = costs.cuts.layer_sets
     return tuple(problem.layers[layer].id for layer in layers_of(sets[last] & ~sets[first]))
 
 

@@ -7,35 +7,35 @@ from ...schema.pipeline import DevicePool, PipelineProblem
 from .assemble import names_between
 from .placements import PlacedStage, Space
 from .search import Search
-from .stage_costs import Prices
+from .stage_costs import StageCosts
 
 
 def explain(
-    problem: PipelineProblem, prices: Prices, space: Space, search: Search
+    problem: PipelineProblem, costs: StageCosts, space: Space, search: Search
 ) -> InfeasibleError:
     """Find how many bytes more a device would need, and the stage that needs them.
 
     Args:
         problem: What was asked.
-        prices: The tables of the option that needs the least memory.
+        costs: The tables of the option that needs the least memory.
         space: The pools' states.
         search: The method to ask whether a larger memory would do.
     """
-    if search(problem, prices, space, float("inf")) is None:
+    if search(problem, costs, space, float("inf")) is None:
         more = ", or another batch" if problem.launchable else ""
         hint = f"use fewer workers or stages, or at_most{more}"
         return InfeasibleError(_counts(problem), hint=hint)
     low, high = 0.0, 1.0
-    while search(problem, prices, space, high) is None:
+    while search(problem, costs, space, high) is None:
         low, high = high, high * 4
     while high - low > max(1.0, 1e-6 * high):
         middle = (low + high) / 2
-        if search(problem, prices, space, middle) is None:
+        if search(problem, costs, space, middle) is None:
             low = middle
         else:
             high = middle
-    placed = search(problem, prices, space, high)
-    return _shortfall(problem, prices, placed or [], high)
+    placed = search(problem, costs, space, high)
+    return _shortfall(problem, costs, placed or [], high)
 
 
 def needs(pool: DevicePool, used_bytes: float) -> str:
@@ -64,24 +64,24 @@ def _counts(problem: PipelineProblem) -> str:
 
 
 def _shortfall(
-    problem: PipelineProblem, prices: Prices, placed: list[PlacedStage], extra: float
+    problem: PipelineProblem, costs: StageCosts, placed: list[PlacedStage], extra: float
 ) -> InfeasibleError:
     def lack(index: int) -> float:
         first, last, move = placed[index]
         workers = sum(entry[2].num_replicas for entry in placed[index:])
-        stash = prices.stashed(move.num_replicas, workers)
+        stash = costs.stashed(move.num_replicas, workers)
         limit = problem.pools[move.pool].limit_bytes
-        used = prices.stage_memory(first, last, *stash)
+        used = costs.stage_memory(first, last, *stash)
         return float("-inf") if limit is None else used - limit
 
     worst = max(range(len(placed)), key=lack)
     first, last, move = placed[worst]
-    names = names_between(problem, prices, first, last)
+    names = names_between(problem, costs, first, last)
     pool = problem.pools[move.pool]
     what = f"layer {names[0]}" if len(names) == 1 else f"the stage {names[0]} .. {names[-1]}"
     return InfeasibleError(
         "no partition fits the memory: even where the least is needed, "
         f"{what} {needs(pool, lack(worst) + (pool.limit_bytes or 0))}",
         hint=f"it would fit with {ceil(extra)} bytes more on every device; or use a smaller "
-        f"microbatch{'' if prices.recompute else ' or recomputation'}",
+        f"microbatch{'' if costs.recompute else ' or recomputation'}",
     )

@@ -5,7 +5,7 @@ from typing import Protocol
 from ...schema.pipeline import PipelineProblem
 from ..effort import Effort
 from .placements import PlacedStage, Space
-from .stage_costs import Prices
+from .stage_costs import StageCosts
 
 
 class Search(Protocol):
@@ -14,7 +14,7 @@ class Search(Protocol):
     def __call__(
         self,
         problem: PipelineProblem,
-        prices: Prices,
+        costs: StageCosts,
         space: Space,
         extra_bytes: float = 0.0,
         *,

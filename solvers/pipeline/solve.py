@@ -1,7 +1,7 @@
 """Partition a graph of layers into replicated stages on unlike devices (thesis 2.4.1).
 
 The text solves level by level for one device type; so does ``solved="nested"``
-(nested/), also with the released optimizer's prices. The default is flat: a stage
+(nested/), also with the released optimizer's costs. The default is flat: a stage
 takes a run of devices in the order of the topology and pays for the links it spans, which finds
 15-1 on four servers of four, where nested levels cannot; then any devices in any order
 (anywhere.py). Memory limits and device types are part
@@ -33,7 +33,7 @@ from .packing import NoSeatsError, Seats, seat
 from .placements import PlacedStage, Space, build
 from .search import Search, StoppedError
 from .simplest import simplest
-from .stage_costs import Prices
+from .stage_costs import StageCosts
 from .uniform.solve import solve as solve_uniform
 
 Method = Literal["auto", "line", "graph"]
@@ -98,9 +98,9 @@ def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort
         return solve_nested(problem, method=method, effort=effort)
     cuts, space = cuts_of(problem), build(problem)
     options = (False, True) if problem.recompute is None else (problem.recompute,)
-    tables = [Prices(problem, cuts, space.bandwidths, recompute=option) for option in options]
+    tables = [StageCosts(problem, cuts, space.bandwidths, recompute=option) for option in options]
     task = _Task(problem, tables, space, method, effort)
-    found = [candidate for prices in tables for candidate in task.candidates(prices)]
+    found = [candidate for costs in tables for candidate in task.candidates(costs)]
     if not found:
         if task.was_stopped:
             raise BackendError(
@@ -115,37 +115,37 @@ class _Task:
     """One problem with its tables, and what a search over them has found out."""
 
     problem: PipelineProblem
-    tables: list[Prices]
+    tables: list[StageCosts]
     space: Space
     method: Method
     effort: Effort
     was_stopped: bool = False
 
-    def candidates(self, prices: Prices) -> list["Candidate"]:
+    def candidates(self, costs: StageCosts) -> list["Candidate"]:
         """Single stages, and the least bottleneck of ordered placements."""
-        found = _single_stages(self.problem, prices, self.space)
-        search = _search(self.problem, prices.cuts, self.method)
+        found = _single_stages(self.problem, costs, self.space)
+        search = _search(self.problem, costs.cuts, self.method)
         below = np.inf
         if search is search_graph:
-            below = self._first_guess(prices, found)
-        placed = self.ask(search, prices, self.space, below)
+            below = self._first_guess(costs, found)
+        placed = self.ask(search, costs, self.space, below)
         if placed is None and np.isfinite(below) and not self.was_stopped and not found:
-            placed = self.ask(search, prices, self.space, np.inf)
+            placed = self.ask(search, costs, self.space, np.inf)
         found += [placed] if placed is not None else []
-        return [self.seated(prices, self.space, entry) for entry in found]
+        return [self.seated(costs, self.space, entry) for entry in found]
 
-    def _first_guess(self, prices: Prices, found: list[list[PlacedStage]]) -> float:
+    def _first_guess(self, costs: StageCosts, found: list[list[PlacedStage]]) -> float:
         """Seconds that some placement attains: a single stage, or cuts in the layers' own order."""
-        known = [objective(prices, placed) for placed in found]
-        line = own_order(self.problem, prices.cuts)
+        known = [objective(costs, placed) for placed in found]
+        line = own_order(self.problem, costs.cuts)
         if line is not None and self._is_simple:
-            table = Prices(self.problem, line, self.space.bandwidths, recompute=prices.recompute)
+            table = StageCosts(self.problem, line, self.space.bandwidths, recompute=costs.recompute)
             placed = self.ask(search_line, table, self.space, np.inf)
             if placed is not None:
-                number = {inside: cut for cut, inside in enumerate(prices.cuts.layer_sets)}
+                number = {inside: cut for cut, inside in enumerate(costs.cuts.layer_sets)}
                 at = [number[inside] for inside in line.layer_sets]
                 found.append([(at[first], at[last], move) for first, last, move in placed])
-                known.append(objective(prices, found[-1]))
+                known.append(objective(costs, found[-1]))
         return min(known, default=np.inf) * (1 + TOLERANCE)
 
     @property
@@ -153,26 +153,26 @@ class _Task:
         return self.problem.workers == "at_most" and self.problem.num_stages is None
 
     def ask(
-        self, search: Search, prices: Prices, space: Space, below: float
+        self, search: Search, costs: StageCosts, space: Space, below: float
     ) -> list[PlacedStage] | None:
         """A search's answer; what it has when the effort's limit comes."""
         try:
-            return search(self.problem, prices, space, below=below, effort=self.effort)
+            return search(self.problem, costs, space, below=below, effort=self.effort)
         except StoppedError as stopped:
             self.was_stopped = True
             return stopped.placed
 
-    def seated(self, prices: Prices, space: Space, placed: list[PlacedStage]) -> "Candidate":
+    def seated(self, costs: StageCosts, space: Space, placed: list[PlacedStage]) -> "Candidate":
         """A placement as a plan's stages.
 
         Raises:
             NoSeatsError: The devices that it counts are nowhere together.
         """
-        return Candidate(prices, seat(self.problem, space, placed))
+        return Candidate(costs, seat(self.problem, space, placed))
 
     def finish(self, best: "Candidate", seconds: float, bound: float, claim: str) -> PipelinePlan:
         """The plan of a candidate, with what is proved of it."""
-        return assemble(self.problem, best.prices, best.seats, seconds, bound, claim)
+        return assemble(self.problem, best.costs, best.seats, seconds, bound, claim)
 
 
 def _bottleneck(task: _Task, found: list["Candidate"]) -> PipelinePlan:
@@ -205,21 +205,21 @@ def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
         per_move = max(per_move, task.tables[0].cuts.size ** 2 / 10)
     most_moves = effort.anywhere_work / per_move
     counted = relaxed(problem, most_moves) or blind(problem)
-    for prices in task.tables:
+    for costs in task.tables:
         known = best.seconds * (1 - TOLERANCE)
         bound = best.seconds
-        placed = task.ask(search, prices, counted, known)
+        placed = task.ask(search, costs, counted, known)
         if task.was_stopped:
             return best, 0.0
         if placed is not None:
-            bound = objective(prices, placed)
+            bound = objective(costs, placed)
             try:
-                other = task.seated(prices, counted, placed)
+                other = task.seated(costs, counted, placed)
             except NoSeatsError:
                 if counted.kind == "blind":
                     bounds.append(bound)
                     continue
-                other, bound = _exactly(task, search, prices, best, bound, most_moves)
+                other, bound = _exactly(task, search, costs, best, bound, most_moves)
             best = other if other.seconds < best.seconds else best
         bounds.append(bound)
     return best, min(bounds)
@@ -228,7 +228,7 @@ def _anywhere(task: _Task, ordered: "Candidate") -> tuple["Candidate", float]:
 def _exactly(
     task: _Task,
     search: Search,
-    prices: Prices,
+    costs: StageCosts,
     best: "Candidate",
     bound: float,
     most_moves: float,
@@ -237,12 +237,12 @@ def _exactly(
     space = exact(task.problem, most_moves)
     if space is None:
         return best, bound
-    placed = task.ask(search, prices, space, best.seconds * (1 - TOLERANCE))
+    placed = task.ask(search, costs, space, best.seconds * (1 - TOLERANCE))
     if task.was_stopped:
         return best, bound
     if placed is None:
         return best, best.seconds
-    other = task.seated(prices, space, placed)
+    other = task.seated(costs, space, placed)
     return other, other.seconds
 
 
@@ -251,7 +251,7 @@ def _least_step(task: _Task, found: list["Candidate"]) -> PipelinePlan:
     problem, tables, effort, cuts = task.problem, task.tables, task.effort, task.tables[0].cuts
     search, best = _search(problem, cuts, "auto"), Incumbent()
     for candidate in found:
-        best.offer_seated(problem, candidate.prices, candidate.seats)
+        best.offer_seated(problem, candidate.costs, candidate.seats)
     claim = ""
     counted = task.space
     if not has_one_order(problem):
@@ -270,24 +270,24 @@ def _least_step(task: _Task, found: list["Candidate"]) -> PipelinePlan:
     if not cuts.complete:
         bound = min(bound, relaxed_step(problem, tables))
     assert best.seats is not None
-    assert best.prices is not None
+    assert best.costs is not None
     suffix = "" if cuts.complete else "; cuts in the layers' own order only"
     name = f"least step over {cuts.size} cuts, flat, ring prices{suffix}{claim}"
     bound = min(bound, best.seconds)
-    return task.finish(Candidate(best.prices, best.seats), best.seconds, bound, name)
+    return task.finish(Candidate(best.costs, best.seats), best.seconds, bound, name)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A placement on named devices, with the prices it was found under."""
+    """A placement on named devices, with the costs it was found under."""
 
-    prices: Prices
+    costs: StageCosts
     seats: Seats
 
     @property
     def seconds(self) -> float:
         """The slowest stage or boundary, in seconds per input."""
-        return objective(self.prices, self.seats.placed)
+        return objective(self.costs, self.seats.placed)
 
 
 def _search(problem: PipelineProblem, cuts: Cuts, method: Method) -> Search:
@@ -299,7 +299,7 @@ def _search(problem: PipelineProblem, cuts: Cuts, method: Method) -> Search:
 
 
 def _single_stages(
-    problem: PipelineProblem, prices: Prices, space: Space
+    problem: PipelineProblem, costs: StageCosts, space: Space
 ) -> list[list[PlacedStage]]:
     """Pure data parallelism, on any number of devices."""
     if problem.num_stages not in (None, 1):
@@ -311,35 +311,35 @@ def _single_stages(
         if problem.workers == "exactly" and move.num_replicas != problem.num_devices:
             continue
         limit = problem.pools[move.pool].limit_bytes
-        stash = prices.stashed(move.num_replicas, move.num_replicas)
-        used = prices.stage_memory(0, prices.cuts.size - 1, *stash)
+        stash = costs.stashed(move.num_replicas, move.num_replicas)
+        used = costs.stage_memory(0, costs.cuts.size - 1, *stash)
         if limit is None or used <= limit:
-            found.append([(0, prices.cuts.size - 1, move)])
+            found.append([(0, costs.cuts.size - 1, move)])
     return found
 
 
 def _choose(found: list[Candidate]) -> Candidate:
     least = min(candidate.seconds for candidate in found)
     ties = [c for c in found if c.seconds <= least * (1 + 1e-9)]
-    return min(ties, key=lambda c: (fill_seconds(c.prices, c.seats.placed), len(c.seats.placed)))
+    return min(ties, key=lambda c: (fill_seconds(c.costs, c.seats.placed), len(c.seats.placed)))
 
 
-def relaxed_bound(tables: list[Prices], space: Space) -> float:
+def relaxed_bound(tables: list[StageCosts], space: Space) -> float:
     """A bound that no partition beats: all compute at its best rate, spread over all devices."""
     kinds, _ = space.moves.numbered("pool", "num_replicas", "span")
     bounds = []
-    for prices in tables:
-        rate = min(m * prices.slopes(pool, m, span).per_compute for pool, m, span in kinds)
-        pools = range(len(prices.problem.pools))
-        times = zip(*(_layer_seconds(prices, pool) for pool in pools), strict=True)
-        work = sum(min(entry) for entry in times) + float(prices.own_seconds.min())
-        bounds.append(rate * work / prices.problem.num_devices)
+    for costs in tables:
+        rate = min(m * costs.slopes(pool, m, span).per_compute for pool, m, span in kinds)
+        pools = range(len(costs.problem.pools))
+        times = zip(*(_layer_seconds(costs, pool) for pool in pools), strict=True)
+        work = sum(min(entry) for entry in times) + float(costs.own_seconds.min())
+        bounds.append(rate * work / costs.problem.num_devices)
     return float(min(bounds)) * (1 - TOLERANCE)
 
 
-def _layer_seconds(prices: Prices, pool: int) -> list[float]:
-    times = prices.problem.pools[pool]
-    passes = 2 if prices.recompute else 1
+def _layer_seconds(costs: StageCosts, pool: int) -> list[float]:
+    times = costs.problem.pools[pool]
+    passes = 2 if costs.recompute else 1
     return [
         passes * forward + backward
         for forward, backward in zip(times.forward_seconds, times.backward_seconds, strict=True)

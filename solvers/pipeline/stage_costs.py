@@ -1,4 +1,4 @@
-"""The prices of stages between cuts, as arrays (costs/pipeline.py holds the formulas)."""
+"""The costs of stages between cuts, as arrays (costs/pipeline.py holds the formulas)."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ class Slopes:
     """A stage's seconds per input: the larger of compute and its all-reduces.
 
     max(per_compute C + per_weight w, sync_per_weight w + sync_start). C is what its layers take
-    and what its passes cost themselves (``Prices.own_seconds``).
+    and what its passes cost themselves (``StageCosts.own_seconds``).
     """
 
     per_compute: float
@@ -36,8 +36,8 @@ class Slopes:
     sync_start: float = 0.0
 
 
-class Prices:
-    """Prices of one problem with or without recomputation.
+class StageCosts:
+    """Stage costs of one problem with or without recomputation.
 
     ``compute_seconds``: [pools, cuts] of the layers before a cut; ``own_seconds``: [pools] what
     the passes of a microbatch cost a stage themselves, however many layers it has;

@@ -1,4 +1,4 @@
-"""Price a partition that somebody states, as the search would price it had it found it.
+"""Work out the costs of a stated partition exactly as the search would.
 
 For comparing predictions with launches over many partitions, not only over optimal ones.
 """
@@ -15,7 +15,7 @@ from .cuts import cuts_of, layers_of
 from .makespan.bound import step_of
 from .packing import seat
 from .placements import Move, PlacedStage, Space, build, final_states
-from .stage_costs import Prices
+from .stage_costs import StageCosts
 
 Stated = Sequence[tuple[Sequence[str], int]]
 
@@ -23,10 +23,10 @@ Stated = Sequence[tuple[Sequence[str], int]]
 def stated_plan(
     problem: PipelineProblem, stages: Stated, *, recompute: bool = False
 ) -> PipelinePlan:
-    """The plan of a stated partition, with the solver's own prices.
+    """The plan of a stated partition, with the solver's own costs.
 
     Args:
-        problem: Layers, pools and schedule (``gpipe`` or ``1f1b``, flat, ring prices). One
+        problem: Layers, pools and schedule (``gpipe`` or ``1f1b``, flat, ring costs). One
             pool; its devices are given out in order. Memory limits are not looked at.
         stages: Of each stage, first one first, the ids of its layers and its replicas.
         recompute: Whether activations are computed again in the backward pass.
@@ -43,7 +43,7 @@ def stated_plan(
     if len(stages) == 1:
         problem = alone(problem)
     cuts, space = cuts_of(problem, every=True), build(problem)
-    prices = Prices(problem, cuts, space.bandwidths, recompute=recompute)
+    costs = StageCosts(problem, cuts, space.bandwidths, recompute=recompute)
     moves = _moves(problem, space, [replicas for _, replicas in stages])
     known = {frozenset(layers_of(inside)): cut for cut, inside in enumerate(cuts.layer_sets)}
     position = {layer.id: index for index, layer in enumerate(problem.layers)}
@@ -62,11 +62,9 @@ def stated_plan(
         missing = next(layer.id for i, layer in enumerate(problem.layers) if i not in inside)
         raise ProblemError(f"layer {missing!r} is in no stage")
     value = (
-        step_of(problem, prices, placed)
-        if problem.minimises == "step"
-        else objective(prices, placed)
+        step_of(problem, costs, placed) if problem.minimises == "step" else objective(costs, placed)
     )
-    plan = assemble(problem, prices, seat(problem, space, placed), value, None, "stated")
+    plan = assemble(problem, costs, seat(problem, space, placed), value, None, "stated")
     proof = replace(plan.proof, termination="feasible", lower_bound=None, gap=None)
     return replace(plan, proof=proof)
 

@@ -12,7 +12,7 @@ from ...effort import DEFAULT, Effort
 from ..cuts import Floats
 from ..placements import Move, PlacedStage, Space, final_states
 from ..search import StoppedError
-from ..stage_costs import Prices
+from ..stage_costs import StageCosts
 
 _LOOK = 64  # moves between two questions whether to stop
 _CLOSE = 1 + 1e-9
@@ -20,7 +20,7 @@ _CLOSE = 1 + 1e-9
 
 def search(
     problem: PipelineProblem,
-    prices: Prices,
+    costs: StageCosts,
     space: Space,
     extra_bytes: float = 0.0,
     *,
@@ -31,7 +31,7 @@ def search(
 
     Args:
         problem: What is asked.
-        prices: Seconds of stages and boundaries.
+        costs: Seconds of stages and boundaries.
         space: The pools' states and moves.
         extra_bytes: Raises every limit of memory.
         below: Only placements of at most so many seconds are looked for. A state and cut whose
@@ -41,19 +41,19 @@ def search(
     Raises:
         StoppedError: The effort's limit came first.
     """
-    size = prices.cuts.size
+    size = costs.cuts.size
     best = np.full((len(space.states), size), np.inf)
     move_of = np.full((len(space.states), size), -1, np.int32)
     next_cut = np.zeros((len(space.states), size), np.int32)
     best[0, -1] = 0.0
-    table = _Table(problem, prices, extra_bytes)
-    ahead = _least_ahead(problem, prices, space)
+    table = _Table(problem, costs, extra_bytes)
+    ahead = _least_ahead(problem, costs, space)
     rows = np.arange(size)
     used = [sum(state.used) for state in space.states]
     for number, move in enumerate(space.moves):
         if number % _LOOK == 0 and effort.should_stop():
             raise StoppedError(0.0)
-        behind = np.maximum(best[move.source], prices.boundary_seconds[move.gap])
+        behind = np.maximum(best[move.source], costs.boundary_seconds[move.gap])
         hopeful = behind < np.inf
         if below < np.inf:
             left = problem.num_devices - used[move.source]
@@ -61,7 +61,7 @@ def search(
         cuts = np.flatnonzero(hopeful)
         if not len(cuts):
             continue
-        total = np.maximum(table.price(move)[:, cuts], behind[cuts])
+        total = np.maximum(table.cost(move)[:, cuts], behind[cuts])
         chosen = total.argmin(axis=1)
         value, following = total[rows, chosen], cuts[chosen]
         better = (value < best[move.target]) & (value <= below)
@@ -75,16 +75,16 @@ def search(
     return _walk(space, state, move_of, next_cut)
 
 
-def _least_ahead(problem: PipelineProblem, prices: Prices, space: Space) -> Floats:
+def _least_ahead(problem: PipelineProblem, costs: StageCosts, space: Space) -> Floats:
     """[cuts] device seconds per input that the layers before a cut need at the least."""
     kinds, _ = space.moves.numbered("pool", "num_replicas", "span")
-    found = np.full(prices.cuts.size, np.inf)
+    found = np.full(costs.cuts.size, np.inf)
     for pool in range(len(problem.pools)):
         rates = [
-            m * prices.slopes(own, m, span).per_compute for own, m, span in kinds if own == pool
+            m * costs.slopes(own, m, span).per_compute for own, m, span in kinds if own == pool
         ]
         if rates and len(problem.pools) == 1:
-            work = prices.compute_seconds[pool] + prices.own_seconds[pool]
+            work = costs.compute_seconds[pool] + costs.own_seconds[pool]
             found = np.minimum(found, min(rates) * work)
     found[0] = 0.0
     return np.where(np.isfinite(found), found, 0.0)
@@ -106,21 +106,21 @@ def _walk(
 class _Table:
     """Price matrices with memory limits applied, each made once."""
 
-    def __init__(self, problem: PipelineProblem, prices: Prices, extra_bytes: float) -> None:
-        self.problem, self.prices, self.extra_bytes = problem, prices, extra_bytes
+    def __init__(self, problem: PipelineProblem, costs: StageCosts, extra_bytes: float) -> None:
+        self.problem, self.costs, self.extra_bytes = problem, costs, extra_bytes
         self.seconds: dict[tuple[int, int, int], Floats] = {}
         self.limited: dict[tuple[int, int, int, int, int], Floats] = {}
 
-    def price(self, move: Move) -> Floats:
+    def cost(self, move: Move) -> Floats:
         key = (move.pool, move.num_replicas, move.span)
         if key not in self.seconds:
-            self.seconds[key] = self.prices.matrix(*key)
+            self.seconds[key] = self.costs.matrix(*key)
         limit = self.problem.pools[move.pool].limit_bytes
         if limit is None:
             return self.seconds[key]
-        stash = self.prices.stashed(move.num_replicas, move.workers)
+        stash = self.costs.stashed(move.num_replicas, move.workers)
         if (*key, *stash) not in self.limited:
             seconds = self.seconds[key].copy()
-            seconds[self.prices.own_bytes(*stash) > limit + self.extra_bytes] = np.inf
+            seconds[self.costs.own_bytes(*stash) > limit + self.extra_bytes] = np.inf
             self.limited[(*key, *stash)] = seconds
         return self.limited[(*key, *stash)]

@@ -17,7 +17,7 @@ from ...effort import DEFAULT, Effort
 from ..cuts import Floats
 from ..placements import PlacedStage, Space
 from ..search import StoppedError
-from ..stage_costs import Prices
+from ..stage_costs import StageCosts
 
 TOLERANCE = 1e-12
 _HALVINGS_BEFORE_PROBING = 12
@@ -27,7 +27,7 @@ Ints = NDArray[np.int64]
 
 def search(
     problem: PipelineProblem,
-    prices: Prices,
+    costs: StageCosts,
     space: Space,
     extra_bytes: float = 0.0,
     *,
@@ -38,7 +38,7 @@ def search(
 
     Exact up to one part in 10^12. Arguments and errors as of ``graph.search``.
     """
-    line = Line(problem, prices, space, extra_bytes)
+    line = Line(problem, costs, space, extra_bytes)
     placed = line.place(below)
     if placed is None:
         return None
@@ -68,10 +68,10 @@ class Line:
     """The moves of a space as arrays, batched by the devices their targets use."""
 
     def __init__(
-        self, problem: PipelineProblem, prices: Prices, space: Space, extra_bytes: float
+        self, problem: PipelineProblem, costs: StageCosts, space: Space, extra_bytes: float
     ) -> None:
-        self.prices, self.space = prices, space
-        self.num_states, self.size = len(space.states), prices.cuts.size
+        self.costs, self.space = costs, space
+        self.num_states, self.size = len(space.states), costs.cuts.size
         self.num_classes = len(space.bandwidths)
         self._arrays(problem, extra_bytes)
         self._batches()
@@ -87,8 +87,8 @@ class Line:
         if not self.limited:
             return
         rows, number = moves.numbered("num_replicas", "workers")
-        stash = [self.prices.stashed(m, workers) for m, workers in rows]
-        terms = np.array([self.prices.memory_terms(*entry) for entry in stash], np.float64)
+        stash = [self.costs.stashed(m, workers) for m, workers in rows]
+        terms = np.array([self.costs.memory_terms(*entry) for entry in stash], np.float64)
         self.in_flight = np.array([entry[0] for entry in stash], np.float64)[number]
         self.per_weight, self.stashes = terms[number, 0], terms[number, 1]
         of_pool = [np.inf if limit is None else limit + extra_bytes for limit in limits]
@@ -97,7 +97,7 @@ class Line:
 
     def _memory_floor(self) -> None:
         """[combinations, cuts]: the least cut from which a stage up to this one fits at all."""
-        cuts = self.prices.cuts
+        cuts = self.costs.cuts
         rows = np.stack([self.per_weight, self.stashes, self.in_flight, self.limit], axis=1)
         kinds, self.memory_kind = np.unique(rows, axis=0, return_inverse=True)
         self.memory_kind = self.memory_kind.reshape(-1)
@@ -121,8 +121,8 @@ class Line:
 
     def _curves(self) -> None:
         """Each kind's busy time and, in one array, its weights' synchronisation, over cuts."""
-        cuts = self.prices.cuts
-        slopes = [self.prices.slopes(*kind) for kind in self.kinds]
+        cuts = self.costs.cuts
+        slopes = [self.costs.slopes(*kind) for kind in self.kinds]
         self.busy: dict[tuple[float, float, int], Floats] = {}
         self.own: dict[tuple[float, float, int], float] = {}
         self.busy_of: list[tuple[float, float, int]] = []
@@ -130,10 +130,10 @@ class Line:
             key = (slope.per_compute, slope.per_weight, pool)
             if key not in self.busy:
                 self.busy[key] = (
-                    slope.per_compute * self.prices.compute_seconds[pool]
+                    slope.per_compute * self.costs.compute_seconds[pool]
                     + slope.per_weight * cuts.weight_bytes
                 )
-                self.own[key] = slope.per_compute * float(self.prices.own_seconds[pool])
+                self.own[key] = slope.per_compute * float(self.costs.own_seconds[pool])
             self.busy_of.append(key)
         self.sync = [(slope.sync_per_weight, slope.sync_start) for slope in slopes]
 
@@ -156,7 +156,7 @@ class Line:
 
     def _reach(self, limit: float) -> Ints:
         """[kinds, cuts + 1]: the least cut from which a stage up to this one is in time."""
-        weights = self.prices.cuts.weight_bytes
+        weights = self.costs.cuts.weight_bytes
         busy = {
             key: np.searchsorted(curve, curve - (limit * (1 + 1e-15) - self.own[key]), side="left")
             for key, curve in self.busy.items()
@@ -175,7 +175,7 @@ class Line:
     def _allowed(self, limit: float) -> Ints:
         """[bandwidths, cuts + 2]: the first cut from here on whose boundary is in time."""
         positions = np.arange(self.size)
-        inside = np.where(self.prices.boundary_seconds <= limit, positions[None, :], self.size)
+        inside = np.where(self.costs.boundary_seconds <= limit, positions[None, :], self.size)
         padded = np.full((self.num_classes, self.size + 2), self.size, np.int64)
         padded[:, : self.size] = np.minimum.accumulate(inside[:, ::-1], axis=1)[:, ::-1]
         return padded
@@ -214,7 +214,7 @@ class Line:
         return found
 
     def _fits(self, moves: Ints, tried: Ints, last: Ints) -> NDArray[np.bool_]:
-        cuts = self.prices.cuts
+        cuts = self.costs.cuts
         first, end = np.minimum(tried, self.size - 1), last[:, None]
         used = (
             self.per_weight[moves, None] * (cuts.weight_bytes[end] - cuts.weight_bytes[first])
@@ -247,14 +247,14 @@ class Line:
 
     def attained(self, placed: list[PlacedStage]) -> float:
         """The slowest stage or boundary of a placement, seconds per input."""
-        return objective(self.prices, placed)
+        return objective(self.costs, placed)
 
 
-def objective(prices: Prices, placed: list[PlacedStage]) -> float:
+def objective(costs: StageCosts, placed: list[PlacedStage]) -> float:
     """The slowest stage or boundary of a placement, seconds per input."""
     slowest = 0.0
     for first, last, move in placed:
-        stage = prices.stage_seconds(first, last, move.pool, move.num_replicas, move.span)
-        gap: Any = prices.boundary_seconds[move.gap, last]
+        stage = costs.stage_seconds(first, last, move.pool, move.num_replicas, move.span)
+        gap: Any = costs.boundary_seconds[move.gap, last]
         slowest = max(slowest, stage, float(gap))
     return slowest

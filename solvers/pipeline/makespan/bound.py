@@ -23,7 +23,7 @@ from ....schedules.replay import StepStage, flush_step_seconds
 from ....schema.pipeline import PipelineProblem
 from ..cuts import Floats, Mask
 from ..placements import PlacedStage
-from ..stage_costs import Prices
+from ..stage_costs import StageCosts
 
 
 class Kind(NamedTuple):
@@ -46,27 +46,27 @@ class StepModel:
     its stage up. That bounds nothing, but its optimum is often a better plan where links are slow.
     """
 
-    def __init__(self, problem: PipelineProblem, prices: Prices, *, pessimistic: bool) -> None:
-        self.problem, self.prices, self.pessimistic = problem, prices, pessimistic
-        self.size = prices.cuts.size
-        self.is_line = prices.is_line
-        self.forward = prices.cuts.forward_seconds
-        self.compute = prices.compute_seconds
+    def __init__(self, problem: PipelineProblem, costs: StageCosts, *, pessimistic: bool) -> None:
+        self.problem, self.costs, self.pessimistic = problem, costs, pessimistic
+        self.size = costs.cuts.size
+        self.is_line = costs.is_line
+        self.forward = costs.cuts.forward_seconds
+        self.compute = costs.compute_seconds
         # Of a stage that ends at a cut, ``closing`` there less ``compute`` where it begins.
-        self.closing: Floats = self.compute + prices.own_seconds[:, None]
+        self.closing: Floats = self.compute + costs.own_seconds[:, None]
         self.backward = self.compute - self.forward
-        rates = np.array(prices.bandwidths)[:, None]
-        self.transfer: Floats = 2 * prices.cuts.crossing_bytes[None, :] / rates
-        self.transfer = self.transfer + 2 * prices.message_seconds
-        self.weights = prices.cuts.weight_bytes
-        self.between: Mask | None = None if self.is_line else prices.between()
+        rates = np.array(costs.bandwidths)[:, None]
+        self.transfer: Floats = 2 * costs.cuts.crossing_bytes[None, :] / rates
+        self.transfer = self.transfer + 2 * costs.message_seconds
+        self.weights = costs.cuts.weight_bytes
+        self.between: Mask | None = None if self.is_line else costs.between()
         self._rows: dict[tuple[Kind, int], Mask] = {}
         self._rooms: dict[tuple[int, int, int], Mask] = {}
 
     def kind(self, pool: int, num_replicas: int, span: int, workers: int, is_last: int) -> Kind:
         """What a move's stage is like; ``workers`` from it on, ``is_last`` if nothing follows."""
         problem, count = self.problem, self.problem.num_microbatches
-        in_flight, versions = self.prices.stashed(num_replicas, workers)
+        in_flight, versions = self.costs.stashed(num_replicas, workers)
         share = ceil(count / num_replicas)
         left = max(share - in_flight, 0)
         if problem.traits.order == "forward-first":
@@ -78,25 +78,25 @@ class StepModel:
 
     def end(self, kind: Kind) -> float:
         """Seconds of all-reduce and update for each byte of a stage's weights."""
-        update = self.problem.pools[kind.pool].update_seconds / max(self.prices.total_weight, 1.0)
-        rate = self.prices.reductions[kind.pool].rate(self.prices.bandwidths[kind.span])
+        update = self.problem.pools[kind.pool].update_seconds / max(self.costs.total_weight, 1.0)
+        rate = self.costs.reductions[kind.pool].rate(self.costs.bandwidths[kind.span])
         return ring_sync_seconds(1.0, kind.num_replicas, rate) + update
 
     def end_start(self, kind: Kind) -> float:
         """Seconds of a stage's all-reduce beside its bytes."""
-        return self.prices.reductions[kind.pool].start_seconds(kind.num_replicas)
+        return self.costs.reductions[kind.pool].start_seconds(kind.num_replicas)
 
     def step_end(self, kind: Kind) -> Floats:
         """[cuts] reductions and update of a first stage that ends at each cut."""
         found: Floats = self.end(kind) * self.weights + self.end_start(kind)
-        split = self.prices.cuts.split_bytes
+        split = self.costs.cuts.split_bytes
         if split is not None:
-            found = found + self.prices.tied_seconds_per_byte(kind.num_replicas) * split[0]
+            found = found + self.costs.tied_seconds_per_byte(kind.num_replicas) * split[0]
         return found
 
     def own_left(self, kind: Kind) -> float:
         """The part of g that every stage has: what its passes cost themselves."""
-        own = self.prices.overheads
+        own = self.costs.overheads
         left = (
             kind.left_forward * own.forward_seconds[kind.pool]
             + kind.left_backward * own.backward_seconds[kind.pool]
@@ -116,8 +116,8 @@ class StepModel:
 
         The limit is infinite where the pool sets none.
         """
-        cuts, limit = self.prices.cuts, self.problem.pools[kind.pool].limit_bytes
-        state, stashes = self.prices.memory_terms(kind.in_flight, kind.versions)
+        cuts, limit = self.costs.cuts, self.problem.pools[kind.pool].limit_bytes
+        state, stashes = self.costs.memory_terms(kind.in_flight, kind.versions)
         own: Floats = state * cuts.weight_bytes + stashes * cuts.activation_bytes
         return own, kind.in_flight * cuts.crossing_bytes, np.inf if limit is None else float(limit)
 
@@ -129,7 +129,7 @@ class StepModel:
             return self.between
         key = (kind.pool, kind.in_flight, kind.versions)
         if key not in self._rooms:
-            used = self.prices.own_bytes(kind.in_flight, kind.versions)
+            used = self.costs.own_bytes(kind.in_flight, kind.versions)
             self._rooms[key] = self.between & (used <= limit)
         return self._rooms[key]
 
@@ -139,9 +139,9 @@ class StepModel:
         if key not in self._rows:
             own, inputs, limit = self.stash(kind)
             used = own - own[first] + inputs[first]
-            if self.prices.cuts.copied_bytes is not None:
-                state, _ = self.prices.memory_terms(kind.in_flight, kind.versions)
-                used = used + state * self.prices.cuts.copied_bytes[first]
+            if self.costs.cuts.copied_bytes is not None:
+                state, _ = self.costs.memory_terms(kind.in_flight, kind.versions)
+                used = used + state * self.costs.cuts.copied_bytes[first]
             found: Mask = used <= limit
             if self.between is None:
                 found[: first + 1] = False
@@ -159,45 +159,45 @@ class StepModel:
         return found
 
 
-def step_of(problem: PipelineProblem, prices: Prices, placed: list[PlacedStage]) -> float:
+def step_of(problem: PipelineProblem, costs: StageCosts, placed: list[PlacedStage]) -> float:
     """The step of a placement as the schedule's timer times it, in seconds."""
     return flush_step_seconds(
-        problem.schedule, stages_of(problem, prices, placed), problem.num_microbatches
+        problem.schedule, stages_of(problem, costs, placed), problem.num_microbatches
     )
 
 
 def stages_of(
-    problem: PipelineProblem, prices: Prices, placed: list[PlacedStage]
+    problem: PipelineProblem, costs: StageCosts, placed: list[PlacedStage]
 ) -> tuple[StepStage, ...]:
     """The stages of a placement as the timer takes them, tied weights with the update."""
     found = []
     for number, (first, last, move) in enumerate(placed):
-        weight = float(prices.cuts.weight_bytes[last] - prices.cuts.weight_bytes[first])
-        ahead = prices.stage_forward(first, last, move.pool)
+        weight = float(costs.cuts.weight_bytes[last] - costs.cuts.weight_bytes[first])
+        ahead = costs.stage_forward(first, last, move.pool)
         found.append(
             StepStage(
                 num_replicas=move.num_replicas,
                 forward_seconds=ahead,
-                backward_seconds=prices.stage_compute(first, last, move.pool) - ahead,
-                transfer_seconds=output_seconds(prices, placed, number) / 2,
-                reduce_seconds=prices.reductions[move.pool].seconds(
-                    weight, move.num_replicas, prices.bandwidths[move.span]
+                backward_seconds=costs.stage_compute(first, last, move.pool) - ahead,
+                transfer_seconds=output_seconds(costs, placed, number) / 2,
+                reduce_seconds=costs.reductions[move.pool].seconds(
+                    weight, move.num_replicas, costs.bandwidths[move.span]
                 ),
                 update_seconds=problem.pools[move.pool].update_seconds
-                * (weight / max(prices.total_weight, 1.0))
-                + prices.tied_seconds(first, last, move.num_replicas),
+                * (weight / max(costs.total_weight, 1.0))
+                + costs.tied_seconds(first, last, move.num_replicas),
             )
         )
     return tuple(found)
 
 
-def output_seconds(prices: Prices, placed: list[PlacedStage], number: int) -> float:
+def output_seconds(costs: StageCosts, placed: list[PlacedStage], number: int) -> float:
     """Both transfers of a microbatch behind a stage, over the slowest link to the next."""
     if number + 1 == len(placed):
         return 0.0
     _, last, move = placed[number]
     slowest = max(move.span, move.gap, placed[number + 1][2].span)
-    return prices.output_seconds(last, prices.bandwidths[slowest])
+    return costs.output_seconds(last, costs.bandwidths[slowest])
 
 
 Ints = NDArray[np.int64]

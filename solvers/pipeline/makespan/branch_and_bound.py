@@ -20,7 +20,7 @@ from ...effort import Effort
 from ..cuts import Floats
 from ..packing import NoSeatsError, Seats, seat
 from ..placements import PlacedStage, Space
-from ..stage_costs import Prices
+from ..stage_costs import StageCosts
 from .bound import step_of
 from .tables import Sums, Tables
 
@@ -30,11 +30,11 @@ _MOST_NODES = 3_000_000  # about a gigabyte
 
 
 class Incumbent:
-    """The fastest plan so far, its prices, and its step."""
+    """The fastest plan so far, its costs, and its step."""
 
     def __init__(self) -> None:
         self.seats: Seats | None = None
-        self.prices: Prices | None = None
+        self.costs: StageCosts | None = None
         self.seconds = np.inf
         self._seen: set[tuple[int, bool, tuple[PlacedStage, ...]]] = set()
 
@@ -44,35 +44,35 @@ class Incumbent:
         return None if self.seats is None else self.seats.placed
 
     def offer(
-        self, problem: PipelineProblem, prices: Prices, space: Space, placed: list[PlacedStage]
+        self, problem: PipelineProblem, costs: StageCosts, space: Space, placed: list[PlacedStage]
     ) -> bool:
         """Seat and time a plan, and keep it if it is faster; whether it was new.
 
         Raises:
             NoSeatsError: The devices that it counts are nowhere together: it is no plan.
         """
-        key = (int(prices.recompute), space.is_ordered, tuple(placed))
+        key = (int(costs.recompute), space.is_ordered, tuple(placed))
         if key in self._seen:
             return False
         self._seen.add(key)
-        self.offer_seated(problem, prices, seat(problem, space, placed))
+        self.offer_seated(problem, costs, seat(problem, space, placed))
         return True
 
-    def offer_seated(self, problem: PipelineProblem, prices: Prices, seats: Seats) -> None:
+    def offer_seated(self, problem: PipelineProblem, costs: StageCosts, seats: Seats) -> None:
         """Time a plan whose devices are named, and keep it if it is faster."""
-        seconds = step_of(problem, prices, seats.placed)
+        seconds = step_of(problem, costs, seats.placed)
         fewer = self.placed is None or len(seats.placed) < len(self.placed)
         if seconds < self.seconds * (1 - EXACT) or (
             fewer and seconds <= self.seconds * (1 + EXACT)
         ):
-            self.seats, self.prices, self.seconds = seats, prices, seconds
+            self.seats, self.costs, self.seconds = seats, costs, seconds
 
     def consider(
-        self, problem: PipelineProblem, prices: Prices, space: Space, placed: list[PlacedStage]
+        self, problem: PipelineProblem, costs: StageCosts, space: Space, placed: list[PlacedStage]
     ) -> None:
         """``offer`` what may be no plan."""
         with suppress(NoSeatsError):
-            self.offer(problem, prices, space, placed)
+            self.offer(problem, costs, space, placed)
 
 
 class Node(NamedTuple):
@@ -127,9 +127,9 @@ class Tree:
             heapq.heappop(heap)
             if node.state == 0:
                 passes -= self.problem.num_microbatches * len(node.placed) * 2
-                prices = self.tables.model.prices
+                costs = self.tables.model.costs
                 try:
-                    self.best.offer(self.problem, prices, self.space, node.placed)
+                    self.best.offer(self.problem, costs, self.space, node.placed)
                 except NoSeatsError as error:
                     unseated = unseated if error.is_proved else min(unseated, node.bound)
                 if self.space.kind == "blind":

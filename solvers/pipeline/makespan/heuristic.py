@@ -14,7 +14,7 @@ from ....schema.pipeline import PipelineProblem
 from ..cuts import Cuts
 from ..packing import Seats
 from ..placements import Moves, PlacedStage, Space, final_states
-from ..stage_costs import Prices
+from ..stage_costs import StageCosts
 from .bound import Ints, StepModel
 from .branch_and_bound import EXACT, Incumbent
 from .tables import Tables
@@ -27,7 +27,7 @@ _ROUNDS = 4
 
 def improve(
     problem: PipelineProblem,
-    prices: Prices,
+    costs: StageCosts,
     space: Space,
     best: Incumbent,
     sweep: Sweep,
@@ -37,7 +37,7 @@ def improve(
 
     Args:
         problem: What is asked.
-        prices: Of all cuts, which are in one line.
+        costs: Of all cuts, which are in one line.
         space: All runs of devices.
         best: Gets what is found.
         sweep: Times the plans of tables over some cuts and runs.
@@ -46,21 +46,21 @@ def improve(
     thinned = [(step, *_thinned(space, step)) for step in _steps(problem)]
     # Without replicas whole steps of several devices may leave no run at all.
     kept = [entry for entry in thinned if entry[1]]
-    chosen = _spread(prices, entries, kept)
+    chosen = _spread(costs, entries, kept)
     for _ in range(_ROUNDS):
         step_seconds = best.seconds
-        cuts = _subset(prices.cuts, chosen)
-        own = Prices(problem, cuts, prices.bandwidths, recompute=prices.recompute)
+        cuts = _subset(costs.cuts, chosen)
+        own = StageCosts(problem, cuts, costs.bandwidths, recompute=costs.recompute)
         some = _finest(kept, len(chosen), entries)
         found = Incumbent()
         for pessimistic in (True, False):
             model = StepModel(problem, own, pessimistic=pessimistic)
             sweep(Tables(model, some, final_states(problem, some)), found)
         if found.seats is not None:
-            best.offer_seated(problem, prices, _in_full(found.seats, chosen))
+            best.offer_seated(problem, costs, _in_full(found.seats, chosen))
         if best.placed is None or best.seconds > step_seconds * (1 - 1e3 * EXACT):
             break
-        chosen = _near(prices, best.placed, entries, kept)
+        chosen = _near(costs, best.placed, entries, kept)
 
 
 def _steps(problem: PipelineProblem) -> Iterator[int]:
@@ -86,25 +86,25 @@ def _finest(kept: list[tuple[int, int, Space]], num_cuts: int, entries: float) -
     return next(fitting, kept[-1][2])
 
 
-def _spread(prices: Prices, entries: float, kept: list[tuple[int, int, Space]]) -> Ints:
+def _spread(costs: StageCosts, entries: float, kept: list[tuple[int, int, Space]]) -> Ints:
     """Cuts about equally far apart in work, each where the least crosses it."""
-    size = prices.cuts.size
+    size = costs.cuts.size
     few = min(_FEW_CUTS, size)
     moves = next((moves for _, moves, _ in kept if moves * few <= entries), kept[-1][1])
     count = int(np.clip(entries / max(moves, 1), few, size))
-    work = prices.compute_seconds.mean(axis=0)
+    work = costs.compute_seconds.mean(axis=0)
     part = np.searchsorted(np.linspace(0.0, work[-1], count)[1:-1], work, side="right")
-    crossing = prices.cuts.crossing_bytes
+    crossing = costs.cuts.crossing_bytes
     order = np.lexsort((crossing, part))
     heads = order[np.unique(part[order], return_index=True)[1]]
     return np.unique([0, *heads.tolist(), size - 1])
 
 
 def _near(
-    prices: Prices, placed: list[PlacedStage], entries: float, kept: list[tuple[int, int, Space]]
+    costs: StageCosts, placed: list[PlacedStage], entries: float, kept: list[tuple[int, int, Space]]
 ) -> Ints:
     """Cuts near the boundaries of a plan: as many as leave all runs of devices, else a few."""
-    size, boundaries = prices.cuts.size, [first for first, _, _ in placed[1:]]
+    size, boundaries = costs.cuts.size, [first for first, _, _ in placed[1:]]
     room = entries / max(kept[0][1], 1) / max(len(boundaries), 1)
     reach = max(int(room / 2), _NEAREST)
     near = {cut + by for cut in boundaries for by in range(-reach, reach + 1)}

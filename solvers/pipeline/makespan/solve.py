@@ -21,7 +21,7 @@ from ...effort import Effort
 from ..bottleneck.line import objective
 from ..placements import PlacedStage, Space, final_states
 from ..search import Search, StoppedError
-from ..stage_costs import Prices, Slopes
+from ..stage_costs import Slopes, StageCosts
 from .bound import StepModel
 from .branch_and_bound import EXACT, Incumbent, Tree
 from .heuristic import improve
@@ -34,7 +34,7 @@ _PAIRS_AT_ONCE = 10  # pairs of cuts cost a tenth of a window's entries
 
 def best_step(
     problem: PipelineProblem,
-    tables: list[Prices],
+    tables: list[StageCosts],
     space: Space,
     best: Incumbent,
     search: Search,
@@ -44,7 +44,7 @@ def best_step(
 
     Args:
         problem: What is asked.
-        tables: Prices with and without recomputation, as asked for.
+        tables: Stage costs with and without recomputation, as asked for.
         space: States and moves of the pools.
         best: The plan to begin with; gets what is found.
         search: The method for the least maximum, which bounds the step too.
@@ -57,26 +57,26 @@ def best_step(
     is_plan_search = space.is_ordered or affordable >= _PLAN_TABLES
     is_coarse = is_plan_search and tables[0].is_line
     if is_coarse and cost > effort.coarse_work / _COARSE_LIMITS / 4:
-        for prices in tables:
+        for costs in tables:
             entries = effort.coarse_work / _COARSE_LIMITS
-            improve(problem, prices, space, best, partial(_sweep, problem, effort), entries)
+            improve(problem, costs, space, best, partial(_sweep, problem, effort), entries)
     if affordable < 1:
         bounds = [
             max(
-                _busiest(problem, prices, space, search, best, effort),
-                _relaxed(problem, prices, space, effort),
+                _busiest(problem, costs, space, search, best, effort),
+                _relaxed(problem, costs, space, effort),
             )
-            for prices in tables
+            for costs in tables
         ]
         return float(min([best.seconds, *bounds]))
     models = [
-        Tables(StepModel(problem, prices, pessimistic=False), space, final) for prices in tables
+        Tables(StepModel(problem, costs, pessimistic=False), space, final) for costs in tables
     ]
     most_limits = min(effort.most_limits, affordable)
     swept = [_sweep(problem, effort, own, best, most_limits) for own in models]
     is_open = not effort.accepts(best.seconds, min(bound for bound, _ in swept))
     for own in models if is_open and is_plan_search else ():
-        pessimistic = StepModel(problem, own.model.prices, pessimistic=True)
+        pessimistic = StepModel(problem, own.model.costs, pessimistic=True)
         few = Tables(pessimistic, space, final)
         _sweep(problem, effort, few, best, min(_MOST_PESSIMISTIC, affordable))
     bounds = []
@@ -84,22 +84,22 @@ def best_step(
         if sums and not effort.accepts(best.seconds, bound):
             bound = max(bound, Tree(problem, own, sums, best).search(effort))
         if not effort.accepts(best.seconds, bound):
-            prices = own.model.prices
-            bound = max(bound, _busiest(problem, prices, space, search, best, effort, heavier=()))
+            costs = own.model.costs
+            bound = max(bound, _busiest(problem, costs, space, search, best, effort, heavier=()))
         bounds.append(bound)
     return float(min([best.seconds, *bounds]))
 
 
-def _cost(prices: Prices, space: Space) -> float:
-    size = prices.cuts.size
-    return len(space.moves) * (size if prices.is_line else size * size / _PAIRS_AT_ONCE)
+def _cost(costs: StageCosts, space: Space) -> float:
+    size = costs.cuts.size
+    return len(space.moves) * (size if costs.is_line else size * size / _PAIRS_AT_ONCE)
 
 
-def _relaxed(problem: PipelineProblem, prices: Prices, space: Space, effort: Effort) -> float:
+def _relaxed(problem: PipelineProblem, costs: StageCosts, space: Space, effort: Effort) -> float:
     """The least sum of the bound alone, memory left out; 0 where even that costs too much."""
-    if not prices.is_line or _cost(prices, space) > effort.relaxed_work:
+    if not costs.is_line or _cost(costs, space) > effort.relaxed_work:
         return 0.0
-    model = StepModel(problem, prices, pessimistic=False)
+    model = StepModel(problem, costs, pessimistic=False)
     final = final_states(problem, space)
     found = Tables(model, space, final).sums(np.inf, relaxed=True)
     return float(found.whole[final].min()) * (1 - EXACT)
@@ -126,7 +126,7 @@ def _sweep(
         placed = tables.placement(found)
         if placed is None:
             return
-        best.consider(problem, tables.model.prices, tables.space, placed)
+        best.consider(problem, tables.model.costs, tables.space, placed)
         whole = float(found.whole[tables.final].min())
         most = _most_left(tables, placed)
         least = min(least, whole + most)
@@ -161,7 +161,7 @@ def _most_left(tables: Tables, placed: list[PlacedStage]) -> float:
     return most
 
 
-class _BusyPrices(Prices):
+class _BusyPrices(StageCosts):
     """What a stage's busiest device has to do in a step, in seconds."""
 
     def slopes(self, pool: int, num_replicas: int, span: int) -> Slopes:
@@ -172,7 +172,7 @@ class _BusyPrices(Prices):
 
 def _busiest(
     problem: PipelineProblem,
-    prices: Prices,
+    costs: StageCosts,
     space: Space,
     search: Search,
     best: Incumbent,
@@ -184,7 +184,7 @@ def _busiest(
     Transfers hide in it. Where they count too, each ``heavier`` times over, the plan is worth
     timing: it has fewer stages to fill.
     """
-    busy = _BusyPrices(problem, prices.cuts, prices.bandwidths, recompute=prices.recompute)
+    busy = _BusyPrices(problem, costs.cuts, costs.bandwidths, recompute=costs.recompute)
     transfers = problem.num_microbatches * busy.boundary_seconds
     bound = np.inf
     for weight in (0.0, *heavier):
@@ -195,14 +195,14 @@ def _busiest(
             bound = min(bound, stopped.bound) if weight == 0.0 else bound
             break
         if placed is not None:
-            best.consider(problem, prices, space, placed)
+            best.consider(problem, costs, space, placed)
             bound = min(bound, objective(busy, placed)) if weight == 0.0 else bound
     return bound * (1 - EXACT)
 
 
-def relaxed_step(problem: PipelineProblem, tables: list[Prices]) -> float:
+def relaxed_step(problem: PipelineProblem, tables: list[StageCosts]) -> float:
     """A step that nothing beats: all work at its best rate, spread, or one microbatch's way."""
-    passes = 1 if any(not prices.recompute for prices in tables) else 2
+    passes = 1 if any(not costs.recompute for costs in tables) else 2
     compute = sum(
         min(
             passes * pool.forward_seconds[layer] + pool.backward_seconds[layer]

@@ -1,1 +1,1 @@
-"""The thesis's levels, one inside another, with its prices or its released code's."""
+"""The thesis's levels, one inside another, with its costs or its released code's."""

@@ -1,6 +1,6 @@
 """The released optimizer's antichains, step by step as it makes them.
 
-Kept for its prices alone, which depend on its order of states and on its reading of what crosses
+Kept for its costs alone, which depend on its order of states and on its reading of what crosses
 a cut: the antichain's members and every ancestor of one that feeds a layer which is not itself
 an ancestor of that same member. Where two members share a parent the parent is counted although
 nothing of it crosses.

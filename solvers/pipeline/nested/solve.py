@@ -1,8 +1,8 @@
-"""Solve level by level, as thesis 2.4.1 reads; with its prices, the ring's or the published ones.
+"""Solve level by level, as thesis 2.4.1 reads; with its costs, the ring's or the published ones.
 
 Level 0 is the layers' compute time. Level k splits a range of cuts into blocks, each on some
 components of the level, and takes the level below's best time on one whole component as the
-compute time of a block. With the ring's prices every stage also has what its passes cost
+compute time of a block. With the ring's costs every stage also has what its passes cost
 themselves, every boundary what its messages do. The dynamic program fills A(i -> j, m) with arrays
 over i; where cuts are in one line the parametric search of line.py gives the same
 in far less time.
@@ -144,7 +144,7 @@ def _most(problem: PipelineProblem, workers: int) -> int:
 
 def _single(problem: PipelineProblem, states: States, table: _Level, replicas: int) -> Floats:
     """[i, j] time of one block alone."""
-    seconds = price(
+    seconds = cost(
         problem, table.compute, states.weights, replicas, table.bandwidth, table.devices_below
     )
     limit = _published_limit(problem)
@@ -190,7 +190,7 @@ def last_block(
     """[splits]: a pipeline's last block with its boundaries."""
     weights = states.weights[splits + 1, last]
     below = 1 if problem.stage_cost == "published" else table.devices_below
-    seconds = price(
+    seconds = cost(
         problem, table.compute[splits + 1, last], weights, replicas, table.bandwidth, below
     )
     if problem.count_boundaries:
@@ -208,7 +208,7 @@ def last_block(
     return seconds
 
 
-def price(
+def cost(
     problem: PipelineProblem,
     compute: Floats,
     weights: Floats,
@@ -282,7 +282,7 @@ def _single_value(
         if stashes * states.stash[first, last] > limit:
             return float("inf")
     compute, weights = table.compute[first, last], states.weights[first, last]
-    found = price(problem, compute, weights, replicas, table.bandwidth, table.devices_below)
+    found = cost(problem, compute, weights, replicas, table.bandwidth, table.devices_below)
     return float(found)
 
 
@@ -393,12 +393,12 @@ def _stage(problem: PipelineProblem, ranges: Ranges, leaves: list[Leaf], index: 
 def _lowest_price(
     problem: PipelineProblem, ranges: Ranges, block: Block, num_replicas: int
 ) -> float:
-    """The lowest level's price, shared by the components of the levels above."""
+    """The lowest level's cost, shared by the components of the levels above."""
     own = overheads(problem).stage_seconds[0]
     compute = np.array([ranges.total(ranges.compute, block) + own])
     weights = np.array([ranges.total(ranges.weights, block)])
     bandwidth = problem.pools[0].levels[0].bytes_per_second
-    alone = price(problem, compute, weights, block.num_replicas, bandwidth, 1)
+    alone = cost(problem, compute, weights, block.num_replicas, bandwidth, 1)
     return float(alone[0]) * block.num_replicas / num_replicas
 
 

@@ -17,7 +17,7 @@ from ..assemble import ORDERED, finish
 from ..cuts import cuts_of
 from ..placements import bandwidths_of
 from ..prediction import predicted
-from ..stage_costs import Prices
+from ..stage_costs import StageCosts
 from ..uniform.layouts import Layout, Place
 from ..uniform.option import Cut, Option, Shape
 from . import sweep
@@ -77,7 +77,7 @@ class Repetitive:
     """One model at several microbatch sizes, its blocks, and its configurations as plans.
 
     Args:
-        problems: By microbatch size: a double-buffered schedule, one device type, flat ring prices.
+        problems: By microbatch size: a double-buffered schedule, one device type, flat ring costs.
 
     Raises:
         ProblemError: Another schedule, several device types, or layers that do not repeat.
@@ -100,9 +100,9 @@ class Repetitive:
         self._options: dict[Configuration, Option] = {}
 
     @cached_property
-    def _prices(self) -> dict[tuple[int, bool], Prices]:
+    def _costs(self) -> dict[tuple[int, bool], StageCosts]:
         return {
-            (size, recompute): Prices(
+            (size, recompute): StageCosts(
                 problem, cuts_of(problem, every=True), bandwidths_of(problem), recompute=recompute
             )
             for size, problem in self.problems.items()
@@ -115,12 +115,12 @@ class Repetitive:
         if self.repetition.num_blocks % stages:
             return None
         problem = self.problems[size]
-        prices = self._prices[size, configuration.recompute]
+        costs = self._costs[size, configuration.recompute]
         if configuration not in self._options:
             replicas = configuration.data_parallel_size
             places = tuple(Place.run(0, stage * replicas, replicas) for stage in range(stages))
             held = tuple(
-                prices.stashed(replicas, (stages - stage) * replicas) for stage in range(stages)
+                costs.stashed(replicas, (stages - stage) * replicas) for stage in range(stages)
             )
             schedule = generate(
                 problem.schedule, pipeline_parallel_size=stages, num_microbatches=stages * replicas,
@@ -128,8 +128,8 @@ class Repetitive:
             )  # fmt: skip
             layout = Layout(replicas, places)
             shape = Shape(layout, 1, schedule, tuple(range(stages)), held)
-            self._options[configuration] = Option(problem, prices, shape)
-        number = {inside: index for index, inside in enumerate(prices.cuts.layer_sets)}
+            self._options[configuration] = Option(problem, costs, shape)
+        number = {inside: index for index, inside in enumerate(costs.cuts.layer_sets)}
         ends = self.repetition.ends(stages, len(problem.layers))
         return self._options[configuration], tuple(number[(1 << end) - 1] for end in ends)
 
@@ -137,7 +137,7 @@ class Repetitive:
         """The closed forms of 3.3.3, blocks being equal shares of the whole model."""
         levels = self.any.pools[0].levels
         blocks, size = self.repetition.num_blocks, self.any.microbatch_size
-        cuts = self._prices[size, False].cuts
+        cuts = self._costs[size, False].cuts
         first = self.repetition.ends(blocks, len(self.any.layers))[1]
         number = cuts.layer_sets.index((1 << first) - 1)
         return ClosedForm(
@@ -158,7 +158,7 @@ class Repetitive:
         )
 
     def question(self, cost_model: CostModel | None = None) -> ParallelPipelineProblem:
-        """Algorithm 1's problem; by default with the profiled layers' own prices."""
+        """Algorithm 1's problem; by default with the profiled layers' own costs."""
         memory = self.any.pools[0].memory_bytes
         return ParallelPipelineProblem(
             num_devices=self.any.num_devices,
@@ -172,7 +172,7 @@ class Repetitive:
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """THROUGHPUT(.) and MEMORY(.) from every layer's own times and bytes, at ring prices.
+    """THROUGHPUT(.) and MEMORY(.) from every layer's own times and bytes, at ring costs.
 
     What the partition solver minimises and ``check`` recounts: uneven first and last stages,
     optimizer state and the weights of every layer are in it.
@@ -198,7 +198,7 @@ def solve(model: Repetitive, cost_model: CostModel | None = None) -> tuple[Pipel
     """The fastest configuration that fits, as a plan; and all rows, fastest first.
 
     Exhaustive over configurations: every device is used, every stage has as many blocks. With
-    the profiled layers' own prices the plan is the best of those; with another cost model it is
+    the profiled layers' own costs the plan is the best of those; with another cost model it is
     the one that this model ranks first.
 
     Raises:
@@ -242,7 +242,7 @@ def _plan(
     plan = finish(
         option.problem,
         option.stages(cut),
-        recompute=option.prices.recompute,
+        recompute=option.costs.recompute,
         objective=seconds,
         bound=bound,
         step=seconds * option.problem.num_microbatches,
@@ -253,6 +253,6 @@ def _plan(
     plan = predicted(option.problem, plan)
     if is_own:
         return plan
-    # Another model's choice is no optimum of these prices, and has no bound in them.
+    # Another model's choice is no optimum of these costs, and has no bound in them.
     proof = replace(plan.proof, termination="feasible", lower_bound=None, gap=None)
     return replace(plan, proof=proof)

@@ -12,7 +12,7 @@ from ....schema.pipeline import PipelineProblem, StagePlan
 from ..assemble import listed, names_between
 from ..cuts import Floats
 from ..infeasible import needs
-from ..stage_costs import Prices
+from ..stage_costs import StageCosts
 from .layouts import Layout, link, span
 
 
@@ -37,10 +37,10 @@ Cut = tuple[int, ...]
 
 
 class Option:
-    """One shape with or without recomputation: prices, memory, bound, and time of its cuts."""
+    """One shape with or without recomputation: costs, memory, bound, and time of its cuts."""
 
-    def __init__(self, problem: PipelineProblem, prices: Prices, shape: Shape) -> None:
-        self.problem, self.prices, self.shape = problem, prices, shape
+    def __init__(self, problem: PipelineProblem, costs: StageCosts, shape: Shape) -> None:
+        self.problem, self.costs, self.shape = problem, costs, shape
         layout = shape.layout
         self.spans = [span(problem, layout, place) for place in shape.place]
         self.links = [
@@ -53,12 +53,12 @@ class Option:
 
     def _bound(self) -> float:
         """Seconds that no cut of this shape beats."""
-        compute = self.prices.compute_seconds[self.pools]
-        if self.prices.cuts.before is None:
+        compute = self.costs.compute_seconds[self.pools]
+        if self.costs.cuts.before is None:
             way = float(np.diff(compute, axis=1).min(axis=0).sum())
         else:
             way = float(compute[:, -1].min()) if len(set(self.pools)) == 1 else 0.0
-        way += float(self.prices.own_seconds[self.pools].sum())
+        way += float(self.costs.own_seconds[self.pools].sum())
         share = way / len(self.shape.layout.places)
         if self.problem.traits.flushes:
             return max(self.rounds * share, way)
@@ -90,11 +90,11 @@ class Option:
 
     def memory(self, stage: int, first: int, last: int) -> float:
         """Bytes of one replica of a stage between two cuts."""
-        return self.prices.stage_memory(first, last, *self.shape.held[stage])
+        return self.costs.stage_memory(first, last, *self.shape.held[stage])
 
     def fits(self, cut: Cut) -> bool:
         """Whether the stages of every device fit it together, and none splits a tied weight."""
-        between = self.prices.between()
+        between = self.costs.between()
         if not all(between[one, other] for one, other in zip(cut, cut[1:], strict=False)):
             return False
         return all(limit is None or used <= limit for used, limit in self._filled(cut))
@@ -109,7 +109,7 @@ class Option:
 
     def nearest(self) -> tuple[float, str] | None:
         """Bytes that a cut of even memory lacks, and the device that lacks them; None: no cut."""
-        size = self.prices.cuts.size
+        size = self.costs.cuts.size
         best = np.full(size, np.inf)
         best[0] = -np.inf
         chosen = []
@@ -118,9 +118,9 @@ class Option:
             # Bytes beyond a chunk's share; without a limit any stage is as good.
             over = np.full((size, size), -1.0)
             if limit is not None:
-                kept = self.prices.own_bytes(*self.shape.held[stage])
+                kept = self.costs.own_bytes(*self.shape.held[stage])
                 over = kept - limit / self.shape.num_chunks
-            total = np.maximum(best[:, None], np.where(self.prices.between(), over, np.inf))
+            total = np.maximum(best[:, None], np.where(self.costs.between(), over, np.inf))
             chosen.append(total.argmin(axis=0))
             best = total[chosen[-1], np.arange(size)]
         if not np.isfinite(best[-1]):
@@ -145,34 +145,34 @@ class Option:
             transfers: How much of its transfers counts.
             share: The device's memory is dealt to so many chunks.
         """
-        cuts, pool = self.prices.cuts, self.pools[stage]
+        cuts, pool = self.costs.cuts, self.pools[stage]
         if self.problem.traits.flushes:
-            compute = self.prices.compute_seconds[pool]
-            ends = compute + self.prices.own_seconds[pool]
+            compute = self.costs.compute_seconds[pool]
+            ends = compute + self.costs.own_seconds[pool]
             found: Floats = ends[None, :] - compute[:, None]
             if stage > 0:
                 found = (
                     found + (transfers * 2 / self.links[stage - 1]) * cuts.crossing_bytes[:, None]
                 )
-                found = found + transfers * 2 * self.prices.message_seconds[:, None]
+                found = found + transfers * 2 * self.costs.message_seconds[:, None]
         else:
-            index = self.prices.bandwidths.index(self.spans[stage])
-            found = self.prices.matrix(pool, self.shape.layout.num_replicas, index)
+            index = self.costs.bandwidths.index(self.spans[stage])
+            found = self.costs.matrix(pool, self.shape.layout.num_replicas, index)
             if stage > 0:
                 edge = 2 * cuts.crossing_bytes / self.links[stage - 1]
-                edge = edge + 2 * self.prices.message_seconds
+                edge = edge + 2 * self.costs.message_seconds
                 found = np.maximum(found, edge[:, None])
         limit = self.problem.pools[pool].limit_bytes
-        barred = ~self.prices.between()
+        barred = ~self.costs.between()
         if limit is not None:
             in_flight, versions = self.shape.held[stage]
-            used = self.prices.own_bytes(in_flight, versions)
+            used = self.costs.own_bytes(in_flight, versions)
             barred |= used > limit / share
         return np.where(barred, np.inf, found)
 
     def least_maximum(self, transfers: float, share: int) -> tuple[float, Cut] | None:
         """The cut with the least heaviest stage; O(stages x cuts^2)."""
-        size = self.prices.cuts.size
+        size = self.costs.cuts.size
         best = np.full(size, np.inf)
         best[0] = 0.0
         chosen = []
@@ -191,48 +191,48 @@ class Option:
         """The steady state's slowest stage or boundary, in seconds per input."""
         slowest = 0.0
         for stage, pool in enumerate(self.pools):
-            index = self.prices.bandwidths.index(self.spans[stage])
+            index = self.costs.bandwidths.index(self.spans[stage])
             replicas = self.shape.layout.num_replicas
-            seconds = self.prices.stage_seconds(cut[stage], cut[stage + 1], pool, replicas, index)
+            seconds = self.costs.stage_seconds(cut[stage], cut[stage + 1], pool, replicas, index)
             slowest = max(slowest, seconds)
             if stage > 0:
-                sent = self.prices.output_seconds(cut[stage], self.links[stage - 1])
+                sent = self.costs.output_seconds(cut[stage], self.links[stage - 1])
                 slowest = max(slowest, sent)
         return slowest
 
     def stages(self, cut: Cut) -> list[StagePlan]:
         """The stages of a cut, as a plan has them."""
-        problem, prices, layout = self.problem, self.prices, self.shape.layout
+        problem, costs, layout = self.problem, self.costs, self.shape.layout
         found = []
         for stage, place in enumerate(self.shape.place):
             first, last, pool = cut[stage], cut[stage + 1], self.pools[stage]
-            weight = float(prices.cuts.weight_bytes[last] - prices.cuts.weight_bytes[first])
+            weight = float(costs.cuts.weight_bytes[last] - costs.cuts.weight_bytes[first])
             sent = 0.0
             if stage + 1 < self.shape.num_stages:
-                sent = prices.output_seconds(last, self.links[stage])
-            index = prices.bandwidths.index(self.spans[stage])
+                sent = costs.output_seconds(last, self.links[stage])
+            index = costs.bandwidths.index(self.spans[stage])
             in_flight, versions = self.shape.held[stage]
             is_further = place in self.shape.place[:stage]
             found.append(
                 StagePlan(
-                    layers=names_between(problem, prices, first, last),
+                    layers=names_between(problem, costs, first, last),
                     num_replicas=layout.num_replicas,
                     device_type=problem.pools[pool].device_type,
                     first_device=layout.places[place].devices[0],
                     devices=listed(layout.places[place].devices),
                     num_in_flight=in_flight,
                     weight_versions=versions,
-                    seconds_per_input=prices.stage_seconds(
+                    seconds_per_input=costs.stage_seconds(
                         first, last, pool, layout.num_replicas, index
                     ),
-                    compute_seconds=prices.stage_compute(first, last, pool),
-                    forward_seconds=prices.stage_forward(first, last, pool),
+                    compute_seconds=costs.stage_compute(first, last, pool),
+                    forward_seconds=costs.stage_forward(first, last, pool),
                     output_seconds=sent,
-                    reduce_seconds=prices.reductions[pool].seconds(
+                    reduce_seconds=costs.reductions[pool].seconds(
                         weight, layout.num_replicas, self.spans[stage]
                     ),
                     update_seconds=problem.pools[pool].update_seconds
-                    * (weight / max(prices.total_weight, 1.0)),
+                    * (weight / max(costs.total_weight, 1.0)),
                     tied_seconds=self._tied(first, last),
                     memory_bytes=round(self.memory(stage, first, last))
                     + (0 if is_further else worker_bytes(problem.pools[pool])),
@@ -241,9 +241,9 @@ class Option:
         return found
 
     def _tied(self, first: int, last: int) -> float | None:
-        if self.prices.cuts.split_bytes is None:
+        if self.costs.cuts.split_bytes is None:
             return None
-        return self.prices.tied_seconds(first, last, self.shape.layout.num_replicas)
+        return self.costs.tied_seconds(first, last, self.shape.layout.num_replicas)
 
     def step(self, cut: Cut) -> float:
         """The step of a cut as the timer has it."""

@@ -24,7 +24,7 @@ from ...effort import DEFAULT, Effort
 from ..assemble import ORDERED, finish
 from ..cuts import cuts_of
 from ..placements import bandwidths_of
-from ..stage_costs import Prices
+from ..stage_costs import StageCosts
 from .layouts import Layout, layouts
 from .option import Cut, Option, Shape
 
@@ -61,10 +61,10 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan
     recompute = (False, True) if problem.recompute is None else (problem.recompute,)
     if problem.traits.splits_backward:
         recompute = (False,)
-    tables = [Prices(problem, cuts, bandwidths, recompute=option) for option in recompute]
+    tables = [StageCosts(problem, cuts, bandwidths, recompute=option) for option in recompute]
     listed = layouts(problem)
     shapes, refusal = _shapes(problem, listed.found)
-    options = [Option(problem, prices, shape) for shape in shapes for prices in tables]
+    options = [Option(problem, costs, shape) for shape in shapes for costs in tables]
     options.sort(key=lambda option: option.bound)
     best = _Best()
     flushes = problem.traits.flushes
@@ -83,7 +83,7 @@ def solve(problem: PipelineProblem, *, effort: Effort = DEFAULT) -> PipelinePlan
     return finish(
         problem,
         best.option.stages(best.cut),
-        recompute=best.option.prices.recompute,
+        recompute=best.option.costs.recompute,
         objective=best.seconds,
         bound=bound,
         step=step,
@@ -211,7 +211,7 @@ def _starts(option: Option) -> Iterator[Cut]:
 
 def _move(option: Option, cut: Cut, seconds: float, best: _Best) -> None:
     """Move one boundary by one cut while that is faster; cuts in one line only."""
-    if option.prices.cuts.before is not None:
+    if option.costs.cuts.before is not None:
         return
     left, better = _MOVES, True
     while better and left > 0:

@@ -20,7 +20,7 @@ from hetflow.solvers.pipeline.makespan.solve import relaxed_step
 from hetflow.solvers.pipeline.makespan.tables import Tables
 from hetflow.solvers.pipeline.placements import build
 from hetflow.solvers.pipeline.solve import solve
-from hetflow.solvers.pipeline.stage_costs import Prices
+from hetflow.solvers.pipeline.stage_costs import StageCosts
 from hetflow.tests.profiles import examples
 
 FEW = settings(max_examples=examples(40))
@@ -182,11 +182,11 @@ def test_no_placement_beats_the_bounds_of_its_step(problem, recompute):
     """Of the least bottleneck's placement; nothing that is found later hides a wrong bound."""
     problem = dataclasses.replace(problem, schedule="1f1b", workers="at_most")
     space = build(problem)
-    prices = Prices(problem, cuts_of(problem), space.bandwidths, recompute=recompute)
-    placed = graph.search(problem, prices, space)
+    costs = StageCosts(problem, cuts_of(problem), space.bandwidths, recompute=recompute)
+    placed = graph.search(problem, costs, space)
     if placed is None:
         return
-    tables = Tables(StepModel(problem, prices, pessimistic=False), space, np.array([0]))
+    tables = Tables(StepModel(problem, costs, pessimistic=False), space, np.array([0]))
     model, total, most, link = tables.model, 0.0, 0.0, 0
     for first, last, move in placed:
         kind = model.kind(move.pool, move.num_replicas, move.span, move.workers, move.source == 0)
@@ -194,9 +194,9 @@ def test_no_placement_beats_the_bounds_of_its_step(problem, recompute):
         total += tables.options(move, kind, first, link, free, np.inf)[last]
         most = max(most, model.left_of(kind, first, max(link, move.span))[last])
         link = max(move.span, move.gap)
-    step = step_of(problem, prices, placed) * (1 + 1e-9)
+    step = step_of(problem, costs, placed) * (1 + 1e-9)
     assert total + most <= step
-    assert relaxed_step(problem, [prices]) <= step
+    assert relaxed_step(problem, [costs]) <= step
 
 
 def test_equal_stages_attain_the_bound():

@@ -1,4 +1,4 @@
-"""Stated partitions are priced as the search would price them."""
+"""A stated partition costs what the search would say it costs."""
 
 import dataclasses
 
