@@ -221,7 +221,7 @@ class Moving:
 def resize(launch: Moving, draw: random.Random) -> list[str]:
     """From four workers to two, and to three of two types, after random steps."""
     present = len(MAPPINGS["4 workers"])
-    newcomers = 0
+    joined = 0
     for number, workers in enumerate(RESIZES):
         launch.allow(launch.limit + draw.randint(1, 3))
         step = launch.limit
@@ -232,8 +232,8 @@ def resize(launch: Moving, draw: random.Random) -> list[str]:
             [*HETFLOW, "resize", str(launch.folder / "run"), "--plan", str(plan)],
             stdout=subprocess.DEVNULL,
         )
-        newcomers += sum(kind == "cpu:slow" for kind, _ in workers)
-        launch.wait(lambda: len(launch.workers_at(0)) >= 4 + newcomers)  # noqa: B023
+        joined += sum(kind == "cpu:slow" for kind, _ in workers)
+        launch.wait(lambda: len(launch.workers_at(0)) >= 4 + joined)  # noqa: B023
         launch.wait(lambda: asked.poll() is not None, goes_on=True)  # noqa: B023
         if asked.returncode:
             raise SystemExit("the resize did not come about")

@@ -94,9 +94,9 @@ class PhillyTrace:
         if not rates:
             types = sorted({t for e in self.throughputs.models for t in e.steps_per_second})
             guess = nearest(self.reference_device, types)
-            mend = f"did you mean {guess!r}?" if guess else f"known: {', '.join(types)}"
+            fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(types)}"
             raise FileError(
-                f"{self.path}: no model has a throughput on {self.reference_device!r}; {mend}"
+                f"{self.path}: no model has a throughput on {self.reference_device!r}; {fix}"
             )
         return rates
 

@@ -93,8 +93,8 @@ def _faster(request: SolveRequest) -> SplitPlan | PipelinePlan:
     if refused:
         ((missing, reason),) = refused.items()
         say = _log.info if isinstance(reason, InfeasibleError) else _log.warning
-        mend = f" ({reason.hint})" if reason.hint else ""
-        say(f"there is no {missing} plan to compare with: {reason.message}{mend}")
+        fix = f" ({reason.hint})" if reason.hint else ""
+        say(f"there is no {missing} plan to compare with: {reason.message}{fix}")
         return _compared(plans[0], {"kind": missing, "refused": reason.message})
     taken, other = sorted(plans, key=lambda plan: plan.predicted.step_seconds)
     gain = other.predicted.step_seconds / taken.predicted.step_seconds - 1

@@ -63,9 +63,9 @@ class Cluster:
             for name in group.devices:
                 if name not in self.device_types:
                     guess = nearest(name, list(self.device_types))
-                    mend = f"; did you mean {guess!r}?" if guess else ""
+                    fix = f"; did you mean {guess!r}?" if guess else ""
                     raise ProblemError(
-                        f"servers[{index}].devices: {name!r} is not in device_types{mend}"
+                        f"servers[{index}].devices: {name!r} is not in device_types{fix}"
                     )
         total = sum(self.num_devices.values())
         if total > MAX_DEVICES:

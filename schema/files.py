@@ -127,8 +127,8 @@ def _check_schema(data: dict[str, Any], expected: type, name: str) -> None:
         raise FileError(f'{name}: $.schema: missing; add "schema": "{wanted}"')
     if found != wanted:
         guess = nearest(str(found), list(_KINDS))
-        mend = f"; did you mean {guess!r}?" if guess and str(found) not in _KINDS else ""
-        raise FileError(f"{name}: $.schema: must be {wanted!r}, got {str(found)[:60]!r}{mend}")
+        fix = f"; did you mean {guess!r}?" if guess and str(found) not in _KINDS else ""
+        raise FileError(f"{name}: $.schema: must be {wanted!r}, got {str(found)[:60]!r}{fix}")
     kind = str(data.get("kind"))
     if "kind" in fields and kind in _KINDS[wanted] and kind != fields["kind"].default:
         raise FileError(

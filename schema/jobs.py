@@ -90,8 +90,8 @@ def _refuse_twins(names: list[str], what: str) -> None:
 def _known_entity(name: str | None, names: Mapping[str, Entity], who: str) -> None:
     if name is not None and name not in names:
         guess = nearest(name, list(names))
-        mend = f"did you mean {guess!r}?" if guess else "add it to entities"
-        raise ProblemError(f"{who} belongs to {name!r}, which is not an entity; {mend}")
+        fix = f"did you mean {guess!r}?" if guess else "add it to entities"
+        raise ProblemError(f"{who} belongs to {name!r}, which is not an entity; {fix}")
 
 
 def _refuse_cycle(start: Entity, names: Mapping[str, Entity]) -> None:
@@ -291,8 +291,8 @@ def no_throughput(job: Job, known: list[tuple[str, int]]) -> str:
             f"measured with {', '.join(map(str, scales))}; add it, or change its scale_factor"
         )
     guess = nearest(job.model, sorted({model for model, _ in known}))
-    mend = f"did you mean {guess!r}?" if guess else "add it to the throughputs"
-    return f"job {job.id!r}: no throughput of {job.model!r}; {mend}"
+    fix = f"did you mean {guess!r}?" if guess else "add it to the throughputs"
+    return f"job {job.id!r}: no throughput of {job.model!r}; {fix}"
 
 
 @record

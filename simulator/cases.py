@@ -78,8 +78,8 @@ class Case:
     def __post_init__(self) -> None:
         if self.scheduler not in SCHEDULERS:
             guess = nearest(self.scheduler, SCHEDULERS)
-            mend = f"did you mean {guess!r}?" if guess else f"known: {', '.join(SCHEDULERS)}"
-            raise ProblemError(f"no scheduler {self.scheduler!r}; {mend}")
+            fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(SCHEDULERS)}"
+            raise ProblemError(f"no scheduler {self.scheduler!r}; {fix}")
         if self.space_sharing and not self.scheduler.endswith("rounds"):
             raise ProblemError(
                 f"space sharing is for rounds, {self.scheduler} runs every job on its own devices; "

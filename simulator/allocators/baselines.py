@@ -53,7 +53,7 @@ class GreedyFifo:
 class FifoAnyType:
     """FIFO blind to device types: a waiting job takes a random type with room and keeps it.
 
-    YARN's capacity scheduler in one queue, and the published agnostic FIFO with its mends.
+    YARN's capacity scheduler in one queue, and the published agnostic FIFO with its fixes.
     """
 
     name, agnostic, shares_space = "fifo_any_type", True, False

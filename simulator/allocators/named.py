@@ -206,8 +206,8 @@ def allocator_named(
     if policy is None:
         known = [*POLICIES.names(), *_OWN]
         guess = nearest(name, known)
-        mend = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
-        raise ProblemError(f"no policy {name!r}; {mend}")
+        fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
+        raise ProblemError(f"no policy {name!r}; {fix}")
     if policy.incremental is not None and not columns:
         weighted = policy.incremental.weighted
         if agnostic and not shares_space:

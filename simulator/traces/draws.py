@@ -61,8 +61,8 @@ def draw_jobs(options: TraceOptions, throughputs: Throughputs) -> Iterator[Job]:
     if not models:
         types = sorted({t for entry in throughputs.models for t in entry.steps_per_second})
         guess = nearest(device, types)
-        mend = f"did you mean {guess!r}?" if guess else f"known: {', '.join(types)}"
-        raise ProblemError(f"no model has a throughput on device type {device!r}; {mend}")
+        fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(types)}"
+        raise ProblemError(f"no model has a throughput on device type {device!r}; {fix}")
     scales = {scale for (model, scale), rate in rates.items() if rate > 0 and model in models}
     random = np.random.default_rng(options.seed)
     now = 0.0

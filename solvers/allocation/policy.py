@@ -152,8 +152,8 @@ def policy_named(name: str) -> Policy:
     if found is None:
         known = POLICIES.names()
         guess = nearest(name, known)
-        mend = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
-        raise ProblemError(f"no policy {name!r}; {mend}")
+        fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
+        raise ProblemError(f"no policy {name!r}; {fix}")
     return found
 
 

@@ -304,7 +304,7 @@ class _System:
             self.spent -= over_rows(p.level_capacity * at.price)
 
     def direction(self, change: Floats) -> Point:
-        """The step whose products change by ``change`` (all) and that mends infeasibility."""
+        """The step whose products change by ``change`` (all) and that removes infeasibility."""
         p, at, n = self.p, self.at, self.p.count
         xi = Point(*at.rows, change, at.dual, 0.0)
         step = at.empty_like()
