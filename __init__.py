@@ -10,7 +10,8 @@ first used, so planning starts without torch::
     record = hetflow.launch(plan, "train.py", ["--epochs", "90"])
 
 and in the training script ``job = hetflow.prepare(model, optimizer)``. What a person should know
-beside a result goes to the logger ``hetflow`` of ``logging``.
+beside a result goes to the logger ``hetflow`` of ``logging``. What a plug-in is written with is in
+``hetflow.plugins``.
 
 The repository root is this package: every folder beside this file imports as
 ``hetflow.<folder>``. See docs/ for the file formats and the design decisions.
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from . import plugins
     from .api.allocate import allocate
     from .api.check import check
     from .api.files import read, write
@@ -55,6 +57,7 @@ _WHERE = {
     "check": "api.check",
     "dry_run": "api.launch",
     "launch": "api.launch",
+    "plugins": "plugins",
     "prepare": "runtime",
     "profile": "api.profile",
     "read": "api.files",
@@ -112,6 +115,7 @@ __all__ = [
     "check",
     "dry_run",
     "launch",
+    "plugins",
     "prepare",
     "profile",
     "read",
@@ -127,7 +131,8 @@ def __getattr__(name: str) -> object:
     """Load a public name when it is first used."""
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{_WHERE[name]}", __name__), name)
+    module = import_module(f".{_WHERE[name]}", __name__)
+    value = module if name == "plugins" else getattr(module, name)
     globals()[name] = value
     return value
 

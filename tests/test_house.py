@@ -32,8 +32,9 @@ MAY_IMPORT = {
     "simulator": {"schema", "costs", "schedules", "solvers"},
     "examples": {
         "schema", "schedules", "costs", "checks", "solvers", "planning", "protocol", "runtime",
-        "profilers", "simulator", "importers", "exporters",
+        "profilers", "simulator", "importers", "exporters", "plugins",
     },
+    "plugins": {"schema", "schedules", "solvers", "checks", "importers", "exporters"},
     "api": {
         "schema", "planning", "importers", "profilers", "protocol", "runtime", "launcher",
         "simulator", "checks",

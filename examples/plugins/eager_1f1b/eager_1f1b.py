@@ -5,11 +5,7 @@ twice as many forward passes before the first backward pass it has other work me
 twice the activations. A batch still ends with one update, so training is that of 1F1B, bit for bit.
 """
 
-from hetflow.schedules.one_f_one_b import one_rank
-from hetflow.schedules.operations import Schedule
-from hetflow.schedules.parallel import parallel_pipelines
-from hetflow.schedules.registry import schedule
-from hetflow.schedules.shape import PipelineShape
+from hetflow.plugins import PipelineShape, Schedule, one_rank, parallel_pipelines, schedule
 
 
 @schedule("eager-1f1b", weight_semantics="flush", replicas="uniform", order="own")

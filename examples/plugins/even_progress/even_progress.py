@@ -1,9 +1,6 @@
 """Max-min fairness over the part of its remaining steps that each job makes in a second."""
 
-from hetflow.checks.judges import Judge, judge
-from hetflow.solvers.allocation.goals import MaxMin
-from hetflow.solvers.allocation.instance import Instance
-from hetflow.solvers.allocation.policy import policy
+from hetflow.plugins import Instance, Judge, MaxMin, judge, policy
 
 
 @policy(

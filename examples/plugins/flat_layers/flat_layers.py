@@ -4,9 +4,8 @@
 profiler's log give it.
 """
 
-from hetflow.importers.registry import layer_importer
-from hetflow.schema.errors import FileError
-from hetflow.schema.profile import LayerGraph, LayerNode
+from hetflow import FileError
+from hetflow.plugins import LayerGraph, LayerNode, layer_importer
 
 
 @layer_importer("flat-layers", title="a table of layers")

@@ -1,8 +1,7 @@
 """Plans as Markdown tables, for a pull request or a wiki page."""
 
-from hetflow.exporters.registry import exporter
-from hetflow.schema.pipeline import PipelinePlan
-from hetflow.schema.plan import SplitPlan
+from hetflow import PipelinePlan, SplitPlan
+from hetflow.plugins import exporter
 
 
 @exporter("markdown", takes=(SplitPlan, PipelinePlan))
