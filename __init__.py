@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .api.files import read, write
     from .api.launch import dry_run, launch
     from .api.profile import profile
+    from .api.rent import rent
     from .api.resize import resize
     from .api.simulate import simulate, sweep
     from .api.solve import solve
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         TargetError,
     )
     from .schema.jobs import Allocation, Job, Jobs, ModelThroughput, Throughputs
+    from .schema.market import RentReport
     from .schema.optimizer import OptimizerState
     from .schema.pipeline import PipelinePlan
     from .schema.plan import SplitPlan
@@ -61,6 +63,7 @@ _WHERE = {
     "prepare": "runtime",
     "profile": "api.profile",
     "read": "api.files",
+    "rent": "api.rent",
     "resize": "api.resize",
     "simulate": "api.simulate",
     "solve": "api.solve",
@@ -75,6 +78,7 @@ _WHERE = {
     "OptimizerState": "schema.optimizer",
     "PipelinePlan": "schema.pipeline",
     "Profile": "schema.profile",
+    "RentReport": "schema.market",
     "ResizeAnswer": "schema.resize",
     "RunRecord": "schema.run",
     "SimulationRun": "schema.simulation",
@@ -105,6 +109,7 @@ __all__ = [
     "PipelinePlan",
     "ProblemError",
     "Profile",
+    "RentReport",
     "ResizeAnswer",
     "RunRecord",
     "SimulationRun",
@@ -119,6 +124,7 @@ __all__ = [
     "prepare",
     "profile",
     "read",
+    "rent",
     "resize",
     "simulate",
     "solve",

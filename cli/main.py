@@ -23,6 +23,7 @@ from . import (
     import_,
     launch,
     profile,
+    rent,
     resize,
     show,
     simulate,
@@ -92,6 +93,7 @@ register(app, resize.resize, short_help="Change a running job's devices.")
 register(app, throughputs.throughputs, short_help="Profiles as throughputs of jobs.")
 register(app, allocate.allocate, short_help="Share a pool among jobs.")
 register(app, simulate.simulate, short_help="What would happen over weeks.")
+register(app, rent.rent, short_help="Spot or on demand, under a deadline.")
 register(app, show.show, short_help="Any hetflow file as a table or a picture.")
 register(app, import_.import_, name="import", short_help="Read foreign layer profiles.")
 register(app, export.export, short_help="Write layers in a foreign format.")

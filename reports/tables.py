@@ -3,12 +3,14 @@
 from ..schema.cluster import Cluster
 from ..schema.files import Record
 from ..schema.launch import LaunchConfig
+from ..schema.market import Market, RentReport
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import Prediction, Proof, SplitPlan
 from ..schema.profile import Profile
 from ..schema.run import RunRecord
 from . import cluster_tables
 from .grid import grid, mebibytes, milliseconds
+from .market_tables import market_table, rent_table
 from .terms import terms_table
 
 
@@ -24,6 +26,10 @@ def table_of(record: Record) -> str:
         return pipeline_table(record)
     if isinstance(record, LaunchConfig):
         return launch_table(record)
+    if isinstance(record, Market):
+        return market_table(record)
+    if isinstance(record, RentReport):
+        return rent_table(record)
     if isinstance(record, RunRecord):
         return run_table(record)
     return cluster_tables.table_of(record)

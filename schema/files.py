@@ -13,6 +13,7 @@ from .cluster import Cluster
 from .errors import FileError
 from .jobs import Allocation, Jobs, Throughputs
 from .launch import LaunchConfig
+from .market import Market, RentReport
 from .pipeline import PipelinePlan
 from .plan import SplitPlan
 from .profile import Profile
@@ -33,6 +34,8 @@ Record = (
     | Throughputs
     | Allocation
     | SimulationRun
+    | Market
+    | RentReport
 )
 R = TypeVar("R")
 

@@ -36,8 +36,8 @@ MAY_IMPORT = {
     },
     "plugins": {"schema", "schedules", "solvers", "checks", "importers", "exporters"},
     "api": {
-        "schema", "planning", "importers", "profilers", "protocol", "runtime", "launcher",
-        "simulator", "checks",
+        "schema", "planning", "solvers", "importers", "profilers", "protocol", "runtime",
+        "launcher", "simulator", "checks",
     },
     "cli": {
         "schema", "costs", "schedules", "checks", "solvers", "planning", "protocol", "runtime",

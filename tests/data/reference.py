@@ -6,14 +6,24 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-ARCHIVE = Path(__file__).with_name("reference.tar.xz")
+HERE = Path(__file__).parent
 
 
 @cache
 def folder() -> Path:
     """A folder with ``gavel/``, ``pipedream/`` and ``ptdp/``; gone when the process ends."""
+    return _unpacked("reference.tar.xz")
+
+
+@cache
+def availability() -> Path:
+    """A folder with ``cant_be_late/REGION/overhead_H/*.json`` and its results; likewise."""
+    return _unpacked("availability.tar.xz") / "availability"
+
+
+def _unpacked(name: str) -> Path:
     place = tempfile.TemporaryDirectory(prefix="hetflow-reference-")
     atexit.register(place.cleanup)
-    with tarfile.open(ARCHIVE) as archive:
+    with tarfile.open(HERE / name) as archive:
         archive.extractall(place.name, filter="data")
     return Path(place.name)

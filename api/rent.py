@@ -1,0 +1,76 @@
+"""``hetflow.rent``."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..importers.availability import read_availability
+from ..schema.errors import ProblemError
+from ..schema.market import Availability, RentReport
+from ..simulator.market.compare import compare
+from ..solvers.market.deadline import DeadlineJob
+
+Windows = Sequence[Availability | Path | str]
+
+
+def rent(
+    windows: Windows,
+    *,
+    work_seconds: float,
+    deadline_seconds: float,
+    on_demand_dollars_per_hour: float,
+    spot_dollars_per_hour: float,
+    restart_seconds: float = 300.0,
+    history: Windows = (),
+    policies: Sequence[str] | None = None,
+) -> RentReport:
+    """Say how to rent one machine for a job under a deadline: spot, on demand, or both in turn.
+
+    Policies are replayed on windows of availability; each window's least possible cost, with the
+    window known in advance, stands beside them.
+
+    Args:
+        windows: Availability to replay on: records, files, or folders of files.
+        work_seconds: What is to be done, on a machine that is never lost.
+        deadline_seconds: When it must be done.
+        on_demand_dollars_per_hour: Price of a machine on demand.
+        spot_dollars_per_hour: Price of a spot machine.
+        restart_seconds: From a launch until work goes on from the last checkpoint.
+        history: What ``dynamic_program`` learns how machines come and go from, beside no window.
+        policies: ``on_demand``, ``greedy``, ``uniform_progress``, ``dynamic_program``; None for all
+            that can be used.
+
+    Raises:
+        ProblemError: A number, a window or a policy's name cannot be used.
+        InfeasibleError: The work cannot end in time on any machine.
+        FileError: A file is missing or has faults.
+
+    Example:
+        >>> import hetflow
+        >>> from hetflow.schema.market import Availability
+        >>> there = Availability(zone="a", tick_seconds=600, available=(1, 1, 0, 1, 1, 1))
+        >>> report = hetflow.rent(
+        ...     [there], work_seconds=1800, deadline_seconds=3600, restart_seconds=0,
+        ...     on_demand_dollars_per_hour=3, spot_dollars_per_hour=1,
+        ... )
+        >>> report.choice, report.bound_dollars
+        ('greedy', (0.5,))
+    """
+    read = _read(windows)
+    if not read:
+        raise ProblemError("there is no window of availability to replay on")
+    job = DeadlineJob(
+        work_seconds=work_seconds,
+        deadline_seconds=deadline_seconds,
+        restart_seconds=restart_seconds,
+        tick_seconds=read[0].tick_seconds,
+        on_demand_dollars_per_hour=on_demand_dollars_per_hour,
+        spot_dollars_per_hour=spot_dollars_per_hour,
+    )
+    return compare(job, read, history=_read(history), policies=policies)
+
+
+def _read(windows: Windows) -> list[Availability]:
+    found: list[Availability] = []
+    for window in windows:
+        found += [window] if isinstance(window, Availability) else read_availability(Path(window))
+    return found

@@ -1,0 +1,84 @@
+"""``hetflow rent``: how to rent a machine for a job under a deadline."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json
+
+if TYPE_CHECKING:
+    from ..schema.market import RentReport
+
+
+def rent(
+    windows: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Windows of availability: hetflow.market/1, Can't Be Late's JSON, or folders."
+        ),
+    ],
+    work_hours: Annotated[
+        float, typer.Option(help="Work to do, on a machine that is never lost.", min=0.0)
+    ],
+    deadline_hours: Annotated[float, typer.Option(help="When it must be done.", min=0.0)],
+    on_demand: Annotated[float, typer.Option(help="Dollars per hour on demand.", min=0.0)],
+    spot: Annotated[float, typer.Option(help="Dollars per hour of a spot machine.", min=0.0)],
+    restart_seconds: Annotated[
+        float,
+        typer.Option(min=0.0, help="From a launch until work goes on from the last checkpoint."),
+    ] = 300.0,
+    history: Annotated[
+        list[Path] | None,
+        typer.Option(help="Windows that dynamic_program learns from; may be repeated."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="on_demand, greedy, uniform_progress or dynamic_program; may be repeated. "
+            "Default: all that can be used."
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the report here.")
+    ] = None,
+    force: ForceFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """Choose between spot and on-demand machines for a job under a deadline.
+
+    Policies are replayed on windows of availability, beside the least that anybody could have
+    paid who knew the window in advance.
+
+    \b
+    hetflow rent windows/ --history older/ --work-hours 48 --deadline-hours 52 --on-demand 3.06 --spot 0.97
+    """  # noqa: E501
+    from .. import rent as replay
+    from ..schema.files import check_writable
+
+    if output is not None:
+        check_writable(output, force=force)
+    report = replay(
+        windows,
+        work_seconds=work_hours * 3600,
+        deadline_seconds=deadline_hours * 3600,
+        on_demand_dollars_per_hour=on_demand,
+        spot_dollars_per_hour=spot,
+        restart_seconds=restart_seconds,
+        history=history or (),
+        policies=policy or None,
+    )
+    if output is not None:
+        emit_file(report, output, force=force)
+    if json:
+        from ..schema.files import to_plain
+
+        emit_json(to_plain(report))
+    else:
+        emit(_table(report))
+
+
+def _table(report: "RentReport") -> str:
+    from ..reports.market_tables import rent_table
+
+    return rent_table(report)

@@ -1,0 +1,1 @@
+"""One job on a spot market, tick by tick."""

@@ -1,0 +1,104 @@
+"""Policies for one job under a deadline, replayed on the same windows beside the least possible."""
+
+from collections.abc import Sequence
+
+from ...schema.errors import ProblemError
+from ...schema.market import Availability, PolicyReplay, RentReport
+from ...solvers.market import named
+from ...solvers.market.chain import chain_of
+from ...solvers.market.deadline import DeadlineJob
+from ...solvers.market.offline import least_dollars
+from ...solvers.market.policies.dynamic_program import DynamicProgram
+from .replay import replay
+
+
+def compare(
+    job: DeadlineJob,
+    windows: Sequence[Availability],
+    *,
+    history: Sequence[Availability] = (),
+    policies: Sequence[str] | None = None,
+) -> RentReport:
+    """Replay policies on windows.
+
+    Args:
+        job: The job; its tick is that of the windows.
+        windows: What to replay on. Each is as long as the deadline, and known throughout.
+        history: What ``dynamic_program`` learns from. It should hold none of the windows.
+        policies: Names; None for all, without those that need a history where there is none.
+
+    Raises:
+        ProblemError: No windows, a window that is too short or unknown somewhere, ticks of unlike
+            lengths, or no policy of that name.
+    """
+    if not windows:
+        raise ProblemError("there is no window of availability to replay on")
+    _check_ticks(job, [*windows, *history])
+    ticks = [_known(window, job) for window in windows]
+    chain = chain_of(window.available for window in history) if history else None
+    names = policies or [name for name in named.NAMES if chain or name not in named.LEARNED]
+    bound = [least_dollars(job, window) for window in ticks]
+    replays, expected = [], None
+    for name in dict.fromkeys(names):
+        policy = named.policy_of(name, job, chain)
+        if isinstance(policy, DynamicProgram):
+            expected = policy.expected(bool(ticks[0][0]))
+        outcomes = [replay(job, policy, window) for window in ticks]
+        dollars = tuple(outcome.dollars for outcome in outcomes)
+        replays.append(
+            PolicyReplay(
+                policy=name,
+                mean_dollars=sum(dollars) / len(dollars),
+                mean_over_bound=_mean_ratio(dollars, bound),
+                missed_deadlines=sum(outcome.is_late for outcome in outcomes),
+                mean_launches=sum(outcome.num_launches for outcome in outcomes) / len(outcomes),
+                dollars=dollars,
+            )
+        )
+    in_time = [entry for entry in replays if not entry.missed_deadlines]
+    return RentReport(
+        work_seconds=job.work_seconds,
+        deadline_seconds=job.deadline_seconds,
+        restart_seconds=job.restart_seconds,
+        on_demand_dollars_per_hour=job.on_demand_dollars_per_hour,
+        spot_dollars_per_hour=job.spot_dollars_per_hour,
+        windows=tuple(window.zone for window in windows),
+        bound_dollars=tuple(bound),
+        policies=tuple(replays),
+        choice=min(in_time, key=lambda entry: entry.mean_dollars).policy if in_time else None,
+        expected_dollars=expected,
+    )
+
+
+def _check_ticks(job: DeadlineJob, windows: Sequence[Availability]) -> None:
+    for window in windows:
+        if window.tick_seconds != job.tick_seconds:
+            raise ProblemError(
+                f"{window.zone}: ticks of {window.tick_seconds:g} s, others have "
+                f"{job.tick_seconds:g} s",
+                hint="give windows of one tick length",
+            )
+
+
+def _known(window: Availability, job: DeadlineJob) -> list[int]:
+    """The ticks until the deadline."""
+    ticks = window.available[: job.num_ticks]
+    if len(ticks) < job.num_ticks:
+        raise ProblemError(
+            f"{window.zone}: its {len(ticks)} ticks end before the deadline",
+            hint="give longer windows, or an earlier deadline",
+        )
+    known = [tick for tick in ticks if tick is not None]
+    if len(known) < len(ticks):
+        raise ProblemError(
+            f"{window.zone}: tick {ticks.index(None)} is unknown",
+            hint="a replay needs windows that are known until the deadline",
+        )
+    return list(known)
+
+
+def _mean_ratio(dollars: Sequence[float], bound: Sequence[float]) -> float:
+    ratios = [
+        paid / least if least > 0 else 1.0 for paid, least in zip(dollars, bound, strict=True)
+    ]
+    return sum(ratios) / len(ratios)

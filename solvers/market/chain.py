@@ -1,0 +1,72 @@
+"""How spot machines come and go, as a Markov chain over how long they have been as they are.
+
+A state is "there" or "gone" and the class of its run length so far: real runs have heavy tails, so
+that what has lasted will last. Counts come from windows of history, with a weak prior for states
+that these never showed.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schema.errors import ProblemError
+
+RUN_CLASSES = (1, 2, 4, 7, 13, 25, 49)
+"""The least run length, in ticks, of each class."""
+_PRIOR_STAYS, _PRIOR_FLIPS = 0.9, 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Transitions [states, states]; states are the classes of "there", then those of "gone"."""
+
+    transitions: NDArray[np.float64]
+
+    @property
+    def num_states(self) -> int:
+        """Both kinds of classes."""
+        return len(self.transitions)
+
+    @property
+    def num_there(self) -> int:
+        """The states in which spot machines can be had."""
+        return self.num_states // 2
+
+
+def state_of(has_spot: bool, run_length: int) -> int:
+    """The state of a run so far."""
+    index = sum(run_length >= least for least in RUN_CLASSES) - 1
+    return index if has_spot else len(RUN_CLASSES) + index
+
+
+def chain_of(windows: Iterable[Sequence[int | None]]) -> Chain:
+    """Count the transitions of windows of history.
+
+    Args:
+        windows: Each [ticks]: 1 there, 0 gone, None unknown. Nothing is counted across what is
+            unknown.
+
+    Raises:
+        ProblemError: No two neighbouring ticks are known.
+    """
+    half = len(RUN_CLASSES)
+    counts = np.zeros((2 * half, 2 * half))
+    for window in windows:
+        last, length, state = None, 0, None
+        for tick in window:
+            if tick is None:
+                last, state = None, None
+                continue
+            length = length + 1 if tick == last else 1
+            found = state_of(bool(tick), length)
+            if state is not None:
+                counts[state, found] += 1
+            last, state = tick, found
+    if not counts.any():
+        raise ProblemError("the history has no two neighbouring ticks that are known")
+    for state in range(2 * half):
+        counts[state, state] += _PRIOR_STAYS
+        counts[state, half if state < half else 0] += _PRIOR_FLIPS
+    return Chain(counts / counts.sum(axis=1, keepdims=True))

@@ -1,0 +1,1 @@
+"""Policies for a job under a deadline: one a file."""

@@ -1,0 +1,86 @@
+"""The least expected dollars, by dynamic programming over a chain learned from history.
+
+States are the tick, what is held, the work left, and the chain's state. What cannot end in time
+whatever the market does costs so much that it is never chosen while anything else is left, so no
+deadline is missed, however wrong the chain is. Optimal for the chain and the grid;
+O(ticks x states x modes x units) once, then one look-up a tick.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..chain import Chain, state_of
+from ..deadline import DeadlineJob, Hold, Moment
+from ..grid import Grid, Values, done, grid_of
+
+_LATE = np.float32(1e9)  # dollars; more than any job costs, less than what float32 cannot hold
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicProgram:
+    """Decisions [ticks, states, modes, units + 1] for one job.
+
+    ``expected_dollars``: [states] from the start, by the chain's state in the first tick.
+    """
+
+    grid: Grid
+    decisions: NDArray[np.int8]
+    expected_dollars: tuple[float, ...]
+
+    def choose(self, job: DeadlineJob, now: Moment) -> Hold:
+        """Look the decision up."""
+        state = state_of(now.has_spot, now.run_length)
+        mode = self.grid.mode_of(now.held, now.pending_seconds)
+        units = self.grid.units_of(now.work_left_seconds)
+        return Hold(int(self.decisions[now.tick, state, mode, units]))
+
+    def expected(self, has_spot: bool) -> float:
+        """Expected dollars of a job that starts as spot machines come or go."""
+        return self.expected_dollars[state_of(has_spot, 1)]
+
+
+def solve(job: DeadlineJob, chain: Chain) -> DynamicProgram:
+    """Decide for every tick and state what to hold."""
+    grid = grid_of(job)
+    shape = (chain.num_states, grid.num_modes, grid.num_units + 1)
+    values: Values = np.full(shape, _LATE, np.float32)
+    values[..., 0] = 0.0
+    decisions = np.zeros((job.num_ticks, *shape), np.int8)
+    moves = chain.transitions.astype(np.float32)
+    for tick in range(job.num_ticks - 1, -1, -1):
+        expected = np.tensordot(moves, values, (1, 0))
+        values = _before(job, grid, chain, expected, decisions[tick])
+    return DynamicProgram(grid, decisions, tuple(map(float, values[:, 0, grid.num_units])))
+
+
+def _before(
+    job: DeadlineJob, grid: Grid, chain: Chain, expected: Values, decisions: NDArray[np.int8]
+) -> Values:
+    """Least expected dollars from a tick on [states, modes, units + 1]; fills the decisions."""
+    least = np.empty_like(expected)
+    launches = {
+        hold: np.float32(job.tick_dollars(hold))
+        + done(expected[:, grid.first_of(hold)], grid.launched_units)
+        for hold in (Hold.SPOT, Hold.ON_DEMAND)
+    }
+    for mode in range(grid.num_modes):
+        held = Hold.NOTHING if mode == 0 else Hold(1 + (mode - 1) // len(grid.levels))
+        offers = dict(launches)
+        if held is not Hold.NOTHING:
+            offers[held] = np.float32(job.tick_dollars(held)) + done(
+                expected[:, grid.after(mode)], grid.progress_units[grid.level_of(mode)]
+            )
+        best = expected[:, 0].copy()
+        choice = np.zeros(best.shape, np.int8)
+        for hold, offer in offers.items():
+            better = offer < best
+            if hold is Hold.SPOT:
+                better[chain.num_there :] = False
+            best[better] = offer[better]
+            choice[better] = hold
+        least[:, mode], decisions[:, mode] = best, choice
+    np.minimum(least, _LATE, out=least)
+    least[..., 0] = 0.0
+    return least

@@ -1,0 +1,204 @@
+"""One job under a deadline: every policy against the least possible, and that against all ways."""
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetflow.importers.availability import read_availability
+from hetflow.schema.errors import InfeasibleError, ProblemError
+from hetflow.simulator.market.compare import compare
+from hetflow.simulator.market.replay import replay
+from hetflow.solvers.market.chain import chain_of
+from hetflow.solvers.market.deadline import DeadlineJob, Hold, Moment
+from hetflow.solvers.market.named import NAMES, policy_of
+from hetflow.solvers.market.offline import least_dollars
+from hetflow.tests.data import reference
+
+PUBLISHED = json.loads((reference.availability() / "cant_be_late_results.json").read_text())
+
+
+def job(
+    *,
+    work: float = 3.0,
+    deadline: float = 6.0,
+    restart: float = 0.5,
+    on_demand: float = 3.0,
+    spot: float = 1.0,
+) -> DeadlineJob:
+    """Numbers in ticks of an hour."""
+    return DeadlineJob(
+        work_seconds=work * 3600,
+        deadline_seconds=deadline * 3600,
+        restart_seconds=restart * 3600,
+        tick_seconds=3600.0,
+        on_demand_dollars_per_hour=on_demand,
+        spot_dollars_per_hour=spot,
+    )
+
+
+class Stated:
+    """Hold what a list says."""
+
+    def __init__(self, holds: Sequence[Hold]) -> None:
+        self.holds = holds
+
+    def choose(self, job: DeadlineJob, now: Moment) -> Hold:
+        return self.holds[now.tick]
+
+
+def exhaustive(one: DeadlineJob, window: Sequence[int]) -> float:
+    """The least dollars over every way to hold machines."""
+    best = float("inf")
+    offers = [
+        (Hold.NOTHING, Hold.SPOT, Hold.ON_DEMAND) if there else (Hold.NOTHING, Hold.ON_DEMAND)
+        for there in window[: one.num_ticks]
+    ]
+    for holds in product(*offers):
+        outcome = replay(one, Stated(holds), window)
+        if not outcome.is_late:
+            best = min(best, outcome.dollars)
+    return best
+
+
+JOBS = st.builds(
+    job,
+    work=st.sampled_from([1.0, 1.5, 2.0, 2.5]),
+    deadline=st.sampled_from([5.0, 6.0]),
+    restart=st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.25]),
+    on_demand=st.sampled_from([2.0, 3.0]),
+    spot=st.sampled_from([0.5, 1.0]),
+)
+WINDOWS = st.lists(st.sampled_from([0, 1]), min_size=6, max_size=6)
+
+
+@given(one=JOBS, window=WINDOWS)
+def test_the_least_is_that_over_every_way(one: DeadlineJob, window: list[int]) -> None:
+    assert least_dollars(one, window) == pytest.approx(exhaustive(one, window), rel=1e-5)
+
+
+@given(one=JOBS, window=WINDOWS, history=st.lists(WINDOWS, min_size=1, max_size=3))
+def test_no_policy_is_late_or_below_the_least(
+    one: DeadlineJob, window: list[int], history: list[list[int]]
+) -> None:
+    least = least_dollars(one, window)
+    for name in NAMES:
+        outcome = replay(one, policy_of(name, one, chain_of(history)), window)
+        assert not outcome.is_late, name
+        assert outcome.dollars >= least * (1 - 1e-5), name
+
+
+def test_a_market_that_is_known_is_played_as_the_optimum_would() -> None:
+    # Machines are there in every other tick, and history says so; restarts are free.
+    one, window = job(work=3.0, deadline=6.0, restart=0.0), [0, 1, 0, 1, 0, 1]
+    policy = policy_of("dynamic_program", one, chain_of([[0, 1] * 2000]))
+    assert replay(one, policy, window).dollars == pytest.approx(3.0)
+    assert least_dollars(one, window) == pytest.approx(3.0)
+
+
+@given(
+    one=st.builds(job, work=st.sampled_from([1.0, 2.0]), deadline=st.just(4.0)),
+    history=st.lists(WINDOWS, min_size=1, max_size=2),
+)
+def test_the_dynamic_program_equals_exhaustive_search(
+    one: DeadlineJob, history: list[list[int]]
+) -> None:
+    chain = chain_of(history)
+    policy = policy_of("dynamic_program", one, chain)
+    for state, expected in ((0, policy.expected(True)), (chain.num_there, policy.expected(False))):
+        found = _expected(one, chain, 0, state, Hold.NOTHING, 0.0, one.work_seconds)
+        assert expected == pytest.approx(found, rel=1e-4)
+
+
+def _expected(
+    one: DeadlineJob, chain, tick: int, state: int, held: Hold, pending: float, left: float
+) -> float:
+    """Least expected dollars, by trying everything at every node of the tree."""
+    if left <= 0:
+        return 0.0
+    if tick == one.num_ticks:
+        return 1e9
+    there = state < chain.num_there
+    held = Hold.NOTHING if held is Hold.SPOT and not there else held
+    best = float("inf")
+    for hold in Hold:
+        if hold is Hold.SPOT and not there:
+            continue
+        waits = one.restart_seconds if hold is not held else pending
+        worked = 0.0 if hold is Hold.NOTHING else max(one.tick_seconds - waits, 0.0)
+        rest = max(waits - one.tick_seconds, 0.0)
+        total = one.tick_dollars(hold) + sum(
+            chance * _expected(one, chain, tick + 1, later, hold, rest, left - worked)
+            for later, chance in enumerate(chain.transitions[state])
+            if chance > 0
+        )
+        best = min(best, total)
+    return min(best, 1e9)
+
+
+@cache
+def published_windows(region: str, overhead: float):
+    place = reference.availability() / "cant_be_late" / region / f"overhead_{overhead:.2f}"
+    return read_availability(place)
+
+
+@pytest.mark.parametrize(
+    "published",
+    [
+        pytest.param(
+            case,
+            marks=[] if (case["deadline_h"], case["overhead_h"]) == (70, 0.2) else pytest.mark.slow,
+            id=f"{case['deadline_h']}h-{case['overhead_h']}h",
+        )
+        for case in PUBLISHED
+    ],
+)
+def test_cant_be_lates_table_to_the_cent(published: dict) -> None:
+    one = DeadlineJob(
+        work_seconds=48 * 3600.0,
+        deadline_seconds=published["deadline_h"] * 3600.0,
+        restart_seconds=published["overhead_h"] * 3600,
+        tick_seconds=600.0,
+        on_demand_dollars_per_hour=3.06,
+        spot_dollars_per_hour=0.9731,
+    )
+    windows = published_windows(published["region"], published["overhead_h"])
+    other = published_windows("us-west-2b_v100_1", published["overhead_h"])
+    report = compare(one, windows, history=other)
+    means = {entry.policy: entry.mean_dollars for entry in report.policies}
+    assert all(entry.missed_deadlines == 0 for entry in report.policies)
+    for name in ("on_demand", "greedy", "uniform_progress"):
+        assert means[name] == pytest.approx(published[f"{name}_mean_dollars"], abs=0.01)
+    dynamic = next(entry for entry in report.policies if entry.policy == "dynamic_program")
+    assert dynamic.mean_over_bound <= 1.15
+    assert report.choice == "dynamic_program"
+    if published["overhead_h"] == 0.2:  # its unit of 60 s rounds the shorter overhead
+        bound = dict(zip(report.windows, report.bound_dollars, strict=True))
+        for name, least in zip(
+            published["files"], published["offline_optimum_dollars"], strict=True
+        ):
+            assert bound[name.removesuffix(".json")] == pytest.approx(least, abs=0.006)
+
+
+def test_a_deadline_that_no_choice_can_meet_names_the_soonest_and_its_price() -> None:
+    with pytest.raises(InfeasibleError) as refused:
+        job(work=6.0, deadline=6.0)
+    assert "even on demand" in refused.value.message
+    assert refused.value.hint == "the soonest is 7 h, for 21.00 dollars"
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), -1.0, float("inf")])
+def test_prices_that_are_none_are_refused(wrong: float) -> None:
+    with pytest.raises(ProblemError, match="spot_dollars_per_hour must be"):
+        job(spot=wrong)
+
+
+def test_nothing_is_counted_across_what_is_unknown() -> None:
+    known = chain_of([[1, 1], [0, 0]])
+    assert (chain_of([[1, 1, None, 0, 0]]).transitions == known.transitions).all()
+    with pytest.raises(ProblemError, match="no two neighbouring ticks"):
+        chain_of([[1, None, 0]])
