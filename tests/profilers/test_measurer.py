@@ -1,6 +1,7 @@
 """Measuring in a process that may die: real processes, a tiny model, tiny memory."""
 
 import os
+import platform
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,18 @@ def optimizer_raises():
             raise RuntimeError("no optimizer") from error
     return *small(), make_optimizer
 
+def kept():
+    # Fails where malloc was told to map nothing before the model is made.
+    import ctypes
+    large = torch.empty(64 << 20, dtype=torch.uint8)
+    fields = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks")
+    class Info(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_size_t) for name in (*fields, "fordblks", "keepcost")]
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Info
+    assert mallinfo().hblkhd >= large.numel(), "in the heap"
+    return small()
+
 def loss_raises():
     return nn.Linear(8, 8), lambda n: torch.randn(n, 9), lambda model, x: model(x).sum()"""
 POLICY = RepeatPolicy(max_repeats=4, budget_seconds=0.5)
@@ -94,6 +107,12 @@ def test_a_small_model_is_measured_updated_and_held(file: Path) -> None:
     # Never faster than stated; slower only by what the machine's other work takes away.
     assert held.measured.high_seconds >= held.table_seconds
     assert held.error > -0.01
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's mallinfo2")
+def test_a_model_lies_in_memory_where_a_workers_does(file: Path) -> None:
+    with measurer(file, "kept") as measure:
+        assert measure.measure(1, POLICY) is not None
 
 
 def test_memory_ends_a_curve_in_the_child_and_it_goes_on_after(file: Path) -> None:
