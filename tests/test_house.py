@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "preload": {"schema", "protocol"},
     "runtime": {"schema", "schedules", "protocol"},
     # Terms are fitted to their own sum.
-    "profilers": {"schema", "costs", "schedules", "protocol", "runtime"},
+    "profilers": {"schema", "costs", "schedules", "protocol", "preload", "runtime"},
     "launcher": {"schema", "protocol", "preload", "runtime"},
     "reports": {"schema", "schedules"},
     "simulator": {"schema", "costs", "schedules", "solvers"},

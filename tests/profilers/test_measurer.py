@@ -4,6 +4,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ import pytest
 from hetflow.profilers import emulated
 from hetflow.profilers.batch_curve import CurveLimits, measure_curve
 from hetflow.profilers.measurer import Measurer
-from hetflow.profilers.process import Child
+from hetflow.profilers.process import Child, started_like_workers
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.schema.errors import TargetError
 from hetflow.schema.profile import BatchPoint
+from hetflow.tests import programs
 
 pytestmark = pytest.mark.processes
 
@@ -70,6 +72,11 @@ def kept():
     assert mallinfo().hblkhd >= large.numel(), "in the heap"
     return small()
 
+def forked():
+    import gc
+    assert gc.get_freeze_count() > 1000, "fresh"
+    return small()
+
 def loss_raises():
     return nn.Linear(8, 8), lambda n: torch.randn(n, 9), lambda model, x: model(x).sum()"""
 POLICY = RepeatPolicy(max_repeats=4, budget_seconds=0.5)
@@ -112,6 +119,14 @@ def test_a_small_model_is_measured_updated_and_held(file: Path) -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's mallinfo2")
 def test_a_model_lies_in_memory_where_a_workers_does(file: Path) -> None:
     with measurer(file, "kept") as measure:
+        assert measure.measure(1, POLICY) is not None
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_it_starts_as_workers_do(file: Path, is_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(programs.VARIABLE, "off" if is_off else programs.preloaded())
+    fresh = pytest.raises(TargetError, match="fresh") if is_off else nullcontext()
+    with started_like_workers(), measurer(file, "forked") as measure, fresh:
         assert measure.measure(1, POLICY) is not None
 
 
