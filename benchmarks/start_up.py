@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 from elasticity import begin, plan_of, stop
 
-from hetflow.launcher import inbox, preload
+from hetflow import preload
+from hetflow.launcher import inbox
 from hetflow.launcher.mapping import renumbered
 from hetflow.protocol.lower import lower
 from hetflow.schema import files

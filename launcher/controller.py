@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..preload import VARIABLE, Preload
 from ..protocol.record import Status, WorkerReport, assemble
 from ..schema import files
 from ..schema.errors import TargetError
@@ -22,7 +23,6 @@ from .generations import Generations
 from .heartbeat import Limits
 from .hosts import Alone, Together
 from .inbox import Inbox
-from .preload import VARIABLE, Preload
 from .regroup import Regroup
 from .repartition import Repartitions
 from .request import (

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from ..preload import Preload
+from ..preload.process import dying_with
 from ..protocol import environment as names
 from ..protocol.pins import pins
 from ..schema.launch import Determinism
 from .devices import Seat
-from .preload import Preload
-from .preload.process import dying_with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from ..preload import Preload
 from ..protocol.handover import STOPPED_EXIT_CODE
 from .failures import Failure, failure_of, first_cause
 from .line import Line
 from .output import follow, tee
-from .preload import Preload
 from .spawn import Process, WorkerCommand, failure_path, signal_group, start
 
 GRACE_SECONDS = 5.0

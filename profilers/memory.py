@@ -10,7 +10,7 @@ import re
 import resource
 from pathlib import Path
 
-from ..protocol.resident import peak_bytes, status_bytes
+from ..protocol.resident import peak_bytes, resident_bytes
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _OUT_OF_MEMORY = re.compile(
@@ -60,7 +60,7 @@ def peak_memory_bytes() -> int:
 
 def resident_memory_bytes() -> int | None:
     """Resident memory of this process now; None where the kernel does not tell."""
-    return status_bytes("VmRSS")
+    return resident_bytes()
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -46,7 +46,8 @@ def measure_pipeline(
 
     Args:
         target: What to train.
-        request: The device type, a real one.
+        request: The device type, a real one. Where its memory does not hold the whole model, one
+            stage on both devices is left out.
         profiled: Its layers, links and update.
         optimizer: For targets that bring none.
         budget_seconds: For the steps, about; at least six pipelines make a few.
@@ -60,10 +61,21 @@ def measure_pipeline(
         return None, {"skipped": why_not}
     trials = affordable(profiled, budget_seconds)
     again = replace(trials[1], recompute=True)
-    try:
-        steps = _rehearse(
+
+    def rehearsed(trials: Sequence[Trial]) -> list[list[_Step]]:
+        return _rehearse(
             target, request, profiled, (*trials, again), optimizer, budget_seconds, progress
         )
+
+    no_replicas: dict[str, Any] = {}
+    try:
+        try:
+            steps = rehearsed(trials)
+        except MemoryError:
+            # Two halves may fit where one device does not train the whole model.
+            trials = tuple(trial for trial in trials if trial.num_replicas == 1)
+            steps = rehearsed(trials)
+            no_replicas = {"replicas": {"skipped": "out of memory: one stage of all layers"}}
     except (HetflowError, ChildDied, MemoryError) as error:
         return None, {"skipped": f"the pipelines failed: {said(error)}"}
     timings = [Timing.of([_slowest(step) for step in made]) for made in steps]
@@ -83,6 +95,7 @@ def measure_pipeline(
         "trials": told[:-1],
         "recompute": told[-1],
         "reduction": None if reduction is None else asdict(reduction),
+        **no_replicas,
     }
 
 

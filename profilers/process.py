@@ -1,4 +1,8 @@
-"""A measuring process (``child``) seen from outside: start it, ask it, survive its death."""
+"""A measuring process (``child``) seen from outside: start it, ask it, survive its death.
+
+Within ``started_like_workers`` it starts as a launch's worker does: forked from a preloaded process
+where one can be had, with the same settings before its imports.
+"""
 
 import json
 import os
@@ -8,17 +12,58 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import TracebackType
 from typing import IO, Any
 
+from ..preload import VARIABLE, Forked, Preload
 from ..schema.errors import TargetError
 
-_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+# What a launch sets for a worker on a CPU before torch is imported.
+_LIKE_WORKERS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+_PRELOAD: ContextVar[Preload | None] = ContextVar("preload", default=None)
 _LAST_BYTES = 16384
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """For processes that exchange: all of them are on this host."""
 GROUP_ANSWER_SECONDS = 600.0
 """How long an answer of processes that measure together may take."""
+
+
+@contextmanager
+def started_like_workers() -> Iterator[None]:
+    """For the body of a ``with`` statement: fork measuring processes, as ``HETFLOW_PRELOAD`` says.
+
+    Their lives hang on the calling thread.
+    """
+    with Preload(os.environ.get(VARIABLE, "")) as preload:
+        preload.prepare(_environment())  # it imports while the caller sets itself up
+        before = _PRELOAD.set(preload)
+        try:
+            yield
+        finally:
+            _PRELOAD.reset(before)
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | _LIKE_WORKERS
+
+
+def _start(environment: dict[str, str], errors: IO[bytes]) -> "subprocess.Popen[bytes] | Forked":
+    # -P: a torch.py in the user's current folder must not replace the real one.
+    command = [sys.executable, "-P", "-m", f"{__package__}.child"]
+    preload = _PRELOAD.get()
+    if preload is not None:
+        preload.wait(environment, lambda: None)
+        forked = preload.start(
+            command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+        )
+        if forked is not None:
+            return forked
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
+    )
 
 
 class ChildDied(Exception):
@@ -50,20 +95,13 @@ class Child:
     """One running measuring process. A context manager that leaves none behind.
 
     Args:
-        environment: Variables to add; every process gets one thread.
+        environment: Variables to add; none that acts before or during imports (``preload``).
     """
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
         self._unread = b""
         self._errors: IO[bytes] = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
-            # -P: a torch.py in the user's current folder must not replace the real one.
-            [sys.executable, "-P", "-m", f"{__package__}.child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=os.environ | dict.fromkeys(_ONE_THREAD, "1") | (environment or {}),
-        )
+        self._process = _start(_environment() | (environment or {}), self._errors)
 
     def __enter__(self) -> "Child":
         return self

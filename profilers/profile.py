@@ -23,6 +23,7 @@ from .loop_costs import LoopCosts, LoopPolicy, Rounds
 from .measurer import Measurer
 from .pipeline_costs import measure_pipeline
 from .pipeline_fit import Profiled, Ring
+from .process import started_like_workers
 from .targets import Target
 
 LAYER_REPEATS = 7
@@ -81,7 +82,9 @@ def profile_target(
 ) -> tuple[Profile, ...]:
     """Measure a target on every requested type, one device at a time.
 
-    Emulated types share one measurement of the CPU, and each is then verified by held passes.
+    Emulated types share one measurement of the CPU, and each is then verified by held passes. All
+    is measured in processes that start as a launch's workers do; call from a thread that lives on
+    meanwhile.
 
     Args:
         target: What to profile.
@@ -98,7 +101,7 @@ def profile_target(
     bases: dict[str, _Base] = {}
     measurers: dict[str, Measurer] = {}
     profiles = []
-    with ExitStack() as stack:
+    with started_like_workers(), ExitStack() as stack:
         for request in requests:
             device = request.torch_device
             if device not in bases:

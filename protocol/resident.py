@@ -1,8 +1,8 @@
-"""Peak resident memory of a process, as if it had been started by itself (Linux).
+"""Resident memory of a process, as if it had been started by itself (Linux).
 
 A forked process does not count the pages of libraries that only the preloaded process has touched
-(some 60 MB of torch's), and profiles are measured in processes started afresh. What a plan is held
-to must not depend on how a worker was started, so they are counted for it too.
+(some 60 MB of torch's). What is predicted, and what a plan is held to, must not depend on how a
+process was started, so they are counted for it too.
 """
 
 from pathlib import Path
@@ -23,10 +23,19 @@ def remember_preloaded() -> None:
 
 def peak_bytes() -> int | None:
     """The most memory this process held, in bytes; None where the kernel does not tell."""
-    peak = status_bytes("VmHWM")
-    if peak is None or not _Preloaded.file_bytes:
-        return peak
-    return peak + max(0, _Preloaded.file_bytes - (status_bytes("RssFile") or 0))
+    return _with_untouched("VmHWM")
+
+
+def resident_bytes() -> int | None:
+    """What this process holds now, in bytes; None where the kernel does not tell."""
+    return _with_untouched("VmRSS")
+
+
+def _with_untouched(key: str) -> int | None:
+    found = status_bytes(key)
+    if found is None or not _Preloaded.file_bytes:
+        return found
+    return found + max(0, _Preloaded.file_bytes - (status_bytes("RssFile") or 0))
 
 
 def status_bytes(key: str) -> int | None:

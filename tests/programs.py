@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 from unittest import mock
 
-from hetflow.launcher.preload import VARIABLE, Forked, PreloadError, fork, serving
+from hetflow.preload import VARIABLE, Forked, PreloadError, fork, serving
 
 
 @cache

@@ -24,10 +24,11 @@ MAY_IMPORT = {
     "exporters": {"schema"},
     "planning": {"schema", "costs", "schedules", "solvers", "checks"},
     "protocol": {"schema", "schedules"},
+    "preload": {"schema", "protocol"},
     "runtime": {"schema", "schedules", "protocol"},
     # Terms are fitted to their own sum.
-    "profilers": {"schema", "costs", "schedules", "protocol", "runtime"},
-    "launcher": {"schema", "protocol", "runtime"},
+    "profilers": {"schema", "costs", "schedules", "protocol", "preload", "runtime"},
+    "launcher": {"schema", "protocol", "preload", "runtime"},
     "reports": {"schema", "schedules"},
     "simulator": {"schema", "costs", "schedules", "solvers"},
     "examples": {

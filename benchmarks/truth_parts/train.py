@@ -3,13 +3,15 @@
     hetflow launch PLAN benchmarks/truth_parts/train.py --target FILE:FACTORY --steps 40
         --batch-size 96
 
-Samples are drawn once and read again and again, so that the data take little memory.
+Samples are drawn once and read again and again, so that the data take little memory. They are read
+as a profile reads them: torch's Subset would load a virtual node at once, and without it each
+sample has random streams of its own.
 """
 
 import argparse
 
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from hetflow import runtime as hf
 from hetflow.profilers import targets
@@ -23,7 +25,7 @@ def main():
     arguments = parser.parse_args()
     torch.manual_seed(0)
     workload = targets.load(targets.parse(arguments.target))
-    samples = Subset(workload.dataset, range(arguments.steps * arguments.batch_size))
+    samples = workload.dataset.of_length(arguments.steps * arguments.batch_size)
     loader = DataLoader(samples, batch_size=arguments.batch_size, shuffle=True)
     model = workload.model
     optimizer = workload.make_optimizer(model.parameters())

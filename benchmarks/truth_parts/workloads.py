@@ -12,16 +12,20 @@ NUM_SAMPLES, LENGTH = 256, 1 << 20
 
 
 class Samples(Dataset):
-    """``LENGTH`` samples, of which ``NUM_SAMPLES`` are different, so that they take little memory.
+    """``length`` samples, of which ``NUM_SAMPLES`` are different, so that they take little memory.
 
     Drawn when first read: what only looks at the dataset has nothing to wait for.
     """
 
-    def __init__(self, make_batch):
-        self.make_batch, self.tensors = make_batch, None
+    def __init__(self, make_batch, length=LENGTH):
+        self.make_batch, self.length, self.tensors = make_batch, length, None
+
+    def of_length(self, length):
+        """The same samples, as many."""
+        return Samples(self.make_batch, length)
 
     def __len__(self):
-        return LENGTH
+        return self.length
 
     def __getitem__(self, index):
         if self.tensors is None:

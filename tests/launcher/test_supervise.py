@@ -4,9 +4,9 @@ import os
 import sys
 from pathlib import Path
 
-from hetflow.launcher.preload.client import Preload
 from hetflow.launcher.spawn import WorkerCommand
 from hetflow.launcher.supervise import Workers
+from hetflow.preload.client import Preload
 
 
 def test_the_control_channels_are_closed_with_the_workers(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Measuring in a process that may die: real processes, a tiny model, tiny memory."""
 
 import os
+import platform
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,12 @@ import pytest
 from hetflow.profilers import emulated
 from hetflow.profilers.batch_curve import CurveLimits, measure_curve
 from hetflow.profilers.measurer import Measurer
-from hetflow.profilers.process import Child
+from hetflow.profilers.process import Child, started_like_workers
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.schema.errors import TargetError
 from hetflow.schema.profile import BatchPoint
+from hetflow.tests import programs
 
 pytestmark = pytest.mark.processes
 
@@ -57,6 +60,23 @@ def optimizer_raises():
             raise RuntimeError("no optimizer") from error
     return *small(), make_optimizer
 
+def kept():
+    # Fails where malloc was told to map nothing before the model is made.
+    import ctypes
+    large = torch.empty(64 << 20, dtype=torch.uint8)
+    fields = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks")
+    class Info(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_size_t) for name in (*fields, "fordblks", "keepcost")]
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Info
+    assert mallinfo().hblkhd >= large.numel(), "in the heap"
+    return small()
+
+def forked():
+    import gc
+    assert gc.get_freeze_count() > 1000, "fresh"
+    return small()
+
 def loss_raises():
     return nn.Linear(8, 8), lambda n: torch.randn(n, 9), lambda model, x: model(x).sum()"""
 POLICY = RepeatPolicy(max_repeats=4, budget_seconds=0.5)
@@ -94,6 +114,20 @@ def test_a_small_model_is_measured_updated_and_held(file: Path) -> None:
     # Never faster than stated; slower only by what the machine's other work takes away.
     assert held.measured.high_seconds >= held.table_seconds
     assert held.error > -0.01
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc's mallinfo2")
+def test_a_model_lies_in_memory_where_a_workers_does(file: Path) -> None:
+    with measurer(file, "kept") as measure:
+        assert measure.measure(1, POLICY) is not None
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_it_starts_as_workers_do(file: Path, is_off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(programs.VARIABLE, "off" if is_off else programs.preloaded())
+    fresh = pytest.raises(TargetError, match="fresh") if is_off else nullcontext()
+    with started_like_workers(), measurer(file, "forked") as measure, fresh:
+        assert measure.measure(1, POLICY) is not None
 
 
 def test_memory_ends_a_curve_in_the_child_and_it_goes_on_after(file: Path) -> None:

@@ -15,6 +15,8 @@ from hetflow.profilers.pipeline_trials import launch_config, trials_of
 from hetflow.profilers.targets import parse
 from hetflow.profilers.timing import RepeatPolicy
 from hetflow.protocol.lower_pipeline import lower_pipeline
+from hetflow.runtime.step_times import StepTimes
+from hetflow.schema.launch import LaunchConfig
 from hetflow.schema.pipeline import PipelinePlan, StagePlan
 from hetflow.schema.plan import Prediction, Proof
 from hetflow.schema.profile import LayerGraph, LayerNode
@@ -183,6 +185,47 @@ def test_where_no_pipeline_can_be_rehearsed(cores: tuple, layers: int, message: 
     found = measure_pipeline(parse("zoo:mlp"), request, known, optimizer="sgd", budget_seconds=1.0)
     assert found[0] is None
     assert message in found[1]["skipped"]
+
+
+class Halves:
+    """Workers that hold half of a model each: a Crew without processes."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def __enter__(self) -> "Halves":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def together(self, config: LaunchConfig, *, num_steps: int) -> list[list[StepTimes]]:
+        assert config.pipeline is not None
+        if len(config.pipeline.stages) == 1:
+            raise MemoryError
+        seconds = 0.02 * len(config.workers[0].virtual_nodes)
+        step = StepTimes(
+            asked_seconds=0.0, passes=(), computed=seconds, synchronised=seconds, ended=seconds
+        )
+        return [[step] * num_steps] * 2
+
+
+def test_a_model_that_fits_in_halves_is_rehearsed_in_halves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hetflow.profilers.pipeline_costs.Crew", Halves)
+    cores = ("cuda:0", "cuda:1")
+    gpu = LocalDevice(device_type="V100", name="V100", torch_devices=cores, memory_bytes=1 << 34)
+    request = DeviceRequest(device_type="V100", local=gpu, torch_device="cuda:0")
+    known = profiled(*[0.004] * 4)
+    costs, how = measure_pipeline(
+        parse("zoo:mlp"), request, known, optimizer="sgd", budget_seconds=1.0
+    )
+    assert costs is not None, how
+    assert costs.lone_pass_seconds is None  # only replicas tell it
+    assert {trial["num_replicas"] for trial in how["trials"]} == {1}
+    assert len(how["trials"]) >= 4
+    assert "out of memory" in how["replicas"]["skipped"]
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
-"""``python -m hetflow.launcher.preload SOCKET [MODULE ...]``: serve launches until a signal."""
+"""``python -m hetflow.preload SOCKET [MODULE ...]``: serve launches until a signal."""
 
 import sys
 
-from ...schema.errors import HetflowError
+from ..schema.errors import HetflowError
 from .process import run
 from .server import main
 

@@ -65,7 +65,7 @@ def identity() -> dict[str, object]:
     The interpreter, this package, and the hard limits, which a process can lower only.
     """
     limits = {name: resource.getrlimit(number)[1] for name, number in resources().items()}
-    package = Path(__file__).resolve().parents[2]
+    package = Path(__file__).resolve().parents[1]
     return {"executable": sys.executable, "package": str(package), "hard_limits": limits}
 
 

@@ -8,7 +8,7 @@ environment, folder, descriptors, signals, limits. To the script it is a fresh p
 - ``Preload`` is what a launch uses: it starts preloaded processes of its own in the background,
   or connects to the one that ``HETFLOW_PRELOAD`` names, and falls back to fresh processes.
 - ``fork`` is like ``subprocess.Popen`` for Python programs, over ``HETFLOW_PRELOAD``.
-- ``serving`` keeps one for many launches; so does ``python -m hetflow.launcher.preload SOCKET``.
+- ``serving`` keeps one for many launches; so does ``python -m hetflow.preload SOCKET``.
 
 Everything that a forked process inherits in Python, and what it cannot, is in ``settings`` and
 ``process``. Nothing here imports torch before the preloaded process itself does.

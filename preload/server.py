@@ -2,7 +2,7 @@
 
 Three kinds of process, each of which dies with the one above it:
 
-- The listener (``python -m hetflow.launcher.preload SOCKET``) imports nothing. It starts one
+- The listener (``python -m hetflow.preload SOCKET``) imports nothing. It starts one
   preloaded process for each set of import settings that is asked for, and hands connections over.
 - A preloaded process imports, and forks a host for every connection.
 - A host holds one connection: it forks processes on request and tells how they end. When the
@@ -26,13 +26,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...protocol import resident
-from ...schema.errors import LaunchError
+from ..protocol import resident
+from ..schema.errors import LaunchError
 from .messages import ForkRequest, Message, peer_is_ours, receive, send
 from .process import become, dying_with, set_title
 from .settings import identity, import_settings, without_import_settings
 
-MODULE = "hetflow.launcher.preload"
+MODULE = "hetflow.preload"
 # What a worker would import until it has made its first optimizer, with which _dynamo comes.
 _MODULES = (
     "torch",
@@ -83,7 +83,7 @@ def start_preloaded(
 
 
 def main(arguments: Sequence[str]) -> list[str] | None:
-    """What ``python -m hetflow.launcher.preload`` does with its arguments.
+    """What ``python -m hetflow.preload`` does with its arguments.
 
     Returns:
         The command to run, in a process that was forked; else None, and this one has ended its
