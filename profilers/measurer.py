@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from ..devices.out_of_memory import says_out_of_memory
 from ..runtime.step_times import StepTimes
 from ..schema import files
 from ..schema.errors import TargetError
 from ..schema.plan import PassTime
 from .batch_curve import SizeResult
-from .memory import says_out_of_memory
 from .process import Child, ChildDied
 from .rehearsal import config_of
 from .targets import Target
@@ -25,8 +25,8 @@ class Measurer:
 
     Args:
         target: What to measure.
-        device: A torch device, ``cpu`` or ``cuda:N``.
-        memory_bytes: The device's memory; enforced on a CPU.
+        device: A torch device.
+        memory_bytes: The device's memory; enforced on a host's own.
         optimizer: The optimizer where the workload brings none.
         answer_seconds: How long one batch size may take in all.
     """

@@ -15,8 +15,6 @@ from ..schema.errors import TargetError
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _LAST_BYTES = 16384
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""For processes that exchange: all of them are on this host."""
 GROUP_ANSWER_SECONDS = 600.0
 """How long an answer of processes that measure together may take."""
 

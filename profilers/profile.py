@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import __version__
 from ..costs.compute import busy_ratio
+from ..devices.backend import DeviceRequest
 from ..schema.errors import HetflowError
 from ..schema.optimizer import OptimizerState
 from ..schema.profile import BatchPoint, BusyHost, Emulation, LayerGraph, Profile
@@ -17,7 +18,6 @@ from ..schema.step_costs import Links, PipelineCosts
 from . import emulated, links
 from .batch_curve import Curve, CurveLimits, measure_curve
 from .busy import Busy, BusyOptions, Progress, measure_busy
-from .devices import DeviceRequest
 from .layers import as_in_the_loop, graph_of
 from .loop_costs import LoopCosts, LoopPolicy, Rounds
 from .measurer import Measurer
@@ -173,7 +173,7 @@ def _measure(
         error.args = (f"{target.text} on {name}: {error.message}",)
         error.message = error.args[0]
         raise
-    if request.torch_device != "cpu":
+    if not request.local.is_host:
         measurer.release()  # its cached memory is the device's, and the workers need some
     busy = measure_busy(
         target,
@@ -314,7 +314,7 @@ def _measure_links(
 
 def _limits_of(request: DeviceRequest, limits: CurveLimits) -> CurveLimits:
     """On a GPU sizes grow until memory ends; on a CPU that would take hours."""
-    return limits if request.torch_device == "cpu" else replace(limits, stop_when_flat=False)
+    return limits if request.local.is_host else replace(limits, stop_when_flat=False)
 
 
 def _profile(
@@ -400,7 +400,7 @@ def _measure_pipeline(
 
 
 def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) -> dict[str, Any]:
-    on_cpu = request.torch_device == "cpu"
+    on_host = request.local.is_host
     timings = [point.timing for point in base.costs.points]
     return {
         "command": options.command,
@@ -412,13 +412,13 @@ def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) ->
         "driver": request.local.driver,
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "measured_in_seconds": base.seconds,
-        "clock": "wall, in the loop that trains" + (", one thread" if on_cpu else ""),
+        "clock": "wall, in the loop that trains" + (", one thread" if on_host else ""),
         "peak_memory": (
             "resident memory of the whole process"
             + ("" if base.facts["peak_memory_reset"] else ", highest so far")
             + ", and an update's workspace"
-            if on_cpu
-            else "torch.cuda.max_memory_allocated"
+            if on_host
+            else f"torch.{request.local.kind}.max_memory_allocated"
         ),
         "optimizer": base.facts["optimizer"],
         "num_parameters": base.facts["num_parameters"],
