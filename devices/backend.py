@@ -55,6 +55,11 @@ class LocalDevice:
         """Whether such a device is a part of the host itself."""
         return self.backend.is_host
 
+    @property
+    def num_threads(self) -> int:
+        """Threads of a worker's arithmetic on the host."""
+        return self.backend.num_threads
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRequest:

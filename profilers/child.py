@@ -120,11 +120,11 @@ def _before(error: BaseException) -> BaseException | None:
 
 
 def _load(
-    target: str, device: str, memory_bytes: int, optimizer: str
+    target: str, device: str, memory_bytes: int, optimizer: str, num_threads: int = 1
 ) -> tuple[Bench, dict[str, Any]]:
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     torch.manual_seed(0)
     backend = backend_of(device)
     if backend.is_host:

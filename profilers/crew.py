@@ -36,6 +36,7 @@ class Crew:
             "target": target.text,
             "memory_bytes": request.local.memory_bytes,
             "optimizer": optimizer,
+            "num_threads": request.local.num_threads,
         }
         self._children: list[Child] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -164,7 +165,7 @@ class Crew:
             return
         local = self._request.local
         for index in range(self.num_workers):
-            child = Child(LOOPBACK)
+            child = Child(LOOPBACK, num_threads=local.num_threads)
             self._children.append(child)
             child.send("load", device=device_of_worker(local, index), **self._load)
         for child in self._children:

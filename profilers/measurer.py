@@ -28,6 +28,7 @@ class Measurer:
         device: A torch device.
         memory_bytes: The device's memory; enforced on a host's own.
         optimizer: The optimizer where the workload brings none.
+        num_threads: Of its arithmetic on the host.
         answer_seconds: How long one batch size may take in all.
     """
 
@@ -38,6 +39,7 @@ class Measurer:
         device: str,
         memory_bytes: int,
         optimizer: str,
+        num_threads: int = 1,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         self.facts: dict[str, Any] = {}
@@ -48,7 +50,9 @@ class Measurer:
             "device": device,
             "memory_bytes": memory_bytes,
             "optimizer": optimizer,
+            "num_threads": num_threads,
         }
+        self._num_threads = num_threads
         self._answer_seconds = answer_seconds
         self._child: Child | None = None
         self._measured_any = False
@@ -153,7 +157,7 @@ class Measurer:
     def _ask(self, operation: str, **values: Any) -> dict[str, Any]:
         try:
             if self._child is None:
-                self._child = Child()
+                self._child = Child(num_threads=self._num_threads)
                 self._child.send("load", **self._load)
                 self.facts = self._child.receive(self._answer_seconds)
             self._child.send(operation, **values)

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from ..schema.errors import TargetError
 
-_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _LAST_BYTES = 16384
 GROUP_ANSWER_SECONDS = 600.0
 """How long an answer of processes that measure together may take."""
@@ -48,10 +48,11 @@ class Child:
     """One running measuring process. A context manager that leaves none behind.
 
     Args:
-        environment: Variables to add; every process gets one thread.
+        environment: Variables to add.
+        num_threads: Of its arithmetic.
     """
 
-    def __init__(self, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, environment: dict[str, str] | None = None, num_threads: int = 1) -> None:
         self._unread = b""
         self._errors: IO[bytes] = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
@@ -60,7 +61,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env=os.environ | dict.fromkeys(_ONE_THREAD, "1") | (environment or {}),
+            env=os.environ | dict.fromkeys(_THREADS, str(num_threads)) | (environment or {}),
         )
 
     def __enter__(self) -> "Child":

@@ -95,15 +95,15 @@ def profile_target(
     Raises:
         TargetError: The workload is at fault, or does not fit a device at its first size.
     """
-    bases: dict[str, _Base] = {}
-    measurers: dict[str, Measurer] = {}
+    bases: dict[tuple[str, str], _Base] = {}
+    measurers: dict[tuple[str, str], Measurer] = {}
     profiles = []
     with ExitStack() as stack:
         for request in requests:
-            device = request.torch_device
+            device = _measured_device(request)
             if device not in bases:
                 measurers[device] = stack.enter_context(_measurer(target, request, options))
-                alike = [r for r in requests if r.torch_device == device]
+                alike = [r for r in requests if _measured_device(r) == device]
                 bases[device] = _measure(
                     target,
                     request,
@@ -117,12 +117,18 @@ def profile_target(
     return tuple(profiles)
 
 
+def _measured_device(request: DeviceRequest) -> tuple[str, str]:
+    """What requests that share a measurement have in common: emulated types are their base's."""
+    return request.local.device_type, request.torch_device
+
+
 def _measurer(target: Target, request: DeviceRequest, options: ProfileOptions) -> Measurer:
     return Measurer(
         target,
         device=request.torch_device,
         memory_bytes=request.local.memory_bytes,
         optimizer=options.optimizer or DEFAULT_OPTIMIZER,
+        num_threads=request.local.num_threads,
     )
 
 
@@ -399,6 +405,11 @@ def _measure_pipeline(
     )
 
 
+def _threads(request: DeviceRequest) -> str:
+    number = request.local.num_threads
+    return ", one thread" if number == 1 else f", {number} threads"
+
+
 def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) -> dict[str, Any]:
     on_host = request.local.is_host
     timings = [point.timing for point in base.costs.points]
@@ -412,7 +423,7 @@ def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) ->
         "driver": request.local.driver,
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "measured_in_seconds": base.seconds,
-        "clock": "wall, in the loop that trains" + (", one thread" if on_host else ""),
+        "clock": "wall, in the loop that trains" + (_threads(request) if on_host else ""),
         "peak_memory": (
             "resident memory of the whole process"
             + ("" if base.facts["peak_memory_reset"] else ", highest so far")
