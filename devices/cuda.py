@@ -88,6 +88,21 @@ class CudaBackend(AcceleratorBackend):
             torch.backends.cuda.matmul.allow_tf32 = False
             torch.backends.cudnn.allow_tf32 = False
 
+    def out_of_memory_words(self) -> tuple[str, ...]:
+        """Torch's, and those of the libraries that allocate by themselves.
+
+        A cuDNN convolution that has no room for a workspace finds no algorithm, or fails inside.
+        """
+        return (
+            *super().out_of_memory_words(),
+            r"(CUBLAS|HIPBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED",
+            "CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
+            "CUDNN_STATUS_INTERNAL_ERROR",
+            "unable to find a valid cuDNN algorithm",
+            "(FIND|GET) was unable to find an engine",
+            "miopenStatusAllocFailed",
+        )
+
 
 def local_device_types() -> list[str]:
     """The type of each visible GPU, by index; empty where there is none."""
