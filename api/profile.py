@@ -63,9 +63,10 @@ def profile(
         >>> [point.batch_size for point in cpu.batch_curve], cpu.batch_curve[0].step_seconds > 0
         ([8], True)
     """
+    from ..devices.local import local_devices
+    from ..devices.requests import parse_requests
     from ..profilers import targets
     from ..profilers.batch_curve import CurveLimits, parse_sizes
-    from ..profilers.devices import local_devices, parse_requests
     from ..profilers.loop_costs import LoopPolicy
     from ..profilers.profile import ProfileOptions, profile_target
 

@@ -28,15 +28,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hetflow import runtime as hf
+from hetflow.devices.backend import backend_of
 from hetflow.protocol.pins import pins
 from hetflow.runtime.exchange import Collectives, all_gather
-from hetflow.runtime.gradients import BUCKET_BYTES
 from hetflow.runtime.invariant import InvariantSum
 from hetflow.schema import files
 
 # Virtual nodes of each worker: 4 and 8 in all, even, uneven and not aligned with the tree.
 HOLDINGS = [(4, 4), (5, 3), (2, 2, 2, 2), (5, 2, 1)]
-BUCKET = BUCKET_BYTES["cpu"] // 4 // 24 * 24  # elements, a multiple of every number of workers
+BUCKET = (
+    backend_of("cpu").bucket_bytes // 4 // 24 * 24
+)  # elements, a multiple of every number of workers
 GRID_BITS = 40  # fixed point: 24 bits of room above the largest gradient, 40 below
 RESNET18 = 11_689_512
 

@@ -36,7 +36,7 @@ from truth_parts.plans import (
     split_plan,
 )
 
-from hetflow.profilers.devices import local_devices
+from hetflow.devices.local import local_devices
 from hetflow.schema import files
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.plan import SplitPlan

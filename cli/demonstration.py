@@ -17,9 +17,6 @@ from .common import emit
 
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "train_digits.py"
 GLOBAL_BATCH_SIZE = 256
-# Slow enough that three of them leave room on two cores for whatever else the machine does.
-EMULATED = ("cpu:fast=0.25", "cpu:slow=0.0625")
-EMULATED_POOL = "1xcpu:fast,2xcpu:slow"
 # The script trains in float64: what is left is the rounding of sums taken in another order.
 LOSS_TOLERANCE = 1e-9
 
@@ -47,8 +44,8 @@ class Demonstration:
             HetflowError: A step failed, or the results differ.
         """
         _require_dataset()
-        devices, pool = _devices_and_pool()
-        self._say(f"# devices: {pool}{'  (emulated)' if pool == EMULATED_POOL else ''}")
+        devices, pool, is_emulated = _devices_and_pool()
+        self._say(f"# devices: {pool}{'  (emulated)' if is_emulated else ''}")
         self._profile_and_solve(devices, pool)
         script = [str(SCRIPT), "--epochs", str(self._epochs)]
         script += ["--batch-size", str(GLOBAL_BATCH_SIZE)]
@@ -110,15 +107,16 @@ def _require_dataset() -> None:
         ) from None
 
 
-def _devices_and_pool() -> tuple[list[str], str]:
-    """The machine's GPUs; two emulated CPU types where there are none."""
-    from ..runtime.devices import local_device_types
+def _devices_and_pool() -> tuple[list[str], str, bool]:
+    """The machine's GPUs; two emulated CPU types where there are none; and which it was."""
+    from ..devices.emulated import DEMONSTRATED, DEMONSTRATED_POOL
+    from ..devices.local import accelerators
 
-    types = list(local_device_types())
-    if not types:
-        return list(EMULATED), EMULATED_POOL
-    distinct = sorted(set(types))
-    return distinct, ",".join(f"{types.count(name)}x{name}" for name in distinct)
+    found = sorted(accelerators(), key=lambda device: device.device_type)
+    if not found:
+        return list(DEMONSTRATED), DEMONSTRATED_POOL, True
+    pool = ",".join(f"{device.num_devices}x{device.device_type}" for device in found)
+    return [device.device_type for device in found], pool, False
 
 
 def _summary(record: RunRecord, alone: float) -> Summary:

@@ -12,11 +12,18 @@ def devices(json: JsonFlag = False) -> None:
     hetflow devices
     hetflow devices --json
     """
-    from ..profilers.devices import DEFAULT_SPEEDS, local_devices
+    from ..devices.cpu import DEVICE_TYPE
+    from ..devices.emulated import DEFAULT_SPEEDS, GRAMMAR
+    from ..devices.local import local_devices
 
     found = local_devices()
     emulated = [
-        {"device_type": name, "emulated": True, "default_speed": speed, "base_device_type": "cpu"}
+        {
+            "device_type": name,
+            "emulated": True,
+            "default_speed": speed,
+            "base_device_type": DEVICE_TYPE,
+        }
         for name, speed in DEFAULT_SPEEDS.items()
     ]
     if json:
@@ -39,5 +46,7 @@ def devices(json: JsonFlag = False) -> None:
     headers = ("type", "number", "GiB each", "capability", "driver", "name")
     emit(tabulate(rows, headers, tablefmt="plain", disable_numparse=True))
     emit(f"\nall of them: --gpus {','.join(f'{d.num_devices}x{d.device_type}' for d in found)}")
-    shown = ", ".join(f"{name} ({speed:g} of cpu)" for name, speed in DEFAULT_SPEEDS.items())
-    emit(f"emulated, only when asked for: {shown}, cpu:NAME=FRACTION")
+    shown = ", ".join(
+        f"{name} ({speed:g} of {DEVICE_TYPE})" for name, speed in DEFAULT_SPEEDS.items()
+    )
+    emit(f"emulated, only when asked for: {shown}, {GRAMMAR}")

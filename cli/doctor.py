@@ -12,7 +12,7 @@ def doctor(json: JsonFlag = False) -> None:
     \b
     hetflow doctor
     """
-    from ..profilers.doctor import collect_facts, findings, is_usable
+    from ..devices.doctor import collect_facts, findings, is_usable
 
     facts = collect_facts()
     found = findings(facts)

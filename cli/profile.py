@@ -102,12 +102,14 @@ def profile(
     if target is None:
         raise ProblemError("there is nothing to profile", hint="name a target, such as zoo:mlp")
     from .. import profile as measure
-    from ..profilers import devices, targets
+    from ..devices.local import local_devices
+    from ..devices.requests import parse_requests
+    from ..profilers import targets
     from ..schema import files
 
     if quick and thorough:
         raise ProblemError("--quick and --thorough: choose one")
-    asked = devices.parse_requests(device or [], devices.local_devices())
+    asked = parse_requests(device or [], local_devices())
     types = [request.device_type for request in asked]
     paths = _paths(output, name or targets.parse(target).model, types, force=force)
     with _no_empty_folder(output), _progress() as progress:

@@ -273,7 +273,7 @@ class _Run:
         assert self._inbox is not None
         slots = [config.workers[ranks[name]] for name in joining]
         alive = [seat for name, seat in self._seats.items() if name in self._workers.lines()]
-        seats = seat_workers(slots, config, [seat.cuda for seat in alive])
+        seats = seat_workers(slots, config, [seat.device for seat in alive])
         path = self._inbox.folder / f"generation-{number}.json"
         files.write(path, config, force=True)
         names = {ranks[name]: name for name in joining}

@@ -2,64 +2,69 @@
 
 import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from ..devices.backend import DEVICES, LocalDevice
+from ..devices.cpu import DEVICE_TYPE as CPU
+from ..devices.emulated import base_type
+from ..devices.local import IMAGINED, accelerators, devices_of_types
 from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import LaunchConfig, WorkerSlot
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A worker slot on this host. ``cuda`` is the entry for CUDA_VISIBLE_DEVICES, if any."""
+    """A worker slot on this host, the kind of its device, and torch's name of that device here."""
 
     slot: WorkerSlot
-    cuda: str | None = None
+    kind: str
+    device: str
 
-
-def base_type(device_type: str, config: LaunchConfig) -> str:
-    """The real type behind a device type of the plan: an emulated one names its base."""
-    for device in config.emulated:
-        if device.device_type == device_type:
-            return device.base_device_type
-    return "cpu" if device_type.split(":")[0] == "cpu" else device_type
+    def environment(self) -> dict[str, str]:
+        """What the worker is started with, so that it sees its device and no other."""
+        backend = DEVICES.get(self.kind)
+        return backend.visibility([self.device]) | backend.worker_environment()
 
 
 def seat_workers(
-    slots: Sequence[WorkerSlot], config: LaunchConfig, taken: Collection[str | None] = ()
+    slots: Sequence[WorkerSlot], config: LaunchConfig, taken: Collection[str] = ()
 ) -> list[Seat]:
     """Give each slot a device of this machine.
 
-    CUDA types get a device each; plain ``cpu`` a core each; emulated types share the cores (see
-    ``crowding``).
+    Each accelerator is one worker's; so is each part of a host, such as a core, but emulated types
+    share the cores (see ``crowding``).
 
     Args:
         slots: Who needs a device.
         config: The launch they are of.
-        taken: CUDA devices that other workers of the launch hold.
+        taken: Devices that other workers of the launch hold.
 
     Raises:
         HetflowError: The machine has fewer devices of a type than the slots need.
     """
     bases = {slot.device_type: base_type(slot.device_type, config) for slot in slots}
-    _check_cores(config.workers if taken else slots)
-    needed = Counter(slot.device_type for slot in slots if bases[slot.device_type] != "cpu")
-    if not needed:
-        return [Seat(slot) for slot in slots]
+    local = devices_of_types(set(bases.values()))
+    hosts_own = {name: device for name, device in local.items() if device.is_host}
+    _check_hosts_own(config.workers if taken else slots, hosts_own)
+    needed = Counter(slot.device_type for slot in slots)
     free = {
-        kind: [entry for entry in entries if entry not in taken]
-        for kind, entries in _cuda_devices().items()
+        name: [entry for entry in device.torch_devices if entry not in taken]
+        for name, device in local.items()
+        if not device.is_host
     }
     seats = []
     for slot in slots:
-        kind = bases[slot.device_type]
-        if kind == "cpu":
-            seats.append(Seat(slot))
+        base = bases[slot.device_type]
+        if base in hosts_own:
+            device = hosts_own[base]
+            seats.append(Seat(slot, device.kind, device.torch_devices[0]))
             continue
-        if not free.get(kind):
-            raise _too_few(kind, needed[slot.device_type], len(_cuda_devices().get(kind, [])))
-        seats.append(Seat(slot, cuda=free[kind].pop(0)))
+        if not free.get(base):
+            present = local[base].num_devices if base in local else 0
+            raise _too_few(base, needed[slot.device_type], present)
+        seats.append(Seat(slot, local[base].kind, free[base].pop(0)))
     return seats
 
 
@@ -71,17 +76,19 @@ def imagined_seats(slots: Sequence[WorkerSlot], config: LaunchConfig) -> list[Se
         config: The launch they are of.
     """
     number = count()
-    return [
-        Seat(slot, cuda=None if base_type(slot.device_type, config) == "cpu" else str(next(number)))
-        for slot in slots
-    ]
+    seats = []
+    for slot in slots:
+        base = base_type(slot.device_type, config)
+        kind = CPU if base == CPU else IMAGINED
+        seats.append(Seat(slot, kind, base if base == CPU else f"{kind}:{next(number)}"))
+    return seats
 
 
-def _check_cores(slots: Sequence[WorkerSlot]) -> None:
-    plain = sum(slot.device_type == "cpu" for slot in slots)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    if plain > (cores or 1):
-        raise _too_few("cpu", plain, cores or 1)
+def _check_hosts_own(slots: Sequence[WorkerSlot], local: Mapping[str, LocalDevice]) -> None:
+    for name, device in local.items():
+        needed = sum(slot.device_type == name for slot in slots)
+        if needed > device.num_devices:
+            raise _too_few(name, needed, device.num_devices)
 
 
 def _too_few(device_type: str, needed: int, present: int) -> HetflowError:
@@ -96,7 +103,7 @@ def crowding(slots: Sequence[WorkerSlot], config: LaunchConfig) -> str | None:
     """Warn where emulated devices ask for more arithmetic than the cores can give."""
     speeds = {device.device_type: device.speed for device in config.emulated}
     asked = sum(speeds.get(slot.device_type, 0.0) for slot in slots)
-    asked += sum(slot.device_type == "cpu" for slot in slots)
+    asked += sum(slot.device_type == CPU for slot in slots)
     cores = os.cpu_count() or 1
     if not speeds or asked <= cores:
         return None
@@ -106,18 +113,6 @@ def crowding(slots: Sequence[WorkerSlot], config: LaunchConfig) -> str | None:
     )
 
 
-def _cuda_devices() -> dict[str, list[str]]:
-    """Entries for CUDA_VISIBLE_DEVICES of the visible devices, by type."""
-    from ..runtime.devices import local_device_types
-
-    outer = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [entry.strip() for entry in outer.split(",")] if outer else None
-    devices: dict[str, list[str]] = {}
-    for index, kind in enumerate(local_device_types()):
-        devices.setdefault(kind, []).append(names[index] if names else str(index))
-    return devices
-
-
 def inventory() -> dict[str, int]:
-    """CUDA devices of this host by type: what it contributes unless told otherwise."""
-    return {kind: len(entries) for kind, entries in _cuda_devices().items()}
+    """Accelerators of this host by type: what it contributes unless told otherwise."""
+    return {device.device_type: device.num_devices for device in accelerators()}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
+from ..devices.emulated import base_type
 from ..protocol.environment import TOKEN
 from ..protocol.handover import STOPPED_EXIT_CODE
 from ..protocol.launch_token import fingerprint_of
@@ -20,7 +21,7 @@ from ..protocol.record import WorkerReport
 from ..schema.errors import LaunchError
 from ..schema.files import to_json
 from ..schema.launch import LaunchConfig, WorkerSlot
-from .devices import base_type, inventory
+from .devices import inventory
 from .failures import Failure
 from .patience import Part, PatientStore, Unreachable
 from .request import OnFailure, Rendezvous

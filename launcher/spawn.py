@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from ..devices.collectives import INTERFACE_VARIABLES
 from ..preload import Preload
 from ..preload.process import dying_with
 from ..protocol import environment as names
@@ -147,13 +148,8 @@ def worker_commands(
 
 
 def _device_settings(seat: Seat, meeting: Meeting, inherited: Mapping[str, str]) -> dict[str, str]:
-    settings = {}
-    if seat.cuda is not None:
-        settings["CUDA_VISIBLE_DEVICES"] = seat.cuda
-    elif seat.slot.device_type.split(":")[0] == "cpu":
-        # One core, one thread: more threads than cores is many times slower and changes bits.
-        settings |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    settings = seat.environment()
+    for name in INTERFACE_VARIABLES:
         if meeting.interface and name not in inherited:
             settings[name] = meeting.interface
     return settings

@@ -116,7 +116,7 @@ def read_reports(
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """The network interface that leads to node 0, for gloo and NCCL; None where unknown."""
+    """The network interface that leads to node 0, for collectives; None where unknown."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         own = probe.getsockname()[0]

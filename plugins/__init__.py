@@ -14,6 +14,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..checks.judges import Judge, judge
+    from ..devices.accelerator import AcceleratorBackend
+    from ..devices.backend import LocalDevice, device_backend
+    from ..devices.cpu import cpu_device
+    from ..devices.host import HostBackend
     from ..exporters.registry import exporter
     from ..importers.registry import jobs_importer, layer_importer
     from ..schedules.one_f_one_b import one_rank
@@ -27,13 +31,18 @@ if TYPE_CHECKING:
     from ..solvers.allocation.policy import policy
 
 _WHERE = {
+    "AcceleratorBackend": "devices.accelerator",
+    "HostBackend": "devices.host",
     "Instance": "solvers.allocation.instance",
     "Judge": "checks.judges",
     "LayerGraph": "schema.profile",
     "LayerNode": "schema.profile",
+    "LocalDevice": "devices.backend",
     "MaxMin": "solvers.allocation.goals",
     "PipelineShape": "schedules.shape",
     "Schedule": "schedules.operations",
+    "cpu_device": "devices.cpu",
+    "device_backend": "devices.backend",
     "exporter": "exporters.registry",
     "jobs_importer": "importers.registry",
     "judge": "checks.judges",
@@ -45,13 +54,18 @@ _WHERE = {
 }
 
 __all__ = [
+    "AcceleratorBackend",
+    "HostBackend",
     "Instance",
     "Judge",
     "LayerGraph",
     "LayerNode",
+    "LocalDevice",
     "MaxMin",
     "PipelineShape",
     "Schedule",
+    "cpu_device",
+    "device_backend",
     "exporter",
     "jobs_importer",
     "judge",

@@ -24,9 +24,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from ..protocol import resident
+from ..devices import resident
+from ..devices.backend import initialized
 from ..schema.errors import LaunchError
 from .messages import ForkRequest, Message, peer_is_ours, receive, send
 from .process import become, dying_with, set_title
@@ -122,10 +122,10 @@ def _preloaded(channel: socket.socket, modules: Sequence[str], *, is_host: bool)
 
 
 def check_forkable() -> None:
-    """Refuse a process whose fork could hang or would have a broken CUDA.
+    """Refuse a process whose fork could hang or could not use its devices.
 
     Raises:
-        Unfit: It has threads, or has initialised CUDA.
+        Unfit: It has threads, or has initialised a device.
     """
     # numpy's BLAS may have started threads, which it stops before a fork and starts on demand.
     child = os.fork()
@@ -137,9 +137,8 @@ def check_forkable() -> None:
         if time.monotonic() > deadline:
             raise Unfit(f"the imports have started {number - 1} thread(s)")
         time.sleep(0.01)
-    torch: Any = sys.modules["torch"]
-    if torch.cuda.is_initialized():
-        raise Unfit("the imports have initialised CUDA")
+    for backend in initialized():
+        raise Unfit(f"the imports have initialised {backend.kind.upper()}")
 
 
 def _next_connection(channel: socket.socket) -> socket.socket:

@@ -1,8 +1,8 @@
 """Which settings act before or during the imports, so that a fork comes too late for them.
 
 A preloaded process serves only those whose settings of this kind are its own; for others another
-preloaded process is started. All other variables are read when they are used (CUDA's choice of
-devices at its first use, NCCL's and gloo's when a group is made, hetflow's own when a worker
+preloaded process is started. All other variables are read when they are used (a driver's choice of
+devices at its first use, a collective library's when a group is made, hetflow's own when a worker
 starts), so a forked process takes them over from its request.
 """
 
@@ -11,6 +11,8 @@ import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from ..devices.backend import DEVICES
 
 _PREFIXES = {
     "PYTHON": "the interpreter's own: hash seed, path, encoding, buffering, warnings",
@@ -30,10 +32,6 @@ _PREFIXES = {
     "DNNL_": "as ONEDNN_",
     "TORCH": "torch's logging and the compiler's configuration are read at import",
     "PYTORCH_": "torch's allocators read theirs when the library is loaded",
-    "CUBLAS_": "cuBLAS's workspaces; to be on the safe side",
-    "CUDA_": "the driver reads them at its first use; to be on the safe side",
-    "CUDNN_": "as CUBLAS_",
-    "NVIDIA_": "as CUDA_; TF32 among them",
     "MALLOC_": "malloc reads them before main",
     "LC_": "Python chooses its encodings before main",
 }
@@ -43,7 +41,6 @@ _NAMES = {
     "LANGUAGE": "as LC_",
 }
 _LATER = {
-    "CUDA_VISIBLE_DEVICES": "the driver reads it at its first use, after the fork",
     "TORCHELASTIC_USE_AGENT_STORE": "read when a group is made",
     "TORCHELASTIC_RESTART_COUNT": "read when a worker joins its group",
     "TORCHINDUCTOR_CACHE_DIR": "read when a model is compiled",
@@ -52,10 +49,14 @@ _LATER = {
 
 def import_settings(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of an environment that a preloaded process must have been started with."""
+    prefixes, later = set(_PREFIXES), set(_LATER)
+    for backend in DEVICES.registered():
+        prefixes |= set(backend.early_variables)
+        later |= set(backend.late_variables)
     return {
         name: value
         for name, value in environment.items()
-        if name not in _LATER and (name in _NAMES or name.startswith(tuple(_PREFIXES)))
+        if name not in later and (name in _NAMES or name.startswith(tuple(prefixes)))
     }
 
 

@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import memory
+from ..devices import memory
+from ..devices.collectives import HOST_COLLECTIVE
 
 if TYPE_CHECKING:
     from .bench import Bench
@@ -24,14 +25,14 @@ def load_like_worker() -> None:
 
 
 def warm_up(bench: "Bench", batch_size: int) -> None:
-    """Train a step, and join a group of one: kernels, gloo's threads and buffers are loaded."""
+    """Train a step, and join a group of one: kernels, a group's threads and buffers are loaded."""
     import torch
     import torch.distributed as dist
 
     bench.run_step(bench.make_batch(batch_size))
     with tempfile.TemporaryDirectory(prefix="hetflow-base-") as folder:
         store = dist.FileStore(str(Path(folder) / "store"), 1)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        dist.init_process_group(HOST_COLLECTIVE, store=store, rank=0, world_size=1)
         try:
             dist.all_reduce(torch.zeros(1))
         finally:

@@ -4,19 +4,19 @@ A pass is forward + backward into gradients that already exist, as the runtime a
 no optimizer update, no communication, no batch making. A `cpu` device is one core, so a pass on
 it is timed by the process's CPU time: time that the core was taken away by other programs is not
 the model's. Waiting (for a disk, say) is not counted either; wall times stand in provenance.
-A CUDA pass is timed by the wall clock between two synchronisations.
+An accelerator's pass is timed by the wall clock between two synchronisations.
 """
 
-import ctypes
-import gc
 import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+from ..devices.backend import backend_of
+from ..devices.host import TORCH_DEVICE
+from ..devices.out_of_memory import is_out_of_memory
 from ..runtime.emulation import PassHolder
 from ..schema.errors import TargetError
-from . import memory
 from .batch_curve import SizeResult
 from .layer_memory import footprint
 from .samples import Samples
@@ -32,15 +32,18 @@ class Bench:
 
     Args:
         workload: What to time.
-        device: A torch device, ``cpu`` or ``cuda:N``.
+        device: A torch device.
         optimizer: One of ``schema.optimizer.NAMES``, unless the workload brings its own.
     """
 
     def __init__(self, workload: Workload, device: str, optimizer: str) -> None:
+        import torch
+
         self.workload = workload
         self.device = device
         self._is_warm = False
-        self.on_cuda = device.startswith("cuda")
+        self.backend = backend_of(device)
+        self._torch_device = torch.device(device)
         self.model = workload.model.to(device).train()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
@@ -55,7 +58,7 @@ class Bench:
 
     def host_batch(self, batch_size: int) -> Any:
         """One batch, on the host."""
-        return move(self._made(batch_size), "cpu")
+        return move(self._made(batch_size), TORCH_DEVICE)
 
     def _made(self, batch_size: int) -> Any:
         return self._of_user("make_batch", self.workload.make_batch, batch_size)
@@ -119,12 +122,12 @@ class Bench:
         }
 
     def update_workspace_bytes(self) -> int | None:
-        """What an update allocates for a while, after ``optimizer_state``; None on CUDA.
+        """What an update allocates for a while, after ``optimizer_state``; None on GPUs.
 
         Counted on a CPU only: its allocator does not fit large blocks of an update into the room
-        of a pass's, while CUDA's peak is that of the larger of the two.
+        of a pass's, while a GPU's peak is that of the larger of the two.
         """
-        found = None if self.on_cuda else footprint(self.optimizer.step, self.device)
+        found = footprint(self.optimizer.step, self.device) if self.backend.is_host else None
         return None if found is None else found.peak_bytes
 
     def held(self, batch_size: int, holder: PassHolder, repeats: int) -> list[float]:
@@ -146,31 +149,16 @@ class Bench:
 
     def wait(self) -> None:
         """Let the device finish."""
-        if self.on_cuda:
-            import torch
-
-            torch.cuda.synchronize(self.device)
+        self.backend.synchronize(self._torch_device)
 
     def reset_peak(self) -> None:
         """Give back what nobody uses, and start a new peak."""
-        gc.collect()
-        if self.on_cuda:
-            import torch
-
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            # Give freed blocks of smaller sizes back, or they would count for this one.
-            ctypes.CDLL(None).malloc_trim(0)
-            memory.reset_peak()
+        self.backend.release_unused()
+        self.backend.reset_peak(self._torch_device)
 
     def peak_memory_bytes(self) -> int:
         """The most there was since ``reset_peak``: of the device, or of the whole process."""
-        if self.on_cuda:
-            import torch
-
-            return int(torch.cuda.max_memory_allocated(self.device))
-        return memory.peak_memory_bytes()
+        return self.backend.peak_bytes(self._torch_device) or 0
 
     def _warm_up(self, batch: Any) -> None:
         """Whole steps, dropped: caches, kernel choices, and optimizer state for the peak.
@@ -190,13 +178,13 @@ class Bench:
         work()
         self.wait()
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-        return (wall if self.on_cuda else cpu), wall
+        return (cpu if self.backend.is_host else wall), wall
 
     def _of_user(self, role: str, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
         except Exception as error:
-            if memory.is_out_of_memory(error):
+            if is_out_of_memory(error):
                 raise
             file = getattr(getattr(function, "__code__", None), "co_filename", None)
             raise TargetError(one_line(error, file, role)) from error

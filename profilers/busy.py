@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..devices.backend import DeviceRequest
 from ..schema.errors import HetflowError
 from ..schema.profile import Sync
 from . import links
 from .crew import Crew
-from .devices import DeviceRequest
 from .loop_costs import LoopCosts, LoopPolicy, Rounds
 from .process import ChildDied
 from .sync_in_loop import measure_sync_in_loop
@@ -103,7 +103,7 @@ def measure_busy(
 
 def _num_busy(request: DeviceRequest, sync_devices: int) -> int:
     local = request.local.num_devices
-    return min(local, sync_devices) if request.torch_device == "cpu" else local
+    return min(local, sync_devices) if request.local.is_host else local
 
 
 def _sync_of(

@@ -15,11 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from ..devices import memory
+from ..devices.backend import backend_of
+from ..devices.out_of_memory import is_out_of_memory
 from ..runtime.allocator import keep_freed_memory
 from ..runtime.emulation import PassHolder
 from ..schema.errors import HetflowError
 from ..schema.plan import PassTime
-from . import base_memory, memory, targets
+from . import base_memory, targets
 from .bench import Bench
 from .exchange import exchange
 from .layers import measure_layers
@@ -76,7 +79,7 @@ class _Server:
             }
         except Exception as error:
             # The workload's code or ours: whoever asked is told, with the whole traceback.
-            if memory.is_out_of_memory(error):
+            if is_out_of_memory(error):
                 return {"out_of_memory": True}
             return {
                 "error": f"the measuring process failed: {first_cause(error)}",
@@ -94,9 +97,9 @@ class _Server:
         return _OPERATIONS[operation](self.bench, **request)
 
     def _base_memory(self, batch_size: int) -> int | None:
-        """What is left without the workload; 0 on CUDA, whose peaks are the allocator's alone."""
+        """What is left without the workload; 0 on GPUs, whose peaks are the allocator's alone."""
         bench, self.bench = self.bench, None
-        if bench is None or bench.on_cuda:
+        if bench is None or not bench.backend.is_host:
             return 0
         base_memory.warm_up(bench, batch_size)
         del bench
@@ -117,17 +120,18 @@ def _before(error: BaseException) -> BaseException | None:
 
 
 def _load(
-    target: str, device: str, memory_bytes: int, optimizer: str
+    target: str, device: str, memory_bytes: int, optimizer: str, num_threads: int = 1
 ) -> tuple[Bench, dict[str, Any]]:
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     torch.manual_seed(0)
-    if device == "cpu":
-        memory.limit_memory(memory_bytes)
+    backend = backend_of(device)
+    backend.limit_memory(memory_bytes)
+    if backend.is_host:
         base_memory.load_like_worker()
     bench = Bench(targets.load(targets.parse(target)), device, optimizer)
-    if device == "cpu":
+    if backend.is_host:
         # Where `prepare` does: a model that lies among kept memory has passes 4 % slower.
         keep_freed_memory()
     facts = {

@@ -6,12 +6,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..devices.backend import DeviceRequest
+from ..devices.collectives import LOOPBACK
+from ..devices.local import device_of_worker
 from ..runtime.step_times import StepTimes
 from ..schema import files
 from ..schema.errors import HetflowError
 from ..schema.launch import LaunchConfig
-from .devices import DeviceRequest
-from .process import GROUP_ANSWER_SECONDS, LOOPBACK, Child, ChildDied
+from .process import GROUP_ANSWER_SECONDS, Child, ChildDied
 from .rehearsal import config_of
 from .targets import Target
 
@@ -34,6 +36,7 @@ class Crew:
             "target": target.text,
             "memory_bytes": request.local.memory_bytes,
             "optimizer": optimizer,
+            "num_threads": request.local.num_threads,
         }
         self._children: list[Child] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -53,7 +56,7 @@ class Crew:
     @property
     def backend(self) -> str:
         """What the workers exchange over."""
-        return "gloo" if self._request.torch_device == "cpu" else "nccl"
+        return self._request.local.backend.collective
 
     def beside(
         self, sizes: Sequence[int], *, num_steps: int, is_empty: bool = False
@@ -161,12 +164,10 @@ class Crew:
         if self._children:
             return
         local = self._request.local
-        on_cpu = self._request.torch_device == "cpu"
         for index in range(self.num_workers):
-            child = Child(LOOPBACK)
+            child = Child(LOOPBACK, num_threads=local.num_threads)
             self._children.append(child)
-            device = "cpu" if on_cpu else local.torch_devices[index]
-            child.send("load", device=device, **self._load)
+            child.send("load", device=device_of_worker(local, index), **self._load)
         for child in self._children:
             child.receive(GROUP_ANSWER_SECONDS)
 

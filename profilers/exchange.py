@@ -38,7 +38,7 @@ def exchange(
         rank: Of this worker.
         world_size: Of all workers.
         folder: Where the workers meet; a file in it is their store, so no port is opened for it.
-        backend: ``gloo`` or ``nccl``.
+        backend: The library for collectives.
         batch_size: Samples per worker and step; 1 isolates synchronisation.
         budget_seconds: Wall time to spend on steps, and again on messages.
         measures_messages: Whether to all-reduce messages of several sizes too.

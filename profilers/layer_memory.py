@@ -5,13 +5,15 @@ What is kept is counted by storages, each once: autograd saves a tensor through
 storage. Parameters and buffers are there anyway. A layer's output counts for the layer that made
 it, also where only a later one saves it, so that the layers of a stage sum to what it keeps.
 
-Temporary memory is the allocator's own account: ``torch.cuda`` statistics on a GPU, the
+Temporary memory is the allocator's own account: its statistics on a GPU, the
 profiler's allocation events on a CPU (what libraries allocate by themselves is not in it).
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from ..devices.backend import backend_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +29,25 @@ def footprint(work: Callable[[], Any], device: str) -> Footprint | None:
 
     What ``work`` answers must be kept by the caller, or it counts as freed.
     """
-    return _on_cuda(work, device) if device.startswith("cuda") else _on_cpu(work)
+    return _on_host(work) if backend_of(device).is_host else _on_device(work, device)
 
 
-def _on_cuda(work: Callable[[], Any], device: str) -> Footprint:
+def _on_device(work: Callable[[], Any], name: str) -> Footprint | None:
     import torch
 
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
+    backend, device = backend_of(name), torch.device(name)
+    backend.synchronize(device)
+    backend.reset_peak(device)
+    before = backend.allocated_bytes(device)
     work()
-    torch.cuda.synchronize(device)
-    peak = torch.cuda.max_memory_allocated(device) - before
-    return Footprint(max(peak, 0), torch.cuda.memory_allocated(device) - before)
+    backend.synchronize(device)
+    peak, after = backend.peak_bytes(device), backend.allocated_bytes(device)
+    if before is None or peak is None or after is None:
+        return None
+    return Footprint(max(peak - before, 0), after - before)
 
 
-def _on_cpu(work: Callable[[], Any]) -> Footprint | None:
+def _on_host(work: Callable[[], Any]) -> Footprint | None:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:

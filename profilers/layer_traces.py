@@ -10,10 +10,10 @@ but not run as stages.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..devices.out_of_memory import is_out_of_memory
 from ..schema.errors import TargetError
 from ..schema.layer_trace import LayerTrace, TracedInput
 from .bench import Bench
-from .memory import is_out_of_memory
 from .nests import tensors_in
 from .targets import one_line
 

@@ -12,13 +12,15 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..devices.backend import DeviceRequest
+from ..devices.collectives import LOOPBACK
+from ..devices.local import device_of_worker
 from ..schema.errors import HetflowError
 from ..schema.profile import Sync
 from ..schema.step_costs import LinkPoint, Links, MessageTime
 from .crew import Crew
-from .devices import DeviceRequest
 from .fits import LinkFit, fit_link, fit_ring
-from .process import GROUP_ANSWER_SECONDS, LOOPBACK, Child, ChildDied
+from .process import GROUP_ANSWER_SECONDS, Child, ChildDied
 from .targets import Target
 from .timing import Timing
 
@@ -85,14 +87,14 @@ def obstacle(request: DeviceRequest, options: SyncOptions) -> str | None:
 def too_few_devices(request: DeviceRequest, num_devices: int) -> str | None:
     """Why so many workers cannot be had, or None: on a CPU they may share cores."""
     local = request.local
-    if request.torch_device == "cpu" or local.num_devices >= num_devices:
+    if local.is_host or local.num_devices >= num_devices:
         return None
     return f"{num_devices} {local.device_type} devices are needed, {local.num_devices} here"
 
 
 def _shared_cores(request: DeviceRequest, num_workers: int) -> str | None:
     cores = request.local.num_devices
-    if request.torch_device == "cpu" and cores < num_workers:
+    if request.local.is_host and cores < num_workers:
         return f"workers shared {cores} cores"
     return None
 
@@ -239,7 +241,6 @@ def links_of(
 
 
 def _send_messages(request: DeviceRequest, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    on_cpu = request.torch_device == "cpu"
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-links-"))
         workers = [stack.enter_context(Child(LOOPBACK)) for _ in range(2)]
@@ -248,7 +249,7 @@ def _send_messages(request: DeviceRequest, sizes: Sequence[int]) -> list[dict[st
                 "messages",
                 rank=rank,
                 folder=folder,
-                device="cpu" if on_cpu else request.local.torch_devices[rank],
+                device=device_of_worker(request.local, rank),
                 message_bytes=list(sizes),
                 budget_seconds=_LINK_BUDGET_SECONDS,
             )

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from ..devices.out_of_memory import says_out_of_memory
 from ..runtime.step_times import StepTimes
 from ..schema import files
 from ..schema.errors import TargetError
 from ..schema.plan import PassTime
 from .batch_curve import SizeResult
-from .memory import says_out_of_memory
 from .process import Child, ChildDied
 from .rehearsal import config_of
 from .targets import Target
@@ -25,9 +25,10 @@ class Measurer:
 
     Args:
         target: What to measure.
-        device: A torch device, ``cpu`` or ``cuda:N``.
-        memory_bytes: The device's memory; enforced on a CPU.
+        device: A torch device.
+        memory_bytes: The device's memory; enforced on a host's own.
         optimizer: The optimizer where the workload brings none.
+        num_threads: Of its arithmetic on the host.
         answer_seconds: How long one batch size may take in all.
     """
 
@@ -38,6 +39,7 @@ class Measurer:
         device: str,
         memory_bytes: int,
         optimizer: str,
+        num_threads: int = 1,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         self.facts: dict[str, Any] = {}
@@ -48,7 +50,9 @@ class Measurer:
             "device": device,
             "memory_bytes": memory_bytes,
             "optimizer": optimizer,
+            "num_threads": num_threads,
         }
+        self._num_threads = num_threads
         self._answer_seconds = answer_seconds
         self._child: Child | None = None
         self._measured_any = False
@@ -153,7 +157,7 @@ class Measurer:
     def _ask(self, operation: str, **values: Any) -> dict[str, Any]:
         try:
             if self._child is None:
-                self._child = Child()
+                self._child = Child(num_threads=self._num_threads)
                 self._child.send("load", **self._load)
                 self.facts = self._child.receive(self._answer_seconds)
             self._child.send(operation, **values)

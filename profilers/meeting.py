@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ def process_group(
         path: The file of the store, of this meeting only.
         rank: Of this worker.
         world_size: Of all workers.
-        backend: ``gloo`` or ``nccl``.
-        device: A torch device, ``cpu`` or ``cuda:N``.
+        backend: The library for collectives.
+        device: A torch device.
     """
     import torch
     import torch.distributed as dist
@@ -36,8 +37,7 @@ def process_group(
     from ..runtime.peers import SharedStore
 
     store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
+    backend_of(device).set_current(torch.device(device))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     try:
         yield SharedStore(store).under("hetflow")

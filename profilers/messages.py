@@ -9,6 +9,8 @@ import os
 import time
 from typing import TYPE_CHECKING
 
+from ..devices.backend import backend_of
+from ..devices.collectives import HOST_COLLECTIVE
 from .meeting import TIMEOUT, process_group
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ def exchange_messages(
     import torch
 
     torch.set_num_threads(1)
-    backend = "nccl" if device.startswith("cuda") else "gloo"
+    backend = backend_of(device).collective
     path = os.path.join(folder, "links")
     with (
         process_group(path, rank=rank, world_size=2, backend=backend, device=device),
@@ -80,7 +82,7 @@ class _End:
         self.inbox: Inbox = Inbox(transport.lines(theirs))
         self._are_joined = transport.lines(mine).are_joined
         self._rooms = Rooms()  # as the outbox counts its own
-        self._agreeing: ProcessGroup = subgroup(place, backend="gloo")
+        self._agreeing: ProcessGroup = subgroup(place, backend=HOST_COLLECTIVE)
 
     def warm_up(self, message: "torch.Tensor") -> float:
         """Send both ways until frames have room for such messages; seconds of the last."""
@@ -130,10 +132,7 @@ class _End:
         return self.agreed(time.monotonic() + _LEAD_SECONDS)
 
     def _wait(self) -> None:
-        import torch
-
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        backend_of(self.device).synchronize(self.device)
 
 
 def _rounds(

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from ..devices.backend import DeviceRequest
 from ..runtime.step_times import StepTimes
 from ..schema.errors import HetflowError
 from ..schema.step_costs import PipelineCosts
 from .busy import Progress
 from .crew import Crew
-from .devices import DeviceRequest
 from .links import said, too_few_devices
 from .pipeline_fit import Profiled, Ring, Trial, fit_costs
 from .pipeline_trials import launch_config, trials_of

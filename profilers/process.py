@@ -21,12 +21,9 @@ from typing import IO, Any
 from ..preload import VARIABLE, Forked, Preload
 from ..schema.errors import TargetError
 
-# What a launch sets for a worker on a CPU before torch is imported.
-_LIKE_WORKERS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _PRELOAD: ContextVar[Preload | None] = ContextVar("preload", default=None)
 _LAST_BYTES = 16384
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""For processes that exchange: all of them are on this host."""
 GROUP_ANSWER_SECONDS = 600.0
 """How long an answer of processes that measure together may take."""
 
@@ -46,8 +43,10 @@ def started_like_workers() -> Iterator[None]:
             _PRELOAD.reset(before)
 
 
-def _environment() -> dict[str, str]:
-    return os.environ | _LIKE_WORKERS
+def _environment(num_threads: int = 1) -> dict[str, str]:
+    """What a launch sets for a worker on a CPU before torch is imported."""
+    threads = dict.fromkeys(_THREADS, str(num_threads))
+    return os.environ | threads | {"PYTHONUNBUFFERED": "1"}
 
 
 def _start(environment: dict[str, str], errors: IO[bytes]) -> "subprocess.Popen[bytes] | Forked":
@@ -96,12 +95,13 @@ class Child:
 
     Args:
         environment: Variables to add; none that acts before or during imports (``preload``).
+        num_threads: Of its arithmetic.
     """
 
-    def __init__(self, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, environment: dict[str, str] | None = None, num_threads: int = 1) -> None:
         self._unread = b""
         self._errors: IO[bytes] = tempfile.TemporaryFile()
-        self._process = _start(_environment() | (environment or {}), self._errors)
+        self._process = _start(_environment(num_threads) | (environment or {}), self._errors)
 
     def __enter__(self) -> "Child":
         return self

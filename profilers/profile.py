@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import __version__
 from ..costs.compute import busy_ratio
+from ..devices.backend import DeviceRequest
 from ..schema.errors import HetflowError
 from ..schema.optimizer import OptimizerState
 from ..schema.profile import BatchPoint, BusyHost, Emulation, LayerGraph, Profile
@@ -17,7 +18,6 @@ from ..schema.step_costs import Links, PipelineCosts
 from . import emulated, links
 from .batch_curve import Curve, CurveLimits, measure_curve
 from .busy import Busy, BusyOptions, Progress, measure_busy
-from .devices import DeviceRequest
 from .layers import as_in_the_loop, graph_of
 from .loop_costs import LoopCosts, LoopPolicy, Rounds
 from .measurer import Measurer
@@ -98,15 +98,15 @@ def profile_target(
     Raises:
         TargetError: The workload is at fault, or does not fit a device at its first size.
     """
-    bases: dict[str, _Base] = {}
-    measurers: dict[str, Measurer] = {}
+    bases: dict[tuple[str, str], _Base] = {}
+    measurers: dict[tuple[str, str], Measurer] = {}
     profiles = []
     with started_like_workers(), ExitStack() as stack:
         for request in requests:
-            device = request.torch_device
+            device = _measured_device(request)
             if device not in bases:
                 measurers[device] = stack.enter_context(_measurer(target, request, options))
-                alike = [r for r in requests if r.torch_device == device]
+                alike = [r for r in requests if _measured_device(r) == device]
                 bases[device] = _measure(
                     target,
                     request,
@@ -120,12 +120,18 @@ def profile_target(
     return tuple(profiles)
 
 
+def _measured_device(request: DeviceRequest) -> tuple[str, str]:
+    """What requests that share a measurement have in common: emulated types are their base's."""
+    return request.local.device_type, request.torch_device
+
+
 def _measurer(target: Target, request: DeviceRequest, options: ProfileOptions) -> Measurer:
     return Measurer(
         target,
         device=request.torch_device,
         memory_bytes=request.local.memory_bytes,
         optimizer=options.optimizer or DEFAULT_OPTIMIZER,
+        num_threads=request.local.num_threads,
     )
 
 
@@ -176,7 +182,7 @@ def _measure(
         error.args = (f"{target.text} on {name}: {error.message}",)
         error.message = error.args[0]
         raise
-    if request.torch_device != "cpu":
+    if not request.local.is_host:
         measurer.release()  # its cached memory is the device's, and the workers need some
     busy = measure_busy(
         target,
@@ -317,7 +323,7 @@ def _measure_links(
 
 def _limits_of(request: DeviceRequest, limits: CurveLimits) -> CurveLimits:
     """On a GPU sizes grow until memory ends; on a CPU that would take hours."""
-    return limits if request.torch_device == "cpu" else replace(limits, stop_when_flat=False)
+    return limits if request.local.is_host else replace(limits, stop_when_flat=False)
 
 
 def _profile(
@@ -402,8 +408,13 @@ def _measure_pipeline(
     )
 
 
+def _threads(request: DeviceRequest) -> str:
+    number = request.local.num_threads
+    return ", one thread" if number == 1 else f", {number} threads"
+
+
 def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) -> dict[str, Any]:
-    on_cpu = request.torch_device == "cpu"
+    on_host = request.local.is_host
     timings = [point.timing for point in base.costs.points]
     return {
         "command": options.command,
@@ -415,13 +426,13 @@ def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) ->
         "driver": request.local.driver,
         "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "measured_in_seconds": base.seconds,
-        "clock": "wall, in the loop that trains" + (", one thread" if on_cpu else ""),
+        "clock": "wall, in the loop that trains" + (_threads(request) if on_host else ""),
         "peak_memory": (
             "resident memory of the whole process"
             + ("" if base.facts["peak_memory_reset"] else ", highest so far")
             + ", and an update's workspace"
-            if on_cpu
-            else "torch.cuda.max_memory_allocated"
+            if on_host
+            else f"torch.{request.local.kind}.max_memory_allocated"
         ),
         "optimizer": base.facts["optimizer"],
         "num_parameters": base.facts["num_parameters"],

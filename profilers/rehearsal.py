@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from ..devices.cpu import DEVICE_TYPE
 from ..schema import files
 from ..schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from .bench import Bench
@@ -32,7 +33,10 @@ _MOST_EXTRA_SECONDS = 60.0
 
 
 def config_of(
-    virtual_node_sizes: Sequence[Sequence[int]], *, model: str = "model", device_type: str = "cpu"
+    virtual_node_sizes: Sequence[Sequence[int]],
+    *,
+    model: str = "model",
+    device_type: str = DEVICE_TYPE,
 ) -> LaunchConfig:
     """The launch config of a split.
 

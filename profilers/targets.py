@@ -21,10 +21,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from ..devices.out_of_memory import is_out_of_memory
 from ..schema.errors import TargetError
 from ..schema.records import nearest
 from . import zoo
-from .memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from itertools import count
 
+from ..devices.emulated import is_emulated
 from ..schedules.operations import Kind, Schedule
 from ..schedules.registry import generate
 from ..schema.errors import ProblemError
@@ -126,7 +127,7 @@ def _stage_of(stage: StagePlan, ranks: tuple[int, ...], recompute: bool) -> Pipe
     Where a plan does not tell forward from backward, forward is a third of both (a quarter with
     recomputation).
     """
-    if ":" not in stage.device_type:
+    if not is_emulated(stage.device_type):
         return PipelineStage(layers=stage.layers, ranks=ranks)
     forward = stage.forward_seconds
     if forward is None:

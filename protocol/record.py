@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
+from ..devices.emulated import is_emulated
 from ..schema.files import to_json
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import DeviceGroup, SplitPlan
@@ -143,7 +144,7 @@ def _prediction(plan: SplitPlan | PipelinePlan, report: WorkerReport) -> tuple[f
     passes = len(config.workers[report.rank].virtual_nodes)
     stages = config.pipeline.stages_of_rank[report.rank]
     seconds = sum(plan.stages[stage].compute_seconds for stage in stages)
-    return seconds * passes or None, ":" in report.device_type
+    return seconds * passes or None, is_emulated(report.device_type)
 
 
 def group_of(plan: SplitPlan, rank: int) -> DeviceGroup:

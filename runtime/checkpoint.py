@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..devices.host import TORCH_DEVICE
 from ..schema.errors import FileError, TargetError
 from .manifest import ALIGNMENT, DTYPES, FORMAT, BrokenCheckpoint, check_body, check_file
 
@@ -56,7 +57,7 @@ def encode(value: Any, tensors: list[Tensor], at: str = "state", depth: int = 0)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        tensors.append(value.detach().to("cpu", copy=True).contiguous())
+        tensors.append(value.detach().to(TORCH_DEVICE, copy=True).contiguous())
         return {"tensor": len(tensors) - 1}
     if isinstance(value, np.generic):
         return value.item()

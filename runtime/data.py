@@ -27,6 +27,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from ..devices.backend import Stream, backend_of
 from ..schema.errors import TargetError
 from .data_workers import context_of
 from .shares import slices
@@ -272,7 +273,7 @@ def pass_loader(
         batch_sampler=sampler,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory and device.type == "cuda",
+        pin_memory=loader.pin_memory and not backend_of(device).is_host,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
         multiprocessing_context=context_of(loader.num_workers, loader.multiprocessing_context),
@@ -283,29 +284,31 @@ def pass_loader(
 
 
 def feed(items: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Move collated passes to the device; on CUDA the next one's copy is issued a pass ahead."""
-    if device.type != "cuda":
+    """Move collated passes to the device; the next one's copy is issued a pass ahead beside it."""
+    backend = backend_of(device)
+    stream = backend.side_stream(device)
+    if stream is None:
         for item in items:
             yield to_device(item, device)
         return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     ahead = _copy_ahead(next(items, None), device, stream)
     while ahead is not None:
-        torch.cuda.current_stream(device).wait_stream(stream)
+        computing: Any = backend.current_stream(device)
+        computing.wait_stream(stream)
         current = ahead
-        _record(current, torch.cuda.current_stream(device))
+        _record(current, computing)
         ahead = _copy_ahead(next(items, None), device, stream)
         yield current
 
 
-def _copy_ahead(item: Any, device: torch.device, stream: torch.cuda.Stream) -> Any:
+def _copy_ahead(item: Any, device: torch.device, stream: Stream) -> Any:
     if item is None:
         return None
-    with torch.cuda.stream(stream):
+    with backend_of(device).on_stream(stream):
         return to_device(item, device)
 
 
-def _record(item: Any, stream: torch.cuda.Stream) -> None:
+def _record(item: Any, stream: Stream) -> None:
     """Tell the allocator that the compute stream uses what the copy stream made."""
 
     def mark(tensor: Tensor) -> Tensor:

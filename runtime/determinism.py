@@ -14,10 +14,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..devices.backend import DEVICES
+from ..devices.cpu import DEVICE_TYPE
+from ..devices.emulated import base_type
+from ..devices.local import is_host_type
 from ..protocol.pins import missing_pins
 from ..schema.errors import TargetError
 from ..schema.launch import Determinism, LaunchConfig
-from .group import Place, base_type
+from .group import Place
 
 # From the list in torch.use_deterministic_algorithms: no deterministic backward on CUDA.
 _NO_DETERMINISTIC_CUDA = (
@@ -94,7 +98,7 @@ def scan(model: nn.Module, level: Determinism, types: Collection[str]) -> list[O
         for name, module in model.named_modules()
         if isinstance(module, _NEVER_DETERMINISTIC)
     ]
-    if any(kind != "cpu" for kind in types):
+    if not all(map(is_host_type, types)):
         found += _without_deterministic_form(model)
     if level == "heterogeneous" and len(set(types)) > 1:
         found += _choosing_by_device(model)
@@ -106,7 +110,7 @@ def _without_deterministic_form(model: nn.Module) -> Iterator[Obstacle]:
         interpolates = isinstance(module, nn.Upsample) and module.mode in _INTERPOLATES
         picks_max = isinstance(module, nn.EmbeddingBag) and module.mode == "max"
         if isinstance(module, _NO_DETERMINISTIC_CUDA) or interpolates or picks_max:
-            yield Obstacle(name, type(module).__name__, "has no deterministic backward on CUDA")
+            yield Obstacle(name, type(module).__name__, "has no deterministic backward on GPUs")
 
 
 def _choosing_by_device(model: nn.Module) -> Iterator[Obstacle]:
@@ -136,7 +140,7 @@ def check_level(model: nn.Module, level: Determinism, place: Place) -> None:
             f"determinism {level} needs settings that were not there when this process started",
             hint=f"start with `hetflow launch --determinism {level}`, or export {settings}",
         )
-    if level == "heterogeneous" and "cpu" in types:
+    if level == "heterogeneous" and DEVICE_TYPE in types:
         _check_capability()
 
 
@@ -185,11 +189,9 @@ def apply_level(level: Determinism) -> None:
     # Else torch fills all new memory for those who read what they never wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_num_threads(1)
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cudnn.deterministic = True
+    for backend in DEVICES.registered():
+        backend.fix_kernels(level)
     if level != "heterogeneous":
         return
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
     # oneDNN cuts its sums by the sizes of caches; the native kernels do not.
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]

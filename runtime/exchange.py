@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..devices.collectives import wire_device
 from . import peers
 from .subtrees import Subtree, root_of
 
@@ -127,8 +128,7 @@ class Collectives:
         length = self._bucket.numel() // size
         rows = [tree.view(size, length) for tree in trees]
         sent = self._bucket if len(rows) == 1 else torch.stack(rows, dim=1).reshape(-1)
-        if sent.is_cuda and dist.get_backend(group) == "gloo":
-            sent = sent.cpu()  # gloo exchanges slices of host memory only
+        sent = sent.to(wire_device(sent.device, group))  # hosts exchange slices of their memory
         lengths = [len(held) * length for held in names]
         self._sent, self._received = sent, sent.new_empty(sum(lengths))
         self._work = peers.all_to_all_single(

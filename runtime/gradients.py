@@ -13,15 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 from . import peers
 from .invariant import InvariantSum
 
 # A first bucket that is soon full lets the exchange of a small model begin within backward, as in
-# DistributedDataParallel. Over gloo buckets of 4 MB cost no more CPU time than of 25 MB
-# (benchmarks/reduction.py), and bound the room for the others' subtrees (invariant.py).
+# DistributedDataParallel.
 FIRST_BUCKET_BYTES = 1 << 20
-BUCKET_BYTES = {"cpu": 4 << 20, "cuda": 25 << 20}
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
@@ -261,7 +260,7 @@ class GradientReducer:
         flat = torch.zeros(-(-total // unit) * unit, dtype=dtype, device=device)
         self.flats.append(flat)
         start, offset = 0, 0
-        usual = self._bucket_bytes or BUCKET_BYTES.get(device.type, BUCKET_BYTES["cuda"])
+        usual = self._bucket_bytes or backend_of(device).bucket_bytes
         bucket: list[int] = []
         for index in members:
             parameter = self._parameters[index]

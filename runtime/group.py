@@ -13,17 +13,21 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ..devices.backend import backend_of
+from ..devices.collectives import choose_collective
+from ..devices.emulated import base_type
+from ..devices.host import TORCH_DEVICE
+from ..devices.local import device_of_type, own_type
 from ..protocol.environment import DEVICE_TYPE, Start, assign_slots
 from ..protocol.handover import wait_for_turn
 from ..protocol.launch_token import prefix_of, take_token
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig, WorkerSlot
 from . import peers
-from .devices import device_type_name
 from .elastic.control import Control
 from .peers import SharedStore
 
-RELEASE_SECONDS = 2.0  # gloo's end takes milliseconds
+RELEASE_SECONDS = 2.0  # a group's end takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +76,10 @@ def join(start: Start, device: torch.device | None = None) -> Place:
         device: The device to use; by default the slot's.
 
     Raises:
-        TargetError: The types on hand are not the plan's, or a CUDA type finds no CUDA device.
+        TargetError: The types on hand are not the plan's, or a type finds no device.
     """
     if start.config is None:
-        return Place(start=start, slot=None, device=device or torch.device("cpu"))
+        return Place(start=start, slot=None, device=device or torch.device(TORCH_DEVICE))
     control = Control.of_process()
     if control is None:
         return _join(start, device)
@@ -177,11 +181,6 @@ def enter_handover(place: Place, message: dict[str, Any], control: Control) -> N
         _init_group(rank, place.device, start, store)
 
 
-def uses_nccl() -> bool:
-    """Whether this worker is in a group over NCCL."""
-    return dist.is_initialized() and dist.get_backend() == "nccl"
-
-
 def num_groups() -> int:
     """Process groups of this process; more than one where the script makes its own."""
     return len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
@@ -199,7 +198,7 @@ def close_group() -> None:
 def release_apart(held: list[object], patience_seconds: float = RELEASE_SECONDS) -> None:
     """Let go of objects whose end may take long, and wait for it no longer than that.
 
-    The end of a gloo group joins its threads. One of them was seen in a send that nothing ended,
+    The end of a hosts' group joins its threads. One of them was seen in a send that nothing ended,
     though the sockets were cut: that lasts until the group's own time limit, and the others would
     wait for this worker. A thread waits in its place.
 
@@ -258,44 +257,26 @@ def _own_type(start: Start) -> str | None:
         return start.stated_type
     if len(known) == 1:
         return None
-    index = _cuda_index(start)
-    found = device_type_name(torch.cuda.get_device_name(index)) if index is not None else "cpu"
+    found = own_type(start.local_rank)
     return found if found in known else None
 
 
 def _device_of(slot: WorkerSlot, start: Start, asked: torch.device | None) -> torch.device:
     if asked is not None:
         return asked
-    if base_type(slot.device_type, start.config) == "cpu":
-        return torch.device("cpu")
-    index = _cuda_index(start)
-    if index is None:
+    found = device_of_type(base_type(slot.device_type, start.config), start.local_rank)
+    if found is None:
         raise TargetError(
-            f"rank {slot.rank} needs a {slot.device_type}, but this process sees no CUDA device",
+            f"rank {slot.rank} needs a {slot.device_type}, but this process sees no such device",
             hint="`hetflow doctor` says what is missing",
         )
-    return torch.device("cuda", index)
-
-
-def base_type(device_type: str, config: LaunchConfig | None) -> str:
-    """The real type behind an emulated one."""
-    for device in config.emulated if config else ():
-        if device.device_type == device_type:
-            return device.base_device_type
-    return "cpu" if device_type.split(":")[0] == "cpu" else device_type
-
-
-def _cuda_index(start: Start) -> int | None:
-    if not torch.cuda.is_available():
-        return None
-    number = torch.cuda.device_count()
-    return start.local_rank if start.local_rank < number else 0
+    return found
 
 
 def _init_group(rank: int, device: torch.device, start: Start, store: SharedStore) -> None:
     """Initialise the default group, unless an earlier job or the script has."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    backend = backend_of(device)
+    backend.set_current(device)
     if dist.is_initialized():
         if dist.get_rank() != rank or dist.get_world_size() != start.world_size:
             raise TargetError(
@@ -306,27 +287,19 @@ def _init_group(rank: int, device: torch.device, start: Start, store: SharedStor
     store.set(f"device/{rank}", json.dumps(_identity(device)))
     identities = _read_all(store, "device", start.world_size)
     peers.init_process_group(
-        backend=choose_backend(identities),
+        backend=choose_collective(device, identities),
         store=store.under("group").of_torch,
         rank=rank,
         world_size=start.world_size,
         timeout=timedelta(seconds=start.timeout_seconds),
-        device_id=device if device.type == "cuda" else None,
+        device_id=None if backend.is_host else device,
     )
     _Jobs.own_group = True
 
 
-def choose_backend(identities: Sequence[str | None]) -> str:
-    """``nccl`` when every worker has a CUDA device of its own, else ``gloo``."""
-    distinct = None not in identities and len(set(identities)) == len(identities)
-    return "nccl" if distinct and dist.is_nccl_available() else "gloo"
-
-
 def _identity(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return None
-    properties = torch.cuda.get_device_properties(device)
-    return f"{socket.gethostname()}/{getattr(properties, 'uuid', device.index)}"
+    own = backend_of(device).identity(device)
+    return None if own is None else f"{socket.gethostname()}/{own}"
 
 
 def _read_all(store: SharedStore, name: str, number: int) -> list[Any]:

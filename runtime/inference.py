@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..devices.collectives import wire_device
 from ..schema.errors import TargetError
 from . import checkpoint, peers
 from .data import PassSampler, feed
@@ -186,7 +187,7 @@ def deliver(
         return header, tensors
     if not on_all and place.rank not in (0, holder):
         return b"", []
-    on_wire = place.device if dist.get_backend() == "nccl" else torch.device("cpu")
+    on_wire = wire_device(place.device)
 
     def carry(tensor: Tensor) -> Tensor:
         tensor = tensor.to(on_wire)

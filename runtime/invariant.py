@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..devices.backend import backend_of
+from ..devices.collectives import is_on_devices
 from .exchange import Collectives, Exchange, Messages, TwoTrees
 from .subtrees import Turn, turns_of
 
@@ -152,7 +154,7 @@ class InvariantSum:
         bucket, group = real[-1], self._group
         if self._has_two_trees and bucket.dtype in _ROUNDED_ONCE:
             return TwoTrees(bucket, group)
-        if bucket.is_cuda or dist.get_backend(group) != "gloo":
+        if not backend_of(bucket.device).is_host or is_on_devices(group):
             return Collectives(real, self._trees, self._num_leaves, self._rank, group)
         room, tag = self._room(bucket, len(real)), 2 * len(self._exchanges)
         return Messages(real, self._trees, self._num_leaves, room, self._rank, tag, group)

@@ -1,21 +1,18 @@
-"""How long each part of a step took, without slowing it: perf_counter, or CUDA events read late."""
+"""How long each part of a step took, without slowing it: perf_counter, or events read late."""
 
 import statistics
-import time
 from collections import deque
 from dataclasses import dataclass
 
 import torch
 
-from ..protocol import resident
+from ..devices.backend import DeviceBackend, Mark, backend_of
 from ..schema.run import StageRun, StepTerms
 from .step_times import StagePass, StepTimes
 from .terms import stage_runs, step_terms
 
 WARMUP_STEPS = 3
 MAX_STEPS_KEPT = 20_000
-
-Mark = float | torch.cuda.Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +48,7 @@ class StepClock:
     """Mark the parts of each step and reduce them to medians."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._on_cuda = device, device.type == "cuda"
+        self._device, self._backend = device, backend_of(device)
         self._open: _StepMarks | None = None
         self._asked: Mark | None = None
         self._first: Mark | None = None
@@ -142,49 +139,38 @@ class StepClock:
         return tuple(self._times)
 
     def _mark(self) -> Mark:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._backend.mark(self._device)
 
     def _harvest(self, *, wait: bool) -> None:
         while self._pending:
             last = self._pending[0].ended
-            if isinstance(last, torch.cuda.Event):
-                if wait:
-                    last.synchronize()
-                elif not last.query():  # type: ignore[no-untyped-call]
-                    return
+            if wait:
+                self._backend.wait_for(last)
+            elif not self._backend.has_passed(last):
+                return
             step = self._pending.popleft()
             if self._first is None:
                 self._first = step.began
-            self._times.append(_times_of(step, self._first))
+            self._times.append(_times_of(step, self._first, self._backend))
 
 
-def _times_of(step: _StepMarks, first: Mark) -> StepTimes:
+def _times_of(step: _StepMarks, first: Mark, backend: DeviceBackend) -> StepTimes:
+    between = backend.seconds_between
+
     def since(mark: Mark | None) -> float:
-        return _between(step.began, mark)
+        return 0.0 if mark is None else between(step.began, mark)
 
     return StepTimes(
-        asked_seconds=_between(first, step.began),
+        asked_seconds=between(first, step.began),
         passes=tuple((since(began), since(ended)) for began, ended in step.passes),
         computed=since(step.computed),
         synchronised=since(step.synchronised),
         ended=since(step.ended),
         stages=tuple(
-            StagePass(stage, is_backward, _between(began, ended))
+            StagePass(stage, is_backward, between(began, ended))
             for stage, is_backward, began, ended in step.stages
         ),
     )
-
-
-def _between(start: Mark | None, end: Mark | None) -> float:
-    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-        return max(float(start.elapsed_time(end)) / 1e3, 0.0)
-    if isinstance(start, float) and isinstance(end, float):
-        return max(end - start, 0.0)
-    return 0.0
 
 
 def _median(values: list[float]) -> float | None:
@@ -199,7 +185,5 @@ def _interquartile_range(values: list[float]) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Most memory this worker held: of the device on CUDA, resident of the process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resident.peak_bytes()
+    """Most memory this worker held: of the device, or resident of the process on a host's own."""
+    return backend_of(device).peak_bytes(device)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..devices.backend import initialized
 from .group import Place
 from .job import Job
 from .setup import named_parameters
@@ -55,16 +56,15 @@ def rehearsed(
 def _streams_kept() -> Iterator[None]:
     """Put the global random streams of the host and of used devices back."""
     host, numbers, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    devices = torch.cuda.get_rng_state_all() if used else []
+    devices = [(backend, backend.random_states()) for backend in initialized()]
     try:
         yield
     finally:
         random.setstate(host)
         np.random.set_state(numbers)  # noqa: NPY002
         torch.set_rng_state(torchs)
-        if devices:
-            torch.cuda.set_rng_state_all(devices)
+        for backend, states in devices:
+            backend.restore_random_states(states)
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from ..devices.backend import backend_of
+from ..devices.local import first_device
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig
 from . import peers
@@ -47,9 +49,9 @@ def place_model(
     if config is not None:
         return None
     first = next(model.parameters(), None)
-    if first is not None and first.device.type != "cpu":
+    if first is not None and not backend_of(first.device).is_host:
         return first.device
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return first_device()
 
 
 def named_parameters(

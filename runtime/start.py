@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from ..devices.backend import backend_of
 from ..protocol.environment import read_environment
 from ..protocol.lower import check_pipeline_level
 from .allocator import keep_freed_memory
@@ -37,7 +38,7 @@ def prepare(
             the model's are trained as well.
         seed: Seed of the job's random streams; by default the launch's (0 under plain python).
         device: Where to run; by default what the plan says, else the model's device, or the
-            first CUDA device where the model still stands on the CPU.
+            first accelerator where the model still stands on the CPU.
         overlap: Whether the last backward of a step overlaps with gradient synchronisation.
 
     Raises:
@@ -61,7 +62,7 @@ def prepare(
     start = read_environment()
     warning = warning_of(optimizers, start.config.optimizer if start.config else None)
     place = join(start, place_model(model, start.config, device))
-    if place.device.type == "cpu":
+    if backend_of(place.device).is_host:
         keep_freed_memory()
     check_level(model, start.determinism, place)
     apply_level(start.determinism)

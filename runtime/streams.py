@@ -10,6 +10,8 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
+from ..devices.backend import initialized
+
 
 def key_of(*parts: int | str) -> int:
     """A 63-bit number that stands for a key; unlike keys give unrelated numbers."""
@@ -21,8 +23,8 @@ def seed_streams(*parts: int | str) -> None:
     """Seed Python's, numpy's and torch's global streams (all devices) from a key."""
     seed_host_streams(*parts)
     # torch.manual_seed costs 0.2 ms a call; these are the parts of it that matter here.
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.manual_seed_all(key_of(*parts))
+    for backend in initialized():
+        backend.seed(key_of(*parts))
 
 
 def seed_host_streams(*parts: int | str) -> None:

@@ -113,6 +113,11 @@ class Registry(Generic[T]):
         found = self._entries.get(name)
         return None if found is None else found[1]
 
+    def registered(self) -> tuple[T, ...]:
+        """The package's own things and those of plug-ins that were asked for; looks for none."""
+        self._load_own()
+        return tuple(entry for _, entry in self._entries.values())
+
     def all(self) -> tuple[T, ...]:
         """Every thing, in the order of ``names``; loads all plug-ins of the kind."""
         return tuple(self.get(name) for name in self.names())

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 MAY_IMPORT = {
     "schema": set(),
+    "devices": {"schema"},
     "costs": {"schema"},
     "schedules": {"schema"},
     "checks": {"schema", "schedules"},  # no costs: the judge counts for itself
@@ -23,31 +24,34 @@ MAY_IMPORT = {
     "importers": {"schema"},
     "exporters": {"schema"},
     "planning": {"schema", "costs", "schedules", "solvers", "checks"},
-    "protocol": {"schema", "schedules"},
-    "preload": {"schema", "protocol"},
-    "runtime": {"schema", "schedules", "protocol"},
+    "protocol": {"schema", "schedules", "devices"},
+    "preload": {"schema", "devices", "protocol"},
+    "runtime": {"schema", "schedules", "devices", "protocol"},
     # Terms are fitted to their own sum.
-    "profilers": {"schema", "costs", "schedules", "protocol", "preload", "runtime"},
-    "launcher": {"schema", "protocol", "preload", "runtime"},
+    "profilers": {"schema", "costs", "schedules", "devices", "protocol", "preload", "runtime"},
+    "launcher": {"schema", "devices", "protocol", "preload", "runtime"},
     "reports": {"schema", "schedules"},
     "simulator": {"schema", "costs", "schedules", "solvers"},
     "examples": {
-        "schema", "schedules", "costs", "checks", "solvers", "planning", "protocol", "runtime",
-        "profilers", "simulator", "importers", "exporters", "plugins",
+        "schema", "schedules", "costs", "checks", "solvers", "planning", "devices", "protocol",
+        "runtime", "profilers", "simulator", "importers", "exporters", "plugins",
     },
-    "plugins": {"schema", "schedules", "solvers", "checks", "importers", "exporters"},
+    "plugins": {
+        "schema", "schedules", "solvers", "checks", "devices", "importers", "exporters",
+    },
     "api": {
-        "schema", "planning", "solvers", "importers", "profilers", "protocol", "runtime",
+        "schema", "planning", "solvers", "importers", "profilers", "devices", "protocol", "runtime",
         "launcher", "simulator", "checks",
     },
     "cli": {
-        "schema", "costs", "schedules", "checks", "solvers", "planning", "protocol", "runtime",
-        "profilers", "launcher", "reports", "simulator", "examples", "importers", "exporters",
-        "api",
+        "schema", "costs", "schedules", "checks", "solvers", "planning", "devices", "protocol",
+        "runtime", "profilers", "launcher", "reports", "simulator", "examples", "importers",
+        "exporters", "api",
     },
 }  # fmt: skip
 PUBLIC_OF = {"cli": {f"hetflow.{name}" for name in hetflow.__all__}}  # commands call the public API
 TORCH_AT_IMPORT = {"runtime", "examples"}
+TORCH_WHEN_ASKED = {"devices", "profilers", "launcher"}
 MODELS = ROOT / "profilers" / "zoo"  # model classes; loaded by name only
 LIBRARIES_OF_ONE_FILE = {
     "pulp": "solvers/lp.py",
@@ -157,7 +161,7 @@ def test_imports_point_one_way(package: str) -> None:
                 late = package not in TORCH_AT_IMPORT and MODELS not in path.parents
                 assert not late, f"{where} imports torch at module level"
             if name == "torch":
-                assert package in TORCH_AT_IMPORT | {"profilers", "launcher"}, f"{where}: torch"
+                assert package in TORCH_AT_IMPORT | TORCH_WHEN_ASKED, f"{where}: torch"
             if name in LIBRARIES_OF_ONE_FILE:
                 assert str(where) == LIBRARIES_OF_ONE_FILE[name], f"{where} imports {name}"
 
@@ -167,6 +171,65 @@ def test_oracles_have_their_own_arithmetic() -> None:
     for path in [*modules("tests/solvers"), *modules("tests/simulator"), *modules("tests/cli")]:
         names = {name for name, _ in imports(path)}
         assert "hetflow.costs" not in names, f"{path.relative_to(ROOT)} imports costs"
+
+
+# Files outside devices/ that may name a kind of device, and why.
+NAMES_A_KIND = {
+    "schema/profile.py",  # the base of an emulated type, in files written before it was stated
+}
+_KIND = re.compile(r"cuda|nccl|gloo|^cpu$|\bcpu:", re.IGNORECASE)
+_KIND_ATTRIBUTE = re.compile(r"^(is_|on_|uses_)?(cuda|nccl|gloo)$|^is_(cuda|nccl|gloo)_available$")
+
+
+def kinds_named(path: Path) -> list[str]:
+    """Where code names a kind of device; prose (comments, docstrings, help) may.
+
+    A comparison with a colon is one: that is how emulated types are spelled.
+    """
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    prose = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) or _is_help(node)
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant)
+        if isinstance(node, ast.keyword) or node.value is part
+    }
+    found = []
+    for node in ast.walk(tree):
+        text = None
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            text = node.value if _KIND.search(node.value) else None
+        elif isinstance(node, ast.Attribute) and _KIND_ATTRIBUTE.match(node.attr):
+            text = node.attr
+        elif isinstance(node, ast.Compare) and _asks_for_colon(node):
+            text = ast.unparse(node)
+        if text is not None:
+            found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {text}")
+    return found
+
+
+def _is_help(node: ast.AST) -> bool:
+    return isinstance(node, ast.keyword) and node.arg == "help"
+
+
+def _asks_for_colon(node: ast.Compare) -> bool:
+    colon = isinstance(node.left, ast.Constant) and node.left.value == ":"
+    return colon and "type" in ast.unparse(node.comparators[0])
+
+
+def test_one_room_names_kinds_of_devices() -> None:
+    rooms = set(MAY_IMPORT) - {"devices", "examples"}
+    named = [
+        where
+        for room in sorted(rooms)
+        for path in modules(room)
+        if str(path.relative_to(ROOT)) not in NAMES_A_KIND
+        for where in kinds_named(path)
+    ]
+    assert named == []
+    assert len(kinds_named(ROOT / "devices" / "cuda.py")) > 5
+    assert kinds_named(ROOT / "devices" / "emulated.py")
 
 
 def test_every_package_ships() -> None:

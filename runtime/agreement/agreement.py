@@ -13,20 +13,19 @@ optimizer that adds up (a norm to clip by) may round otherwise, values to half o
 import hashlib
 import json
 import math
-import platform
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ...devices.backend import backend_of
+from ...devices.collectives import wire_device
 from ...schema.errors import TargetError
 from .. import peers
-from ..group import Place, uses_nccl
+from ..group import Place
 from ..telling import log
 from .fingerprints import fingerprint, shadow_of
 from .known import KnownParameters
@@ -303,20 +302,7 @@ class Agreement:
 
 def arithmetic_of(device: torch.device) -> str:
     """What the bits of an update may depend on: kind of device, threads, version of torch."""
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        return f"{torch.__version__} {found.name} {found.multi_processor_count}"
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{torch.__version__} {_cpu_name()} {capability} {torch.get_num_threads()}"
-
-
-@cache
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith("model name")), platform.machine())
+    return f"{torch.__version__} {backend_of(device).arithmetic(device)}"
 
 
 def _hash(text: str) -> int:
@@ -328,7 +314,7 @@ def _rows(place: Place, own: Tensor) -> Tensor:
     """[workers, length] every worker's vector of integers, on the host."""
     if not place.distributed:
         return own[None]
-    sent = own.to(place.device if uses_nccl() else "cpu")
+    sent = own.to(wire_device(place.device))
     whole = sent.new_empty((place.world_size, len(own)))
     peers.all_gather(whole.view(-1), sent)
     return whole.cpu()

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ...devices.collectives import is_on_devices
 from ...schema.errors import PeerLostError
 from ..blame import is_lost_peer, may_be_echo
 from ..checkpoint import Checkpoint
 from ..data import Batch, is_drawn
-from ..group import Place, close_group, enter_generation, enter_handover, num_groups, uses_nccl
+from ..group import Place, close_group, enter_generation, enter_handover, num_groups
 from ..places import holdings_of
 from . import transfer
 from .behind import Behind
@@ -74,7 +75,7 @@ class Member:
 
     def _check_backend(self) -> None:
         """NCCL does not tell the host when an exchange is complete, so nobody could agree."""
-        if self._survives and uses_nccl():
+        if self._survives and is_on_devices():
             self._survives = False
             self._control.send("fragile")
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ...devices.collectives import wire_device
 from .. import peers
 from ..buffers import BufferSlot, VirtualNodeBuffers
 
@@ -117,8 +117,8 @@ class Mirror:
             known.sums.copy_(sums)
         _write(known.parts, [slot.value_of(node) for node in holdings[rank] for slot in slots])
         own = known.own
-        if len(holdings) > 1 and own.is_cuda and dist.get_backend() == "gloo":
-            own = own.cpu()
+        if len(holdings) > 1:
+            own = own.to(wire_device(own.device))
         whole, self._spare = self._spare, None
         if whole is None:
             whole = torch.empty((len(holdings), len(own)), dtype=torch.uint8, device=own.device)

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from ...devices.collectives import current_wire_device
 from .. import checkpoint, peers
 from ..manifest import DTYPES
 
@@ -56,7 +56,7 @@ def receive(source: int) -> Any:
 
 
 def _on_wire(tensor: Tensor) -> Tensor:
-    return tensor.cuda() if dist.get_backend() == "nccl" else tensor
+    return tensor.to(current_wire_device())
 
 
 def _take(tensor: Tensor, source: int) -> Tensor:

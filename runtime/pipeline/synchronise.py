@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...devices.backend import backend_of
 from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
 from .. import peers
@@ -254,7 +255,7 @@ class Synchroniser:
             return sums
         losses = [loss.reshape(()) for loss, _, _ in self._losses]
         # One wait for a device; from the CPU's memory each is read as it stands.
-        on_device = losses[0].device.type != "cpu"
+        on_device = not backend_of(losses[0].device).is_host
         values = torch.stack(losses).tolist() if on_device else [loss.item() for loss in losses]
         for value, (_, own, weighted) in zip(values, self._losses, strict=True):
             sums[_LOSS] += value * own

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...devices.collectives import HOST_COLLECTIVE, payload_collective
+from ...devices.host import TORCH_DEVICE
 from .. import peers
 from ..group import Place, subgroup
 
@@ -103,21 +105,12 @@ def transport_of(place: Place, stages: Sequence[Sequence[int]]) -> Transport | N
     """
     if not place.distributed:
         return None
-    up, down = (subgroup(place, backend="gloo") for _ in range(2))
-    backend = payload_backend(place.device, dist.get_backend())
+    up, down = (subgroup(place, backend=HOST_COLLECTIVE) for _ in range(2))
+    backend = payload_collective(place.device, dist.get_backend())
     if backend is None:
-        return Transport(place.rank, up, down, torch.device("cpu"), {})
+        return Transport(place.rank, up, down, torch.device(TORCH_DEVICE), {})
     payloads = connect(place, channels_of(stages), backend)
     return Transport(place.rank, up, down, place.device, payloads)
-
-
-def payload_backend(device: torch.device, default: str) -> str | None:
-    """The backend for payloads between devices; None where they go through the hosts.
-
-    Two workers that share one GPU cannot use NCCL; the default group is then on gloo
-    (``choose_backend``), and so is this.
-    """
-    return "nccl" if device.type == "cuda" and default == "nccl" else None
 
 
 def connect(

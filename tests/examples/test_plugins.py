@@ -6,15 +6,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from hetflow.checks.judges import JUDGES
 from hetflow.cli.main import run
+from hetflow.devices.backend import DEVICES
+from hetflow.devices.cpu import cpu_device
+from hetflow.devices.local import device_of_type, local_devices
+from hetflow.devices.requests import parse_requests
 from hetflow.exporters.registry import EXPORTERS
 from hetflow.importers.registry import LAYER_IMPORTERS
+from hetflow.launcher.devices import seat_workers
 from hetflow.protocol.lower_pipeline import lower_pipeline, schedule_of
 from hetflow.schedules.counting import peak_in_flight
 from hetflow.schedules.validate import validate
 from hetflow.schema import files
+from hetflow.schema.errors import TargetError
+from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
 from hetflow.schema.schedule_traits import SCHEDULES
@@ -233,3 +241,60 @@ def test_a_plan_needs_the_plug_in_of_its_schedule(
     code, _, errors = solve(hetflow, profiles, "eager-1f1b", tmp_path / "other.json")
     assert code == 2
     assert "'eager-1f1b' is not one of 'auto', 'gpipe'" in errors
+
+
+@pytest.fixture
+def whole_cpu(site: Path) -> Iterator[str]:
+    install(PLUGINS / "whole_cpu", site)
+    yield "wholecpu"
+    forget(DEVICES, "whole-cpu", modules=("whole_cpu",))
+
+
+def test_a_kind_of_device_from_outside_is_listed_and_launched(
+    hetflow: Hetflow, whole_cpu: str
+) -> None:
+    code, out, _ = hetflow("devices", "--json")
+    assert code == 0
+    (found,) = [entry for entry in json.loads(out)["devices"] if entry["kind"] == "whole-cpu"]
+    cores = cpu_device()
+    assert (found["device_type"], found["num_devices"]) == (whole_cpu, 1)
+    assert found["memory_bytes"] == cores.memory_bytes * cores.num_devices
+    (request,) = parse_requests([whole_cpu], local_devices())
+    assert (request.torch_device, request.local.num_threads) == ("cpu", cores.num_devices)
+    config = launch_of(whole_cpu, "cpu")
+    first, second = seat_workers(config.workers, config)
+    assert first.environment()["OMP_NUM_THREADS"] == str(cores.num_devices)
+    assert second.environment()["OMP_NUM_THREADS"] == "1"
+    assert device_of_type(whole_cpu, local_rank=0) == torch.device("cpu")
+    with pytest.raises(TargetError, match="needs 2 x wholecpu, this machine has 1"):
+        seat_workers(launch_of(whole_cpu, whole_cpu).workers, launch_of(whole_cpu, whole_cpu))
+
+
+def launch_of(*types: str) -> LaunchConfig:
+    slots = tuple(
+        WorkerSlot(
+            rank=rank,
+            device_type=name,
+            virtual_nodes=(VirtualNode(index=rank, batch_size=1),),
+        )
+        for rank, name in enumerate(types)
+    )
+    return LaunchConfig(model="m", global_batch_size=len(types), workers=slots)
+
+
+@pytest.mark.slow
+def test_a_kind_of_device_from_outside_is_profiled(
+    hetflow: Hetflow, whole_cpu: str, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    folder = tmp_path / "measured"
+    code, _, errors = hetflow(
+        "profile", "zoo:mlp", "--device", whole_cpu, "--quick", "--batch-sizes", 8,
+        "--sync-devices", 0, "-o", folder,
+    )  # fmt: skip
+    assert code == 0, errors
+    (path,) = folder.glob("*.json")
+    profile = files.read(path, Profile)
+    assert profile.device_type == whole_cpu
+    number = cpu_device().num_devices
+    assert profile.provenance["clock"].endswith(f"{number} threads" if number > 1 else "thread")

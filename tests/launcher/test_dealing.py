@@ -5,6 +5,8 @@ from dataclasses import replace
 
 import pytest
 
+from hetflow.devices.backend import LocalDevice
+from hetflow.devices.cuda import CudaBackend
 from hetflow.launcher import devices
 from hetflow.launcher.failures import Failure, first_cause
 from hetflow.launcher.hosts import deal_slots
@@ -73,14 +75,24 @@ def test_a_shortage_or_an_idle_host_is_named() -> None:
         deal_slots(config_of("P100"), [{"P100": 1}, {"V100": 1}])
 
 
-def test_each_cuda_worker_gets_a_device_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "hetflow.runtime.devices.local_device_types", lambda: ["P100", "V100", "P100"]
+def gpu_of(device_type: str, *indices: int) -> LocalDevice:
+    return LocalDevice(
+        device_type=device_type,
+        kind="cuda",
+        name=device_type,
+        torch_devices=tuple(f"cuda:{index}" for index in indices),
+        memory_bytes=16 << 30,
     )
+
+
+def test_each_cuda_worker_gets_a_device_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = (gpu_of("P100", 0, 2), gpu_of("V100", 1))
+    monkeypatch.setattr(CudaBackend, "local_devices", lambda backend: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,GPU-7")
     config = config_of("P100", "V100", "P100", "cpu")
     seats = devices.seat_workers(config.workers, config)
-    assert [seat.cuda for seat in seats] == ["4", "6", "GPU-7", None]
+    visible = [seat.environment().get("CUDA_VISIBLE_DEVICES") for seat in seats]
+    assert visible == ["4", "6", "GPU-7", None]
     short = config_of("V100", "V100")
     with pytest.raises(TargetError, match="needs 2 x V100, this machine has 1"):
         devices.seat_workers(short.workers, short)

@@ -5,7 +5,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hetflow.costs.comm import ring_seconds
-from hetflow.profilers.devices import DeviceRequest, LocalDevice, cpu_device
+from hetflow.devices.backend import DeviceRequest, LocalDevice
+from hetflow.devices.cpu import cpu_device
 from hetflow.profilers.exchange import all_reduce_sizes
 from hetflow.profilers.fits import fit_ring
 from hetflow.profilers.links import (
@@ -78,7 +79,11 @@ def test_nothing_is_negative_where_small_messages_are_fast() -> None:
 
 def test_one_gpu_alone_skips_synchronisation_and_says_why() -> None:
     gpu = LocalDevice(
-        device_type="V100", name="V100", torch_devices=("cuda:0",), memory_bytes=1 << 34
+        device_type="V100",
+        kind="cuda",
+        name="V100",
+        torch_devices=("cuda:0",),
+        memory_bytes=1 << 34,
     )
     request = DeviceRequest(device_type="V100", local=gpu, torch_device="cuda:0")
     sync, provenance = measure_sync(parse("zoo:mlp"), request, SyncOptions())

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hetflow.profilers.devices import DeviceRequest, LocalDevice, cpu_device
+from hetflow.devices.backend import DeviceRequest, LocalDevice
+from hetflow.devices.cpu import cpu_device
 from hetflow.profilers.layers import graph_of
 from hetflow.profilers.measurer import Measurer
 from hetflow.profilers.pipeline_costs import affordable, measure_pipeline
@@ -179,7 +180,9 @@ def test_a_trial_of_one_stage_has_both_devices_on_it() -> None:
     ],
 )
 def test_where_no_pipeline_can_be_rehearsed(cores: tuple, layers: int, message: str) -> None:
-    gpu = LocalDevice(device_type="V100", name="V100", torch_devices=cores, memory_bytes=1 << 34)
+    gpu = LocalDevice(
+        device_type="V100", kind="cuda", name="V100", torch_devices=cores, memory_bytes=1 << 34
+    )
     request = DeviceRequest(device_type="V100", local=gpu, torch_device="cuda:0")
     known = profiled(*[0.004] * layers)
     found = measure_pipeline(parse("zoo:mlp"), request, known, optimizer="sgd", budget_seconds=1.0)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from hetflow.profilers import memory
+from hetflow.devices import memory
 from hetflow.profilers.bench import Bench
 from hetflow.profilers.process import Child
 from hetflow.profilers.rehearsal import config_of, rehearse

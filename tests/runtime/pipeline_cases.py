@@ -84,7 +84,7 @@ def train(case):
     ``apart`` sends payloads as between CUDA devices, with gloo in the place of NCCL.
     """
     name, kind, options = case.split(":")
-    transport.payload_backend = lambda *_: "gloo" if "apart" in options else None
+    transport.payload_collective = lambda *_: "gloo" if "apart" in options else None
     # Models this small would fill one bucket only.
     synchronise.BUCKET_BYTES = 300
     model = build(name)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hetflow.devices.collectives import payload_collective
 from hetflow.runtime.pipeline.channels import Inbox, Outbox
 from hetflow.runtime.pipeline.exchange import Exchange
 from hetflow.runtime.pipeline.transport import (
@@ -14,7 +15,6 @@ from hetflow.runtime.pipeline.transport import (
     Lines,
     Transport,
     channels_of,
-    payload_backend,
 )
 from hetflow.schema.errors import PeerLostError, TargetError
 
@@ -211,7 +211,7 @@ def test_numbers_are_summed_alike_on_all_workers() -> None:
     ],
 )
 def test_devices_on_nccl_send_to_each_other(device, default, backend) -> None:
-    assert payload_backend(torch.device(device), default) == backend
+    assert payload_collective(torch.device(device), default) == backend
 
 
 def test_every_channel_has_a_queue_of_its_own() -> None:

@@ -95,7 +95,7 @@ def test_the_interval_of_a_median_narrows_with_the_steps() -> None:
 
 def test_a_clock_keeps_the_wait_before_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     marks = iter([0.0, 1.0, 3.0, 4.0, 6.0, 6.5, 6.5, 7.0, 8.0])
-    monkeypatch.setattr("hetflow.runtime.measurements.time.perf_counter", lambda: next(marks))
+    monkeypatch.setattr("hetflow.devices.host.time.perf_counter", lambda: next(marks))
     clock = StepClock(torch.device("cpu"))
     clock.begin_step(is_full=True)
     for _ in range(2):

@@ -2,14 +2,21 @@
 
 import pytest
 
-from hetflow.profilers.devices import LocalDevice, cpu_device, parse_requests
+from hetflow.devices.backend import LocalDevice
+from hetflow.devices.cpu import cpu_device
+from hetflow.devices.requests import parse_requests
 from hetflow.schema.errors import ProblemError
 
 CPU = LocalDevice(
-    device_type="cpu", name="Some CPU", torch_devices=("cpu", "cpu"), memory_bytes=1 << 33
+    device_type="cpu",
+    kind="cpu",
+    name="Some CPU",
+    torch_devices=("cpu", "cpu"),
+    memory_bytes=1 << 33,
 )
 V100 = LocalDevice(
     device_type="V100",
+    kind="cuda",
     name="Tesla V100-SXM2-16GB",
     torch_devices=("cuda:0", "cuda:2"),
     memory_bytes=1 << 34,
@@ -17,6 +24,7 @@ V100 = LocalDevice(
 )
 P100 = LocalDevice(
     device_type="P100",
+    kind="cuda",
     name="Tesla P100-PCIE-16GB",
     torch_devices=("cuda:1",),
     memory_bytes=1 << 34,

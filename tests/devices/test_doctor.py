@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetflow.profilers.doctor import Facts, Gpu, findings, is_usable, parse_nvidia_smi
+from hetflow.devices.doctor import Facts, Gpu, findings, is_usable, parse_nvidia_smi
 
 CU128 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120")
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")

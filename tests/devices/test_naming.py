@@ -2,7 +2,7 @@
 
 import pytest
 
-from hetflow.runtime.devices import device_type_name
+from hetflow.devices.naming import device_type_name
 from hetflow.schema.cluster import Cluster
 
 

@@ -1,4 +1,4 @@
-"""Memory of a process on Linux: its limit, its peak, and how running out of it looks.
+"""Memory of a process on Linux: its limit and its peak.
 
 A ``cpu`` device is one core with its share of the machine's memory. The share is enforced with
 RLIMIT_DATA, so an allocation past it fails inside the process and the kernel's OOM killer, which
@@ -6,18 +6,12 @@ might choose any process of the user's, stays out of it.
 """
 
 import os
-import re
 import resource
 from pathlib import Path
 
-from ..protocol.resident import peak_bytes, resident_bytes
+from .resident import peak_bytes, resident_bytes
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_OUT_OF_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|bad_alloc"
-    r"|could not (create a memory|allocate|create a primitive)",
-    re.IGNORECASE,
-)
 
 
 def machine_memory_bytes() -> int:
@@ -61,15 +55,3 @@ def peak_memory_bytes() -> int:
 def resident_memory_bytes() -> int | None:
     """Resident memory of this process now; None where the kernel does not tell."""
     return resident_bytes()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory has run out (of any device)."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
-
-
-def says_out_of_memory(text: str) -> bool:
-    """Whether a message of torch's, oneDNN's or the C++ runtime's means: out of memory."""
-    return bool(_OUT_OF_MEMORY.search(text))

@@ -13,7 +13,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .devices import nvidia_driver
+from .cuda import nvidia_driver
 from .memory import machine_memory_bytes
 
 EXTRAS = {

@@ -1,4 +1,4 @@
-"""The names of device types, and which local CUDA device is of which type."""
+"""The names of GPU types, from what their drivers call them."""
 
 import re
 
@@ -24,15 +24,3 @@ def device_type_name(name: str) -> str:
     ]
     joined = re.sub(r"[^\w.+-]", "", "".join(kept))
     return joined if joined and joined[0].isalpha() else f"GPU{joined}"
-
-
-def local_device_types() -> list[str]:
-    """The type of each visible CUDA device, by index; empty where there is none."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
-    return [
-        device_type_name(torch.cuda.get_device_name(index))
-        for index in range(torch.cuda.device_count())
-    ]

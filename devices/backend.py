@@ -1,0 +1,246 @@
+"""What one kind of device answers, and the registry of kinds.
+
+A kind has two sides. Its host side lists the devices of this machine and says with which
+environment a process sees one of them. Its torch side is asked inside a worker about a
+``torch.device``: streams, memory, random state, the library for collectives.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..schema.plugins import Registry
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..schema.launch import Determinism
+
+Mark = Any
+"""A moment of a device: what its ``mark`` gave."""
+Stream = Any
+"""A queue of a device's work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalDevice:
+    """The local devices of one type. ``memory_bytes`` is that of one device.
+
+    ``kind`` names the backend. ``torch_devices`` are torch's names of them; those of a host's own
+    processors are all alike.
+    """
+
+    device_type: str
+    kind: str
+    name: str
+    torch_devices: tuple[str, ...]
+    memory_bytes: int
+    compute_capability: str | None = None
+    driver: str | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of this type."""
+        return len(self.torch_devices)
+
+    @property
+    def backend(self) -> "DeviceBackend":
+        """What the kind of these devices answers."""
+        return DEVICES.get(self.kind)
+
+    @property
+    def is_host(self) -> bool:
+        """Whether such a device is a part of the host itself."""
+        return self.backend.is_host
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of a worker's arithmetic on the host."""
+        return self.backend.num_threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRequest:
+    """One type to profile, on one local device. ``speed`` is set where it is emulated."""
+
+    device_type: str
+    local: LocalDevice
+    torch_device: str
+    speed: float | None = None
+
+
+class DeviceBackend(ABC):
+    """One kind of device.
+
+    Attributes:
+        kind: Its name; of kinds that torch knows, torch's name of the device type.
+        is_host: Whether a device is a part of the host: its memory is the process's, its time the
+            processors', and several workers may share one.
+        collective: The library that carries collectives between such devices.
+        num_threads: Threads of a worker's arithmetic on the host.
+        bucket_bytes: Gradients that are reduced at once.
+        early_variables: Prefixes of environment variables that are read when the libraries of this
+            kind are loaded, with the reason.
+        late_variables: Of those, the ones that are read at the first use of a device.
+    """
+
+    kind: ClassVar[str]
+    is_host: ClassVar[bool]
+    collective: ClassVar[str]
+    bucket_bytes: ClassVar[int]
+    early_variables: ClassVar[Mapping[str, str]] = {}
+    late_variables: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def num_threads(self) -> int:
+        """As above; one thread a worker, unless the kind says otherwise."""
+        return 1
+
+    # The host's side
+
+    @abstractmethod
+    def local_devices(self) -> tuple[LocalDevice, ...]:
+        """The devices of this machine that this process may use, one entry a type."""
+
+    def requested(self, item: str, local: Sequence[LocalDevice]) -> DeviceRequest | None:
+        """What ``--device ITEM`` means, where it names none of ``local`` by type or torch's name.
+
+        None for an item that is not of this kind.
+        """
+        return None
+
+    @abstractmethod
+    def visibility(self, devices: Sequence[str]) -> dict[str, str]:
+        """The environment in which a child sees these devices of ours alone, in this order.
+
+        Args:
+            devices: Torch's names of them in this process.
+        """
+
+    @abstractmethod
+    def worker_environment(self) -> dict[str, str]:
+        """What else a worker on such a device is started with."""
+
+    def pins(self, level: "Determinism") -> dict[str, str]:
+        """What a determinism level fixes by environment for such devices."""
+        return {}
+
+    # Torch's side
+
+    @abstractmethod
+    def is_initialized(self) -> bool:
+        """Whether this process has used such a device, so that it cannot be forked any more."""
+
+    @abstractmethod
+    def set_current(self, device: "torch.device") -> None:
+        """Make it the one that is meant where none is named."""
+
+    @abstractmethod
+    def identity(self, device: "torch.device") -> str | None:
+        """What the device is on its host; None where workers cannot have one of their own."""
+
+    @abstractmethod
+    def arithmetic(self, device: "torch.device") -> str:
+        """What the bits of its results may depend on, beside the version of torch."""
+
+    def fix_kernels(self, level: "Determinism") -> None:
+        """Choose such devices' kernels by a determinism level other than ``none``."""
+        return None
+
+    @abstractmethod
+    def synchronize(self, device: "torch.device") -> None:
+        """Wait until all its work is done."""
+
+    @abstractmethod
+    def mark(self, device: "torch.device") -> Mark:
+        """The moment at which the work given so far is done; does not wait."""
+
+    @abstractmethod
+    def has_passed(self, mark: Mark) -> bool:
+        """Whether that moment has come."""
+
+    @abstractmethod
+    def wait_for(self, mark: Mark) -> None:
+        """Wait for that moment."""
+
+    @abstractmethod
+    def seconds_between(self, start: Mark, end: Mark) -> float:
+        """Seconds between two moments that have come; 0 where they are the wrong way round."""
+
+    @abstractmethod
+    def side_stream(self, device: "torch.device") -> Stream | None:
+        """A queue beside the one of computation; None where there is one queue only."""
+
+    @abstractmethod
+    def current_stream(self, device: "torch.device") -> Stream | None:
+        """The queue that work is given to."""
+
+    @abstractmethod
+    def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
+        """Give the work of a ``with`` statement to another queue."""
+
+    @abstractmethod
+    def allocated_bytes(self, device: "torch.device") -> int | None:
+        """Memory in use; None where nobody tells."""
+
+    @abstractmethod
+    def peak_bytes(self, device: "torch.device") -> int | None:
+        """The most memory in use since ``reset_peak``, or since the start."""
+
+    @abstractmethod
+    def reset_peak(self, device: "torch.device") -> None:
+        """Start a new peak."""
+
+    @abstractmethod
+    def release_unused(self) -> None:
+        """Give freed memory back, which the allocators keep for later."""
+
+    @abstractmethod
+    def limit_memory(self, limit_bytes: int) -> None:
+        """Have this process's allocations fail beyond a limit, where the device itself does not."""
+
+    @abstractmethod
+    def seed(self, key: int) -> None:
+        """Seed the global random streams of all such devices that are in use."""
+
+    @abstractmethod
+    def random_states(self) -> Any:
+        """Those streams' states, for ``restore_random_states``."""
+
+    @abstractmethod
+    def restore_random_states(self, states: Any) -> None:
+        """Put them back."""
+
+    def out_of_memory_words(self) -> tuple[str, ...]:
+        """How this kind's libraries say that memory has run out, as regular expressions."""
+        return ()
+
+
+DEVICES: Registry[DeviceBackend] = Registry(
+    "device kind",
+    group="hetflow.devices",
+    own=("hetflow.devices.cuda", "hetflow.devices.cpu", "hetflow.devices.emulated"),
+)
+
+
+def device_backend(backend: type[DeviceBackend]) -> type[DeviceBackend]:
+    """Register a class as the backend of its ``kind``; it is made once, without arguments."""
+    DEVICES.add(backend.kind, backend(), backend.__module__)
+    return backend
+
+
+def backend_of(device: "torch.device | str") -> DeviceBackend:
+    """The backend of a torch device.
+
+    Raises:
+        ProblemError: No kind of that name is registered.
+    """
+    name = device if isinstance(device, str) else device.type
+    return DEVICES.get(name.partition(":")[0])
+
+
+def initialized() -> tuple[DeviceBackend, ...]:
+    """The kinds that are in use in this process. Cheap, and loads nothing."""
+    return tuple(backend for backend in DEVICES.registered() if backend.is_initialized())

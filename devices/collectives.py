@@ -1,0 +1,81 @@
+"""Which library carries a group's exchanges, and where tensors must stand for it."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .backend import DEVICES, DeviceBackend, backend_of
+from .host import COLLECTIVE, TORCH_DEVICE
+
+if TYPE_CHECKING:
+    import torch
+
+HOST_COLLECTIVE = COLLECTIVE
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+LOOPBACK = dict.fromkeys(INTERFACE_VARIABLES, "lo")
+"""For processes that exchange: all of them are on this host."""
+
+
+def choose_collective(device: "torch.device", identities: Sequence[str | None]) -> str:
+    """The devices' own library where every worker has a device of its own, else the hosts'.
+
+    Args:
+        device: This worker's.
+        identities: What each worker's device is; None where it is shared.
+    """
+    own = backend_of(device).collective
+    distinct = None not in identities and len(set(identities)) == len(identities)
+    return own if distinct and is_built(own) else HOST_COLLECTIVE
+
+
+def is_built(collective: str) -> bool:
+    """Whether this torch has the library."""
+    import torch.distributed as dist
+
+    known: Any = getattr(dist, f"is_{collective}_available", None)
+    return dist.is_available() and (known is None or bool(known()))
+
+
+def owner_of(collective: str) -> DeviceBackend | None:
+    """The kind of device whose own library this is; None for the hosts'."""
+    if collective == HOST_COLLECTIVE:
+        return None
+    registered = DEVICES.registered()
+    return next((backend for backend in registered if backend.collective == collective), None)
+
+
+def is_on_devices(group: "torch.distributed.ProcessGroup | None" = None) -> bool:
+    """Whether this worker is in a group whose exchanges go from device to device.
+
+    The host then does not learn from an exchange when it is complete.
+    """
+    import torch.distributed as dist
+
+    return dist.is_initialized() and dist.get_backend(group) != HOST_COLLECTIVE
+
+
+def wire_device(
+    device: "torch.device", group: "torch.distributed.ProcessGroup | None" = None
+) -> "torch.device":
+    """Where what a worker sends must stand: on its device, or on the host."""
+    import torch
+
+    return device if is_on_devices(group) else torch.device(TORCH_DEVICE)
+
+
+def current_wire_device() -> "torch.device":
+    """As ``wire_device``, of the default group, for the device that is current."""
+    import torch
+    import torch.distributed as dist
+
+    owner = owner_of(dist.get_backend())
+    return torch.device(TORCH_DEVICE if owner is None else owner.kind)
+
+
+def payload_collective(device: "torch.device", default: str) -> str | None:
+    """The library for payloads between devices; None where they go through the hosts.
+
+    Two workers that share one device cannot use its library; the default group is then the hosts'
+    (``choose_collective``), and so is this.
+    """
+    backend = backend_of(device)
+    return backend.collective if not backend.is_host and backend.collective == default else None

@@ -1,0 +1,126 @@
+"""``cuda``: GPUs of NVIDIA, and of AMD by ROCm, whose torch goes by the same name."""
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .accelerator import AcceleratorBackend
+from .backend import LocalDevice, device_backend
+from .naming import device_type_name
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..schema.launch import Determinism
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@device_backend
+class CudaBackend(AcceleratorBackend):
+    """GPUs."""
+
+    kind = "cuda"
+    collective = "nccl"
+    early_variables = {
+        "CUBLAS_": "cuBLAS's workspaces; to be on the safe side",
+        "CUDA_": "the driver reads them at its first use; to be on the safe side",
+        "CUDNN_": "as CUBLAS_",
+        "NVIDIA_": "as CUDA_; TF32 among them",
+    }
+    late_variables = {VISIBLE: "the driver reads it at its first use, after the fork"}
+
+    def local_devices(self) -> tuple[LocalDevice, ...]:
+        """The visible GPUs by type, in torch's order."""
+        by_type: dict[str, list[int]] = {}
+        for index, device_type in enumerate(local_device_types()):
+            by_type.setdefault(device_type, []).append(index)
+        return tuple(self._local(device_type, indices) for device_type, indices in by_type.items())
+
+    def _local(self, device_type: str, indices: list[int]) -> LocalDevice:
+        facts = [self.module.get_device_properties(index) for index in indices]
+        return LocalDevice(
+            device_type=device_type,
+            kind=self.kind,
+            name=str(facts[0].name),
+            torch_devices=tuple(f"{self.kind}:{index}" for index in indices),
+            memory_bytes=min(int(fact.total_memory) for fact in facts),
+            compute_capability=f"{facts[0].major}.{facts[0].minor}",
+            driver=nvidia_driver(),
+        )
+
+    def visibility(self, devices: Sequence[str]) -> dict[str, str]:
+        """By the entries of our own CUDA_VISIBLE_DEVICES, where it is set."""
+        outer = os.environ.get(VISIBLE)
+        entries = [entry.strip() for entry in outer.split(",")] if outer else []
+        numbers = [int(device.partition(":")[2]) for device in devices]
+        chosen = [entries[n] if n < len(entries) else str(n) for n in numbers]
+        return {VISIBLE: ",".join(chosen)}
+
+    def worker_environment(self) -> dict[str, str]:
+        """Nothing."""
+        return {}
+
+    def pins(self, level: "Determinism") -> dict[str, str]:
+        """The workspace by which cuBLAS chooses its split of long sums; no TF32 on unlike types."""
+        fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        return fixed | ({"NVIDIA_TF32_OVERRIDE": "0"} if level == "heterogeneous" else {})
+
+    def identity(self, device: "torch.device") -> str | None:
+        """The GPU's UUID."""
+        properties = self.module.get_device_properties(device)
+        return str(getattr(properties, "uuid", device.index))
+
+    def arithmetic(self, device: "torch.device") -> str:
+        """The GPU's name and number of multiprocessors, by which kernels are chosen."""
+        found = self.module.get_device_properties(device)
+        return f"{found.name} {found.multi_processor_count}"
+
+    def fix_kernels(self, level: "Determinism") -> None:
+        """CuDNN's deterministic ones; no TF32 on unlike types."""
+        import torch
+
+        torch.backends.cudnn.benchmark = False
+        torch.backends.cudnn.deterministic = True
+        if level == "heterogeneous":
+            torch.backends.cuda.matmul.allow_tf32 = False
+            torch.backends.cudnn.allow_tf32 = False
+
+    def out_of_memory_words(self) -> tuple[str, ...]:
+        """Torch's, and those of the libraries that allocate by themselves.
+
+        A cuDNN convolution that has no room for a workspace finds no algorithm, or fails inside.
+        """
+        return (
+            *super().out_of_memory_words(),
+            r"(CUBLAS|HIPBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED",
+            "CUSPARSE_STATUS_INSUFFICIENT_RESOURCES",
+            "CUDNN_STATUS_INTERNAL_ERROR",
+            "unable to find a valid cuDNN algorithm",
+            "(FIND|GET) was unable to find an engine",
+            "miopenStatusAllocFailed",
+        )
+
+
+def local_device_types() -> list[str]:
+    """The type of each visible GPU, by index; empty where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    return [
+        device_type_name(torch.cuda.get_device_name(index))
+        for index in range(torch.cuda.device_count())
+    ]
+
+
+def nvidia_driver() -> str | None:
+    """The version of the loaded NVIDIA kernel module, where there is one."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"\b(\d{3,}\.\d+(?:\.\d+)?)\b", text)
+    return found[1] if found else None

@@ -1,0 +1,150 @@
+"""Devices that are a part of the host: arithmetic by its processors, memory of the process."""
+
+import ctypes
+import gc
+import platform
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import memory
+from .backend import DeviceBackend, Mark, Stream
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..schema.launch import Determinism
+
+COLLECTIVE = "gloo"
+"""What carries collectives between hosts' memories."""
+TORCH_DEVICE = "cpu"
+# oneDNN, ATen and MKL choose code by what the CPU has; these are on every x86 server since 2013.
+_SAME_KERNELS = {
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    # The only mode that MKL promises to be equal on Intel's and others' CPUs.
+    "MKL_CBWR": "COMPATIBLE",
+}
+
+
+class HostBackend(DeviceBackend):
+    """All of a host's kind but which devices there are."""
+
+    is_host = True
+    collective = COLLECTIVE
+    # Buckets of 4 MB cost no more processor time than of 25 MB (benchmarks/reduction.py), and bound
+    # the room for the others' subtrees (runtime/invariant.py).
+    bucket_bytes = 4 << 20
+
+    def visibility(self, devices: Sequence[str]) -> dict[str, str]:
+        """Nothing: every process sees its host."""
+        return {}
+
+    def worker_environment(self) -> dict[str, str]:
+        """The number of threads: more threads than cores is many times slower and changes bits."""
+        threads = str(self.num_threads)
+        return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+
+    def pins(self, level: "Determinism") -> dict[str, str]:
+        """The same kernels on every x86 CPU, where types are unlike."""
+        return dict(_SAME_KERNELS) if level == "heterogeneous" else {}
+
+    def is_initialized(self) -> bool:
+        """Never: a host's processors survive a fork."""
+        return False
+
+    def set_current(self, device: "torch.device") -> None:
+        """Nothing: torch has one such device."""
+
+    def identity(self, device: "torch.device") -> str | None:
+        """None: workers share their host."""
+        return None
+
+    def arithmetic(self, device: "torch.device") -> str:
+        """The processor, the kernels that torch chose for it, and the number of threads."""
+        import torch
+
+        capability = torch.backends.cpu.get_cpu_capability()
+        return f"{_model_name()} {capability} {torch.get_num_threads()}"
+
+    def synchronize(self, device: "torch.device") -> None:
+        """Nothing: work is done when the call returns."""
+
+    def mark(self, device: "torch.device") -> Mark:
+        """Now."""
+        return time.perf_counter()
+
+    def has_passed(self, mark: Mark) -> bool:
+        """Always."""
+        return True
+
+    def wait_for(self, mark: Mark) -> None:
+        """Nothing."""
+
+    def seconds_between(self, start: Mark, end: Mark) -> float:
+        """By the clock on the wall."""
+        return max(float(end - start), 0.0)
+
+    def side_stream(self, device: "torch.device") -> Stream | None:
+        """None: the calling thread does all work."""
+        return None
+
+    def current_stream(self, device: "torch.device") -> Stream | None:
+        """None."""
+        return None
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
+        """Nothing changes."""
+        return nullcontext()
+
+    def allocated_bytes(self, device: "torch.device") -> int | None:
+        """Resident memory of this process."""
+        return memory.resident_memory_bytes()
+
+    def peak_bytes(self, device: "torch.device") -> int | None:
+        """Peak resident memory of this process."""
+        return memory.peak_memory_bytes()
+
+    def reset_peak(self, device: "torch.device") -> None:
+        """By the kernel, where it allows it."""
+        memory.reset_peak()
+
+    def release_unused(self) -> None:
+        """Freed blocks of smaller sizes too, which would count for what comes later."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+
+    def limit_memory(self, limit_bytes: int) -> None:
+        """By the kernel, so that its OOM killer stays out of it."""
+        memory.limit_memory(limit_bytes)
+
+    def seed(self, key: int) -> None:
+        """Nothing: the host's streams are seeded apart, whatever the device."""
+
+    def random_states(self) -> Any:
+        """Nothing, as ``seed``."""
+        return None
+
+    def restore_random_states(self, states: Any) -> None:
+        """Nothing, as ``seed``."""
+
+    def out_of_memory_words(self) -> tuple[str, ...]:
+        """The C library's, the C++ runtime's and oneDNN's."""
+        return (
+            "can't allocate memory",
+            "cannot allocate memory",
+            "bad_alloc",
+            "could not (create a memory|allocate|create a primitive)",
+        )
+
+
+@cache
+def _model_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith("model name")), platform.machine())

@@ -1,0 +1,93 @@
+"""The devices of this machine, over all kinds: which there are, and which one a worker is on."""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from .backend import DEVICES, LocalDevice
+from .cpu import DEVICE_TYPE, cpu_device
+from .host import TORCH_DEVICE
+
+if TYPE_CHECKING:
+    import torch
+
+IMAGINED = "cuda"
+"""The kind of a device that a plan names and no host at hand has."""
+
+
+def local_devices() -> tuple[LocalDevice, ...]:
+    """Every local device type, hosts' own last. Imports torch, and every installed plug-in."""
+    found = [device for backend in DEVICES.all() for device in backend.local_devices()]
+    return tuple(sorted(found, key=lambda device: device.is_host))
+
+
+def accelerators() -> tuple[LocalDevice, ...]:
+    """The devices beside the host's own, by type. Imports torch, and every installed plug-in."""
+    return tuple(device for device in local_devices() if not device.is_host)
+
+
+def devices_of_types(types: Collection[str]) -> dict[str, LocalDevice]:
+    """The local devices of some types; the CPU's alone need neither torch nor plug-ins."""
+    if set(types) <= {DEVICE_TYPE}:
+        return {DEVICE_TYPE: cpu_device()} if types else {}
+    return {device.device_type: device for device in local_devices() if device.device_type in types}
+
+
+def device_of_worker(device: LocalDevice, index: int) -> str:
+    """Torch's name of the device of one of several workers; they may share a host's own."""
+    return device.torch_devices[0 if device.is_host else index]
+
+
+def is_host_type(device_type: str) -> bool:
+    """Whether a real device type is a part of hosts, as far as this machine knows it."""
+    if device_type == DEVICE_TYPE:
+        return True
+    found = devices_of_types([device_type]).get(device_type)
+    return found is not None and found.is_host
+
+
+def device_of_type(device_type: str, local_rank: int) -> "torch.device | None":
+    """The device of a worker whose slot is of a real type; None where this process sees none.
+
+    Accelerators are taken by their number, whatever they call themselves: another launcher may have
+    stated the type.
+
+    Args:
+        device_type: The slot's type.
+        local_rank: This worker's number on its host.
+    """
+    import torch
+
+    if device_type == DEVICE_TYPE:
+        return torch.device(TORCH_DEVICE)
+    found = local_devices()
+    named = next((device for device in found if device.device_type == device_type), None)
+    if named is not None and named.is_host:
+        return torch.device(named.torch_devices[0])
+    kinds = [device.kind for device in found if not device.is_host]
+    if not kinds:
+        return None
+    return _by_number(found, named.kind if named is not None else kinds[0], local_rank)
+
+
+def own_type(local_rank: int) -> str:
+    """The device type of this process where nobody stated it: an accelerator's, else the CPU."""
+    found = accelerators()
+    if not found:
+        return DEVICE_TYPE
+    device = _by_number(found, found[0].kind, local_rank)
+    return next(entry.device_type for entry in found if str(device) in entry.torch_devices)
+
+
+def first_device() -> "torch.device":
+    """What a script under plain python runs on: the first accelerator, else the CPU."""
+    import torch
+
+    found = accelerators()
+    return torch.device(found[0].kind, 0) if found else torch.device(TORCH_DEVICE)
+
+
+def _by_number(found: Collection[LocalDevice], kind: str, number: int) -> "torch.device":
+    import torch
+
+    total = sum(device.num_devices for device in found if device.kind == kind)
+    return torch.device(kind, number if number < total else 0)
