@@ -41,7 +41,10 @@ def install() -> None:
     spec.loader.exec_module(native)
     sys.modules["_fakecuda"] = native
     for name, value in _cuda(torch, native).items():
-        setattr(torch.cuda, name, value)
+        for module in (torch.cuda, torch.cuda.random):
+            if module is torch.cuda or hasattr(module, name):
+                setattr(module, name, value)
+    torch._C._cuda_getDeviceCount = torch.cuda.device_count  # type: ignore[attr-defined]
     torch._C._cuda_getCurrentRawStream = native.get_stream  # type: ignore[attr-defined]
     torch._C._cuda_getDevice = native.current_device  # type: ignore[attr-defined]
     if os.environ.get("FAKECUDA_PLATFORM") == "rocm":

@@ -15,7 +15,8 @@ namespace fakecuda {
 using namespace at;
 
 // As CUDA's TensorIterator: no operator takes tensors of two devices; of the host's, numbers alone.
-inline void check_devices(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+// Returns a tensor on the device, if any.
+inline Tensor check_devices(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   static const std::set<std::string> takes_host_indices = {"aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_"};
   const std::string& name = op.schema().name();
   Tensor host, device;
@@ -41,6 +42,7 @@ inline void check_devices(const c10::OperatorHandle& op, torch::jit::Stack* stac
       !host.defined() || !device.defined() || takes_host_indices.count(name) || takes_host_indices.count(name + "." + op.schema().overload_name()),
       "Expected all tensors to be on the same device, but found at least two devices, ", device.defined() ? device.device() : Device(kCUDA),
       " and cpu! (", name, ")");
+  return device;
 }
 
 // Kernels that CUDA has in no deterministic form, as torch.use_deterministic_algorithms lists them.
@@ -91,8 +93,17 @@ struct DeviceRandom {
   }
 };
 
+// Operators run on their tensors' device, whichever is current.
+struct OnDeviceOf {
+  int before = current_device;
+  explicit OnDeviceOf(const Tensor& tensor) {
+    if (tensor.defined() && tensor.is_cuda()) current_device = tensor.get_device();
+  }
+  ~OnDeviceOf() { current_device = before; }
+};
+
 inline void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  check_devices(op, stack);
+  OnDeviceOf guard(check_devices(op, stack));
   if (!in_fallback) {
     check_deterministic(op, stack);
     settle(stream_now());
@@ -144,9 +155,14 @@ inline void copy_bytes(const Tensor& to, const Tensor& from) {
 }
 
 inline Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
+  OnDeviceOf guard(from.is_cuda() ? from : self);
   int64_t stream = stream_now();
   settle(stream);
   bool to_host = !self.is_cuda();
+  // Between devices the copy runs on the source's stream, and both streams wait for each other.
+  bool across = !to_host && from.is_cuda() && from.device() != self.device();
+  int64_t there = across ? key_of(self.get_device(), current_stream(self.get_device())) : stream;
+  if (across) settle(there);
   {
     Lock lock(mu);
     if (!in_fallback) {
@@ -156,8 +172,10 @@ inline Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
       op_counts[operation]++;
       tick(stream);
     }
+    merge(clocks[stream], clocks[there]);
     touch(from, false, stream);
     touch(self, true, stream);
+    merge(clocks[there], clocks[stream]);
   }
   if (to_host && !in_fallback) {
     // Pageable memory is staged: the host waits, whatever was asked for.
@@ -186,6 +204,7 @@ inline Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {
   return to;
 }
 inline Scalar item(const Tensor& self) {
+  OnDeviceOf guard(self);
   int64_t stream = stream_now();
   settle(stream);
   {
