@@ -2,7 +2,8 @@
 
 Convolution, batch-norm, dropout and AdaptiveAvgPool2d(1), as a small ResNet. Each worker appends a
 line a step to ``steps-PID``; the main one writes ``told.json`` with the digest of all that training
-leaves. HOW is empty, ``weighted``, or ``die=STEP`` (rank 1 is killed after that step, once).
+leaves. HOW is empty, ``weighted``, ``die=STEP`` (rank 1 is killed after
+that step, once), ``raise=STEP`` or ``stall=STEP`` (it hangs there).
 """
 
 import json
@@ -46,10 +47,15 @@ for _ in range(epochs):
         with progress.open("a") as stream:
             stream.write(f"{job.num_steps} {job.rank} {job.world_size}\n")
         time.sleep(seconds)
+        if job.rank == 1 and how == f"stall={job.num_steps}":
+            time.sleep(1000)
         once = folder / "died"
-        if job.rank == 1 and how == f"die={job.num_steps}" and not once.exists():
-            once.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        if job.rank == 1 and how in (f"die={job.num_steps}", f"raise={job.num_steps}"):
+            if not once.exists():
+                once.touch()
+                if how.startswith("raise"):
+                    raise ValueError("no such picture")
+                os.kill(os.getpid(), signal.SIGKILL)
 backend = dist.get_backend() if dist.is_initialized() else None
 job.finish()
 tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
