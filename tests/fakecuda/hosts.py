@@ -83,6 +83,11 @@ def real_types() -> tuple[str, ...]:
     return tuple(d["device_type"] for d in devices for _ in range(d["num_devices"]))
 
 
+def software_environment(machine: str) -> dict[str, str]:
+    """The environment in which processes see a machine of the software device."""
+    return {**os.environ, "PYTHONPATH": str(SITE), "FAKECUDA": machine}
+
+
 def software_host(folder: Path, machine: str, **settings: str) -> Host:
     """A host of the software device; skips the test where that cannot be built.
 
@@ -97,10 +102,9 @@ def software_host(folder: Path, machine: str, **settings: str) -> Host:
         pytest.skip(str(error))
     faults = folder / "faults"
     faults.mkdir(exist_ok=True)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"PYTHONPATH": str(SITE), "FAKECUDA": machine, "FAKECUDA_FAULTS": str(faults)}
+    environment = {**software_environment(machine), "FAKECUDA_FAULTS": str(faults), **settings}
     cards = [item.partition(":")[0].partition("/")[0] for item in machine.split(",")]
-    return Host(folder, tuple(dict.fromkeys(cards)), {**environment, **settings})
+    return Host(folder, tuple(dict.fromkeys(cards)), environment)
 
 
 def host_for(folder: Path, *numbers: int) -> Host:

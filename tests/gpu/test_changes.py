@@ -88,7 +88,8 @@ def test_a_worker_that_hangs_is_named(gpus: GpuHost) -> None:
     kind = host.types[0]
     found = launch(host, "a", [(kind, 5), (kind, 3)], "--timeout", "3", how="stall=2")
     assert found.returncode != 0
-    assert "worker 1" in found.stderr
+    who = f"worker 1 ({kind}) hangs: worker 0 ({kind}) waited for it in vain"
+    assert f"hetflow: {who}: Watchdog caught collective operation timeout" in found.stderr
 
 
 def test_a_joining_worker_gets_the_state_over_nccl(gpus: GpuHost) -> None:
