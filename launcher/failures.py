@@ -12,6 +12,9 @@ from typing import Any
 from ..schema.errors import LaunchError
 
 TAIL_LINES = 25
+# What NCCL's watchdog says before it aborts a process whose collective has reached its time limit.
+_STACK_LINES = 1000  # stacks of C++ follow it
+_WATCHDOG_TIMEOUT = "Watchdog caught collective operation timeout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +151,8 @@ def failure_of(
     """
     own = _described(described)
     code = exit_code_of(returncode)
+    if not own and code == 128 + signal.SIGABRT:
+        own = _of_watchdog(log)
     return Failure(
         exit_code=code,
         error=own.get("error") or last_line(log),
@@ -164,6 +169,16 @@ def failure_of(
         timed_out=bool(own.get("timed_out", False)),
         why=why,
     )
+
+
+def _of_watchdog(log: Path) -> dict[str, Any]:
+    """What a worker would have said that NCCL's watchdog has ended: it waited in vain."""
+    lines = tail_of(log, _STACK_LINES).splitlines()
+    said = next((line for line in lines if _WATCHDOG_TIMEOUT in line), None)
+    if said is None:
+        return {}
+    error = said[said.index(_WATCHDOG_TIMEOUT) :]
+    return {"error": error[:300], "timed_out": True, "may_be_echo": True}
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:

@@ -4,7 +4,8 @@
 - elastic: so does every mapping of the same virtual nodes onto devices of one type (D0 + D1).
 - heterogeneous: also onto unlike types, where no operator chooses its kernel by the device (D2).
 
-What no setting can hold is named before training starts, and refused.
+What no setting can hold is named and refused: by a scan before training starts, or by torch in the
+first pass.
 """
 
 import os
@@ -17,29 +18,13 @@ from torch import nn
 from ..devices.backend import DEVICES
 from ..devices.cpu import DEVICE_TYPE
 from ..devices.emulated import base_type
-from ..devices.local import is_host_type
 from ..protocol.pins import missing_pins
 from ..schema.errors import TargetError
 from ..schema.launch import Determinism, LaunchConfig
 from .group import Place
 
-# From the list in torch.use_deterministic_algorithms: no deterministic backward on CUDA.
-_NO_DETERMINISTIC_CUDA = (
-    nn.AvgPool3d,
-    nn.AdaptiveAvgPool2d,
-    nn.AdaptiveAvgPool3d,
-    nn.AdaptiveMaxPool2d,
-    nn.FractionalMaxPool2d,
-    nn.FractionalMaxPool3d,
-    nn.ReflectionPad1d,
-    nn.ReflectionPad2d,
-    nn.ReflectionPad3d,
-    nn.CTCLoss,
-    nn.NLLLoss,
-)
 # On no device: where indices meet, any of the values may win.
 _NEVER_DETERMINISTIC = (nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)
-_INTERPOLATES = ("linear", "bilinear", "bicubic", "trilinear")
 # Elementwise or copying: one rounding per element, whatever the device.
 _SAME_ANYWHERE = (
     nn.Identity,
@@ -82,8 +67,10 @@ def device_types_of(config: LaunchConfig | None, device: torch.device) -> set[st
 def scan(model: nn.Module, level: Determinism, types: Collection[str]) -> list[Obstacle]:
     """The model's operators that prevent a level on these device types.
 
-    A scan of modules, as EasyScale's: operators that a ``forward`` calls by itself are not seen.
-    Torch refuses those without a deterministic form when they run (``refusal_of``).
+    A scan of modules, as EasyScale's, for what no device and no input can do. Whether a kernel of
+    CUDA's has a deterministic form depends on sizes and types too (AdaptiveAvgPool2d to one value
+    is a mean, NLLLoss of classes is not that of pictures), so torch says it: it refuses in the
+    first pass, before any weight has changed (``refusal_of``).
 
     Args:
         model: The model to train.
@@ -98,19 +85,9 @@ def scan(model: nn.Module, level: Determinism, types: Collection[str]) -> list[O
         for name, module in model.named_modules()
         if isinstance(module, _NEVER_DETERMINISTIC)
     ]
-    if not all(map(is_host_type, types)):
-        found += _without_deterministic_form(model)
     if level == "heterogeneous" and len(set(types)) > 1:
         found += _choosing_by_device(model)
     return found
-
-
-def _without_deterministic_form(model: nn.Module) -> Iterator[Obstacle]:
-    for name, module in model.named_modules():
-        interpolates = isinstance(module, nn.Upsample) and module.mode in _INTERPOLATES
-        picks_max = isinstance(module, nn.EmbeddingBag) and module.mode == "max"
-        if isinstance(module, _NO_DETERMINISTIC_CUDA) or interpolates or picks_max:
-            yield Obstacle(name, type(module).__name__, "has no deterministic backward on GPUs")
 
 
 def _choosing_by_device(model: nn.Module) -> Iterator[Obstacle]:

@@ -124,7 +124,7 @@ def test_many_buckets_share_the_room_of_a_few_on_uneven_workers(tmp_path: Path) 
 def test_scan_names_what_prevents_a_level() -> None:
     model = nn.Sequential(nn.Embedding(3, 4), nn.Linear(4, 4), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
     assert scan(model, "heterogeneous", ["cpu"]) == []
-    assert [o.name for o in scan(model, "elastic", ["V100"])] == ["3"]
+    assert scan(model, "elastic", ["V100"]) == []  # a mean: torch refuses what it must as it runs
     unlike = {o.name for o in scan(model, "heterogeneous", ["V100", "P100"])}
     assert unlike == {"1", "3"}
     assert scan(model, "none", ["V100", "P100"]) == []
@@ -143,8 +143,8 @@ def test_a_level_without_its_settings_says_what_to_export(monkeypatch: pytest.Mo
 
 def test_an_obstacle_is_one_line_with_a_way_out() -> None:
     place = Place(start=Start(), slot=None, device=torch.device("cuda", 0))
-    model = nn.Sequential(*(nn.ReflectionPad2d(1) for _ in range(5)))
-    with pytest.raises(TargetError, match=r"0 \(ReflectionPad2d\), 1 .* and 2 more: has no") as e:
+    model = nn.Sequential(*(nn.MaxUnpool2d(2) for _ in range(5)))
+    with pytest.raises(TargetError, match=r"0 \(MaxUnpool2d\), 1 .* and 2 more: has no") as e:
         check_level(model, "static", place)
     assert "\n" not in e.value.message
     assert "replace the operator" in e.value.hint

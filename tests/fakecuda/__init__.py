@@ -1,0 +1,1 @@
+"""A CUDA device in software, for tests where there is no GPU. docs/gpus.md says what it models."""

@@ -1,0 +1,91 @@
+"""The GPUs that the software device can pose as, and the machine that the environment asks for.
+
+``FAKECUDA=V100,V100:64MiB,A100/2`` is a machine of two V100 (one of 64 MiB) and an A100 cut into
+two MIG slices.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+GIB = 1 << 30
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": GIB}
+_ITEM = re.compile(r"(?P<card>[^:/]+)(?::(?P<size>\d+)(?P<unit>[KMG]iB)?)?(?:/(?P<slices>\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU as its driver names it."""
+
+    name: str
+    capability: tuple[int, int]
+    num_multiprocessors: int
+    memory_bytes: int
+    pci_bus_id: int = 0
+    uuid: str = ""
+
+
+# Names and figures as in NVIDIA's and AMD's data sheets; memory as sold.
+CARDS = {
+    "P100": Card("Tesla P100-PCIE-16GB", (6, 0), 56, 16 * GIB),
+    "V100": Card("Tesla V100-SXM2-16GB", (7, 0), 80, 16 * GIB),
+    "T4": Card("Tesla T4", (7, 5), 40, 16 * GIB),
+    "QuadroRTX6000": Card("Quadro RTX 6000", (7, 5), 72, 24 * GIB),
+    "A100": Card("NVIDIA A100-SXM4-40GB", (8, 0), 108, 40 * GIB),
+    "RTX6000Ada": Card("NVIDIA RTX 6000 Ada Generation", (8, 9), 142, 48 * GIB),
+    "H100": Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 80 * GIB),
+    "H100PCIe": Card("NVIDIA H100 PCIe", (9, 0), 114, 80 * GIB),
+    "MI250X": Card("AMD Instinct MI250X", (9, 0), 110, 64 * GIB),
+}
+
+
+def machine(environment: Mapping[str, str] = os.environ) -> list[Card]:
+    """The devices of this host, of which a process may see some."""
+    found: list[Card] = []
+    host = environment.get("FAKECUDA_HOST", "host")
+    for bus, item in enumerate(filter(None, environment.get("FAKECUDA", "V100").split(",")), 1):
+        match = _ITEM.fullmatch(item.strip())
+        if match is None or match["card"] not in CARDS:
+            raise ValueError(f"FAKECUDA: {item!r} is no card; there are {', '.join(CARDS)}")
+        card = CARDS[match["card"]]
+        if match["size"]:
+            card = replace(card, memory_bytes=int(match["size"]) * _UNITS[match["unit"] or ""])
+        slices = int(match["slices"] or 0)
+        for number in range(slices or 1):
+            kind = "MIG" if slices else "GPU"
+            made = replace(card, pci_bus_id=bus, uuid=f"{kind}-{host}-{bus}-{number}")
+            if slices:
+                size = card.memory_bytes // slices
+                made = replace(made, memory_bytes=size, name=f"{card.name} MIG 1/{slices}")
+            found.append(made)
+    return found
+
+
+def visible(environment: Mapping[str, str] = os.environ) -> list[Card]:
+    """The devices that a process with this environment sees, in order.
+
+    CUDA takes numbers, UUIDs and their beginnings, and stops at the first that is none. ROCm has a
+    variable of its own, which comes before CUDA's.
+    """
+    cards = machine(environment)
+    names = ["CUDA_VISIBLE_DEVICES"]
+    if environment.get("FAKECUDA_PLATFORM") == "rocm":
+        cards = _chosen(cards, environment.get("ROCR_VISIBLE_DEVICES"))
+        names.insert(0, "HIP_VISIBLE_DEVICES")
+    return _chosen(cards, next((environment[name] for name in names if name in environment), None))
+
+
+def _chosen(cards: list[Card], said: str | None) -> list[Card]:
+    if said is None:
+        return cards
+    found: list[Card] = []
+    for item in (part.strip() for part in said.split(",")):
+        if item.isdecimal():
+            fitting = cards[int(item) : int(item) + 1]
+        else:
+            fitting = [card for card in cards if item and card.uuid.startswith(item)]
+        if len(fitting) != 1:
+            break
+        found += fitting
+    return found

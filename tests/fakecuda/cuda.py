@@ -1,0 +1,256 @@
+"""The Python side of the software device: ``torch.cuda`` and NCCL's place in torch.distributed.
+
+``load`` runs before torch does (torch remembers that there is no CUDA), ``install`` after; see
+``site/sitecustomize.py``. The environment is read when CUDA is first used, as CUDA does:
+
+    FAKECUDA                    the machine's cards; see ``cards.machine``
+    FAKECUDA_HOST               the machine's name, also for ``socket.gethostname``
+    FAKECUDA_PLATFORM           ``rocm`` for AMD's build of torch
+    FAKECUDA_FAULTS             a folder for races and wrong collectives, a file a process
+    FAKECUDA_WATCHDOG_SECONDS   from a lost peer to SIGABRT; 1 by default
+"""
+
+import ctypes
+import os
+import socket
+import sys
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from types import SimpleNamespace
+from typing import Any
+
+from . import build, cards
+
+_NCCL_VERSION = (2, 27, 5)
+
+
+def load() -> None:
+    """Register the device with torch's libraries; torch itself is not imported yet."""
+    ctypes.CDLL(str(build.library()), mode=ctypes.RTLD_GLOBAL)
+
+
+def install() -> None:
+    """Make ``torch.cuda`` speak of the device, and offer its NCCL."""
+    import torch
+
+    path = str(build.library())
+    spec = spec_from_file_location("_fakecuda", path, loader=ExtensionFileLoader("_fakecuda", path))
+    assert spec is not None
+    assert spec.loader is not None
+    native = module_from_spec(spec)
+    spec.loader.exec_module(native)
+    sys.modules["_fakecuda"] = native
+    for name, value in _cuda(torch, native).items():
+        for module in (torch.cuda, torch.cuda.random):
+            if module is torch.cuda or hasattr(module, name):
+                setattr(module, name, value)
+    torch._C._cuda_getDeviceCount = torch.cuda.device_count  # type: ignore[attr-defined]
+    torch._C._cuda_getCurrentRawStream = native.get_stream  # type: ignore[attr-defined]
+    torch._C._cuda_getDevice = native.current_device  # type: ignore[attr-defined]
+    if os.environ.get("FAKECUDA_PLATFORM") == "rocm":
+        torch.version.cuda, torch.version.hip = None, "6.4.0"
+    else:
+        torch.version.cuda = "12.6"
+    _offer_nccl(native)
+    own_name = socket.gethostname
+    socket.gethostname = lambda: os.environ.get("FAKECUDA_HOST") or own_name()
+
+
+def _cuda(torch: Any, native: Any) -> dict[str, Any]:
+    """What ``torch.cuda`` gets, by name."""
+    seen: list[cards.Card] = []
+    waiting_seeds: list[int] = []  # the last, of before the first use
+
+    def first_use() -> None:
+        if native.initialised_in() == os.getpid():
+            return
+        if native.initialised_in():
+            raise RuntimeError(
+                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with "
+                "multiprocessing, you must use the 'spawn' start method"
+            )
+        seen[:] = cards.visible()
+        if not seen:
+            raise RuntimeError("No CUDA GPUs are available")
+        native.configure([card.memory_bytes for card in seen])
+        torch.cuda._initialized = True
+        for seed in waiting_seeds:
+            manual_seed_all(seed)
+
+    def count() -> int:
+        return len(seen) if native.initialised_in() == os.getpid() else len(cards.visible())
+
+    native.ask(first_use, count)
+
+    def index_of(device: Any) -> int:
+        first_use()
+        if device is None:
+            return int(native.current_device())
+        if isinstance(device, int):
+            return device
+        found = torch.device(device).index
+        return int(native.current_device()) if found is None else int(found)
+
+    def properties(device: Any = None) -> SimpleNamespace:
+        card = seen[index_of(device)]
+        major, minor = card.capability
+        return SimpleNamespace(
+            name=card.name,
+            major=major,
+            minor=minor,
+            total_memory=card.memory_bytes,
+            multi_processor_count=card.num_multiprocessors,
+            uuid=card.uuid,
+            pci_bus_id=card.pci_bus_id,
+            pci_device_id=0,
+            pci_domain_id=0,
+            gcnArchName="gfx90a",
+        )
+
+    class _StreamKind(type):
+        def __instancecheck__(cls, found: object) -> bool:
+            return isinstance(found, torch.Stream)
+
+    class Stream(metaclass=_StreamKind):
+        def __new__(cls, device: Any = None, priority: int = 0, **_: Any) -> Any:
+            return torch.Stream(device=torch.device("cuda", index_of(device)))
+
+    class _EventKind(type):
+        def __instancecheck__(cls, found: object) -> bool:
+            return isinstance(found, torch.Event)
+
+    class Event(metaclass=_EventKind):
+        def __new__(cls, enable_timing: bool = False, **_: Any) -> Any:
+            first_use()
+            return torch.Event(device="cuda", enable_timing=enable_timing)
+
+    def stream_of(device: Any, number: int) -> Any:
+        index = index_of(device)
+        return torch.Stream(stream_id=number, device_index=index, device_type=1)
+
+    class StreamContext:
+        def __init__(self, stream: Any) -> None:
+            self._stream = stream
+
+        def __enter__(self) -> None:
+            if self._stream is None:
+                return
+            index = self._stream.device_index
+            self._device, self._before = native.current_device(), native.get_stream(index)
+            native.set_device(index)
+            native.set_stream(index, self._stream.stream_id)
+
+        def __exit__(self, *_: object) -> None:
+            if self._stream is not None:
+                native.set_stream(self._stream.device_index, self._before)
+                native.set_device(self._device)
+
+    class DeviceContext:
+        def __init__(self, device: Any) -> None:
+            self._index = index_of(device)
+
+        def __enter__(self) -> None:
+            self._before = native.current_device()
+            native.set_device(self._index)
+
+        def __exit__(self, *_: object) -> None:
+            native.set_device(self._before)
+
+    def manual_seed_all(seed: int) -> None:
+        waiting_seeds[:] = [seed]
+        if native.initialised_in() == os.getpid():
+            for index in range(len(seen)):
+                native.seed(index, seed % (1 << 64))
+
+    def mem_get_info(device: Any = None) -> tuple[int, int]:
+        all_bytes = seen[index_of(device)].memory_bytes
+        return all_bytes - native.used(index_of(device)), all_bytes
+
+    def used(device: Any = None) -> int:
+        return int(native.used(index_of(device)))
+
+    def peak(device: Any = None) -> int:
+        return int(native.peak(index_of(device)))
+
+    return {
+        "_is_compiled": lambda: True,
+        "_is_in_bad_fork": lambda: native.initialised_in() not in (0, os.getpid()),
+        "_lazy_init": first_use,
+        "init": first_use,
+        "is_available": lambda: count() > 0,
+        "is_initialized": lambda: native.initialised_in() == os.getpid(),
+        "device_count": count,
+        "get_arch_list": lambda: ["sm_60", "sm_70", "sm_75", "sm_80", "sm_90"],
+        "get_device_name": lambda device=None: properties(device).name,
+        "get_device_properties": properties,
+        "get_device_capability": lambda device=None: seen[index_of(device)].capability,
+        "current_device": lambda: index_of(None),
+        "set_device": lambda device: native.set_device(index_of(device)),
+        "device": DeviceContext,
+        "Stream": Stream,
+        "Event": Event,
+        "StreamContext": StreamContext,
+        "stream": StreamContext,
+        "current_stream": lambda device=None: stream_of(
+            device, native.get_stream(index_of(device))
+        ),
+        "default_stream": lambda device=None: stream_of(device, 0),
+        "synchronize": lambda device=None: native.synchronize(index_of(device)),
+        "is_current_stream_capturing": lambda: False,
+        "empty_cache": lambda: None,
+        "mem_get_info": mem_get_info,
+        "memory_allocated": used,
+        "memory_reserved": used,
+        "max_memory_allocated": peak,
+        "max_memory_reserved": peak,
+        "reset_peak_memory_stats": lambda device=None: native.reset_peak(index_of(device)),
+        "manual_seed_all": manual_seed_all,
+        "manual_seed": lambda seed: native.seed(index_of(None), seed % (1 << 64)),
+        "get_rng_state": lambda device="cuda": native.get_random_state(index_of(device)),
+        "set_rng_state": lambda state, device="cuda": native.set_random_state(
+            index_of(device), state
+        ),
+    }
+
+
+def _offer_nccl(native: Any) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    class Options:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self._timeout = c10d.default_pg_timeout
+            self.is_high_priority_stream = False
+            self.global_ranks_in_group: list[int] = []
+            self.group_name = ""
+            self.split_from = None
+
+    class _NcclKind(type):
+        def __instancecheck__(cls, found: object) -> bool:
+            return isinstance(found, native.FakeNCCL)
+
+    class ProcessGroupNCCL(metaclass=_NcclKind):
+        def __new__(cls, store: Any, rank: int, size: int, options: Any) -> Any:
+            _check_distinct(store, rank, size)
+            over = c10d.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
+            return native.FakeNCCL(rank, size, over)
+
+    ProcessGroupNCCL.Options = Options  # type: ignore[attr-defined]
+
+    def _check_distinct(store: Any, rank: int, size: int) -> None:
+        facts = torch.cuda.get_device_properties(torch.cuda.current_device())
+        own = f"{socket.gethostname()}/{facts.pci_bus_id}"
+        store.set(f"fakecuda/bus/{rank}", own)
+        for other in range(size):
+            if other != rank and store.get(f"fakecuda/bus/{other}").decode() == own:
+                raise dist.DistBackendError(
+                    f"NCCL error: invalid usage. Duplicate GPU detected : rank {rank} and rank "
+                    f"{other} both on CUDA device {facts.pci_bus_id:x}000"
+                )
+
+    for module in (c10d, dist):
+        module.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
+        module.is_nccl_available = lambda: True  # type: ignore[attr-defined]
+    c10d._NCCL_AVAILABLE = True
+    torch.cuda.nccl.version = lambda: _NCCL_VERSION  # type: ignore[attr-defined]

@@ -1,0 +1,200 @@
+"""Workers that change, die or sit on several hosts; pipelines."""
+
+import json
+import re
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hetflow.schema import files
+from hetflow.schema.pipeline import PipelinePlan, StagePlan
+from hetflow.schema.plan import Prediction, Proof
+from hetflow.tests.fakecuda.hosts import GpuHost, Host, software_host
+from hetflow.tests.launcher.elastic_runs import plan_of, wait_until
+
+from .test_launch import SCRIPT, launch, told
+
+PIPELINE = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job = hf.prepare(model, optimizer)
+data = TensorDataset(torch.randn(40, 6), torch.randint(3, (40,)))
+for epoch in range(2):
+    for batch in job.batches(DataLoader(data, batch_size=8, shuffle=True)):
+        loss = job.backward(lambda x, y: nn.functional.cross_entropy(model(x), y), batch)
+        optimizer.step()
+        optimizer.zero_grad()
+job.finish()
+if job.is_main:
+    print("loss", loss.item(), next(model.parameters()).device.type, flush=True)
+"""
+
+
+def steps(folder: Path) -> list[tuple[int, int, int]]:
+    """(step, rank, workers) of every step that any worker has completed."""
+    lines = [line for path in folder.glob("steps-*") for line in path.read_text().splitlines()]
+    return sorted(tuple(map(int, line.split())) for line in lines)
+
+
+def test_a_resize_to_another_type_keeps_the_training(gpus: GpuHost) -> None:
+    host = gpus(2, 1)
+    first, second = host.types
+    folder = host.folder / "a"
+    folder.mkdir()
+    files.write(folder / "plan.json", plan_of([4, 4], [first, first]))
+    files.write(folder / "next.json", plan_of([8], [second]))
+    words = ["launch", "-o", folder / "run", folder / "plan.json", SCRIPT, folder, "6", "0.2", ""]
+    process = host.start(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_until(lambda: process.poll() is not None or any(s == 2 for s, _, _ in steps(folder)))
+    resized = host.run("resize", folder / "run", "--plan", folder / "next.json")
+    _, said = process.communicate(timeout=150)
+    assert resized.returncode == 0, resized.stderr + said
+    assert process.returncode == 0, said
+    assert {workers for _, _, workers in steps(folder)} == {1, 2}
+    found = json.loads((folder / "told.json").read_text())
+    straight = told(host, "b", [(first, 8)], epochs=6)
+    number = len(found["losses"])  # of those steps that the last worker made itself
+    assert found["losses"] == pytest.approx(straight["losses"][-number:], rel=5e-3)
+    assert max(step for step, _, _ in steps(folder)) == 18
+
+
+@pytest.mark.parametrize(
+    ("how", "said", "code"),
+    [
+        ("die=2", "was killed by SIGKILL", 137),
+        ("raise=2", "failed with exit code 1: ValueError: no such picture", 1),
+    ],
+)
+def test_who_failed_is_told_from_whom_nccls_watchdog_kills(
+    gpus: GpuHost, how: str, said: str, code: int
+) -> None:
+    host = gpus(2).also(FAKECUDA_WATCHDOG_SECONDS="0.02")
+    kind = host.types[0]
+    found = launch(host, "a", [(kind, 5), (kind, 3)], how=how)
+    assert found.returncode == code
+    first = next(line for line in found.stderr.splitlines() if line.startswith("hetflow: worker"))
+    assert first.startswith(f"hetflow: worker 1 ({kind}) {said}")
+
+
+def test_a_worker_that_hangs_is_named(gpus: GpuHost) -> None:
+    host = gpus(2).also(FAKECUDA_WATCHDOG_SECONDS="0.1")
+    kind = host.types[0]
+    found = launch(host, "a", [(kind, 5), (kind, 3)], "--timeout", "3", how="stall=2")
+    assert found.returncode != 0
+    who = f"worker 1 ({kind}) hangs: worker 0 ({kind}) waited for it in vain"
+    assert f"hetflow: {who}: Watchdog caught collective operation timeout" in found.stderr
+
+
+def test_a_joining_worker_gets_the_state_over_nccl(gpus: GpuHost) -> None:
+    host = gpus(2)
+    kind = host.types[0]
+    folder, level = host.folder / "a", ["--determinism", "elastic"]
+    folder.mkdir()
+    files.write(folder / "plan.json", plan_of([8], [kind]))
+    files.write(folder / "next.json", plan_of([5, 3], [kind, kind]))
+    words = [*level, "-o", folder / "run", folder / "plan.json", SCRIPT, folder, "6", "0.2", ""]
+    process = host.start("launch", *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_until(lambda: process.poll() is not None or any(s == 2 for s, _, _ in steps(folder)))
+    resized = host.run("resize", folder / "run", "--plan", folder / "next.json")
+    _, said = process.communicate(timeout=150)
+    assert (resized.returncode, process.returncode) == (0, 0), resized.stderr + said
+    assert {workers for _, _, workers in steps(folder)} == {1, 2}
+    found = json.loads((folder / "told.json").read_text())
+    assert found["backend"] == "nccl"
+    straight = told(host, "b", [(kind, 8)], *level, epochs=6)
+    assert found["digest"] == straight["digest"]
+
+
+def test_a_run_with_a_checkpoint_survives_a_death(gpus: GpuHost) -> None:
+    host = gpus(2)
+    kind = host.types[0]
+    saving = ["--checkpoint", host.folder / "saved", "--checkpoint-every", "1"]
+    options = ["--determinism", "elastic"]
+    found = told(host, "a", [(kind, 5), (kind, 3)], *options, *saving, how="die=2")
+    straight = told(host, "b", [(kind, 8)], *options)
+    assert (host.folder / "a/died").exists()
+    assert found["digest"] == straight["digest"]
+
+
+def test_two_hosts_train_over_nccl(tmp_path: Path, gpus: GpuHost) -> None:
+    if gpus(1).is_real:
+        pytest.skip("needs two hosts")
+    one = [software_host(tmp_path, "V100", FAKECUDA_HOST=name) for name in ("left", "right")]
+    folder = tmp_path / "two"
+    folder.mkdir()
+    files.write(folder / "plan.json", plan_of([5, 3], ["V100", "V100"]))
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        endpoint = f"127.0.0.1:{found.getsockname()[1]}"
+    processes = [
+        host.start(
+            *("launch", "--nnodes", "2", "--node-rank", str(node), "--rdzv-endpoint", endpoint),
+            *("-o", folder / f"run{node}", folder / "plan.json", SCRIPT, folder, "2", "0", ""),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for node, host in enumerate(one)
+    ]
+    said = [process.communicate(timeout=150)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    result = json.loads((folder / "told.json").read_text())
+    assert result["backend"] == "nccl"
+    alone = told(one[0], "alone", [("V100", 8)])
+    assert result["losses"] == pytest.approx(alone["losses"], rel=2e-3)
+
+
+def two_stages(types: tuple[str, str]) -> PipelinePlan:
+    stages = tuple(
+        StagePlan(
+            layers=layers,
+            num_replicas=1,
+            device_type=kind,
+            first_device=number,
+            num_in_flight=2 - number,
+            weight_versions=1,
+            seconds_per_input=0.02,
+            compute_seconds=0.02,
+            output_seconds=0.0,
+            memory_bytes=1000,
+        )
+        for number, (kind, layers) in enumerate(zip(types, (("0", "1"), ("2",)), strict=True))
+    )
+    return PipelinePlan(
+        model="small",
+        global_batch_size=8,
+        microbatch_size=2,
+        microbatches=4,
+        schedule="1f1b",
+        recompute=False,
+        stages=stages,
+        predicted=Prediction(step_seconds=0.1, samples_per_second=80.0),
+        proof=Proof(
+            termination="feasible", objective=0.02, lower_bound=None, gap=None, method="by hand"
+        ),
+        noam=2,
+        stage_cost="ring",
+        solved="flat",
+    )
+
+
+def pipeline_loss(host: Host, *options: str) -> float:
+    (host.folder / "pipeline.py").write_text(PIPELINE)
+    files.write(host.folder / "plan.json", two_stages(host.types[:2]), force=True)
+    found = host.run("launch", *options, "-o", "run", "plan.json", "pipeline.py")
+    assert found.returncode == 0, found.stderr
+    ((loss, device),) = re.findall(r"loss (\S+) (\S+)", found.stdout)
+    assert device == "cuda"
+    return float(loss)
+
+
+def test_a_pipeline_of_two_types(gpus: GpuHost) -> None:
+    host = gpus(1, 1)
+    (host.folder / "alone.py").write_text(PIPELINE)
+    alone = host.also(CUDA_VISIBLE_DEVICES="0").python(PIPELINE)
+    assert pipeline_loss(host) == pytest.approx(float(alone.split()[1]), rel=1e-4)

@@ -1,0 +1,123 @@
+"""Launches of split plans on GPUs, at every level of determinism."""
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetflow.schema import files
+from hetflow.tests.fakecuda.hosts import GpuHost, Host
+from hetflow.tests.launcher.elastic_runs import plan_of
+
+SCRIPT = Path(__file__).with_name("training.py")
+LAYERS = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.criterion = nn.Sequential(nn.Conv2d(3, 6, 3), LAYERS), nn.NLLLoss()
+
+    def forward(self, x, y):
+        return self.criterion(self.body(x).log_softmax(1), y)
+
+model = Net()
+job = hf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+data = TensorDataset(torch.randn(16, 3, 6, 6), torch.arange(16) % 4)
+for batch in job.batches(DataLoader(data, batch_size=16)):
+    job.backward(model, batch)
+"""
+POOLED = "nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 4)"
+
+
+def launch(
+    host: Host,
+    name: str,
+    workers: Sequence[tuple[str, int]],
+    *options: str,
+    epochs: int = 2,
+    how: str = "",
+) -> "subprocess.CompletedProcess[str]":
+    """Run the script on these (device type, virtual nodes)."""
+    folder = host.folder / name
+    folder.mkdir(exist_ok=True)
+    run = folder / f"run{len(list(folder.glob('run*')))}"
+    types, nodes = zip(*workers, strict=True)
+    files.write(folder / "plan.json", plan_of(nodes, types), force=True)
+    words = ["launch", *options, "-o", run, folder / "plan.json", SCRIPT]
+    return host.run(*words, folder, str(epochs), "0", how)
+
+
+def told(host: Host, name: str, *rest: Any, **more: Any) -> dict[str, Any]:
+    """What the script of a launch that succeeds tells."""
+    found = launch(host, name, *rest, **more)
+    assert found.returncode == 0, found.stderr
+    result: dict[str, Any] = json.loads((host.folder / name / "told.json").read_text())
+    return result
+
+
+def test_two_types_train_over_nccl(gpus: GpuHost) -> None:
+    host = gpus(2, 1)
+    first, second = host.types
+    found = told(host, "a", [(first, 3), (first, 3), (second, 2)])
+    assert (found["backend"], found["device"]) == ("nccl", "cuda:0")
+    alone = told(host, "b", [(first, 8)])
+    assert alone["backend"] is None
+    assert found["losses"] == pytest.approx(alone["losses"], rel=2e-3)
+
+
+@pytest.mark.parametrize("level", ["static", "elastic", "heterogeneous"])
+def test_a_small_resnet_trains_at_every_level(gpus: GpuHost, level: str) -> None:
+    host = gpus(2)
+    kind = host.types[0]
+    one = told(host, "a", [(kind, 5), (kind, 3)], "--determinism", level)
+    again = told(host, "b", [(kind, 5), (kind, 3)], "--determinism", level)
+    assert one["digest"] == again["digest"]
+    if level != "static":
+        alone = told(host, "c", [(kind, 8)], "--determinism", level)
+        assert one["digest"] == alone["digest"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "refused"),
+    [
+        (POOLED, None),
+        # Torch has another form of it for this.
+        (f"nn.Upsample(scale_factor=2, mode='bilinear'), {POOLED}", None),
+        (
+            "nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(24, 4)",
+            "adaptive_avg_pool2d_backward_cuda",
+        ),
+        (f"nn.ReflectionPad2d(1), {POOLED}", "reflection_pad2d_backward_cuda"),
+    ],
+)
+def test_torch_says_what_has_no_deterministic_form(
+    gpus: GpuHost, layers: str, refused: str | None
+) -> None:
+    host = gpus(1)
+    (host.folder / "train.py").write_text(LAYERS.replace("LAYERS", layers))
+    files.write(host.folder / "plan.json", plan_of([8], host.types))
+    found = host.run("launch", "--determinism", "elastic", "plan.json", "train.py")
+    assert found.returncode == (0 if refused is None else 2), found.stderr
+    if refused is not None:
+        line = f"determinism elastic cannot hold: {refused} has no deterministic form"
+        assert line in found.stderr
+        assert "replace the operator, or use --determinism none" in found.stderr
+
+
+def test_a_checkpoint_continues_on_another_type(gpus: GpuHost) -> None:
+    host = gpus(1, 1)
+    first, second = host.types
+    saving = ["--checkpoint", host.folder / "saved", "--checkpoint-every", "2"]
+    part = told(host, "a", [(first, 8)], *saving, epochs=1)
+    whole = told(host, "a", [(second, 8)], *saving, epochs=3)
+    straight = told(host, "b", [(first, 8)], epochs=3)
+    assert len(part["losses"]) == 3
+    assert len(whole["losses"]) == 6
+    assert whole["losses"] == pytest.approx(straight["losses"][3:], rel=2e-3)

@@ -1,0 +1,92 @@
+"""What a host has and how fast it is: devices, doctor, profile."""
+
+import json
+
+from hetflow.schema import files
+from hetflow.schema.profile import Profile
+from hetflow.tests.fakecuda.hosts import GpuHost
+
+TARGET = """
+import torch
+from torch import nn
+
+def mine():
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+    return model, lambda n: torch.randn(n, 64), lambda model, x: model(x).square().mean()
+"""
+
+
+def test_devices_lists_types_and_how_to_ask_for_them(gpus: GpuHost) -> None:
+    host = gpus(2, 1)
+    found = json.loads(host.done("devices", "--json"))["devices"]
+    numbers = {device["device_type"]: device["num_devices"] for device in found}
+    assert numbers[host.types[0]] >= 2
+    assert numbers[host.types[1]] >= 1
+    assert all(
+        device["compute_capability"] and device["memory_bytes"] > 1 << 30
+        for device in found
+        if device["device_type"] in host.types
+    )
+
+
+def test_devices_sees_what_the_environment_leaves(gpus: GpuHost) -> None:
+    host = gpus(2)
+    found = json.loads(host.also(CUDA_VISIBLE_DEVICES="1").done("devices", "--json"))["devices"]
+    assert [(d["device_type"], d["num_devices"]) for d in found][:1] == [(host.types[0], 1)]
+    hidden = host.also(CUDA_VISIBLE_DEVICES="").done("devices", "--json")
+    assert [d["device_type"] for d in json.loads(hidden)["devices"]] == ["cpu"]
+
+
+def test_doctor_finds_nothing_wrong(gpus: GpuHost) -> None:
+    said = gpus(2).done("doctor")
+    assert "ok: everything the main job needs is here" in said
+    assert "nccl" in said
+
+
+def test_a_profile_of_two_types(gpus: GpuHost) -> None:
+    host = gpus(2, 1)
+    (host.folder / "target.py").write_text(TARGET)
+    asked = ["--quick", "--batch-sizes", "8,32", "--sync-devices", "2", "--links"]
+    devices = [word for kind in host.types for word in ("--device", kind)]
+    host.done("profile", "target.py:mine", *asked, *devices, "-o", "profiles")
+    for kind in host.types:
+        profile = files.read(host.folder / f"profiles/target.mine.{kind}.json", Profile)
+        assert [point.batch_size for point in profile.batch_curve] == [8, 32]
+        assert profile.weight_bytes == 4 * (64 * 256 + 256 + 256 * 64 + 64)
+        # Weights, gradients and momenta at least, and no whole process.
+        assert all(
+            3 * profile.weight_bytes <= point.peak_memory_bytes <= 64 << 20
+            for point in profile.batch_curve
+        )
+        assert all(point.step_seconds > 0 for point in profile.batch_curve)
+        if kind == host.types[0]:
+            assert profile.sync is not None
+
+
+def test_a_profile_ends_its_curve_where_memory_does(software: GpuHost) -> None:
+    host = software("V100:4MiB,A100")
+    (host.folder / "target.py").write_text(TARGET)
+    command = ["profile", "target.py:mine", "--quick", "--sync-devices", "0", "--no-links"]
+    host.done(*command, "--device", "V100", "--max-batch-size", "65536", "-o", "profiles")
+    profile = files.read(host.folder / "profiles/target.mine.V100.json", Profile)
+    assert 64 <= profile.batch_curve[-1].batch_size <= 4096
+    assert max(point.peak_memory_bytes for point in profile.batch_curve) <= 4 << 20
+
+
+def test_a_model_that_does_not_fit_is_said_in_a_line(software: GpuHost) -> None:
+    host = software("V100:200KiB")
+    (host.folder / "target.py").write_text(TARGET)
+    found = host.run("profile", "target.py:mine", "--quick", "-o", "profiles")
+    assert found.returncode == 2
+    assert "does not fit the device's memory at batch size 1" in found.stderr
+
+
+def test_amd_devices_by_rocms_variables(software: GpuHost) -> None:
+    host = software(
+        "MI250X,MI250X",
+        FAKECUDA_PLATFORM="rocm",
+        HIP_VISIBLE_DEVICES="0",
+        HETFLOW_PRELOAD="off",
+    )
+    found = json.loads(host.done("devices", "--json"))["devices"]
+    assert (found[0]["device_type"], found[0]["num_devices"]) == ("MI250X", 1)
