@@ -3,12 +3,14 @@
 from ..schema.cluster import Cluster
 from ..schema.files import Record
 from ..schema.launch import LaunchConfig
+from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import Prediction, Proof, SplitPlan
 from ..schema.profile import Profile
 from ..schema.run import RunRecord
 from . import cluster_tables
 from .grid import grid, mebibytes, milliseconds
+from .parallel_tables import parallel_table
 from .terms import terms_table
 
 
@@ -22,6 +24,8 @@ def table_of(record: Record) -> str:
         return plan_table(record)
     if isinstance(record, PipelinePlan):
         return pipeline_table(record)
+    if isinstance(record, ParallelPlan):
+        return parallel_table(record)
     if isinstance(record, LaunchConfig):
         return launch_table(record)
     if isinstance(record, RunRecord):

@@ -13,6 +13,7 @@ from .cluster import Cluster
 from .errors import FileError
 from .jobs import Allocation, Jobs, Throughputs
 from .launch import LaunchConfig
+from .parallel import ParallelPlan
 from .pipeline import PipelinePlan
 from .plan import SplitPlan
 from .profile import Profile
@@ -21,7 +22,7 @@ from .resize import ResizeAnswer, ResizeRequest
 from .run import RunRecord
 from .simulation import SimulationRun
 
-Plan = SplitPlan | PipelinePlan
+Plan = SplitPlan | PipelinePlan | ParallelPlan
 # What a hetflow file may hold: the one list of record classes.
 Record = (
     Profile
