@@ -120,7 +120,7 @@ class Completions:
         self.least = [later]  # by stages already placed, the most first
         costs = []
         for option in space.options:
-            seconds = np.array(space.stage_seconds(option))
+            seconds = _stage_seconds(option)
             priced = _priced(option, prices)
             too_long = seconds > cap_seconds * (1 + 1e-12)
             costs.append((option, np.where(too_long, np.inf, seconds), priced))
@@ -174,6 +174,22 @@ def covers(
             np.minimum(least, reached + priced[:, None], out=least)
         later = least
     return bool((later[:, -1] <= prices.budget).all())
+
+
+@lru_cache(maxsize=4096)
+def _stage_seconds(option: Option) -> np.ndarray:
+    """What stages take at least [start, end]; infinite where the stage is empty.
+
+    Messages are counted as if the neighbours' links were as fast.
+    """
+    seconds, places = np.array(option.seconds), np.arange(len(option.seconds))
+    sent = np.array(option.output_seconds)
+    sent[-1] = 0.0
+    back = np.append(np.array(option.gradient_seconds), 0.0)
+    back[0] = 0.0
+    whole = seconds[None, :] - seconds[:, None] + sent[None, :] + back[:, None]
+    stages: np.ndarray = np.where(places[None, :] > places[:, None], whole, np.inf)
+    return stages
 
 
 def _priced(option: Option, prices: Prices) -> np.ndarray:

@@ -22,7 +22,7 @@ from ..effort import DEFAULT, Effort
 from .search import Child, Found, Node, Search, StageChoice
 from .space import MOST_TYPES, Space, microbatch_sizes, space_of
 
-MOST_NODES = 2_000
+MOST_NODES = 1_200
 """Nodes that the search expands before it ends with a bound instead of a proof."""
 _METHOD = "branch and bound over stages; devices left are bounded by prices on their types"
 

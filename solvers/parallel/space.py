@@ -59,27 +59,6 @@ class Space:
     least_seconds: tuple[float, ...]
     """Prefix sums of each layer's time on the option that is fastest for it."""
 
-    def stage_seconds(self, option: Option) -> list[list[float]]:
-        """What stages of layers ``start`` to ``end - 1`` take at least [start][end].
-
-        Their messages are counted as if the neighbours' links were as fast; infinite where the
-        stage is empty.
-        """
-        size = len(option.seconds)
-        infinite = float("inf")
-        return [
-            [
-                infinite
-                if end <= start
-                else option.seconds[end]
-                - option.seconds[start]
-                + (option.output_seconds[end] if end < size - 1 else 0.0)
-                + (option.gradient_seconds[start] if start > 0 else 0.0)
-                for end in range(size)
-            ]
-            for start in range(size)
-        ]
-
 
 def microbatch_sizes(problem: ParallelProblem) -> list[int]:
     """Those that any type was timed at and that the batch is large enough for."""

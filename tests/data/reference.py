@@ -7,13 +7,23 @@ from functools import cache
 from pathlib import Path
 
 ARCHIVE = Path(__file__).with_name("reference.tar.xz")
+PLANNERS = Path(__file__).with_name("planners.tar.xz")
+
+
+def folder() -> Path:
+    """A folder with ``gavel/``, ``pipedream/`` and ``ptdp/``; gone when the process ends."""
+    return _unpacked(ARCHIVE)
+
+
+def planners() -> Path:
+    """A folder with ``sailor/``; gone when the process ends."""
+    return _unpacked(PLANNERS)
 
 
 @cache
-def folder() -> Path:
-    """A folder with ``gavel/``, ``pipedream/`` and ``ptdp/``; gone when the process ends."""
+def _unpacked(packed: Path) -> Path:
     place = tempfile.TemporaryDirectory(prefix="hetflow-reference-")
     atexit.register(place.cleanup)
-    with tarfile.open(ARCHIVE) as archive:
+    with tarfile.open(packed) as archive:
         archive.extractall(place.name, filter="data")
     return Path(place.name)
