@@ -6,15 +6,14 @@ from ..planning.allocate import allocation_problem
 from ..planning.inputs import Pool, Profiles, pool_of, profiles_of
 from ..planning.judging import faults_of_plan
 from ..schema.errors import ProblemError
+from ..schema.files import Plan
 from ..schema.jobs import Allocation, Jobs, Placement, Throughputs
 from ..schema.optimizer import OptimizerState, named_optimizer
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import SplitPlan
 from .files import jobs_of, throughputs_of
 
 
 def check(
-    claim: SplitPlan | PipelinePlan | Allocation,
+    claim: Plan | Allocation,
     profiles: Profiles | None = None,
     pool: Pool | None = None,
     *,
@@ -62,7 +61,7 @@ def check(
         []
     """
     devices = None if pool is None else pool_of(pool)
-    if isinstance(claim, SplitPlan | PipelinePlan):
+    if not isinstance(claim, Allocation):
         found = None if profiles is None else profiles_of(profiles, model or claim.model)
         asked = named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
         return faults_of_plan(claim, found, devices, link_bytes_per_second, asked)

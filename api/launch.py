@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import SplitPlan
+from ..schema.files import Plan
 from ..schema.run import RunRecord
 from .files import plan_of
 
@@ -49,7 +48,7 @@ class LaunchOptions(TypedDict, total=False):
 
 
 def launch(
-    plan: SplitPlan | PipelinePlan | Path | str,
+    plan: Plan | Path | str,
     script: str,
     arguments: Sequence[str] = (),
     **options: Unpack[LaunchOptions],
@@ -84,7 +83,7 @@ def launch(
 
 
 def dry_run(
-    plan: SplitPlan | PipelinePlan | Path | str,
+    plan: Plan | Path | str,
     script: str,
     arguments: Sequence[str] = (),
     **options: Unpack[LaunchOptions],
@@ -114,7 +113,7 @@ def dry_run(
 
 
 def _request(
-    plan: SplitPlan | PipelinePlan | Path | str,
+    plan: Plan | Path | str,
     script: str,
     arguments: Sequence[str],
     options: LaunchOptions,

@@ -9,15 +9,16 @@ from ..planning.request import (
     AnyObjective,
     CostModelName,
     Method,
+    ParallelOptions,
     PipelineOptions,
     SolveRequest,
     SplitOptions,
     Strategy,
 )
 from ..planning.solve import solve as solve_request
+from ..schema.files import Plan
 from ..schema.optimizer import OptimizerState, named_optimizer
-from ..schema.pipeline import PipelinePlan, StageCost
-from ..schema.plan import SplitPlan
+from ..schema.pipeline import StageCost
 from ..schema.schedule_traits import DEFAULT_SCHEDULE
 
 
@@ -47,7 +48,8 @@ def solve(
     stage_cost: StageCost = "ring",
     repetitive: bool = False,
     cost_model: CostModelName = "profiled",
-) -> SplitPlan | PipelinePlan:
+    recompute: bool = True,
+) -> Plan:
     """Find the best plan for a model on a pool: proved, checked, ready to launch.
 
     Args:
@@ -55,7 +57,8 @@ def solve(
         pool: ``"2xV100,8xP100"``, a ``Cluster``, or the ``Path`` of a cluster's file.
         batch_size: Global batch, samples of one optimizer step over all devices.
         model: Which one, where the profiles are of several.
-        strategy: Kind of plan; ``auto`` compares where the profiles hold layers.
+        strategy: Kind of plan; ``auto`` compares those that can be launched, where the profiles
+            hold layers; ``parallel`` plans cannot be launched yet.
         objective: ``step_seconds``; ``waste`` for splits (EasyScale 3.4); ``bottleneck`` for
             pipelines (thesis 2.4.1).
         optimizer: The one that will train, by name or by what it keeps; None: the profiles'.
@@ -68,7 +71,8 @@ def solve(
         virtual_nodes: Split into N equal virtual nodes of B/N samples.
         interpolate: Allow split sizes between profiled ones.
         method: The exact method for splits, or its MILP by ``cbc`` or ``highs``.
-        top: With ``objective="waste"``: keep the K best configurations.
+        top: With ``objective="waste"``: keep the K best configurations. With
+            ``strategy="parallel"``: up to K points of time against devices and memory.
         schedule: Of a pipeline; ``auto`` takes the fastest of those that flush.
         microbatch_size: Samples of a microbatch; None takes the fastest profiled.
         num_stages: Exactly so many stages.
@@ -78,6 +82,7 @@ def solve(
         stage_cost: How a stage is priced (docs/pipeline.md).
         repetitive: Plan equal stages of repeating layers, schedule ``2bw`` (thesis 3.3).
         cost_model: With ``repetitive``: whose costs.
+        recompute: With ``strategy="parallel"``: whether stages may recompute activations.
 
     Raises:
         ProblemError: Profiles, pool and options that do not go together.
@@ -107,7 +112,9 @@ def solve(
         pool_name=name_of(pool),
         batch_size=batch_size,
         strategy=strategy,
-        split=SplitOptions(objective, method, virtual_nodes, top, interpolate),
+        split=SplitOptions(
+            objective, method, virtual_nodes, 1 if strategy == "parallel" else top, interpolate
+        ),
         pipeline=PipelineOptions(
             schedule=schedule,
             stage_cost=stage_cost,
@@ -121,6 +128,7 @@ def solve(
             cost_model=cost_model,
             runs=runs if measures else None,
         ),
+        parallel=ParallelOptions(recompute, top),
         optimizer=named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer,
         fastest=fastest,
         limits=Limits(time_limit_seconds, gap),

@@ -77,8 +77,6 @@ def check(
     from ..schema import files
     from ..schema.jobs import Allocation
     from ..schema.optimizer import asked_optimizer
-    from ..schema.pipeline import PipelinePlan
-    from ..schema.plan import SplitPlan
 
     found = files.read_any(plan)
     pool = None if gpus is None and cluster is None else asked_pool(gpus, cluster)
@@ -93,7 +91,7 @@ def check(
             budget_dollars=budget,
         )
         termination = _termination(found)
-    elif isinstance(found, SplitPlan | PipelinePlan):
+    elif isinstance(found, files.Plan):
         faults = faults_of(
             found,
             profiles,

@@ -87,6 +87,8 @@ register(app, solve.solve_split, name="solve split", short_help="The best split 
          context_settings=_AS_SOLVE)  # fmt: skip
 register(app, solve.solve_pipeline, name="solve pipeline", short_help="The best pipeline.",
          context_settings=_AS_SOLVE)  # fmt: skip
+register(app, solve.solve_parallel, name="solve parallel",
+         short_help="The best plan of three dimensions.", context_settings=_AS_SOLVE)  # fmt: skip
 register(app, check.check, short_help="Verify a plan independently.")
 register(app, launch.launch, short_help="Train under a plan.", context_settings=_PASSED_ON)
 register(app, resize.resize, short_help="Change a running job's devices.")

@@ -90,7 +90,9 @@ def _explain(record: object, *, json: bool) -> None:
     elif isinstance(record, PipelinePlan):
         explanation = explain_pipeline(record)
     else:
-        raise HetflowError("only plans are explained", hint="leave --explain out")
+        raise HetflowError(
+            "only split and pipeline plans are explained", hint="leave --explain out"
+        )
     if json:
         emit_json(explanation_document(explanation))
     else:

@@ -15,6 +15,7 @@ from .names import one_of
 Method = Literal["exact", "cbc", "highs"]
 SPLIT = "Options of splits"
 PIPELINE = "Options of pipelines"
+PARALLEL = "Options of pipeline, tensor and data parallelism together"
 REPETITIVE = "Options of pipelines whose layers repeat"
 
 
@@ -33,8 +34,11 @@ def solve(
         str | None, typer.Option(help="The model, where profiles hold several.")
     ] = None,
     strategy: Annotated[
-        Literal["auto", "split", "pipeline"],
-        typer.Option(help="Kind of plan; auto takes the faster where profiles hold layers."),
+        Literal["auto", "split", "pipeline", "parallel"],
+        typer.Option(
+            help="Kind of plan; auto takes the faster of split and pipeline where profiles hold "
+            "layers; parallel plans cannot be launched yet."
+        ),
     ] = "auto",
     objective: Annotated[
         Literal["step_seconds", "waste", "bottleneck"],
@@ -56,7 +60,8 @@ def solve(
         int,
         typer.Option(
             min=1,
-            help="With --objective waste: keep the K best configurations.",
+            help="With --objective waste: keep the K best configurations; with --strategy "
+            "parallel: show up to K points of time against devices and memory.",
             rich_help_panel=SPLIT,
         ),
     ] = 1,
@@ -167,6 +172,13 @@ def solve(
         float | None,
         typer.Option(min=1.0, help="Links that the pool does not state.", rich_help_panel=PIPELINE),
     ] = None,
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            help="Whether stages may recompute activations to save memory.",
+            rich_help_panel=PARALLEL,
+        ),
+    ] = True,
     optimizer: Annotated[
         str | None,
         typer.Option(
@@ -226,17 +238,24 @@ def solve(
         stage_cost=stage_cost,
         repetitive=repetitive,
         cost_model=cost_model,
+        recompute=recompute,
     )
     emit_file(plan, output, force=force, json=json)
     note(table_of(plan))
     if output is not None:
-        note(f"plan written to {output}; next: hetflow launch {output} SCRIPT")
+        then = f"show {output}" if plan.kind == "parallel" else f"launch {output} SCRIPT"
+        note(f"plan written to {output}; next: hetflow {then}")
     if Limits(time_limit, gap).is_missed(plan):
         raise typer.Exit(4)
 
 
-def _of_kind(kind: str, words: str, others: set[str], objectives: object) -> Callable[..., None]:
-    """``solve`` for one kind of plan: the same options without those of ``others``."""
+def _of_kind(
+    kind: str, words: str, others: set[str], objectives: object, shared: tuple[str, ...] = ()
+) -> Callable[..., None]:
+    """``solve`` for one kind of plan: the same options without those of ``others``.
+
+    Options named in ``shared`` stay, whose they may be; without ``objectives`` there is no choice.
+    """
 
     def command(**values: Any) -> None:
         solve(strategy=kind, **values)  # type: ignore[arg-type]
@@ -244,9 +263,11 @@ def _of_kind(kind: str, words: str, others: set[str], objectives: object) -> Cal
     kept = []
     for parameter in inspect.signature(solve).parameters.values():
         panels = [getattr(o, "rich_help_panel", None) for o in parameter.annotation.__metadata__]
-        if parameter.name == "strategy" or others & set(panels):
+        if parameter.name == "strategy" or (others & set(panels) and parameter.name not in shared):
             continue
         if parameter.name == "objective":
+            if objectives is None:
+                continue
             parameter = parameter.replace(annotation=objectives)
         kept.append(parameter)
     command.__name__ = f"solve_{kind}"
@@ -264,7 +285,7 @@ solve_split = _of_kind(
     \b
     hetflow solve split --profiles profiles --gpus 2xV100,8xP100 --batch-size 8192 -o plan.json
     """,
-    {PIPELINE, REPETITIVE},
+    {PIPELINE, REPETITIVE, PARALLEL},
     Annotated[
         Literal["step_seconds", "waste"],
         typer.Option(help="The step (VirtualFlow 5.1), or the waste (EasyScale 3.4)."),
@@ -279,7 +300,7 @@ solve_pipeline = _of_kind(
     \b
     hetflow solve pipeline --profiles profiles --gpus 4xV100 --batch-size 256 --schedule auto
     """,
-    {SPLIT},
+    {SPLIT, PARALLEL},
     Annotated[
         Literal["step_seconds", "bottleneck"],
         typer.Option(
@@ -287,4 +308,19 @@ solve_pipeline = _of_kind(
             "2.4.1), which schedules without flushes always take."
         ),
     ],
+)
+solve_parallel = _of_kind(
+    "parallel",
+    """Plan pipeline, tensor and data parallelism together over unlike devices, with proof.
+
+    Each stage has its layers, tensor-parallel degree, recomputation and replicas, which may be of
+    two device types. Profiles must hold layers; degrees above 1 need tensor_layers. Such plans can
+    be checked and shown; there is no runtime for them yet.
+
+    \b
+    hetflow solve parallel --profiles profiles --gpus 4xA100,8xV100 --batch-size 256
+    """,
+    {SPLIT, PIPELINE, REPETITIVE},
+    None,
+    ("top", "gap", "link_bytes_per_second", "microbatch_size"),
 )

@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
+from ..schema.files import Plan
 from ..schema.optimizer import OptimizerState
+from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan, PipelineProblem
-from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
 
 
 def faults_of_plan(
-    plan: SplitPlan | PipelinePlan,
+    plan: Plan,
     profiles: Sequence[Profile] | None,
     pool: Cluster | None,
     link_bytes_per_second: float | None = None,
@@ -39,6 +40,12 @@ def faults_of_plan(
             )
         link = link_bytes_per_second or plan.link_bytes_per_second
         return _pipeline_faults(plan, profiles, pool, link, optimizer)
+    if isinstance(plan, ParallelPlan):
+        if profiles is None:
+            raise ProblemError(
+                "a parallel plan is judged against its layers", hint="add --profiles DIR"
+            )
+        return _parallel_faults(plan, profiles, pool, link_bytes_per_second, optimizer)
     from ..checks.batch_split import check
     from ..checks.profiled import split_faults
 
@@ -72,6 +79,28 @@ def _pipeline_faults(
     pool = pool or pool_of_plan(plan)
     problem = problem_of_plan(plan, profiles, pool, link, optimizer)
     return pipeline_faults(problem, profiles, pool) or check(plan, problem)
+
+
+def _parallel_faults(
+    plan: ParallelPlan,
+    profiles: Sequence[Profile],
+    pool: Cluster | None,
+    link: float | None,
+    optimizer: OptimizerState | None,
+) -> list[str]:
+    from ..checks.parallel import check
+    from .parallel_problem import parallel_problem
+
+    used = ",".join(f"{number}x{name}" for name, number in plan.devices_by_type.items())
+    problem = parallel_problem(
+        profiles,
+        pool or plan.cluster or Cluster.parse(used),
+        plan.global_batch_size,
+        link_bytes_per_second=link or plan.link_bytes_per_second,
+        recompute=any(stage.recompute == "full" for stage in plan.stages),
+        optimizer=optimizer,
+    )
+    return check(plan, problem)
 
 
 def pool_of_plan(plan: PipelinePlan) -> Cluster:

@@ -4,8 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import SplitPlan
+from ..schema.files import Plan
 from ..solvers.effort import DEFAULT, Effort
 
 
@@ -21,7 +20,7 @@ class Limits:
         """Whether any was given."""
         return self != Limits()
 
-    def is_missed(self, plan: SplitPlan | PipelinePlan) -> bool:
+    def is_missed(self, plan: Plan) -> bool:
         """Whether a plan is not proved within the gap that was asked for: exit code 4.
 
         A time limit alone asks for a gap of 0. Without limits nothing was asked: the gap of the

@@ -11,7 +11,7 @@ from ..schema.profile import Profile
 from ..schema.schedule_traits import DEFAULT_SCHEDULE
 from .limits import Limits
 
-Strategy = Literal["auto", "split", "pipeline"]
+Strategy = Literal["auto", "split", "pipeline", "parallel"]
 Method = Literal["exact", "cbc", "highs"]
 AnyObjective = Literal["step_seconds", "waste", "bottleneck"]
 CostModelName = Literal["profiled", "closed-form", "measured"]
@@ -52,6 +52,17 @@ class PipelineOptions:
 
 
 @dataclass(frozen=True)
+class ParallelOptions:
+    """What is asked of a plan of three dimensions, beside a pipeline's links and microbatch.
+
+    ``recompute`` lets stages recompute; ``top`` counts the points of its Pareto table.
+    """
+
+    recompute: bool = True
+    top: int = 1
+
+
+@dataclass(frozen=True)
 class SolveRequest:
     """Everything a plan depends on.
 
@@ -68,6 +79,7 @@ class SolveRequest:
     strategy: Strategy = "auto"
     split: SplitOptions = field(default_factory=SplitOptions)
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
     optimizer: OptimizerState | None = None
     fastest: bool = False
     limits: Limits = field(default_factory=Limits)

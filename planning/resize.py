@@ -1,6 +1,7 @@
 """Another plan for a running job, of the same virtual nodes or microbatches."""
 
 from dataclasses import replace
+from typing import cast
 
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig
@@ -32,7 +33,7 @@ def split_again(now: LaunchConfig, profiles: Profiles, pool: Pool) -> SplitPlan 
         )
     options = SplitOptions(virtual_nodes=len(sizes), interpolate=True)
     asked = replace(_request(now, profiles, pool), strategy="split", split=options)
-    return solve(replace(asked, optimizer=now.optimizer))
+    return cast(SplitPlan | PipelinePlan, solve(replace(asked, optimizer=now.optimizer)))
 
 
 def cut_again(
@@ -63,7 +64,7 @@ def cut_again(
         link_bytes_per_second=before.link_bytes_per_second,
     )
     asked = replace(_request(now, profiles, pool), strategy="pipeline", pipeline=options)
-    return solve(replace(asked, optimizer=before.optimizer))
+    return cast(SplitPlan | PipelinePlan, solve(replace(asked, optimizer=before.optimizer)))
 
 
 def seconds_a_sample(now: LaunchConfig, plan: SplitPlan) -> dict[str, float]:

@@ -5,19 +5,21 @@ import logging
 from typing import Any, Literal
 
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
+from ..schema.files import Plan
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
 from .choose_pipeline import best_pipeline, check_flags
 from .inputs import flat
 from .request import SolveRequest, SplitOptions
+from .solve_parallel import best_parallel
 from .solve_pipeline import trace_for
 
 _log = logging.getLogger("hetflow")
 
 
-def solve(request: SolveRequest) -> SplitPlan | PipelinePlan:
-    """The best plan of the kind asked for, checked; ``auto`` takes the faster of the two.
+def solve(request: SolveRequest) -> Plan:
+    """The best plan of the kind asked for, checked; ``auto`` takes the faster of those that run.
 
     What a person should know beside the plan goes to the logger ``hetflow``.
 
@@ -35,10 +37,12 @@ def solve(request: SolveRequest) -> SplitPlan | PipelinePlan:
     return dataclasses.replace(plan, provenance=origin)
 
 
-def _plan(request: SolveRequest) -> SplitPlan | PipelinePlan:
+def _plan(request: SolveRequest) -> Plan:
     _warn_about_update_time(request)
     if request.strategy == "pipeline":
         return best_pipeline(request)
+    if request.strategy == "parallel":
+        return best_parallel(request)
     if request.split.objective == "bottleneck":
         raise ProblemError("--objective bottleneck is a pipeline's", hint="add --strategy pipeline")
     if request.strategy == "split" or not _could_be_pipeline(request):

@@ -15,9 +15,10 @@ from pathlib import Path
 from ..schema import files
 from ..schema.errors import FileError, TargetError
 from ..schema.launch import Determinism, LaunchConfig
+from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
-from .lower import check_level, lower
+from .lower import check_level, launchable, lower
 
 PLAN = "HETFLOW_PLAN"
 SLOT = "HETFLOW_SLOT"
@@ -135,6 +136,8 @@ def read_plan(
     found = files.read_any(path)
     if isinstance(found, SplitPlan | PipelinePlan):
         return lower(found, seed, determinism), found
+    if isinstance(found, ParallelPlan):
+        launchable(found)  # raises: there is no runtime for it
     if isinstance(found, LaunchConfig):
         return found, None
     raise FileError(f"{path}: must be hetflow.plan/1 or hetflow.launch/1, got {found.schema}")

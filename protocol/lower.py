@@ -5,7 +5,9 @@ from itertools import count
 from typing import cast, get_args
 
 from ..schema.errors import ProblemError
+from ..schema.files import Plan
 from ..schema.launch import Determinism, LaunchConfig, VirtualNode, WorkerSlot
+from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
 from .lower_pipeline import lower_pipeline
@@ -34,6 +36,21 @@ def check_pipeline_level(level: Determinism) -> None:
             f"determinism {level} is for split plans: a pipeline adds its gradients by mapping",
             hint="use --determinism static, which repeats itself under the same plan",
         )
+
+
+def launchable(plan: Plan) -> SplitPlan | PipelinePlan:
+    """The plan, where there is a runtime for its kind.
+
+    Raises:
+        ProblemError: There is none.
+    """
+    if isinstance(plan, ParallelPlan):
+        raise ProblemError(
+            "the runtime for parallel plans is not there yet: they can be solved, checked and "
+            "shown, not launched",
+            hint="to train now, solve with --strategy split or pipeline",
+        )
+    return plan
 
 
 def lower(

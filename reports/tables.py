@@ -4,6 +4,7 @@ from ..schema.cluster import Cluster
 from ..schema.files import Record
 from ..schema.launch import LaunchConfig
 from ..schema.market import Market, RentReport
+from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import Prediction, Proof, SplitPlan
 from ..schema.profile import Profile
@@ -11,6 +12,7 @@ from ..schema.run import RunRecord
 from . import cluster_tables
 from .grid import grid, mebibytes, milliseconds
 from .market_tables import market_table, rent_table
+from .parallel_tables import parallel_table
 from .terms import terms_table
 
 
@@ -24,6 +26,8 @@ def table_of(record: Record) -> str:
         return plan_table(record)
     if isinstance(record, PipelinePlan):
         return pipeline_table(record)
+    if isinstance(record, ParallelPlan):
+        return parallel_table(record)
     if isinstance(record, LaunchConfig):
         return launch_table(record)
     if isinstance(record, Market):

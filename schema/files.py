@@ -14,6 +14,7 @@ from .errors import FileError
 from .jobs import Allocation, Jobs, Throughputs
 from .launch import LaunchConfig
 from .market import Market, RentReport
+from .parallel import ParallelPlan
 from .pipeline import PipelinePlan
 from .plan import SplitPlan
 from .profile import Profile
@@ -22,7 +23,7 @@ from .resize import ResizeAnswer, ResizeRequest
 from .run import RunRecord
 from .simulation import SimulationRun
 
-Plan = SplitPlan | PipelinePlan
+Plan = SplitPlan | PipelinePlan | ParallelPlan
 # What a hetflow file may hold: the one list of record classes.
 Record = (
     Profile

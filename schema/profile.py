@@ -125,6 +125,25 @@ class LayerGraph:
 
 
 @record
+class TensorLayers:
+    """The layers as one device of a tensor-parallel group runs them, in one server.
+
+    Times hold the group's own communication; weights and what is stashed are one device's share,
+    ``activation_bytes`` what the whole group makes.
+    """
+
+    tensor_parallel_size: Count
+    layers: LayerGraph
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size < 2:
+            raise ProblemError(
+                f"tensor_parallel_size must be >= 2, got {self.tensor_parallel_size}; degree 1 is "
+                "layers itself"
+            )
+
+
+@record
 class Sync:
     """Gradient synchronisation, measured as VirtualFlow 5.1.2 does.
 
@@ -169,7 +188,8 @@ class Profile:
 
     ``out_of_memory_batch_size`` is the smallest profiled size that did not fit, where one was
     found. ``weight_bytes`` is also the number of gradient bytes to synchronise. ``more_layers``
-    are the layers of ``layers`` at further microbatch sizes. ``optimizer`` is what
+    are the layers of ``layers`` at further microbatch sizes, ``tensor_layers`` those at further
+    tensor-parallel degrees. ``optimizer`` is what
     ``update_seconds`` and ``peak_memory_bytes`` were measured with; None where the file, an older
     or a foreign one, does not say.
 
@@ -193,6 +213,7 @@ class Profile:
     batch_curve: tuple[BatchPoint, ...]
     layers: LayerGraph | None = None
     more_layers: tuple[LayerGraph, ...] = ()
+    tensor_layers: tuple[TensorLayers, ...] = ()
     sync: Sync | None = None
     emulation: Emulation | None = None
     out_of_memory_batch_size: Count | None = None
@@ -222,6 +243,25 @@ class Profile:
                 )
         if len({table.microbatch_size for table in tables}) != len(tables):
             raise ProblemError("layers and more_layers hold a microbatch size twice")
+        self._check_tensor_layers()
+
+    def _check_tensor_layers(self) -> None:
+        if self.tensor_layers and self.layers is None:
+            raise ProblemError("tensor_layers adds to layers, which is missing")
+        seen = set()
+        for table in self.tensor_layers:
+            key = table.tensor_parallel_size, table.layers.microbatch_size
+            if self.layers is not None and [n.id for n in table.layers.nodes] != [
+                n.id for n in self.layers.nodes
+            ]:
+                raise ProblemError(
+                    f"tensor_layers at degree {key[0]} lists other layers than layers does"
+                )
+            if key in seen:
+                raise ProblemError(
+                    f"tensor_layers holds degree {key[0]} at microbatch {key[1]} twice"
+                )
+            seen.add(key)
 
     @property
     def layer_tables(self) -> tuple[LayerGraph, ...]:
@@ -242,4 +282,6 @@ def _check_curve(batch_curve: tuple[BatchPoint, ...]) -> None:
             )
 
 
-register_keys(BatchPoint, BusyHost, LayerNode, LayerGraph, Sync, Emulation, Profile)
+register_keys(
+    BatchPoint, BusyHost, LayerNode, LayerGraph, TensorLayers, Sync, Emulation, Profile
+)  # fmt: skip

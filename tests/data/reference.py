@@ -9,18 +9,22 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-@cache
 def folder() -> Path:
     """A folder with ``gavel/``, ``pipedream/`` and ``ptdp/``; gone when the process ends."""
     return _unpacked("reference.tar.xz")
 
 
-@cache
 def availability() -> Path:
     """A folder with ``cant_be_late/REGION/overhead_H/*.json`` and its results; likewise."""
     return _unpacked("availability.tar.xz") / "availability"
 
 
+def planners() -> Path:
+    """A folder with ``sailor/``; likewise."""
+    return _unpacked("planners.tar.xz")
+
+
+@cache
 def _unpacked(name: str) -> Path:
     place = tempfile.TemporaryDirectory(prefix="hetflow-reference-")
     atexit.register(place.cleanup)

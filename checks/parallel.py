@@ -1,0 +1,304 @@
+"""Judge a plan of three dimensions from the definitions, with arithmetic of its own.
+
+Nothing is shared with the solver or with costs: every stage is summed layer by layer, every
+message and all-reduce is counted anew, and the step is put together from them (docs/parallel.md).
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from math import ceil, isclose
+
+from ..schema.parallel import (
+    LinkCurve,
+    ParallelPlan,
+    ParallelPool,
+    ParallelProblem,
+    ParallelStage,
+    ReplicaGroup,
+    ShardTimes,
+)
+
+_NEAR = 1e-9
+
+
+def check(plan: ParallelPlan, problem: ParallelProblem) -> list[str]:
+    """Every fault of a plan, as sentences; none where it holds.
+
+    Args:
+        plan: What is claimed.
+        problem: What it answers.
+    """
+    faults = [*_shape_faults(plan, problem), *_device_faults(plan, problem)]
+    if faults:
+        return faults  # nothing can be counted for layers or degrees that nobody timed
+    return [*_memory_faults(plan, problem), *_time_faults(plan, problem), *_proof_faults(plan)]
+
+
+def counted_step(plan: ParallelPlan, problem: ParallelProblem) -> float:
+    """Seconds of a step: all stages once, and the slowest m - 1 times more, then the rest."""
+    stages = [
+        _compute(plan, problem, number) + _transfer(plan, problem, number)
+        for number in range(len(plan.stages))
+    ]
+    updates = [_update(plan, problem, number) for number in range(len(plan.stages))]
+    reduces = [_reduce(plan, problem, number) for number in range(len(plan.stages))]
+    again = max(stages) * (plan.num_microbatches - 1)
+    return sum(stages) + again + max(updates) + max(reduces)
+
+
+def counted_memory(plan: ParallelPlan, problem: ParallelProblem, number: int) -> list[float]:
+    """Bytes on a device of each group of a stage, in the groups' order.
+
+    A stage holds at most as many microbatches in flight as there are stages from it on.
+    """
+    stage = plan.stages[number]
+    in_flight = min(len(plan.stages) - number, plan.num_microbatches)
+    start = sum(len(each.layers) for each in plan.stages[:number])
+    size = plan.microbatch_size
+    sent = problem.output_bytes[start - 1] * size if start else 0
+    counted = []
+    for group in stage.replicas:
+        sizes = next(
+            s for s in problem.sizes if s.tensor_parallel_size == group.tensor_parallel_size
+        )
+        held = problem.bytes_per_weight_byte * sum(_of(stage, sizes.weight_bytes, start))
+        kept = size * sum(_of(stage, sizes.stashed_bytes, start))
+        whole = in_flight * kept if stage.recompute == "none" else in_flight * sent + kept
+        counted.append(problem.reserved_bytes + held + whole)
+    return counted
+
+
+def _of(
+    stage: ParallelStage, table: tuple[float, ...] | tuple[int, ...], start: int
+) -> tuple[float, ...]:
+    return tuple(table[start : start + len(stage.layers)])
+
+
+def _shape_faults(plan: ParallelPlan, problem: ParallelProblem) -> Iterator[str]:
+    if plan.model != problem.model:
+        yield f"the plan is for {plan.model}, the problem for {problem.model}"
+    if plan.global_batch_size != problem.global_batch_size:
+        yield (
+            f"the plan's batch is {plan.global_batch_size}, the problem's "
+            f"{problem.global_batch_size}"
+        )
+    names = [name for stage in plan.stages for name in stage.layers]
+    if names != list(problem.layers):
+        yield "the stages do not hold all layers once, in the model's order"
+    if plan.schedule != "1f1b" or plan.num_model_chunks != 1:
+        yield (
+            f"schedule {plan.schedule} with {plan.num_model_chunks} chunks is not judged: parallel "
+            "plans are 1f1b with 1"
+        )
+    replicas = {stage.num_replicas for stage in plan.stages}
+    if len(replicas) > 1:
+        yield f"stages have {sorted(replicas)} replicas; all must have equally many"
+        return
+    rounds = ceil(plan.global_batch_size / (plan.microbatch_size * min(replicas)))
+    if plan.num_microbatches != rounds:
+        yield (
+            f"num_microbatches is {plan.num_microbatches}; {min(replicas)} replicas with "
+            f"microbatches of {plan.microbatch_size} need {rounds}"
+        )
+    for number, stage in enumerate(plan.stages):
+        if stage.recompute not in problem.recompute:
+            yield f"stage {number} recomputes ({stage.recompute}), which was not asked for"
+
+
+def _device_faults(plan: ParallelPlan, problem: ParallelProblem) -> Iterator[str]:
+    pools = {pool.device_type: pool for pool in problem.pools}
+    used: Counter[str] = Counter()
+    for number, stage in enumerate(plan.stages):
+        for group in stage.replicas:
+            used[group.device_type] += group.num_replicas * group.tensor_parallel_size
+            pool = pools.get(group.device_type)
+            if pool is None:
+                yield f"stage {number}: the pool has no {group.device_type}"
+                continue
+            yield from _group_faults(plan, problem, number, group, pool)
+    for name, count in used.items():
+        if name in pools and count > pools[name].num_devices:
+            yield f"{count} {name} in use, the pool has {pools[name].num_devices}"
+
+
+def _group_faults(
+    plan: ParallelPlan,
+    problem: ParallelProblem,
+    number: int,
+    group: ReplicaGroup,
+    pool: ParallelPool,
+) -> Iterator[str]:
+    degree, where = group.tensor_parallel_size, f"stage {number}: {group.device_type}"
+    if pool.devices_per_server % degree:
+        yield (
+            f"{where} has servers of {pool.devices_per_server}, which groups of {degree} do not "
+            "fill"
+        )
+    if all(sizes.tensor_parallel_size != degree for sizes in problem.sizes) or all(
+        (t.tensor_parallel_size, t.microbatch_size) != (degree, plan.microbatch_size)
+        for t in pool.times
+    ):
+        yield f"{where} was not timed at degree {degree}, microbatch {plan.microbatch_size}"
+
+
+def _memory_faults(plan: ParallelPlan, problem: ParallelProblem) -> Iterator[str]:
+    room = {pool.device_type: pool.memory_bytes for pool in problem.pools}
+    for number, stage in enumerate(plan.stages):
+        counted = counted_memory(plan, problem, number)
+        for group, needed in zip(stage.replicas, counted, strict=True):
+            memory = room[group.device_type]
+            if memory is not None and needed > memory * (1 + _NEAR):
+                yield (
+                    f"stage {number} needs {needed / 2**20:.1f} MiB on a {group.device_type}, "
+                    f"which has {memory / 2**20:.1f} MiB"
+                )
+            if group.memory_bytes is not None and abs(group.memory_bytes - needed) > 1:
+                yield (
+                    f"stage {number}: memory_bytes on {group.device_type} is "
+                    f"{group.memory_bytes}, counted {needed:.0f}"
+                )
+        claimed = plan.predicted.memory_bytes.get(str(number))
+        if claimed is None or abs(claimed - max(counted)) > 1:
+            yield f"predicted.memory_bytes of stage {number} is {claimed}, not {max(counted):.0f}"
+
+
+def _time_faults(plan: ParallelPlan, problem: ParallelProblem) -> Iterator[str]:
+    for number, stage in enumerate(plan.stages):
+        counted = {
+            "compute_seconds": _compute(plan, problem, number),
+            "transfer_seconds": _transfer(plan, problem, number),
+            "reduce_seconds": _reduce(plan, problem, number),
+            "update_seconds": _update(plan, problem, number),
+        }
+        for name, seconds in counted.items():
+            claimed = getattr(stage, name)
+            if claimed is not None and not _same(claimed, seconds):
+                yield f"stage {number}: {name} is {claimed:.6g}, counted {seconds:.6g}"
+    step = counted_step(plan, problem)
+    if not _same(plan.predicted.step_seconds, step):
+        yield f"step_seconds is {plan.predicted.step_seconds:.6g}, counted {step:.6g}"
+    rate = problem.global_batch_size / step if step else 0.0
+    if not _same(plan.predicted.samples_per_second, rate):
+        yield f"samples_per_second is {plan.predicted.samples_per_second:.6g}, counted {rate:.6g}"
+
+
+def _proof_faults(plan: ParallelPlan) -> Iterator[str]:
+    proof = plan.proof
+    if not _same(proof.objective, plan.predicted.step_seconds):
+        yield f"the proof's objective is {proof.objective:.6g}, not the step"
+    if proof.lower_bound is None or proof.gap is None:
+        yield "the proof has no bound"
+        return
+    if proof.lower_bound > proof.objective * (1 + _NEAR):
+        yield f"the bound {proof.lower_bound:.6g} is above the objective {proof.objective:.6g}"
+    gap = (proof.objective - proof.lower_bound) / proof.objective if proof.objective else 0.0
+    if abs(gap - proof.gap) > _NEAR:
+        yield f"the gap is {proof.gap:.3g}, not {gap:.3g}"
+    if proof.termination == "optimal" and gap > _NEAR:
+        yield f"optimal with a gap of {gap:.3g}"
+
+
+def _same(claimed: float, counted: float) -> bool:
+    return isclose(claimed, counted, rel_tol=_NEAR, abs_tol=1e-15)
+
+
+def _pool(problem: ParallelProblem, group: ReplicaGroup) -> ParallelPool:
+    return next(pool for pool in problem.pools if pool.device_type == group.device_type)
+
+
+def _times(plan: ParallelPlan, problem: ParallelProblem, group: ReplicaGroup) -> ShardTimes:
+    wanted = (group.tensor_parallel_size, plan.microbatch_size)
+    return next(
+        times
+        for times in _pool(problem, group).times
+        if (times.tensor_parallel_size, times.microbatch_size) == wanted
+    )
+
+
+def _start(plan: ParallelPlan, number: int) -> int:
+    return sum(len(stage.layers) for stage in plan.stages[:number])
+
+
+def _compute(plan: ParallelPlan, problem: ParallelProblem, number: int) -> float:
+    stage, start = plan.stages[number], _start(plan, number)
+    slowest = 0.0
+    for group in stage.replicas:
+        times = _times(plan, problem, group)
+        forward = sum(_of(stage, times.forward_seconds, start))
+        backward = sum(_of(stage, times.backward_seconds, start))
+        if stage.recompute == "full":
+            backward += forward
+        slowest = max(slowest, forward + backward)
+    return slowest
+
+
+def _update(plan: ParallelPlan, problem: ParallelProblem, number: int) -> float:
+    stage, start = plan.stages[number], _start(plan, number)
+    tables = [_times(plan, problem, group).update_seconds for group in stage.replicas]
+    if problem.cost_rule == "sailor":
+        return max(table[start] for table in tables)
+    return max(sum(_of(stage, table, start)) for table in tables)
+
+
+def _transfer(plan: ParallelPlan, problem: ParallelProblem, number: int) -> float:
+    """Output to the next stage, gradient to the one before; Sailor's rule counts some twice."""
+    size, last = plan.microbatch_size, len(plan.stages) - 1
+    if last == 0:
+        return 0.0
+    output = gradient = 0.0
+    if number < last:
+        sent = problem.output_bytes[_start(plan, number + 1) - 1] * size
+        output = _message(plan, problem, (number, number + 1), sent)
+    if number > 0:
+        start = _start(plan, number)
+        own = start if problem.cost_rule == "sailor" else start - 1
+        gradient = _message(plan, problem, (number - 1, number), problem.output_bytes[own] * size)
+    if problem.cost_rule == "sailor":
+        if number == last:
+            return 2 * gradient
+        if number == 0 and last >= 3:
+            return 2 * output
+    return output + gradient
+
+
+def _message(
+    plan: ParallelPlan, problem: ParallelProblem, stages: tuple[int, int], size: float
+) -> float:
+    """A message between two stages, over the slowest link of any of their replicas."""
+    curves: list[LinkCurve] = []
+    for number in stages:
+        for group in plan.stages[number].replicas:
+            links = _pool(problem, group).links
+            curves += [
+                x.curve for x in links if x.tensor_parallel_size == group.tensor_parallel_size
+            ]
+    return max(curve.seconds(size) for curve in curves)
+
+
+def _reduce(plan: ParallelPlan, problem: ParallelProblem, number: int) -> float:
+    """A ring all-reduce of the largest shard among all replicas, in buckets."""
+    stage, start = plan.stages[number], _start(plan, number)
+    replicas = sum(group.num_replicas for group in stage.replicas)
+    if replicas == 1:
+        return 0.0
+    degree = min(group.tensor_parallel_size for group in stage.replicas)
+    wanted = 1 if problem.cost_rule == "sailor" else degree
+    sizes = next(s for s in problem.sizes if s.tensor_parallel_size == wanted)
+    left = float(sum(_of(stage, sizes.weight_bytes, start)))
+    if problem.cost_rule == "sailor":
+        left /= min(degree, 4)
+    buckets = []
+    while problem.bucket_bytes is not None and left > problem.bucket_bytes:
+        buckets.append(float(problem.bucket_bytes))
+        left -= problem.bucket_bytes
+    buckets.append(left)
+    curves = {
+        group.device_type: next(
+            x.curve for x in _pool(problem, group).links if x.tensor_parallel_size == 1
+        )
+        for group in stage.replicas
+    }
+    return max(
+        sum(2 * (replicas - 1) * curve.seconds(bucket / replicas) for bucket in buckets)
+        for curve in curves.values()
+    )

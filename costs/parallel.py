@@ -1,0 +1,143 @@
+"""Pipeline, tensor and data parallelism together: the equations of PTD-P (thesis 4.2 to 4.5).
+
+Symbols: p, t, d are the pipeline, tensor and data parallel sizes, B the global batch, b the
+microbatch, m = B / (b d) the microbatches of a pipeline, v the model chunks a device; l layers of
+hidden size h, sequences of s tokens, a vocabulary of V. Volumes are elements, not bytes.
+"""
+
+from math import sqrt
+
+
+def bubble_fraction(
+    pipeline_parallel_size: int, num_microbatches: int, num_model_chunks: int = 1
+) -> float:
+    """Idle over ideal time of a pipeline that flushes, (p - 1) / (v m); 4.2.2."""
+    return (pipeline_parallel_size - 1) / (num_model_chunks * num_microbatches)
+
+
+def bubble_of_data_parallel(
+    num_devices: int, data_parallel_size: int, num_microbatches_of_batch: int
+) -> float:
+    """The bubble at t = 1, (n - d) / b' with b' = B / b; 4.3.3, figure 4.6."""
+    return (num_devices - data_parallel_size) / num_microbatches_of_batch
+
+
+def boundary_elements(
+    microbatch_size: int, sequence_length: int, hidden_size: int, scattered_over: int = 1
+) -> float:
+    """What two consecutive stages exchange a microbatch and direction, b s h; 4.3.2.
+
+    Args:
+        microbatch_size: b.
+        sequence_length: s.
+        hidden_size: h.
+        scattered_over: t where the scatter/gather optimization is on (4.4.1): b s h / t a device.
+    """
+    return microbatch_size * sequence_length * hidden_size / scattered_over
+
+
+def tensor_parallel_elements(
+    num_layers: int,
+    microbatch_size: int,
+    sequence_length: int,
+    hidden_size: int,
+    tensor_parallel_size: int,
+) -> float:
+    """All-reduced a device and microbatch in a stage, l_stage 8 b s h (t - 1) / t; 4.3.2."""
+    share = (tensor_parallel_size - 1) / tensor_parallel_size
+    return num_layers * 8 * microbatch_size * sequence_length * hidden_size * share
+
+
+def data_parallel_elements(num_parameters: float, data_parallel_size: int) -> float:
+    """What a device sends in a ring all-reduce of gradients, 2 P (d - 1) / d; 4.3.3.
+
+    Args:
+        num_parameters: Those that the device holds.
+        data_parallel_size: d.
+    """
+    return 2 * num_parameters * (data_parallel_size - 1) / data_parallel_size
+
+
+def batch_seconds(
+    microbatches_of_pipeline: float,
+    pipeline_parallel_size: int,
+    forward_seconds: float,
+    backward_seconds: float,
+) -> float:
+    """Compute time of a batch, (b'/b + p - 1) (t_f(b) + t_b(b)); equation 4.1.
+
+    Args:
+        microbatches_of_pipeline: b'/b, where b' = B / d.
+        pipeline_parallel_size: p.
+        forward_seconds: t_f(b) of a stage.
+        backward_seconds: t_b(b) of a stage.
+    """
+    passes = microbatches_of_pipeline + pipeline_parallel_size - 1
+    return passes * (forward_seconds + backward_seconds)
+
+
+def checkpointed_bytes(
+    num_checkpoints: float, num_layers: int, input_bytes: float, intermediate_bytes: float
+) -> float:
+    """Activations of a stage with c checkpoints, c A_input + l/c A_intermediate; 4.3.5."""
+    return num_checkpoints * input_bytes + num_layers / num_checkpoints * intermediate_bytes
+
+
+def best_num_checkpoints(num_layers: int, input_bytes: float, intermediate_bytes: float) -> float:
+    """The c that minimises ``checkpointed_bytes``, sqrt(l A_intermediate / A_input); 4.3.5."""
+    return sqrt(num_layers * intermediate_bytes / input_bytes)
+
+
+def stage_activation_bytes(
+    num_in_flight: int, input_bytes: float, stashed_bytes: float, *, recompute: bool
+) -> float:
+    """Activations that a stage holds for its microbatches in flight; 4.2.2, 4.3.5.
+
+    Without recomputation all of each is kept. With it each keeps its input alone, and the one
+    whose backward pass runs has all of its own again.
+
+    Args:
+        num_in_flight: Microbatches whose backward pass is outstanding.
+        input_bytes: The stage's input, of one microbatch.
+        stashed_bytes: What the passes keep for the backward pass, of one microbatch.
+        recompute: Whether the stage recomputes.
+    """
+    if not recompute:
+        return num_in_flight * stashed_bytes
+    return num_in_flight * input_bytes + stashed_bytes
+
+
+def flops_per_batch(
+    global_batch_size: int,
+    sequence_length: int,
+    num_layers: int,
+    hidden_size: int,
+    vocabulary_size: int,
+) -> float:
+    """F = 96 B s l h^2 (1 + s/(6h) + V/(16 l h)), recomputation included; equation 4.2."""
+    h = hidden_size
+    extra = 1 + sequence_length / (6 * h) + vocabulary_size / (16 * num_layers * h)
+    return 96 * global_batch_size * sequence_length * num_layers * h**2 * extra
+
+
+def num_parameters(
+    num_layers: int, hidden_size: int, vocabulary_size: int, sequence_length: int
+) -> float:
+    """P = 12 l h^2 (1 + 13/(12h) + (V + s)/(12 l h)); equation 4.3."""
+    h = hidden_size
+    extra = 1 + 13 / (12 * h) + (vocabulary_size + sequence_length) / (12 * num_layers * h)
+    return 12 * num_layers * h**2 * extra
+
+
+def training_seconds(
+    num_tokens: float, parameters: float, num_devices: int, flops_per_second: float
+) -> float:
+    """8 T P / (n X), with recomputation and P >> s, V; equation 4.4.
+
+    Args:
+        num_tokens: T.
+        parameters: P.
+        num_devices: n.
+        flops_per_second: X, achieved by one device.
+    """
+    return 8 * num_tokens * parameters / (num_devices * flops_per_second)

@@ -1,0 +1,159 @@
+"""Read the inputs of Sailor's planner (SOSP'25) as a problem of three dimensions.
+
+A folder holds ``profiles_tmp.json`` ({model}/{GPU}/{microbatch}/{degree}/{layer} -> forward,
+backward and update seconds), ``llm_info.json`` ({model}/{degree}/{layer} -> parameters and activations, in
+floats), ``configs/basic_cluster_config.json`` ({GPU} -> GPUs a node, bytes a GPU) and
+``multizone_bandwidths_het.json`` (polynomials of gigabytes per second over log2 of megabytes, by
+zone, GPU and number of GPUs of both ends). Text in, records out.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..schema.errors import FileError
+from ..schema.parallel import (
+    CostRule,
+    DegreeLink,
+    LinkCurve,
+    ParallelPool,
+    ParallelProblem,
+    ShardSizes,
+    ShardTimes,
+)
+from ..schema.records import nearest
+
+_FLOAT_BYTES = 4
+_BYTES_PER_WEIGHT_BYTE = 6.0  # 24 bytes a parameter: Adam, master copy, gradient, DeepSpeed's two
+_RESERVED_BYTES = 5_060_000_000  # what its memory check adds for CUDA, NCCL and Megatron
+_BUCKET_BYTES = 500_000_000  # DeepSpeed's all-reduce bucket, as its simulator counts it
+_DEGREES = ("1", "2", "4")  # numbers of GPUs that bandwidths are given for
+
+
+def read_problem(
+    folder: Path,
+    model: str,
+    num_devices: Mapping[str, int],
+    *,
+    global_batch_size: int,
+    zone: str = "us-central1-a",
+    cost_rule: CostRule = "sailor",
+) -> ParallelProblem:
+    """Read one model on one pool.
+
+    Bandwidth between unlike ends is not read: in Sailor's tables it is that of the slower end.
+
+    Args:
+        folder: With the four files.
+        model: Such as ``OPT-350``.
+        num_devices: Of each type, as the files name them.
+        global_batch_size: Samples per step.
+        zone: All devices are taken to be in it.
+        cost_rule: Sailor's own, to compare with it, or hetflow's.
+
+    Raises:
+        FileError: A file is missing, is no JSON, or lacks what is asked for.
+        ProblemError: A number in it is none that a problem can hold.
+    """
+    profiles = _entry(folder / "profiles_tmp.json", model)
+    info = _entry(folder / "llm_info.json", model)
+    cluster = _json(folder / "configs" / "basic_cluster_config.json")
+    links = _entry(folder / "multizone_bandwidths_het.json", zone)
+    names = sorted(_of(info, "1", "llm_info.json"), key=int)
+    pools = []
+    for device_type, number in num_devices.items():
+        server = _of(cluster, device_type, "basic_cluster_config.json")
+        pools.append(
+            ParallelPool(
+                device_type=device_type,
+                num_devices=number,
+                devices_per_server=server["gpus_per_node"],
+                memory_bytes=server["mem_per_gpu"],
+                times=_times(_of(profiles, device_type, "profiles_tmp.json"), names),
+                links=_links(
+                    _of(links, device_type, "multizone_bandwidths_het.json"), zone, device_type
+                ),
+            )
+        )
+    return ParallelProblem(
+        model=model,
+        global_batch_size=global_batch_size,
+        layers=tuple(f"layer{name}" for name in names),
+        output_bytes=tuple(_FLOAT_BYTES * info["1"][n]["act_output_floats"] for n in names),
+        pools=tuple(pools),
+        sizes=tuple(
+            ShardSizes(
+                tensor_parallel_size=int(degree),
+                weight_bytes=tuple(_FLOAT_BYTES * table[n]["params_floats"] for n in names),
+                stashed_bytes=tuple(_FLOAT_BYTES * table[n]["act_mem_floats"] for n in names),
+            )
+            for degree, table in sorted(info.items(), key=lambda item: int(item[0]))
+        ),
+        bytes_per_weight_byte=_BYTES_PER_WEIGHT_BYTE,
+        reserved_bytes=_RESERVED_BYTES,
+        bucket_bytes=_BUCKET_BYTES,
+        cost_rule=cost_rule,
+    )
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise FileError(f"{path}: not JSON: {error}") from None
+
+
+def _entry(path: Path, key: str) -> Any:
+    return _of(_json(path), key, str(path))
+
+
+def _of(table: Any, key: str, where: str) -> Any:
+    if not isinstance(table, dict):
+        raise FileError(f"{where}: must hold an object of {key!r}")
+    if key not in table:
+        guess = nearest(key, list(table))
+        raise FileError(
+            f"{where}: holds no {key!r}" + (f"; did you mean {guess!r}?" if guess else "")
+        )
+    return table[key]
+
+
+def _times(profile: Any, names: list[str]) -> tuple[ShardTimes, ...]:
+    found = []
+    for size, degrees in sorted(profile.items(), key=lambda item: int(item[0])):
+        for degree, rows in sorted(degrees.items(), key=lambda item: int(item[0])):
+            missing = [name for name in names if len(rows.get(name, ())) < 3]
+            if missing:
+                raise FileError(
+                    f"profiles_tmp.json: degree {degree} at microbatch {size} has no forward, "
+                    f"backward and update of layer {missing[0]}"
+                )
+            found.append(
+                ShardTimes(
+                    tensor_parallel_size=int(degree),
+                    microbatch_size=int(size),
+                    forward_seconds=tuple(rows[name][0] for name in names),
+                    backward_seconds=tuple(rows[name][1] for name in names),
+                    update_seconds=tuple(rows[name][2] for name in names),
+                )
+            )
+    return tuple(found)
+
+
+def _links(table: Any, zone: str, device_type: str) -> tuple[DegreeLink, ...]:
+    """The curve of each number of GPUs: what it reaches with an end like itself."""
+    found, where = [], "multizone_bandwidths_het.json"
+    for degree in _DEGREES:
+        ends = _of(_of(_of(table, degree, where), zone, where), device_type, where)
+        found.append(
+            DegreeLink(
+                tensor_parallel_size=int(degree),
+                curve=LinkCurve(
+                    coefficients=tuple(1e9 * each for each in _of(ends, degree, where)[0])
+                ),
+            )
+        )
+    return tuple(found)

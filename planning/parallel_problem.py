@@ -1,0 +1,214 @@
+"""Build the problem of three dimensions from profiles of layers and a cluster."""
+
+from collections.abc import Sequence
+from math import ceil, gcd
+
+from ..schema.cluster import Cluster
+from ..schema.errors import ProblemError
+from ..schema.optimizer import OptimizerState
+from ..schema.parallel import (
+    DegreeLink,
+    LinkCurve,
+    ParallelPool,
+    ParallelProblem,
+    ShardSizes,
+    ShardTimes,
+)
+from ..schema.pipeline import TopologyLevel
+from ..schema.profile import LayerGraph, LayerNode, Profile
+from ..solvers.pipeline_links import PoolLinks, links_of
+from .pipeline_problem import layers_of_graph, optimizer_of
+
+
+def parallel_problem(
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    global_batch_size: int,
+    *,
+    microbatch_size: int | None = None,
+    link_bytes_per_second: float | None = None,
+    recompute: bool = True,
+    optimizer: OptimizerState | None = None,
+    most_stages: int | None = None,
+) -> ParallelProblem:
+    """Match profiles with layers to a cluster's devices.
+
+    Layers are taken in topological order; what a boundary sends is everything that layers before
+    it made and layers behind it need. An update takes the profile's time in proportion to the
+    weights that a device holds. Every link of a type is taken for its slowest.
+
+    Args:
+        profiles: Of one model; those of types that the cluster lacks are ignored.
+        cluster: The pool.
+        global_batch_size: Samples per step.
+        microbatch_size: Take layers profiled at this size only; None takes all.
+        link_bytes_per_second: Bandwidth of links that the cluster does not state; None takes
+            what the profiles measured.
+        recompute: Whether stages may recompute.
+        optimizer: Whose state every replica keeps; None takes the one that the profiles say.
+        most_stages: Of a pipeline.
+
+    Raises:
+        ProblemError: A type without a profile or without layers, unlike layers, a microbatch size
+            nobody profiled, or a bandwidth or an optimizer that is nowhere stated.
+    """
+    chosen = [_profile_of(name, profiles) for name in cluster.num_devices]
+    graphs = [_first_graph(profile) for profile in chosen]
+    for profile, graph in zip(chosen, graphs, strict=True):
+        if {n.id for n in graph.nodes} != {n.id for n in graphs[0].nodes}:
+            raise ProblemError(
+                f"the layers on {profile.device_type} are not those on {chosen[0].device_type}",
+                hint="profile the same model on both",
+            )
+    _check_size(chosen, microbatch_size)
+    _, edges, order = layers_of_graph(graphs[0])
+    names = [node.id for node in order]
+    links = links_of(chosen, cluster, link_bytes_per_second)
+    trained = optimizer or optimizer_of(chosen)
+    return ParallelProblem(
+        model=chosen[0].model,
+        global_batch_size=global_batch_size,
+        layers=tuple(names),
+        output_bytes=_crossing(order, edges, graphs[0].microbatch_size),
+        pools=tuple(_pool(profile, cluster, links, names, microbatch_size) for profile in chosen),
+        sizes=_sizes(chosen, names),
+        bytes_per_weight_byte=2.0 + trained.state_bytes_per_weight_byte,
+        reserved_bytes=max(
+            (profile.base_memory_bytes or 0) + (profile.group_workspace_bytes or 0)
+            for profile in chosen
+        ),
+        recompute=("none", "full") if recompute else ("none",),
+        most_stages=most_stages,
+        optimizer=trained,
+    )
+
+
+def _profile_of(name: str, profiles: Sequence[Profile]) -> Profile:
+    for profile in profiles:
+        if profile.device_type == name:
+            return profile
+    raise ProblemError(
+        f"no profile of {name}", hint=f"run `hetflow profile --layers --device {name}`"
+    )
+
+
+def _first_graph(profile: Profile) -> LayerGraph:
+    if profile.layers is None:
+        raise ProblemError(
+            f"the profile of {profile.model} on {profile.device_type} has no layers",
+            hint="profile it with --layers",
+        )
+    return profile.layers
+
+
+def _check_size(profiles: Sequence[Profile], microbatch_size: int | None) -> None:
+    known = sorted({t.microbatch_size for profile in profiles for _, t in _tables(profile)})
+    if microbatch_size is not None and microbatch_size not in known:
+        raise ProblemError(
+            f"--microbatch-size {microbatch_size}: layers are profiled at "
+            f"{', '.join(map(str, known))}",
+            hint="take one of these, or profile that one",
+        )
+
+
+def _tables(profile: Profile) -> list[tuple[int, LayerGraph]]:
+    """Every table of layers with its degree."""
+    ones = [(1, table) for table in profile.layer_tables]
+    return ones + [(t.tensor_parallel_size, t.layers) for t in profile.tensor_layers]
+
+
+def _crossing(
+    order: Sequence[LayerNode], edges: Sequence[tuple[int, int]], microbatch_size: int
+) -> tuple[int, ...]:
+    """What is sent on behind each layer, bytes of a sample; each tensor once."""
+    last_use = list(range(len(order)))
+    for source, target in edges:
+        last_use[source] = max(last_use[source], target)
+    sent = []
+    for place in range(len(order)):
+        made = [
+            order[layer].activation_bytes for layer in range(place + 1) if last_use[layer] > place
+        ]
+        # A last layer has no reader; its own output is what a loss outside would need.
+        whole = sum(made) if made else order[place].activation_bytes
+        sent.append(ceil(whole / microbatch_size))
+    return tuple(sent)
+
+
+def _pool(
+    profile: Profile,
+    cluster: Cluster,
+    links: PoolLinks,
+    names: Sequence[str],
+    microbatch_size: int | None,
+) -> ParallelPool:
+    name = profile.device_type
+    tables = [
+        (degree, table)
+        for degree, table in _tables(profile)
+        if microbatch_size in (None, table.microbatch_size)
+    ]
+    rate = _slowest(links.levels[name], links.between_types)
+    curve = LinkCurve(
+        coefficients=(rate,),
+        latency_seconds=profile.links.latency_seconds if profile.links is not None else 0.0,
+    )
+    degrees = sorted({1, *(degree for degree, _ in tables)})
+    return ParallelPool(
+        device_type=name,
+        num_devices=cluster.num_devices[name],
+        devices_per_server=_width(cluster, name),
+        memory_bytes=cluster.device_types[name].memory_bytes or profile.device_memory_bytes,
+        times=tuple(_times(profile, degree, table, names) for degree, table in tables),
+        links=tuple(DegreeLink(tensor_parallel_size=d, curve=curve) for d in degrees),
+    )
+
+
+def _slowest(levels: tuple[TopologyLevel, ...], between_types: float | None) -> float:
+    rates = [level.bytes_per_second for level in levels]
+    return min(rates if between_types is None else [*rates, between_types])
+
+
+def _width(cluster: Cluster, name: str) -> int:
+    """Devices of a type in each server that has it; where servers differ, what divides all."""
+    return gcd(*(group.devices[name] for group in cluster.servers if name in group.devices))
+
+
+def _times(profile: Profile, degree: int, table: LayerGraph, names: Sequence[str]) -> ShardTimes:
+    node = {entry.id: entry for entry in table.nodes}
+    whole = sum(n.weight_bytes for n in _first_graph(profile).nodes)
+    per_byte = profile.update_seconds / whole if whole else 0.0
+    return ShardTimes(
+        tensor_parallel_size=degree,
+        microbatch_size=table.microbatch_size,
+        forward_seconds=tuple(node[name].forward_seconds for name in names),
+        backward_seconds=tuple(node[name].backward_seconds for name in names),
+        update_seconds=tuple(per_byte * node[name].weight_bytes for name in names),
+    )
+
+
+def _sizes(profiles: Sequence[Profile], names: Sequence[str]) -> tuple[ShardSizes, ...]:
+    """Bytes by degree: of all tables at a degree the largest of each layer."""
+    by_degree: dict[int, list[LayerGraph]] = {}
+    for profile in profiles:
+        for degree, table in _tables(profile):
+            by_degree.setdefault(degree, []).append(table)
+    return tuple(
+        ShardSizes(
+            tensor_parallel_size=degree,
+            weight_bytes=tuple(max(_node(t, name).weight_bytes for t in tables) for name in names),
+            stashed_bytes=tuple(
+                max(_stashed(_node(t, name)) / t.microbatch_size for t in tables) for name in names
+            ),
+        )
+        for degree, tables in sorted(by_degree.items())
+    )
+
+
+def _node(table: LayerGraph, name: str) -> LayerNode:
+    return next(node for node in table.nodes if node.id == name)
+
+
+def _stashed(node: LayerNode) -> int:
+    """What a pass keeps of a layer; where nobody measured it, the layer's output."""
+    return node.activation_bytes if node.stashed_bytes is None else node.stashed_bytes

@@ -1,0 +1,89 @@
+"""Solve a problem of three dimensions, and check the answer."""
+
+import logging
+from dataclasses import replace
+
+from ..schema.cluster import Cluster
+from ..schema.errors import BackendError, ProblemError
+from ..schema.parallel import ParallelPlan, ParallelPrediction, ParallelStage
+from .limits import Clock
+from .request import PipelineOptions, SolveRequest, SplitOptions
+
+_log = logging.getLogger("hetflow")
+
+
+def best_parallel(request: SolveRequest) -> ParallelPlan:
+    """The plan of the shortest step, checked; with ``top`` the points of the Pareto table too.
+
+    Raises:
+        ProblemError: Profiles, pool and flags that do not go together.
+        InfeasibleError: No plan fits the memory.
+        BackendError: The plan fails its own check.
+    """
+    from ..checks.parallel import check
+    from ..solvers.parallel.pareto import alternatives
+    from ..solvers.parallel.solve import solve
+    from .parallel_problem import parallel_problem
+
+    _check_flags(request)
+    asked = request.pipeline
+    problem = parallel_problem(
+        request.profiles,
+        request.pool,
+        request.batch_size,
+        microbatch_size=asked.microbatch_size,
+        link_bytes_per_second=asked.link_bytes_per_second,
+        recompute=request.parallel.recompute,
+        optimizer=request.optimizer,
+    )
+    plan = solve(problem, effort=Clock(request.limits).effort())
+    faults = check(plan, problem)
+    if faults:
+        raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
+    others = alternatives(problem, plan, request.parallel.top - 1)
+    degrees = {size.tensor_parallel_size for size in problem.sizes}
+    if degrees == {1}:
+        _log.info(
+            "the profiles hold no tensor_layers: tensor-parallel degrees above 1 are not tried"
+        )
+    return replace(
+        plan,
+        predicted=_with_dollars(plan.predicted, plan.stages, request.pool),
+        alternatives=tuple(
+            replace(o, predicted=_with_dollars(o.predicted, o.stages, request.pool)) for o in others
+        ),
+        link_bytes_per_second=asked.link_bytes_per_second,
+        provenance={"pool": request.pool_name},
+    )
+
+
+def _check_flags(request: SolveRequest) -> None:
+    """Refuse options of other kinds of plans, which would be ignored."""
+    kept = PipelineOptions(
+        microbatch_size=request.pipeline.microbatch_size,
+        link_bytes_per_second=request.pipeline.link_bytes_per_second,
+    )
+    if request.split != SplitOptions() or request.pipeline != kept:
+        raise ProblemError(
+            "options of splits or of pipelines do not go with parallel plans",
+            hint="`hetflow solve parallel --help` lists those that do",
+        )
+    if request.fastest:
+        raise ProblemError(
+            "--fastest does not go with parallel plans: the fastest on paper is what is taken",
+            hint="leave it out",
+        )
+
+
+def _with_dollars(
+    predicted: ParallelPrediction, stages: tuple[ParallelStage, ...], pool: Cluster
+) -> ParallelPrediction:
+    """With what the devices cost, where every price is known."""
+    total = 0.0
+    for stage in stages:
+        for group in stage.replicas:
+            price = pool.device_types[group.device_type].dollars_per_hour
+            if price is None:
+                return predicted
+            total += price * group.num_devices
+    return replace(predicted, dollars_per_hour=total)

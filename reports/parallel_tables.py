@@ -1,0 +1,89 @@
+"""Plans of three dimensions as tables."""
+
+from ..schema.parallel import ParallelAlternative, ParallelPlan, ParallelPrediction, ParallelStage
+from .grid import grid, mebibytes, milliseconds
+
+
+def parallel_table(plan: ParallelPlan) -> str:
+    """Which layers run where and how, how long that takes, and how good it is."""
+    rows = [
+        (
+            number,
+            f"{stage.layers[0]} .. {stage.layers[-1]} ({len(stage.layers)})",
+            _replicas(stage),
+            ", ".join(str(group.samples) for group in stage.replicas),
+            stage.recompute,
+            milliseconds(stage.compute_seconds),
+            milliseconds(stage.transfer_seconds),
+            mebibytes(plan.predicted.memory_bytes.get(str(number))),
+        )
+        for number, stage in enumerate(plan.stages)
+    ]
+    headers = (
+        "stage", "layers", "replicas", "samples", "recompute", "pass", "transfer", "memory",
+    )  # fmt: skip
+    proof = plan.proof
+    gap = "unknown" if proof.gap is None else f"{100 * proof.gap:.3g} %"
+    lines = [
+        f"{plan.model}, global batch {plan.global_batch_size}: up to {plan.num_microbatches} "
+        f"microbatches of {plan.microbatch_size} a replica; {plan.num_devices} devices, "
+        f"{plan.schedule}{'' if plan.optimizer is None else f'; memory counts {plan.optimizer}'}",
+        grid(headers, rows),
+        _step(plan.predicted),
+        f"{proof.termination}, gap {gap}: {proof.method}",
+        f"searched: {proof.space}",
+    ]
+    if plan.alternatives:
+        lines.append(_points(plan))
+    return "\n".join(lines)
+
+
+def _replicas(stage: ParallelStage) -> str:
+    """Such as ``16 x A100, 11 x (4 V100)``."""
+    return ", ".join(
+        f"{group.num_replicas} x "
+        + (
+            group.device_type
+            if group.tensor_parallel_size == 1
+            else f"({group.tensor_parallel_size} {group.device_type})"
+        )
+        for group in stage.replicas
+    )
+
+
+def _step(predicted: ParallelPrediction) -> str:
+    parts = [f"step {milliseconds(predicted.step_seconds)}"]
+    if predicted.sync_seconds is not None:
+        parts.append(f"all-reduce {milliseconds(predicted.sync_seconds)}")
+    if predicted.update_seconds is not None:
+        parts.append(f"update {milliseconds(predicted.update_seconds)}")
+    if predicted.bubble_fraction is not None:
+        parts.append(f"bubble {100 * predicted.bubble_fraction:.3g} %")
+    if predicted.dollars_per_hour is not None:
+        parts.append(f"{predicted.dollars_per_hour:.2f} $/hour")
+    return f"{', '.join(parts)}; {predicted.samples_per_second:.1f} samples/s"
+
+
+def _points(plan: ParallelPlan) -> str:
+    """Time against devices and memory, the plan itself first."""
+    own = ParallelAlternative(
+        stages=plan.stages,
+        microbatch_size=plan.microbatch_size,
+        num_microbatches=plan.num_microbatches,
+        predicted=plan.predicted,
+    )
+    rows = [
+        (
+            milliseconds(one.predicted.step_seconds),
+            sum(group.num_devices for stage in one.stages for group in stage.replicas),
+            mebibytes(max(one.predicted.memory_bytes.values())),
+            _price(one.predicted.dollars_per_hour),
+            " | ".join(f"{len(stage.layers)}: {_replicas(stage)}" for stage in one.stages),
+        )
+        for one in (own, *plan.alternatives)
+    ]
+    return grid(("step", "devices", "fullest device", "$/hour", "layers: replicas"), rows)
+
+
+def _price(dollars: float | None) -> str:
+    return "-" if dollars is None else f"{dollars:.2f}"

@@ -1,0 +1,340 @@
+"""Plans of three dimensions: pipeline, tensor and data parallelism, on unlike devices."""
+
+from math import log2
+from typing import Any, Literal
+
+from .cluster import Cluster
+from .errors import ProblemError
+from .optimizer import OptimizerState
+from .plan import Proof
+from .records import (
+    Bytes,
+    Count,
+    Name,
+    NonNegative,
+    PerSecond,
+    PositiveBytes,
+    Seconds,
+    record,
+    register_keys,
+)
+
+Recompute = Literal["none", "full"]
+CostRule = Literal["hetflow", "sailor"]
+"""``hetflow``: a stage sends each microbatch's output and its input's gradient, and its update
+takes the sum over its layers. ``sailor``: as Sailor's simulator counts both (docs/parallel.md)."""
+
+
+@record
+class LinkCurve:
+    """How fast messages of each size travel.
+
+    ``coefficients`` are of a polynomial in log2(bytes / 1e6), the highest power first, that gives
+    bytes per second; a single one is a constant bandwidth.
+    """
+
+    coefficients: tuple[float, ...]
+    latency_seconds: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.coefficients:
+            raise ProblemError("coefficients must hold at least one number")
+        if len(self.coefficients) == 1 and self.coefficients[0] <= 0:
+            raise ProblemError(f"a constant bandwidth must be > 0, got {self.coefficients[0]}")
+
+    def seconds(self, message_bytes: float) -> float:
+        """Time of one message.
+
+        Raises:
+            ProblemError: The curve gives no bandwidth at that size.
+        """
+        if message_bytes <= 0:
+            return 0.0
+        bandwidth, size = 0.0, log2(message_bytes / 1e6)
+        for coefficient in self.coefficients:
+            bandwidth = bandwidth * size + coefficient
+        if bandwidth <= 0:
+            raise ProblemError(
+                f"the curve of a link gives {bandwidth:.3g} bytes/s for messages of "
+                f"{message_bytes:.4g} bytes",
+                hint="fit it over the sizes that training sends",
+            )
+        return self.latency_seconds + message_bytes / bandwidth
+
+
+@record
+class ShardTimes:
+    """Times of each layer on one type at one degree and microbatch size; [layers] each.
+
+    Tensor-parallel communication is inside. ``update_seconds`` is the optimizer's.
+    """
+
+    tensor_parallel_size: Count
+    microbatch_size: Count
+    forward_seconds: tuple[Seconds, ...]
+    backward_seconds: tuple[Seconds, ...]
+    update_seconds: tuple[Seconds, ...]
+
+    def __post_init__(self) -> None:
+        if sum(self.forward_seconds) + sum(self.backward_seconds) <= 0:
+            raise ProblemError(
+                f"at degree {self.tensor_parallel_size} and microbatch {self.microbatch_size} all "
+                "layers take 0 seconds; profile them again"
+            )
+
+
+@record
+class ShardSizes:
+    """Bytes of each layer on one device of a tensor-parallel group; [layers] each.
+
+    ``stashed_bytes`` is what a forward pass of one sample keeps for its backward pass.
+    """
+
+    tensor_parallel_size: Count
+    weight_bytes: tuple[Bytes, ...]
+    stashed_bytes: tuple[NonNegative, ...]
+
+
+@record
+class DegreeLink:
+    """The network of a group of so many devices of one server; the slower end decides."""
+
+    tensor_parallel_size: Count
+    curve: LinkCurve
+
+
+@record
+class ParallelPool:
+    """Devices of one type, how fast the model is on them, and how they are linked.
+
+    Groups of ``tensor_parallel_size`` devices lie within a server of ``devices_per_server``; only
+    degrees that divide it are planned, so that groups fill servers.
+    """
+
+    device_type: Name
+    num_devices: Count
+    devices_per_server: Count
+    memory_bytes: PositiveBytes | None = None
+    times: tuple[ShardTimes, ...]
+    links: tuple[DegreeLink, ...]
+
+    def link(self, tensor_parallel_size: int) -> LinkCurve:
+        """The curve of a group of that degree.
+
+        Raises:
+            ProblemError: There is none.
+        """
+        for link in self.links:
+            if link.tensor_parallel_size == tensor_parallel_size:
+                return link.curve
+        raise ProblemError(f"{self.device_type}: no link for degree {tensor_parallel_size}")
+
+
+@record
+class ParallelProblem:
+    """A model to train on a pool, in three dimensions.
+
+    ``output_bytes`` is what each layer sends on, of one sample, not sharded. Memory of a device is
+    ``bytes_per_weight_byte`` (weights, gradients, optimizer) times its weights, what is stashed,
+    and ``reserved_bytes``. Gradients are all-reduced in buckets of ``bucket_bytes`` by rings of
+    single devices (a link of degree 1).
+    """
+
+    model: Name
+    global_batch_size: Count
+    layers: tuple[Name, ...]
+    output_bytes: tuple[Bytes, ...]
+    pools: tuple[ParallelPool, ...]
+    sizes: tuple[ShardSizes, ...]
+    bytes_per_weight_byte: NonNegative = 4.0
+    reserved_bytes: Bytes = 0
+    bucket_bytes: PositiveBytes | None = None
+    recompute: tuple[Recompute, ...] = ("none",)
+    cost_rule: CostRule = "hetflow"
+    most_stages: Count | None = None
+    optimizer: OptimizerState | None = None
+
+    def __post_init__(self) -> None:
+        _check_names(self)
+        size = len(self.layers)
+        tables: list[tuple[str, tuple[float, ...]]] = [("output_bytes", self.output_bytes)]
+        for sizes in self.sizes:
+            tables += [("weight_bytes", sizes.weight_bytes), ("stashed_bytes", sizes.stashed_bytes)]
+        for pool in self.pools:
+            for t in pool.times:
+                tables += [
+                    (f"{pool.device_type} forward_seconds", t.forward_seconds),
+                    (f"{pool.device_type} backward_seconds", t.backward_seconds),
+                    (f"{pool.device_type} update_seconds", t.update_seconds),
+                ]
+        for name, table in tables:
+            if len(table) != size:
+                raise ProblemError(f"{name}: {len(table)} values for {size} layers; give one each")
+
+    def sizes_of(self, tensor_parallel_size: int) -> ShardSizes | None:
+        """The bytes at a degree; None where nobody knows them."""
+        for sizes in self.sizes:
+            if sizes.tensor_parallel_size == tensor_parallel_size:
+                return sizes
+        return None
+
+
+def _check_names(problem: ParallelProblem) -> None:
+    if not problem.layers or len(set(problem.layers)) != len(problem.layers):
+        raise ProblemError("a parallel problem needs layers, each with a name of its own")
+    types = [pool.device_type for pool in problem.pools]
+    if not types or len(set(types)) != len(types):
+        raise ProblemError("a parallel problem needs pools, one a device type")
+    if problem.sizes_of(1) is None:
+        raise ProblemError("sizes must hold those at tensor_parallel_size 1: gradients follow them")
+
+
+@record
+class ReplicaGroup:
+    """Equal replicas of a stage: ``num_replicas`` groups of ``tensor_parallel_size`` devices.
+
+    ``samples`` of the global batch go through them together.
+    """
+
+    device_type: Name
+    tensor_parallel_size: Count
+    num_replicas: Count
+    samples: Count
+    memory_bytes: Bytes | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all its replicas."""
+        return self.tensor_parallel_size * self.num_replicas
+
+
+@record
+class ParallelStage:
+    """A stage of the pipeline and who runs it; unlike replicas are entries of their own.
+
+    ``compute_seconds`` is forward + backward of a microbatch on its slowest replica (with
+    recomputation where planned), ``transfer_seconds`` its messages of a microbatch,
+    ``reduce_seconds`` one all-reduce of its gradients.
+    """
+
+    layers: tuple[Name, ...]
+    recompute: Recompute
+    replicas: tuple[ReplicaGroup, ...]
+    compute_seconds: Seconds | None = None
+    transfer_seconds: Seconds | None = None
+    reduce_seconds: Seconds | None = None
+    update_seconds: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ProblemError("a stage must hold at least one layer")
+        if not self.replicas:
+            raise ProblemError("a stage must have at least one group of replicas")
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of every type."""
+        return sum(group.num_replicas for group in self.replicas)
+
+
+@record
+class ParallelPrediction:
+    """What a plan is expected to reach; ``memory_bytes`` by stage, its fullest device."""
+
+    step_seconds: Seconds
+    samples_per_second: PerSecond
+    memory_bytes: dict[str, Bytes]
+    sync_seconds: Seconds | None = None
+    update_seconds: Seconds | None = None
+    bubble_fraction: NonNegative | None = None
+    dollars_per_hour: NonNegative | None = None
+
+
+@record
+class ParallelProof(Proof):
+    """As ``Proof``; ``space`` says in a sentence what was searched."""
+
+    space: str
+
+
+@record
+class ParallelAlternative:
+    """Another point of the Pareto table: not worse in time, memory and devices at once."""
+
+    stages: tuple[ParallelStage, ...]
+    microbatch_size: Count
+    num_microbatches: Count
+    predicted: ParallelPrediction
+
+
+@record
+class ParallelPlan:
+    """A model cut into stages, each on replicas of tensor-parallel groups.
+
+    Each of a stage's replicas runs at most ``num_microbatches`` of ``microbatch_size`` samples; of
+    the last group the last ones may be smaller.
+    """
+
+    schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
+    kind: Literal["parallel"] = "parallel"
+    model: Name
+    global_batch_size: Count
+    microbatch_size: Count
+    num_microbatches: Count
+    schedule: Name
+    num_model_chunks: Count
+    stages: tuple[ParallelStage, ...]
+    predicted: ParallelPrediction
+    proof: ParallelProof
+    alternatives: tuple[ParallelAlternative, ...] = ()
+    optimizer: OptimizerState | None = None
+    link_bytes_per_second: NonNegative | None = None
+    cluster: Cluster | None = None
+    assumptions: tuple[str, ...] = ()
+    provenance: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ProblemError("a parallel plan must hold at least one stage")
+        names = [name for stage in self.stages for name in stage.layers]
+        if len(set(names)) != len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ProblemError(f"layer {twice!r} is in two stages")
+        for number, stage in enumerate(self.stages):
+            total = sum(group.samples for group in stage.replicas)
+            if total != self.global_batch_size:
+                raise ProblemError(
+                    f"stages[{number}]: its replicas take {total} samples, not the global batch "
+                    f"of {self.global_batch_size}"
+                )
+            self._check_shares(number, stage)
+
+    def _check_shares(self, number: int, stage: ParallelStage) -> None:
+        most = self.microbatch_size * self.num_microbatches
+        for group in stage.replicas:
+            if group.samples > group.num_replicas * most:
+                raise ProblemError(
+                    f"stages[{number}]: {group.samples} samples on {group.num_replicas} replicas "
+                    f"of {group.device_type}, which take at most {group.num_replicas * most} in "
+                    f"{self.num_microbatches} microbatches of {self.microbatch_size}"
+                )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in use over all stages: the world size of a launch."""
+        return sum(group.num_devices for stage in self.stages for group in stage.replicas)
+
+    @property
+    def devices_by_type(self) -> dict[str, int]:
+        """Devices in use of each type."""
+        used: dict[str, int] = {}
+        for stage in self.stages:
+            for group in stage.replicas:
+                used[group.device_type] = used.get(group.device_type, 0) + group.num_devices
+        return used
+
+
+register_keys(
+    LinkCurve, ShardTimes, ShardSizes, DegreeLink, ParallelPool, ParallelProblem, ReplicaGroup,
+    ParallelStage, ParallelPrediction, ParallelProof, ParallelAlternative, ParallelPlan,
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""Pipeline, tensor and data parallelism together, on unlike devices."""

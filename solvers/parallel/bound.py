@@ -1,0 +1,215 @@
+"""What the layers that are left cost at least: prices on device types, in devices and in seconds.
+
+With a price on each device type, a stage whose replicas are of two types costs at least the
+cheaper of the two for every replica. That relaxes how replicas are dealt (Lagrange), and leaves a
+shortest path over cuts: the least sum, over stages that each stay under a cap on their time and
+within memory, of a stage's price and (in rows that count it) its seconds.
+
+Rows that count no seconds bound devices: a choice is refused where the price of all its stages
+exceeds that of the pool. Rows that count seconds bound the time of one microbatch through all
+stages: less than the path's sum, minus the worth of the whole pool, it cannot take.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+
+import numpy as np
+
+from ...schema.parallel import ParallelPool
+from .space import Option, Space
+
+_RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # between two types' prices
+_WORTHS = (1.0, 2.0, 4.0)  # of the pool, in fastest passes through the model
+
+
+@lru_cache(maxsize=4096)
+def _first_by_memory(option: Option, in_flight: int) -> np.ndarray:
+    """For each end, the first layer from which a stage fits [layers + 1]."""
+    if option.memory_bytes is None:
+        return np.zeros(len(option.weights), dtype=int)
+    held, free = _held(option, in_flight)
+    first: np.ndarray = np.searchsorted(held, held - free - 1e-12 * (1.0 + held[-1]))
+    return first
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Rows of prices for a search; ``seconds`` says how much a row counts of stages' time.
+
+    Attributes:
+        by_pool: [rows, pools], of one device.
+        seconds: [rows], 0 or 1.
+        budget: [rows], what the whole pool is worth to one replica of each stage.
+    """
+
+    by_pool: np.ndarray
+    seconds: np.ndarray
+    budget: np.ndarray
+
+    @property
+    def of_devices(self) -> np.ndarray:
+        """Which rows count no seconds."""
+        of_devices: np.ndarray = self.seconds == 0.0
+        return of_devices
+
+
+def device_prices(pools: tuple[ParallelPool, ...], num_replicas: int) -> Prices:
+    """Rows that bound devices: each type alone, all alike, and ratios of each pair."""
+    rows = _price_rows(len(pools))
+    return Prices(rows, np.zeros(len(rows)), _worth(rows, pools) / num_replicas * (1 + 1e-12))
+
+
+def time_prices(pools: tuple[ParallelPool, ...], num_replicas: int, seconds: float) -> Prices:
+    """Those, and rows that bound seconds.
+
+    Args:
+        pools: Whose devices.
+        num_replicas: d.
+        seconds: The fastest pass through all layers, to scale prices by.
+    """
+    devices = device_prices(pools, num_replicas)
+    rows = devices.by_pool / devices.budget[:, None]
+    scaled = np.concatenate([rows * worth * seconds for worth in _WORTHS])
+    scaled = np.concatenate([np.zeros((1, len(pools))), scaled])
+    return Prices(
+        np.concatenate([devices.by_pool, scaled]),
+        np.concatenate([devices.seconds, np.ones(len(scaled))]),
+        np.concatenate([devices.budget, _worth(scaled, pools) / num_replicas]),
+    )
+
+
+def _price_rows(num_pools: int) -> np.ndarray:
+    rows = [[1.0] * num_pools]
+    rows += [[float(i == j) for j in range(num_pools)] for i in range(num_pools)]
+    for first, second in combinations(range(num_pools), 2):
+        for ratio in _RATIOS:
+            row = [0.0] * num_pools
+            row[first], row[second] = 1.0, ratio
+            rows.append(row)
+    return np.array(rows)
+
+
+def _worth(rows: np.ndarray, pools: tuple[ParallelPool, ...]) -> np.ndarray:
+    worth: np.ndarray = rows @ np.array([float(pool.num_devices) for pool in pools])
+    return worth
+
+
+class Completions:
+    """The least cost of covering the first layers, by layers and stages behind them.
+
+    Args:
+        space: The options, at one microbatch size.
+        prices: The rows.
+        cap_seconds: Longest time of a stage for a microbatch.
+        most_stages: Stages that there may be.
+        num_microbatches: m: no stage has more in flight.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        prices: Prices,
+        cap_seconds: float,
+        most_stages: int,
+        num_microbatches: int,
+    ) -> None:
+        size, rows = len(space.least_seconds), len(prices.budget)
+        nothing = np.where(np.arange(size) == 0, 0.0, np.inf)
+        later = np.tile(nothing, (rows, 1))
+        self.least = [later]  # by stages already placed, the most first
+        costs = []
+        for option in space.options:
+            seconds = _stage_seconds(option)
+            priced = _priced(option, prices)
+            too_long = seconds > cap_seconds * (1 + 1e-12)
+            costs.append((option, np.where(too_long, np.inf, seconds), priced))
+        for placed in range(most_stages - 1, -1, -1):
+            in_flight = min(placed + 1, num_microbatches)
+            least = np.tile(nothing, (rows, 1))
+            for option, seconds, priced in costs:
+                allowed = np.where(_fits(option, in_flight), seconds, np.inf)
+                shut = np.where(np.isinf(allowed), np.inf, 0.0)
+                for counted in (0.0, 1.0):
+                    of = prices.seconds == counted
+                    if not of.any():
+                        continue
+                    matrix = allowed if counted else shut
+                    reached = (later[of][:, :, None] + matrix[None]).min(axis=1)
+                    least[of] = np.minimum(least[of], reached + priced[of][:, None])
+            self.least.append(least)
+            later = least
+        self.least.reverse()
+
+    def of(self, end: int, placed: int) -> np.ndarray:
+        """The least costs [rows] of layers 0 to ``end - 1`` before ``placed`` stages."""
+        answer: np.ndarray = self.least[placed][:, end]
+        return answer
+
+
+def covers(
+    space: Space, prices: Prices, cap_seconds: float, most_stages: int, num_microbatches: int
+) -> bool:
+    """Whether the pool might suffice for stages that each take at most so long.
+
+    As ``Completions`` with rows that count no seconds, for one question and without messages: the
+    longest stage that an option can hold is then never worse than a shorter one.
+    """
+    size = len(space.least_seconds)
+    ends = np.arange(size)
+    later = np.tile(np.where(ends == 0, 0.0, np.inf), (len(prices.budget), 1))
+    held = [(option, np.array(option.seconds), _priced(option, prices)) for option in space.options]
+    by_time = [np.searchsorted(s, s - cap_seconds - 1e-12 * (1.0 + s[-1])) for _, s, _ in held]
+    known: dict[int, list[np.ndarray]] = {}
+    for placed in range(most_stages - 1, -1, -1):
+        in_flight = min(placed + 1, num_microbatches)
+        if in_flight not in known:
+            known[in_flight] = [
+                np.maximum(first, _first_by_memory(option, in_flight))
+                for (option, _, _), first in zip(held, by_time, strict=True)
+            ]
+        least = np.tile(np.where(ends == 0, 0.0, np.inf), (len(prices.budget), 1))
+        for (_, _, priced), first in zip(held, known[in_flight], strict=True):
+            reached = np.where(first < ends, later[:, np.minimum(first, size - 1)], np.inf)
+            np.minimum(least, reached + priced[:, None], out=least)
+        later = least
+    return bool((later[:, -1] <= prices.budget).all())
+
+
+@lru_cache(maxsize=4096)
+def _stage_seconds(option: Option) -> np.ndarray:
+    """What stages take at least [start, end]; infinite where the stage is empty.
+
+    Messages are counted as if the neighbours' links were as fast.
+    """
+    seconds, places = np.array(option.seconds), np.arange(len(option.seconds))
+    sent = np.array(option.output_seconds)
+    sent[-1] = 0.0
+    back = np.append(np.array(option.gradient_seconds), 0.0)
+    back[0] = 0.0
+    whole = seconds[None, :] - seconds[:, None] + sent[None, :] + back[:, None]
+    stages: np.ndarray = np.where(places[None, :] > places[:, None], whole, np.inf)
+    return stages
+
+
+def _priced(option: Option, prices: Prices) -> np.ndarray:
+    priced: np.ndarray = prices.by_pool[:, option.pool] * option.tensor_parallel_size
+    return priced
+
+
+def _held(option: Option, in_flight: int) -> tuple[np.ndarray, float]:
+    """Prefix sums of what a stage holds, and what there is room for; inputs apart."""
+    kept = in_flight if option.recompute == "none" else 1
+    held = np.array(option.weights) + kept * np.array(option.stashed)
+    free = (option.memory_bytes or 0) - option.reserved_bytes
+    return held, free * (1 + 1e-12)
+
+
+@lru_cache(maxsize=4096)
+def _fits(option: Option, in_flight: int) -> np.ndarray:
+    """Whether stages fit, inputs of recomputing stages apart: [start, end]."""
+    if option.memory_bytes is None:
+        return np.ones((len(option.weights), len(option.weights)), dtype=bool)
+    held, free = _held(option, in_flight)
+    fits: np.ndarray = held[None, :] - held[:, None] <= free
+    return fits

@@ -1,0 +1,386 @@
+"""Stages placed from the last to the first, for one microbatch size and number of replicas.
+
+``Search.roots`` and ``Search.expand`` give the nodes of a branch and bound; solve.py keeps all
+searches' nodes in one heap.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from ...costs.parallel_stage import bucketed_ring_seconds, transfer_seconds
+from ...schema.parallel import ParallelProblem
+from .bound import Completions, Prices, covers, device_prices, time_prices
+from .counts import deal
+from .space import Space
+
+_HALVINGS = 5  # of the range of the slowest stage's time, for a bound
+_SLACK = 1 + 1e-12  # for sums of prices that meet a budget exactly
+
+
+@dataclass(frozen=True, slots=True)
+class StageChoice:
+    """A stage of a plan that was found: options by number in the space, with their replicas."""
+
+    start: int
+    end: int
+    mix: tuple[int, ...]
+    compute_seconds: float
+    transfer_seconds: float
+    reduce_seconds: float
+    update_seconds: float
+    replicas: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A whole plan, stages from the first to the last."""
+
+    step_seconds: float
+    space: Space
+    num_replicas: int
+    num_microbatches: int
+    stages: tuple[StageChoice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Stages placed so far, the first of them last; layers 0 to ``end - 1`` are left.
+
+    Messages of the stage placed last to the one before it are not known yet, so ``slowest`` and
+    ``total`` are without that stage: ``pending_seconds`` is its compute, ``output_seconds`` its
+    message onwards, ``mix`` its options.
+    """
+
+    least_seconds: float
+    end: int
+    slowest_seconds: float
+    total_seconds: float
+    update_seconds: float
+    reduce_seconds: float
+    pending_seconds: float
+    output_seconds: float
+    mix: tuple[int, ...]
+    price: np.ndarray
+    stages: tuple[StageChoice, ...]
+
+
+class Child(NamedTuple):
+    """A stage that may be placed next: its bound on the step, its mix by number, its start."""
+
+    least_seconds: float
+    mix: int
+    start: int
+
+
+class Search:
+    """Plans of ``num_replicas`` replicas a stage at one microbatch size.
+
+    Args:
+        problem: Whose plans.
+        space: The options at the microbatch size.
+        num_replicas: d, of every stage.
+    """
+
+    def __init__(self, problem: ParallelProblem, space: Space, num_replicas: int) -> None:
+        self.problem, self.space, self.d = problem, space, num_replicas
+        per_round = space.microbatch_size * num_replicas
+        self.num_microbatches = -(-problem.global_batch_size // per_round)
+        self.size = len(problem.layers)
+        devices = sum(pool.num_devices for pool in problem.pools)
+        self.most_stages = min(self.size, devices // num_replicas, problem.most_stages or self.size)
+        self._devices = device_prices(problem.pools, num_replicas)
+        self._mixes = [
+            mix for mix in space.mixes if len(mix) <= num_replicas and self._is_affordable(mix)
+        ]
+        self._slowest_least = 0.0
+        self._reduced: dict[tuple[int, int, tuple[int, ...]], float] = {}
+
+    def could_beat(self, seconds: float) -> bool:
+        """Whether the relaxation leaves room for a plan faster than ``seconds``."""
+        if self.most_stages < 1 or not self._mixes:
+            return False
+        return self._is_covered(self._cap(seconds))
+
+    def least_step(self, below: float) -> float:
+        """Seconds that no plan under ``below`` is faster than.
+
+        The slowest stage takes at least what the relaxation needs to cover all layers (bisection).
+        """
+        low, high = 0.0, self._cap(below)
+        for _ in range(_HALVINGS):
+            middle = 0.5 * (low + high)
+            low, high = (low, middle) if self._is_covered(middle) else (middle, high)
+        self._slowest_least = low
+        through = max(self.space.least_seconds[-1], low)
+        return (self.num_microbatches - 1) * low + through
+
+    def one_stage(self, below: float) -> Iterator[Found]:
+        """The plans of a single stage that fit and take less than ``below`` seconds."""
+        root = self._root(np.zeros(0))
+        for mix in self._mixes:
+            if all(self.space.options[o].fits(0, self.size, 1) for o in mix):
+                compute = max(self.space.options[o].seconds[-1] for o in mix)
+                found = self._finish(root, mix, compute, below)
+                if found is not None:
+                    yield found
+
+    def root(self, below: float) -> Node:
+        """The node with no stage placed, its bound, and tables for plans under ``below``.
+
+        Once through all stages takes at least what the rows that count seconds say.
+        """
+        self._prices = time_prices(self.problem.pools, self.d, self.space.least_seconds[-1])
+        self._table = Completions(
+            self.space, self._prices, self._cap(below), self.most_stages, self.num_microbatches
+        )
+        self._mix_prices = np.array([self._price(mix, self._prices) for mix in self._mixes])
+        root = self._root(np.zeros(len(self._prices.budget)))
+        through = float(self._through(root.price, self.size, 0))
+        low = self._slowest_least
+        least = (self.num_microbatches - 1) * low + max(through, low)
+        return replace(root, least_seconds=least)
+
+    def expand(self, node: Node, limit: float) -> tuple[list[Child], Found | None]:
+        """Stages that could come next and still lead below ``limit``.
+
+        Also the best plan under ``limit`` whose first stage is all that is left.
+        """
+        placed, cap = len(node.stages), self._cap(limit)
+        rows, best = self._prices.of_devices, None
+        allowed = self._allowed(min(placed + 1, self.num_microbatches), node.end)
+        compute = self._compute[:, : node.end, node.end]
+        allowed = allowed & (compute <= cap * _SLACK)
+        price = node.price + self._mix_prices
+        for number in np.flatnonzero(allowed[:, 0]):
+            mix = self._mixes[number]
+            found = self._finish(node, mix, float(compute[number, 0]), limit)
+            if found is not None:
+                best, limit = found, found.step_seconds
+        if placed + 1 >= self.most_stages or node.end < 2:
+            return [], best
+        left = price[:, :, None] + self._table.least[placed + 1][None, :, : node.end]
+        over = left - self._prices.budget[None, :, None]  # [mixes, rows, starts]
+        covered = (over[:, rows] <= 1e-9 * self._prices.budget[rows][None, :, None]).all(axis=1)
+        known, output = self._known(node)
+        seconds = compute + output[:, None] + self._gradients[:, : node.end]
+        slowest = np.maximum(np.maximum(seconds, known), self._slowest_least)
+        least = (self.num_microbatches - 1) * slowest + node.total_seconds + known + seconds
+        least += np.maximum(over[:, ~rows].max(axis=1), 0.0)
+        least += node.update_seconds + node.reduce_seconds
+        keep = allowed & covered & (least < limit)
+        keep[:, 0] = False
+        chosen = np.argwhere(keep)
+        bounds = np.maximum(least[keep], node.least_seconds)
+        children = zip(bounds.tolist(), chosen.tolist(), strict=True)
+        return [Child(bound, i, start) for bound, (i, start) in children], best
+
+    def _known(self, node: Node) -> tuple[float, np.ndarray]:
+        """Seconds that the stage placed last takes at least; sending on to it [mixes]."""
+        if not node.mix:
+            return 0.0, np.zeros(len(self._mixes))
+        options, end = self.space.options, node.end
+        own = max(options[o].gradient_seconds[end] for o in node.mix)
+        onwards = max(options[o].output_seconds[end] for o in node.mix)
+        outputs = np.maximum(self._outputs[:, end], onwards)
+        return node.pending_seconds + node.output_seconds + own, outputs
+
+    @cached_property
+    def _compute(self) -> np.ndarray:
+        """Forward and backward of a stage on its slowest replicas [mixes, starts, ends]."""
+        seconds = [np.array(option.seconds) for option in self.space.options]
+        each = [s[None, :] - s[:, None] for s in seconds]
+        return np.array([np.max([each[o] for o in mix], axis=0) for mix in self._mixes])
+
+    @cached_property
+    def _outputs(self) -> np.ndarray:
+        """Sending a microbatch on across each boundary [mixes, ends]."""
+        return self._slowest_of([np.array(o.output_seconds) for o in self.space.options])
+
+    @cached_property
+    def _gradients(self) -> np.ndarray:
+        """Sending its gradient back across each boundary [mixes, starts]."""
+        return self._slowest_of([np.array(o.gradient_seconds) for o in self.space.options])
+
+    def _slowest_of(self, tables: list[np.ndarray]) -> np.ndarray:
+        return np.array([np.max([tables[o] for o in mix], axis=0) for mix in self._mixes])
+
+    def _allowed(self, in_flight: int, end: int) -> np.ndarray:
+        """Whether stages up to ``end`` fit the memory [mixes, starts]."""
+        key = in_flight, end
+        if key not in self._fitting:
+            by_option = np.array(
+                [
+                    [option.fits(start, end, in_flight) for start in range(end)]
+                    for option in self.space.options
+                ]
+            )
+            self._fitting[key] = np.array([by_option[list(mix)].all(axis=0) for mix in self._mixes])
+        return self._fitting[key]
+
+    @cached_property
+    def _fitting(self) -> dict[tuple[int, int], np.ndarray]:
+        return {}
+
+    def _cap(self, seconds: float) -> float:
+        """The longest that a stage may take where the step is to stay under ``seconds``."""
+        m = self.num_microbatches
+        left = seconds - self.space.least_seconds[-1]
+        return min(seconds / m, left / (m - 1)) if m > 1 else seconds
+
+    def _is_covered(self, cap_seconds: float) -> bool:
+        """Whether stages of at most so long can cover all layers, as far as prices tell."""
+        return cap_seconds > 0 and covers(
+            self.space, self._devices, cap_seconds, self.most_stages, self.num_microbatches
+        )
+
+    def _is_affordable(self, mix: tuple[int, ...]) -> bool:
+        return bool((self._price(mix, self._devices) <= self._devices.budget).all())
+
+    def _price(self, mix: tuple[int, ...], prices: Prices) -> np.ndarray:
+        """What one replica of a stage costs at least [rows]."""
+        options = [self.space.options[o] for o in mix]
+        each = [prices.by_pool[:, o.pool] * o.tensor_parallel_size for o in options]
+        least: np.ndarray = np.min(each, axis=0)
+        return least
+
+    def _through(self, price: np.ndarray, end: int, placed: int) -> float:
+        left = price + self._table.least[placed][:, end] - self._prices.budget
+        return float(left[~self._prices.of_devices].max(initial=0.0))
+
+    def _root(self, price: np.ndarray) -> Node:
+        return Node(0.0, self.size, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, (), price, ())
+
+    def placed(self, node: Node, child: Child) -> Node:
+        """The node with one more stage."""
+        mix, start = self._mixes[child.mix], child.start
+        settled, output = self._settled(node, mix)
+        options, end = self.space.options, node.end
+        compute = max(options[o].seconds[end] - options[o].seconds[start] for o in mix)
+        stage = StageChoice(
+            start=start,
+            end=end,
+            mix=mix,
+            compute_seconds=compute,
+            transfer_seconds=0.0,
+            reduce_seconds=self._reduce(start, end, mix),
+            update_seconds=self._update(start, end, mix),
+        )
+        return replace(
+            settled,
+            least_seconds=child.least_seconds,
+            end=start,
+            update_seconds=max(node.update_seconds, stage.update_seconds),
+            reduce_seconds=max(node.reduce_seconds, stage.reduce_seconds),
+            pending_seconds=compute,
+            output_seconds=output,
+            mix=mix,
+            price=node.price + self._mix_prices[child.mix],
+            stages=(stage, *settled.stages),
+        )
+
+    def _settled(self, node: Node, mix: tuple[int, ...]) -> tuple[Node, float]:
+        """The node with the stage placed last counted, now that ``mix`` is before it.
+
+        Also what the stage before takes to send a microbatch on.
+        """
+        if not node.mix:
+            return node, 0.0
+        options, end = self.space.options, node.end
+        both = (*mix, *node.mix)
+        gradient = max(options[o].gradient_seconds[end] for o in both)
+        last = node.stages[0]
+        transfer = transfer_seconds(
+            self.problem.cost_rule,
+            output_seconds=node.output_seconds,
+            gradient_seconds=gradient,
+            is_first=False,
+            is_last=len(node.stages) == 1,
+            num_stages=len(node.stages) + 1,
+        )
+        seconds = node.pending_seconds + transfer
+        counted = replace(
+            node,
+            slowest_seconds=max(node.slowest_seconds, seconds),
+            total_seconds=node.total_seconds + seconds,
+            stages=(replace(last, transfer_seconds=transfer), *node.stages[1:]),
+        )
+        return counted, max(options[o].output_seconds[end] for o in both)
+
+    def _finish(
+        self, node: Node, mix: tuple[int, ...], compute: float, below: float
+    ) -> Found | None:
+        """The plan whose first stage is all that is left.
+
+        None where it takes ``below`` seconds or more, or devices do not suffice.
+        """
+        settled, output = self._settled(node, mix)
+        transfer = transfer_seconds(
+            self.problem.cost_rule,
+            output_seconds=output,
+            gradient_seconds=0.0,
+            is_first=True,
+            is_last=not node.mix,
+            num_stages=len(settled.stages) + 1,
+        )
+        first = StageChoice(
+            start=0,
+            end=node.end,
+            mix=mix,
+            compute_seconds=compute,
+            transfer_seconds=transfer,
+            reduce_seconds=self._reduce(0, node.end, mix),
+            update_seconds=self._update(0, node.end, mix),
+        )
+        stages = (first, *settled.stages)
+        seconds = compute + transfer
+        slowest = max(settled.slowest_seconds, seconds)
+        total = (self.num_microbatches - 1) * slowest + settled.total_seconds + seconds
+        total += max(stage.update_seconds for stage in stages)
+        total += max(stage.reduce_seconds for stage in stages)
+        if total >= below:
+            return None
+        options = self.space.options
+        groups = [
+            tuple((options[o].pool, options[o].tensor_parallel_size) for o in stage.mix)
+            for stage in stages
+        ]
+        counts = deal(groups, self.d, [pool.num_devices for pool in self.problem.pools])
+        if counts is None:
+            return None
+        dealt = tuple(
+            replace(stage, replicas=replicas)
+            for stage, replicas in zip(stages, counts, strict=True)
+        )
+        return Found(total, self.space, self.d, self.num_microbatches, dealt)
+
+    def _update(self, start: int, end: int, mix: tuple[int, ...]) -> float:
+        options = self.space.options
+        if self.problem.cost_rule == "sailor":
+            return max(options[o].update_at[start] for o in mix)
+        return max(options[o].updates[end] - options[o].updates[start] for o in mix)
+
+    def _reduce(self, start: int, end: int, mix: tuple[int, ...]) -> float:
+        key = (start, end, mix)
+        if key not in self._reduced:
+            self._reduced[key] = self._reduce_seconds(start, end, mix)
+        return self._reduced[key]
+
+    def _reduce_seconds(self, start: int, end: int, mix: tuple[int, ...]) -> float:
+        problem, options = self.problem, self.space.options
+        least_degree = min(options[o].tensor_parallel_size for o in mix)
+        if problem.cost_rule == "sailor":
+            sizes, shards = problem.sizes_of(1), min(least_degree, 4)
+        else:
+            sizes, shards = problem.sizes_of(least_degree), 1
+        assert sizes is not None  # a problem has those of degree 1, an option those of its own
+        gradient = sum(sizes.weight_bytes[start:end]) / shards
+        return max(
+            bucketed_ring_seconds(
+                gradient, self.d, problem.pools[options[o].pool].link(1), problem.bucket_bytes
+            )
+            for o in mix
+        )

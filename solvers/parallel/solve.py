@@ -1,0 +1,297 @@
+"""Plan pipeline, tensor and data parallelism together, on unlike devices.
+
+The thesis (4.1) leaves this search as future work and picks degrees by its takeaways. Here it is
+exact over a stated space. The step is that of 1F1B with unlike stages (costs/parallel_stage.py),
+equation 4.1 where stages are equal.
+"""
+
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from itertools import count, pairwise
+
+from ...schema.errors import InfeasibleError, ProblemError
+from ...schema.parallel import (
+    ParallelPlan,
+    ParallelPrediction,
+    ParallelProblem,
+    ParallelProof,
+    ParallelStage,
+    ReplicaGroup,
+)
+from ..effort import DEFAULT, Effort
+from .search import Child, Found, Node, Search, StageChoice
+from .space import MOST_TYPES, Space, microbatch_sizes, space_of
+
+MOST_NODES = 1_200
+"""Nodes that the search expands before it ends with a bound instead of a proof."""
+_METHOD = "branch and bound over stages; devices left are bounded by prices on their types"
+
+
+def solve(problem: ParallelProblem, *, effort: Effort = DEFAULT) -> ParallelPlan:
+    """The plan of the shortest step.
+
+    Exact over the space that the plan's proof states. For each microbatch size b and number of
+    replicas d, stages are placed from the last to the first; a branch is left when its bound on
+    the step reaches the best plan, or when the layers left need more devices than there are, by a
+    Lagrangian bound (``bound.py``). Bounds take O(p N) vector operations for N layers and p
+    stages. In the worst case the search is exponential in p; it then ends after a fixed amount of
+    work, ``feasible``, with the least bound of what it left open. Deterministic.
+
+    Args:
+        problem: Layers by type, degree and microbatch size; devices, memory and links.
+        effort: When to stop, and the gap to accept.
+
+    Raises:
+        ProblemError: No type was timed at a microbatch size that the batch is large enough for.
+        InfeasibleError: No plan fits the memory; says by how much.
+    """
+    sizes = microbatch_sizes(problem)
+    if not sizes:
+        raise ProblemError(
+            f"no microbatch size was timed that a batch of {problem.global_batch_size} can hold",
+            hint="profile smaller microbatches, or take a larger batch",
+        )
+    spaces = {size: space_of(problem, size) for size in sizes}
+    best, bound = _search(problem, spaces, effort)
+    if best is None:
+        raise _infeasible(problem, spaces)
+    return _plan(problem, best, bound)
+
+
+def replica_counts(batch: int, microbatch_size: int, most: int) -> Iterator[int]:
+    """Numbers of replicas worth trying: for each number of microbatches the fewest replicas.
+
+    More replicas that run as many microbatches take more devices and a longer all-reduce.
+    """
+    units = -(-batch // microbatch_size)
+    seen = set()
+    for replicas in range(1, min(most, units) + 1):
+        rounds = -(-units // replicas)
+        if rounds not in seen:
+            seen.add(rounds)
+            yield replicas
+
+
+def _search(
+    problem: ParallelProblem, spaces: dict[int, Space], effort: Effort
+) -> tuple[Found | None, float]:
+    devices = sum(pool.num_devices for pool in problem.pools)
+    searches = [
+        Search(problem, space, replicas)
+        for size, space in spaces.items()
+        for replicas in replica_counts(problem.global_batch_size, size, devices)
+    ]
+    tree = _Tree(_ceiling(problem, spaces), 1.0 - max(effort.gap, 0.0))
+    for search in searches:
+        tree.offer(search.one_stage(tree.limit))
+    promising = [
+        (search.least_step(tree.limit), number, search)
+        for number, search in enumerate(searches)
+        if search.could_beat(tree.limit)
+    ]
+    for _, _, search in sorted(promising, key=lambda entry: entry[:2]):
+        if search.could_beat(tree.limit):  # first a plan of each search, so that a good one is near
+            tree.dive(search, search.root(tree.limit), None)
+    while tree.is_open and tree.num_nodes < MOST_NODES and not effort.should_stop():
+        tree.dive(*tree.pop())
+    return tree.best, tree.bound
+
+
+class _Tree:
+    """The open nodes of all searches, and the best plan.
+
+    Args:
+        limit: Longer than the step of any plan.
+        accepted: A plan within this fraction of the bound ends the search.
+    """
+
+    def __init__(self, limit: float, accepted: float) -> None:
+        self.best: Found | None = None
+        self.limit, self.num_nodes = limit, 0
+        self._accepted = accepted
+        self._heap: list[tuple[float, int, Search, Node, Child | None]] = []
+        self._order = count()
+
+    def offer(self, plans: Iterable[Found]) -> None:
+        """Keep the fastest of these and of what there is."""
+        for found in plans:
+            if found.step_seconds < self.limit:
+                self.best, self.limit = found, found.step_seconds
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a node is left that could lead to a better plan than is accepted."""
+        return bool(self._heap) and self._heap[0][0] < self.limit * self._accepted
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no plan is faster than."""
+        return min(self.limit, self._heap[0][0]) if self._heap else self.limit
+
+    def pop(self) -> tuple[Search, Node, Child | None]:
+        """Take the node of the least bound."""
+        _, _, search, node, child = heappop(self._heap)
+        return search, node, child
+
+    def dive(self, search: Search, node: Node, child: Child | None) -> None:
+        """Follow the best stage again and again until no layer is left; keep the others open."""
+        while child is not None or node.least_seconds < self.limit:
+            node = node if child is None else search.placed(node, child)
+            children, found = search.expand(node, self.limit)
+            self.num_nodes += 1
+            self.offer([] if found is None else [found])
+            children = [each for each in children if each.least_seconds < self.limit]
+            if not children:
+                return
+            child = min(children)
+            for each in children:
+                if each is not child:
+                    entry = (each.least_seconds, next(self._order), search, node, each)
+                    heappush(self._heap, entry)
+
+
+def _ceiling(problem: ParallelProblem, spaces: dict[int, Space]) -> float:
+    """Longer than any plan's step: every stage as slow as all layers on the slowest option."""
+    slowest = max(o.seconds[-1] for space in spaces.values() for o in space.options)
+    messages = max(
+        sum(o.output_seconds) + sum(o.gradient_seconds)
+        for space in spaces.values()
+        for o in space.options
+    )
+    passes = problem.global_batch_size + 2 * len(problem.layers)
+    return 1.0 + 1e3 * passes * (slowest + messages)
+
+
+def _infeasible(problem: ParallelProblem, spaces: dict[int, Space]) -> InfeasibleError:
+    options = [option for space in spaces.values() for option in space.options]
+    if not options:
+        return InfeasibleError(
+            "no tensor-parallel degree is both profiled and within a server",
+            hint="profile degree 1, or degrees that divide the devices of a server",
+        )
+    size = len(problem.layers)
+    worst, layer = max(
+        (
+            min(
+                option.stage_memory(i, i + 1, 1) - (option.memory_bytes or float("inf"))
+                for option in options
+            ),
+            i,
+        )
+        for i in range(size)
+    )
+    if worst > 0:
+        return InfeasibleError(
+            f"layer {problem.layers[layer]} alone needs {worst / 2**20:.0f} MiB more than any "
+            "device has",
+            hint="profile higher tensor-parallel degrees, or take devices with more memory",
+        )
+    weights = min(option.weights[-1] * option.tensor_parallel_size for option in options)
+    memory = sum(pool.num_devices * (pool.memory_bytes or 0) for pool in problem.pools)
+    return InfeasibleError(
+        f"no plan fits: weights, gradients and optimizer take {weights / 2**30:.1f} GiB and "
+        f"activations come on top, the pool has {memory / 2**30:.1f} GiB",
+        hint="add devices, take smaller microbatches, or allow recomputation",
+    )
+
+
+def _plan(problem: ParallelProblem, found: Found, bound: float) -> ParallelPlan:
+    stages = tuple(
+        _stage(problem, found, choice, len(found.stages) - number)
+        for number, choice in enumerate(found.stages)
+    )
+    step, size = found.step_seconds, found.space.microbatch_size
+    is_optimal = bound >= step * (1.0 - 1e-9)
+    bound = step if is_optimal else bound
+    slowest = max(c.compute_seconds + c.transfer_seconds for c in found.stages)
+    return ParallelPlan(
+        model=problem.model,
+        global_batch_size=problem.global_batch_size,
+        microbatch_size=size,
+        num_microbatches=found.num_microbatches,
+        schedule="1f1b",
+        num_model_chunks=1,
+        stages=stages,
+        predicted=ParallelPrediction(
+            step_seconds=step,
+            samples_per_second=problem.global_batch_size / step,
+            memory_bytes={
+                str(number): max(group.memory_bytes or 0 for group in stage.replicas)
+                for number, stage in enumerate(stages)
+            },
+            sync_seconds=max(choice.reduce_seconds for choice in found.stages),
+            update_seconds=max(choice.update_seconds for choice in found.stages),
+            bubble_fraction=_bubble(found, slowest),
+        ),
+        proof=ParallelProof(
+            termination="optimal" if is_optimal else "feasible",
+            objective=step,
+            lower_bound=bound,
+            gap=(step - bound) / step,
+            method=_METHOD,
+            space=_space_sentence(problem),
+        ),
+        optimizer=problem.optimizer,
+    )
+
+
+def _bubble(found: Found, slowest: float) -> float:
+    """What the first and last microbatches add to m passes of the slowest stage, relative."""
+    through = sum(c.compute_seconds + c.transfer_seconds for c in found.stages)
+    return max(0.0, (through - slowest) / (found.num_microbatches * slowest)) if slowest else 0.0
+
+
+def _stage(
+    problem: ParallelProblem, found: Found, choice: StageChoice, from_end: int
+) -> ParallelStage:
+    options = [found.space.options[o] for o in choice.mix]
+    in_flight = min(from_end, found.num_microbatches)
+    shares = shares_of(
+        problem.global_batch_size,
+        choice.replicas,
+        found.num_microbatches * found.space.microbatch_size,
+    )
+    return ParallelStage(
+        layers=problem.layers[choice.start : choice.end],
+        recompute=options[0].recompute,
+        replicas=tuple(
+            ReplicaGroup(
+                device_type=problem.pools[option.pool].device_type,
+                tensor_parallel_size=option.tensor_parallel_size,
+                num_replicas=count,
+                samples=samples,
+                memory_bytes=round(option.stage_memory(choice.start, choice.end, in_flight)),
+            )
+            for option, count, samples in zip(options, choice.replicas, shares, strict=True)
+        ),
+        compute_seconds=choice.compute_seconds,
+        transfer_seconds=choice.transfer_seconds,
+        reduce_seconds=choice.reduce_seconds,
+        update_seconds=choice.update_seconds,
+    )
+
+
+def shares_of(batch: int, replicas: tuple[int, ...], most_of_one: int) -> list[int]:
+    """Samples of each group of replicas: all run as many microbatches, the last may be smaller.
+
+    Args:
+        batch: Samples of the step.
+        replicas: Of each group.
+        most_of_one: Samples that one replica can take.
+    """
+    total = sum(replicas)
+    ends = [batch * sum(replicas[: i + 1]) // total for i in range(len(replicas))]
+    shares = [end - start for start, end in pairwise([0, *ends])]
+    assert all(s <= r * most_of_one for s, r in zip(shares, replicas, strict=True))
+    return shares
+
+
+def _space_sentence(problem: ParallelProblem) -> str:
+    degrees = sorted({t.tensor_parallel_size for p in problem.pools for t in p.times})
+    return (
+        "1F1B pipelines of contiguous layers with equally many replicas in every stage; replicas "
+        f"of a stage of at most {MOST_TYPES} device types, a tensor degree a type and stage (of "
+        f"{', '.join(map(str, degrees))}); recomputation by stage (of "
+        f"{', '.join(problem.recompute)}); microbatches of the profiled sizes; equal shares of "
+        "the batch"
+    )

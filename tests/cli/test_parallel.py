@@ -1,0 +1,143 @@
+"""Plans of three dimensions on the command line: solve, check, show, and what is refused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetflow.schema import files
+from hetflow.schema.parallel import ParallelPlan
+from hetflow.schema.profile import LayerGraph, LayerNode, Profile, TensorLayers
+
+Hetflow = Callable[..., Any]
+LINK = ("--link-bytes-per-second", "1e9")
+
+
+def graph(slowness: float, degree: int, size: int) -> LayerGraph:
+    nodes = tuple(
+        LayerNode(
+            id=f"block{i}",
+            op="Block",
+            forward_seconds=slowness * 0.01 * size / degree,
+            backward_seconds=slowness * 0.02 * size / degree,
+            activation_bytes=size << 16,
+            weight_bytes=(64 << 20) // degree,
+            stashed_bytes=size * (32 << 20) // degree,
+        )
+        for i in range(6)
+    )
+    edges = tuple((f"block{i}", f"block{i + 1}") for i in range(5))
+    return LayerGraph(microbatch_size=size, nodes=nodes, edges=edges)
+
+
+def layered(profile: Profile, slowness: float) -> Profile:
+    return replace(
+        profile,
+        layers=graph(slowness, 1, 1),
+        more_layers=(graph(slowness, 1, 2),),
+        tensor_layers=tuple(
+            TensorLayers(tensor_parallel_size=2, layers=graph(slowness, 2, size)) for size in (1, 2)
+        ),
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, make_profile: Callable[..., Profile]) -> Path:
+    target = tmp_path / "layered"
+    target.mkdir()
+    files.write(target / "v100.json", layered(make_profile("V100", 1.0), 1.0))
+    files.write(target / "p100.json", layered(make_profile("P100", 4.0), 2.0))
+    return target
+
+
+def solve(hetflow: Hetflow, folder: Path, *more: object) -> Any:
+    pool = ("--gpus", "4xV100,4xP100", "--batch-size", 32, "--profiles", folder)
+    return hetflow("solve", "parallel", *pool, *more)
+
+
+def test_solve_check_show(hetflow: Hetflow, folder: Path) -> None:
+    plan = folder.parent / "plan.json"
+    answer = solve(hetflow, folder, *LINK, "-o", plan)
+    assert answer.code == 0, answer.stderr
+    document = json.loads(plan.read_text())
+    assert document["kind"] == "parallel"
+    assert document["proof"]["termination"] == "optimal"
+    assert "equally many replicas" in document["proof"]["space"]
+    promised = {
+        "schema", "kind", "model", "global_batch_size", "microbatch_size", "num_microbatches",
+        "schedule", "num_model_chunks", "stages", "predicted", "proof",
+    }  # fmt: skip
+    assert promised <= document.keys()
+    group = document["stages"][0]["replicas"][0]
+    assert {"device_type", "tensor_parallel_size", "num_replicas", "samples"} <= group.keys()
+    types = {g["device_type"] for stage in document["stages"] for g in stage["replicas"]}
+    assert types == {"V100", "P100"}  # neither is left idle: together they are worth 6 V100
+    pool = ("--profiles", folder, "--gpus", "4xV100,4xP100")
+    assert "valid (optimal)" in hetflow("check", plan, *pool).stdout
+    shown = hetflow("show", plan).stdout
+    assert "searched: 1F1B" in shown
+    assert "block0" in shown
+
+
+def test_a_changed_plan_is_refused(hetflow: Hetflow, folder: Path) -> None:
+    plan = folder.parent / "plan.json"
+    assert solve(hetflow, folder, *LINK, "-o", plan).code == 0
+    document = json.loads(plan.read_text())
+    document["predicted"]["step_seconds"] *= 0.9
+    plan.write_text(json.dumps(document))
+    answer = hetflow("check", plan, "--profiles", folder, "--gpus", "4xV100,4xP100")
+    assert answer.code == 2
+    assert "step_seconds is" in answer.stderr
+
+
+def test_what_fewer_devices_would_cost(hetflow: Hetflow, folder: Path) -> None:
+    answer = solve(hetflow, folder, *LINK, "--top", 4, "--json")
+    assert answer.code == 0, answer.stderr
+    document = json.loads(answer.stdout)
+    steps = [document["predicted"]["step_seconds"]]
+    steps += [one["predicted"]["step_seconds"] for one in document["alternatives"]]
+    assert 1 < len(steps) <= 4
+    assert steps == sorted(steps)
+    plan = files.from_json(answer.stdout, ParallelPlan)
+    assert [p for p in plan.alternatives if p.stages == plan.stages] == []
+
+
+def test_a_parallel_plan_is_not_launched_yet(hetflow: Hetflow, folder: Path) -> None:
+    plan = folder.parent / "plan.json"
+    assert solve(hetflow, folder, *LINK, "-o", plan).code == 0
+    for flags in ((), ("--dry-run",)):
+        answer = hetflow("launch", *flags, plan, "train.py")
+        assert answer.code == 2
+        assert "the runtime for parallel plans is not there yet" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ((*LINK, "--microbatch-size", "3"), "layers are profiled at 1, 2"),
+        ((), "bandwidth"),
+    ],
+)
+def test_what_does_not_go(hetflow: Hetflow, folder: Path, more: tuple[str, ...], said: str) -> None:
+    answer = solve(hetflow, folder, *more)
+    assert answer.code == 2
+    assert said in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_options_of_other_kinds_are_refused(hetflow: Hetflow, folder: Path) -> None:
+    pool = ("--gpus", "4xV100", "--batch-size", 32, "--profiles", folder, *LINK)
+    for flag in (("--num-stages", "2"), ("--virtual-nodes", "4"), ("--objective", "waste")):
+        answer = hetflow("solve", "--strategy", "parallel", *pool, *flag)
+        assert answer.code == 2
+        assert "do not go with parallel plans" in answer.stderr
+
+
+def test_a_pool_too_small_says_what_to_relax(hetflow: Hetflow, folder: Path) -> None:
+    pool = ("--gpus", "V100:1:600MB", "--batch-size", 32, "--profiles", folder, *LINK)
+    answer = hetflow("solve", "parallel", *pool)
+    assert answer.code == 3
+    assert "GiB" in answer.stderr

@@ -1,0 +1,145 @@
+"""PTD-P's equations against the thesis's own numbers: table 4.1, 4.2, sections 4.2 to 4.5."""
+
+import pytest
+
+from hetflow.costs import parallel
+from hetflow.costs.parallel_stage import (
+    bucketed_ring_seconds,
+    step_seconds,
+    transfer_seconds,
+)
+from hetflow.schema.errors import ProblemError
+from hetflow.schema.parallel import LinkCurve
+
+VOCABULARY, SEQUENCE, PEAK = 51_200, 2_048, 312e12
+# Table 4.1: parameters (billions), heads, h, l, t, p, GPUs, batch, teraFLOP/s a GPU, percentage of
+# peak, petaFLOP/s in all.
+TABLE_41 = (
+    (1.7, 24, 2304, 24, 1, 1, 32, 512, 137, 44, 4.4),
+    (3.6, 32, 3072, 30, 2, 1, 64, 512, 138, 44, 8.8),
+    (7.5, 32, 4096, 36, 4, 1, 128, 512, 142, 46, 18.2),
+    (18.4, 48, 6144, 40, 8, 1, 256, 1024, 135, 43, 34.6),
+    (39.1, 64, 8192, 48, 8, 2, 512, 1536, 138, 44, 70.8),
+    (76.1, 80, 10240, 60, 8, 4, 1024, 1792, 140, 45, 143.8),
+    (145.6, 96, 12288, 80, 8, 8, 1536, 2304, 148, 47, 227.1),
+    (310.1, 128, 16384, 96, 8, 16, 1920, 2160, 155, 50, 297.4),
+    (529.6, 128, 20480, 105, 8, 35, 2520, 2520, 163, 52, 410.2),
+    (1008.0, 160, 25600, 128, 8, 64, 3072, 3072, 163, 52, 502.0),
+)
+
+
+@pytest.mark.parametrize("row", TABLE_41, ids=lambda row: f"{row[0]}B")
+def test_table_4_1(row: tuple[float, ...]) -> None:
+    billions, _, hidden, layers, t, p, gpus, batch, tera, percent, peta = row
+    counted = parallel.num_parameters(int(layers), int(hidden), VOCABULARY, SEQUENCE)
+    assert round(counted / 1e9, 1) == billions
+    assert round(100 * tera * 1e12 / PEAK) == pytest.approx(percent, abs=0.51)
+    assert gpus * tera / 1e3 == pytest.approx(peta, rel=0.005)  # both columns are rounded
+    assert gpus % (t * p) == 0
+    assert batch % (gpus // (t * p)) == 0
+    assert layers % p == 0
+
+
+def test_flops_by_counting_matrix_products() -> None:
+    """4.5.1 counts them one by one: 4 x (24 B s h^2 + 4 B s^2 h) a layer, 6 B s h V the logits."""
+    batch, s, layers, h, v = 3, 5, 7, 11, 13
+    by_layer = 4 * (24 * batch * s * h**2 + 4 * batch * s**2 * h)
+    expected = layers * by_layer + 6 * batch * s * h * v
+    assert parallel.flops_per_batch(batch, s, layers, h, v) == pytest.approx(expected)
+
+
+def test_a_trillion_parameters_take_three_months() -> None:
+    """4.5.1: 300 billion tokens, 175B on 1,024 A100 at 140: 34 days; 1T on 3,072 at 163: 84."""
+    day = 86_400
+    assert round(parallel.training_seconds(300e9, 175e9, 1024, 140e12) / day) == 34
+    assert round(parallel.training_seconds(450e9, 1e12, 3072, 163e12) / day) == 83
+    assert parallel.training_seconds(450e9, 1008e9, 3072, 163e12) / day == pytest.approx(84, abs=1)
+
+
+def test_days_of_table_4_2_follow_the_exact_flops() -> None:
+    """ZeRO-3's 174.6B model (h 12288, l 96) on 384 GPUs at 144: 90 days; by 4.4 it would be 88."""
+    day, batch = 86_400, 1536
+    flops = parallel.flops_per_batch(batch, SEQUENCE, 96, 12288, VOCABULARY)
+    steps = 300e9 / (batch * SEQUENCE)
+    assert round(steps * flops / (384 * 144e12) / day) == 90
+    assert round(parallel.training_seconds(300e9, 174.6e9, 384, 144e12) / day) == 88
+
+
+def test_bubbles() -> None:
+    assert parallel.bubble_fraction(4, 8) == 3 / 8
+    assert parallel.bubble_fraction(4, 8, num_model_chunks=2) == 3 / 16
+    # Figure 4.6: n = 32, b' = 128; more replicas leave a smaller bubble.
+    bubbles = [parallel.bubble_of_data_parallel(32, d, 128) for d in (1, 2, 4, 8, 16, 32)]
+    assert bubbles == sorted(bubbles, reverse=True)
+    assert bubbles[-1] == 0
+    p, d, b_prime = 8, 4, 128
+    assert parallel.bubble_of_data_parallel(p * d, d, b_prime) == parallel.bubble_fraction(
+        p, b_prime // d
+    )
+
+
+def test_volumes() -> None:
+    b, s, h = 2, 2048, 12288
+    assert parallel.boundary_elements(b, s, h) == b * s * h
+    assert parallel.boundary_elements(b, s, h, scattered_over=8) == b * s * h / 8  # 4.4.1
+    assert parallel.tensor_parallel_elements(1, b, s, h, 1) == 0
+    # Two all-reduces forward and two backward, each a ring of 2 (t - 1) / t.
+    assert parallel.tensor_parallel_elements(3, b, s, h, 8) == 3 * 4 * 2 * (7 / 8) * b * s * h
+    assert parallel.data_parallel_elements(1e9, 4) == 1.5e9
+
+
+def test_checkpoints_of_a_stage() -> None:
+    """c = sqrt(l A_intermediate / A_input) is where the sum is least (4.3.5)."""
+    best = parallel.best_num_checkpoints(16, 2.0, 8.0)
+    assert best == 8
+    least = parallel.checkpointed_bytes(best, 16, 2.0, 8.0)
+    assert all(parallel.checkpointed_bytes(c, 16, 2.0, 8.0) >= least for c in range(1, 17))
+    assert parallel.stage_activation_bytes(4, 10, 100, recompute=False) == 400
+    assert parallel.stage_activation_bytes(4, 10, 100, recompute=True) == 140
+
+
+def test_equation_4_1_is_the_step_of_equal_stages() -> None:
+    p, m, forward, backward = 4, 8, 0.5, 1.0
+    closed = parallel.batch_seconds(m, p, forward, backward)
+    assert step_seconds(m, [forward + backward] * p, [0.0], [0.0]) == closed
+    assert closed == (8 + 4 - 1) * 1.5
+
+
+def test_a_ring_in_buckets() -> None:
+    curve = LinkCurve(coefficients=(1e6,), latency_seconds=0.25)
+    assert bucketed_ring_seconds(4e6, 1, curve, None) == 0
+    assert bucketed_ring_seconds(4e6, 4, curve, None) == 6 * (0.25 + 1.0)
+    assert bucketed_ring_seconds(4e6, 4, curve, 3_000_000) == 6 * (0.25 + 0.75) + 6 * (0.25 + 0.25)
+
+
+def test_a_link_by_message_size() -> None:
+    curve = LinkCurve(coefficients=(1e6, 2e6))  # 1e6 log2(MB) + 2e6 bytes/s
+    assert curve.seconds(4e6) == 1.0
+    assert curve.seconds(0) == 0.0
+    with pytest.raises(ProblemError, match="bytes/s for messages of"):
+        curve.seconds(1e5)
+    with pytest.raises(ProblemError, match="must be > 0"):
+        LinkCurve(coefficients=(0.0,))
+
+
+@pytest.mark.parametrize(
+    ("rule", "place", "seconds"),
+    [
+        ("hetflow", (True, True), 0),
+        ("hetflow", (True, False), 2),
+        ("hetflow", (False, False), 5),
+        ("hetflow", (False, True), 3),
+        ("sailor", (True, False), 4),
+        ("sailor", (False, True), 6),
+    ],
+)
+def test_messages_of_a_stage(rule: str, place: tuple[bool, bool], seconds: float) -> None:
+    counted = transfer_seconds(
+        rule,  # type: ignore[arg-type]
+        output_seconds=2.0,
+        gradient_seconds=3.0,
+        is_first=place[0],
+        is_last=place[1],
+        num_stages=4,
+    )
+    assert counted == seconds

@@ -1,0 +1,126 @@
+"""Sailor's inputs: read whole, judged as its simulator judges, and planned at least as well."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetflow.checks.parallel import check, counted_step
+from hetflow.importers.sailor import read_problem
+from hetflow.schema.errors import FileError
+from hetflow.schema.parallel import (
+    ParallelPlan,
+    ParallelPrediction,
+    ParallelProof,
+    ParallelStage,
+    ReplicaGroup,
+)
+from hetflow.solvers.parallel.solve import shares_of, solve
+from hetflow.tests.data.reference import planners
+
+BATCH = 1024
+JUDGED = ("homo_SAILOR", "homo_AMP", "homo_Piper", "het_AMP", "sailor_SAILOR", "small_AMP",
+          "small_SAILOR")  # fmt: skip
+
+
+def judged(name: str) -> dict[str, Any]:
+    text = (planners() / "sailor" / "results" / f"{name}_OPT-350.json").read_text()
+    answers: list[dict[str, Any]] = json.loads(text)
+    return answers[0]
+
+
+def plan_of(answer: dict[str, Any]) -> ParallelPlan:
+    """One of Sailor's answers as a plan; what it predicts is not judged."""
+    size, pipeline = answer["plan"]["mbs"], answer["plan"]["pipelines"][0]
+    rounds = -(-BATCH // (size * pipeline["dp_degrees"][0]))
+    stages = []
+    for layers, replicas in zip(pipeline["layers_per_stage"], pipeline["tmp_stages"], strict=True):
+        counts: dict[tuple[str, int], int] = {}
+        for servers, degree in replicas:
+            key = servers[0][0], degree
+            counts[key] = counts.get(key, 0) + 1
+        shares = shares_of(BATCH, tuple(counts.values()), rounds * size)
+        stages.append(
+            ParallelStage(
+                layers=tuple(f"layer{layer}" for layer in layers),
+                recompute="none",
+                replicas=tuple(
+                    ReplicaGroup(
+                        device_type=name,
+                        tensor_parallel_size=degree,
+                        num_replicas=count,
+                        samples=share,
+                    )
+                    for ((name, degree), count), share in zip(counts.items(), shares, strict=True)
+                ),
+            )
+        )
+    return ParallelPlan(
+        model="OPT-350",
+        global_batch_size=BATCH,
+        microbatch_size=size,
+        num_microbatches=rounds,
+        schedule="1f1b",
+        num_model_chunks=1,
+        stages=tuple(stages),
+        predicted=ParallelPrediction(step_seconds=0.0, samples_per_second=0.0, memory_bytes={}),
+        proof=ParallelProof(
+            termination="feasible", objective=0.0, lower_bound=None, gap=None, method="", space=""
+        ),
+    )
+
+
+def pool_of(answer: dict[str, Any]) -> dict[str, int]:
+    return {name.split("_")[0]: number for name, number in answer["num_gpus"].items()}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_the_checker_counts_what_sailors_simulator_says(name: str) -> None:
+    answer = judged(name)
+    problem = read_problem(
+        planners() / "sailor", "OPT-350", pool_of(answer), global_batch_size=BATCH
+    )
+    assert counted_step(plan_of(answer), problem) == pytest.approx(
+        1 / answer["throughput"], rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("pool", "best_known", "is_proved"),
+    [
+        ({"A100-40": 32}, 0.12970, True),  # an enumeration's; Sailor 0.12511
+        ({"A100-40": 8, "V100-16": 8}, 0.043496, True),  # Sailor's own
+        ({"A100-40": 32, "V100-16": 96}, 0.17237, False),  # an enumeration's; Sailor 0.16996
+    ],
+)
+def test_plans_are_no_slower_than_the_best_known(
+    pool: dict[str, int], best_known: float, is_proved: bool
+) -> None:
+    problem = read_problem(planners() / "sailor", "OPT-350", pool, global_batch_size=BATCH)
+    plan = solve(problem)
+    assert check(plan, problem) == []
+    assert 1 / plan.predicted.step_seconds >= best_known
+    assert (plan.proof.termination == "optimal") == is_proved
+    assert plan.proof.gap is not None
+    assert plan.proof.gap < 0.35
+
+
+@pytest.mark.parametrize(
+    ("model", "pool", "said"),
+    [
+        ("OPT-35", {"A100-40": 1}, "did you mean 'OPT-350'"),
+        ("OPT-350", {"A100": 1}, "did you mean 'A100-80'"),
+    ],
+)
+def test_what_is_not_there(model: str, pool: dict[str, int], said: str) -> None:
+    with pytest.raises(FileError, match=said):
+        read_problem(planners() / "sailor", model, pool, global_batch_size=BATCH)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"profiles_tmp.json: cannot be read"):
+        read_problem(tmp_path, "OPT-350", {"A100-40": 1}, global_batch_size=1)
+    (tmp_path / "profiles_tmp.json").write_text("{")
+    with pytest.raises(FileError, match="not JSON"):
+        read_problem(tmp_path, "OPT-350", {"A100-40": 1}, global_batch_size=1)
