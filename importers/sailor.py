@@ -1,8 +1,8 @@
 """Read the inputs of Sailor's planner (SOSP'25) as a problem of three dimensions.
 
 A folder holds ``profiles_tmp.json`` ({model}/{GPU}/{microbatch}/{degree}/{layer} -> forward,
-backward and update seconds), ``llm_info.json`` ({model}/{degree}/{layer} -> parameters and activations, in
-floats), ``configs/basic_cluster_config.json`` ({GPU} -> GPUs a node, bytes a GPU) and
+backward and update seconds), ``llm_info.json`` ({model}/{degree}/{layer} -> parameters and
+activations, in floats), ``configs/basic_cluster_config.json`` ({GPU} -> GPUs a node, bytes a GPU) and
 ``multizone_bandwidths_het.json`` (polynomials of gigabytes per second over log2 of megabytes, by
 zone, GPU and number of GPUs of both ends). Text in, records out.
 """
