@@ -2,9 +2,9 @@
 
 A folder holds ``profiles_tmp.json`` ({model}/{GPU}/{microbatch}/{degree}/{layer} -> forward,
 backward and update seconds), ``llm_info.json`` ({model}/{degree}/{layer} -> parameters and
-activations, in floats), ``configs/basic_cluster_config.json`` ({GPU} -> GPUs a node, bytes a GPU) and
-``multizone_bandwidths_het.json`` (polynomials of gigabytes per second over log2 of megabytes, by
-zone, GPU and number of GPUs of both ends). Text in, records out.
+activations, in floats), ``configs/basic_cluster_config.json`` ({GPU} -> GPUs a node, bytes a
+GPU) and ``multizone_bandwidths_het.json`` (polynomials of gigabytes per second over log2 of
+megabytes, by zone, GPU and number of GPUs of both ends). Text in, records out.
 """
 
 import json
