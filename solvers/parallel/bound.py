@@ -20,7 +20,7 @@ from ...schema.parallel import ParallelPool
 from .space import Option, Space
 
 _RATIOS = (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # between two types' prices
-_WORTHS = (1.0, 2.0, 4.0)  # of the pool, in fastest passes through the model
+_WORTHS = (2.0,)  # of the pool, in fastest passes through the model
 
 
 @lru_cache(maxsize=4096)
@@ -35,29 +35,29 @@ def _first_by_memory(option: Option, in_flight: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Rows of prices for a search; ``seconds`` says how much a row counts of stages' time.
+    """Rows of prices for a search; those that count no seconds of stages' time come first.
 
     Attributes:
         by_pool: [rows, pools], of one device.
-        seconds: [rows], 0 or 1.
         budget: [rows], what the whole pool is worth to one replica of each stage.
+        num_of_devices: Rows that count no seconds.
     """
 
     by_pool: np.ndarray
-    seconds: np.ndarray
     budget: np.ndarray
+    num_of_devices: int
 
     @property
     def of_devices(self) -> np.ndarray:
-        """Which rows count no seconds."""
-        of_devices: np.ndarray = self.seconds == 0.0
+        """Which rows count no seconds [rows]."""
+        of_devices: np.ndarray = np.arange(len(self.budget)) < self.num_of_devices
         return of_devices
 
 
 def device_prices(pools: tuple[ParallelPool, ...], num_replicas: int) -> Prices:
     """Rows that bound devices: each type alone, all alike, and ratios of each pair."""
     rows = _price_rows(len(pools))
-    return Prices(rows, np.zeros(len(rows)), _worth(rows, pools) / num_replicas * (1 + 1e-12))
+    return Prices(rows, _worth(rows, pools) / num_replicas * (1 + 1e-12), len(rows))
 
 
 def time_prices(pools: tuple[ParallelPool, ...], num_replicas: int, seconds: float) -> Prices:
@@ -74,8 +74,8 @@ def time_prices(pools: tuple[ParallelPool, ...], num_replicas: int, seconds: flo
     scaled = np.concatenate([np.zeros((1, len(pools))), scaled])
     return Prices(
         np.concatenate([devices.by_pool, scaled]),
-        np.concatenate([devices.seconds, np.ones(len(scaled))]),
         np.concatenate([devices.budget, _worth(scaled, pools) / num_replicas]),
+        devices.num_of_devices,
     )
 
 
@@ -118,6 +118,8 @@ class Completions:
         nothing = np.where(np.arange(size) == 0, 0.0, np.inf)
         later = np.tile(nothing, (rows, 1))
         self.least = [later]  # by stages already placed, the most first
+        devices = slice(0, prices.num_of_devices)
+        counting = slice(prices.num_of_devices, rows)
         costs = []
         for option in space.options:
             seconds = _stage_seconds(option)
@@ -127,16 +129,17 @@ class Completions:
         for placed in range(most_stages - 1, -1, -1):
             in_flight = min(placed + 1, num_microbatches)
             least = np.tile(nothing, (rows, 1))
+            # From a later start on no fewer layers are left: the first allowed start is the least.
+            onwards = np.minimum.accumulate(later[devices][:, ::-1], axis=1)[:, ::-1]
             for option, seconds, priced in costs:
                 allowed = np.where(_fits(option, in_flight), seconds, np.inf)
-                shut = np.where(np.isinf(allowed), np.inf, 0.0)
-                for counted in (0.0, 1.0):
-                    of = prices.seconds == counted
-                    if not of.any():
-                        continue
-                    matrix = allowed if counted else shut
-                    reached = (later[of][:, :, None] + matrix[None]).min(axis=1)
-                    least[of] = np.minimum(least[of], reached + priced[of][:, None])
+                is_allowed = np.isfinite(allowed)
+                first, has_any = is_allowed.argmax(axis=0), is_allowed.any(axis=0)
+                reached = np.where(has_any, onwards[:, first], np.inf) + priced[devices][:, None]
+                np.minimum(least[devices], reached, out=least[devices])
+                timed = (later[counting][:, :, None] + allowed[None]).min(axis=1)
+                timed += priced[counting][:, None]
+                np.minimum(least[counting], timed, out=least[counting])
             self.least.append(least)
             later = least
         self.least.reverse()

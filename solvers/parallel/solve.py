@@ -22,8 +22,8 @@ from ..effort import DEFAULT, Effort
 from .search import Child, Found, Node, Search, StageChoice
 from .space import MOST_TYPES, Space, microbatch_sizes, space_of
 
-MOST_NODES = 1_200
-"""Nodes that the search expands before it ends with a bound instead of a proof."""
+WORK_OF_A_NODE = 5e3
+"""What expanding a node takes of ``Effort.tree_work``: 3,000 nodes by default."""
 _METHOD = "branch and bound over stages; devices left are bounded by prices on their types"
 
 
@@ -92,7 +92,8 @@ def _search(
     for _, _, search in sorted(promising, key=lambda entry: entry[:2]):
         if search.could_beat(tree.limit):  # first a plan of each search, so that a good one is near
             tree.dive(search, search.root(tree.limit), None)
-    while tree.is_open and tree.num_nodes < MOST_NODES and not effort.should_stop():
+    most_nodes = effort.tree_work / WORK_OF_A_NODE
+    while tree.is_open and tree.num_nodes < most_nodes and not effort.should_stop():
         tree.dive(*tree.pop())
     return tree.best, tree.bound
 
