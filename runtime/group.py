@@ -68,6 +68,15 @@ def leave() -> None:
         _Jobs.own_group = False
 
 
+def complete(device: torch.device) -> None:
+    """Wait until the device has done all that this worker asked of it.
+
+    Over NCCL a collective returns at once: who leaves before it is done leaves the others in it.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def join(start: Start, device: torch.device | None = None) -> Place:
     """Take this process's place, and initialise torch.distributed where there are several.
 

@@ -20,6 +20,7 @@ from ..protocol.handover import FOUND, STOPPED_EXIT_CODE
 from ..schema.errors import FileError, HetflowError, TargetError
 from . import checkpoint, parts
 from .checkpoint import Checkpoint
+from .group import complete
 from .manifest import BrokenCheckpoint, IncompleteCheckpoint, shape_text
 from .optimizers import state_of
 from .restoring import check_buffers, load_optimizers, load_registered
@@ -224,6 +225,7 @@ class Checkpoints:
 
     def leave(self) -> NoReturn:
         """Stop, as asked, after the script's own handlers of the signal have had their turn."""
+        complete(self._job._place.device)
         self._job._finished = True  # nothing more is to be done when the interpreter ends
         self._stops.pass_on()
         sys.exit(STOPPED_EXIT_CODE)

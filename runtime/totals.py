@@ -8,7 +8,8 @@ total, and the gradients are scaled once at the end.
 Losses and weights travel per virtual node (zeros from all but its holder) and are added up in
 order of virtual nodes, so the mapping does not change their bits. On the host they are plain
 numbers: a torch operation between two passes costs 20 to 100 us there, its code being out of the
-caches by then. On a device they stay tensors, which nobody waits for.
+caches by then. On a device they stay tensors, which nobody waits for: the host reads a step's flags
+and total weight in the step after it.
 """
 
 import math
@@ -25,6 +26,7 @@ from ..schema.errors import TargetError
 from . import peers
 from .gradients import GradientReducer
 from .group import Place
+from .late import LateValues
 
 # Places in the vector that is summed; the losses and weights of all virtual nodes follow.
 _WEIGHTED, _STOP, _MOVE, _WORKERS, _SETTINGS, _SQUARED, _NODES = 0, 1, 2, 3, 4, 5, 6
@@ -47,6 +49,8 @@ class StepTotals:
         self._share_of = 1.0
         self._weighted: bool | None = None
         self._last_weight: Tensor | None = None
+        self._known_weight: float | None = None  # of a step that all workers know on the host
+        self._late = LateValues()
         self._losses: dict[int, Tensor | float] = {}
         self._weights: dict[int, float] = {}
         self._gradients: dict[tuple[object, ...], Tensor] = {}
@@ -57,7 +61,8 @@ class StepTotals:
         self._weighted = None
         self._losses, self._weights = {}, {}
         # The sum that shares are taken of: equal on all workers before any weight is known.
-        guess = float(self._last_weight) if self._last_weight is not None else float(num_samples)
+        # Which step's it is changes no bits, for shares differ by powers of two.
+        guess = self._known_weight if self._known_weight is not None else float(num_samples)
         self._share_of = 2.0 ** round(math.log2(guess)) if guess > 0 else 1.0
 
     def add(self, answer: Any, num_samples: int, node: int = 0) -> tuple[Tensor, float] | None:
@@ -129,8 +134,13 @@ class StepTotals:
         self._step = (self._reducer, unused, self._place.distributed)
 
     def move(self, reducer: GradientReducer, place: Place) -> None:
-        """Go on with other workers; ``close`` may still end the step before."""
+        """Go on with other workers; ``close`` may still end the step before.
+
+        Joining workers know the last weight, so all start from it. Waits for the device.
+        """
         self._reducer, self._place = reducer, place
+        self._known_weight = self.last_weight
+        self._late.forget()
 
     def _own_sums(self) -> Tensor:
         """(flags, settings, losses * weights, weights, extra, which parameters were used).
@@ -177,14 +187,31 @@ class StepTotals:
         middle = _NODES + self._num_nodes
         loss = reduce(operator.add, found[_NODES:middle])
         weight = reduce(operator.add, found[middle : middle + self._num_nodes])
-        self._sums, self.stops = found, found[_STOP]
+        self._sums = found
         if weighted:
             self._last_weight = torch.as_tensor(weight, dtype=torch.float64).clone()
+        known = found if sums.is_cpu else self._known_on_host(sums[: middle + self._num_nodes])
+        if known is not None:
+            self.stops = known[_STOP]
+            if known[_WEIGHTED] > 0:
+                total = reduce(operator.add, known[middle : middle + self._num_nodes])
+                self._known_weight = float(total)
+        if weighted:
             reducer.scale(self._share_of / self._last_weight)
         if isinstance(loss, float):
             return torch.tensor(loss / weight if weight else math.nan, dtype=torch.float64)
         mean: Tensor = loss / weight
         return mean
+
+    def _known_on_host(self, sums: Tensor) -> list[float] | None:
+        """The sums of a device that the host may know now without a wait: those of a step ago."""
+        reducer, _, _ = self._step
+        if reducer is self._reducer and sums.is_cuda:
+            return self._late.exchange(sums)
+        # The workers have changed since: who joins knows this step's.
+        self._late.forget()
+        found: list[float] = sums.tolist()
+        return found
 
     def extras_of(self, sums: Tensor) -> list[float]:
         """What ``extra`` came to in sums over the workers."""
@@ -205,7 +232,10 @@ class StepTotals:
 
     @property
     def all_stop(self) -> bool:
-        """Whether some worker wanted to stop when the last step ended; waits for the device."""
+        """Whether some worker wanted to stop when the last step ended; on a device, the one before.
+
+        All workers say the same after the same step.
+        """
         return self.stops is not None and bool(self.stops > 0)
 
     @property
@@ -216,6 +246,8 @@ class StepTotals:
     @last_weight.setter
     def last_weight(self, weight: float | None) -> None:
         self._last_weight = None if weight is None else torch.tensor(weight, dtype=torch.float64)
+        self._known_weight = weight
+        self._late.forget()
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a tensor in place over the workers."""

@@ -14,6 +14,7 @@ import ctypes
 import os
 import socket
 import sys
+from datetime import timedelta
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from types import SimpleNamespace
@@ -253,4 +254,5 @@ def _offer_nccl(native: Any) -> None:
         module.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
         module.is_nccl_available = lambda: True  # type: ignore[attr-defined]
     c10d._NCCL_AVAILABLE = True
+    c10d.default_pg_nccl_timeout = timedelta(minutes=10)
     torch.cuda.nccl.version = lambda: _NCCL_VERSION  # type: ignore[attr-defined]

@@ -123,6 +123,29 @@ def test_a_run_with_a_checkpoint_survives_a_death(gpus: GpuHost) -> None:
     assert found["digest"] == straight["digest"]
 
 
+@pytest.mark.parametrize("how", ["", "weighted"])
+def test_a_notice_saves_and_another_launch_goes_on(gpus: GpuHost, how: str) -> None:
+    host = gpus(2)
+    kind = host.types[0]
+    options = ["--determinism", "elastic", "--checkpoint", host.folder / "saved"]
+    folder = host.folder / "a"
+    folder.mkdir()
+    files.write(folder / "plan.json", plan_of([5, 3], [kind, kind]))
+    words = ["launch", *options, "-o", folder / "run0", folder / "plan.json", SCRIPT, folder]
+    process = host.start(*words, "4", "0.2", how, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    wait_until(lambda: process.poll() is not None or any(s == 3 for s, _, _ in steps(folder)))
+    process.terminate()
+    _, said = process.communicate(timeout=150)
+    assert process.returncode == 143, said
+    last = max(step for step, _, _ in steps(folder))
+    saved = [int(path.name[5:]) for path in (host.folder / "saved").glob("step-*")]
+    assert saved == [last], said
+    assert last < 12
+    found = told(host, "a", [(kind, 3), (kind, 5)], *options, epochs=4, how=how)
+    straight = told(host, "b", [(kind, 8)], *options[:2], epochs=4, how=how)
+    assert found["digest"] == straight["digest"]
+
+
 def test_two_hosts_train_over_nccl(tmp_path: Path, gpus: GpuHost) -> None:
     if gpus(1).is_real:
         pytest.skip("needs two hosts")

@@ -3,6 +3,7 @@
 #include "nccl.hpp"
 
 #include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 namespace fakecuda {
 REGISTER_ALLOCATOR(kCUDA, &device_memory);
@@ -13,6 +14,15 @@ namespace at {
 using FakeHooks = ::fakecuda::Hooks;
 C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, FakeHooks)
 }  // namespace at
+
+namespace c10d {
+// DistributedDataParallel needs one; it only fills its statistics.
+struct SoftwareTimer final : Timer {
+  explicit SoftwareTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, SoftwareTimer);
+}  // namespace c10d
 
 namespace fakecuda {
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }

@@ -26,7 +26,8 @@ using Tensors = std::vector<Tensor>;
 struct StrictWork final : c10d::Work {
   WorkPtr inner;
   std::string what;
-  int rank = 0;
+  int rank = 0, device = 0;
+  int64_t stream = 0;
   std::shared_ptr<std::atomic<bool>> aborted;
   std::vector<std::pair<Tensor, Tensor>> results;  // where on the device, and what gloo made on the host
   Tensors keep;
@@ -58,6 +59,30 @@ struct StrictWork final : c10d::Work {
     awaited[stream_now()].push_back(c10::intrusive_ptr<c10d::Work>::reclaim_copy(this));
     counts["nccl_wait"]++;
     return true;
+  }
+  // Complete at once, as NCCL's: whoever waits for it makes a stream wait.
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    Tensors found;
+    for (auto& [device, _] : results) found.push_back(device);
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{Device(kCUDA, device)});
+    Guard guard;
+    auto before = guard.exchangeStream(Guard::stream_of(device, stream));
+    {
+      Lock lock(mu);
+      awaited[key_of(device, stream)].push_back(c10::intrusive_ptr<c10d::Work>::reclaim_copy(this));
+    }
+    future->markCompleted(c10::IValue(found));
+    {
+      Lock lock(mu);
+      awaited[key_of(device, stream)].clear();
+    }
+    guard.exchangeStream(before);
+    return future;
+  }
+  std::vector<Tensor> result() override {
+    Tensors found;
+    for (auto& [device, _] : results) found.push_back(device);
+    return found;
   }
   ~StrictWork() override {
     try {
@@ -124,6 +149,8 @@ struct FakeNCCL final : c10d::Backend {
     }
     work->what = what;
     work->rank = getRank();
+    work->device = device;
+    work->stream = stream;
     work->aborted = aborted;
     work->keep = reads;
     try {

@@ -1,0 +1,54 @@
+"""The host waits for no step: steps in the steady state, with what used to cost a wait."""
+
+import pytest
+
+from hetflow.schema import files
+from hetflow.tests.fakecuda.hosts import GpuHost
+from hetflow.tests.launcher.elastic_runs import plan_of
+
+# On a real GPU torch itself refuses what synchronises; the software device counts it.
+STEADY = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+
+weighted = sys.argv[1] == "weighted"
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job = hf.prepare(model, optimizer)
+data = TensorDataset(torch.randn(160, 6), torch.randint(3, (160,)))
+software = sys.modules.get("_fakecuda")
+
+def loss_of(x, y):
+    loss = nn.functional.cross_entropy(model(x), y)
+    return (loss, float(1 + len(y))) if weighted else loss
+
+for batch in job.batches(DataLoader(data, batch_size=16)):
+    if batch.step == 4 and software is None:
+        torch.cuda.set_sync_debug_mode("error")
+    if batch.step == 4 and software is not None:
+        software.reset_counts()
+    job.backward(loss_of, batch)
+    optimizer.step()
+    optimizer.zero_grad()
+    if batch.step == 8:
+        found = 0 if software is None else software.counts().get("host_sync", 0)
+        torch.cuda.set_sync_debug_mode("default") if software is None else None
+        print("waits", found, flush=True)
+"""
+
+
+@pytest.mark.parametrize("level", ["none", "elastic"])
+@pytest.mark.parametrize("losses", ["plain", "weighted"])
+def test_no_step_waits_for_the_device(gpus: GpuHost, losses: str, level: str) -> None:
+    host = gpus(2)
+    kind = host.types[0]
+    (host.folder / "train.py").write_text(STEADY)
+    files.write(host.folder / "plan.json", plan_of([5, 3], [kind, kind]))
+    saving = ["--checkpoint", "saved", "--checkpoint-every", "100", "--determinism", level]
+    found = host.run("launch", *saving, "plan.json", "train.py", losses)
+    assert found.returncode == 0, found.stderr
+    assert "waits 0\n" in found.stdout  # the first worker's
