@@ -39,10 +39,12 @@ def solve(request: SolveRequest) -> Plan:
 
 def _with_estimates(plan: Plan, request: SolveRequest) -> Plan:
     """The plan with what says that types in use were estimated, not measured."""
-    if not isinstance(plan, SplitPlan | PipelinePlan):
-        return plan  # three dimensions are planned from profiles of their own
-    parts = plan.groups if isinstance(plan, SplitPlan) else plan.stages
-    used = {part.device_type for part in parts}
+    if isinstance(plan, SplitPlan):
+        used = {group.device_type for group in plan.groups}
+    elif isinstance(plan, PipelinePlan):
+        used = {stage.device_type for stage in plan.stages}
+    else:
+        used = {group.device_type for stage in plan.stages for group in stage.replicas}
     estimates = tuple(
         profile.estimate
         for profile in request.profiles

@@ -93,6 +93,15 @@ def test_a_plan_from_estimates_says_so_everywhere(strategy: str) -> None:
     assert hetflow.check(plan, [profile("V100"), profile("H100")], "2xV100,2xH100") == []
 
 
+def test_a_plan_of_three_dimensions_says_so_too() -> None:
+    plan = hetflow.solve(
+        [profile("V100"), profile("H100")], "2xV100,2xH100", batch_size=64, strategy="parallel"
+    )
+    assert plan.estimates
+    for estimate in plan.estimates:
+        assert str(estimate) in table_of(plan)
+
+
 def test_only_types_in_use_are_named() -> None:
     measured = replace(profile("V100"), estimate=None)
     plan = hetflow.solve([measured, profile("K80")], "4xV100", batch_size=64, strategy="split")
