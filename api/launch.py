@@ -69,7 +69,8 @@ def launch(
 
     Raises:
         LaunchError: A worker failed, with its own exit code, or a signal came.
-        HetflowError: The script, the folder or this machine's devices do not fit the plan.
+        HetflowError: The script, the folder or this machine's devices do not fit the plan, or
+            torch is too old.
 
     Example:
         >>> import hetflow
@@ -77,8 +78,10 @@ def launch(
         >>> record.status, record.world_size
         ('done', 1)
     """
+    from ..devices.torch_version import check_installed_torch
     from ..launcher.controller import launch as run
 
+    check_installed_torch()
     return run(_request(plan, script, arguments, options), warn=_log.warning)
 
 

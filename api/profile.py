@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 from ..schema.errors import ProblemError
+from ..schema.estimate import Precision
 from ..schema.optimizer import named_optimizer
 from ..schema.profile import Profile
 
@@ -26,15 +28,21 @@ def profile(
     layers: bool = False,
     microbatch_sizes: Sequence[int] = (8,),
     sync_devices: int = 2,
+    precision: Precision | None = None,
+    from_profile: Profile | Path | str | None = None,
     command: str = "",
     progress: Progress | None = None,
 ) -> tuple[Profile, ...]:
     """Measure a model's step time and memory over batch sizes, on each local device type.
 
+    Devices named ``spec:NAME`` need not be here: they are estimated from counted operators and
+    a table of data sheets, and their profiles say so.
+
     Args:
         target: ``file.py:factory``, ``zoo:NAME``, ``hf:CONFIG_OR_DIR`` or ``torchvision:NAME``.
         devices: Device types: ``V100``, ``cuda:0``, ``cpu``, or an emulated one such as
-            ``cpu:slow=0.25``; none: every CUDA type, or the CPU where there is none.
+            ``cpu:slow=0.25``, or ``spec:H100`` to estimate; none: every CUDA type, or the CPU
+            where there is none.
         name: What to call the model; None: as the target does.
         batch_sizes: Sizes, or a range such as ``"8-256"``; None grows from 1.
         max_batch_size: Grow no further.
@@ -45,6 +53,9 @@ def profile(
         layers: Profile each layer too, for pipelines.
         microbatch_sizes: Samples of a microbatch, for layers.
         sync_devices: Devices to synchronise over; 0 leaves it unmeasured.
+        precision: With ``spec:``, how products of 32-bit tensors are computed; None as torch does
+            by default.
+        from_profile: With ``spec:``, a measured profile of the target to carry to the devices.
         command: How the user asked, for the provenance.
         progress: Told what is being measured, and how many seconds it may take at most.
 
@@ -67,6 +78,7 @@ def profile(
     from ..devices.requests import parse_requests
     from ..profilers import targets
     from ..profilers.batch_curve import CurveLimits, parse_sizes
+    from ..profilers.estimate import EstimateOptions, estimate_target, specs_of
     from ..profilers.loop_costs import LoopPolicy
     from ..profilers.profile import ProfileOptions, profile_target
 
@@ -97,7 +109,37 @@ def profile(
         layers_at=tuple(microbatch_sizes) if layers else (),
         command=command,
     )
+    specs = specs_of(devices)
+    if specs:
+        if effort != "usual" or steps is not None or links is not None:
+            raise ProblemError(
+                "spec: devices are estimated, nothing of them is measured",
+                hint="leave out --quick, --thorough, --steps and --links",
+            )
+        estimate = EstimateOptions(
+            sizes=limits.sizes,
+            first=limits.first,
+            largest=max_batch_size,
+            optimizer=optimizer,
+            layers_at=options.layers_at,
+            precision=precision,
+            carried=_measured(from_profile),
+            command=command,
+        )
+        return estimate_target(parsed, specs, estimate, progress or (lambda text, left: None))
+    if precision is not None or from_profile is not None:
+        raise ProblemError(
+            "--precision and --from-profile are for estimates", hint="add --device spec:NAME"
+        )
     requests = parse_requests(devices, local_devices())
     if progress is None:
         return profile_target(parsed, requests, options)
     return profile_target(parsed, requests, options, progress)
+
+
+def _measured(given: Profile | Path | str | None) -> Profile | None:
+    if given is None or isinstance(given, Profile):
+        return given
+    from ..schema import files
+
+    return files.read(Path(given), Profile)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schema.errors import FileError, ProblemError
+from ..schema.estimate import Precision
 from ..schema.layer_trace import LayerTrace
 from ..schema.masking import mask
 from ..schema.profile import BatchPoint, Profile
@@ -26,7 +27,10 @@ def profile(
     ] = None,
     device: Annotated[
         list[str] | None,
-        typer.Option(help="Device type (repeatable): V100, cuda:0, cpu, cpu:slow=0.25."),
+        typer.Option(
+            help="Device type (repeatable): V100, cuda:0, cpu, cpu:slow=0.25; or spec:H100, "
+            "which need not be here: it is estimated."
+        ),
     ] = None,
     batch_sizes: Annotated[
         str | None, typer.Option(help="Sizes 8,48,256 or a range 8-256; default: grow from 1.")
@@ -73,6 +77,18 @@ def profile(
             help="Number of devices to measure synchronisation over; 0: do not measure it.",
         ),
     ] = 2,
+    precision: Annotated[
+        Precision | None,
+        typer.Option(
+            help="With spec: devices, how products of 32-bit tensors are computed [default: as "
+            "torch does, convolutions in TF32 where the device has it].",
+            show_default=False,
+        ),
+    ] = None,
+    from_profile: Annotated[
+        Path | None,
+        typer.Option(help="With spec: devices, carry this measured profile of TARGET to them."),
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the model in the profile.")] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Folder for <model>.<device type>.json.")
@@ -91,9 +107,12 @@ def profile(
 ) -> None:
     """Measure step time and memory over batch sizes, on each local device type.
 
+    Devices named spec:NAME are estimated from counted operators and data sheets, not measured.
+
     \b
     hetflow profile zoo:resnet18 -o profiles
     hetflow profile train.py:workload --device cpu:fast --device cpu:slow=0.25 --quick
+    hetflow profile zoo:resnet18 --device spec:H100 --device spec:A100 -o profiles
     hetflow profile --from-run RUN --profiles profiles -o corrected
     """
     if from_run or profiles is not None:
@@ -104,13 +123,17 @@ def profile(
     from .. import profile as measure
     from ..devices.local import local_devices
     from ..devices.requests import parse_requests
-    from ..profilers import targets
+    from ..profilers import estimate, targets
+    from ..reports.tables import table_of
     from ..schema import files
 
     if quick and thorough:
         raise ProblemError("--quick and --thorough: choose one")
-    asked = parse_requests(device or [], local_devices())
-    types = [request.device_type for request in asked]
+    specs = estimate.specs_of(device or [])
+    types = [spec.device_type for spec in specs]
+    if not specs:
+        asked = parse_requests(device or [], local_devices())
+        types = [request.device_type for request in asked]
     paths = _paths(output, name or targets.parse(target).model, types, force=force)
     with _no_empty_folder(output), _progress() as progress:
         measured_all = measure(
@@ -126,6 +149,8 @@ def profile(
             layers=layers,
             microbatch_sizes=_microbatch_sizes(microbatch_size) if layers else (),
             sync_devices=sync_devices,
+            precision=precision,
+            from_profile=from_profile,
             command=shlex.join(["hetflow", *mask(sys.argv[1:])]),
             progress=progress,
         )
@@ -134,7 +159,8 @@ def profile(
     if json:
         emit_json([files.to_plain(measured) for measured in measured_all])
     else:
-        emit("\n\n".join(_table(measured) for measured in measured_all))
+        table = table_of if specs else _table
+        emit("\n\n".join(table(measured) for measured in measured_all))
     for measured in measured_all[:1]:
         _say_how_found(measured)
     note(f"next: hetflow solve --profiles {shlex.quote(str(output))} --gpus ... --batch-size ...")

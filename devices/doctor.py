@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from .cuda import nvidia_driver
 from .memory import machine_memory_bytes
+from .torch_version import OLDEST, is_too_old
 
 EXTRAS = {
     "matplotlib": ("plots", "plots in `hetflow show`"),
@@ -111,6 +112,15 @@ def _torch_findings(facts: Facts) -> list[Finding]:
     if facts.torch is None:
         return [Finding(level="error", text="torch is not installed", mend="pip install torch")]
     found = []
+    if is_too_old(facts.torch):
+        oldest = ".".join(map(str, OLDEST))
+        found.append(
+            Finding(
+                level="error",
+                text=f"torch {facts.torch} is too old: training needs {oldest} or newer",
+                mend=f"pip install 'torch>={oldest}'",
+            )
+        )
     if "gloo" not in facts.backends:
         found.append(
             Finding(

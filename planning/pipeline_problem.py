@@ -281,8 +281,9 @@ def _message_seconds(profiles: Sequence[Profile]) -> float:
 
 
 def _step_error(profiles: Sequence[Profile]) -> float | None:
-    """The largest of those known; None where nobody measured it."""
+    """The largest of those known, an estimated profile's with it; None where nobody knows one."""
     found = [profile.pipeline.step_error for profile in profiles if profile.pipeline is not None]
+    found += [profile.estimate.step_error for profile in profiles if profile.estimate is not None]
     return max((error for error in found if error is not None), default=None)
 
 

@@ -28,13 +28,29 @@ def solve(request: SolveRequest) -> Plan:
         InfeasibleError: No plan of the kind asked for exists; with ``auto``, of no kind.
         BackendError: A solver's plan fails its check.
     """
-    plan = _plan(request)
+    plan = _with_estimates(_plan(request), request)
     if request.pool != flat(request.pool):
         plan = dataclasses.replace(plan, cluster=request.pool)
     if not request.corrected_by:
         return plan
     origin = {**(plan.provenance or {}), "corrected_by": list(request.corrected_by)}
     return dataclasses.replace(plan, provenance=origin)
+
+
+def _with_estimates(plan: Plan, request: SolveRequest) -> Plan:
+    """The plan with what says that types in use were estimated, not measured."""
+    if isinstance(plan, SplitPlan):
+        used = {group.device_type for group in plan.groups}
+    elif isinstance(plan, PipelinePlan):
+        used = {stage.device_type for stage in plan.stages}
+    else:
+        used = {group.device_type for stage in plan.stages for group in stage.replicas}
+    estimates = tuple(
+        profile.estimate
+        for profile in request.profiles
+        if profile.estimate is not None and profile.device_type in used
+    )
+    return dataclasses.replace(plan, estimates=estimates) if estimates else plan
 
 
 def _plan(request: SolveRequest) -> Plan:

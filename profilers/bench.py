@@ -10,7 +10,7 @@ An accelerator's pass is timed by the wall clock between two synchronisations.
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..devices.backend import backend_of
 from ..devices.host import TORCH_DEVICE
@@ -22,6 +22,9 @@ from .layer_memory import footprint
 from .samples import Samples
 from .targets import Workload, one_line
 from .timing import RepeatPolicy, Timing, repeat
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _FIRST_WARM_UP_SECONDS = 0.5
 _WARM_UP_SECONDS = 0.05
@@ -44,7 +47,7 @@ class Bench:
         self._is_warm = False
         self.backend = backend_of(device)
         self._torch_device = torch.device(device)
-        self.model = workload.model.to(device).train()
+        self.model = _on(workload.model, device).train()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.weight_bytes = sum(p.numel() * p.element_size() for p in parameters)
         self.num_parameters = sum(p.numel() for p in parameters)
@@ -188,6 +191,12 @@ class Bench:
                 raise
             file = getattr(getattr(function, "__code__", None), "co_filename", None)
             raise TargetError(one_line(error, file, role)) from error
+
+
+def _on(model: "nn.Module", device: str) -> "nn.Module":
+    """The model on a device; one that is there already, perhaps without values, is left alone."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return model if all(str(tensor.device) == device for tensor in tensors) else model.to(device)
 
 
 def move(batch: Any, device: str) -> Any:

@@ -24,6 +24,7 @@ from ..schema.errors import HetflowError
 from ..schema.plan import PassTime
 from . import base_memory, targets
 from .bench import Bench
+from .estimate import answer_counts
 from .exchange import exchange
 from .layers import measure_layers
 from .messages import exchange_messages
@@ -165,11 +166,16 @@ def _layers(bench: Bench, microbatch_size: int, repeats: int) -> dict[str, Any]:
     return measure_layers(bench, microbatch_size, repeats)
 
 
+def _count(_: Bench | None, **request: Any) -> dict[str, Any]:
+    return answer_counts(**request)
+
+
 _OPERATIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "measure": _measure,
     "optimizer_state": _optimizer_state,
     "hold": _hold,
     "layers": _layers,
+    "count": _count,
     "exchange": exchange,
     "messages": exchange_messages,
     "rehearse": rehearse,

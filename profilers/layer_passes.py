@@ -179,7 +179,7 @@ def traced_rows(
     rows = []
     for layer, part in zip(layered.layers, parts, strict=True):
         own = [name not in part.inputs for name in part.outputs]
-        made = partial(_chosen, own) if own else tensors_in
+        made = partial(chosen, own) if own else tensors_in
         names = [*part.arguments, *part.inputs]
         piece = Piece(layer.id, part, [values[name] for name in names], made)
         row, answer = measure_piece(bench, ledger, piece, repeats, empty)
@@ -193,7 +193,8 @@ def traced_rows(
     return rows, [list(edge) for edge in layered.edges]
 
 
-def _chosen(own: list[bool], answer: Any) -> list[Any]:
+def chosen(own: list[bool], answer: Any) -> list[Any]:
+    """The tensors that a layer made itself, of all that its part answers with."""
     return tensors_in([value for value, is_own in zip(answer, own, strict=True) if is_own])
 
 

@@ -47,6 +47,7 @@ class Explanation:
         remarks: What the numbers do not hold, was assumed, or was not measured: a sentence each.
         low_seconds: Least step that the measurements allow; None where that is unknown.
         high_seconds: Most, likewise.
+        is_estimated: Whether a device type in use was estimated, not measured.
 
     Raises:
         ProblemError: The terms do not add up to the step.
@@ -58,6 +59,7 @@ class Explanation:
     remarks: tuple[str, ...] = ()
     low_seconds: float | None = None
     high_seconds: float | None = None
+    is_estimated: bool = False
 
     def __post_init__(self) -> None:
         total = sum(term.seconds for term in self.terms)
@@ -94,6 +96,7 @@ def explanation_document(explanation: Explanation) -> dict[str, Any]:
         "step_seconds": explanation.step_seconds,
         "step_seconds_low": explanation.low_seconds,
         "step_seconds_high": explanation.high_seconds,
+        "estimated": explanation.is_estimated,
         "terms": [
             {
                 "name": term.name,
@@ -117,4 +120,5 @@ def _interval(explanation: Explanation) -> str:
     low, high = explanation.low_seconds, explanation.high_seconds
     if low is None or high is None:
         return "how far off this may be is unknown: the profile does not tell its spread"
-    return f"the measurements allow {milliseconds(low)} to {milliseconds(high)}"
+    known = "estimates" if explanation.is_estimated else "measurements"
+    return f"the {known} allow {milliseconds(low)} to {milliseconds(high)}"

@@ -27,6 +27,7 @@ def explain_pipeline(plan: PipelinePlan) -> Explanation:
         remarks=tuple(_remarks(plan)),
         low_seconds=predicted.step_seconds_low,
         high_seconds=predicted.step_seconds_high,
+        is_estimated=bool(plan.estimates),
     )
 
 
@@ -72,6 +73,7 @@ def _each(seconds: float, what: str) -> str:
 
 
 def _remarks(plan: PipelinePlan) -> Iterator[str]:
+    yield from map(str, plan.estimates)
     yield from plan.assumptions
     if plan.link_bytes_per_second is not None:
         yield (

@@ -23,6 +23,7 @@ def explain_split(plan: SplitPlan) -> Explanation:
         remarks=tuple(_remarks(plan, predicted)),
         low_seconds=predicted.step_seconds_low,
         high_seconds=predicted.step_seconds_high,
+        is_estimated=bool(plan.estimates),
     )
 
 
@@ -59,6 +60,7 @@ def _slowest(plan: SplitPlan) -> DeviceGroup | None:
 
 
 def _remarks(plan: SplitPlan, predicted: Prediction) -> Iterator[str]:
+    yield from map(str, plan.estimates)
     if predicted.compute_seconds is None:
         return
     if predicted.load_seconds is None:
@@ -69,11 +71,12 @@ def _remarks(plan: SplitPlan, predicted: Prediction) -> Iterator[str]:
         yield "the fixed cost of a step was not measured: it counts as nothing"
     if plan.num_devices > 1 and not predicted.sync_seconds:
         yield "synchronisation was not measured: it counts as nothing"
-    alone = sorted({group.device_type for group in plan.groups if not group.measured_busy})
+    estimated = {estimate.device_type for estimate in plan.estimates}
+    alone = {group.device_type for group in plan.groups if not group.measured_busy} - estimated
     if plan.num_devices > 1 and alone:
         yield (
-            f"{', '.join(alone)}: measured alone, so what devices of one host take from each "
-            "other is not in the passes"
+            f"{', '.join(sorted(alone))}: measured alone, so what devices of one host take from "
+            "each other is not in the passes"
         )
 
 

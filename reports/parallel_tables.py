@@ -35,7 +35,7 @@ def parallel_table(plan: ParallelPlan) -> str:
     ]
     if plan.alternatives:
         lines.append(_points(plan))
-    return "\n".join(lines)
+    return "\n".join([*lines, *map(str, plan.estimates)])
 
 
 def _replicas(stage: ParallelStage) -> str:

@@ -50,22 +50,31 @@ def profile_table(profile: Profile) -> str:
         )
         for point in profile.batch_curve
     ]
+    name = device_name(
+        profile.device_type, profile.emulation is not None, profile.estimate is not None
+    )
     lines = [
-        f"{profile.model} on {device_name(profile.device_type, profile.emulation is not None)}: "
+        f"{profile.model} on {name}: "
         f"weights {mebibytes(profile.weight_bytes)}, update "
         f"{milliseconds(profile.update_seconds)}, {_sync_text(profile)}",
         grid(("batch", "pass", "samples/s", "peak memory"), rows),
     ]
     if profile.out_of_memory_batch_size:
         lines.append(f"out of memory at batch {profile.out_of_memory_batch_size}")
+    if profile.estimate is not None:
+        lines.append(str(profile.estimate))
     return "\n".join(lines)
 
 
 def plan_table(plan: SplitPlan) -> str:
     """Who gets how much, how long a step takes, and how good that is."""
     emulated = {device.device_type for device in plan.emulated}
+    estimated = {estimate.device_type for estimate in plan.estimates}
     names = {
-        g.device_type: device_name(g.device_type, g.device_type in emulated) for g in plan.groups
+        g.device_type: device_name(
+            g.device_type, g.device_type in emulated, g.device_type in estimated
+        )
+        for g in plan.groups
     }
     rows = [
         (
@@ -82,18 +91,21 @@ def plan_table(plan: SplitPlan) -> str:
     lines = [
         f"{plan.model}, global batch {plan.global_batch_size}",
         grid(("devices", "batch per device", "virtual nodes", "compute"), rows),
-        _parts_text(plan.predicted),
+        _parts_text(plan.predicted, estimated=bool(plan.estimates)),
         _proof_text(plan.proof),
     ]
-    return "\n".join([*lines, *_simpler_lines(plan.proof), *_est_lines(plan)])
+    lines += [*_simpler_lines(plan.proof), *_est_lines(plan), *map(str, plan.estimates)]
+    return "\n".join(lines)
 
 
 def pipeline_table(plan: PipelinePlan) -> str:
     """Which layers run where, how long a microbatch takes there, and how good that is."""
+    estimated = {estimate.device_type for estimate in plan.estimates}
     rows = [
         (
             number,
-            f"{stage.num_replicas} x {stage.device_type}",
+            f"{stage.num_replicas} x "
+            f"{device_name(stage.device_type, False, stage.device_type in estimated)}",
             f"{stage.layers[0]} .. {stage.layers[-1]} ({len(stage.layers)})",
             milliseconds(stage.compute_seconds),
             milliseconds(stage.output_seconds),
@@ -112,19 +124,19 @@ def pipeline_table(plan: PipelinePlan) -> str:
         f"{', recomputation' if plan.recompute else ''}"
         f"{'' if plan.optimizer is None else f'; memory counts {plan.optimizer}'}",
         grid(headers, rows),
-        _parts_text(plan.predicted),
+        _parts_text(plan.predicted, estimated=bool(plan.estimates)),
         f"minimised: {_MINIMISED[plan.objective]}; {_proof_text(plan.proof)}",
     ]
     lines += [f"assumed: {sentence}" for sentence in plan.assumptions]
     if plan.trace is not None and plan.trace.obstacle is not None:
         lines.append(f"layers {plan.trace.obstacle}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *map(str, plan.estimates)])
 
 
 _MINIMISED = {"step": "the whole step", "bottleneck": "the slowest stage or boundary"}
 
 
-def _parts_text(predicted: Prediction) -> str:
+def _parts_text(predicted: Prediction, *, estimated: bool) -> str:
     parts = [
         f"{name} {milliseconds(seconds)}"
         for name, seconds in (
@@ -146,7 +158,7 @@ def _parts_text(predicted: Prediction) -> str:
             milliseconds(predicted.step_seconds_low),
             milliseconds(predicted.step_seconds_high),
         )
-        total += f"; the measurements allow {low} to {high}"
+        total += f"; the {'estimates' if estimated else 'measurements'} allow {low} to {high}"
     return f"{total}; {predicted.samples_per_second:.1f} samples/s"
 
 
@@ -244,9 +256,10 @@ def run_table(run: RunRecord) -> str:
     )
 
 
-def device_name(device_type: str, emulated: bool) -> str:
-    """The type's name; an emulated one always says so."""
-    return f"{device_type} (emulated)" if emulated else device_type
+def device_name(device_type: str, emulated: bool, estimated: bool = False) -> str:
+    """The type's name; an emulated or an estimated one always says so."""
+    kind = " (emulated)" if emulated else " (estimated)" if estimated else ""
+    return f"{device_type}{kind}"
 
 
 def _percent(fraction: float | None) -> str:

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from ..devices.backend import backend_of
+from ..devices.torch_version import check_torch
 from ..protocol.environment import read_environment
 from ..protocol.lower import check_pipeline_level
 from .allocator import keep_freed_memory
@@ -44,6 +45,7 @@ def prepare(
     Raises:
         TargetError: A model or optimizer that hetflow cannot train correctly, or an environment
             that does not fit the plan.
+        HetflowError: This torch is too old.
 
     Example:
         >>> import hetflow, torch
@@ -57,6 +59,7 @@ def prepare(
         ...     optimizer.zero_grad()
     """
     speak()
+    check_torch(torch.__version__)
     check_model(model)
     optimizers = optimizers_of(optimizer)
     start = read_environment()

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from .cluster import Cluster
 from .errors import ProblemError
+from .estimate import Estimate
 from .optimizer import OptimizerState
 from .plan import Proof
 from .records import (
@@ -272,7 +273,8 @@ class ParallelPlan:
     """A model cut into stages, each on replicas of tensor-parallel groups.
 
     Each of a stage's replicas runs at most ``num_microbatches`` of ``microbatch_size`` samples; of
-    the last group the last ones may be smaller.
+    the last group the last ones may be smaller. ``estimates`` are of the types in use whose
+    profiles were computed, not measured.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -291,6 +293,7 @@ class ParallelPlan:
     link_bytes_per_second: NonNegative | None = None
     cluster: Cluster | None = None
     assumptions: tuple[str, ...] = ()
+    estimates: tuple[Estimate, ...] = ()
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from .cluster import Cluster
 from .errors import ProblemError
+from .estimate import Estimate
 from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
 from .plan import Prediction, Proof
@@ -508,7 +509,8 @@ class PipelinePlan:
     ``memory_bytes`` counts, None in older plans, which counted none. ``link_bytes_per_second`` is
     what was said of links that the pool does not state; ``cluster`` is the pool, where it says more
     than a number of devices of each type. ``assumptions`` are sentences on what the
-    plan takes for granted without a measurement of just that.
+    plan takes for granted without a measurement of just that; ``estimates`` are of the types in
+    use whose profiles were computed, not measured.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -532,6 +534,7 @@ class PipelinePlan:
     cluster: Cluster | None = None
     assumptions: tuple[str, ...] = ()
     trace: LayerTrace | None = None
+    estimates: tuple[Estimate, ...] = ()
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

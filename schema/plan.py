@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 from .cluster import Cluster
 from .errors import ProblemError
+from .estimate import Estimate
 from .optimizer import OptimizerState
 from .records import (
     Count,
@@ -140,6 +141,7 @@ class SplitPlan:
     ``uniform_virtual_nodes`` is N where the plan was asked for N equal virtual nodes;
     ``optimizer`` is the one whose state its memory counts, None where nobody knows. ``cluster`` is
     the pool that it was solved for, where that says more than a number of devices of each type.
+    ``estimates`` are of the types in use whose profiles were computed, not measured.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -156,6 +158,7 @@ class SplitPlan:
     emulated: tuple[EmulatedDevice, ...] = ()
     optimizer: OptimizerState | None = None
     cluster: Cluster | None = None
+    estimates: tuple[Estimate, ...] = ()
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

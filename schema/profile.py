@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from .errors import ProblemError
+from .estimate import Estimate
 from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
 from .records import (
@@ -202,6 +203,8 @@ class Profile:
     allocator does not give it the room that passes have left (on a CPU).
     ``group_workspace_bytes`` is what a worker holds besides while it exchanges with others: sums
     and messages under way, threads and their memory. The peaks of ``busy`` hold it.
+    ``estimate`` says how the profile was computed where nobody measured it; its ``step_error`` is
+    then that of the method.
     """
 
     schema: Literal["hetflow.profile/1"] = "hetflow.profile/1"
@@ -226,6 +229,7 @@ class Profile:
     base_memory_bytes: Bytes | None = None
     update_workspace_bytes: Bytes | None = None
     group_workspace_bytes: Bytes | None = None
+    estimate: Estimate | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

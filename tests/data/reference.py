@@ -24,6 +24,11 @@ def planners() -> Path:
     return _unpacked("planners.tar.xz")
 
 
+def gpu_runs() -> Path:
+    """A folder with ``sailor/`` and ``vtrain/``, times that were measured on GPUs; likewise."""
+    return _unpacked("gpu_runs.tar.xz")
+
+
 @cache
 def _unpacked(name: str) -> Path:
     place = tempfile.TemporaryDirectory(prefix="hetflow-reference-")

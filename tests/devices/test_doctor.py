@@ -131,3 +131,9 @@ def test_the_answer_of_nvidia_smi_is_read_and_noise_ignored() -> None:
         name="Tesla V100-SXM2-16GB", compute_capability="7.0", memory_bytes=16384 << 20
     )
     assert second == Gpu(name="Old")
+
+
+def test_an_old_torch_is_an_error() -> None:
+    found = findings(facts(torch="2.4.1+cu121"))
+    assert not is_usable(found)
+    assert found[0].text == "torch 2.4.1+cu121 is too old: training needs 2.9 or newer"

@@ -1,0 +1,218 @@
+"""How far estimates of a device from its data sheet are from measured runs, held out.
+
+Efficiencies (costs/efficiency.py) are fitted to layers of OPT-350M that Sailor measured on four
+types of GPU, steps of GPT models that vTrain measured on A100 and of ResNet-50 that Gavel measured
+on three types. Each error below is of a fit that had not seen what it is
+judged on: one device left out, or one configuration (a microbatch size; a model's width and depth).
+
+    python benchmarks/device_estimates.py            about 20 CPU seconds
+    python benchmarks/device_estimates.py --quick    one fit, and devices left out
+    python benchmarks/device_estimates.py --write    fit to all runs and write costs/efficiency.py
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+from scipy.optimize import least_squares
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests" / "data"), str(ROOT / "benchmarks")]
+
+import reference  # noqa: E402
+from estimates_parts.gavel import SPECS as GAVEL  # noqa: E402
+from estimates_parts.gavel import gavel_steps  # noqa: E402
+from estimates_parts.gh200 import gh200_errors  # noqa: E402
+from estimates_parts.measured import (  # noqa: E402
+    SPECS,
+    Measured,
+    link_shares,
+    sailor_layers,
+    vtrain_steps,
+)
+
+from hetflow.costs.roofline import Efficiency  # noqa: E402
+
+TARGET = ROOT / "costs" / "efficiency.py"
+WITHIN = 0.9  # the share of held-out errors that the stated error holds
+
+
+def fit(runs: Sequence[Measured], link: float) -> Efficiency:
+    """Least squares of the logarithm of estimated over measured.
+
+    vTrain's steps together weigh as much as Sailor's layers.
+    """
+    steps = sum(run.device == "vTrain" for run in runs)
+    layers = sum(run.device in SPECS for run in runs)
+    weight = np.array([math.sqrt(layers / steps) if r.device == "vTrain" else 1.0 for r in runs])
+
+    def apart(values: Sequence[float]) -> np.ndarray:
+        now = _efficiency(values, link)
+        return weight * np.log([run.estimated(now) / run.seconds for run in runs])
+
+    found = least_squares(
+        apart, [0.6, 0.5, 0.5, 0.6, 0.7, 1.0], bounds=([0.05] * 5 + [0.0], [1.0] * 5 + [10.0])
+    )
+    return _efficiency(found.x, link)
+
+
+def _efficiency(values: Sequence[float], link: float) -> Efficiency:
+    vector, tf32, half, convolution, memory, launch = map(float, values)
+    return Efficiency(
+        vector=vector,
+        tf32=tf32,
+        half=half,
+        convolution=convolution,
+        memory=memory,
+        link=link,
+        launch_seconds=launch * 1e-5,
+    )
+
+
+def whole_errors(runs: Iterable[Measured], efficiency: Efficiency) -> dict[str, float]:
+    """Relative errors of whole passes or steps: a pass's parts add up."""
+    sums: dict[str, list[float]] = {}
+    for number, run in enumerate(runs):
+        own = f"{run.device}, {number if run.device == 'vTrain' else run.config.split(', ')[0]}"
+        found = sums.setdefault(own, [0.0, 0.0])
+        found[0] += run.weight * run.estimated(efficiency)
+        found[1] += run.weight * run.seconds
+    return {name: estimated / measured - 1 for name, (estimated, measured) in sums.items()}
+
+
+def held_out(
+    runs: Sequence[Measured], link: float, group_of: Callable[[Measured], str]
+) -> dict[str, list[float]]:
+    """Errors of each group, by a fit to all others."""
+    errors = {}
+    for group in dict.fromkeys(map(group_of, runs)):
+        efficiency = fit([run for run in runs if group_of(run) != group], link)
+        judged = [run for run in runs if group_of(run) == group]
+        errors[group] = list(whole_errors(judged, efficiency).values())
+    return errors
+
+
+def left_out(runs: Sequence[Measured], link: float, device: str) -> list[float]:
+    """Errors of whole passes on a device, by a fit to all others."""
+    efficiency = fit([run for run in runs if run.device != device], link)
+    return list(whole_errors([r for r in runs if r.device == device], efficiency).values())
+
+
+def carried(
+    runs: Sequence[Measured], link: float, devices: Iterable[str]
+) -> dict[str, list[float]]:
+    """Errors of measured passes of one device carried to another, which the fit has not seen."""
+    errors: dict[str, list[float]] = {}
+    for target in devices:
+        efficiency = fit([run for run in runs if run.device != target], link)
+        for source in devices:
+            if source == target:
+                continue
+            error = {
+                name: whole_errors([run for run in runs if run.device == name], efficiency)
+                for name in (source, target)
+            }
+            for name, of_target in error[target].items():
+                of_source = error[source].get(name.replace(target, source))
+                if of_source is not None:
+                    key = f"{source} to {target}"
+                    errors.setdefault(key, []).append((1 + of_target) / (1 + of_source) - 1)
+    return errors
+
+
+def summary(errors: Iterable[float]) -> dict[str, float]:
+    """Mean and largest size of errors, the size that nine in ten stay within, and their mean."""
+    sizes = sorted(map(abs, errors := list(errors)))
+    return {
+        "number": len(sizes),
+        "mean": statistics.mean(sizes),
+        "within_90_percent": sizes[math.ceil(WITHIN * len(sizes)) - 1],
+        "largest": sizes[-1],
+        "bias": statistics.mean(errors),
+    }
+
+
+def write(
+    efficiency: Efficiency, estimated: tuple[float, float], carried: tuple[float, float]
+) -> None:
+    """The module of fitted figures."""
+    values = "\n".join(
+        f"    {field.name}={getattr(efficiency, field.name):.4g}," for field in fields(efficiency)
+    )
+    text = (
+        '"""Efficiencies fitted to measured runs, and how far held-out estimates were off.\n\n'
+        "Written by `python benchmarks/device_estimates.py --write`; do not edit.\n"
+        '"""\n\nfrom .roofline import Efficiency, HeldOutError\n\n'
+        f"FITTED = Efficiency(\n{values}\n)\n"
+        + "".join(
+            f"{name}_ERROR = HeldOutError(products={error[0]:.2f}, convolutions={error[1]:.2f})\n"
+            for name, error in (("ESTIMATED", estimated), ("CARRIED", carried))
+        )
+    )
+    TARGET.write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="leave devices out only")
+    parser.add_argument("--write", action="store_true", help="write costs/efficiency.py")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    folder = reference.gpu_runs()
+    runs = [*sailor_layers(folder), *vtrain_steps(folder), *gavel_steps(reference.folder())]
+    link = statistics.geometric_mean(link_shares(folder).values())
+    efficiency = fit(runs, link)
+    print("fitted to all:", efficiency)
+    result: dict[str, object] = {"efficiency": str(efficiency)}
+    stated = {}
+    for kind, devices, what in (
+        ("products", SPECS, "passes of OPT-350M"),
+        ("convolutions", GAVEL, "steps of ResNet-50"),
+    ):
+        alone = {device: left_out(runs, link, device) for device in devices}
+        show(f"{what}, device left out of the fit", alone, result)
+        across = carried(runs, link, devices)
+        show(f"measured {what} carried to a device left out of the fit", across, result)
+        stated[kind] = [summary(sum(e.values(), []))["within_90_percent"] for e in (alone, across)]
+    if not arguments.quick:
+        seen = fit([run for run in runs if run.device != "GH-96"], link)
+        nodes = gh200_errors(folder, seen)
+        show("15 runs on GH200 nodes, GH200 left out of the fit", nodes, result)
+        models = held_out(runs, link, lambda r: r.config if r.device == "vTrain" else "")
+        del models[""]
+        show("steps on A100 in 16 bits, model left out of the fit", models, result)
+        of_models = summary(sum(models.values(), []))["within_90_percent"]
+        stated["products"][0] = max(stated["products"][0], of_models)
+        sizes = held_out(runs, link, lambda r: r.config.split(", ")[0] if r.device in SPECS else "")
+        del sizes[""]
+        show("passes of OPT-350M, microbatch size left out of the fit", sizes, result)
+    print("stated, estimated and carried:", stated)
+    if arguments.write:
+        estimated, across_types = zip(stated["products"], stated["convolutions"], strict=True)
+        write(efficiency, estimated, across_types)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def show(title: str, errors: dict[str, list[float]], result: dict[str, object]) -> None:
+    """One line a group, and one for all of them."""
+    print(f"\n{title}")
+    table = {name: summary(found) for name, found in errors.items()}
+    table["all"] = summary(sum(errors.values(), []))
+    for name, row in table.items():
+        print(
+            f"  {name:28s} {row['number']:4d}: mean {row['mean']:6.1%}, "
+            f"9 in 10 within {row['within_90_percent']:6.1%}, "
+            f"largest {row['largest']:6.1%}, bias {row['bias']:+.1%}"
+        )
+    result[title] = table
+
+
+if __name__ == "__main__":
+    main()

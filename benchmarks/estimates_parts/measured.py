@@ -1,0 +1,132 @@
+"""The measured runs, each with the operators that it ran."""
+
+import csv
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hetflow.costs.device_table import DeviceSpec, spec_of
+from hetflow.costs.roofline import Efficiency, seconds_of
+from hetflow.schema.operator_counts import Operator
+
+from .megatron import Shape, block_counts, head_counts
+
+# Sailor's names of devices. GH-96 is a GH200 with 96 GB.
+SPECS = {
+    "A100-40": spec_of("A100-SXM4-40GB"),
+    "GH-96": spec_of("GH200-96GB"),
+    "V100-16": spec_of("V100-SXM2-16GB"),
+    "Titan-RTX": spec_of("TITAN-RTX-24GB"),
+}
+VTRAIN = spec_of("A100-SXM4-80GB")
+# OPT's published configuration has no dropout in its attention.
+OPT = Shape(1024, 16, 2048, attention_dropout=0.0)
+_VTRAIN_VOCABULARY = 51200
+_ADAM_BYTES = 30  # a parameter: gradient, two moments and 32-bit weight read and written, copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A measured time, and the operators that it is the time of.
+
+    Args:
+        device: Sailor's name of it, or ``vTrain``.
+        config: What was varied: a part of the pass, or a model.
+        spec: Of the device.
+        operators: (how many times, operators), one after another.
+        moved_bytes: Through the device's memory besides, by the optimizer.
+        sent_bytes: Over the link, to synchronise.
+        seconds: Measured.
+        weight: In the whole pass: how many such parts it has.
+    """
+
+    device: str
+    config: str
+    spec: DeviceSpec
+    operators: tuple[tuple[int, tuple[Operator, ...]], ...]
+    moved_bytes: float = 0.0
+    sent_bytes: float = 0.0
+    seconds: float
+    weight: int = 1
+
+    def estimated(self, efficiency: Efficiency) -> float:
+        """Seconds by the roofline; 32-bit products in TF32 where the device has it."""
+        spec = self.spec
+        return (
+            sum(n * seconds_of(ops, spec, efficiency, "tf32") for n, ops in self.operators)
+            + self.moved_bytes / (spec.memory_bytes_per_second * efficiency.memory)
+            + self.sent_bytes / (spec.link_bytes_per_second * efficiency.link)
+        )
+
+
+@cache
+def _counts(shape: Shape, batch: int) -> tuple[tuple[tuple[Operator, ...], ...], ...]:
+    with FakeTensorMode():
+        return block_counts(shape, batch), head_counts(shape, batch)
+
+
+def sailor_layers(folder: Path) -> Iterator[Measured]:
+    """Forward and backward passes of a block and of the head, on one device.
+
+    Blocks were checkpointed: their backward passes fit only with the forward pass inside.
+    """
+    devices = json.loads((folder / "sailor" / "layer_profiles_opt350.json").read_text())
+    for device, sizes in devices.items():
+        for size in sorted((size for size in sizes if "1" in sizes[size]), key=int):
+            layers = sizes[size]["1"]
+            (forward, backward), (head, head_backward) = _counts(OPT, int(size))
+            blocks = [layers[str(number)] for number in range(1, 25)]
+            for part, operators, seconds, weight in (
+                ("block forward", forward, statistics.median(b[0] for b in blocks), 24),
+                ("block backward", forward + backward, statistics.median(b[1] for b in blocks), 24),
+                ("head forward", head, layers["25"][0], 1),
+                ("head backward", head_backward, layers["25"][1], 1),
+            ):
+                yield Measured(
+                    device=device,
+                    config=f"microbatch {size}, {part}",
+                    spec=SPECS[device],
+                    operators=((1, operators),),
+                    seconds=seconds,
+                    weight=weight,
+                )
+
+
+def vtrain_steps(folder: Path) -> Iterator[Measured]:
+    """Whole steps of data-parallel GPT models in 16 bits on one node of A100."""
+    with (folder / "vtrain" / "measured_runs_a100_tensor1.csv").open(encoding="utf-8") as stream:
+        rows = [[float(cell) for cell in row] for row in list(csv.reader(stream))[1:]]
+    for _, batch, micro, hidden, heads, layers, length, _, replicas, stages, milliseconds in rows:
+        if stages != 1:
+            continue
+        shape = Shape(
+            int(hidden), int(heads), int(length), vocabulary=_VTRAIN_VOCABULARY,
+            dtype=torch.float16,
+        )  # fmt: skip
+        (forward, backward), (head, head_backward) = _counts(shape, int(micro))
+        passes = int(batch / micro / replicas)
+        weights = layers * 12 * hidden**2 + (_VTRAIN_VOCABULARY + length) * hidden
+        yield Measured(
+            device="vTrain",
+            config=f"hidden {hidden:.0f}, {layers:.0f} layers",
+            spec=VTRAIN,
+            operators=(
+                (passes * int(layers), forward + backward),
+                (passes, head + head_backward),
+            ),
+            moved_bytes=_ADAM_BYTES * weights,
+            sent_bytes=2 * (replicas - 1) / replicas * 2 * weights,
+            seconds=milliseconds / 1e3,
+        )
+
+
+def link_shares(folder: Path) -> dict[str, float]:
+    """Measured bandwidth of large messages in a node of four, over the sheet's, by device."""
+    found = json.loads((folder / "sailor" / "intra_node_bandwidths.json").read_text())
+    return {name: found[name]["4"][1] / spec.link_bytes_per_second for name, spec in SPECS.items()}

@@ -1,0 +1,425 @@
+"""Count what a model's passes compute and move, on tensors that have shapes but no values.
+
+The workload runs whole (loss, backward, update) under torch's FakeTensorMode: nothing is computed
+and next to no memory is taken, so a laptop can count a model that fits no device of its own.
+Floating-point operations are those of ``torch.utils.flop_counter``. Bytes are those of an
+operator's distinct inputs and outputs: run eagerly, each moves through memory once.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+from ..devices.host import TORCH_DEVICE
+from ..schema.errors import TargetError
+from ..schema.operator_counts import LayerCounts, LayerTable, ModelCounts, Operator, PassCounts
+from ..schema.optimizer import OptimizerState
+from . import targets
+from .bench import Bench
+from .layer_memory import Ledger
+from .layer_passes import Piece, chosen, detached, weight_row
+from .layer_traces import call_of, find_layers
+from .nests import mapped, tensors_in
+
+# Names of operators that move nothing, although they are no views by their schema.
+_FREE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view",
+    "detach", "lift_fresh", "set_", "_local_scalar_dense", "resize_",
+}  # fmt: skip
+# Of these only as much of the first input is read as comes out.
+_PICKING = {"embedding", "gather", "index", "index_select", "nll_loss_forward"}
+# Of these only as much of the first input is changed as the last one has.
+_SCATTERING = {"scatter_add_", "index_put_", "index_add_"}
+
+
+class Tally:
+    """What has been called so far, and the memory that the calls' outputs hold.
+
+    Bytes are beyond what was there when the tally began.
+    """
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._calls: Counter[tuple[str, str, float, int]] = Counter()
+        self._held: set[int] = set()
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """The calls, equal ones together, in the order of the first of each."""
+        return tuple(
+            Operator(name=name, dtype=dtype, flops=flops, num_bytes=size, count=count)
+            for (name, dtype, flops, size), count in self._calls.items()
+        )
+
+    def called(self, name: str, dtype: str, flops: float, num_bytes: int) -> None:
+        """Count a call."""
+        self._calls[name, dtype, flops, num_bytes] += 1
+
+    def allocated(self, storage: Any, inputs: set[int]) -> None:
+        """Count a storage that is not one of the inputs' until nobody holds it."""
+        key = storage._cdata
+        if key in self._held or key in inputs:
+            return
+        self._held.add(key)
+        self.live_bytes += storage.nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._freed, key, storage.nbytes())
+
+    def _freed(self, key: int, size: int) -> None:
+        self._held.discard(key)
+        self.live_bytes -= size
+
+
+@contextmanager
+def tallied() -> Iterator[Tally]:
+    """Count what torch calls meanwhile."""
+    tally = Tally()
+    with _recorder()(tally):
+        yield tally
+
+
+@cache
+def _recorder() -> Any:
+    """The class that sees torch's calls; torch is imported when it is first needed."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __init__(self, tally: Tally) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self._tally = tally
+
+        def __torch_dispatch__(
+            self, function: Any, types: Any, arguments: Any = (), named: Any = None
+        ) -> Any:
+            named = named or {}
+            answer = function(*arguments, **named)
+            _note(self._tally, function, arguments, named, answer)
+            return answer
+
+    return Recorder
+
+
+def _note(tally: Tally, function: Any, arguments: Any, named: Any, answer: Any) -> None:
+    from torch.utils.flop_counter import flop_registry
+
+    inputs, outputs = _tensors((arguments, named)), _tensors(answer)
+    held = {tensor.untyped_storage()._cdata for tensor in inputs}
+    for tensor in outputs:
+        tally.allocated(tensor.untyped_storage(), held)
+    name = function._overloadpacket.__name__
+    if not outputs and function._schema.is_mutable:
+        outputs = _written(function, arguments)  # torch._foreach_*_ answer with nothing
+    if not outputs or name in _FREE or _is_view(function):
+        return
+    if name in _PICKING:
+        inputs = [*outputs, *inputs[1:]]
+    elif name in _SCATTERING:
+        inputs, outputs = [*inputs[1:], inputs[-1]], [inputs[-1]]
+    formula = flop_registry.get(function._overloadpacket)
+    flops = 0.0 if formula is None else float(formula(*arguments, **named, out_val=answer))
+    moved = {id(tensor): tensor for tensor in inputs}.values()
+    size = sum(map(_bytes, moved)) + sum(map(_bytes, outputs))
+    floats = [tensor.dtype for tensor in (*inputs, *outputs) if tensor.is_floating_point()]
+    dtype = str(floats[0] if floats else outputs[0].dtype).removeprefix("torch.")
+    tally.called(name, dtype, flops, size)
+
+
+def _written(function: Any, arguments: Any) -> list[Any]:
+    """The inputs that an operator writes to, by its schema."""
+    return _tensors(
+        [
+            value
+            for value, declared in zip(arguments, function._schema.arguments, strict=False)
+            if declared.alias_info is not None and declared.alias_info.is_write
+        ]
+    )
+
+
+def _tensors(value: Any) -> list[Any]:
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [
+        leaf
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    ]
+
+
+def _bytes(tensor: Any) -> int:
+    """Of the tensor's values; an expanded one's lie in memory once."""
+    size: int = min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return size
+
+
+@cache
+def _is_view(function: Any) -> bool:
+    """Whether it answers with other looks at its inputs, and writes nothing."""
+    marks = [returned.alias_info for returned in function._schema.returns]
+    return bool(marks) and all(mark is not None and not mark.is_write for mark in marks)
+
+
+def count_model(
+    target: targets.Target,
+    sizes: Sequence[int],
+    layers_at: Sequence[int],
+    optimizer: str,
+    *,
+    is_default: bool = False,
+    is_enough: Callable[[int, Sequence[PassCounts]], bool] = lambda standing, passes: False,
+) -> ModelCounts:
+    """Count a target's training at several batch sizes.
+
+    Args:
+        target: What to count; its factory runs here, on tensors without values.
+        sizes: Batch sizes, ascending.
+        layers_at: Microbatch sizes to count the layers at.
+        optimizer: One of ``schema.optimizer.NAMES``, where the target brings none.
+        is_default: Whether nobody chose that optimizer.
+        is_enough: Asked after each size, with the bytes that stand between steps and the passes
+            so far, whether larger sizes may be left out.
+
+    Raises:
+        TargetError: The workload is at fault, or what it does depends on values.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with _without_onednn(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        workload = _loaded(target, fake)
+        bench = Bench(workload, TORCH_DEVICE, optimizer)
+        make = bench.make_batch
+        bench.make_batch = partial(_faked_batch, fake, make)  # type: ignore[method-assign]
+        with _values_are_missing(target):
+            counts = _counted(bench, sizes, layers_at, is_enough)
+    if workload.make_optimizer is None:
+        named = replace(counts.optimizer, name=optimizer, is_default=is_default)
+        counts = replace(counts, optimizer=named)
+    return counts
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """A CPU's fused operators, such as a whole LSTM, have no counterpart elsewhere."""
+    import torch
+
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def _loaded(target: targets.Target, fake: Any) -> targets.Workload:
+    """The workload, built without values where its factory allows that."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    try:
+        return targets.load(target)
+    except TargetError:
+        with unset_fake_temporarily():
+            workload = targets.load(target)  # its own fault, if it is one, ends here
+        _fake_weights(workload.model, fake)
+        return workload
+
+
+def _fake_weights(model: Any, fake: Any) -> None:
+    """Replace a model's parameters and buffers; those that are shared stay so."""
+    import torch
+
+    known: dict[int, Any] = {}
+
+    def without_values(tensor: Any) -> Any:
+        if id(tensor) not in known:
+            made = fake.from_tensor(tensor.detach())
+            is_weight = isinstance(tensor, torch.nn.Parameter)
+            known[id(tensor)] = (
+                torch.nn.Parameter(made, requires_grad=tensor.requires_grad) if is_weight else made
+            )
+        return known[id(tensor)]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = without_values(tensor)
+
+
+def _faked_batch(fake: Any, make: Callable[[int], Any], size: int) -> Any:
+    from torch._subclasses.fake_tensor import is_fake
+
+    return mapped(lambda t: t if is_fake(t) else fake.from_tensor(t), make(size))
+
+
+@contextmanager
+def _values_are_missing(target: targets.Target) -> Iterator[None]:
+    """Say in words that a pass asked for a value, which no tensor here has."""
+    try:
+        yield
+    except TargetError as error:
+        if "DataDependent" not in error.message and "fake" not in error.message.lower():
+            raise
+        raise TargetError(
+            f"{target.text}: cannot be counted without running it: {error.message}",
+            hint="what the model does depends on the values of tensors; profile it on a device, "
+            "and carry that profile with --from-profile",
+        ) from error
+
+
+def _counted(
+    bench: Bench,
+    sizes: Sequence[int],
+    layers_at: Sequence[int],
+    is_enough: Callable[[int, Sequence[PassCounts]], bool],
+) -> ModelCounts:
+    import torch
+
+    first = min([*sizes, *layers_at])
+    bench.run_step(bench.make_batch(first))  # gradients and state exist from here on
+    for group in bench.optimizer.param_groups:
+        if "foreach" in group:
+            group["foreach"] = True  # torch's default on GPUs
+    with tallied() as update:
+        bench.optimizer.step()
+    state = sum(map(_state_bytes, bench.optimizer.state.values()))
+    grads = [p.grad for p in bench.model.parameters() if p.grad is not None]
+    standing = sum(map(_bytes, [*bench.model.parameters(), *bench.model.buffers(), *grads])) + state
+    passes: list[PassCounts] = []
+    for size in sizes:
+        passes.append(_pass(bench, size))
+        if is_enough(standing, passes):
+            break
+    return ModelCounts(
+        weight_bytes=bench.weight_bytes,
+        num_parameters=bench.num_parameters,
+        standing_bytes=standing,
+        optimizer=OptimizerState(
+            name=type(bench.optimizer).__name__,
+            state_bytes_per_weight_byte=state / bench.weight_bytes,
+        ),
+        update=update.operators,
+        update_workspace_bytes=update.peak_bytes,
+        passes=tuple(passes),
+        tables=tuple(_table(bench, size) for size in layers_at),
+        torch=torch.__version__,
+    )
+
+
+def _state_bytes(state: Any) -> int:
+    """Of the tensors in one parameter's state; single numbers, such as Adam's step, apart."""
+    return sum(_bytes(tensor) for tensor in _tensors(state) if tensor.dim())
+
+
+def _pass(bench: Bench, size: int) -> PassCounts:
+    batch = bench.make_batch(size)
+    with tallied() as tally:
+        loss = bench.loss_of(batch)
+        forward, kept = tally.operators, tally.live_bytes
+        before = Counter({_key(op): op.count for op in forward})
+        bench._of_user("loss.backward", loss.backward)
+        both = tally.operators
+    backward = [
+        Operator(
+            name=op.name, dtype=op.dtype, flops=op.flops, num_bytes=op.num_bytes,
+            count=op.count - before[_key(op)],
+        )
+        for op in both
+        if op.count > before[_key(op)]
+    ]  # fmt: skip
+    return PassCounts(
+        batch_size=size,
+        forward=forward,
+        backward=tuple(backward),
+        kept_bytes=max(0, kept),
+        peak_bytes=tally.peak_bytes,
+        batch_bytes=sum(map(_bytes, _tensors(batch))),
+    )
+
+
+def _key(operator: Operator) -> tuple[str, str, float, int]:
+    return operator.name, operator.dtype, operator.flops, operator.num_bytes
+
+
+def _table(bench: Bench, size: int) -> LayerTable:
+    """The layers that a launch can cut by, each run alone from what really reaches it."""
+    found = find_layers(bench, size)
+    if found.layered is None:
+        raise TargetError(
+            f"the layers cannot be found without running the model: {found.trace.reason}",
+            hint="leave out --layers, or profile the model on a device",
+        )
+    from ..runtime.pipeline.cut import cut
+
+    whole = _pass(bench, size)
+    batch = bench.make_batch(size)
+    values = dict(call_of(bench, batch).arguments)
+    standing = [*bench.model.parameters(), *bench.model.buffers()]
+    ledger = Ledger(standing, tensors_in(values))
+    held: dict[int, str] = {}
+    rows = []
+    for layer, part in zip(
+        found.layered.layers,
+        cut(found.layered, [[layer.id] for layer in found.layered.layers]),
+        strict=True,
+    ):
+        own = [name not in part.inputs for name in part.outputs]
+        made = partial(chosen, own) if own else tensors_in
+        inputs = [values[name] for name in (*part.arguments, *part.inputs)]
+        row, answer = _layer(ledger, Piece(layer.id, part, inputs, made))
+        values.update(
+            (name, detached(value))
+            for name, value, is_own in zip(part.outputs, answer if own else (), own, strict=True)
+            if is_own
+        )
+        weights = weight_row(layer.id, part.module.parameters(), held)
+        rows.append({"id": layer.id, "op": layer.op, **row, **weights})
+    stashed = ledger.stashed_bytes
+    of_loss = max(0, whole.kept_bytes - sum(stashed.values()))
+    return LayerTable(
+        whole=whole,
+        layers=tuple(
+            LayerCounts(
+                **{**row, "shared_with": tuple(row.get("shared_with", ()))},
+                # The loss is computed where the model ends, and what it keeps is in no layer.
+                stashed_bytes=stashed.get(row["id"], 0) + (of_loss if row is rows[-1] else 0),
+            )
+            for row in rows
+        ),
+        edges=tuple((source, target) for source, target in found.layered.edges),
+        trace=found.trace,
+    )
+
+
+def _layer(ledger: Ledger, piece: Piece) -> tuple[dict[str, Any], Any]:
+    """A layer's operators and memory, and its answer."""
+    import torch
+
+    leaves: list[Any] = []
+    pairs: list[tuple[Any, Any]] = []
+
+    def copied(tensor: Any) -> Any:
+        leaves.append(tensor.detach().requires_grad_(tensor.is_floating_point()))
+        pairs.append((leaves[-1].clone(), tensor))
+        return pairs[-1][0]
+
+    copies = [mapped(copied, value) for value in piece.values]
+    with tallied() as forward:
+        answer = ledger.record(piece.id, lambda: piece.call(*copies), piece.made, pairs)
+    results = [tensor for tensor in piece.made(answer) if tensor.requires_grad]
+    ones = [torch.ones_like(result) for result in results]
+    with tallied() as backward:
+        if results:
+            torch.autograd.backward(results, ones)
+    gradients = sum(_bytes(leaf.grad) for leaf in leaves if leaf.grad is not None)
+    workspace = max(0, forward.peak_bytes - forward.live_bytes, backward.peak_bytes - gradients)
+    return {
+        "forward": forward.operators,
+        "backward": backward.operators,
+        "activation_bytes": sum(t.numel() * t.element_size() for t in piece.made(answer)),
+        "workspace_bytes": workspace,
+    }, answer

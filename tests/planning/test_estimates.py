@@ -1,0 +1,131 @@
+"""Plans made from estimated profiles say so, wherever they are shown."""
+
+from dataclasses import replace
+
+import pytest
+
+import hetflow
+from hetflow.costs.device_table import spec_of
+from hetflow.costs.efficiency import ESTIMATED_ERROR
+from hetflow.costs.estimate import Estimator, estimated_profile
+from hetflow.profilers.estimate import specs_of
+from hetflow.reports.explain import explanation_document, explanation_table
+from hetflow.reports.explain_pipeline import explain_pipeline
+from hetflow.reports.explain_split import explain_split
+from hetflow.reports.tables import table_of
+from hetflow.schema import files
+from hetflow.schema.errors import ProblemError
+from hetflow.schema.layer_trace import LayerTrace
+from hetflow.schema.operator_counts import (
+    LayerCounts,
+    LayerTable,
+    ModelCounts,
+    Operator,
+    PassCounts,
+)
+from hetflow.schema.optimizer import OptimizerState
+from hetflow.schema.pipeline import PipelinePlan
+from hetflow.schema.plan import SplitPlan
+from hetflow.schema.profile import Profile
+
+
+def passes(size: int) -> PassCounts:
+    product = Operator(name="mm", dtype="float32", flops=1e12 * size, num_bytes=10**8)
+    return PassCounts(
+        batch_size=size, forward=(product,), backward=(product, product), kept_bytes=10**8 * size,
+        peak_bytes=2 * 10**8 * size, batch_bytes=10**6 * size,
+    )  # fmt: skip
+
+
+def layer(name: str) -> LayerCounts:
+    product = Operator(name="mm", dtype="float32", flops=2e12, num_bytes=10**8)
+    return LayerCounts(
+        id=name, op="Linear", forward=(product,), backward=(product, product),
+        activation_bytes=10**6, weight_bytes=10**8, stashed_bytes=2 * 10**8, workspace_bytes=0,
+    )  # fmt: skip
+
+
+COUNTS = ModelCounts(
+    weight_bytes=4 * 10**8,
+    num_parameters=10**8,
+    standing_bytes=12 * 10**8,
+    optimizer=OptimizerState(name="sgd-momentum", state_bytes_per_weight_byte=1.0),
+    update=(),
+    update_workspace_bytes=0,
+    passes=tuple(map(passes, (1, 2, 4, 8, 16))),
+    tables=(
+        LayerTable(
+            whole=passes(8),
+            layers=tuple(layer(name) for name in "abcd"),
+            edges=(("a", "b"), ("b", "c"), ("c", "d")),
+            trace=LayerTrace(way="fx"),
+        ),
+    ),
+)
+
+
+def profile(name: str) -> Profile:
+    return estimated_profile(COUNTS, Estimator(spec=spec_of(name)), model="toy")
+
+
+def shown(plan: SplitPlan | PipelinePlan) -> str:
+    explained = explain_split(plan) if isinstance(plan, SplitPlan) else explain_pipeline(plan)
+    assert explanation_document(explained)["estimated"] is True
+    return f"{table_of(plan)}\n{explanation_table(explained)}"
+
+
+@pytest.mark.parametrize("strategy", ["split", "pipeline"])
+def test_a_plan_from_estimates_says_so_everywhere(strategy: str) -> None:
+    plan = hetflow.solve(
+        [profile("V100"), profile("H100")], "2xV100,2xH100", batch_size=64, strategy=strategy,
+        fastest=True,
+    )  # fmt: skip
+    assert plan.estimates
+    used = {estimate.device_type for estimate in plan.estimates}
+    text = shown(plan)
+    for device_type in used:
+        assert text.count(f"{device_type} estimated, not measured") == 2  # table, explanation
+        assert f"{device_type} (estimated)" in text
+    assert "the estimates allow" in text
+    assert files.from_json(files.to_json(plan), type(plan)) == plan
+    step = plan.predicted.step_seconds
+    assert plan.predicted.step_seconds_low == pytest.approx(step * (1 - ESTIMATED_ERROR.products))
+    assert hetflow.check(plan, [profile("V100"), profile("H100")], "2xV100,2xH100") == []
+
+
+def test_a_plan_of_three_dimensions_says_so_too() -> None:
+    plan = hetflow.solve(
+        [profile("V100"), profile("H100")], "2xV100,2xH100", batch_size=64, strategy="parallel"
+    )
+    assert plan.estimates
+    for estimate in plan.estimates:
+        assert str(estimate) in table_of(plan)
+
+
+def test_only_types_in_use_are_named() -> None:
+    measured = replace(profile("V100"), estimate=None)
+    plan = hetflow.solve([measured, profile("K80")], "4xV100", batch_size=64, strategy="split")
+    assert plan.estimates == ()
+    assert "estimated" not in table_of(plan)
+
+
+def test_an_estimated_profile_is_shown_as_such() -> None:
+    text = table_of(profile("H100"))
+    assert text.startswith("toy on H100 (estimated): ")
+    assert "figures of H100-SXM5-80GB" in text
+
+
+def test_estimated_and_measured_devices_take_two_commands() -> None:
+    assert [spec.name for spec in specs_of(["spec:V100,spec:H100-PCIE-80GB"])] == [
+        "V100-SXM2-16GB",
+        "H100-PCIE-80GB",
+    ]
+    assert specs_of(["cpu"]) == ()
+    with pytest.raises(ProblemError, match="spec:V100 is estimated and cpu is measured"):
+        specs_of(["spec:V100", "cpu"])
+    with pytest.raises(ProblemError, match="A100 is asked for twice"):
+        specs_of(["spec:A100", "spec:A100-SXM4-80GB"])
+    with pytest.raises(ProblemError, match="nothing of them is measured"):
+        hetflow.profile("zoo:mlp", ["spec:V100"], effort="quick")
+    with pytest.raises(ProblemError, match="are for estimates"):
+        hetflow.profile("zoo:mlp", ["cpu"], precision="tf32")

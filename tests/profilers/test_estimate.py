@@ -1,0 +1,80 @@
+"""Estimates from the target to the profile, through the process that counts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import hetflow
+from hetflow.schema import files
+from hetflow.schema.errors import ProblemError, TargetError
+from hetflow.schema.profile import Profile
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def estimated() -> Profile:
+    (profile,) = hetflow.profile(
+        "zoo:gpt-small", ["spec:V100"], layers=True, optimizer="adam", max_batch_size=8
+    )
+    return profile
+
+
+def test_sizes_layers_and_optimizer_come_from_the_target(estimated: Profile) -> None:
+    assert [point.batch_size for point in estimated.batch_curve] == [1, 2, 3, 4, 6, 8]
+    assert estimated.optimizer is not None
+    assert estimated.optimizer.state_bytes_per_weight_byte == 2.0
+    (table,) = estimated.layer_tables
+    total = sum(node.forward_seconds + node.backward_seconds for node in table.nodes)
+    assert total == pytest.approx(estimated.batch_curve[-1].step_seconds)
+    assert sum(node.weight_bytes for node in table.nodes) == estimated.weight_bytes
+
+
+def test_a_measured_profile_is_carried_layer_by_layer(estimated: Profile, tmp_path: Path) -> None:
+    """As if a V100 had been measured that takes twice its estimate."""
+    assert estimated.layers is not None
+    measured = replace(
+        estimated,
+        batch_curve=tuple(
+            replace(point, step_seconds=2 * point.step_seconds) for point in estimated.batch_curve
+        ),
+        layers=replace(
+            estimated.layers,
+            nodes=tuple(
+                replace(node, forward_seconds=2 * node.forward_seconds)
+                for node in estimated.layers.nodes
+            ),
+        ),
+        estimate=None,
+        provenance={"device": "Tesla V100-SXM2-16GB"},
+    )
+    path = tmp_path / "measured.json"
+    files.write(path, measured)
+    (target,) = hetflow.profile(
+        "zoo:gpt-small", ["spec:H100"], layers=True, optimizer="adam", batch_sizes=[8]
+    )
+    (carried,) = hetflow.profile("zoo:gpt-small", ["spec:H100"], from_profile=path)
+    assert carried.estimate is not None
+    assert carried.estimate.carried_from == "V100"
+    assert len(carried.batch_curve) == len(measured.batch_curve)
+    assert carried.batch_curve[-1].step_seconds == pytest.approx(
+        2 * target.batch_curve[-1].step_seconds
+    )
+    assert carried.layers is not None
+    assert target.layers is not None
+    forward, direct = (
+        sum(node.forward_seconds for node in profile.layers.nodes)  # type: ignore[union-attr]
+        for profile in (carried, target)
+    )
+    assert forward == pytest.approx(2 * direct, rel=0.2)  # layers are scaled to the whole apart
+
+
+def test_what_cannot_be_carried_or_counted_is_refused(estimated: Profile, tmp_path: Path) -> None:
+    elsewhere = replace(estimated, estimate=None, device_type="cpu", provenance=None)
+    with pytest.raises(ProblemError, match="measured on cpu, which the device table has not"):
+        hetflow.profile("zoo:gpt-small", ["spec:H100"], from_profile=elsewhere)
+    script = tmp_path / "train.py"
+    script.write_text("def workload():\n    raise RuntimeError('no data')\n")
+    with pytest.raises(TargetError, match="no data"):
+        hetflow.profile(f"{script}:workload", ["spec:H100"])

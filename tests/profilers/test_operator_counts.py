@@ -1,0 +1,120 @@
+"""Operators counted on tensors without values."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hetflow.profilers import targets
+from hetflow.profilers.operator_counts import count_model, tallied
+from hetflow.schema.errors import TargetError
+from hetflow.schema.operator_counts import Operator
+
+LINEAR = """
+import torch
+from torch import nn
+
+def workload():
+    model = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 10))
+    return model, lambda n: torch.randn(n, 100), lambda m, x: m(x).sum()
+
+def huge():
+    model = nn.Sequential(*(nn.Linear(100_000, 100_000) for _ in range(20)))
+    return model, lambda n: torch.randn(n, 100_000), lambda m, x: m(x).sum()
+
+def scaled():
+    model, make, loss = workload()
+    mean = float(make(1000).mean())  # no tensor has a value while it is counted
+    return model, lambda n: make(n) - mean, loss
+
+def unsteady():
+    model, make, loss = workload()
+    return model, make, lambda m, x: m(x).sum() * (2 if m(x).sum() > 0 else 1)
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("counts") / "train.py"
+    path.write_text(LINEAR)
+    return path
+
+
+def flops(operators: tuple[Operator, ...]) -> float:
+    return sum(operator.flops * operator.count for operator in operators)
+
+
+def test_flops_memory_and_layers_of_two_linear_layers(file: Path) -> None:
+    found = count_model(targets.parse(f"{file}:workload"), (8, 16), (8,), "adam")
+    weights = 100 * 200 + 200 + 200 * 10 + 10
+    assert found.weight_bytes == 4 * weights
+    assert found.standing_bytes == 4 * 4 * weights  # weights, gradients, two moments
+    assert found.optimizer.state_bytes_per_weight_byte == 2.0
+    products = 2 * 8 * (100 * 200 + 200 * 10)
+    first, second = found.passes
+    assert flops(first.forward) == products
+    # Of the weights twice as many, but the gradient of the batch itself is not asked for.
+    assert flops(first.backward) == 2 * products - 2 * 8 * 100 * 200
+    assert flops(second.forward) == 2 * products
+    # Kept for backward: what ReLU made, and the sum.
+    assert first.kept_bytes == 4 * (8 * 200 + 1)
+    assert first.peak_bytes > first.kept_bytes
+    assert first.batch_bytes == 4 * 8 * 100
+    (table,) = found.tables
+    assert [layer.id for layer in table.layers] == ["0", "1", "2"]
+    assert sum(flops(layer.forward) for layer in table.layers) == products
+    assert [layer.weight_bytes for layer in table.layers] == [4 * 20200, 0, 4 * 2010]
+    assert sum(layer.stashed_bytes for layer in table.layers) == first.kept_bytes
+
+
+def test_an_update_moves_weights_gradients_and_state(file: Path) -> None:
+    found = count_model(targets.parse(f"{file}:workload"), (8,), (), "sgd-momentum")
+    moved = sum(operator.num_bytes * operator.count for operator in found.update)
+    # Momentum: scaled (2), gradient added (3); weights: momentum added (3).
+    assert moved == 8 * found.weight_bytes
+
+
+def test_a_model_of_800_gigabytes_is_counted_here(file: Path) -> None:
+    found = count_model(targets.parse(f"{file}:huge"), (2,), (), "sgd")
+    assert found.weight_bytes == 4 * 20 * (10**10 + 10**5)
+    assert flops(found.passes[0].forward) == 20 * 2 * 2 * 10**10
+
+
+def test_a_factory_that_needs_values_is_built_with_them(file: Path) -> None:
+    found = count_model(targets.parse(f"{file}:scaled"), (8,), (8,), "sgd")
+    assert flops(found.passes[0].forward) == 2 * 8 * (100 * 200 + 200 * 10)
+    assert len(found.tables[0].layers) == 3
+
+
+def test_a_pass_that_depends_on_values_is_refused_in_words(file: Path) -> None:
+    with pytest.raises(TargetError, match="cannot be counted without running it") as refused:
+        count_model(targets.parse(f"{file}:unsteady"), (8,), (), "sgd")
+    assert "--from-profile" in (refused.value.hint or "")
+
+
+def test_counting_ends_where_it_is_enough(file: Path) -> None:
+    found = count_model(
+        targets.parse(f"{file}:workload"), (1, 2, 4, 8), (), "sgd",
+        is_enough=lambda standing, passes: len(passes) == 2,
+    )  # fmt: skip
+    assert [one.batch_size for one in found.passes] == [1, 2]
+
+
+def test_views_are_free_and_writes_in_place_are_counted() -> None:
+    x = torch.zeros(10, 10)
+    with tallied() as tally:
+        x.t()[:5].add_(1.0)
+        x.expand(3, 10, 10).sum()
+    by_name = {operator.name: operator for operator in tally.operators}
+    assert set(by_name) == {"add_", "sum"}
+    assert by_name["add_"].num_bytes == 4 * (50 + 50)
+    assert by_name["sum"].num_bytes == 4 * (100 + 1)  # the expanded values lie in memory once
+
+
+def test_the_peak_follows_what_is_held() -> None:
+    with tallied() as tally:
+        kept = torch.zeros(1000)
+        torch.zeros(500)
+        assert tally.live_bytes == 4000
+    assert tally.peak_bytes == 6000
+    assert kept.numel() == 1000
