@@ -34,7 +34,7 @@ from .request import (
     make_folder,
 )
 from .spawn import Meeting, NewGeneration, WorkerCommand, worker_commands
-from .supervise import Signals, Workers
+from .workers import Signals, Workers
 
 POLL_SECONDS = 0.02
 # How long a worker that only lost its peers waits for the one that failed first to be seen.

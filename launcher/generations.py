@@ -27,7 +27,7 @@ from .losses import Losses, reformed
 from .mapping import renumbered, seated
 from .request import OnFailure
 from .restarts import Store, Tries
-from .supervise import Workers
+from .workers import Workers
 
 Start = Callable[[LaunchConfig, int, dict[str, int], Sequence[str]], None]
 Restart = Callable[[LaunchConfig, int, dict[str, int]], None]

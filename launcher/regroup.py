@@ -13,7 +13,7 @@ from .heartbeat import Limits, Watch
 from .history import History
 from .hosts import Together
 from .restarts import Tries
-from .supervise import Workers
+from .workers import Workers
 
 Start = Callable[[LaunchConfig, int, dict[str, int]], None]
 

@@ -23,7 +23,7 @@ from .heartbeat import Limits, Watch
 from .history import History, devices_of
 from .inbox import Inbox
 from .restarts import Store, Tries
-from .supervise import Workers
+from .workers import Workers
 
 Start = Callable[[LaunchConfig, int, dict[str, int], bool], None]
 Cause = Callable[[LaunchConfig, dict[str, int]], Failure | None]

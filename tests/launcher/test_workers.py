@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from hetflow.launcher.spawn import WorkerCommand
-from hetflow.launcher.supervise import Workers
+from hetflow.launcher.workers import Workers
 from hetflow.preload.client import Preload
 
 
