@@ -8,7 +8,7 @@ new generation goes on from there without it.
 
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -20,53 +20,31 @@ from ..schema.resize import ResizeAnswer, ResizeRequest
 from ..schema.run import GenerationKind
 from .change import Change
 from .failures import Failure
-from .heartbeat import Limits, Watch
-from .history import History, devices_of
-from .inbox import Inbox
+from .heartbeat import Watch
+from .history import History, LastGeneration, devices_of
 from .losses import Losses, reformed
 from .mapping import renumbered, seated
-from .request import OnFailure
-from .restarts import Store, Tries
-from .workers import Workers
-
-Start = Callable[[LaunchConfig, int, dict[str, int], Sequence[str]], None]
-Restart = Callable[[LaunchConfig, int, dict[str, int]], None]
+from .restarts import Readable, Tries
+from .supervisor import Launched
 
 
 class Generations:
     """Decides who runs what, and tells the workers.
 
     Args:
-        config: The mapping at the start.
-        workers: The worker processes; their names are their first ranks.
-        inbox: Requests.
+        launched: The launch; its workers' names are their first ranks.
         store: Where workers say what they go on from.
-        start: Starts workers: config, generation, rank by name, names to start.
-        on_failure: Whether a launch goes on without a worker that died.
-        limits: When a worker counts as hung.
-        restart: Starts a whole generation from the last checkpoint; None where there is none.
-        warn: Tells the user something that does not end the launch.
     """
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        workers: Workers,
-        inbox: Inbox,
-        store: Store,
-        start: Start,
-        *,
-        on_failure: OnFailure,
-        limits: Limits,
-        restart: Restart | None = None,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._workers, self._inbox, self._start, self._warn = workers, inbox, start, warn
-        self._on_failure, self._is_fragile = on_failure, False
-        self._watch, self._tries = Watch(workers, limits), Tries(store)
+    def __init__(self, launched: Launched, store: Readable) -> None:
+        config, request = launched.config, launched.request
+        self._launched, self._workers, self._inbox = launched, launched.workers, launched.inbox
+        self._starter, self._warn = launched.starter, launched.warn
+        self._on_failure, self._is_fragile = request.policy, False
+        self._has_checkpoints = request.checkpoint is not None
+        self._watch, self._tries = Watch(launched.workers, launched.limits), Tries(store)
         self.number, self.config = 0, config
         self.restarted_at = 0
-        self._restart = restart
         self._highest = 0
         self._ranks = {str(slot.rank): slot.rank for slot in config.workers}
         self._phase: Literal["starting", "running", "changing", "switching", "breaking", "forming"]
@@ -79,7 +57,7 @@ class Generations:
         self._losses = Losses()
         self._closed: str | None = None
         self._wanted: LaunchConfig | None = None
-        inbox.show(config)
+        self._inbox.show(config)
         self.history = History()
         self._remember("start", "the launch", joined=tuple(self._ranks))
 
@@ -87,6 +65,17 @@ class Generations:
 
     def tick(self, wait_seconds: float) -> Failure | None:
         """Take in what has happened, for at most so long; a failure that ends the launch."""
+        failure = self._take_in(wait_seconds)
+        if failure is not None:
+            is_known = failure.sentence_of_ours or failure.why
+            return (
+                failure if is_known else self._launched.cause(self.config, self._ranks) or failure
+            )
+        if all(self._workers.is_done(name) for name in self._ranks):
+            self._cancel("the run ended before the joining workers could join")
+        return None
+
+    def _take_in(self, wait_seconds: float) -> Failure | None:
         lines = self._workers.lines()
         select.select([line for line in lines.values() if line.is_open], [], [], wait_seconds)
         for name, line in list(lines.items()):
@@ -211,7 +200,7 @@ class Generations:
             detail=detail,
             kind=kind,
         )
-        self._start(config, self._highest + 1, ranks, joining)
+        self._starter.join(config, self._highest + 1, ranks, joining, self.restarted_at)
         self._change, self._phase = change, "changing"
         if not joining:
             self._announce(change)
@@ -271,7 +260,7 @@ class Generations:
     @property
     def _restarts(self) -> bool:
         """Whether all start again where the others cannot go on."""
-        return self._on_failure != "stop" and self._restart is not None
+        return self._on_failure != "stop" and self._has_checkpoints
 
     def _who(self, name: str) -> str:
         return f"worker {name} ({self.config.workers[self._ranks[name]].device_type})"
@@ -317,7 +306,7 @@ class Generations:
         return replace(
             failure,
             sentence_of_ours=f"{self._losses.sentence}; {outside}",
-            hint=failure.hint if self._restart is not None else hint,
+            hint=failure.hint if self._has_checkpoints else hint,
         )
 
     def _can_survive(self, failure: Failure) -> bool:
@@ -334,7 +323,6 @@ class Generations:
 
     def _restart_all(self, cause: str) -> None:
         """Start everybody anew; they go on from the last checkpoint."""
-        assert self._restart is not None
         self._cancel("a worker was lost meanwhile")
         left = tuple(self._ranks)
         for name in filter(self._workers.is_held, left):
@@ -346,7 +334,7 @@ class Generations:
         self._closed, self._is_fragile = None, False
         self.config, self._wanted = self._wanted or self.config, None
         self._ranks = {next(self._names): slot.rank for slot in self.config.workers}
-        self._restart(self.config, self.number, self._ranks)
+        self._starter.restart(self.config, self.number, self._ranks)
         self._workers.show(_first(self._ranks))
         self._remember("restart", cause, joined=tuple(self._ranks), left=left)
         self._warn(f"{cause}; starting again from the last checkpoint")
@@ -402,19 +390,15 @@ class Generations:
             if name in lines:
                 lines[name].send(kind, **content)
 
-    def settle(self) -> None:
-        """All workers are done: whoever was still on the way in is not needed."""
-        self._cancel("the run ended before the joining workers could join")
+    def finish(self) -> None:
+        """There is nothing left to take in."""
 
     @property
-    def where(self) -> tuple[int, int, int]:
-        """Where the last generation reports: its size, its number, the last restart."""
-        return self.config.world_size, self.number, self.restarted_at
-
-    @property
-    def only_newcomers_left(self) -> bool:
-        """Whether everyone who trains is done."""
-        return all(self._workers.is_done(name) for name in self._ranks)
+    def last(self) -> LastGeneration:
+        """Where the workers of the last generation report."""
+        return LastGeneration(
+            world_size=self.config.world_size, number=self.number, restarted_at=self.restarted_at
+        )
 
 
 def _first(ranks: dict[str, int]) -> str:

@@ -11,7 +11,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 from ..devices.emulated import base_type
 from ..protocol.environment import TOKEN
@@ -23,6 +23,7 @@ from ..schema.files import to_json
 from ..schema.launch import LaunchConfig, WorkerSlot
 from .devices import inventory
 from .failures import Failure
+from .history import LastGeneration
 from .patience import Part, PatientStore, Unreachable
 from .request import OnFailure, Rendezvous
 from .spawn import Meeting
@@ -46,6 +47,50 @@ CAUSE_SECONDS = SILENCE_SECONDS + 5.0
 FAREWELL_SECONDS = 10.0
 
 Watch = Callable[[], None]
+
+
+class Hosts(Protocol):
+    """The hosts of a launch, as this one's controller sees them.
+
+    ``is_first`` says that this one holds the store and collects reports. ``token`` is what the
+    keys of the launch stand behind.
+    """
+
+    is_first: bool
+    token: str
+
+    def join(self, watch: Watch) -> tuple[Sequence[WorkerSlot], Meeting]:
+        """Meet the others; the slots of this host, and where its workers meet those of others."""
+
+    def starting(self) -> None:
+        """The workers of this host are about to start."""
+
+    def failure_elsewhere(self) -> Failure | None:
+        """A failure of another host."""
+
+    def tell_failure(self, failure: Failure) -> Failure:
+        """Stop every host for a failure of this one; the first cause of all."""
+
+    def tell_stop(self, number: int) -> None:
+        """Have every host save and leave, for a signal that came here."""
+
+    def stop_elsewhere(self, *, at_once: bool = False) -> int | None:
+        """The signal for which another host asks all to save and leave."""
+
+    def stop_behind(self, failure: Failure) -> int | None:
+        """The signal on another host for which a worker here has left; None for a failure."""
+
+    def wait_until_saved(self, goes_on: Callable[[], bool], until: float) -> None:
+        """Wait until the workers of all hosts have saved and left."""
+
+    def wait_for_others(self, watch: Watch) -> Failure | None:
+        """This host is done; wait for the others, or a failure of theirs."""
+
+    def leave(self) -> None:
+        """The launch is over for this host."""
+
+    def reports(self, last: LastGeneration) -> list[WorkerReport]:
+        """What the workers of the last generation measured; for the first host."""
 
 
 class Alone:
@@ -108,15 +153,14 @@ class Alone:
         return None
 
     def leave(self) -> None:
-        """Nobody to leave."""
+        """Nobody to leave; a store that was never made needs no socket."""
+        if self._thread.ident is None:
+            self._socket.close()
 
-    def reports(
-        self, world_size: int | None = None, generation: int = 0, restarted_at: int = 0
-    ) -> list[WorkerReport]:
+    def reports(self, last: LastGeneration) -> list[WorkerReport]:
         """What the workers of the last generation measured."""
         self._thread.join()
-        size = world_size or self._config.world_size
-        return read_reports(self._store, size, generation, restarted_at)
+        return read_reports(self._store, last)
 
 
 class Together:
@@ -469,13 +513,10 @@ class Together:
                     return
                 time.sleep(0.05)
 
-    def reports(
-        self, world_size: int | None = None, generation: int = 0, restarted_at: int = 0
-    ) -> list[WorkerReport]:
+    def reports(self, last: LastGeneration) -> list[WorkerReport]:
         """What the workers of the last generation measured; for node 0."""
-        size = self._config.world_size
         assert self._all is not None
-        return read_reports(self._all.whole, size, generation, restarted_at)
+        return read_reports(self._all.whole, last)
 
 
 def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[list[int]]:

@@ -17,9 +17,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
-from ...protocol.environment import CHANGES, CONTROL, SURVIVES, WORKER
+from ...protocol.environment import CHANNEL, CONTROL, WORKER, Channel
 from ...schema import files
 from ...schema.launch import LaunchConfig
 from .sockets import Connections
@@ -34,15 +34,16 @@ class Control:
     Args:
         line: Connected to the controller.
         worker: This worker's name there; ranks change, names stay.
-        changes: Whether workers may come and go; else the line has heartbeats only.
-        survives: Whether the job goes on when others die.
+        channel: What it is for: ``changes`` says whether workers may come and go, ``survives``
+            whether the job goes on when others die.
     """
 
     _of_process: ClassVar["Control | None"] = None
 
-    def __init__(self, line: socket.socket, worker: str, *, changes: bool, survives: bool) -> None:
+    def __init__(self, line: socket.socket, worker: str, channel: Channel) -> None:
         self._line, self._sending = line, threading.Lock()
-        self.worker, self.changes, self.survives = worker, changes, survives
+        self.worker, self.changes = worker, channel != "heartbeats"
+        self.survives = channel == "losses"
         self.num_jobs = 0
         self.is_closed = False
         self._changed = threading.Condition()
@@ -65,8 +66,7 @@ class Control:
             cls._of_process = cls(
                 socket.socket(fileno=int(number)),
                 os.environ.get(WORKER, "0"),
-                changes=os.environ.get(CHANGES) == "1",
-                survives=os.environ.get(SURVIVES) == "1",
+                _channel(os.environ.get(CHANNEL)),
             )
         return cls._of_process
 
@@ -153,3 +153,9 @@ class Control:
             self._changed.notify_all()
         if message["kind"] == "abort":
             self.connections.cut()
+
+
+def _channel(name: str | None) -> Channel:
+    """What a controller has said the line is for."""
+    known: dict[str | None, Channel] = {channel: channel for channel in get_args(Channel)}
+    return known.get(name, "heartbeats")

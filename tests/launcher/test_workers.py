@@ -26,7 +26,7 @@ def test_the_control_channels_are_closed_with_the_workers(tmp_path: Path) -> Non
         workers = Workers(
             tmp_path,
             stdout_to_stderr=False,
-            has_lines=True,
+            channel="heartbeats",
             inherited=os.environ,
             preload=preload,
         )

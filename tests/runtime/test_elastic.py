@@ -130,7 +130,7 @@ def test_cutting_wakes_who_waits_and_leaves_other_connections() -> None:
 
 def test_messages_arrive_while_the_main_thread_is_busy() -> None:
     near, far = socket.socketpair()
-    control = Control(near, "3", changes=True, survives=True)
+    control = Control(near, "3", "losses")
     far.sendall(b'{"kind": "abort", "generation": 0}\n{"kind": "rec')
     control.wait(lambda: control.is_broken, lambda: None)
     far.sendall(b'over", "generation": 1}\n')
