@@ -14,6 +14,18 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+from ..protocol.messages import (
+    Abort,
+    Closed,
+    Fragile,
+    FromController,
+    FromWorker,
+    Joined,
+    Leave,
+    Lost,
+    Paused,
+    Ready,
+)
 from ..schema.errors import HetflowError, LaunchError
 from ..schema.launch import LaunchConfig
 from ..schema.resize import ResizeAnswer, ResizeRequest
@@ -22,7 +34,7 @@ from .change import Change
 from .failures import Failure
 from .heartbeat import Watch
 from .history import History, LastGeneration, devices_of
-from .losses import Losses, reformed
+from .losses import Losses, recovery
 from .mapping import renumbered, seated
 from .restarts import Readable, Tries
 from .supervisor import Launched
@@ -78,9 +90,8 @@ class Generations:
     def _take_in(self, wait_seconds: float) -> Failure | None:
         lines = self._workers.lines()
         select.select([line for line in lines.values() if line.is_open], [], [], wait_seconds)
-        for name, line in list(lines.items()):
-            for message in line.receive():
-                self._hear(name, message)
+        for name, message in self._workers.hear():
+            self._hear(name, message)
         self._kill_hung()
         failure = self._bury()
         if failure is not None:
@@ -91,31 +102,32 @@ class Generations:
             self._serve()
         return None
 
-    def _hear(self, name: str, message: dict[str, Any]) -> None:
-        kind, change = message["kind"], self._change
-        if kind == "joined" and message["generation"] == self._highest:
-            self._joined.add(name)
-            self._pauses.append(message.get("pause_seconds", 0.0))
-            if self._joined >= self._ranks_in_the_making().keys():
-                self._all_joined()
-        elif kind == "paused" and message["generation"] == self._highest:
-            self._pauses.append(message["pause_seconds"])
-        elif kind == "ready" and change is not None and name in change.joining:
-            change.ready.add(name)
-            if change.is_ready:
-                self._announce(change)
-        elif kind == "lost" and message["generation"] >= self.number:
-            self._break_off()
-            self._losses.first_sign = self._losses.first_sign or message["why"]
-            if message["generation"] == self._highest:  # else it will say so of this one, too
-                self._losses.operations[name] = message["operation"]
-        elif kind == "fragile":
-            self._is_fragile = True
-        elif kind == "closed":
-            self._closed = message["why"]
-            if change is not None:
-                self._cancel(f"{self._closed}; such a job cannot be resized")
-                self._phase = "running"
+    def _hear(self, name: str, message: FromWorker) -> None:
+        change = self._change
+        match message:
+            case Joined(generation=self._highest):
+                self._joined.add(name)
+                self._pauses.append(message.pause_seconds)
+                if self._joined >= self._ranks_in_the_making().keys():
+                    self._all_joined()
+            case Paused(generation=self._highest):
+                self._pauses.append(message.pause_seconds)
+            case Ready() if change is not None and name in change.joining:
+                change.ready.add(name)
+                if change.is_ready:
+                    self._announce(change)
+            case Lost() if message.generation >= self.number:
+                self._break_off()
+                self._losses.first_sign = self._losses.first_sign or message.why
+                if message.generation == self._highest:  # else it will say so of this one, too
+                    self._losses.operations[name] = message.operation
+            case Fragile():
+                self._is_fragile = True
+            case Closed():
+                self._closed = message.why
+                if change is not None:
+                    self._cancel(f"{self._closed}; such a job cannot be resized")
+                    self._phase = "running"
 
     def _ranks_in_the_making(self) -> dict[str, int]:
         switching = self._phase == "switching" and self._change is not None
@@ -208,14 +220,13 @@ class Generations:
     def _announce(self, change: Change) -> None:
         self._highest += 1
         self._phase, self._joined, self._pauses = "switching", set(), []
-        content = change.announcement(self._ranks)
         names = [*self._ranks, *change.joining]
-        self._tell(names, "resize", generation=self._highest, **content)
+        self._tell(names, change.announcement(self._ranks, self._highest))
 
     def _arrive(self, change: Change) -> None:
         self.number, self._change, self._phase = self._highest, None, "running"
         self.config, self._ranks = change.config, change.ranks
-        self._tell(change.leaving, "leave")
+        self._tell(change.leaving, Leave())
         self._left |= set(change.leaving)
         for name in self._workers.lines().keys() & change.leaving:
             self._workers.lines()[name].is_finished = True
@@ -348,7 +359,7 @@ class Generations:
             self._losses.begin(is_again=self._phase == "forming")
             self._phase = "breaking"
             self._cancel("; ".join(self._losses.causes.values()) or "a worker was lost meanwhile")
-            self._tell(self._alive(), "abort", generation=self._highest)
+            self._tell(self._alive(), Abort(generation=self._highest))
 
     def _recover_if_known(self) -> Failure | None:
         """Tell those who are left who runs what now, as soon as they have said where they are."""
@@ -362,10 +373,11 @@ class Generations:
         except LaunchError as error:
             return Failure(exit_code=1, error=error.message)
         self._wanted = self._wanted or self.config
-        self.config, self._ranks, content = reformed(self.config, self._ranks, operations)
         self._highest += 1
+        message = recovery(self.config, self._ranks, operations, self._highest)
+        self.config, self._ranks = message.config, message.ranks
         self._phase, self._joined, self._pauses = "forming", set(), []
-        self._tell(list(self._ranks), "recover", generation=self._highest, **content)
+        self._tell(list(self._ranks), message)
         self._workers.show(_first(self._ranks))
         return None
 
@@ -384,11 +396,11 @@ class Generations:
     def _remember(self, kind: GenerationKind, detail: str, **more: Any) -> None:
         self.history.add(self.number, kind, detail, self.config, self._ranks, **more)
 
-    def _tell(self, names: Sequence[str], kind: str, **content: object) -> None:
+    def _tell(self, names: Sequence[str], message: FromController) -> None:
         lines = self._workers.lines()
         for name in names:
             if name in lines:
-                lines[name].send(kind, **content)
+                lines[name].send(message)
 
     def finish(self) -> None:
         """There is nothing left to take in."""

@@ -43,8 +43,7 @@ class Regroup:
     def tick(self, wait_seconds: float) -> Failure | None:
         """Take in what has happened, after so long; a failure that ends the launch."""
         time.sleep(wait_seconds)
-        for line in self._workers.lines().values():
-            line.receive()
+        self._workers.hear()
         self._watch.look(self._ranks)
         failure = self._launched.cause(self._config, self._ranks) or self._hosts.failure_elsewhere()
         if failure is None or self._hosts.stop_behind(failure) is not None:

@@ -95,8 +95,7 @@ class Repartitions:
 
     def _kill_silent(self) -> None:
         """A worker that is stopped or frozen is killed; what follows is as for any death."""
-        for line in self._workers.lines().values():
-            line.receive()
+        self._workers.hear()
         if self._watch is not None:
             self._watch.look(self._now.ranks)
             self._watch.look(self._change.new.ranks if self._change is not None else ())

@@ -13,6 +13,8 @@ from typing import IO, Any
 from ..preload import Preload
 from ..protocol.environment import Channel
 from ..protocol.handover import STOPPED_EXIT_CODE
+from ..protocol.messages import FromWorker, Unreadable
+from ..schema.errors import ProblemError
 from .failures import Failure, failure_of, first_cause
 from .line import Line
 from .output import follow, tee
@@ -146,6 +148,26 @@ class Workers:
     def lines(self) -> dict[str, Line]:
         """The lines to the workers."""
         return self._lines
+
+    def hear(self) -> list[tuple[str, FromWorker]]:
+        """What workers have said since the last call, each with who said it.
+
+        A worker and its controller that cannot read each other are of unlike installations, such as
+        where the package was changed while the launch ran. Such a worker is killed.
+        """
+        heard: list[tuple[str, FromWorker]] = []
+        for name, line in self._lines.items():
+            try:
+                heard += [(name, message) for message in line.receive()]
+            except ProblemError as error:
+                self._kill_unlike(name, f"sent its launcher what that cannot read: {error.message}")
+        for name, message in heard:
+            if isinstance(message, Unreadable):
+                self._kill_unlike(name, f"cannot read what its launcher sends: {message.why}")
+        return heard
+
+    def _kill_unlike(self, name: str, why: str) -> None:
+        self.kill(name, f"{why} (was hetflow changed while the launch ran?) and was killed")
 
     def kill(self, name: str, why: str = "") -> None:
         """End a worker and what it started, at once; it may be stopped.

@@ -21,8 +21,9 @@ from ..devices.local import device_of_type, own_type
 from ..protocol.environment import DEVICE_TYPE, Start, assign_slots
 from ..protocol.handover import wait_for_turn
 from ..protocol.launch_token import prefix_of, take_token
+from ..protocol.messages import Recover, Resize
 from ..schema.errors import TargetError
-from ..schema.launch import LaunchConfig, WorkerSlot
+from ..schema.launch import WorkerSlot
 from . import peers
 from .elastic.control import Control
 from .peers import SharedStore
@@ -140,7 +141,7 @@ def subgroup(
     return made
 
 
-def enter_generation(place: Place, message: dict[str, Any], control: Control) -> Place:
+def enter_generation(place: Place, message: Resize | Recover, control: Control) -> Place:
     """Come together with the workers of another generation; the group of the last is closed.
 
     Args:
@@ -148,10 +149,9 @@ def enter_generation(place: Place, message: dict[str, Any], control: Control) ->
         message: The controller's: the generation, its config, and the rank of each worker.
         control: The line to the controller, which can end the wait for the others.
     """
-    config: LaunchConfig = message["config"]
-    rank = message["ranks"][control.worker]
+    config, rank = message.config, message.ranks[control.worker]
     start = replace(place.start, config=config, rank=rank, world_size=config.world_size, joins=None)
-    control.generation = message["generation"]
+    control.generation = message.generation
     with control.connections.opening():
         store = _connect(start).under(f"generation/{control.generation}")
         _Jobs.opened = max(_Jobs.opened, 1)
@@ -168,16 +168,16 @@ def enter_generation(place: Place, message: dict[str, Any], control: Control) ->
     )
 
 
-def enter_handover(place: Place, message: dict[str, Any], control: Control) -> None:
+def enter_handover(place: Place, message: Resize, control: Control) -> None:
     """Come together with the whole next generation and the guest that leaves its state there.
 
     The guest has the rank after the last.
     """
-    size = len(message["ranks"]) + 1
-    rank = message["ranks"].get(control.worker, size - 1)
+    size = len(message.ranks) + 1
+    rank = message.ranks.get(control.worker, size - 1)
     start = replace(place.start, world_size=size)
     with control.connections.opening():
-        store = _connect(start).under(f"handover/{message['generation']}")
+        store = _connect(start).under(f"handover/{message.generation}")
         _init_group(rank, place.device, start, store)
 
 

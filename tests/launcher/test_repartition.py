@@ -296,6 +296,9 @@ class Processes:
     def lines(self) -> dict[str, Any]:
         return {}
 
+    def hear(self) -> list[Any]:
+        return []
+
     def failures(self) -> list[Failure]:
         return [Failure(exit_code=c, error="", rank=int(n)) for n, c in self.codes.items() if c]
 
