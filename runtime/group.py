@@ -1,5 +1,6 @@
 """Join the other workers: which slot this process fills, on which device, over which backend."""
 
+import contextlib
 import json
 import os
 import socket
@@ -7,7 +8,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,16 @@ from ..devices.collectives import choose_collective
 from ..devices.emulated import base_type
 from ..devices.host import TORCH_DEVICE
 from ..devices.local import device_of_type, own_type
-from ..protocol.environment import DEVICE_TYPE, Start, assign_slots
+from ..protocol.environment import DEVICE_TYPE, JOINS, Start, assign_slots, read_environment
 from ..protocol.handover import wait_for_turn
 from ..protocol.launch_token import prefix_of, take_token
 from ..protocol.messages import Recover, Resize
-from ..schema.errors import TargetError
+from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import WorkerSlot
 from . import peers
+from .builds import check_builds, own_build, parse_build
 from .elastic.control import Control
+from .meeting import Meeting
 from .peers import SharedStore
 
 RELEASE_SECONDS = 2.0  # a group's end takes milliseconds
@@ -114,6 +116,7 @@ def _join(start: Start, device: torch.device | None) -> Place:
             "MASTER_ADDR is not set, so the workers cannot meet",
             hint="start the script with `hetflow launch`, torchrun or srun",
         )
+    _meeting(start, store).arrive(start.rank)
     slot = start.config.workers[_slot_of(start, store)]
     chosen = _device_of(slot, start, device)
     _init_group(slot.rank, chosen, start, store)
@@ -175,7 +178,7 @@ def enter_handover(place: Place, message: Resize, control: Control) -> None:
     """
     size = len(message.ranks) + 1
     rank = message.ranks.get(control.worker, size - 1)
-    start = replace(place.start, world_size=size)
+    start = replace(place.start, config=message.config, world_size=size)
     with control.connections.opening():
         store = _connect(start).under(f"handover/{message.generation}")
         _init_group(rank, place.device, start, store)
@@ -240,7 +243,7 @@ def _slot_of(start: Start, store: SharedStore) -> int:
         return start.rank
     assert start.config is not None
     store.set(f"type/{start.rank}", json.dumps(_own_type(start)))
-    types: list[str | None] = _read_all(store, "type", start.world_size)
+    types = [json.loads(word) for word in _meeting(start, store).read("type")]
     return assign_slots(start.config, types)[start.rank]
 
 
@@ -284,10 +287,15 @@ def _init_group(rank: int, device: torch.device, start: Start, store: SharedStor
                 hint="call hf.prepare first, and leave init_process_group out",
             )
         return
+    store.set(f"build/{rank}", own_build(device).text())
     store.set(f"device/{rank}", json.dumps(_identity(device)))
-    identities = _read_all(store, "device", start.world_size)
+    meeting = _meeting(start, store)
+    identities = [json.loads(word) for word in meeting.read("device")]
+    collective = choose_collective(device, identities)
+    builds = [parse_build(text) for text in meeting.read("build")]
+    check_builds(builds, collective, start.determinism)
     peers.init_process_group(
-        backend=choose_collective(device, identities),
+        backend=collective,
         store=store.under("group").of_torch,
         rank=rank,
         world_size=start.world_size,
@@ -302,5 +310,19 @@ def _identity(device: torch.device) -> str | None:
     return None if own is None else f"{socket.gethostname()}/{own}"
 
 
-def _read_all(store: SharedStore, name: str, number: int) -> list[Any]:
-    return [json.loads(store.get(f"{name}/{rank}")) for rank in range(number)]
+def _meeting(start: Start, store: SharedStore) -> Meeting:
+    assert start.config is not None
+    types = [slot.device_type for slot in start.config.workers]
+    types += ["leaving"] * (start.world_size - len(types))  # the guest of `enter_handover`
+    return Meeting(store=store, device_types=types, limit_seconds=start.timeout_seconds)
+
+
+def tell_left() -> None:
+    """The script has ended well; where it never came to ``hf.prepare``, tell who waits there."""
+    if _Jobs.opened or os.environ.get(JOINS):
+        return
+    # Nobody is left who could wait, or the script has changed what the environment says.
+    with contextlib.suppress(HetflowError):
+        start = read_environment()
+        if start.world_size > 1 and start.address:
+            _meeting(start, _connect(start)).leave(start.rank)

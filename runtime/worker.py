@@ -54,6 +54,9 @@ def main(arguments: list[str]) -> None:
         fail(error)
     if code[0]:
         sys.exit(code[0])
+    group = sys.modules.get("hetflow.runtime.group")
+    if group is not None:
+        group.tell_left()
 
 
 def fail(error: BaseException) -> None:
