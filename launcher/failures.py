@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..devices.watchdog import NUM_LINES, find_abort
 from ..schema.errors import LaunchError
 
 TAIL_LINES = 25
-# What NCCL's watchdog says before it aborts a process whose collective has reached its time limit.
-_STACK_LINES = 1000  # stacks of C++ follow it
-_WATCHDOG_TIMEOUT = "Watchdog caught collective operation timeout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +52,8 @@ class Failure:
         """The less, the rather it is what others followed from.
 
         An error of the script (or a death by a signal) comes first; then one that may be an echo,
-        and an abort without a word, by which NCCL ends a process that waits for another in vain;
-        then a worker that says itself that it only lost another.
+        and an abort without a word; then a worker that says itself that it only lost another, or
+        that NCCL's watchdog aborted for that.
         """
         if self.lost_peer:
             return 2
@@ -151,7 +149,7 @@ def failure_of(
     """
     own = _described(described)
     code = exit_code_of(returncode)
-    if not own and code == 128 + signal.SIGABRT:
+    if code == 128 + signal.SIGABRT and not own and not why:
         own = _of_watchdog(log)
     return Failure(
         exit_code=code,
@@ -169,16 +167,6 @@ def failure_of(
         timed_out=bool(own.get("timed_out", False)),
         why=why,
     )
-
-
-def _of_watchdog(log: Path) -> dict[str, Any]:
-    """What a worker would have said that NCCL's watchdog has ended: it waited in vain."""
-    lines = tail_of(log, _STACK_LINES).splitlines()
-    said = next((line for line in lines if _WATCHDOG_TIMEOUT in line), None)
-    if said is None:
-        return {}
-    error = said[said.index(_WATCHDOG_TIMEOUT) :]
-    return {"error": error[:300], "timed_out": True, "may_be_echo": True}
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
@@ -204,6 +192,14 @@ def _described(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _of_watchdog(log: Path) -> dict[str, Any]:
+    """What an aborted worker would have written down, had the watchdog let it; may be nothing."""
+    found = find_abort(tail_of(log, NUM_LINES).splitlines())
+    if found is None:
+        return {}
+    return {"error": found.said, "lost_peer": True, "timed_out": found.timed_out}
 
 
 def tail_of(path: Path, lines: int = TAIL_LINES) -> str:

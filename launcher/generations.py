@@ -283,6 +283,11 @@ class Generations:
             name = str(failure.rank)
             if name not in self._workers.lines():  # given up together with another
                 continue
+            cause = failure
+            if failure.by_signal and failure.lost_peer:  # NCCL aborted it, for lack of another
+                cause = self._launched.cause(self.config, self._ranks) or failure
+                if not cause.is_echo:
+                    return None  # which comes first at the next look
             if name in self._left:
                 self._workers.forget(name)
             elif self._change is not None and name in self._change.joining:
@@ -298,7 +303,7 @@ class Generations:
                 self._workers.forget(name)
                 self._break_off()
             elif self._can_restart(failure):
-                self._losses.bury(name, failure.sentence())
+                self._losses.bury(name, cause.sentence())
                 self._restart_all(self._losses.sentence)
             else:
                 return self._explained(failure, name)
