@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import secrets
 import socket
@@ -13,8 +12,10 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
+from .. import __version__
 from ..devices.emulated import base_type
 from ..protocol.environment import TOKEN
+from ..protocol.greetings import Dealt, Greeting, Refused, answer_of, greeting_of, text_of
 from ..protocol.handover import STOPPED_EXIT_CODE
 from ..protocol.launch_token import fingerprint_of
 from ..protocol.record import WorkerReport
@@ -199,20 +200,21 @@ class Together:
         self._open = PatientStore(store, SILENCE_SECONDS).under("hetflow")
         self._check_token(watch)
         threading.Thread(target=self._beat, daemon=True).start()
-        own = {
-            "host": socket.gethostname(),
-            "plan": _digest(self._config),
-            "policy": self._policy,
-            "devices": place.devices if place.devices is not None else inventory(),
-        }
-        self._store.set(f"agent/{place.node_rank}", json.dumps(own))
+        own = Greeting(
+            host=socket.gethostname() or "unknown",
+            hetflow=__version__,
+            plan=_digest(self._config),
+            policy=self._policy,
+            devices=place.devices if place.devices is not None else inventory(),
+        )
+        self._store.set(f"agent/{place.node_rank}", text_of(own))
         if self.is_first:
-            self._store.set("slots", json.dumps(self._deal(watch)))
-        dealt = json.loads(self._get("slots", "node 0's answer", watch))
-        if "error" in dealt:
-            raise LaunchError(dealt["error"])
-        self._names = dict(enumerate(dealt["hosts"]))
-        mine = dealt["slots"][place.node_rank]
+            self._store.set("slots", text_of(self._deal(watch)))
+        answer = answer_of(self._get("slots", "node 0's answer", watch))
+        if isinstance(answer, Refused):
+            raise LaunchError(answer.error)
+        self._names = dict(enumerate(answer.hosts))
+        mine = answer.slots[place.node_rank]
         interface = interface_towards(place.host, place.port)
         meeting = Meeting(address=place.host, port=place.port, interface=interface)
         return [self._config.workers[rank] for rank in mine], meeting
@@ -258,7 +260,7 @@ class Together:
             hint="give every host the same one, or none",
         )
 
-    def _deal(self, watch: Watch) -> dict[str, Any]:
+    def _deal(self, watch: Watch) -> Dealt | Refused:
         agents = []
 
         def look() -> None:
@@ -268,19 +270,13 @@ class Together:
 
         for node in range(self._place.num_nodes):
             try:
-                agents.append(json.loads(self._get(f"agent/{node}", f"node {node}", look)))
+                agents.append(greeting_of(self._get(f"agent/{node}", f"node {node}", look), node))
             except LaunchError as error:
-                return {"error": error.message}
-        if len({agent["plan"] for agent in agents}) > 1:
-            return {"error": "the hosts were given different plans; give all the same file"}
-        if len({agent["policy"] for agent in agents}) > 1:
-            return {"error": "give every host the same --on-failure and --checkpoint"}
+                return Refused(error=error.message)
         try:
-            devices = [agent["devices"] for agent in agents]
-            hosts = [agent["host"] for agent in agents]
-            return {"slots": deal_slots(self._config, devices), "hosts": hosts}
+            return dealt(self._config, agents)
         except LaunchError as error:
-            return {"error": error.message}
+            return Refused(error=error.message)
 
     def _get(self, key: str, what: str, watch: Watch) -> bytes:
         return self._wait_for(self._store, key, what, watch)
@@ -517,6 +513,28 @@ class Together:
         """What the workers of the last generation measured; for node 0."""
         assert self._all is not None
         return read_reports(self._all.whole, last)
+
+
+def dealt(config: LaunchConfig, agents: Sequence[Greeting]) -> Dealt:
+    """The slots of each host, where all hosts were started alike. Pure.
+
+    Raises:
+        LaunchError: They were not, or together they lack a device.
+    """
+    for node, agent in enumerate(agents):
+        if agent.hetflow != agents[0].hetflow:
+            raise LaunchError(
+                f"host 0 ({agents[0].host}) runs hetflow {agents[0].hetflow}, host {node} "
+                f"({agent.host}) {agent.hetflow}; install the same version on all"
+            )
+    if len({agent.plan for agent in agents}) > 1:
+        raise LaunchError("the hosts were given different plans; give all the same file")
+    if len({agent.policy for agent in agents}) > 1:
+        raise LaunchError("give every host the same --on-failure and --checkpoint")
+    slots = deal_slots(config, [agent.devices for agent in agents])
+    return Dealt(
+        slots=tuple(tuple(ranks) for ranks in slots), hosts=tuple(agent.host for agent in agents)
+    )
 
 
 def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[list[int]]:
