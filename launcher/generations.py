@@ -79,10 +79,9 @@ class Generations:
         """Take in what has happened, for at most so long; a failure that ends the launch."""
         failure = self._take_in(wait_seconds)
         if failure is not None:
-            is_known = failure.sentence_of_ours or failure.why
-            return (
-                failure if is_known else self._launched.cause(self.config, self._ranks) or failure
-            )
+            if failure.sentence_of_ours or failure.why:
+                return failure
+            return self._launched.cause(self.config, self._ranks) or failure
         if all(self._workers.is_done(name) for name in self._ranks):
             self._cancel("the run ended before the joining workers could join")
         return None

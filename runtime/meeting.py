@@ -16,7 +16,9 @@ from .telling import log
 
 LATE_SECONDS = 40.0
 LOOK_SECONDS = 0.5
-_MAX_PAUSE_SECONDS = 0.05
+# Between two questions to the store: a share of the wait so far, within these.
+_PAUSE_FRACTION = 0.05
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.001, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +57,9 @@ class Meeting:
         ranks = range(len(self.device_types))
         keys = [f"{name}/{rank}" for rank in ranks]
         wait = _Wait(self)
-        pause = 0.001
         while not self.store.has(*keys):
             wait.look(lambda: [rank for rank in ranks if not self.store.has(keys[rank])])
-            time.sleep(pause)
-            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+            time.sleep(wait.pause_seconds)
         return [self.store.get(key) for key in keys]
 
     def names(self, ranks: Sequence[int]) -> str:
@@ -76,6 +76,12 @@ class _Wait:
         self._began = self._looked_at = time.monotonic()
         self._on_the_way_since: dict[int, float] = {}
         self._has_told = False
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long to wait before the store is asked again."""
+        share = _PAUSE_FRACTION * (time.monotonic() - self._began)
+        return min(max(share, _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
 
     def look(self, missing_ranks: Callable[[], list[int]]) -> None:
         """See who is missing, now and then, and give a wait up that can have no end."""
