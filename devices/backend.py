@@ -129,6 +129,14 @@ class DeviceBackend(ABC):
 
     # Torch's side
 
+    def toolkit(self) -> str | None:
+        """What torch was built with for this kind, and its version; None where that is nothing."""
+        return None
+
+    def collective_version(self) -> str | None:
+        """The version of ``collective``; None where versions of it work together."""
+        return None
+
     @abstractmethod
     def is_initialized(self) -> bool:
         """Whether this process has used such a device, so that it cannot be forked any more."""

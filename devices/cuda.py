@@ -68,6 +68,23 @@ class CudaBackend(AcceleratorBackend):
         fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         return fixed | ({"NVIDIA_TF32_OVERRIDE": "0"} if level == "heterogeneous" else {})
 
+    def toolkit(self) -> str | None:
+        """CUDA, or ROCm."""
+        import torch
+
+        for name, version in (("ROCm", torch.version.hip), ("CUDA", torch.version.cuda)):
+            if version:
+                return f"{name} {version}"
+        return None
+
+    def collective_version(self) -> str | None:
+        """NCCL's, or RCCL's: it refuses every other than its own."""
+        import torch
+
+        if not hasattr(torch._C, "_nccl_version"):  # which ``version`` asks without a check
+            return None
+        return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
     def identity(self, device: "torch.device") -> str | None:
         """The GPU's UUID."""
         properties = self.module.get_device_properties(device)

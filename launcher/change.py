@@ -4,9 +4,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from ..schema.files import to_json
+from ..protocol.messages import Resize
 from ..schema.launch import LaunchConfig
 from ..schema.resize import ResizeAnswer
 from .history import devices_of
@@ -36,7 +36,7 @@ class Change:
         """Whether every joining worker waits at its first batch."""
         return self.ready >= set(self.joining)
 
-    def announcement(self, now: Mapping[str, int]) -> dict[str, Any]:
+    def announcement(self, now: Mapping[str, int], generation: int) -> Resize:
         """What all workers are told, running and joining ones.
 
         Each joining worker gets the state from a donor, the staying workers in turn. If no worker
@@ -44,17 +44,19 @@ class Change:
 
         Args:
             now: Rank of each worker there is.
+            generation: The number of the next mapping.
         """
         self.start_seconds = time.monotonic() - self.began if self.joining else None
         staying = [name for name in self.ranks if name in now]
         first = min(now, key=now.__getitem__)
         givers = staying or [first]
-        return {
-            "config": to_json(self.config),
-            "ranks": self.ranks,
-            "donors": {name: givers[n % len(givers)] for n, name in enumerate(self.joining)},
-            "guest": None if staying else first,
-        }
+        return Resize(
+            generation=generation,
+            config=self.config,
+            ranks=self.ranks,
+            donors={name: givers[n % len(givers)] for n, name in enumerate(self.joining)},
+            guest=None if staying else first,
+        )
 
     def answer(self, generation: int, pause_seconds: float) -> ResizeAnswer:
         """What to say when all have met."""

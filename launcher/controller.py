@@ -6,7 +6,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,31 +15,27 @@ from ..preload import VARIABLE, Preload
 from ..protocol.record import Status, WorkerReport, assemble
 from ..schema import files
 from ..schema.errors import TargetError
-from ..schema.launch import LaunchConfig, WorkerSlot
 from ..schema.masking import mask
 from ..schema.run import Generation, RunEvent, RunRecord
-from .devices import Seat, crowding, imagined_seats, seat_workers
-from .failures import Failure, first_cause, interruption, silence, tail_of
-from .generations import Generations
-from .heartbeat import Limits
-from .hosts import Alone, Together
+from .devices import crowding, imagined_seats, seat_workers
+from .failures import Failure, interruption, tail_of
+from .history import LastGeneration
+from .hosts import Alone, Hosts, Together
 from .inbox import Inbox
-from .regroup import Regroup
-from .repartition import Repartitions
 from .request import (
-    HANDOVER,
     LaunchRequest,
     check_checkpoints,
     check_folder,
     check_script,
     make_folder,
 )
-from .spawn import Meeting, NewGeneration, WorkerCommand, worker_commands
-from .supervise import Signals, Workers
+from .spawn import Meeting, WorkerCommand
+from .starting import Starter, commands_of
+from .supervision import Supervision, supervision_of
+from .supervisor import Launched, Supervisor
+from .workers import Signals, Workers
 
 POLL_SECONDS = 0.02
-# How long a worker that only lost its peers waits for the one that failed first to be seen.
-CAUSE_SECONDS = 2.0
 
 Warn = Callable[[str], None]
 _log = logging.getLogger("hetflow")
@@ -71,7 +68,7 @@ def plan_commands(request: LaunchRequest) -> list[WorkerCommand]:
     except TargetError as error:
         _log.warning(f"{error.message}: shown as on a machine that has all of them")
         seats = imagined_seats(slots, request.config)
-    return _commands(request, seats, meeting)
+    return commands_of(request, seats, meeting)
 
 
 def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
@@ -105,30 +102,22 @@ def launch(request: LaunchRequest, *, warn: Warn) -> RunRecord | None:
             for command in plan_commands(request):
                 # It imports while this process sets up.
                 preload.prepare({**inherited, **command.environment})
-        hosts = (
-            Together(request.config, request.rendezvous, request.policy)
-            if request.rendezvous
-            else Alone(request.config)
-        )
+        supervision = supervision_of(request)
+        hosts: Hosts = supervision.hosts
         workers = Workers(
             request.folder,
             stdout_to_stderr=request.stdout_to_stderr,
-            has_lines=request.is_elastic or request.hands_over or request.regroups,
-            changes=request.is_elastic,
-            survives=request.survives,
+            channel=supervision.channel,
             token=hosts.token,
             inherited=inherited,
             preload=preload,
         )
-        run = _Run(request, hosts, workers, signals, warn)
-        failure = run.train()
-        last = run.generations
-        reports = []
-        if failure is None and hosts.is_first:
-            reports = hosts.reports(*last.where) if last else hosts.reports()
+        end = _Run(request, supervision, workers, signals, warn).train()
+        succeeded = end.failure is None
+        reports = hosts.reports(end.last) if succeeded and hosts.is_first else []
         hosts.leave()
-    history = last.history.entries if last else []
-    record = _record(request, failure, reports, time.monotonic() - began, history)
+    failure = end.failure
+    record = _record(request, failure, reports, time.monotonic() - began, end.generations)
     if hosts.is_first and request.folder.is_dir():
         files.write(request.folder / "run.json", record, force=True)
     if failure is not None:
@@ -145,166 +134,93 @@ def _fill_folder(request: LaunchRequest) -> None:
     files.write(request.folder / "launch.json", request.config, force=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _End:
+    """How the workers of a launch ended: ``failure`` is None where all succeeded."""
+
+    failure: Failure | None
+    generations: Sequence[Generation]
+    last: LastGeneration
+
+
 class _Run:
     """The workers of one launch, from their start to their end."""
 
     def __init__(
         self,
         request: LaunchRequest,
-        hosts: Alone | Together,
+        supervision: Supervision[Alone] | Supervision[Together],
         workers: Workers,
         signals: Signals,
         warn: Warn,
     ) -> None:
-        self._request, self._hosts, self._workers = request, hosts, workers
+        self._request, self._supervision, self._workers = request, supervision, workers
+        self._hosts: Hosts = supervision.hosts
         self._signals, self._warn = signals, warn
-        self._inbox: Inbox | None = None
-        self._seats: dict[str, Seat] = {}
-        self.generations: Generations | Repartitions | Regroup | None = None
 
-    def train(self) -> Failure | None:
-        """Start the workers and see them through; None when all of them succeeded."""
-        request, hosts, workers = self._request, self._hosts, self._workers
-        try:
-            slots, self._meeting = hosts.join(self._watch)
-            seats = seat_workers(slots, request.config)
-            crowded = crowding(slots, request.config)
-            if crowded:
-                self._warn(crowded)
-            _fill_folder(request)
-            self._inbox = Inbox(request.folder)
-            commands = _commands(request, seats, self._meeting)
-            hosts.starting()
-            workers.wait_until_ready(commands, self._watch)
-            workers.start(commands)
-            if request.is_elastic:
-                self._seats = {str(seat.slot.rank): seat for seat in seats}
-                self.generations = self._make_generations(self._inbox, hosts)
-            elif request.hands_over:
-                self.generations = self._make_repartitions(self._inbox, hosts)
-            elif request.regroups:
-                self.generations = self._make_regroup(slots, hosts)
-            failure = self._supervise() or hosts.wait_for_others(self._watch)
-        except _Interrupted:
-            failure = interruption(self._signals.received or 2)
-        except BaseException:
+    def train(self) -> _End:
+        """Start the workers and see them through."""
+        hosts, workers = self._hosts, self._workers
+        supervisor: Supervisor | None = None
+        with ExitStack() as opened:
+            try:
+                supervisor = self._start(opened)
+                failure = self._see_through(supervisor) or hosts.wait_for_others(self._watch)
+            except _Interrupted:
+                failure = interruption(self._signals.received or 2)
+            except BaseException:
+                workers.stop(self._signals)
+                hosts.leave()
+                raise
+            if failure is not None:
+                failure = hosts.tell_failure(failure)
             workers.stop(self._signals)
-            hosts.leave()
-            self._close()
-            raise
-        if failure is not None:
-            failure = hosts.tell_failure(failure)
-        workers.stop(self._signals)
-        self._close()
-        return failure
+        if supervisor is None:
+            last = LastGeneration(world_size=self._request.config.world_size)
+            return _End(failure=failure, generations=(), last=last)
+        entries = supervisor.history.entries
+        return _End(failure=failure, generations=entries, last=supervisor.last)
+
+    def _start(self, opened: ExitStack) -> Supervisor:
+        """Meet the other hosts and start this one's workers; ``opened`` closes the inbox."""
+        request, hosts = self._request, self._hosts
+        slots, meeting = hosts.join(self._watch)
+        seats = seat_workers(slots, request.config)
+        crowded = crowding(slots, request.config)
+        if crowded:
+            self._warn(crowded)
+        _fill_folder(request)
+        inbox = Inbox(request.folder)
+        opened.callback(inbox.close)
+        starter = Starter(request, self._workers, meeting, inbox.folder)
+        hosts.starting()
+        starter.first(seats, self._watch)
+        return self._supervision.begin(
+            Launched(
+                request=request,
+                slots=slots,
+                workers=self._workers,
+                inbox=inbox,
+                starter=starter,
+                check_signals=self._watch,
+                warn=self._warn,
+            )
+        )
 
     def _watch(self) -> None:
         if self._signals.received is not None:
             raise _Interrupted
 
-    def _close(self) -> None:
-        if self._inbox is not None:
-            self._inbox.close()
-
-    @property
-    def _limits(self) -> Limits:
-        return Limits(self._request.heartbeat_seconds, self._request.timeout_seconds)
-
-    def _make_generations(self, inbox: Inbox, hosts: Alone | Together) -> Generations:
-        request = self._request
-        assert isinstance(hosts, Alone)
-        return Generations(
-            request.config,
-            self._workers,
-            inbox,
-            hosts,
-            self._start_newcomers,
-            on_failure=request.policy,
-            limits=self._limits,
-            restart=self._restart if request.checkpoint is not None else None,
-            warn=self._warn,
-        )
-
-    def _make_repartitions(self, inbox: Inbox, hosts: Alone | Together) -> Repartitions:
-        request = self._request
-        assert isinstance(hosts, Alone)
-        return Repartitions(
-            request.config,
-            self._workers,
-            inbox,
-            hosts,
-            self._start_generation,
-            cause=lambda config, ranks: _cause(self._workers, config, ranks),
-            restarts=request.policy == "replace",
-            limits=self._limits if request.policy != "stop" else None,
-            parts=request.folder / HANDOVER,
-            warn=self._warn,
-        )
-
-    def _make_regroup(self, slots: Sequence[WorkerSlot], hosts: Alone | Together) -> Regroup:
-        assert isinstance(hosts, Together)
-        return Regroup(
-            self._request.config,
-            slots,
-            self._workers,
-            hosts,
-            self._restart,
-            cause=lambda config, ranks: _cause(self._workers, config, ranks),
-            limits=self._limits,
-            interrupted=self._watch,
-            warn=self._warn,
-        )
-
-    def _start_generation(
-        self, config: LaunchConfig, number: int, ranks: dict[str, int], follows: bool
-    ) -> None:
-        self._start_newcomers(config, number, ranks, list(ranks), joins=False, follows=follows)
-
-    def _start_newcomers(
-        self,
-        config: LaunchConfig,
-        number: int,
-        ranks: dict[str, int],
-        joining: Sequence[str],
-        *,
-        joins: bool = True,
-        follows: bool = False,
-    ) -> None:
-        assert self._inbox is not None
-        slots = [config.workers[ranks[name]] for name in joining]
-        alive = [seat for name, seat in self._seats.items() if name in self._workers.lines()]
-        seats = seat_workers(slots, config, [seat.device for seat in alive])
-        path = self._inbox.folder / f"generation-{number}.json"
-        files.write(path, config, force=True)
-        names = {ranks[name]: name for name in joining}
-        self._seats |= {names[seat.slot.rank]: seat for seat in seats}
-        assert self.generations is not None
-        coming = NewGeneration(
-            number=number,
-            config=path.resolve(),
-            names=names,
-            joins=joins,
-            # Those who join nobody start anew.
-            restarted_at=self.generations.where[2] if joins else number,
-            follows=follows,
-        )
-        request = replace(self._request, config=config)
-        self._workers.start(_commands(request, seats, self._meeting, coming))
-
-    def _restart(self, config: LaunchConfig, number: int, ranks: dict[str, int]) -> None:
-        self._start_newcomers(config, number, ranks, list(ranks), joins=False)
-
-    def _supervise(self) -> Failure | None:
+    def _see_through(self, supervisor: Supervisor) -> Failure | None:
         while not self._workers.all_done():
             number = self._signals.received or self._hosts.stop_elsewhere()
             if number is not None:
                 return self._stop(number)
-            failure = self._look_after()
+            failure = supervisor.tick(POLL_SECONDS)
             if failure is not None:
                 asked = self._hosts.stop_behind(failure)
                 return failure if asked is None else self._stop(asked)
-        if isinstance(self.generations, Repartitions):
-            self.generations.tick(0.0)  # the last to come may be done before they were seen
+        supervisor.finish()
         return None
 
     def _stop(self, number: int) -> Failure:
@@ -319,80 +235,6 @@ class _Run:
             self._hosts.wait_until_saved(lambda: signals.count == count, until)
             return interruption(number, detail)
         return interruption(number)
-
-    def _look_after(self) -> Failure | None:
-        """Wait a little, and take in what has happened meanwhile."""
-        if self.generations is not None:
-            failure = self.generations.tick(POLL_SECONDS)
-            if failure is not None:
-                is_known = failure.sentence_of_ours or failure.why
-                if is_known or not isinstance(self.generations, Generations):
-                    return failure
-                return _cause(self._workers, self._request.config) or failure
-            if self.generations.only_newcomers_left:
-                self.generations.settle()
-            return None
-        if self._workers.failures():
-            return _cause(self._workers, self._request.config)
-        time.sleep(POLL_SECONDS)
-        return self._hosts.failure_elsewhere()
-
-
-def _commands(
-    request: LaunchRequest,
-    seats: Sequence[Seat],
-    meeting: Meeting,
-    generation: NewGeneration | None = None,
-) -> list[WorkerCommand]:
-    return worker_commands(
-        seats,
-        request.script,
-        folder=request.folder.resolve(),
-        meeting=meeting,
-        world_size=request.config.world_size,
-        timeout_seconds=request.timeout_seconds,
-        inherited=os.environ,
-        determinism=request.config.determinism,
-        seed=request.config.seed,
-        checkpoint=request.checkpoint.resolve() if request.checkpoint else None,
-        checkpoint_every=request.checkpoint_every,
-        from_scratch=request.from_scratch,
-        compare_every=request.compare_every,
-        handover=(request.folder / HANDOVER).resolve() if request.hands_over else None,
-        generation=generation,
-    )
-
-
-def _cause(
-    workers: Workers, config: LaunchConfig, ranks: dict[str, int] | None = None
-) -> Failure | None:
-    """The first cause among this host's failures, given a moment to be seen.
-
-    Args:
-        workers: The workers.
-        config: What they run.
-        ranks: The rank of each worker, where names are none.
-    """
-    deadline = time.monotonic() + CAUSE_SECONDS
-    if not workers.failures():
-        return None
-    cause = first_cause(workers.failures())
-    while cause.is_echo and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-        cause = first_cause(workers.failures())
-    cause = _staged(cause, config, ranks)
-    silent = workers.running() if cause.timed_out else []
-    if silent:
-        return silence(cause, [_staged(worker, config, ranks) for worker in silent])
-    return cause
-
-
-def _staged(failure: Failure, config: LaunchConfig, ranks: dict[str, int] | None = None) -> Failure:
-    """With the stages of the worker, under a pipeline."""
-    if config.pipeline is None or failure.rank is None:
-        return failure
-    rank = failure.rank if ranks is None else ranks.get(str(failure.rank), -1)
-    return replace(failure, stages=tuple(config.pipeline.stages_of_rank.get(rank, ())))
 
 
 def _record(

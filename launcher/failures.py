@@ -7,14 +7,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
+from ..devices.watchdog import NUM_LINES, find_abort
+from ..protocol.failure_note import FailureNote, read_note
 from ..schema.errors import LaunchError
+from ..schema.records import faults_of
 
 TAIL_LINES = 25
-# What NCCL's watchdog says before it aborts a process whose collective has reached its time limit.
-_STACK_LINES = 1000  # stacks of C++ follow it
-_WATCHDOG_TIMEOUT = "Watchdog caught collective operation timeout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +55,8 @@ class Failure:
         """The less, the rather it is what others followed from.
 
         An error of the script (or a death by a signal) comes first; then one that may be an echo,
-        and an abort without a word, by which NCCL ends a process that waits for another in vain;
-        then a worker that says itself that it only lost another.
+        and an abort without a word; then a worker that says itself that it only lost another, or
+        that NCCL's watchdog aborted for that.
         """
         if self.lost_peer:
             return 2
@@ -86,9 +87,13 @@ class Failure:
 
     @classmethod
     def from_text(cls, text: bytes | str) -> "Failure":
-        """Read it back."""
-        entries = json.loads(text)
-        return cls(**{**entries, "stages": tuple(entries["stages"])})
+        """Read it back; a failure that cannot be read is one, too."""
+        try:
+            return TypeAdapter(cls).validate_json(text)
+        except ValidationError as error:
+            faults = " ".join("; ".join(faults_of(error)).split())[:300]
+            said = f"another host failed, and how cannot be read here: {faults}"
+            return cls(exit_code=1, error=said)
 
     def as_error(self) -> LaunchError:
         """The error that ends the command, with the worker's own exit code."""
@@ -149,36 +154,26 @@ def failure_of(
 
     ``why`` is why the controller ended it, where it did.
     """
-    own = _described(described)
     code = exit_code_of(returncode)
-    if not own and code == 128 + signal.SIGABRT:
+    own = read_note(described)
+    if own is None and code == 128 + signal.SIGABRT and not why:
         own = _of_watchdog(log)
+    own = own or FailureNote()
     return Failure(
         exit_code=code,
-        error=own.get("error") or last_line(log),
+        error=own.error or last_line(log),
         rank=rank,
         device_type=device_type,
         host=socket.gethostname(),
         log=str(log),
-        hint=own.get("hint"),
-        traceback=str(own.get("traceback", "")),
-        # One that wrote nothing died too suddenly to; it can hardly have died of the others.
-        at_seconds=float(own.get("at_seconds", 0.0)),
-        lost_peer=bool(own.get("lost_peer", False)),
-        may_be_echo=bool(own.get("may_be_echo", False)),
-        timed_out=bool(own.get("timed_out", False)),
+        hint=own.hint,
+        traceback=own.traceback,
+        at_seconds=own.at_seconds,
+        lost_peer=own.lost_peer,
+        may_be_echo=own.may_be_echo,
+        timed_out=own.timed_out,
         why=why,
     )
-
-
-def _of_watchdog(log: Path) -> dict[str, Any]:
-    """What a worker would have said that NCCL's watchdog has ended: it waited in vain."""
-    lines = tail_of(log, _STACK_LINES).splitlines()
-    said = next((line for line in lines if _WATCHDOG_TIMEOUT in line), None)
-    if said is None:
-        return {}
-    error = said[said.index(_WATCHDOG_TIMEOUT) :]
-    return {"error": error[:300], "timed_out": True, "may_be_echo": True}
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
@@ -198,12 +193,12 @@ def interruption(number: int, detail: str | None = None) -> Failure:
     )
 
 
-def _described(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def _of_watchdog(log: Path) -> FailureNote | None:
+    """What an aborted worker would have written down, had the watchdog let it; may be nothing."""
+    found = find_abort(tail_of(log, NUM_LINES).splitlines())
+    if found is None:
+        return None
+    return FailureNote(error=found.said, lost_peer=True, timed_out=found.timed_out)
 
 
 def tail_of(path: Path, lines: int = TAIL_LINES) -> str:

@@ -8,65 +8,55 @@ new generation goes on from there without it.
 
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+from ..protocol.messages import (
+    Abort,
+    Closed,
+    Fragile,
+    FromController,
+    FromWorker,
+    Joined,
+    Leave,
+    Lost,
+    Paused,
+    Ready,
+)
 from ..schema.errors import HetflowError, LaunchError
 from ..schema.launch import LaunchConfig
 from ..schema.resize import ResizeAnswer, ResizeRequest
 from ..schema.run import GenerationKind
 from .change import Change
 from .failures import Failure
-from .heartbeat import Limits, Watch
-from .history import History, devices_of
-from .inbox import Inbox
-from .losses import Losses, reformed
+from .heartbeat import Watch
+from .history import History, LastGeneration, devices_of
+from .losses import Losses, recovery
 from .mapping import renumbered, seated
-from .request import OnFailure
-from .restarts import Store, Tries
-from .supervise import Workers
-
-Start = Callable[[LaunchConfig, int, dict[str, int], Sequence[str]], None]
-Restart = Callable[[LaunchConfig, int, dict[str, int]], None]
+from .restarts import Readable, Tries
+from .supervisor import Launched
 
 
 class Generations:
     """Decides who runs what, and tells the workers.
 
     Args:
-        config: The mapping at the start.
-        workers: The worker processes; their names are their first ranks.
-        inbox: Requests.
+        launched: The launch; its workers' names are their first ranks.
         store: Where workers say what they go on from.
-        start: Starts workers: config, generation, rank by name, names to start.
-        on_failure: Whether a launch goes on without a worker that died.
-        limits: When a worker counts as hung.
-        restart: Starts a whole generation from the last checkpoint; None where there is none.
-        warn: Tells the user something that does not end the launch.
     """
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        workers: Workers,
-        inbox: Inbox,
-        store: Store,
-        start: Start,
-        *,
-        on_failure: OnFailure,
-        limits: Limits,
-        restart: Restart | None = None,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._workers, self._inbox, self._start, self._warn = workers, inbox, start, warn
-        self._on_failure, self._is_fragile = on_failure, False
-        self._watch, self._tries = Watch(workers, limits), Tries(store)
+    def __init__(self, launched: Launched, store: Readable) -> None:
+        config, request = launched.config, launched.request
+        self._launched, self._workers, self._inbox = launched, launched.workers, launched.inbox
+        self._starter, self._warn = launched.starter, launched.warn
+        self._on_failure, self._is_fragile = request.policy, False
+        self._has_checkpoints = request.checkpoint is not None
+        self._watch, self._tries = Watch(launched.workers, launched.limits), Tries(store)
         self.number, self.config = 0, config
         self.restarted_at = 0
-        self._restart = restart
         self._highest = 0
         self._ranks = {str(slot.rank): slot.rank for slot in config.workers}
         self._phase: Literal["starting", "running", "changing", "switching", "breaking", "forming"]
@@ -79,7 +69,7 @@ class Generations:
         self._losses = Losses()
         self._closed: str | None = None
         self._wanted: LaunchConfig | None = None
-        inbox.show(config)
+        self._inbox.show(config)
         self.history = History()
         self._remember("start", "the launch", joined=tuple(self._ranks))
 
@@ -87,11 +77,20 @@ class Generations:
 
     def tick(self, wait_seconds: float) -> Failure | None:
         """Take in what has happened, for at most so long; a failure that ends the launch."""
+        failure = self._take_in(wait_seconds)
+        if failure is not None:
+            if failure.sentence_of_ours or failure.why:
+                return failure
+            return self._launched.cause(self.config, self._ranks) or failure
+        if all(self._workers.is_done(name) for name in self._ranks):
+            self._cancel("the run ended before the joining workers could join")
+        return None
+
+    def _take_in(self, wait_seconds: float) -> Failure | None:
         lines = self._workers.lines()
         select.select([line for line in lines.values() if line.is_open], [], [], wait_seconds)
-        for name, line in list(lines.items()):
-            for message in line.receive():
-                self._hear(name, message)
+        for name, message in self._workers.hear():
+            self._hear(name, message)
         self._kill_hung()
         failure = self._bury()
         if failure is not None:
@@ -102,31 +101,32 @@ class Generations:
             self._serve()
         return None
 
-    def _hear(self, name: str, message: dict[str, Any]) -> None:
-        kind, change = message["kind"], self._change
-        if kind == "joined" and message["generation"] == self._highest:
-            self._joined.add(name)
-            self._pauses.append(message.get("pause_seconds", 0.0))
-            if self._joined >= self._ranks_in_the_making().keys():
-                self._all_joined()
-        elif kind == "paused" and message["generation"] == self._highest:
-            self._pauses.append(message["pause_seconds"])
-        elif kind == "ready" and change is not None and name in change.joining:
-            change.ready.add(name)
-            if change.is_ready:
-                self._announce(change)
-        elif kind == "lost" and message["generation"] >= self.number:
-            self._break_off()
-            self._losses.first_sign = self._losses.first_sign or message["why"]
-            if message["generation"] == self._highest:  # else it will say so of this one, too
-                self._losses.operations[name] = message["operation"]
-        elif kind == "fragile":
-            self._is_fragile = True
-        elif kind == "closed":
-            self._closed = message["why"]
-            if change is not None:
-                self._cancel(f"{self._closed}; such a job cannot be resized")
-                self._phase = "running"
+    def _hear(self, name: str, message: FromWorker) -> None:
+        change = self._change
+        match message:
+            case Joined(generation=self._highest):
+                self._joined.add(name)
+                self._pauses.append(message.pause_seconds)
+                if self._joined >= self._ranks_in_the_making().keys():
+                    self._all_joined()
+            case Paused(generation=self._highest):
+                self._pauses.append(message.pause_seconds)
+            case Ready() if change is not None and name in change.joining:
+                change.ready.add(name)
+                if change.is_ready:
+                    self._announce(change)
+            case Lost() if message.generation >= self.number:
+                self._break_off()
+                self._losses.first_sign = self._losses.first_sign or message.why
+                if message.generation == self._highest:  # else it will say so of this one, too
+                    self._losses.operations[name] = message.operation
+            case Fragile():
+                self._is_fragile = True
+            case Closed():
+                self._closed = message.why
+                if change is not None:
+                    self._cancel(f"{self._closed}; such a job cannot be resized")
+                    self._phase = "running"
 
     def _ranks_in_the_making(self) -> dict[str, int]:
         switching = self._phase == "switching" and self._change is not None
@@ -211,7 +211,7 @@ class Generations:
             detail=detail,
             kind=kind,
         )
-        self._start(config, self._highest + 1, ranks, joining)
+        self._starter.join(config, self._highest + 1, ranks, joining, self.restarted_at)
         self._change, self._phase = change, "changing"
         if not joining:
             self._announce(change)
@@ -219,14 +219,13 @@ class Generations:
     def _announce(self, change: Change) -> None:
         self._highest += 1
         self._phase, self._joined, self._pauses = "switching", set(), []
-        content = change.announcement(self._ranks)
         names = [*self._ranks, *change.joining]
-        self._tell(names, "resize", generation=self._highest, **content)
+        self._tell(names, change.announcement(self._ranks, self._highest))
 
     def _arrive(self, change: Change) -> None:
         self.number, self._change, self._phase = self._highest, None, "running"
         self.config, self._ranks = change.config, change.ranks
-        self._tell(change.leaving, "leave")
+        self._tell(change.leaving, Leave())
         self._left |= set(change.leaving)
         for name in self._workers.lines().keys() & change.leaving:
             self._workers.lines()[name].is_finished = True
@@ -271,7 +270,7 @@ class Generations:
     @property
     def _restarts(self) -> bool:
         """Whether all start again where the others cannot go on."""
-        return self._on_failure != "stop" and self._restart is not None
+        return self._on_failure != "stop" and self._has_checkpoints
 
     def _who(self, name: str) -> str:
         return f"worker {name} ({self.config.workers[self._ranks[name]].device_type})"
@@ -283,6 +282,11 @@ class Generations:
             name = str(failure.rank)
             if name not in self._workers.lines():  # given up together with another
                 continue
+            cause = failure
+            if failure.by_signal and failure.lost_peer:  # NCCL aborted it, for lack of another
+                cause = self._launched.cause(self.config, self._ranks) or failure
+                if not cause.is_echo:
+                    return None  # which comes first at the next look
             if name in self._left:
                 self._workers.forget(name)
             elif self._change is not None and name in self._change.joining:
@@ -298,7 +302,7 @@ class Generations:
                 self._workers.forget(name)
                 self._break_off()
             elif self._can_restart(failure):
-                self._losses.bury(name, failure.sentence())
+                self._losses.bury(name, cause.sentence())
                 self._restart_all(self._losses.sentence)
             else:
                 return self._explained(failure, name)
@@ -317,7 +321,7 @@ class Generations:
         return replace(
             failure,
             sentence_of_ours=f"{self._losses.sentence}; {outside}",
-            hint=failure.hint if self._restart is not None else hint,
+            hint=failure.hint if self._has_checkpoints else hint,
         )
 
     def _can_survive(self, failure: Failure) -> bool:
@@ -334,7 +338,6 @@ class Generations:
 
     def _restart_all(self, cause: str) -> None:
         """Start everybody anew; they go on from the last checkpoint."""
-        assert self._restart is not None
         self._cancel("a worker was lost meanwhile")
         left = tuple(self._ranks)
         for name in filter(self._workers.is_held, left):
@@ -346,7 +349,7 @@ class Generations:
         self._closed, self._is_fragile = None, False
         self.config, self._wanted = self._wanted or self.config, None
         self._ranks = {next(self._names): slot.rank for slot in self.config.workers}
-        self._restart(self.config, self.number, self._ranks)
+        self._starter.restart(self.config, self.number, self._ranks)
         self._workers.show(_first(self._ranks))
         self._remember("restart", cause, joined=tuple(self._ranks), left=left)
         self._warn(f"{cause}; starting again from the last checkpoint")
@@ -360,7 +363,7 @@ class Generations:
             self._losses.begin(is_again=self._phase == "forming")
             self._phase = "breaking"
             self._cancel("; ".join(self._losses.causes.values()) or "a worker was lost meanwhile")
-            self._tell(self._alive(), "abort", generation=self._highest)
+            self._tell(self._alive(), Abort(generation=self._highest))
 
     def _recover_if_known(self) -> Failure | None:
         """Tell those who are left who runs what now, as soon as they have said where they are."""
@@ -374,10 +377,11 @@ class Generations:
         except LaunchError as error:
             return Failure(exit_code=1, error=error.message)
         self._wanted = self._wanted or self.config
-        self.config, self._ranks, content = reformed(self.config, self._ranks, operations)
         self._highest += 1
+        message = recovery(self.config, self._ranks, operations, self._highest)
+        self.config, self._ranks = message.config, message.ranks
         self._phase, self._joined, self._pauses = "forming", set(), []
-        self._tell(list(self._ranks), "recover", generation=self._highest, **content)
+        self._tell(list(self._ranks), message)
         self._workers.show(_first(self._ranks))
         return None
 
@@ -396,25 +400,21 @@ class Generations:
     def _remember(self, kind: GenerationKind, detail: str, **more: Any) -> None:
         self.history.add(self.number, kind, detail, self.config, self._ranks, **more)
 
-    def _tell(self, names: Sequence[str], kind: str, **content: object) -> None:
+    def _tell(self, names: Sequence[str], message: FromController) -> None:
         lines = self._workers.lines()
         for name in names:
             if name in lines:
-                lines[name].send(kind, **content)
+                lines[name].send(message)
 
-    def settle(self) -> None:
-        """All workers are done: whoever was still on the way in is not needed."""
-        self._cancel("the run ended before the joining workers could join")
-
-    @property
-    def where(self) -> tuple[int, int, int]:
-        """Where the last generation reports: its size, its number, the last restart."""
-        return self.config.world_size, self.number, self.restarted_at
+    def finish(self) -> None:
+        """There is nothing left to take in."""
 
     @property
-    def only_newcomers_left(self) -> bool:
-        """Whether everyone who trains is done."""
-        return all(self._workers.is_done(name) for name in self._ranks)
+    def last(self) -> LastGeneration:
+        """Where the workers of the last generation report."""
+        return LastGeneration(
+            world_size=self.config.world_size, number=self.number, restarted_at=self.restarted_at
+        )
 
 
 def _first(ranks: dict[str, int]) -> str:

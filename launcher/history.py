@@ -2,9 +2,19 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ..schema.launch import LaunchConfig
 from ..schema.run import Generation, GenerationKind, GenerationWorker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastGeneration:
+    """Where a launch's last workers report: how many, which generation, and its last restart."""
+
+    world_size: int
+    number: int = 0
+    restarted_at: int = 0
 
 
 class History:

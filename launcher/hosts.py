@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import secrets
 import socket
@@ -11,10 +10,12 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
+from .. import __version__
 from ..devices.emulated import base_type
 from ..protocol.environment import TOKEN
+from ..protocol.greetings import Dealt, Greeting, Refused, answer_of, greeting_of, text_of
 from ..protocol.handover import STOPPED_EXIT_CODE
 from ..protocol.launch_token import fingerprint_of
 from ..protocol.record import WorkerReport
@@ -23,6 +24,7 @@ from ..schema.files import to_json
 from ..schema.launch import LaunchConfig, WorkerSlot
 from .devices import inventory
 from .failures import Failure
+from .history import LastGeneration
 from .patience import Part, PatientStore, Unreachable
 from .request import OnFailure, Rendezvous
 from .spawn import Meeting
@@ -46,6 +48,50 @@ CAUSE_SECONDS = SILENCE_SECONDS + 5.0
 FAREWELL_SECONDS = 10.0
 
 Watch = Callable[[], None]
+
+
+class Hosts(Protocol):
+    """The hosts of a launch, as this one's controller sees them.
+
+    ``is_first`` says that this one holds the store and collects reports. ``token`` is what the
+    keys of the launch stand behind.
+    """
+
+    is_first: bool
+    token: str
+
+    def join(self, watch: Watch) -> tuple[Sequence[WorkerSlot], Meeting]:
+        """Meet the others; the slots of this host, and where its workers meet those of others."""
+
+    def starting(self) -> None:
+        """The workers of this host are about to start."""
+
+    def failure_elsewhere(self) -> Failure | None:
+        """A failure of another host."""
+
+    def tell_failure(self, failure: Failure) -> Failure:
+        """Stop every host for a failure of this one; the first cause of all."""
+
+    def tell_stop(self, number: int) -> None:
+        """Have every host save and leave, for a signal that came here."""
+
+    def stop_elsewhere(self, *, at_once: bool = False) -> int | None:
+        """The signal for which another host asks all to save and leave."""
+
+    def stop_behind(self, failure: Failure) -> int | None:
+        """The signal on another host for which a worker here has left; None for a failure."""
+
+    def wait_until_saved(self, goes_on: Callable[[], bool], until: float) -> None:
+        """Wait until the workers of all hosts have saved and left."""
+
+    def wait_for_others(self, watch: Watch) -> Failure | None:
+        """This host is done; wait for the others, or a failure of theirs."""
+
+    def leave(self) -> None:
+        """The launch is over for this host."""
+
+    def reports(self, last: LastGeneration) -> list[WorkerReport]:
+        """What the workers of the last generation measured; for the first host."""
 
 
 class Alone:
@@ -108,15 +154,14 @@ class Alone:
         return None
 
     def leave(self) -> None:
-        """Nobody to leave."""
+        """Nobody to leave; a store that was never made needs no socket."""
+        if self._thread.ident is None:
+            self._socket.close()
 
-    def reports(
-        self, world_size: int | None = None, generation: int = 0, restarted_at: int = 0
-    ) -> list[WorkerReport]:
+    def reports(self, last: LastGeneration) -> list[WorkerReport]:
         """What the workers of the last generation measured."""
         self._thread.join()
-        size = world_size or self._config.world_size
-        return read_reports(self._store, size, generation, restarted_at)
+        return read_reports(self._store, last)
 
 
 class Together:
@@ -155,20 +200,21 @@ class Together:
         self._open = PatientStore(store, SILENCE_SECONDS).under("hetflow")
         self._check_token(watch)
         threading.Thread(target=self._beat, daemon=True).start()
-        own = {
-            "host": socket.gethostname(),
-            "plan": _digest(self._config),
-            "policy": self._policy,
-            "devices": place.devices if place.devices is not None else inventory(),
-        }
-        self._store.set(f"agent/{place.node_rank}", json.dumps(own))
+        own = Greeting(
+            host=socket.gethostname() or "unknown",
+            hetflow=__version__,
+            plan=_digest(self._config),
+            policy=self._policy,
+            devices=place.devices if place.devices is not None else inventory(),
+        )
+        self._store.set(f"agent/{place.node_rank}", text_of(own))
         if self.is_first:
-            self._store.set("slots", json.dumps(self._deal(watch)))
-        dealt = json.loads(self._get("slots", "node 0's answer", watch))
-        if "error" in dealt:
-            raise LaunchError(dealt["error"])
-        self._names = dict(enumerate(dealt["hosts"]))
-        mine = dealt["slots"][place.node_rank]
+            self._store.set("slots", text_of(self._deal(watch)))
+        answer = answer_of(self._get("slots", "node 0's answer", watch))
+        if isinstance(answer, Refused):
+            raise LaunchError(answer.error)
+        self._names = dict(enumerate(answer.hosts))
+        mine = answer.slots[place.node_rank]
         interface = interface_towards(place.host, place.port)
         meeting = Meeting(address=place.host, port=place.port, interface=interface)
         return [self._config.workers[rank] for rank in mine], meeting
@@ -214,7 +260,7 @@ class Together:
             hint="give every host the same one, or none",
         )
 
-    def _deal(self, watch: Watch) -> dict[str, Any]:
+    def _deal(self, watch: Watch) -> Dealt | Refused:
         agents = []
 
         def look() -> None:
@@ -224,19 +270,13 @@ class Together:
 
         for node in range(self._place.num_nodes):
             try:
-                agents.append(json.loads(self._get(f"agent/{node}", f"node {node}", look)))
+                agents.append(greeting_of(self._get(f"agent/{node}", f"node {node}", look), node))
             except LaunchError as error:
-                return {"error": error.message}
-        if len({agent["plan"] for agent in agents}) > 1:
-            return {"error": "the hosts were given different plans; give all the same file"}
-        if len({agent["policy"] for agent in agents}) > 1:
-            return {"error": "give every host the same --on-failure and --checkpoint"}
+                return Refused(error=error.message)
         try:
-            devices = [agent["devices"] for agent in agents]
-            hosts = [agent["host"] for agent in agents]
-            return {"slots": deal_slots(self._config, devices), "hosts": hosts}
+            return dealt(self._config, agents)
         except LaunchError as error:
-            return {"error": error.message}
+            return Refused(error=error.message)
 
     def _get(self, key: str, what: str, watch: Watch) -> bytes:
         return self._wait_for(self._store, key, what, watch)
@@ -469,13 +509,32 @@ class Together:
                     return
                 time.sleep(0.05)
 
-    def reports(
-        self, world_size: int | None = None, generation: int = 0, restarted_at: int = 0
-    ) -> list[WorkerReport]:
+    def reports(self, last: LastGeneration) -> list[WorkerReport]:
         """What the workers of the last generation measured; for node 0."""
-        size = self._config.world_size
         assert self._all is not None
-        return read_reports(self._all.whole, size, generation, restarted_at)
+        return read_reports(self._all.whole, last)
+
+
+def dealt(config: LaunchConfig, agents: Sequence[Greeting]) -> Dealt:
+    """The slots of each host, where all hosts were started alike. Pure.
+
+    Raises:
+        LaunchError: They were not, or together they lack a device.
+    """
+    for node, agent in enumerate(agents):
+        if agent.hetflow != agents[0].hetflow:
+            raise LaunchError(
+                f"host 0 ({agents[0].host}) runs hetflow {agents[0].hetflow}, host {node} "
+                f"({agent.host}) {agent.hetflow}; install the same version on all"
+            )
+    if len({agent.plan for agent in agents}) > 1:
+        raise LaunchError("the hosts were given different plans; give all the same file")
+    if len({agent.policy for agent in agents}) > 1:
+        raise LaunchError("give every host the same --on-failure and --checkpoint")
+    slots = deal_slots(config, [agent.devices for agent in agents])
+    return Dealt(
+        slots=tuple(tuple(ranks) for ranks in slots), hosts=tuple(agent.host for agent in agents)
+    )
 
 
 def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[list[int]]:

@@ -1,10 +1,10 @@
 """The controller's end of a worker's control channel: JSON lines over a socket pair."""
 
 import contextlib
-import json
 import socket
 import time
-from typing import Any
+
+from ..protocol.messages import Beat, Finished, FromController, FromWorker, encode, from_worker
 
 MAX_LINE_BYTES = 64 << 20
 
@@ -36,9 +36,9 @@ class Line:
         """For ``select``."""
         return self._own.fileno()
 
-    def send(self, kind: str, **content: Any) -> None:
+    def send(self, message: FromController) -> None:
         """Tell the worker; one that is gone or stopped is found out by other means."""
-        data = json.dumps({"kind": kind, **content}).encode() + b"\n"
+        data = encode(message)
         if not self.is_open:
             return
         with contextlib.suppress(OSError):
@@ -47,8 +47,12 @@ class Line:
         with contextlib.suppress(OSError):
             self._own.setblocking(False)
 
-    def receive(self) -> list[dict[str, Any]]:
-        """What the worker has said since the last call; heartbeats are noted, not returned."""
+    def receive(self) -> list[FromWorker]:
+        """What the worker has said since the last call; heartbeats are noted, not returned.
+
+        Raises:
+            ProblemError: It said what no worker says.
+        """
         with contextlib.suppress(OSError):
             while self.is_open:
                 data = self._own.recv(1 << 16)
@@ -57,22 +61,21 @@ class Line:
                 if len(self._rest) > MAX_LINE_BYTES:
                     self._rest = b""
         *lines, self._rest = self._rest.split(b"\n")
-        messages = []
+        messages: list[FromWorker] = []
         for line in lines:
-            with contextlib.suppress(ValueError):
-                message = json.loads(line)
-                self._note(message)
-                if message["kind"] != "beat":
-                    messages.append(message)
+            message = from_worker(line)
+            self._note(message)
+            if not isinstance(message, Beat):
+                messages.append(message)
         return messages
 
-    def _note(self, message: dict[str, Any]) -> None:
+    def _note(self, message: FromWorker) -> None:
         self.heard_at = time.monotonic()
-        self.is_finished = self.is_finished or message["kind"] == "finished"
-        if message["kind"] != "beat":
+        self.is_finished = self.is_finished or isinstance(message, Finished)
+        if not isinstance(message, Beat):
             return
-        self.is_prepared = message["prepared"]
-        found = (message["operation"], message["waiting"])
+        self.is_prepared = message.prepared
+        found = (message.operation, message.waiting)
         if found != (self.operation, self.is_waiting):
             self.operation, self.is_waiting = found
             self.moved_at = self.heard_at

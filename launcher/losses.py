@@ -3,10 +3,9 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from ..protocol.messages import Recover
 from ..schema.errors import LaunchError
-from ..schema.files import to_json
 from ..schema.launch import LaunchConfig
 from .mapping import without
 
@@ -77,28 +76,27 @@ class Losses:
         return found
 
 
-def reformed(
-    config: LaunchConfig, ranks: Mapping[str, int], operations: Mapping[str, int]
-) -> tuple[LaunchConfig, dict[str, int], dict[str, Any]]:
-    """The mapping without the dead, and what to tell the others. Pure.
+def recovery(
+    config: LaunchConfig,
+    ranks: Mapping[str, int],
+    operations: Mapping[str, int],
+    generation: int,
+) -> Recover:
+    """The mapping without the dead, as it is told to the others. Pure.
 
     Args:
         config: The mapping before.
         ranks: The workers before.
         operations: Where each who is left stands.
-
-    Returns:
-        The mapping, the ranks, and the content of the message: those who are ``behind`` get the
-        result of their operation from the ``donor``.
+        generation: The number of the new mapping.
     """
     lost = [rank for name, rank in ranks.items() if name not in operations]
     order = sorted(operations, key=ranks.__getitem__)
     changed, top = without(config, lost), max(operations.values())
-    new_ranks = {name: rank for rank, name in enumerate(order)}
-    content = {
-        "config": to_json(changed),
-        "ranks": new_ranks,
-        "behind": [name for name in order if operations[name] < top],
-        "donor": next(name for name in order if operations[name] == top),
-    }
-    return changed, new_ranks, content
+    return Recover(
+        generation=generation,
+        config=changed,
+        ranks={name: rank for rank, name in enumerate(order)},
+        behind=tuple(name for name in order if operations[name] < top),
+        donor=next(name for name in order if operations[name] == top),
+    )

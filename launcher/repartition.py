@@ -8,7 +8,6 @@ previous plan goes on from the same parts.
 
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -19,14 +18,10 @@ from ..schema.errors import HetflowError, ProblemError
 from ..schema.launch import LaunchConfig
 from ..schema.resize import ResizeAnswer, ResizeRequest
 from .failures import Failure
-from .heartbeat import Limits, Watch
-from .history import History, devices_of
-from .inbox import Inbox
+from .heartbeat import Watch
+from .history import History, LastGeneration, devices_of
 from .restarts import Store, Tries
-from .supervise import Workers
-
-Start = Callable[[LaunchConfig, int, dict[str, int], bool], None]
-Cause = Callable[[LaunchConfig, dict[str, int]], Failure | None]
+from .supervisor import Launched
 
 
 @dataclass(slots=True)
@@ -54,35 +49,15 @@ class Repartitions:
     """Decides which plan's workers run.
 
     Args:
-        config: The plan at the start, lowered.
-        workers: The worker processes.
-        inbox: Requests.
+        launched: The launch.
         store: Where workers say how far they are.
-        start: Starts a generation: config, number, rank by name, whether its workers wait for
-            their turn.
-        cause: The first cause among failures, given a moment to be seen.
-        restarts: Whether a launch starts again from the last checkpoint when a worker dies.
-        limits: When a worker counts as hung; None to leave it as it is.
-        parts: The launch's own folder for parts, emptied when all have read them.
-        warn: Tells the user something that does not end the launch.
     """
 
-    def __init__(
-        self,
-        config: LaunchConfig,
-        workers: Workers,
-        inbox: Inbox,
-        store: Store,
-        start: Start,
-        *,
-        cause: Cause,
-        restarts: bool,
-        limits: Limits | None,
-        parts: Path,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._workers, self._inbox, self._store, self._start = workers, inbox, store, start
-        self._cause, self._restarts, self._parts, self._warn = cause, restarts, parts, warn
+    def __init__(self, launched: Launched, store: Store) -> None:
+        config, policy = launched.config, launched.request.policy
+        self._workers, self._inbox, self._store = launched.workers, launched.inbox, store
+        self._starter, self._cause, self._warn = launched.starter, launched.cause, launched.warn
+        self._restarts, self._parts = policy == "replace", launched.request.handover_folder
         ranks = {str(slot.rank): slot.rank for slot in config.workers}
         self._now = _Side(config, 0, ranks, time.monotonic())
         self._phase: Literal["starting", "running", "coming", "saving", "joining"] = "starting"
@@ -90,9 +65,10 @@ class Repartitions:
         self._names = (str(number) for number in count(config.world_size))
         self._highest = 0
         self._tries = Tries(store)
-        self._watch = Watch(workers, limits) if limits is not None else None
+        # A launch that ends with any failure leaves a worker that hangs as it is.
+        self._watch = Watch(launched.workers, launched.limits) if policy != "stop" else None
         self._restarted: tuple[str, tuple[str, ...], float] | None = None
-        inbox.show(config)
+        self._inbox.show(config)
         self.history = History()
         self.history.add(0, "start", "the launch", config, ranks, joined=tuple(ranks))
 
@@ -113,12 +89,13 @@ class Repartitions:
             self._arrive()
         if self._phase != "starting":
             self._serve()
+        if all(self._workers.is_done(name) for name in self._now.ranks):
+            self._cancel("the run ended before the new plan's workers could take over")
         return None
 
     def _kill_silent(self) -> None:
         """A worker that is stopped or frozen is killed; what follows is as for any death."""
-        for line in self._workers.lines().values():
-            line.receive()
+        self._workers.hear()
         if self._watch is not None:
             self._watch.look(self._now.ranks)
             self._watch.look(self._change.new.ranks if self._change is not None else ())
@@ -138,7 +115,7 @@ class Repartitions:
         if self._restarted is not None:
             detail, left, lost_at = self._restarted
             self._restarted = None
-            shutil.rmtree(self._parts, ignore_errors=True)
+            self._drop_parts()
             self._remember("restart", detail, left, time.monotonic() - lost_at)
 
     # Another plan
@@ -177,7 +154,7 @@ class Repartitions:
             HetflowError: The machine lacks the devices.
         """
         new = self._next(config)
-        self._start(new.config, new.number, new.ranks, True)
+        self._starter.follow(new.config, new.number, new.ranks)
         self._change = _Change(new, path, f"asked for {devices_of(config)}", set())
         self._phase = "coming"
 
@@ -212,7 +189,7 @@ class Repartitions:
         left = tuple(self._now.ranks)
         self._now, self._change, self._phase = change.new, None, "running"
         self._tries.forget()
-        shutil.rmtree(self._parts, ignore_errors=True)
+        self._drop_parts()
         self._inbox.show(self._now.config)
         self._remember("resize", change.detail, left, pause)
         answer = ResizeAnswer(
@@ -288,7 +265,7 @@ class Repartitions:
         self._end(self._now)
         self._now = self._next(self._now.config)
         self._phase, self._restarted = "starting", (detail, left, lost_at)
-        self._start(self._now.config, self._now.number, self._now.ranks, False)
+        self._starter.restart(self._now.config, self._now.number, self._now.ranks)
         self._workers.show(_first(self._now))
         return detail
 
@@ -318,19 +295,22 @@ class Repartitions:
             pause_seconds=pause_seconds,
         )
 
-    def settle(self) -> None:
-        """All workers are done: nobody is left to hand over."""
-        self._cancel("the run ended before the new plan's workers could take over")
+    def _drop_parts(self) -> None:
+        """All workers have read the parts."""
+        if self._parts is not None:
+            shutil.rmtree(self._parts, ignore_errors=True)
+
+    def finish(self) -> None:
+        """The last to take a plan up may be done before they were seen to."""
+        self.tick(0.0)
 
     @property
-    def where(self) -> tuple[int, int, int]:
-        """Where the last generation reports: its size, its number, the last restart."""
-        return self._now.config.world_size, self._now.number, self._now.number
-
-    @property
-    def only_newcomers_left(self) -> bool:
-        """Whether everyone who trains is done."""
-        return all(self._workers.is_done(name) for name in self._now.ranks)
+    def last(self) -> LastGeneration:
+        """Where the workers of the last generation report."""
+        now = self._now
+        return LastGeneration(
+            world_size=now.config.world_size, number=now.number, restarted_at=now.number
+        )
 
 
 def check_same_job(config: LaunchConfig, other: LaunchConfig) -> None:

@@ -89,36 +89,31 @@ class LaunchRequest:
     heartbeat_seconds: float = 30.0
 
     @property
-    def is_elastic(self) -> bool:
-        """Whether workers can come and go: split plans on one host."""
-        return self.rendezvous is None and self.config.pipeline is None
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether all workers together can make room for others: pipelines on one host."""
-        return self.rendezvous is None and self.config.pipeline is not None
-
-    @property
-    def regroups(self) -> bool:
-        """Whether all hosts together start again from a checkpoint when a worker dies."""
-        return self.rendezvous is not None and self.policy == "replace"
-
-    @property
-    def survives(self) -> bool:
-        """Whether the others of the launch go on when a worker dies."""
-        return self.is_elastic and self.on_failure != "stop"
+    def handover_folder(self) -> Path | None:
+        """Where a pipeline on one host writes its parts when its plan changes; None elsewhere."""
+        changes_plan = self.rendezvous is None and self.config.pipeline is not None
+        return self.folder / HANDOVER if changes_plan else None
 
     @property
     def policy(self) -> OnFailure:
         """What to do when a worker dies, with the default resolved."""
-        if self.is_elastic:
-            return self.on_failure or "shrink"
-        return self.on_failure or ("replace" if self.checkpoint is not None else "stop")
+        if self.on_failure is not None:
+            return self.on_failure
+        if self._bound is None:
+            return "shrink"
+        return "replace" if self.checkpoint is not None else "stop"
+
+    @property
+    def _bound(self) -> str | None:
+        """What keeps workers from coming and going one by one; None for a split on one host."""
+        if self.config.pipeline is not None:
+            return "pipeline"
+        return None if self.rendezvous is None else "launch on several hosts"
 
     def __post_init__(self) -> None:
-        if self.is_elastic or self.on_failure in ("stop", None):
+        what = self._bound
+        if what is None or self.on_failure in ("stop", None):
             return
-        what = "pipeline" if self.config.pipeline is not None else "launch on several hosts"
         if self.on_failure == "shrink":
             raise TargetError(
                 f"a {what} cannot go on without a worker that dies",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Literal, Protocol
 
 from ..devices.collectives import INTERFACE_VARIABLES
 from ..preload import Preload
@@ -16,6 +16,8 @@ from ..protocol import environment as names
 from ..protocol.pins import pins
 from ..schema.launch import Determinism
 from .devices import Seat
+
+Entry = Literal["join", "follow", "restart"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,17 +49,16 @@ class Meeting:
 class NewGeneration:
     """What workers join that are started later: its number, its config, each rank's name.
 
-    ``joins`` says that others train already; else all of its workers start from a checkpoint.
-    ``restarted_at`` is the generation that last did so. ``follows`` says that they wait until the
-    workers of another pipeline plan have handed over.
+    ``entry`` is how they come in: they ``join`` others that train already, ``follow`` the workers
+    of another pipeline plan, which hand over to them, or ``restart`` from a checkpoint.
+    ``restarted_at`` is the generation that last started from nothing or from a checkpoint.
     """
 
     number: int
     config: Path
     names: dict[int, str]
-    joins: bool
+    entry: Entry
     restarted_at: int
-    follows: bool = False
 
 
 def worker_commands(
@@ -123,9 +124,11 @@ def worker_commands(
         if handover is not None:
             settings[names.HANDOVER] = str(handover)
         if generation is not None:
-            settings |= {names.FOLLOWS: "1"} if generation.follows else {}
             settings["TORCHELASTIC_RESTART_COUNT"] = str(generation.restarted_at)
-            settings |= {names.JOINS: str(generation.number)} if generation.joins else {}
+            if generation.entry == "follow":
+                settings[names.FOLLOWS] = "1"
+            elif generation.entry == "join":
+                settings[names.JOINS] = str(generation.number)
         if determinism != "none":
             settings |= {names.DETERMINISM: determinism, names.SEED: str(seed)}
         if compare_every is not None:
@@ -183,9 +186,7 @@ def start(
     inherited: Mapping[str, str],
     *,
     preload: Preload,
-    line: int | None = None,
-    changes: bool = False,
-    survives: bool = False,
+    line: tuple[int, names.Channel] | None = None,
     token: str = "",
 ) -> Process:
     """Start one worker in its own session; it dies with this process, however that dies.
@@ -198,18 +199,14 @@ def start(
         stderr: Where its errors go.
         inherited: The environment that it adds its own to.
         preload: The launch's preloaded processes.
-        line: Its end of the line to the controller, if it has one.
-        changes: Whether other workers may come and go.
-        survives: Whether it goes on when other workers die.
+        line: Its end of the line to the controller and what that is for, if it has one.
         token: The launch's; by the environment, which only this user and root can read, and no
             part of the command, which is shown.
     """
-    extra = {names.CONTROL: str(line)} if line is not None else {}
-    extra |= {names.CHANGES: "1"} if changes else {}
-    extra |= {names.SURVIVES: "1"} if survives else {}
+    extra = {names.CONTROL: str(line[0]), names.CHANNEL: line[1]} if line is not None else {}
     extra |= {names.TOKEN: token} if token else {}
     environment = {**inherited, **command.environment, **extra}
-    passed = () if line is None else (line,)
+    passed = () if line is None else (line[0],)
     forked = preload.start(
         command.arguments,
         environment,

@@ -20,6 +20,7 @@ from ..protocol.environment import TOKEN
 from ..protocol.launch_token import prefix_of
 from ..protocol.record import WorkerReport, parse_report
 from ..schema.errors import LaunchError, ProblemError, TargetError
+from .history import LastGeneration
 
 _SIOCGIFADDR = 0x8915
 
@@ -100,14 +101,12 @@ def join_store(host: str, port: int, timeout_seconds: float) -> Any:
     return store_class(host, port, None, False, timeout=limit, wait_for_workers=False)
 
 
-def read_reports(
-    store: Any, world_size: int, generation: int = 0, restarted_at: int = 0
-) -> list[WorkerReport]:
+def read_reports(store: Any, last: LastGeneration) -> list[WorkerReport]:
     """What the workers of the last generation measured, of those that said so."""
     reports = []
-    prefix = f"hetflow/{restarted_at}"
-    prefix += f"/generation/{generation}" if generation != restarted_at else ""
-    for rank in range(world_size):
+    prefix = f"hetflow/{last.restarted_at}"
+    prefix += f"/generation/{last.number}" if last.number != last.restarted_at else ""
+    for rank in range(last.world_size):
         key = f"{prefix}/report/{rank}"
         if store.check([key]):
             with contextlib.suppress(ProblemError, ValueError):

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from ..schema import files
 from ..schema.errors import FileError, TargetError
@@ -35,11 +36,13 @@ FROM_SCRATCH = "HETFLOW_RESTART_FROM_SCRATCH"  # "1": set checkpoints aside and 
 COMPARE_EVERY = "HETFLOW_COMPARE_EVERY"  # steps between comparisons of all parameters
 CONTROL = "HETFLOW_CONTROL"  # descriptor of the line to the controller
 WORKER = "HETFLOW_WORKER"  # this worker's name there
-CHANGES = "HETFLOW_CHANGES"  # whether workers may come and go while the job trains
-SURVIVES = "HETFLOW_SURVIVES"  # whether the job goes on when workers die
+CHANNEL = "HETFLOW_CHANNEL"  # what the line to the controller is for: a `Channel`
 JOINS = "HETFLOW_JOINS"  # the generation that a worker started later will join
 HANDOVER = "HETFLOW_HANDOVER"  # where a pipeline writes its parts when its plan changes
 FOLLOWS = "HETFLOW_FOLLOWS"  # whether others train until this worker is ready
+# What a worker and its controller tell each other, each with what stands before it: signs of life;
+# that workers come and go while the job trains; that it goes on when workers die.
+Channel = Literal["heartbeats", "changes", "losses"]
 DEFAULT_TIMEOUT_SECONDS = 600.0
 DEFAULT_COMPARE_EVERY = 50
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from ..protocol.messages import Finished
 from ..protocol.record import WorkerReport, assemble, parse_report, report_text
 from ..schema import files
 from ..schema.errors import FileError, TargetError
@@ -95,7 +96,7 @@ def finish(job: "Job") -> None:
     job._reducer.close()
     job._agreement.close()
     if place.control is not None:
-        place.control.send("finished")
+        place.control.send(Finished())
     if place.start.config is not None:
         leave()
     if job._checkpoints is not None:

@@ -1,5 +1,6 @@
 """Join the other workers: which slot this process fills, on which device, over which backend."""
 
+import contextlib
 import json
 import os
 import socket
@@ -7,7 +8,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,16 @@ from ..devices.collectives import choose_collective
 from ..devices.emulated import base_type
 from ..devices.host import TORCH_DEVICE
 from ..devices.local import device_of_type, own_type
-from ..protocol.environment import DEVICE_TYPE, Start, assign_slots
+from ..protocol.environment import DEVICE_TYPE, JOINS, Start, assign_slots, read_environment
 from ..protocol.handover import wait_for_turn
 from ..protocol.launch_token import prefix_of, take_token
-from ..schema.errors import TargetError
-from ..schema.launch import LaunchConfig, WorkerSlot
+from ..protocol.messages import Recover, Resize
+from ..schema.errors import HetflowError, TargetError
+from ..schema.launch import WorkerSlot
 from . import peers
+from .builds import check_builds, own_build, parse_build
 from .elastic.control import Control
+from .meeting import Meeting
 from .peers import SharedStore
 
 RELEASE_SECONDS = 2.0  # a group's end takes milliseconds
@@ -122,6 +125,7 @@ def _join(start: Start, device: torch.device | None) -> Place:
             "MASTER_ADDR is not set, so the workers cannot meet",
             hint="start the script with `hetflow launch`, torchrun or srun",
         )
+    _meeting(start, store).arrive(start.rank)
     slot = start.config.workers[_slot_of(start, store)]
     chosen = _device_of(slot, start, device)
     _init_group(slot.rank, chosen, start, store)
@@ -149,7 +153,7 @@ def subgroup(
     return made
 
 
-def enter_generation(place: Place, message: dict[str, Any], control: Control) -> Place:
+def enter_generation(place: Place, message: Resize | Recover, control: Control) -> Place:
     """Come together with the workers of another generation; the group of the last is closed.
 
     Args:
@@ -157,10 +161,9 @@ def enter_generation(place: Place, message: dict[str, Any], control: Control) ->
         message: The controller's: the generation, its config, and the rank of each worker.
         control: The line to the controller, which can end the wait for the others.
     """
-    config: LaunchConfig = message["config"]
-    rank = message["ranks"][control.worker]
+    config, rank = message.config, message.ranks[control.worker]
     start = replace(place.start, config=config, rank=rank, world_size=config.world_size, joins=None)
-    control.generation = message["generation"]
+    control.generation = message.generation
     with control.connections.opening():
         store = _connect(start).under(f"generation/{control.generation}")
         _Jobs.opened = max(_Jobs.opened, 1)
@@ -177,16 +180,16 @@ def enter_generation(place: Place, message: dict[str, Any], control: Control) ->
     )
 
 
-def enter_handover(place: Place, message: dict[str, Any], control: Control) -> None:
+def enter_handover(place: Place, message: Resize, control: Control) -> None:
     """Come together with the whole next generation and the guest that leaves its state there.
 
     The guest has the rank after the last.
     """
-    size = len(message["ranks"]) + 1
-    rank = message["ranks"].get(control.worker, size - 1)
-    start = replace(place.start, world_size=size)
+    size = len(message.ranks) + 1
+    rank = message.ranks.get(control.worker, size - 1)
+    start = replace(place.start, config=message.config, world_size=size)
     with control.connections.opening():
-        store = _connect(start).under(f"handover/{message['generation']}")
+        store = _connect(start).under(f"handover/{message.generation}")
         _init_group(rank, place.device, start, store)
 
 
@@ -249,7 +252,7 @@ def _slot_of(start: Start, store: SharedStore) -> int:
         return start.rank
     assert start.config is not None
     store.set(f"type/{start.rank}", json.dumps(_own_type(start)))
-    types: list[str | None] = _read_all(store, "type", start.world_size)
+    types = [json.loads(word) for word in _meeting(start, store).read("type")]
     return assign_slots(start.config, types)[start.rank]
 
 
@@ -293,10 +296,15 @@ def _init_group(rank: int, device: torch.device, start: Start, store: SharedStor
                 hint="call hf.prepare first, and leave init_process_group out",
             )
         return
+    store.set(f"build/{rank}", own_build(device).text())
     store.set(f"device/{rank}", json.dumps(_identity(device)))
-    identities = _read_all(store, "device", start.world_size)
+    meeting = _meeting(start, store)
+    identities = [json.loads(word) for word in meeting.read("device")]
+    collective = choose_collective(device, identities)
+    builds = [parse_build(text) for text in meeting.read("build")]
+    check_builds(builds, collective, start.determinism)
     peers.init_process_group(
-        backend=choose_collective(device, identities),
+        backend=collective,
         store=store.under("group").of_torch,
         rank=rank,
         world_size=start.world_size,
@@ -311,5 +319,19 @@ def _identity(device: torch.device) -> str | None:
     return None if own is None else f"{socket.gethostname()}/{own}"
 
 
-def _read_all(store: SharedStore, name: str, number: int) -> list[Any]:
-    return [json.loads(store.get(f"{name}/{rank}")) for rank in range(number)]
+def _meeting(start: Start, store: SharedStore) -> Meeting:
+    assert start.config is not None
+    types = [slot.device_type for slot in start.config.workers]
+    types += ["leaving"] * (start.world_size - len(types))  # the guest of `enter_handover`
+    return Meeting(store=store, device_types=types, limit_seconds=start.timeout_seconds)
+
+
+def tell_left() -> None:
+    """The script has ended well; where it never came to ``hf.prepare``, tell who waits there."""
+    if _Jobs.opened or os.environ.get(JOINS):
+        return
+    # Nobody is left who could wait, or the script has changed what the environment says.
+    with contextlib.suppress(HetflowError):
+        start = read_environment()
+        if start.world_size > 1 and start.address:
+            _meeting(start, _connect(start)).leave(start.rank)

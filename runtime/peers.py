@@ -145,9 +145,9 @@ class SharedStore:
         found: int = guarded(_asking(key), self.of_torch.add)(key, amount)
         return found
 
-    def has(self, key: str) -> bool:
-        """Whether there is such a key."""
-        return bool(guarded(_asking(key), self.of_torch.check)([key]))
+    def has(self, *keys: str) -> bool:
+        """Whether there are all these keys."""
+        return bool(guarded(_asking(*keys), self.of_torch.check)(list(keys)))
 
     def wait(self, keys: Sequence[str], limit: timedelta) -> None:
         """Wait until all these keys are there.

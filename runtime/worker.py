@@ -14,11 +14,13 @@ import runpy
 import sys
 import time
 import traceback
+from dataclasses import asdict
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ..protocol.environment import DETERMINISM, FAILURE, SEED
+from ..protocol.failure_note import FailureNote
 from ..protocol.launch_token import take_token
 from ..schema.errors import HetflowError, PeerLostError
 from .blame import is_lost_peer, may_be_echo
@@ -54,6 +56,9 @@ def main(arguments: list[str]) -> None:
         fail(error)
     if code[0]:
         sys.exit(code[0])
+    group = sys.modules.get("hetflow.runtime.group")
+    if group is not None:
+        group.tell_left()
 
 
 def fail(error: BaseException) -> None:
@@ -124,16 +129,17 @@ def _mark_failed(error: BaseException, code: int) -> None:
         finish.Outcome.failed = True
     path = os.environ.get(FAILURE)
     if path:
-        described: dict[str, Any] = {
-            "at_seconds": time.monotonic(),
-            "error": _described(error),
-            "traceback": "".join(traceback.format_exception(error)),
-            "exit_code": code,
-            "hint": getattr(error, "hint", None) if isinstance(error, HetflowError) else None,
-            "lost_peer": is_lost_peer(error),
-            "may_be_echo": may_be_echo(error),
-            "timed_out": isinstance(error, PeerLostError) and error.timed_out,
-        }
+        note = FailureNote(
+            at_seconds=time.monotonic(),
+            error=_described(error),
+            traceback="".join(traceback.format_exception(error)),
+            exit_code=code,
+            hint=error.hint if isinstance(error, HetflowError) else None,
+            lost_peer=is_lost_peer(error),
+            may_be_echo=may_be_echo(error),
+            timed_out=isinstance(error, PeerLostError) and error.timed_out,
+        )
+        described = asdict(note)
         with contextlib.suppress(OSError):  # such as a full disk
             Path(path).write_text(json.dumps(described), encoding="utf-8")
             Runner.told = True

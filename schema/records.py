@@ -100,6 +100,8 @@ _RULES = {
     "tuple_type": "must be a list",
     "dict_type": "must be an object",
     "dataclass_type": "must be an object",
+    "union_tag_invalid": "kind must be one of {expected_tags}",
+    "union_tag_not_found": "must have a kind",
     "string_too_short": "must not be empty",
     "string_pattern_mismatch": "must be one printable line",
 }

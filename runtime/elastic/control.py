@@ -1,31 +1,36 @@
-"""The control channel between a worker and its controller: JSON lines over a socket pair.
+"""The control channel between a worker and its controller: messages over a socket pair.
 
 A thread of its own reads it and sends heartbeats, also while the script computes or waits in a
 collective. A worker that is stopped or frozen sends no heartbeat; one that hangs in its own code
 sends heartbeats but makes no progress.
-
-To the controller: ``joined``, ``ready``, ``lost``, ``beat``, ``paused``, ``closed``,
-``fragile``, ``finished``. From it:
-``resize`` (the next generation is ready), ``abort`` (this one is broken), ``recover`` (who goes
-on), ``leave``.
 """
 
-import json
 import os
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar, get_args
 
-from ...protocol.environment import CHANGES, CONTROL, SURVIVES, WORKER
-from ...schema import files
-from ...schema.launch import LaunchConfig
+from ...protocol.environment import CHANNEL, CONTROL, WORKER, Channel
+from ...protocol.messages import (
+    Abort,
+    Beat,
+    Closed,
+    FromController,
+    FromWorker,
+    Leave,
+    Recover,
+    Resize,
+    Unreadable,
+    encode,
+    from_controller,
+)
+from ...schema.errors import ProblemError
 from .sockets import Connections
 
 BEAT_SECONDS = 0.5
-Message = dict[str, Any]
 
 
 class Control:
@@ -34,23 +39,24 @@ class Control:
     Args:
         line: Connected to the controller.
         worker: This worker's name there; ranks change, names stay.
-        changes: Whether workers may come and go; else the line has heartbeats only.
-        survives: Whether the job goes on when others die.
+        channel: What it is for: ``changes`` says whether workers may come and go, ``survives``
+            whether the job goes on when others die.
     """
 
     _of_process: ClassVar["Control | None"] = None
 
-    def __init__(self, line: socket.socket, worker: str, *, changes: bool, survives: bool) -> None:
+    def __init__(self, line: socket.socket, worker: str, channel: Channel) -> None:
         self._line, self._sending = line, threading.Lock()
-        self.worker, self.changes, self.survives = worker, changes, survives
+        self.worker, self.changes = worker, channel != "heartbeats"
+        self.survives = channel == "losses"
         self.num_jobs = 0
         self.is_closed = False
         self._changed = threading.Condition()
         self.connections = Connections()
         self.generation = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
         self.broken = -1
-        self.announced: Message | None = None
-        self.recovery: Message | None = None
+        self.announced: Resize | None = None
+        self.recovery: Recover | None = None
         self.may_leave = False
         self.num_operations = 0
         self.is_waiting = False
@@ -65,8 +71,7 @@ class Control:
             cls._of_process = cls(
                 socket.socket(fileno=int(number)),
                 os.environ.get(WORKER, "0"),
-                changes=os.environ.get(CHANGES) == "1",
-                survives=os.environ.get(SURVIVES) == "1",
+                _channel(os.environ.get(CHANNEL)),
             )
         return cls._of_process
 
@@ -77,12 +82,11 @@ class Control:
             self.close("the script prepares several models")
         self._beat()  # from here on silence counts, not only a signal that stops this process
 
-    def send(self, kind: str, **content: Any) -> None:
+    def send(self, message: FromWorker) -> None:
         """Tell the controller; a controller that is gone takes this process with it."""
-        data = json.dumps({"kind": kind, **content}).encode() + b"\n"
         try:
             with self._sending:
-                self._line.sendall(data)
+                self._line.sendall(encode(message))
         except OSError:
             return
 
@@ -90,7 +94,7 @@ class Control:
         """Workers cannot change any more."""
         if not self.is_closed:
             self.is_closed, self.survives = True, False
-            self.send("closed", why=why)
+            self.send(Closed(why=why))
 
     @property
     def is_broken(self) -> bool:
@@ -112,10 +116,11 @@ class Control:
 
     def _beat(self) -> None:
         self.send(
-            "beat",
-            prepared=self.num_jobs > 0,
-            operation=self.num_operations,
-            waiting=self.is_waiting,
+            Beat(
+                prepared=self.num_jobs > 0,
+                operation=self.num_operations,
+                waiting=self.is_waiting,
+            )
         )
 
     def _serve(self) -> None:
@@ -135,21 +140,29 @@ class Control:
                 return
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                self._take(json.loads(line))
+                try:
+                    self._take(from_controller(line))
+                except ProblemError as error:
+                    self.send(Unreadable(why=error.message))  # which ends this worker
 
-    def _take(self, message: Message) -> None:
-        if "config" in message:
-            message["config"] = files.from_json(message["config"], LaunchConfig)
+    def _take(self, message: FromController) -> None:
         with self._changed:
-            if message["kind"] == "resize":
-                self.announced = message
-            elif message["kind"] == "abort":
-                self.broken = max(self.broken, message["generation"])
-                self.announced = None
-            elif message["kind"] == "recover":
-                self.recovery, self.announced = message, None
-            elif message["kind"] == "leave":
-                self.may_leave = True
+            match message:
+                case Resize():
+                    self.announced = message
+                case Abort():
+                    self.broken = max(self.broken, message.generation)
+                    self.announced = None
+                case Recover():
+                    self.recovery, self.announced = message, None
+                case Leave():
+                    self.may_leave = True
             self._changed.notify_all()
-        if message["kind"] == "abort":
+        if isinstance(message, Abort):
             self.connections.cut()
+
+
+def _channel(name: str | None) -> Channel:
+    """What a controller has said the line is for."""
+    known: dict[str | None, Channel] = {channel: channel for channel in get_args(Channel)}
+    return known.get(name, "heartbeats")

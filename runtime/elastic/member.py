@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from ...devices.collectives import is_on_devices
+from ...protocol.messages import Fragile, Joined, Lost, Paused, Ready, Recover, Resize
 from ...schema.errors import PeerLostError
 from ..blame import is_lost_peer, may_be_echo
 from ..checkpoint import Checkpoint
@@ -26,7 +27,7 @@ from ..group import Place, close_group, enter_generation, enter_handover, num_gr
 from ..places import holdings_of
 from . import transfer
 from .behind import Behind
-from .control import Control, Message
+from .control import Control
 from .mirror import Mirror
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Member:
         self._last: Any = None
         self._last_is_step = False
         self._behind = Behind(job)
-        self._next: Message | None = None
+        self._next: Resize | None = None
         self._arrived: Place | None = None
         self._position: dict[str, int] | None = None
         self._order: list[int] | None = None
@@ -77,7 +78,7 @@ class Member:
         """NCCL does not tell the host when an exchange is complete, so nobody could agree."""
         if self._survives and is_on_devices():
             self._survives = False
-            self._control.send("fragile")
+            self._control.send(Fragile())
 
     # Operations
 
@@ -90,7 +91,7 @@ class Member:
         """
         if not self._has_said_so:  # before its first operation nobody could go on without it
             self._has_said_so = True
-            self._control.send("joined", generation=self._control.generation)
+            self._control.send(Joined(generation=self._control.generation))
         self._behind.settle()
         while True:
             if function == self._switch and self._next is None:
@@ -205,7 +206,7 @@ class Member:
                 if not self._is_loss(again):
                     raise
                 error = again
-        is_behind = self._control.worker in message["behind"]
+        is_behind = self._control.worker in message.behind
         if is_behind:
             if found["state"] is not None:
                 self.mirror.names = found["mirrored"]
@@ -218,10 +219,10 @@ class Member:
         # Workers ahead have counted the step that the others are about to count.
         counted = self._job._num_steps + int(is_behind and batch is not None)
         self._job._agreement.changed(counted)
-        self._control.send("joined", generation=message["generation"])
+        self._control.send(Joined(generation=message.generation))
         return is_behind, found["answer"] if is_behind else None
 
-    def _await_recovery(self, error: Exception) -> Message:
+    def _await_recovery(self, error: Exception) -> Recover:
         """Say that this generation is lost, and wait for the controller to say who goes on."""
         control = self._control
         reported = [-1]
@@ -232,11 +233,11 @@ class Member:
             if lost > reported[0]:
                 reported[0] = lost
                 operation, why = control.num_operations, str(error)
-                control.send("lost", generation=lost, operation=operation, why=why)
+                control.send(Lost(generation=lost, operation=operation, why=why))
 
         def is_there() -> bool:
             found = control.recovery
-            return found is not None and found["generation"] > max(control.broken, reported[0])
+            return found is not None and found.generation > max(control.broken, reported[0])
 
         with self.waiting():
             tick()
@@ -244,13 +245,13 @@ class Member:
         assert control.recovery is not None
         return control.recovery
 
-    def _catch_up(self, message: Message) -> dict[str, Any]:
+    def _catch_up(self, message: Recover) -> dict[str, Any]:
         """Bring the result of the last operation to those who lack it."""
-        ranks, behind = message["ranks"], message["behind"]
+        ranks, behind = message.ranks, message.behind
         if self._control.worker in behind:
-            found: dict[str, Any] = transfer.receive(ranks[message["donor"]])
+            found: dict[str, Any] = transfer.receive(ranks[message.donor])
             return found
-        if behind and self._control.worker == message["donor"]:
+        if behind and self._control.worker == message.donor:
             state = self._behind.give(self.mirror.state()) if self._last_is_step else None
             told = {"answer": self._last, "state": state, "mirrored": self.mirror.names}
             transfer.send(told, [ranks[worker] for worker in behind])
@@ -288,27 +289,27 @@ class Member:
             job._notice_written()
             state = job._buffers.capture(job._place_of_nodes, job._place.distributed)
             self.mirror.reset(state)
-        taking = [name for name, donor in message["donors"].items() if donor == control.worker]
+        taking = [name for name, donor in message.donors.items() if donor == control.worker]
         state = self._state() if taking else {}
         close_group()
-        stays = control.worker in message["ranks"]
-        if message["guest"] is not None and (stays or control.worker == message["guest"]):
+        stays = control.worker in message.ranks
+        if message.guest is not None and (stays or control.worker == message.guest):
             self._hand_over(message, state, taking)
         if not stays:
             pause = time.perf_counter() - began
-            control.send("paused", generation=message["generation"], pause_seconds=pause)
+            control.send(Paused(generation=message.generation, pause_seconds=pause))
             self._leave()
         place = enter_generation(job._place, message, control)
-        if message["guest"] is None and taking:
-            transfer.send(state, [message["ranks"][name] for name in taking])
+        if message.guest is None and taking:
+            transfer.send(state, [message.ranks[name] for name in taking])
         self._next, control.announced, self._arrived = None, None, place
         pause = time.perf_counter() - began
-        control.send("joined", generation=message["generation"], pause_seconds=pause)
+        control.send(Joined(generation=message.generation, pause_seconds=pause))
 
-    def _hand_over(self, message: Message, state: Any, taking: list[str]) -> None:
+    def _hand_over(self, message: Resize, state: Any, taking: list[str]) -> None:
         """If no worker stays, a leaving one meets the joining ones once, in a group of its own."""
         enter_handover(self._job._place, message, self._control)
-        transfer.send(state, [message["ranks"][name] for name in taking])
+        transfer.send(state, [message.ranks[name] for name in taking])
         close_group()
 
     def _leave(self) -> None:
@@ -346,21 +347,20 @@ class Member:
         """
         self.is_outside = False
         job, control = self._job, self._control
-        control.send("ready")
+        control.send(Ready())
         control.wait(lambda: control.announced is not None, lambda: None)
         message = control.announced
         assert message is not None
         control.announced = None
-        source = message["ranks"].get(message["donors"][control.worker])
-        if message["guest"] is not None:
+        if message.guest is not None:
             enter_handover(job._place, message, control)
-            found = transfer.receive(len(message["ranks"]))
+            found = transfer.receive(len(message.ranks))
             close_group()
         place = enter_generation(job._place, message, control)
-        if message["guest"] is None:
-            found = transfer.receive(source)
+        if message.guest is None:
+            found = transfer.receive(message.ranks[message.donors[control.worker]])
         self._restore(found, place)
-        control.send("joined", generation=message["generation"])
+        control.send(Joined(generation=message.generation))
 
     def _restore(self, found: dict[str, Any], place: Place) -> None:
         job, saver = self._job, self._job._checkpoints

@@ -18,6 +18,7 @@ from hetflow.launcher.failures import Failure
 from hetflow.launcher.inbox import Inbox, ask
 from hetflow.launcher.repartition import Repartitions, check_same_job
 from hetflow.launcher.request import LaunchRequest
+from hetflow.launcher.supervisor import Launched
 from hetflow.protocol.lower import lower
 from hetflow.schema import files
 from hetflow.schema.errors import ProblemError, TargetError
@@ -269,24 +270,34 @@ class Processes:
     """Workers without processes: what they were started for, and how they left."""
 
     def __init__(self, plan: PipelinePlan, folder: Path, *, restarts: bool) -> None:
-        self.config = lower(plan)
         self.box = Inbox(folder)
         self.codes: dict[str, int] = {"0": 0, "1": 0}
         self.store: dict[str, str] = {"hetflow/0/training": "2"}
         self.told: list[str] = []
-        self.generations = Repartitions(
-            self.config, self, self.box, self, self._start,  # type: ignore[arg-type]
-            cause=lambda config, ranks: next(iter(self.failures())),
-            restarts=restarts, limits=None, parts=folder / "handover", warn=self.told.append,
+        request = LaunchRequest(
+            plan=plan, config=lower(plan), script=("t.py",), folder=folder,
+            checkpoint=folder / "saved", on_failure="replace" if restarts else "stop",
         )  # fmt: skip
+        launched = Launched(
+            request=request, slots=request.config.workers, workers=self, inbox=self.box,  # type: ignore[arg-type]
+            starter=self, check_signals=lambda: None, warn=self.told.append,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.generations = Repartitions(launched, self)
         self.generations.tick(0)
 
-    def _start(self, config: Any, number: int, ranks: dict[str, int], follows: bool) -> None:
+    def follow(self, config: Any, number: int, ranks: dict[str, int]) -> None:
         self.codes |= dict.fromkeys(ranks, 0)
-        self.started = (number, tuple(ranks), follows)
+        self.started = ("follow", number, tuple(ranks))
+
+    def restart(self, config: Any, number: int, ranks: dict[str, int]) -> None:
+        self.codes |= dict.fromkeys(ranks, 0)
+        self.started = ("restart", number, tuple(ranks))
 
     def lines(self) -> dict[str, Any]:
         return {}
+
+    def hear(self) -> list[Any]:
+        return []
 
     def failures(self) -> list[Failure]:
         return [Failure(exit_code=c, error="", rank=int(n)) for n, c in self.codes.items() if c]
@@ -296,6 +307,9 @@ class Processes:
 
     def is_held(self, name: str) -> bool:
         return name in self.codes
+
+    def is_done(self, name: str) -> bool:
+        return False
 
     def show(self, name: str) -> None:
         assert name in self.codes
@@ -336,7 +350,7 @@ def test_restarts_from_one_checkpoint_are_three_and_a_newer_one_counts_anew(
         workers.store[f"hetflow/{number}/checkpoint"] = found
         assert workers.fail(str(name), 137) is None
         name += 2
-        assert workers.started == (number + 1, (str(name), str(name + 1)), False)
+        assert workers.started == ("restart", number + 1, (str(name), str(name + 1)))
         assert set(workers.codes) == {str(name), str(name + 1)}
     workers.store["hetflow/6/checkpoint"] = "b"
     failure = workers.fail(str(name), 137)
@@ -359,7 +373,7 @@ def test_newcomers_that_fail_before_or_after_their_turn_leave_the_plan_before(
     workers = processes(False)
     ask(tmp_path, lower(one_stage(two_stages)))
     workers.generations.tick(0)
-    assert workers.started == (1, ("2",), True)
+    assert workers.started == ("follow", 1, ("2",))
     assert workers.fail("2", 1) is None
     assert workers.codes == {"0": 0, "1": 0}  # as it was
     ask(tmp_path, lower(one_stage(two_stages)))
@@ -371,7 +385,7 @@ def test_newcomers_that_fail_before_or_after_their_turn_leave_the_plan_before(
     workers.generations.tick(0)
     assert workers.store["hetflow/2/go"] == "1"
     assert workers.fail("3", 1) is None
-    assert workers.started == (3, ("4", "5"), False)
+    assert workers.started == ("restart", 3, ("4", "5"))
     assert workers.codes == {"4": 0, "5": 0}
 
 

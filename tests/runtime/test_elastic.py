@@ -1,6 +1,5 @@
 """The parts of changing workers: the mirror of buffers, connections, messages, transfers."""
 
-import json
 import socket
 import threading
 import time
@@ -12,11 +11,21 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from hetflow.protocol.messages import (
+    Abort,
+    Beat,
+    Lost,
+    Recover,
+    Unreadable,
+    encode,
+    from_worker,
+)
 from hetflow.runtime.buffers import VirtualNodeBuffers
 from hetflow.runtime.elastic import transfer
 from hetflow.runtime.elastic.control import Control
 from hetflow.runtime.elastic.mirror import Mirror
 from hetflow.runtime.elastic.sockets import Connections
+from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
 pytestmark = pytest.mark.processes
 
@@ -130,16 +139,29 @@ def test_cutting_wakes_who_waits_and_leaves_other_connections() -> None:
 
 def test_messages_arrive_while_the_main_thread_is_busy() -> None:
     near, far = socket.socketpair()
-    control = Control(near, "3", changes=True, survives=True)
-    far.sendall(b'{"kind": "abort", "generation": 0}\n{"kind": "rec')
+    control = Control(near, "3", "losses")
+    slot = WorkerSlot(
+        rank=0, device_type="cpu", virtual_nodes=(VirtualNode(index=0, batch_size=2),)
+    )
+    config = LaunchConfig(model="m", global_batch_size=2, workers=(slot,), seed=0)
+    message = Recover(generation=1, config=config, ranks={"3": 0}, behind=(), donor="3")
+    sent = encode(Abort(generation=0)) + encode(message)
+    far.sendall(sent[:60])
     control.wait(lambda: control.is_broken, lambda: None)
-    far.sendall(b'over", "generation": 1}\n')
+    far.sendall(sent[60:])
     control.wait(lambda: control.recovery is not None, lambda: None)
+    assert control.recovery == message
     control.generation = 1
     assert not control.is_broken
-    control.send("lost", generation=0)
-    said = [json.loads(line) for line in far.recv(1 << 16).splitlines()]
-    assert {message["kind"] for message in said} == {"beat", "lost"}
+    control.send(Lost(generation=0, operation=0, why="a test"))
+    far.sendall(b'{"kind": "abort", "generation": "one"}\n')
+    said = b""
+    while b"unreadable" not in said or not said.endswith(b"\n"):
+        said += far.recv(1 << 16)
+    told = [from_worker(line) for line in said.splitlines()]
+    assert {type(message) for message in told} == {Beat, Lost, Unreadable}
+    why = "$.abort.generation: must be a whole number, got 'one'"
+    assert Unreadable(why=why) in told
     far.close()
     time.sleep(0.1)  # until the thread has seen it
     near.close()

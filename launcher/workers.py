@@ -11,7 +11,10 @@ from types import FrameType
 from typing import IO, Any
 
 from ..preload import Preload
+from ..protocol.environment import Channel
 from ..protocol.handover import STOPPED_EXIT_CODE
+from ..protocol.messages import FromWorker, Unreadable
+from ..schema.errors import ProblemError
 from .failures import Failure, failure_of, first_cause
 from .line import Line
 from .output import follow, tee
@@ -48,9 +51,7 @@ class Workers:
     Args:
         folder: The run's folder.
         stdout_to_stderr: Show their stdout on stderr.
-        has_lines: Whether each has a line to the controller.
-        changes: Whether others may come and go while they train.
-        survives: Whether they go on when others die.
+        channel: What they and the controller tell each other; None for no line between them.
         token: The launch's, for the store.
         inherited: The environment that they add theirs to.
         preload: The launch's preloaded processes.
@@ -61,9 +62,7 @@ class Workers:
         folder: Path,
         *,
         stdout_to_stderr: bool,
-        has_lines: bool = False,
-        changes: bool = False,
-        survives: bool = False,
+        channel: Channel | None = None,
         token: str = "",
         inherited: Mapping[str, str],
         preload: Preload,
@@ -71,8 +70,7 @@ class Workers:
         self._folder = folder
         self._inherited, self._preload = inherited, preload
         self._stdout_to_stderr = stdout_to_stderr
-        self._has_lines, self._changes, self._survives = has_lines, changes, survives
-        self._token = token
+        self._channel, self._token = channel, token
         self._processes: dict[str, Process] = {}
         self._lines: dict[str, Line] = {}
         self._types: dict[str, str] = {}
@@ -111,24 +109,22 @@ class Workers:
     def _start_on(
         self, command: WorkerCommand, out: int | IO[bytes], err: int | IO[bytes]
     ) -> Process:
-        if not self._has_lines:
-            return start(
-                command, out, err, self._inherited, preload=self._preload, token=self._token
-            )
-        line = self._lines[command.name] = Line()
-        number = line.theirs.fileno()
+        line = Line() if self._channel is not None else None
+        theirs = None
+        if line is not None and self._channel is not None:
+            self._lines[command.name] = line
+            theirs = (line.theirs.fileno(), self._channel)
         process = start(
             command,
             out,
             err,
             self._inherited,
             preload=self._preload,
-            line=number,
-            changes=self._changes,
-            survives=self._survives,
+            line=theirs,
             token=self._token,
         )
-        line.started()
+        if line is not None:
+            line.started()
         return process
 
     @property
@@ -152,6 +148,26 @@ class Workers:
     def lines(self) -> dict[str, Line]:
         """The lines to the workers."""
         return self._lines
+
+    def hear(self) -> list[tuple[str, FromWorker]]:
+        """What workers have said since the last call, each with who said it.
+
+        A worker and its controller that cannot read each other are of unlike installations, such as
+        where the package was changed while the launch ran. Such a worker is killed.
+        """
+        heard: list[tuple[str, FromWorker]] = []
+        for name, line in self._lines.items():
+            try:
+                heard += [(name, message) for message in line.receive()]
+            except ProblemError as error:
+                self._kill_unlike(name, f"sent its launcher what that cannot read: {error.message}")
+        for name, message in heard:
+            if isinstance(message, Unreadable):
+                self._kill_unlike(name, f"cannot read what its launcher sends: {message.why}")
+        return heard
+
+    def _kill_unlike(self, name: str, why: str) -> None:
+        self.kill(name, f"{why} (was hetflow changed while the launch ran?) and was killed")
 
     def kill(self, name: str, why: str = "") -> None:
         """End a worker and what it started, at once; it may be stopped.

@@ -1,0 +1,104 @@
+"""Which torch each worker runs, and which of them cannot work together.
+
+Hosts of unlike GPUs may need unlike builds of torch: no one build has kernels for the oldest and
+the newest GPUs. NCCL refuses a group of unlike versions of itself with an error that names no host,
+and kernels of unlike releases of torch give unlike bits.
+"""
+
+import socket
+from collections.abc import Callable, Sequence
+
+import torch
+from pydantic import TypeAdapter
+
+from ..devices.backend import backend_of
+from ..devices.collectives import HOST_COLLECTIVE
+from ..schema.errors import TargetError
+from ..schema.files import to_json
+from ..schema.launch import Determinism
+from ..schema.records import Name, record
+from .telling import log
+
+
+@record
+class Build:
+    """One worker's torch. ``toolkit`` is what it was built with for the worker's device.
+
+    ``collective_version`` is that of the library that carries exchanges between such devices;
+    None where its versions work together.
+    """
+
+    host: Name
+    torch: Name
+    toolkit: Name | None = None
+    collective_version: Name | None = None
+
+    @property
+    def release(self) -> str:
+        """Torch's version without that of the build, as 2.9.1 of 2.9.1+cu128."""
+        return self.torch.partition("+")[0]
+
+    def text(self) -> str:
+        """The record as it travels through the store."""
+        return to_json(self)
+
+
+def own_build(device: torch.device) -> Build:
+    """That of this process, for its device."""
+    backend = backend_of(device)
+    return Build(
+        host=socket.gethostname() or "unknown",
+        torch=torch.__version__,
+        toolkit=backend.toolkit(),
+        collective_version=backend.collective_version(),
+    )
+
+
+def parse_build(text: str) -> Build:
+    """Read a build back, validated."""
+    return TypeAdapter(Build).validate_json(text)
+
+
+def check_builds(builds: Sequence[Build], collective: str, determinism: Determinism) -> None:
+    """Refuse builds that cannot work together, and tell of those that may not agree.
+
+    Args:
+        builds: Each rank's.
+        collective: The library that the group is to run over.
+        determinism: The level that the launch promises.
+
+    Raises:
+        TargetError: That library is of unlike versions, or the level promises bits that
+            unlike releases of torch do not give.
+    """
+    unlike = None
+    if collective != HOST_COLLECTIVE:
+        unlike = _unlike(builds, lambda build: build.collective_version or "none")
+    if unlike is not None:
+        raise TargetError(
+            f"{collective.upper()} of unlike versions cannot work together: {unlike}",
+            hint="install builds of torch with one version of it on all hosts",
+        )
+    unlike = _unlike(builds, lambda build: build.release)
+    if unlike is None:
+        return
+    if determinism != "none":
+        raise TargetError(
+            f"--determinism {determinism} needs one release of torch on all hosts: {unlike}",
+            hint="install the same torch everywhere, or launch with --determinism none",
+        )
+    log.warning(f"workers run unlike releases of torch, which may fail together: {unlike}")
+
+
+def _unlike(builds: Sequence[Build], version_of: Callable[[Build], str]) -> str | None:
+    """Two ranks that differ, for a sentence; None where all are alike."""
+    first = builds[0]
+    for rank, build in enumerate(builds):
+        if version_of(build) != version_of(first):
+            return f"{_said(0, first, version_of)}, {_said(rank, build, version_of)}"
+    return None
+
+
+def _said(rank: int, build: Build, version_of: Callable[[Build], str]) -> str:
+    toolkit = f", {build.toolkit}" if build.toolkit else ""
+    return f"rank {rank} on {build.host} has {version_of(build)} (torch {build.torch}{toolkit})"

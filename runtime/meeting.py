@@ -1,0 +1,118 @@
+"""How workers wait for each other before they have a group: by what each writes into the store.
+
+Loading data or a model may take one worker minutes longer than another, so a worker that has not
+come to ``hf.prepare`` is waited for until the time limit; but after ``LATE_SECONDS`` its rank is
+told. A wait that can have no end is given up: for a worker that has ended without coming, and for
+one that came ``LATE_SECONDS`` ago and has not said what the others wait for.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..schema.errors import LaunchError, PeerLostError
+from .peers import SharedStore
+from .telling import log
+
+LATE_SECONDS = 40.0
+LOOK_SECONDS = 0.5
+# Between two questions to the store: a share of the wait so far, within these.
+_PAUSE_FRACTION = 0.05
+_MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.001, 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """All workers that are to have one group.
+
+    Args:
+        store: Theirs.
+        device_types: The device type of each rank.
+        limit_seconds: How long to wait for anybody.
+        late_seconds: How long to wait for a worker that came, and without a word for one that
+            did not.
+    """
+
+    store: SharedStore
+    device_types: Sequence[str]
+    limit_seconds: float
+    late_seconds: float = LATE_SECONDS
+
+    def arrive(self, rank: int) -> None:
+        """This worker has come to ``hf.prepare``."""
+        self.store.set(f"arrived/{rank}", "1")
+
+    def leave(self, rank: int) -> None:
+        """This worker has ended and never came."""
+        self.store.set(f"left/{rank}", "1")
+
+    def read(self, name: str) -> list[str]:
+        """What every worker has written under a name, by rank; waits for all of them.
+
+        Raises:
+            LaunchError: One has ended without coming.
+            PeerLostError: One did not come in time, or stopped on its way (``timed_out``); or the
+                store is gone.
+        """
+        ranks = range(len(self.device_types))
+        keys = [f"{name}/{rank}" for rank in ranks]
+        wait = _Wait(self)
+        while not self.store.has(*keys):
+            wait.look(lambda: [rank for rank in ranks if not self.store.has(keys[rank])])
+            time.sleep(wait.pause_seconds)
+        return [self.store.get(key) for key in keys]
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """Who these are, for a sentence."""
+        said = [f"{rank} ({self.device_types[rank]})" for rank in ranks]
+        return f"rank{'s' if len(said) > 1 else ''} {', '.join(said)}"
+
+
+class _Wait:
+    """One wait for the words of others, and what is known of those who are missing."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._began = self._looked_at = time.monotonic()
+        self._on_the_way_since: dict[int, float] = {}
+        self._has_told = False
+
+    @property
+    def pause_seconds(self) -> float:
+        """How long to wait before the store is asked again."""
+        share = _PAUSE_FRACTION * (time.monotonic() - self._began)
+        return min(max(share, _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
+
+    def look(self, missing_ranks: Callable[[], list[int]]) -> None:
+        """See who is missing, now and then, and give a wait up that can have no end."""
+        meeting, now = self._meeting, time.monotonic()
+        if now - self._looked_at < min(LOOK_SECONDS, meeting.late_seconds):
+            return
+        self._looked_at = now
+        missing = missing_ranks()
+        left = [rank for rank in missing if meeting.store.has(f"left/{rank}")]
+        if left:
+            raise LaunchError(
+                f"{meeting.names(left)} ended without coming to hf.prepare, where the others wait",
+                hint="every worker of the plan must call hf.prepare",
+                exit_code=1,
+            )
+        came = [rank for rank in missing if meeting.store.has(f"arrived/{rank}")]
+        for rank in came:
+            self._on_the_way_since.setdefault(rank, now)
+        stuck = [r for r in came if now - self._on_the_way_since[r] > meeting.late_seconds]
+        waited = now - self._began
+        if stuck:
+            who = f"{meeting.names(stuck)}, which came to hf.prepare and got no further"
+            raise PeerLostError(f"waited {waited:.0f} s in vain for {who}", timed_out=True)
+        if missing and waited > meeting.limit_seconds:
+            who = f"{meeting.names(missing)}, which did not come to meet the others"
+            raise PeerLostError(f"waited {waited:.0f} s in vain for {who}", timed_out=True)
+        absent = [rank for rank in missing if rank not in came]
+        if absent and waited > meeting.late_seconds and not self._has_told:
+            self._has_told = True
+            limit = f"{meeting.limit_seconds:g} s (--timeout)"
+            log.warning(
+                f"still waiting for {meeting.names(absent)} to come to hf.prepare, where workers "
+                f"meet; up to {limit}"
+            )

@@ -1,0 +1,74 @@
+"""The workers of one host, as their controller holds them."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from hetflow.launcher.spawn import WorkerCommand
+from hetflow.launcher.workers import Workers
+from hetflow.preload.client import Preload
+from hetflow.protocol.messages import Beat, FromWorker, Joined, Unreadable, encode
+
+SAYS = """
+import os, socket, time
+line = socket.socket(fileno=int(os.environ["HETFLOW_CONTROL"]))
+line.sendall(%r)
+time.sleep(60)
+"""
+
+
+def started(folder: Path, preload: Preload, *scripts: str) -> Workers:
+    (folder / "logs").mkdir()
+    workers = Workers(
+        folder, stdout_to_stderr=False, channel="heartbeats", inherited=os.environ, preload=preload
+    )
+    workers.start(
+        [
+            WorkerCommand(
+                rank=rank,
+                name=str(rank),
+                device_type="cpu",
+                arguments=(sys.executable, "-c", script),
+                environment={},
+            )
+            for rank, script in enumerate(scripts)
+        ]
+    )
+    return workers
+
+
+def test_the_control_channels_are_closed_with_the_workers(tmp_path: Path) -> None:
+    """A program that calls ``hetflow.launch`` again and again keeps no sockets."""
+    with Preload("off") as preload:
+        workers = started(tmp_path, preload, "pass", "pass")
+        lines = list(workers.lines().values())
+        assert len(lines) == 2
+        workers.stop()
+        assert [line.fileno() for line in lines] == [-1, -1]
+
+
+def test_a_worker_of_another_installation_is_ended_with_the_reason(tmp_path: Path) -> None:
+    known = encode(Joined(generation=0)) + encode(Beat(prepared=True, operation=2, waiting=False))
+    unknown = b'{"kind": "joined", "generation": 0, "zz9": 1}\n'
+    refused = encode(Unreadable(why="$.abort.zz9: unknown key; remove it"))
+    says = [SAYS % data for data in (known, unknown, refused)]
+    with Preload("off") as preload:
+        workers = started(tmp_path, preload, *says)
+        heard: list[tuple[str, FromWorker]] = []
+        deadline = time.monotonic() + 60
+        while len(workers.failures()) < 2 or not heard:
+            assert time.monotonic() < deadline
+            heard += workers.hear()
+            time.sleep(0.01)
+        assert ("0", Joined(generation=0)) in heard
+        line = workers.lines()["0"]
+        assert (line.is_prepared, line.operation, line.is_waiting) == (True, 2, False)
+        sentences = [failure.sentence() for failure in workers.failures()]
+        workers.stop()
+    ended = "(was hetflow changed while the launch ran?) and was killed"
+    key = "unknown key; remove it"
+    assert sentences == [
+        f"worker 1 (cpu) sent its launcher what that cannot read: $.joined.zz9: {key} {ended}",
+        f"worker 2 (cpu) cannot read what its launcher sends: $.abort.zz9: {key} {ended}",
+    ]
