@@ -50,7 +50,7 @@ class Bench:
         self.num_parameters = sum(p.numel() for p in parameters)
         make = workload.make_optimizer
         self.optimizer = make(parameters) if make else _make_optimizer(optimizer, parameters)
-        self.samples = Samples(self)
+        self.samples = Samples(self.host_batch, workload.dataset)
 
     def make_batch(self, batch_size: int) -> Any:
         """One batch, on the device."""

@@ -93,7 +93,6 @@ KNOWN_CIRCLES = (
         "runtime.inference", "runtime.job", "runtime.saving",
     },
     {"runtime.pipeline.job", "runtime.pipeline.saving"},
-    {"profilers.bench", "profilers.samples"},
 )  # fmt: skip
 
 
