@@ -85,7 +85,7 @@ class Bench:
     def time_pass(self, batch: Any) -> tuple[float, float]:
         """Device seconds and wall seconds of one pass."""
         self.optimizer.zero_grad(set_to_none=False)
-        return self._timed(lambda: self.run_pass(batch))
+        return self.timed(lambda: self.run_pass(batch))
 
     def measure(self, batch_size: int, policy: RepeatPolicy) -> SizeResult:
         """Median pass time and peak memory at one batch size; warm-up steps are dropped."""
@@ -172,7 +172,8 @@ class Bench:
         while time.perf_counter() < end:
             self.run_step(batch)
 
-    def _timed(self, work: Callable[[], Any]) -> tuple[float, float]:
+    def timed(self, work: Callable[[], Any]) -> tuple[float, float]:
+        """Device seconds and wall seconds of some work, to its end."""
         self.wait()
         cpu, wall = time.process_time(), time.perf_counter()
         work()
