@@ -134,6 +134,46 @@ def test_no_import_goes_in_a_circle() -> None:
     assert in_circles(graph) == set()
 
 
+# What torch and named tuples call so, and some class of ours too.
+OTHERS_PRIVATE = {"_buffers", "_parameters", "_version", "_replace", "_make"}
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """What a module keeps to itself: ``self._name``, ``def _name``, and fields ``_name: type``."""
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    kept = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in {"self", "cls"}
+    }
+    fields = {
+        node.target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    return {n for n in defined | kept | fields if n.startswith("_") and not n.startswith("__")}
+
+
+def test_nobody_reaches_into_another_modules_objects() -> None:
+    rooms = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
+    trees = {
+        path: ast.parse(path.read_text(encoding="utf-8"))
+        for room in rooms
+        for path in room.rglob("*.py")
+    }
+    own = {path: private_names(tree) for path, tree in trees.items()}
+    ours = set().union(*own.values()) - OTHERS_PRIVATE
+    reached = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ours - own[path]
+    ]
+    assert reached == []
+
+
 @pytest.mark.parametrize("package", sorted(MAY_IMPORT))
 def test_imports_point_one_way(package: str) -> None:
     allowed = {f"hetflow.{name}" for name in MAY_IMPORT[package] | {package}}
