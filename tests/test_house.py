@@ -140,20 +140,16 @@ OTHERS_PRIVATE = {"_buffers", "_parameters", "_version", "_replace", "_make"}
 
 def private_names(tree: ast.Module) -> set[str]:
     """What a module keeps to itself: ``self._name``, ``def _name``, and fields ``_name: type``."""
-    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    kept = {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id in {"self", "cls"}
-    }
-    fields = {
-        node.target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    return {n for n in defined | kept | fields if n.startswith("_") and not n.startswith("__")}
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in {"self", "cls"}:
+                found.add(node.attr)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
 
 
 def test_nobody_reaches_into_another_modules_objects() -> None:
@@ -165,11 +161,12 @@ def test_nobody_reaches_into_another_modules_objects() -> None:
     }
     own = {path: private_names(tree) for path, tree in trees.items()}
     ours = set().union(*own.values()) - OTHERS_PRIVATE
+    foreign = {path: ours - names for path, names in own.items()}
     reached = [
         f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
         for path, tree in trees.items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in ours - own[path]
+        if isinstance(node, ast.Attribute) and node.attr in foreign[path]
     ]
     assert reached == []
 
