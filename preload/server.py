@@ -43,7 +43,6 @@ _MODULES = (
     "hetflow.runtime.worker",
     "hetflow.runtime.start",
     "hetflow.runtime.pipeline.engine",
-    "hetflow.runtime.pipeline.saving",
 )
 _TITLE_ROOM = 240
 _HELLO_SECONDS = 5.0

@@ -44,6 +44,10 @@ class Step:
 class StateParts(Protocol):
     """What a worker keeps of the state of a job, and how it takes it back."""
 
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether every worker writes a part of its own; else the first writes all of it."""
+
     def describe(self) -> dict[str, Any]:
         """What must be the same where a run goes on, and whose part of the state this is."""
 

@@ -4,20 +4,22 @@ Saved are parameters, optimizer, every virtual node's buffers, what the script r
 position (progress.py).
 """
 
+import json
 import signal
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
 from ..protocol.handover import FOUND
 from ..schema.errors import FileError, HetflowError, TargetError
-from . import checkpoint
+from . import checkpoint, parts
 from .agreement.agreement import Agreement
 from .checkpoint import Checkpoint
 from .engine import StepEngine
+from .handing_over import Handover
 from .manifest import BrokenCheckpoint, IncompleteCheckpoint
 from .progress import Progress
 from .runner import Runner
@@ -44,8 +46,10 @@ class Checkpoints:
         progress: What is saved.
         runner: Runs what needs all workers.
         agreement: Ends the job where workers have diverged, so that what they hold is not kept.
-        folder: Where checkpoints are; on a disk that all workers see. None to save nothing.
-        every: Steps between checkpoints that come by themselves; 0 means none.
+
+    Attributes:
+        is_asked_for: Whether the user gave a folder. On a disk that all workers see; without it,
+            parts go to the launch's own when the plan changes, and only then.
     """
 
     def __init__(
@@ -55,20 +59,22 @@ class Checkpoints:
         progress: Progress,
         runner: Runner,
         agreement: Agreement,
-        *,
-        folder: Path | None,
-        every: int,
     ) -> None:
+        start = session.place.start
         self._session, self._engine, self._progress = session, engine, progress
         self._runner, self._agreement = runner, agreement
-        self.has_folder = folder is not None
-        self._every = every if folder is not None else 0
+        self._handover = Handover(session, is_possible=engine.state.is_in_parts)
+        self.is_asked_for = start.checkpoint_folder is not None
+        folder = start.checkpoint_folder or self._handover.folder
+        self._has_folder = folder is not None
+        self._every = start.checkpoint_every if folder is not None else 0
         self._folder = _own_folder(folder) if folder is not None else Path()
         self._writing: threading.Thread | None = None
         self._failed: Exception | None = None
         self._unwritten: list[int] = []  # steps whose checkpoints could not be written
         self._broken: set[Path] = set()
         found = self._agree()
+        self._handover.check(self._folder, has_found=found is not None)
         if found is not None:
             progress.check(found)
             progress.go_on_from(found)
@@ -78,12 +84,13 @@ class Checkpoints:
         def ask_to_stop() -> None:
             session.wants_stop = True
 
-        self._stops = StopRequests(self._signals() if self.has_folder else [], ask_to_stop)
+        asked_by = [signal.SIGTERM] if self.is_asked_for else []
+        self._stops = StopRequests([*asked_by, *self._handover.signals], ask_to_stop)
 
     def _agree(self) -> Checkpoint | None:
         """The first worker chooses; the others read the same one."""
         place = self._session.place
-        if not self.has_folder or place.is_outside:
+        if not self._has_folder or place.is_outside:
             return None
         if place.rank == 0:
             return self._choose()
@@ -139,29 +146,33 @@ class Checkpoints:
         self._broken = set(broken)
         return found
 
-    @property
-    def is_asked_for(self) -> bool:
-        """Whether the user gave the folder."""
-        return self.has_folder
-
-    def _signals(self) -> list[signal.Signals]:
-        """By which all workers are asked to save and leave."""
-        return [signal.SIGTERM]
-
     def first_step(self, call: int, num_steps: int, length: int) -> int:
         """Where to start in an epoch; see ``Progress.first_step``."""
-        return self._progress.first_step(call, num_steps, length)
+        first = self._progress.first_step(call, num_steps, length)
+        if not self._progress.is_catching_up:
+            self._handover.tell_training()
+        return first
 
     def boundary(self, call: int, step: int) -> None:
         """A step is complete, with the optimizer's part. Saves if it is time; stops if asked."""
         session = self._session
         self._progress.entered(call, step)
-        if self.has_folder and self._engine.all_stop:
-            self.save(wait=True)
-            self._say(f"asked to stop; saved {self._folder}, step {session.num_steps}")
-            leave(session)
+        if self._has_folder and self._engine.all_stop:
+            self._stop()
         if self._every and session.num_steps % self._every == 0:
             self.save(wait=False)
+
+    def _stop(self) -> NoReturn:
+        """Save and leave. At ``static``, a stop does not drain where no other run would."""
+        session, folder = self._session, self._folder
+        self._handover.tell_stopped()
+        if session.place.start.determinism == "none" or self._engine.is_drained:
+            self.save(wait=True)
+            self._say(f"asked to stop; saved {folder}, step {session.num_steps}")
+        else:
+            self._settle()
+            self._say(f"asked to stop; a restart goes on from the newest in {folder}")
+        leave(session)
 
     def save(self, *, wait: bool) -> None:
         """Write a checkpoint; call it on every worker. The first one writes, beside training.
@@ -193,7 +204,8 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Keep the final state, and wait until it is on disk; ``close`` says where it is not."""
-        if not self.has_folder:
+        self._handover.tell_training()
+        if not self.is_asked_for:
             return
         found = self._progress.found
         if found is not None:
@@ -201,6 +213,28 @@ class Checkpoints:
         if found is None or self._session.num_steps != found.header["step"]:
             self.save(wait=False)
         self._settle()
+        if self._engine.state.is_in_parts:
+            self._gather_unwritten()
+
+    def _gather_unwritten(self) -> None:
+        """Tell the first worker, whose words are shown, what the others could not write."""
+        session = self._session
+        store, world_size = session.place.store, session.place.world_size
+        if store is None:
+            return
+        if not session.is_main:
+            told = {"steps": self._unwritten, "failed": self._failed is not None}
+            store.set(f"unwritten/{session.rank}", json.dumps(told))
+            return
+        others = [json.loads(store.get(f"unwritten/{r}")) for r in range(1, world_size)]
+        self._unwritten = sorted({*self._unwritten, *(s for told in others for s in told["steps"])})
+        last = self._folder / checkpoint.name_of(session.num_steps)
+        is_known = self._failed is not None or any(told["failed"] for told in others)
+        if not is_known and not parts.is_complete(last):
+            self._failed = FileError(
+                f"{last}: only some of its {world_size} parts are there",
+                hint="give a --checkpoint folder that every worker sees",
+            )
 
     def _end_as_saved(self, found: Checkpoint) -> None:
         """Where nothing was left to do, the end is the checkpoint's, whatever the script did."""

@@ -191,6 +191,8 @@ class WholeState:
         totals: The sums of a step.
     """
 
+    is_in_parts = False
+
     def __init__(self, session: Session, buffers: VirtualNodeBuffers, totals: StepTotals) -> None:
         self._session, self._buffers, self._totals = session, buffers, totals
 

@@ -148,7 +148,7 @@ def assemble(
         progress,
         runner,
         agreement,
-        _checkpoints_of(session, engine, progress, runner, agreement),
+        Checkpoints(session, engine, progress, runner, agreement),
     )
 
 
@@ -191,22 +191,4 @@ def _subject_of(session: Session, engine: StepEngine, runner: Runner) -> Subject
         weighs_samples=len(session.batch_sizes) > 1,
         is_saved=is_saved,
         compares_between_steps=engine.flushes,
-    )
-
-
-def _checkpoints_of(
-    session: Session,
-    engine: StepEngine,
-    progress: Progress,
-    runner: Runner,
-    agreement: Agreement,
-) -> Checkpoints:
-    start = session.place.start
-    kind, folder = Checkpoints, start.checkpoint_folder
-    if start.config is not None and start.config.pipeline is not None:
-        from .pipeline.saving import StageCheckpoints
-
-        kind, folder = StageCheckpoints, folder or start.handover_folder
-    return kind(
-        session, engine, progress, runner, agreement, folder=folder, every=start.checkpoint_every
     )

@@ -1,6 +1,12 @@
-"""What one worker of a pipeline keeps: its own part of the state, named by parameter.
+"""What one worker of a pipeline keeps: its own part of the state (thesis 2.4.4).
 
-Not by stage, so another partition of the same model goes on from it.
+Each writes it at the same step; none waits for another, since the position is the same on all by
+construction. It is named by parameter, not by stage, so another partition of the same model goes on
+from it.
+
+A schedule without flushes drains before a checkpoint: then one version of the weights is live,
+no message is on its way, and the state is as small as that of any other schedule. It drains at the
+same steps whether or not the run is ever restarted, so a restarted run ends with the same bits.
 """
 
 import secrets
@@ -33,6 +39,8 @@ class StageState:
         share: Its share of the optimizer, if there is one.
         synchroniser: Keeps the loss of the batch before, without flushes.
     """
+
+    is_in_parts = True
 
     def __init__(
         self,
