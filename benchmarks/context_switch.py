@@ -126,9 +126,10 @@ def inside(work: Callable, part: str = "work") -> Callable:
 
 def hooks_seconds(job: Job, repeats: int = 300) -> float:
     """Seconds that backward spends in the hooks of one pass."""
-    parameters, hooks = job._reducer._parameters, []
-    for index in job._reducer._views:
-        hooks.append((job._reducer._hook(index), parameters[index]))
+    reducer = job._engine.reducer
+    parameters, hooks = reducer._parameters, []
+    for index in reducer._views:
+        hooks.append((reducer._hook(index), parameters[index]))
     began = time.thread_time()
     for _ in range(repeats):
         for hook, parameter in hooks:

@@ -314,7 +314,8 @@ def elastic_stepper(
 ) -> Callable[[], None]:
     """``job_stepper`` at level elastic."""
     path = folder / f"{name}-{nodes}-{rank}-elastic.json"
-    files.write(path, replace(config_of(name, size, nodes), determinism="elastic"))
+    config = replace(config_of(name, size, nodes), determinism="elastic")
+    files.write(path, config)
     os.environ["HETFLOW_PLAN"] = str(path)
     model, dataset, loss = parts(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -322,7 +323,7 @@ def elastic_stepper(
     JOBS.append(job)
     # A switch of the whole process: off, so that only the sums differ between the variants.
     torch.use_deterministic_algorithms(False)
-    loader = DataLoader(dataset, batch_size=job._global_batch_size, shuffle=True, drop_last=True)
+    loader = DataLoader(dataset, batch_size=config.global_batch_size, shuffle=True, drop_last=True)
     source = (batch for _ in iter(int, 1) for batch in job.batches(loader))
 
     def step() -> None:

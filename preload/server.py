@@ -41,9 +41,8 @@ _MODULES = (
     "torch._dynamo",
     "hetflow.runtime",
     "hetflow.runtime.worker",
-    "hetflow.runtime.job",
-    "hetflow.runtime.finish",
-    "hetflow.runtime.pipeline.job",
+    "hetflow.runtime.start",
+    "hetflow.runtime.pipeline.engine",
 )
 _TITLE_ROOM = 240
 _HELLO_SECONDS = 5.0

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 def load_like_worker() -> None:
     """Import what a worker of a launch imports, so that measured peaks hold it."""
-    from ..runtime import finish, job  # noqa: F401
-    from ..runtime.pipeline import job as pipeline_job  # noqa: F401
+    from ..runtime import start  # noqa: F401
+    from ..runtime.pipeline import engine  # noqa: F401
 
 
 def warm_up(bench: "Bench", batch_size: int) -> None:

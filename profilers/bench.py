@@ -53,7 +53,7 @@ class Bench:
         self.num_parameters = sum(p.numel() for p in parameters)
         make = workload.make_optimizer
         self.optimizer = make(parameters) if make else _make_optimizer(optimizer, parameters)
-        self.samples = Samples(self)
+        self.samples = Samples(self.host_batch, workload.dataset)
 
     def make_batch(self, batch_size: int) -> Any:
         """One batch, on the device."""
@@ -75,8 +75,12 @@ class Bench:
         loss = self.loss_of(batch)
         if getattr(loss, "ndim", None) != 0:
             raise TargetError(f"loss must return a scalar tensor, got {_described(loss)}")
-        self._of_user("loss.backward", loss.backward)
+        self.backward(loss)
         self.wait()
+
+    def backward(self, loss: Any) -> None:
+        """The backward pass of what the target's loss gave."""
+        self._of_user("loss.backward", loss.backward)
 
     def run_step(self, batch: Any) -> None:
         """A whole training step: pass and update; optimizer state exists afterwards."""
@@ -88,7 +92,7 @@ class Bench:
     def time_pass(self, batch: Any) -> tuple[float, float]:
         """Device seconds and wall seconds of one pass."""
         self.optimizer.zero_grad(set_to_none=False)
-        return self._timed(lambda: self.run_pass(batch))
+        return self.timed(lambda: self.run_pass(batch))
 
     def measure(self, batch_size: int, policy: RepeatPolicy) -> SizeResult:
         """Median pass time and peak memory at one batch size; warm-up steps are dropped."""
@@ -175,7 +179,8 @@ class Bench:
         while time.perf_counter() < end:
             self.run_step(batch)
 
-    def _timed(self, work: Callable[[], Any]) -> tuple[float, float]:
+    def timed(self, work: Callable[[], Any]) -> tuple[float, float]:
+        """Device seconds and wall seconds of some work, to its end."""
         self.wait()
         cpu, wall = time.process_time(), time.perf_counter()
         work()

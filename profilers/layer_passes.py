@@ -80,10 +80,10 @@ def measure_piece(
 def _timed_passes(bench: Bench, piece: Piece) -> tuple[float, float]:
     inputs = _Inputs(piece.values)
     kept: list[Any] = []
-    forward, _ = bench._timed(lambda: kept.append(piece.call(*inputs.copies)))
+    forward, _ = bench.timed(lambda: kept.append(piece.call(*inputs.copies)))
     results = _results(piece.made(kept[0]))
     gradients = _ones(results)
-    backward = bench._timed(lambda: _backward(results, gradients))[0] if results else 0.0
+    backward = bench.timed(lambda: _backward(results, gradients))[0] if results else 0.0
     bench.optimizer.zero_grad(set_to_none=False)
     return forward, backward
 

@@ -118,7 +118,7 @@ def _whole(bench: Bench, batch: Any, repeats: int) -> list[tuple[float, float]]:
     bench.workload.loss(bench.model, batch)
     return [
         (
-            bench._timed(lambda: bench.workload.loss(bench.model, batch))[0],
+            bench.timed(lambda: bench.workload.loss(bench.model, batch))[0],
             bench.time_pass(batch)[0],
         )
         for _ in range(repeats)

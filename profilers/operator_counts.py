@@ -321,7 +321,7 @@ def _pass(bench: Bench, size: int) -> PassCounts:
         loss = bench.loss_of(batch)
         forward, kept = tally.operators, tally.live_bytes
         before = Counter({_key(op): op.count for op in forward})
-        bench._of_user("loss.backward", loss.backward)
+        bench.backward(loss)
         both = tally.operators
     backward = [
         Operator(

@@ -1,7 +1,7 @@
 """Rehearse a model's own pipelines on two local devices, to find what they cost beyond layers.
 
-Each is trained by the runtime's ``PipelineJob`` in two processes, as a launch trains it, over the
-transport that a launch uses. All take turns over several rounds, so that a drift of the machine
+Each is trained by the runtime's ``PipelineEngine`` in two processes, as a launch trains it, over
+the transport that a launch uses. All take turns over several rounds, so that a drift of the machine
 meets all of them.
 """
 

@@ -1,7 +1,7 @@
 """Train some steps in the runtime's own loop, and tell when each part of each step began and ended.
 
-A rehearsal is what a launch does: the runtime's ``Job`` (or ``PipelineJob``) under a launch
-config, over a real DataLoader, with the optimizer's update in every step. It runs inside a
+A rehearsal is what a launch does: the runtime's ``Job`` under a launch config, of a split or of a
+pipeline, over a real DataLoader, with the optimizer's update in every step. It runs inside a
 measuring process, alone or with others, and leaves no trace but trained values, so hundreds can
 follow one another.
 

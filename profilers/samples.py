@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import DataLoader
 
-    from .bench import Bench
-
 _SEED = 0
 _MANY = 1 << 20
 _OF_LOADERS = (
@@ -53,10 +51,15 @@ class Source:
 
 
 class Samples:
-    """The samples of one workload, on the host; made anew only where a size needs more."""
+    """The samples of one workload, on the host; made anew only where a size needs more.
 
-    def __init__(self, bench: "Bench") -> None:
-        self._bench = bench
+    Args:
+        host_batch: Makes a batch of a size, on the host.
+        dataset: The target's own dataset or DataLoader, if it gives one.
+    """
+
+    def __init__(self, host_batch: Callable[[int], Any], dataset: Any) -> None:
+        self._host_batch, self._dataset = host_batch, dataset
         self._size, self._source = 0, Source(None, {}, tuple)
 
     def source(self, batch_size: int) -> Source:
@@ -71,23 +74,22 @@ class Samples:
     def _make(self, batch_size: int) -> Source:
         from torch.utils.data import TensorDataset
 
-        batch = self._bench.host_batch(batch_size)
-        own = self._bench.workload.dataset
-        if own is not None:
-            return _of_target(own, batch)
+        batch = self._host_batch(batch_size)
+        if self._dataset is not None:
+            return _of_target(self._dataset, batch)
         obstacle = _obstacle(batch, batch_size) or self._obstacle_of_one(batch_size)
         if obstacle is None:
             # As a script with plain tensors has it; the runtime draws no numbers for its samples.
             dataset = TensorDataset(*_tensors(batch))
             return Source(dataset, {}, lambda parts: _like(batch, iter(parts)))
-        return _ready(self._bench.host_batch, obstacle)
+        return _ready(self._host_batch, obstacle)
 
     def _obstacle_of_one(self, batch_size: int) -> str | None:
         """Of another size: the first dimension may be as long as the batch by chance."""
         if batch_size == 1:
             return None
         try:
-            return _obstacle(self._bench.host_batch(1), 1)
+            return _obstacle(self._host_batch(1), 1)
         except TargetError:
             return None  # not every target can make a batch of one sample
 

@@ -11,7 +11,7 @@ writes between steps holds for every virtual node from then on.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..schema.launch import VirtualNode
 from . import peers
 
-AllReduce = Callable[[Tensor], None]
+AllReduce = Callable[[Tensor], object]
 
 
 class BufferSlot:
@@ -82,6 +82,16 @@ class BufferSlot:
         return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+class Follower(Protocol):
+    """Keeps copies of all virtual nodes' buffers, and is told what no pass has changed."""
+
+    def rewrite(self, written: Sequence[BufferSlot]) -> None:
+        """The script wrote these between steps."""
+
+    def reset(self, state: dict[str, Any]) -> None:
+        """All of them come from a state, in ``VirtualNodeBuffers.capture``'s form."""
+
+
 class VirtualNodeBuffers:
     """The buffers of a model, one set for each virtual node of this device."""
 
@@ -90,7 +100,8 @@ class VirtualNodeBuffers:
         self._model = model
         self._local = tuple(local)
         self._batch_sizes = tuple(batch_sizes)
-        self.slots = _find_slots(model) if len(batch_sizes) > 1 else []
+        self.slots = find_slots(model) if len(batch_sizes) > 1 else []
+        self._follower: Follower | None = None
 
     @classmethod
     def of(
@@ -99,24 +110,25 @@ class VirtualNodeBuffers:
         """The buffers for the virtual nodes of one worker slot."""
         return cls(model, [node.index for node in local], batch_sizes)
 
-    def begin_step(self) -> list[BufferSlot]:
-        """Notice what the script wrote since the last pass: it is everyone's value now.
+    def follow(self, follower: Follower) -> None:
+        """Tell ``follower`` what changes outside of passes."""
+        self._follower = follower
 
-        Returns:
-            The buffers that it wrote.
-        """
+    def begin_step(self) -> None:
+        """Notice what the script wrote since the last pass: it is everyone's value now."""
         written = [slot for slot in self.slots if slot.was_written()]
         for slot in written:
             value = slot.current()
             slot.base, slot.shared = value.detach().clone(), value
             slot.own.clear()
             slot.install(value)
-        return written
+        if written and self._follower is not None:
+            self._follower.rewrite(written)
 
     def move(self, local: Sequence[int], state: dict[str, Any]) -> None:
         """Run other virtual nodes from now on, with their buffers from ``capture``'s form."""
         self._local = tuple(local)
-        self.restore(state)
+        self._take(state)
 
     def load(self, node: int) -> None:
         """Put a virtual node's buffers into the model."""
@@ -182,6 +194,11 @@ class VirtualNodeBuffers:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take buffers back from ``capture``, on whatever mapping."""
+        self._take(state)
+        if self._follower is not None:
+            self._follower.reset(state)
+
+    def _take(self, state: dict[str, Any]) -> None:
         if not self.slots:
             with torch.no_grad():
                 for name, value in self._model.named_buffers():
@@ -237,7 +254,8 @@ class VirtualNodeBuffers:
         return torch.view_as_complex(narrow) if slot.base.is_complex() else narrow
 
 
-def _find_slots(model: nn.Module) -> list[BufferSlot]:
+def find_slots(model: nn.Module) -> list[BufferSlot]:
+    """Every buffer of a model once, in order, with all the places where it stands."""
     slots: dict[int, BufferSlot] = {}
     for prefix, module in model.named_modules():
         for key, value in module._buffers.items():

@@ -1,16 +1,79 @@
-"""One epoch as the script sees it: its global batches, in order, on whatever workers there are."""
+"""The script's data on this worker: its loaders cut into passes, and one epoch after another."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..schema.errors import TargetError
-from .data import Batch, PassSampler, feed
+from . import peers
+from .data import Batch, PassSampler, epoch_order, feed, is_drawn, pass_loader
+from .progress import Progress
+from .runner import Runner
+from .saving import Checkpoints
+from .session import Session
 from .streams import seed_streams
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from .job import Job
+
+class Epochs:
+    """What a job reads: every loader that the script gave, cut for this worker.
+
+    Args:
+        session: What the parts of the job share.
+
+    Attributes:
+        open: The epoch that the script is in, if it is in one.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._loaders: dict[
+            tuple[int, bool], tuple[DataLoader[Any], PassSampler, DataLoader[Any]]
+        ] = {}
+        self.open: Epoch | None = None
+
+    def passes_of(
+        self, loader: "DataLoader[Any]", *, predicts: bool = False
+    ) -> tuple[PassSampler, "DataLoader[Any]"]:
+        """The script's loader cut into this worker's passes; kept for its next epoch."""
+        session = self._session
+        known = self._loaders.get((id(loader), predicts))
+        if known is None or known[0] is not loader:
+            assert loader.batch_size is not None
+            sizes = session.batch_sizes or (loader.batch_size,)
+            sampler = PassSampler(sizes, session.local_nodes, loader.drop_last and not predicts)
+            passes = pass_loader(loader, sampler, session.seed, session.device)
+            known = (loader, sampler, passes)
+            self._loaders[id(loader), predicts] = known
+        return known[1], known[2]
+
+    def draw(self, loader: "DataLoader[Any]", epoch: int) -> list[int]:
+        """The order of an epoch, the same on every worker; it may take an exchange."""
+        return epoch_order(loader, self._session.seed, epoch, self._broadcast)
+
+    def _broadcast(self, order: list[int]) -> list[int]:
+        """The first worker's order, as plain numbers: nothing is unpickled."""
+        session = self._session
+        if not session.place.distributed:
+            return order
+        length = torch.tensor(len(order), device=session.device)
+        peers.broadcast(length, src=0)
+        drawn = torch.zeros(int(length), dtype=torch.int64, device=session.device)
+        if session.is_main:
+            drawn.copy_(torch.tensor(order))
+        peers.broadcast(drawn, src=0)
+        found: list[int] = drawn.tolist()
+        return found
+
+    def move(self, local: Sequence[int]) -> None:
+        """Read on for other virtual nodes."""
+        for _, sampler, _ in self._loaders.values():
+            sampler.move(local)
+        if self.open is not None:
+            self.open.move()
 
 
 class Epoch:
@@ -18,17 +81,22 @@ class Epoch:
 
     def __init__(
         self,
-        job: "Job",
-        sampler: PassSampler,
-        passes: "DataLoader[Any]",
+        session: Session,
+        epochs: Epochs,
+        runner: Runner,
+        progress: Progress,
+        checkpoints: Checkpoints,
+        loader: "DataLoader[Any]",
         *,
-        call: int = 0,
-        is_drawn: bool = False,
+        call: int,
     ) -> None:
-        self._job, self._sampler, self._passes, self._call = job, sampler, passes, call
+        self._session, self._epochs = session, epochs
+        self._runner, self._progress, self._checkpoints = runner, progress, checkpoints
+        self._call = call
+        self._sampler, self._passes = epochs.passes_of(loader)
         self._source: Iterator[Any] = iter(())
         self._batch: Batch | None = None
-        self.epoch, self.is_drawn = sampler.epoch, is_drawn
+        self.epoch, self.is_drawn = self._sampler.epoch, is_drawn(loader)
 
     def __len__(self) -> int:
         return self._sampler.num_steps
@@ -38,34 +106,34 @@ class Epoch:
         """The samples of the epoch, in order."""
         return self._sampler.order
 
+    @property
+    def last_batch_samples(self) -> int:
+        """Samples of its last global batch."""
+        return self._sampler.passes(len(self) - 1)[0]
+
     def __iter__(self) -> Iterator[Batch]:
-        job, sampler = self._job, self._sampler
+        session, sampler, call = self._session, self._sampler, self._call
         if sampler.epoch != self.epoch:
             raise TargetError("job.batches was called again for this loader; iterate the new one")
-        saver, first = job._checkpoints, 0
-        if saver is not None:
-            first = saver.first_step(self._call, sampler.num_steps, len(sampler.order))
-            if first == sampler.num_steps:
-                return
-        job._open_epoch = self
+        checkpoints = self._checkpoints
+        first = checkpoints.first_step(call, sampler.num_steps, len(sampler.order))
+        if first == sampler.num_steps:
+            return
+        self._epochs.open = self
         self._read_from(first)
         for step in range(first, sampler.num_steps):
-            job._clock.ask()
-            if saver is not None:
-                saver.entered(self._call, step)
+            session.clock.ask()
+            self._progress.entered(call, step)
             self._batch = batch = self._make(step)
             # Draws of the loop's own body: the same where a worker begins here.
-            seed_streams(job._seed, "batch", job.num_steps)
+            seed_streams(session.seed, "batch", session.num_steps)
             yield batch
             batch.discard()
-            job._clock.end_step()
-            if saver is not None:
-                saver.boundary(self._call, step + 1)
-            if job._member is not None:
-                job._member.boundary()
-        job._open_epoch = None
-        if saver is not None:
-            saver.epoch_done(self._call)
+            session.clock.end_step()
+            checkpoints.boundary(call, step + 1)
+            self._runner.boundary()
+        self._epochs.open = None
+        self._progress.epoch_done(call)
 
     def _make(self, step: int) -> Batch:
         num_samples, passes = self._sampler.passes(step)
@@ -80,7 +148,7 @@ class Epoch:
 
     def _read_from(self, step: int) -> None:
         self._sampler.first_step = step
-        self._source = feed(iter(self._passes), self._job.device)
+        self._source = feed(iter(self._passes), self._session.device)
 
     def move(self) -> None:
         """Read on for other virtual nodes: from the batch at hand, or after it where it is done."""

@@ -7,7 +7,7 @@ import sys
 import time
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,11 @@ from ..schema.errors import FileError, TargetError
 from .digest import digest_of
 from .group import Place, leave
 from .measurements import peak_memory_bytes
+from .runner import Runner
+from .session import Session
 from .setup import final_tensors
 from .telling import log
-from .worker import Runner, fail_at_exit
-
-if TYPE_CHECKING:
-    from .job import Job
+from .worker import ScriptRun, fail_at_exit
 
 _STARTED = time.monotonic()
 
@@ -36,8 +35,19 @@ class Outcome:
     hooked = False
 
 
-def at_exit(job: "Job") -> None:
-    """Finish the job when the interpreter ends, unless the script failed."""
+class Ending(Protocol):
+    """A job, as the end of the process sees it."""
+
+    @property
+    def world_size(self) -> int:
+        """How many workers there are."""
+
+    def finish(self) -> None:
+        """End the job."""
+
+
+def at_exit(job: Ending) -> None:
+    """Finish a job when the interpreter ends, unless the script failed."""
     atexit.register(_end, job)
     if Outcome.hooked:
         return
@@ -53,7 +63,7 @@ def at_exit(job: "Job") -> None:
     sys.excepthook = failed
 
 
-def _end(job: "Job") -> None:
+def _end(job: Ending) -> None:
     if not Outcome.failed:
         try:
             job.finish()
@@ -63,44 +73,42 @@ def _end(job: "Job") -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    elif job._place.distributed and not Runner.active:
+    elif job.world_size > 1 and not ScriptRun.active:
         # Collectives in flight would hold the interpreter until their time limit.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
 
 
-def finish(job: "Job") -> None:
-    """Wait until every worker is here; then report, and leave the process group.
+def meet_all(session: Session, runner: Runner) -> None:
+    """Wait until every worker is at the end of its script.
 
     Raises:
-        TargetError: Workers have diverged, or nobody can tell: the script destroyed the group.
-        FileError: All this is done, and the last checkpoint could not be written.
+        TargetError: Nobody can tell: the script destroyed the group.
     """
-    job._clock.end_step()
-    place = job._place
-    if place.distributed and not dist.is_initialized():
+    session.clock.end_step()
+    if session.place.distributed and not dist.is_initialized():
         raise TargetError(
             "the script destroyed the process group before the job was finished",
             hint="leave destroy_process_group out, or call job.finish() before it",
         )
-    if place.store is not None:
-        job._together(lambda: _meet(job._place))
-    job.compare()
-    if job._checkpoints is not None:
-        job._checkpoints.finish()
-    job.sync_buffers()
-    place = job._place
-    if place.start.config is not None:
-        _publish(job, _report(job))
-    job._reducer.close()
-    job._agreement.close()
+    if session.place.store is not None:
+        runner.run(lambda: _meet(session.place))
+
+
+def report(session: Session) -> None:
+    """Tell the controller what was measured, and the digest of what was trained."""
+    if session.place.start.config is not None:
+        _publish(session.place, _report_of(session))
+
+
+def part(session: Session) -> None:
+    """Leave the others, and the process group with the last job of this process."""
+    place = session.place
     if place.control is not None:
         place.control.send(Finished())
     if place.start.config is not None:
         leave()
-    if job._checkpoints is not None:
-        job._checkpoints.close()
 
 
 def _meet(place: Place) -> None:
@@ -114,15 +122,15 @@ def _meet(place: Place) -> None:
     place.store.wait(signs, timedelta(seconds=place.start.timeout_seconds))
 
 
-def _report(job: "Job") -> WorkerReport:
-    timings, place, holder = job._clock.timings(), job._place, job._holder
+def _report_of(session: Session) -> WorkerReport:
+    timings, place, holder = session.clock.timings(), session.place, session.holder
     assert place.slot is not None
     return WorkerReport(
         rank=place.rank,
         device_type=place.slot.device_type,
         host=socket.gethostname(),
-        num_samples=job._clock.num_samples,
-        num_steps=job._clock.num_steps,
+        num_samples=session.clock.num_samples,
+        num_steps=session.clock.num_steps,
         pass_seconds=timings.passes,
         compute_seconds=timings.compute,
         sync_seconds=timings.sync,
@@ -130,8 +138,8 @@ def _report(job: "Job") -> WorkerReport:
         step_seconds=timings.step,
         step_seconds_spread=timings.spread,
         peak_memory_bytes=peak_memory_bytes(place.device),
-        final_loss=_finite(job._last_loss),
-        parameters_digest=digest_of(final_tensors(job._model, job._parameters)),
+        final_loss=_finite(session.last_loss),
+        parameters_digest=digest_of(final_tensors(session.model, session.parameters)),
         emulated_passes=holder.num_passes if holder else 0,
         emulated_overruns=holder.num_overruns if holder else 0,
         worst_overrun_seconds=holder.worst_overrun_seconds if holder else 0.0,
@@ -146,14 +154,13 @@ def _finite(loss: torch.Tensor | None) -> float | None:
     return value if value is not None and abs(value) < float("inf") else None
 
 
-def _publish(job: "Job", report: WorkerReport) -> None:
+def _publish(place: Place, own: WorkerReport) -> None:
     """Hand the report to the controller; without one the first worker writes the record."""
-    place = job._place
     if place.store is not None:
-        place.store.set(f"report/{place.rank}", report_text(report))
+        place.store.set(f"report/{place.rank}", report_text(own))
     if place.start.run_folder is None or place.rank != 0 or place.start.plan is None:
         return
-    reports = [report, *(_read_report(place, rank) for rank in range(1, place.world_size))]
+    reports = [own, *(_read_report(place, rank) for rank in range(1, place.world_size))]
     record = assemble(
         place.start.plan,
         reports,

@@ -76,8 +76,7 @@ def complete(device: torch.device) -> None:
 
     Over NCCL a collective returns at once: who leaves before it is done leaves the others in it.
     """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    backend_of(device).synchronize(device)
 
 
 def join(start: Start, device: torch.device | None = None) -> Place:

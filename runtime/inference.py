@@ -12,7 +12,7 @@ a worker that follows a dead main one has had no outputs yet, so all begin at th
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +22,11 @@ from torch import Tensor
 from ..devices.collectives import wire_device
 from ..schema.errors import TargetError
 from . import checkpoint, peers
+from .buffers import VirtualNodeBuffers
 from .data import PassSampler, feed
 from .manifest import DTYPES
+from .runner import Runner
+from .session import Session
 from .shares import share_out
 from .streams import seed_streams
 
@@ -31,7 +34,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from .group import Place
-    from .job import Job
 
 # Streams of samples are keyed by epoch; predictions draw alike in every call.
 PREDICTION_EPOCH = -1
@@ -43,7 +45,9 @@ class Prediction:
     """One call of ``job.predict``: iterate it once, on all workers.
 
     Args:
-        job: The job; its merged buffers are in the model.
+        session: What the parts of the job share.
+        runner: Runs what needs all workers.
+        buffers: The virtual nodes' buffers; merged, they are in the model.
         sampler: This worker's passes, with their order.
         passes: The loader of these passes.
         function: What the script computes of a pass.
@@ -52,18 +56,21 @@ class Prediction:
 
     def __init__(
         self,
-        job: "Job",
+        session: Session,
+        runner: Runner,
+        buffers: VirtualNodeBuffers,
         sampler: PassSampler,
         passes: "DataLoader[Any]",
         function: Callable[..., Any],
         *,
         on_all: bool,
     ) -> None:
-        self._job, self._sampler, self._passes = job, sampler, passes
+        self._session, self._runner, self._buffers = session, runner, buffers
+        self._sampler, self._passes = sampler, passes
         self._function, self._on_all = function, on_all
-        self._place = job._place
-        self._merged = {slot.name: slot.current() for slot in job._buffers.slots}
-        self._steps = job.num_steps
+        self._place = session.place
+        self._merged = {slot.name: slot.current() for slot in buffers.slots}
+        self._steps = session.num_steps
         self._given, self._got_outputs = 0, False
         self._source: Iterator[Any] = iter(())
         self._source_step: int | None = None
@@ -79,7 +86,7 @@ class Prediction:
             except GeneratorExit:
                 self._take_part(leaves=True)
                 raise
-            if self._job.num_steps != self._steps:
+            if self._session.num_steps != self._steps:
                 raise TargetError(
                     "the job took a step inside a loop over job.predict",
                     hint="finish the loop first; list(job.predict(...)) does",
@@ -89,44 +96,40 @@ class Prediction:
 
     @property
     def _wants_outputs(self) -> bool:
-        return self._on_all or self._job.is_main
+        return self._on_all or self._session.is_main
 
     def _take_part(self, *, leaves: bool = False) -> int:
         """Run a global batch with the others; its number, or that of none where it is over."""
-        return self._job._together(lambda: self._run_batch(leaves=leaves))
+        return self._runner.run(lambda: self._run_batch(leaves=leaves))
 
     def _run_batch(self, *, leaves: bool) -> int:
-        if self._place is not self._job._place:  # the model has the buffers of training again
-            self._place, self._source_step = self._job._place, None
-            self._job._buffers.install(self._merged)
+        if self._place is not self._session.place:  # the model has the buffers of training again
+            self._place, self._source_step = self._session.place, None
+            self._buffers.install(self._merged)
         # Who wants no outputs goes along with who does.
         wanted = self._given if self._wants_outputs else self._sampler.num_steps
         step = self._least(_LEAVES if leaves else wanted)
         if 0 <= step < self._sampler.num_steps:
             self._got_outputs, self._outputs = self._wants_outputs, self._gather(step)
-            if self._job._member is not None:
+            if self._runner.changes:
                 self._least(step)  # nobody goes on before all outputs are where they are wanted
         return step
 
     def _least(self, number: int) -> int:
         """The least over the workers."""
-        if not self._place.distributed or self._job._finished:
+        if not self._place.distributed or self._session.is_finished:
             return number
-        least = torch.tensor(number, device=self._job.device)
-        with self._waiting():
+        least = torch.tensor(number, device=self._session.device)
+        with self._runner.waiting():
             peers.all_reduce(least, op=dist.ReduceOp.MIN)
         return int(least)
 
-    def _waiting(self) -> AbstractContextManager[None]:
-        member = self._job._member
-        return member.waiting() if member is not None else nullcontext()
-
     def _gather(self, step: int) -> list[Any]:
         """The outputs of a global batch in order of its samples, where they are wanted."""
-        job, sampler = self._job, self._sampler
+        session, sampler = self._session, self._sampler
         num_samples, passes = sampler.passes(step)
         if self._source_step != step:
-            sampler.first_step, self._source = step, feed(iter(self._passes), job.device)
+            sampler.first_step, self._source = step, feed(iter(self._passes), session.device)
         self._source_step = None
         own = {key: output for key, output in self._own.items() if key[0] == step}
         self._own = own
@@ -137,14 +140,14 @@ class Prediction:
                     own[key] = self._run(step, item.virtual_node, inputs)
         self._source_step = step + 1
         # The workers ran unlike passes, and the script may draw now.
-        seed_streams(job._seed, "predicted", job.num_steps, step)
+        seed_streams(session.seed, "predicted", session.num_steps, step)
         shares = share_out(num_samples, sampler.batch_sizes)
-        outputs = []
+        holders, outputs = session.holders, []
         for node in (node for node, share in enumerate(shares) if share):
             header, tensors = own.get((step, node), (b"", []))
-            holder = job._place_of_nodes[node]
+            holder = holders[node]
             if self._place.distributed:
-                with self._waiting():
+                with self._runner.waiting():
                     header, tensors = deliver(
                         header, tensors, holder, self._place, on_all=self._on_all
                     )
@@ -154,7 +157,8 @@ class Prediction:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        model, training = self._job._model, self._job._model.training
+        model = self._session.model
+        training = model.training
         model.eval()
         try:
             with torch.no_grad():
@@ -163,7 +167,7 @@ class Prediction:
             model.train(training)
 
     def _run(self, step: int, node: int, inputs: Any) -> tuple[bytes, list[Tensor]]:
-        seed_streams(self._job._seed, "predict", step, node)
+        seed_streams(self._session.seed, "predict", step, node)
         many = isinstance(inputs, tuple | list)
         answer = self._function(*inputs) if many else self._function(inputs)
         tensors: list[Tensor] = []

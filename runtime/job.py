@@ -1,46 +1,30 @@
-"""What a training script calls: ``job.batches``, ``job.backward`` and the rest."""
+"""What a training script calls: ``job.batches``, ``job.backward`` and the rest.
+
+A job does nothing by itself. It hands the script's calls on to its parts; docs/architecture.md
+says which there are.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..schema.errors import TargetError
-from . import peers
-from .agreement.agreement import Agreement, SharedTensors, Subject
-from .agreement.known import KnownParameters
-from .agreement.strangers import OtherOptimizers
-from .buffers import VirtualNodeBuffers
-from .data import (
-    Batch,
-    Pass,
-    PassSampler,
-    check_in_order,
-    check_loader,
-    epoch_order,
-    is_drawn,
-    pass_loader,
-)
-from .determinism import refusal_of
-from .elastic.member import Member
-from .epoch import Epoch
-from .gradients import GradientReducer
-from .group import Place
+from . import finish, peers
+from .agreement.agreement import Agreement
+from .data import Batch, check_in_order, check_loader
+from .engine import LossFunction, Step, StepEngine
+from .epoch import Epoch, Epochs
 from .inference import PREDICTION_EPOCH, Prediction
-from .measurements import StepClock
-from .places import batch_sizes_of, holders_of, invariant_of, pass_holder_of
+from .progress import Progress
+from .runner import Runner
 from .saving import Checkpoints
-from .setup import broadcast_state, named_parameters
+from .session import Session
 from .step_times import StepTimes
-from .streams import seed_streams
-from .totals import StepTotals
-
-LossFunction = Callable[..., Any]
-Answer = TypeVar("Answer")
+from .totals import check_same_length
 
 
 class Job:
@@ -50,176 +34,57 @@ class Job:
     steps.
     """
 
-    _checkpoints: Checkpoints | None = None
-    _member: Member | None = None
-
     def __init__(
         self,
-        model: nn.Module,
-        optimizers: tuple[torch.optim.Optimizer, ...],
-        place: Place,
-        *,
-        seed: int,
-        overlap: bool,
+        session: Session,
+        engine: StepEngine,
+        epochs: Epochs,
+        progress: Progress,
+        runner: Runner,
+        agreement: Agreement,
+        checkpoints: Checkpoints,
     ) -> None:
-        self._model, self._seed, self._overlap = model, seed, overlap
-        self._optimizers = optimizers
-        self.device = place.device
-        self._num_steps = 0
-        self._epoch, self._calls = 0, 0
-        self._last_loss: Tensor | None = None
-        self._parameters = named_parameters(model, optimizers)
-        broadcast_state(model, optimizers, self._parameters, place)
-        self._clock = StepClock(place.device)
-        self._holder = pass_holder_of(place)
-        config = place.start.config
-        self._batch_sizes = batch_sizes_of(place)
-        self.take(place)
-        self._totals = StepTotals(self._reducer, place, len(self._batch_sizes) or 1)
-        self._global_batch_size = config.global_batch_size if config else None
-        self._buffers = VirtualNodeBuffers(model, self._local, self._batch_sizes or (1,))
-        self._loaders: dict[
-            tuple[int, bool], tuple[DataLoader[Any], PassSampler, DataLoader[Any]]
-        ] = {}
-        self._open_epoch: Epoch | None = None
-        self._finished = False
-
-    def _go_on(self) -> None:
-        """From the newest checkpoint, where there is one; and finish when the script ends."""
-        from .finish import at_exit
-
-        start, self._member = self._place.start, Member.of(self)
-        has_folder = start.checkpoint_folder is not None or start.handover_folder is not None
-        if has_folder or self._member is not None:
-            self._checkpoints = self._open(start.checkpoint_folder, start.checkpoint_every)
-        self._agree(every=start.compare_every)
-        at_exit(self)
-
-    def _agree(self, *, every: int, watches_first: bool = True) -> None:
-        """Begin to compare with the other workers; see ``Agreement``."""
-        self._agreement = Agreement(
-            self._subject(), every=every, step=self._num_steps, watches_first=watches_first
-        )
-
-    def _subject(self, *, is_pipeline: bool = False, flushes: bool = True) -> Subject:
-        """What this worker and the others must agree on.
-
-        Args:
-            is_pipeline: Whether parameters are shared out over stages.
-            flushes: Whether all workers have made the same updates between two steps.
-        """
-        known = KnownParameters(
-            self._model, self._optimizers, self._parameters, keeps_groups=is_pipeline
-        )
-
-        def is_saved() -> bool:
-            return self._checkpoints is not None
-
-        is_launched = self._place.start.config is not None
-        return Subject(
-            known=known,
-            optimizers=self._optimizers,
-            others=OtherOptimizers(
-                self._optimizers, known.names, lambda: is_launched or is_saved()
-            ),
-            shared=self._shared,
-            place=lambda: self._place,
-            together=self._waiting_together,
-            is_launched=is_launched,
-            weighs_samples=len(self._batch_sizes) > 1,
-            is_saved=is_saved,
-            compares_between_steps=flushes,
-        )
-
-    def _shared(self) -> list[SharedTensors]:
-        """What all workers hold alike: parameters, and buffers as the script last wrote them."""
-        held: dict[str, Tensor] = dict(self._parameters)
-        # Buffers that are not persistent are caches, and may follow each worker's own inputs.
-        held |= {slot.name: slot.base for slot in self._buffers.slots if slot.is_persistent}
-        return [SharedTensors(None, held)]
-
-    def _waiting_together(self, function: Callable[[], Answer]) -> Answer:
-        def wait() -> Answer:
-            with self._member.waiting() if self._member is not None else nullcontext():
-                return function()
-
-        return self._together(wait)
-
-    def compare(self) -> None:
-        """Check that all workers still train the same model. Call it on all workers.
-
-        The job calls it by itself every so many steps, after changes of workers, before
-        checkpoints and at the end.
-
-        Raises:
-            TargetError: They do not; it names the parameter, the workers, the steps and the cause.
-        """
-        self._join()
-        self._agreement.compare(self._num_steps)
-
-    def _open(self, folder: Path | None, every: int) -> Checkpoints:
-        return Checkpoints(self, folder, every)
-
-    def take(self, place: Place) -> None:
-        """Take a worker's rank, its virtual nodes and its part of the sums."""
-        self._place, slot = place, place.slot
-        self.rank, self.world_size = place.rank, place.world_size
-        self._place_of_nodes = holders_of(place)
-        self._local = [node.index for node in slot.virtual_nodes] if slot else [0]
-        self._reducer = GradientReducer(
-            self._parameters,
-            distributed=place.distributed,
-            invariant=invariant_of(place),
-            is_first=place.rank == 0,
-            keeps_carried=place.control is not None and place.control.changes,
-        )
+        self._session, self._engine, self._epochs = session, engine, epochs
+        self._progress, self._runner = progress, runner
+        self._agreement, self._checkpoints = agreement, checkpoints
 
     @property
-    def num_steps(self) -> int:
-        """Global steps so far."""
-        self._join()
-        return self._num_steps
-
-    @num_steps.setter
-    def num_steps(self, number: int) -> None:
-        self._num_steps = number
+    def rank(self) -> int:
+        """This worker's number."""
+        return self._session.rank
 
     @property
-    def step_times(self) -> tuple[StepTimes, ...]:
-        """When the parts of each full step that has ended began and ended. Waits for the device."""
-        return self._clock.steps
+    def world_size(self) -> int:
+        """How many workers there are."""
+        return self._session.place.world_size
 
-    def _join(self) -> None:
-        """A worker that was started later gets the others' state where it is first needed."""
-        if self._member is not None and self._member.is_outside:
-            self._member.join()
-
-    def _together(self, function: Callable[[], Answer]) -> Answer:
-        """Run what needs all workers; if one is lost, run it again among the survivors."""
-        return function() if self._member is None else self._member.run(function)
-
-    def _meeting(self, function: Callable[[], Answer]) -> Answer:
-        """Like ``_together``, with a barrier: the function may contain no collective."""
-
-        def meet() -> Answer:
-            answer = function()
-            if self._member is not None:
-                self._totals.meet()
-            return answer
-
-        return self._together(meet)
+    @property
+    def device(self) -> torch.device:
+        """Where this worker runs its passes."""
+        return self._session.device
 
     @property
     def is_main(self) -> bool:
         """Whether this is the worker that prints, logs and saves."""
-        return self.rank == 0
+        return self._session.is_main
+
+    @property
+    def num_steps(self) -> int:
+        """Global steps so far."""
+        self._runner.join()
+        return self._session.num_steps
+
+    @property
+    def step_times(self) -> tuple[StepTimes, ...]:
+        """When the parts of each full step that has ended began and ended. Waits for the device."""
+        return self._session.clock.steps
 
     def print(self, *values: object, **options: Any) -> None:
         """Print on the main worker only."""
         if self.is_main:
             print(*values, **options)  # noqa: T201
 
-    def batches(self, loader: "DataLoader[Any]", *, epoch: int | None = None) -> "Epoch":
+    def batches(self, loader: "DataLoader[Any]", *, epoch: int | None = None) -> Epoch:
         """One epoch over the script's DataLoader: exactly once over all workers.
 
         The loader's ``batch_size`` is the global batch. Each call is the next epoch.
@@ -233,50 +98,38 @@ class Job:
         Raises:
             TargetError: A loader that cannot be cut into virtual nodes exactly.
         """
-        check_loader(loader, self._global_batch_size)
-        self._join()
-        self._epoch = self._epoch if epoch is None else epoch
-        sampler, passes = self._pass_loader(loader)
-        sampler.set_epoch(self._epoch, self._order(loader))
-        self._epoch, self._calls = self._epoch + 1, self._calls + 1
-        return Epoch(self, sampler, passes, call=self._calls - 1, is_drawn=is_drawn(loader))
+        session, engine = self._session, self._engine
+        config = session.place.start.config
+        check_loader(loader, config.global_batch_size if config else None)
+        self._runner.join()
+        number = session.next_epoch if epoch is None else epoch
+        sampler, _ = self._epochs.passes_of(loader)
+        sampler.set_epoch(number, self._order(loader, number))
+        call = session.num_calls
+        session.next_epoch, session.num_calls = number + 1, call + 1
+        made = Epoch(
+            session,
+            self._epochs,
+            self._runner,
+            self._progress,
+            self._checkpoints,
+            loader,
+            call=call,
+        )
+        engine.drain()
+        if not engine.flushes and session.num_steps:
+            self.compare()
+        if len(made):
+            engine.begin_epoch(made.epoch, len(made), made.last_batch_samples)
+        return made
 
-    def _order(self, loader: "DataLoader[Any]") -> Sequence[int]:
+    def _order(self, loader: "DataLoader[Any]", epoch: int) -> Sequence[int]:
         def draw() -> list[int]:
-            return epoch_order(loader, self._seed, self._epoch, self._broadcast)
+            return self._epochs.draw(loader, epoch)
 
-        if self._member is not None and self._member.is_behind:
-            return self._member.order_of(self._calls, loader, draw)
-        return self._together(lambda: self._checked(draw()))
-
-    def _checked(self, order: list[int]) -> list[int]:
-        self._totals.check_same_length(len(order))
-        return order
-
-    def _pass_loader(
-        self, loader: "DataLoader[Any]", *, predicts: bool = False
-    ) -> tuple[PassSampler, "DataLoader[Any]"]:
-        known = self._loaders.get((id(loader), predicts))
-        if known is None or known[0] is not loader:
-            assert loader.batch_size is not None
-            sizes = self._batch_sizes or (loader.batch_size,)
-            sampler = PassSampler(sizes, self._local, loader.drop_last and not predicts)
-            known = (loader, sampler, pass_loader(loader, sampler, self._seed, self.device))
-            self._loaders[id(loader), predicts] = known
-        return known[1], known[2]
-
-    def _broadcast(self, order: list[int]) -> list[int]:
-        """The first worker's order, as plain numbers: nothing is unpickled."""
-        if not self._place.distributed:
-            return order
-        length = torch.tensor(len(order), device=self.device)
-        peers.broadcast(length, src=0)
-        drawn = torch.zeros(int(length), dtype=torch.int64, device=self.device)
-        if self.is_main:
-            drawn.copy_(torch.tensor(order))
-        peers.broadcast(drawn, src=0)
-        found: list[int] = drawn.tolist()
-        return found
+        if self._runner.is_behind:
+            return self._runner.order_of(self._session.num_calls, loader, draw)
+        return self._runner.run(lambda: check_same_length(draw(), self._session.place))
 
     def backward(
         self,
@@ -287,7 +140,10 @@ class Job:
     ) -> Tensor:
         """Run this worker's virtual nodes; leave the global batch's gradient in ``param.grad``.
 
-        Gradients are the mean over all samples of the global batch, on every worker.
+        Gradients are the mean over all samples of the global batch, on every worker. Under a
+        pipeline a worker runs its stages, and has the gradients of their parameters; where the
+        schedule does not flush, the updates have been made, and the loss returned is the batch's
+        before (the first batch's for the first).
 
         Args:
             function: Called once a virtual node as ``function(*batch)`` (as ``function(batch)``
@@ -300,112 +156,29 @@ class Job:
         Returns:
             The mean loss over the global batch: detached, float64, equal on every worker.
         """
-        self._join()
-        self._begin_step(batch)
-        if self._member is None:
-            self._run_passes(function, batch, scaler)
-            loss = self._close_step(self._totals.finish())
-            self._check_settings(self._totals.settings_sums)
-            return loss
-
-        def step() -> Tensor:
-            self._run_passes(function, batch, scaler)
-            return member.exchange()
-
-        member = self._member
-        sums = member.run(step, batch)
-        loss = self._close_step(self._totals.close(sums))
-        member.stepped()
-        self._check_settings(self._totals.settings_sums)
-        return loss
-
-    def _begin_step(self, batch: Batch) -> None:
-        """What may need an exchange of its own before a step."""
-        if not self._finished:
-            self._agreement.begin_step(self._num_steps, batch.epoch)
-            self._totals.settings_number = self._agreement.settings_number
-
-    def _check_settings(self, sums: Any) -> None:
-        """End before the update where workers would make it with unlike settings."""
-        if self._agreement.is_broken_by(sums):
+        session, agreement = self._session, self._agreement
+        self._runner.join()
+        session.check_open()
+        agreement.begin_step(session.num_steps, batch.epoch)
+        step = Step(function, batch, scaler, agreement, agreement.settings_number)
+        loss = session.close_step(self._runner.step(step))
+        # Workers would make the update with unlike settings: end before it.
+        if self._engine.flushes and agreement.is_broken_by(self._engine.settings_sums):
             self.compare()
-
-    def _run_passes(
-        self, function: LossFunction, batch: Batch, scaler: "torch.amp.GradScaler | None"
-    ) -> None:
-        self._begin(batch)
-        try:
-            for number, (item, inputs) in enumerate(batch.inputs(), start=1):
-                self._run_pass(function, item, inputs, scaler, last=number == len(batch.passes))
-        except RuntimeError as error:
-            refusal = refusal_of(error, self._place.start.determinism)
-            if refusal is None:
-                raise
-            raise refusal from error
-        self._reducer.launch_rest()
-        self._clock.computed()
-
-    def _begin(self, batch: Batch) -> None:
-        self._open_step(batch)
-        if self._holder:
-            self._holder.begin_step()
-        self._reducer.begin()
-        self._agreement.begin_passes()
-        self._totals.begin(batch.num_samples)
-
-    def _open_step(self, batch: Batch) -> None:
-        """What every step begins with, also a pipeline's."""
-        if self._finished:
-            raise TargetError("the job is finished", hint="call job.finish after the last step")
-        self._clock.begin_step(is_full=batch.is_full)
-        self._notice_written()
-
-    def _notice_written(self) -> None:
-        """Buffers that the script wrote between steps hold for every virtual node."""
-        written = self._buffers.begin_step()
-        if written and self._member is not None:
-            self._member.mirror.rewrite(written)
-
-    def _close_step(self, loss: Tensor) -> Tensor:
-        """What every step ends with: the streams between steps are the same on every worker."""
-        self._clock.synchronised()
-        seed_streams(self._seed, "between", self._num_steps)
-        self._num_steps += 1
-        self._last_loss = loss
         return loss
 
-    def _run_pass(
-        self,
-        function: LossFunction,
-        item: Pass,
-        inputs: Any,
-        scaler: "torch.amp.GradScaler | None",
-        *,
-        last: bool,
-    ) -> None:
-        began = self._clock.begin_pass()
-        with self._holder.hold(item.num_samples) if self._holder else nullcontext():
-            self._buffers.load(item.virtual_node)
-            self._reducer.enter(item.virtual_node)
-            seed_streams(self._seed, "pass", self._num_steps, item.virtual_node)
-            answer = function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
-            self._agreement.look_at(answer, item.num_samples)
-            share = self._totals.add(answer, item.num_samples, item.virtual_node)
-            if last and self._overlap:
-                self._reducer.arm(defer_last=self._holder is not None)
-            if share is not None:
-                self._go_back(*share, scaler)
-            self._buffers.save(item.virtual_node)
-            self._reducer.leave()
-        self._clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
+    def compare(self) -> None:
+        """Check that all workers still train the same model. Call it on all workers.
 
-    def _go_back(self, loss: Tensor, share: float, scaler: "torch.amp.GradScaler | None") -> None:
-        gradient = self._totals.gradient(loss, share) if scaler is None else None
-        if gradient is not None:
-            loss.backward(gradient)  # type: ignore[no-untyped-call]
-            return
-        scaled = loss if share == 1 else loss * share
-        (scaler.scale(scaled) if scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
+        The job calls it by itself every so many steps, after changes of workers, before
+        checkpoints and at the end. What a schedule without flushes has in flight is finished first.
+
+        Raises:
+            TargetError: They do not; it names the parameter, the workers, the steps and the cause.
+        """
+        self._engine.drain()
+        self._runner.join()
+        self._agreement.compare(self._session.num_steps)
 
     def register(self, *things: Any) -> None:
         """Save and restore these with every checkpoint: schedulers, a GradScaler, counters.
@@ -424,8 +197,7 @@ class Job:
                     f"load_state_dict"
                 )
             self._agreement.registered(thing)
-            if self._checkpoints is not None:
-                self._checkpoints.register(thing)
+            self._progress.register(thing)
 
     def checkpoint(self) -> None:
         """Write a checkpoint now, and wait until it is on disk. Call it on all workers.
@@ -434,8 +206,8 @@ class Job:
             TargetError: The launch gave no folder for checkpoints.
             FileError: It could not be written; earlier ones are untouched.
         """
-        self._join()
-        if self._checkpoints is None or not self._checkpoints.is_asked_for:
+        self._runner.join()
+        if not self._checkpoints.is_asked_for:
             raise TargetError(
                 "there is no folder for checkpoints",
                 hint="hetflow launch --checkpoint DIR, or HETFLOW_CHECKPOINT=DIR under python",
@@ -445,34 +217,39 @@ class Job:
     def sync_buffers(self) -> None:
         """Put the merged buffers (see runtime/buffers.py) into the model, on every worker.
 
-        Call it on all workers, before saving or evaluating the model between steps;
-        ``evaluation`` and ``finish`` do so themselves. Virtual nodes keep their own.
+        Under a pipeline also the parameters of all stages. Call it on all workers, before saving
+        or evaluating the model between steps; ``evaluation`` and ``finish`` do so themselves.
+        Virtual nodes keep their own.
         """
-        self._join()
-        if self._member is not None and self._member.is_behind:
+        session, buffers = self._session, self._engine.buffers
+        if session.is_finished:
+            self._engine.drain()
+        self._runner.join()
+        if self._runner.is_behind:
             return
-        self._notice_written()
-        merged = self._meeting(
-            lambda: self._buffers.merged(
-                self._totals.all_reduce if self._place.distributed else None
-            )
+        buffers.begin_step()
+        merged = self._runner.meet(
+            lambda: buffers.merged(peers.all_reduce if session.place.distributed else None)
         )
-        self._buffers.install(merged)
+        buffers.install(merged)
+        self._engine.gather()
 
     @contextmanager
     def evaluation(self) -> Iterator[nn.Module]:
         """The model in evaluation mode, with merged buffers and without gradients.
 
-        Enter it on all workers; what is computed inside is each worker's own affair.
+        Under a pipeline the whole model is on every worker inside. Enter it on all workers; what is
+        computed inside is each worker's own affair.
         """
-        training = self._model.training
+        model = self._session.model
+        training = model.training
         self.sync_buffers()
-        self._model.eval()
+        model.eval()
         try:
-            with torch.no_grad():
-                yield self._model
+            with torch.no_grad(), self._engine.whole_model():
+                yield model
         finally:
-            self._model.train(training)
+            model.train(training)
 
     def predict(
         self,
@@ -480,7 +257,7 @@ class Job:
         function: Callable[..., Any],
         *,
         on_all: bool = False,
-    ) -> "Prediction":
+    ) -> Prediction:
         """Evaluate a large batch on the virtual nodes; the outputs, in order of the samples.
 
         Call and iterate it on all workers, each global batch being shared out as in training, in
@@ -495,33 +272,61 @@ class Job:
             on_all: Give the outputs on every worker; else the others have an empty loop.
 
         Raises:
-            TargetError: A loader that shuffles, or that cannot be cut into virtual nodes.
+            TargetError: A loader that shuffles, or that cannot be cut into virtual nodes; a
+                pipeline, whose passes are spread over its stages.
         """
+        self._engine.check_predicts()
         check_loader(loader, None)
         check_in_order(loader)
-        self._join()
-        sampler, passes = self._pass_loader(loader, predicts=True)
-        if self._member is not None and self._member.is_behind:
-            # The others have done this before this worker came.
+        self._runner.join()
+        sampler, passes = self._epochs.passes_of(loader, predicts=True)
+        if self._runner.is_behind:  # the others have done this before this worker came
             sampler.set_epoch(PREDICTION_EPOCH, [])
-            return Prediction(self, sampler, passes, function, on_all=on_all)
-        order = self._together(
-            lambda: self._checked(
-                epoch_order(loader, self._seed, PREDICTION_EPOCH, self._broadcast)
-            )
+        else:
+            sampler.set_epoch(PREDICTION_EPOCH, self._order(loader, PREDICTION_EPOCH))
+            self.sync_buffers()
+        return Prediction(
+            self._session,
+            self._runner,
+            self._engine.buffers,
+            sampler,
+            passes,
+            function,
+            on_all=on_all,
         )
-        sampler.set_epoch(PREDICTION_EPOCH, order)
-        self.sync_buffers()
-        return Prediction(self, sampler, passes, function, on_all=on_all)
 
     def finish(self) -> None:
         """End the job: report measurements and the digest, and leave the process group.
 
-        Called at the end of the script by itself; call it to leave earlier.
-        """
-        from .finish import finish
+        Called at the end of the script by itself; call it to leave earlier. Every worker's model is
+        whole afterwards.
 
-        if not self._finished:
-            self._join()
-            self._finished = True
-            finish(self)
+        Raises:
+            TargetError: Workers have diverged, or nobody can tell: the script destroyed the group.
+            FileError: All this is done, and the last checkpoint could not be written.
+        """
+        session = self._session
+        if session.is_finished:
+            return
+        self._runner.join()
+        session.is_finished = True
+        finish.meet_all(session, self._runner)
+        self.compare()
+        self._checkpoints.finish()
+        self.sync_buffers()
+        finish.report(session)
+        self._engine.close()
+        self._agreement.close()
+        finish.part(session)
+        self._checkpoints.close()
+
+    def abandon(self) -> None:
+        """Leave the job where it stands: nothing is asked of other workers, saved or reported.
+
+        A checkpoint that is being written is written. Nothing can be done with the job afterwards.
+        """
+        self._session.is_finished = True
+        self._epochs.open = None
+        self._engine.close()
+        self._agreement.close()
+        self._checkpoints.abandon()

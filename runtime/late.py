@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
+from ..devices.backend import Mark, backend_of
+
 
 class LateValues:
-    """A few numbers a step, of a CUDA device, through pinned memory.
+    """A few numbers a step, of a device that works beside the host, through pinned memory.
 
     Read in the step after, they have long arrived. Where the host is a whole step ahead it waits
     for the step before, and the device still has work.
@@ -13,8 +15,7 @@ class LateValues:
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
-        self._arrives: torch.cuda.Event | None = None
-        self._is_on_its_way = False
+        self._arrives: tuple[torch.device, Mark] | None = None
 
     def exchange(self, values: Tensor) -> list[float] | None:
         """The numbers of the step before, None for the first; ``values`` are this step's.
@@ -25,24 +26,22 @@ class LateValues:
         before = self._take()
         if self._buffer is None or self._buffer.shape != values.shape:
             self._buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        if self._arrives is None:
-            self._arrives = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._buffer.copy_(values, non_blocking=True)
-        self._is_on_its_way = True
-        self._arrives.record(torch.cuda.current_stream(values.device))
+        self._arrives = values.device, backend_of(values.device).mark(values.device)
         return before
 
     def forget(self) -> None:
         """The next step is a first one again."""
-        self._is_on_its_way = False
+        self._arrives = None
 
     def _take(self) -> list[float] | None:
-        if not self._is_on_its_way:
+        if self._arrives is None:
             return None
         assert self._buffer is not None
-        assert self._arrives is not None
-        if not self._arrives.query():  # type: ignore[no-untyped-call]
-            self._arrives.synchronize()  # type: ignore[no-untyped-call]
-        self._is_on_its_way = False
+        device, mark = self._arrives
+        backend = backend_of(device)
+        if not backend.has_passed(mark):
+            backend.wait_for(mark)
+        self._arrives = None
         found: list[float] = self._buffer.tolist()
         return found

@@ -7,7 +7,7 @@ form of this page is broken like a torn file: it is named, and the checkpoint be
 import math
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,6 +45,11 @@ class IncompleteCheckpoint(BrokenCheckpoint):
 def shape_text(value: Tensor) -> str:
     """Type and shape of a tensor, for people and for comparison."""
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def shapes_of(parameters: Mapping[str, Tensor]) -> dict[str, str]:
+    """What parameters a model has, for people and for comparison."""
+    return {name: shape_text(value) for name, value in parameters.items()}
 
 
 def check_file(path: Path) -> None:

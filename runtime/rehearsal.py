@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from ..devices.backend import initialized
+from .agreement.watch import Watch
 from .group import Place
 from .job import Job
 from .setup import named_parameters
-from .start import job_of
+from .start import assemble
 
 
 @contextmanager
@@ -40,16 +41,17 @@ def rehearsed(
     """
     config = place.start.config
     with _streams_kept(), _tensors_kept(model, optimizers):
-        job = job_of(model, optimizers, place, seed=config.seed if config is not None else 0)
+        job = assemble(
+            model,
+            optimizers,
+            place,
+            seed=config.seed if config is not None else 0,
+            watch=Watch(every=0, watches_first=False),
+        )
         try:
-            job._agree(every=0, watches_first=False)
             yield job
         finally:
-            job._reducer.close()
-            if hasattr(job, "_agreement"):
-                job._agreement.close()
-            # Its parts know each other through it, and would stay until the next collection.
-            job.__dict__.clear()
+            job.abandon()
 
 
 @contextmanager

@@ -41,6 +41,13 @@ def check_buffers(path: Path, saved: dict[str, Any], own: Mapping[str, Tensor]) 
             )
 
 
+def load_parameters(parameters: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Give parameters their saved values, in place."""
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
+
+
 def load_optimizers(
     path: Path,
     optimizers: Sequence[torch.optim.Optimizer],

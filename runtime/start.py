@@ -1,5 +1,8 @@
 """How a script becomes one worker of a launch."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -7,15 +10,28 @@ from ..devices.backend import backend_of
 from ..devices.torch_version import check_torch
 from ..protocol.environment import read_environment
 from ..protocol.lower import check_pipeline_level
+from ..schema.errors import TargetError
+from .agreement.agreement import Agreement, Subject
+from .agreement.known import KnownParameters
+from .agreement.strangers import OtherOptimizers
+from .agreement.watch import Watch
 from .allocator import keep_freed_memory
 from .determinism import apply_level, check_level
+from .elastic.member import Member
+from .engine import StepEngine
+from .epoch import Epochs
+from .finish import at_exit
 from .group import Place, join
 from .job import Job
 from .optimizer_state import warning_of
 from .optimizers import Given, optimizers_of
-from .saving import say
+from .progress import Progress
+from .runner import Alone, Runner
+from .saving import Checkpoints
+from .session import Session
 from .setup import check_model, place_model
-from .telling import speak
+from .split_engine import SplitEngine
+from .telling import log, speak
 
 
 def prepare(
@@ -69,28 +85,113 @@ def prepare(
         keep_freed_memory()
     check_level(model, start.determinism, place)
     apply_level(start.determinism)
-    seed = start.seed if seed is None else seed
     if start.config is not None and start.config.pipeline is not None:
         check_pipeline_level(start.determinism)
-    job = job_of(model, optimizers, place, seed=seed, overlap=overlap)
-    if warning is not None:
-        say(job, warning)
-    job._go_on()
+    if warning is not None and place.rank == 0:
+        log.info(warning)
+    job = assemble(
+        model,
+        optimizers,
+        place,
+        seed=start.seed if seed is None else seed,
+        watch=Watch(start.compare_every),
+        overlap=overlap,
+    )
+    at_exit(job)
     return job
 
 
-def job_of(
+def assemble(
     model: nn.Module,
     optimizers: tuple[torch.optim.Optimizer, ...],
     place: Place,
     *,
     seed: int,
+    watch: Watch,
     overlap: bool = True,
 ) -> Job:
-    """The job of one worker: of a split, or of a pipeline where its config is one."""
-    config = place.start.config
-    if config is None or config.pipeline is None:
-        return Job(model, optimizers, place, seed=seed, overlap=overlap)
-    from .pipeline.job import PipelineJob
+    """The job of one worker, from its parts: of a split, or of a pipeline where its config is one.
 
-    return PipelineJob(model, optimizers, place, config.pipeline, seed=seed)
+    It goes on from the newest checkpoint, where there is one. Call it on all workers.
+
+    Args:
+        model: The script's model.
+        optimizers: The script's.
+        place: This worker among the others.
+        seed: Of the job's random streams.
+        watch: When the workers compare what they hold.
+        overlap: As for ``prepare``.
+    """
+    start = place.start
+    work = start.config.pipeline if start.config is not None else None
+    if work is not None and len(optimizers) > 1:
+        raise TargetError(
+            f"a pipeline takes one optimizer, not {len(optimizers)}",
+            hint="make one with a group of parameters for each of them",
+        )
+    session = Session(model, optimizers, place, seed=seed, watch=watch)
+    epochs = Epochs(session)
+    engine: StepEngine
+    runner: Runner
+    if work is not None:
+        from .pipeline.engine import PipelineEngine
+
+        engine = PipelineEngine(session, work)
+        progress = Progress(session, engine.state, engine.buffers)
+        runner = Alone(engine)
+    else:
+        engine = SplitEngine(session, overlap=overlap)
+        progress = Progress(session, engine.state, engine.buffers)
+        runner = _runner_of(session, engine, epochs, progress)
+    agreement = Agreement(_subject_of(session, engine, runner), watch)
+    return Job(
+        session,
+        engine,
+        epochs,
+        progress,
+        runner,
+        agreement,
+        Checkpoints(session, engine, progress, runner, agreement),
+    )
+
+
+def _runner_of(session: Session, engine: SplitEngine, epochs: Epochs, progress: Progress) -> Runner:
+    """With workers that may change where a controller of ours can change them.
+
+    A script's second job stays as it is.
+    """
+    control = session.place.control
+    if control is None or not control.changes or control.num_jobs > 1:
+        return Alone(engine)
+    return Member(session, engine, epochs, progress, control)
+
+
+def _subject_of(session: Session, engine: StepEngine, runner: Runner) -> Subject:
+    """What this worker and the others must agree on."""
+
+    def together(function: Callable[[], Any]) -> Any:
+        def wait() -> Any:
+            with runner.waiting():
+                return function()
+
+        return runner.run(wait)
+
+    start, optimizers = session.place.start, session.optimizers
+    is_launched = start.config is not None
+    has_folder = start.checkpoint_folder is not None or start.handover_folder is not None
+    is_saved = has_folder or runner.changes
+    known = KnownParameters(
+        session.model, optimizers, session.parameters, keeps_groups=engine.keeps_groups
+    )
+    return Subject(
+        known=known,
+        optimizers=optimizers,
+        others=OtherOptimizers(optimizers, known.names, matters=is_launched or is_saved),
+        shared=engine.shared,
+        place=lambda: session.place,
+        together=together,
+        is_launched=is_launched,
+        weighs_samples=len(session.batch_sizes) > 1,
+        is_saved=is_saved,
+        compares_between_steps=engine.flushes,
+    )

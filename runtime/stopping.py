@@ -10,9 +10,12 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from ..protocol import handover
+from ..protocol.handover import STOPPED_EXIT_CODE
+from .group import complete
+from .session import Session
 
 
 class StopRequests:
@@ -38,10 +41,11 @@ class StopRequests:
         if numbers:
             self._open.append(self)
 
-    def pass_on(self) -> None:
+    @classmethod
+    def pass_on(cls) -> None:
         """Call the handlers that were there before any job, for the signals that came."""
-        for number in self._received:
-            handler = self._before[number]
+        for number in cls._received:
+            handler = cls._before[number]
             if callable(handler):
                 handler(number, None)
 
@@ -70,8 +74,19 @@ class StopRequests:
         """A signal came: ask all open jobs that want it."""
         cls._received.append(number)
         for requests in cls._open:
-            if number in requests._numbers:
-                requests._ask()
+            requests._take(number)
+
+    def _take(self, number: int) -> None:
+        if number in self._numbers:
+            self._ask()
+
+
+def leave(session: Session) -> NoReturn:
+    """Stop, as asked, after the script's own handlers of the signal have had their turn."""
+    complete(session.place.device)
+    session.is_finished = True  # nothing more is to be done when the interpreter ends
+    StopRequests.pass_on()
+    sys.exit(STOPPED_EXIT_CODE)
 
 
 def _noted(number: int, frame: FrameType | None) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 from . import peers
 from .gradients import GradientReducer
@@ -71,7 +72,7 @@ class StepTotals:
         Returns:
             What to call backward on and the share it counts with; None for a pass of weight 0.
         """
-        loss, weight = _loss_and_weight(answer)
+        loss, weight = loss_and_weight(answer)
         weighted = weight is not None
         if self._weighted not in (None, weighted):
             raise TargetError("the loss function must give a weight for every batch, or for none")
@@ -102,10 +103,6 @@ class StepTotals:
                 self._gradients.clear()
             self._gradients[key] = torch.full_like(loss, share, requires_grad=False)
         return self._gradients[key]
-
-    def finish(self) -> Tensor:
-        """Wait for all gradients; make them the mean; return the mean loss of the step."""
-        return self.close(self.exchange())
 
     def exchange(self, start: Callable[[Tensor], Callable[[], Tensor]] | None = None) -> Tensor:
         """Add up the sums while gradients are on their way, and wait for both.
@@ -188,16 +185,17 @@ class StepTotals:
         loss = reduce(operator.add, found[_NODES:middle])
         weight = reduce(operator.add, found[middle : middle + self._num_nodes])
         self._sums = found
+        exact: Tensor | None = None
         if weighted:
-            self._last_weight = torch.as_tensor(weight, dtype=torch.float64).clone()
+            self._last_weight = exact = torch.as_tensor(weight, dtype=torch.float64).clone()
         known = found if sums.is_cpu else self._known_on_host(sums[: middle + self._num_nodes])
         if known is not None:
             self.stops = known[_STOP]
             if known[_WEIGHTED] > 0:
                 total = reduce(operator.add, known[middle : middle + self._num_nodes])
                 self._known_weight = float(total)
-        if weighted:
-            reducer.scale(self._share_of / self._last_weight)
+        if exact is not None:
+            reducer.scale(torch.as_tensor(self._share_of / exact))
         if isinstance(loss, float):
             return torch.tensor(loss / weight if weight else math.nan, dtype=torch.float64)
         mean: Tensor = loss / weight
@@ -206,7 +204,7 @@ class StepTotals:
     def _known_on_host(self, sums: Tensor) -> list[float] | None:
         """The sums of a device that the host may know now without a wait: those of a step ago."""
         reducer, _, _ = self._step
-        if reducer is self._reducer and sums.is_cuda:
+        if reducer is self._reducer and not backend_of(sums.device).is_host:
             return self._late.exchange(sums)
         # The workers have changed since: who joins knows this step's.
         self._late.forget()
@@ -249,34 +247,38 @@ class StepTotals:
         self._known_weight = weight
         self._late.forget()
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a tensor in place over the workers."""
-        peers.all_reduce(tensor)
-
     def meet(self) -> None:
         """Wait until all workers are here."""
         if self._place.distributed:
             peers.all_reduce(torch.zeros(1, device=self._place.device))
 
-    def check_same_length(self, length: int) -> None:
-        """Refuse an epoch whose length differs between workers: it would hang.
 
-        Raises:
-            TargetError: Another worker's dataset has another length.
-        """
-        if not self._place.distributed:
-            return
-        ends = torch.tensor([length, -length], dtype=torch.int64, device=self._place.device)
-        peers.all_reduce(ends, op=dist.ReduceOp.MAX)
-        most, least = int(ends[0]), -int(ends[1])
-        if most != least:
-            raise TargetError(
-                f"the dataset has {length} samples here, and {least} to {most} on the workers",
-                hint="give every worker the same whole dataset; hetflow shares it out",
-            )
+def check_same_length(order: list[int], place: Place) -> list[int]:
+    """An epoch's order, unless its length differs between workers: it would hang.
+
+    Raises:
+        TargetError: Another worker's dataset has another length.
+    """
+    if not place.distributed:
+        return order
+    length = len(order)
+    ends = torch.tensor([length, -length], dtype=torch.int64, device=place.device)
+    peers.all_reduce(ends, op=dist.ReduceOp.MAX)
+    most, least = int(ends[0]), -int(ends[1])
+    if most != least:
+        raise TargetError(
+            f"the dataset has {length} samples here, and {least} to {most} on the workers",
+            hint="give every worker the same whole dataset; hetflow shares it out",
+        )
+    return order
 
 
-def _loss_and_weight(answer: Any) -> tuple[Tensor, float | None]:
+def loss_and_weight(answer: Any) -> tuple[Tensor, float | None]:
+    """What the script's function returned: the mean loss, and its weight if it gave one.
+
+    Raises:
+        TargetError: Something else.
+    """
     loss, weight = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise TargetError(

@@ -27,7 +27,7 @@ from .blame import is_lost_peer, may_be_echo
 from .elastic.control import Control
 
 
-class Runner:
+class ScriptRun:
     """Whether this module runs the script, and sees to the exit code."""
 
     active = False
@@ -37,7 +37,7 @@ class Runner:
 
 def main(arguments: list[str]) -> None:
     """Run ``SCRIPT ARGS`` or ``-m MODULE ARGS`` and leave with its exit code."""
-    Runner.active, code = True, Runner.code
+    ScriptRun.active, code = True, ScriptRun.code
     # Registered first, so it runs last: after everything the script registered.
     atexit.register(_leave_at_once_if_failed, code)
     take_token()
@@ -66,7 +66,7 @@ def fail(error: BaseException) -> None:
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
     if isinstance(error, HetflowError):
         code = error.exit_code
-    Runner.code[0] = code
+    ScriptRun.code[0] = code
     _mark_failed(error, code)
     _print(error)
 
@@ -74,16 +74,16 @@ def fail(error: BaseException) -> None:
 def fail_at_exit(error: BaseException) -> int:
     """The script ended well, and its job did not; the exit code."""
     if isinstance(error, SystemExit):
-        Runner.code[0] = _code_of(error)
-        if Runner.code[0]:
-            _mark_failed(error, Runner.code[0])
+        ScriptRun.code[0] = _code_of(error)
+        if ScriptRun.code[0]:
+            _mark_failed(error, ScriptRun.code[0])
     elif isinstance(error, HetflowError) and not os.environ.get(FAILURE):
-        Runner.code[0] = error.exit_code
+        ScriptRun.code[0] = error.exit_code
         hint = f"hint: {error.hint}\n" if error.hint else ""
         sys.stderr.write(f"hetflow: {error.message}\n{hint}")
     else:
         fail(error)
-    return Runner.code[0]
+    return ScriptRun.code[0]
 
 
 def _seed_script() -> None:
@@ -142,7 +142,7 @@ def _mark_failed(error: BaseException, code: int) -> None:
         described = asdict(note)
         with contextlib.suppress(OSError):  # such as a full disk
             Path(path).write_text(json.dumps(described), encoding="utf-8")
-            Runner.told = True
+            ScriptRun.told = True
 
 
 def _described(error: BaseException) -> str:
@@ -171,7 +171,7 @@ def _print(error: BaseException) -> None:
         sys.stderr.write(f"hetflow: worker {rank} stops: it lost another worker\n")
         return
     if os.environ.get(FAILURE) and isinstance(error, HetflowError):
-        if not Runner.told:
+        if not ScriptRun.told:
             sys.stderr.write(f"hint: {error.hint}\n{error.message}\n")
         return  # the launcher says it, in one line
     frames = error.__traceback__

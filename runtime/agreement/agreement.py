@@ -33,11 +33,11 @@ from .means import NUM_RANGES, MeansOfStep, uneven
 from .settings import SettingsNumber, are_alike, settings_of
 from .strangers import OtherOptimizers, check_leaves
 from .verdict import Statement, find_fault
+from .watch import Watch
 
 # Columns of a worker's row; the fingerprint of each set of tensors follows.
 _ARITHMETIC, _SETTINGS, _FROZEN, _MEANS = 0, 1, 2, 3
 _FINGERPRINTS = _MEANS + NUM_RANGES
-_AFTER_A_CHANGE = (1, 2)  # steps
 
 Answer = TypeVar("Answer")
 Together = Callable[[Callable[[], Answer]], Answer]
@@ -81,7 +81,7 @@ class Subject:
     together: Callable[[Callable[[], Any]], Any]
     is_launched: bool
     weighs_samples: bool
-    is_saved: Callable[[], bool]
+    is_saved: bool
     compares_between_steps: bool
 
 
@@ -90,20 +90,12 @@ class Agreement:
 
     Args:
         subject: What is compared.
-        every: Steps between two comparisons; 0 for none but those that a change or the end needs.
-        step: Steps that are done when this worker comes.
-        watches_first: Whether to compare before the steps after the first in any case.
+        watch: When.
     """
 
-    def __init__(
-        self, subject: Subject, *, every: int, step: int, watches_first: bool = True
-    ) -> None:
-        self._subject, self._every = subject, every
+    def __init__(self, subject: Subject, watch: Watch) -> None:
+        self._subject, self._watch = subject, watch
         self._settings = SettingsNumber(subject.optimizers)
-        self._agreed_step = self._joined_step = step
-        after = _AFTER_A_CHANGE if watches_first else ()
-        self._watched = {step + number for number in after}
-        self._settings_are_exact = True
         self._epoch = -1
         self._means: MeansOfStep | None = None
         self._looks = False
@@ -135,13 +127,13 @@ class Agreement:
             TargetError: A parameter that ``prepare`` does not know; workers that have diverged.
         """
         subject = self._subject
-        if subject.is_launched or subject.is_saved():
+        if subject.is_launched or subject.is_saved:
             subject.known.check()
         self._notice_schedule(epoch)
-        if subject.compares_between_steps and self._is_due(step):
+        if subject.compares_between_steps and self._watch.is_due(step):
             self.compare(step)
         self._looks = subject.is_launched and (
-            self._is_due(step + 1) or subject.others.has_met_unknown
+            self._watch.is_due(step + 1) or subject.others.has_met_unknown
         )
         subject.others.has_met_unknown = False
 
@@ -173,13 +165,9 @@ class Agreement:
             sums: Number of workers, sum of their settings' numbers, sum of the squares. On a
                 device they are not looked at: that would cost a wait.
         """
-        if not self._settings_are_exact or (isinstance(sums, Tensor) and not sums.is_cpu):
+        if not self._watch.settings_are_exact or (isinstance(sums, Tensor) and not sums.is_cpu):
             return False
         return not are_alike(*(float(value) for value in sums))
-
-    def _is_due(self, step: int) -> bool:
-        by_count = self._every > 0 and step % self._every == 0
-        return step > 0 and (by_count or step in self._watched)
 
     def _notice_schedule(self, epoch: int) -> None:
         """Say that a schedule would start anew in a joining worker, and after a restart."""
@@ -188,31 +176,12 @@ class Agreement:
         if self._has_warned_of_schedule or self._has_schedule_kept or not stays:
             return
         scheduled = any("initial_lr" in g for o in self._subject.optimizers for g in o.param_groups)
-        if scheduled and self._settings.has_changed and self._subject.is_saved():
+        if scheduled and self._settings.has_changed and self._subject.is_saved:
             self._has_warned_of_schedule = True
             self._warn(
                 "a learning-rate scheduler steps within the epoch and nothing is registered: a "
                 "restart or a resize would begin it anew; call job.register(scheduler)"
             )
-
-    # Changes of the workers
-
-    @property
-    def watched(self) -> list[int]:
-        """Steps before which all compare, whatever their number; a joining worker needs them."""
-        return sorted(self._watched)
-
-    def changed(self, step: int) -> None:
-        """Other workers train from here on; ``step`` is done on all of them."""
-        self._watched = {w for w in self._watched if w >= step}
-        self._watched |= {step + number for number in _AFTER_A_CHANGE}
-        self._settings_are_exact = True
-
-    def joined(self, step: int, watched: Sequence[int]) -> None:
-        """This worker comes to the others after a step, and compares when they do."""
-        self._watched = set(watched)
-        self._agreed_step = self._joined_step = step
-        self.changed(step)
 
     # Comparisons
 
@@ -232,8 +201,8 @@ class Agreement:
             if fault is not None:
                 raise TargetError(fault.message, hint=fault.hint)
             # Rounding between unlike devices: the numbers in the steps' sums would not tell more.
-            self._settings_are_exact = False
-        self._agreed_step = step
+            self._watch.settings_are_exact = False
+        self._watch.agreed_step = step
         self._judge_means(rows)
 
     def _own_row(self) -> Tensor:
@@ -266,8 +235,8 @@ class Agreement:
         tensors = {n: t for shared in subject.shared() for n, t in shared.tensors.items()}
         return Statement(
             arithmetic=arithmetic_of(subject.place().device),
-            joined_step=self._joined_step,
-            agreed_step=self._agreed_step,
+            joined_step=self._watch.joined_step,
+            agreed_step=self._watch.agreed_step,
             settings=settings_of(subject.optimizers),
             groups=known.first_of_groups(),
             frozen=self._frozen(),

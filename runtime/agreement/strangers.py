@@ -6,7 +6,7 @@ job's gets another gradient on each worker.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -31,9 +31,7 @@ class OtherOptimizers:
 
     _of_jobs: ClassVar["WeakSet[Any]"] = WeakSet()  # a script may prepare several jobs
 
-    def __init__(
-        self, own: tuple[Any, ...], names: Mapping[int, str], matters: Callable[[], bool]
-    ) -> None:
+    def __init__(self, own: tuple[Any, ...], names: Mapping[int, str], *, matters: bool) -> None:
         self._own, self._names, self._matters = own, names, matters
         self._of_jobs.update(own)
         self._cleared: WeakSet[Any] = WeakSet()
@@ -57,7 +55,7 @@ class OtherOptimizers:
         self.has_met_unknown = self.has_met_unknown or len(ours) < len(held)
         # A wrapper that was given to prepare shows its inner optimizer's state as its own.
         is_inner = any(getattr(own, "state", None) is optimizer.state for own in self._own)
-        if ours and not is_inner and self._matters():
+        if ours and not is_inner and self._matters:
             more = f" and {len(ours) - 1} more" if len(ours) > 1 else ""
             raise TargetError(
                 f"a second optimizer ({type(optimizer).__name__}) steps {ours[0]}{more}, and "

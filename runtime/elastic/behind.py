@@ -8,21 +8,30 @@ the lagging worker runs the rest of its script's step on gradients of zero, and 
 that left: the parameters after the optimizer has stepped, everything else at the next operation.
 """
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from ..job import Job
+from ..progress import Progress
+from ..session import Session
+from ..split_engine import WholeState
 
 State = dict[str, Any]
+THE_RUNNING_JOB = Path("the running job")  # in place of a checkpoint's path
 
 
 class Behind:
-    """What a lagging worker copies from a leading one, and when."""
+    """What a lagging worker copies from a leading one, and when.
 
-    def __init__(self, job: "Job") -> None:
-        self._job = job
+    Args:
+        session: What the parts of the job share.
+        whole: The state of the job.
+        progress: What is registered, and where the script stands.
+    """
+
+    def __init__(self, session: Session, whole: WholeState, progress: Progress) -> None:
+        self._session, self._whole, self._progress = session, whole, progress
         self._found: State | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -32,23 +41,21 @@ class Behind:
         Args:
             buffers: All virtual nodes' buffers.
         """
-        job, saver = self._job, self._job._checkpoints
-        assert saver is not None
-        header, state = saver.describe(buffers)
+        state = self._whole.with_buffers(buffers, self._progress.registered)
         gradients = {
             name: parameter.grad
-            for name, parameter in job._parameters.items()
+            for name, parameter in self._session.parameters.items()
             if parameter.grad is not None
         }
-        return {"header": header, "state": state, "gradients": gradients}
+        return {"header": self._progress.header(), "state": state, "gradients": gradients}
 
     def take(self, found: State) -> None:
         """Go through the rest of a step without its gradients."""
-        job, self._found = self._job, found
-        for parameter in job._parameters.values():
+        self._found = found
+        for parameter in self._session.parameters.values():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
-        for optimizer in job._optimizers:
+        for optimizer in self._session.optimizers:
             if isinstance(optimizer, torch.optim.Optimizer):
                 self._hooks.append(optimizer.register_step_post_hook(self._stepped))
 
@@ -57,10 +64,10 @@ class Behind:
         if self._found is None:
             return
         self._unhook()
-        found, self._found, job = self._found, None, self._job
-        assert job._checkpoints is not None
-        job._checkpoints.adopt(found["state"])
-        for name, parameter in job._parameters.items():
+        found, self._found = self._found, None
+        self._whole.restore_trained(THE_RUNNING_JOB, found["state"])
+        self._progress.load_registered(found["state"]["registered"])
+        for name, parameter in self._session.parameters.items():
             gradient = found["gradients"].get(name)
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
@@ -70,13 +77,13 @@ class Behind:
         With several optimizers, those of each are replaced after it has stepped.
         """
         assert self._found is not None
-        job = self._job
+        session = self._session
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if len(job._optimizers) == 1:
+        if len(session.optimizers) == 1:
             self._unhook()
-            held = {id(parameter) for parameter in job._parameters.values()}
+            held = {id(parameter) for parameter in session.parameters.values()}
         with torch.no_grad():
-            for name, parameter in job._parameters.items():
+            for name, parameter in session.parameters.items():
                 if id(parameter) in held:
                     parameter.copy_(self._found["state"]["parameters"][name])
 

@@ -12,10 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from ...devices.collectives import is_on_devices
 from ...protocol.messages import Fragile, Joined, Lost, Paused, Ready, Recover, Resize
@@ -23,17 +23,21 @@ from ...schema.errors import PeerLostError
 from ..blame import is_lost_peer, may_be_echo
 from ..checkpoint import Checkpoint
 from ..data import Batch, is_drawn
+from ..engine import Step
+from ..epoch import Epochs
 from ..group import Place, close_group, enter_generation, enter_handover, num_groups
 from ..places import holdings_of
+from ..progress import Progress, check_fits
+from ..session import Session
+from ..split_engine import SplitEngine
+from ..stopping import leave
 from . import transfer
-from .behind import Behind
+from .behind import THE_RUNNING_JOB, Behind
 from .control import Control
 from .mirror import Mirror
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
-
-    from ..job import Job
 
 Answer = TypeVar("Answer")
 # How long an exchange of the script's own that failed waits for the controller to see a death.
@@ -41,38 +45,44 @@ CONFIRMATION_SECONDS = 2.0
 
 
 class Member:
-    """One job of this worker, under a controller that can change its workers.
+    """The runner of a worker under a controller that can change the workers; see ``Runner``.
 
     Args:
-        job: The job.
+        session: What the parts of the job share.
+        engine: Runs the steps.
+        epochs: What the script reads.
+        progress: Where the script stands.
         control: The control channel to the controller.
+
+    Attributes:
+        mirror: Every virtual node's buffers, as of the last step that was agreed on.
     """
 
-    def __init__(self, job: "Job", control: Control) -> None:
-        self._job, self._control = job, control
+    changes = True
+
+    def __init__(
+        self,
+        session: Session,
+        engine: SplitEngine,
+        epochs: Epochs,
+        progress: Progress,
+        control: Control,
+    ) -> None:
+        self._session, self._engine, self._epochs = session, engine, epochs
+        self._progress, self._control = progress, control
         self._last: Any = None
         self._last_is_step = False
-        self._behind = Behind(job)
+        self._behind = Behind(session, engine.state, progress)
         self._next: Resize | None = None
         self._arrived: Place | None = None
         self._position: dict[str, int] | None = None
         self._order: list[int] | None = None
-        self.mirror = Mirror(job._buffers, len(job._batch_sizes))
-        self.is_outside = job._place.is_outside
-        self._has_said_so = self.is_outside
+        self.mirror = Mirror(engine.buffers, len(session.batch_sizes))
+        engine.buffers.follow(self.mirror)
+        self._is_outside = session.place.is_outside
+        self._has_said_so = self._is_outside
         self._survives = control.survives
         self._check_backend()
-
-    @classmethod
-    def of(cls, job: "Job") -> "Member | None":
-        """The part of a job; None where no controller of ours can change its workers.
-
-        A script's second job stays as it is.
-        """
-        control = job._place.control
-        if control is None or not control.changes or control.num_jobs > 1:
-            return None
-        return cls(job, control)
 
     def _check_backend(self) -> None:
         """NCCL does not tell the host when an exchange is complete, so nobody could agree."""
@@ -112,7 +122,7 @@ class Member:
         self._agree(answer, batch)
         if self._arrived is not None:
             self._move(self._arrived)
-            self._job._agreement.changed(self._job._num_steps)
+            self._session.watch.changed(self._session.num_steps)
             self._arrived = None
         return answer
 
@@ -124,25 +134,47 @@ class Member:
             batch.is_done = True
             self.mirror.commit()
 
-    def exchange(self) -> torch.Tensor:
+    def meet(self, function: Callable[[], Answer]) -> Answer:
+        """See ``Runner``."""
+
+        def met() -> Answer:
+            answer = function()
+            self._engine.totals.meet()
+            return answer
+
+        return self.run(met)
+
+    def step(self, step: Step) -> Tensor:
+        """See ``Runner``."""
+
+        def taken() -> Tensor:
+            self._engine.run_passes(step)
+            return self._exchange()
+
+        loss = self._engine.close_sums(self.run(taken, step.batch))
+        self.stepped()
+        return loss
+
+    def _exchange(self) -> Tensor:
         """End a step's passes: gradients, mirrored buffers and sums, all on their way at once."""
-        job, totals = self._job, self._job._totals
+        session, engine, totals = self._session, self._engine, self._engine.totals
         if num_groups() > 1:
             self._control.close("the script has process groups of its own")
         totals.wants_move = self._control.announced is not None and not self._control.is_closed
         with self.waiting():
             if not self._survives:
-                return totals.exchange()
+                return engine.exchange()
             totals.extra = self.mirror.found
-            sums = totals.exchange(self._start if self.mirror.names else None)
+            sums = engine.exchange(self._start if self.mirror.names else None)
             if totals.extra and self.mirror.grow(totals.extras_of(sums)):
-                self.mirror.launch(holdings_of(job._place), job.rank)
+                self.mirror.launch(holdings_of(session.place), session.rank)
                 self.mirror.wait()
             return sums
 
-    def _start(self, sums: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def _start(self, sums: Tensor) -> Callable[[], Tensor]:
         """Begin the exchange of the mirrored buffers, with the sums in the same message."""
-        self.mirror.launch(holdings_of(self._job._place), self._job.rank, sums)
+        place = self._session.place
+        self.mirror.launch(holdings_of(place), place.rank, sums)
         return self.mirror.wait
 
     @contextmanager
@@ -156,9 +188,8 @@ class Member:
 
     def stepped(self) -> None:
         """A step is complete on this worker: note what its sums say."""
-        totals = self._job._totals
-        announced = self._control.announced
-        if announced is not None and totals.num_moving == self._job.world_size:
+        announced, world_size = self._control.announced, self._session.place.world_size
+        if announced is not None and self._engine.totals.num_moving == world_size:
             self._next = announced
 
     def boundary(self) -> None:
@@ -192,14 +223,14 @@ class Member:
         """
         self._next = None
         if batch is not None and has_begun:
-            self._job._reducer.undo()
+            self._engine.undo()
             self.mirror.undo()
         while True:
             self._control.connections.cut()
             close_group()
             message = self._await_recovery(error)
             try:
-                place = enter_generation(self._job._place, message, self._control)
+                place = enter_generation(self._session.place, message, self._control)
                 found = self._catch_up(message)
                 break
             except Exception as again:
@@ -214,11 +245,11 @@ class Member:
                 self._behind.take(found["state"])
             self._agree(found["answer"], batch)
         elif batch is not None and has_begun:
-            self._job._clock.undo_step()
+            self._session.clock.undo_step()
         self._move(place, again=not is_behind)
         # Workers ahead have counted the step that the others are about to count.
-        counted = self._job._num_steps + int(is_behind and batch is not None)
-        self._job._agreement.changed(counted)
+        counted = self._session.num_steps + int(is_behind and batch is not None)
+        self._session.watch.changed(counted)
         self._control.send(Joined(generation=message.generation))
         return is_behind, found["answer"] if is_behind else None
 
@@ -258,36 +289,30 @@ class Member:
         return {}
 
     def _stop_if_asked(self) -> None:
-        if self._job._totals.wants_stop:
-            assert self._job._checkpoints is not None
-            self._job._checkpoints.leave()
+        if self._session.wants_stop:
+            leave(self._session)
 
     # Changes
 
     def _move(self, place: Place, *, again: bool = False) -> None:
         """Run the virtual nodes of another place; ``again`` from the last step agreed on."""
-        job, before = self._job, list(self._job._local)
-        job._reducer.close()
-        job.take(place)
-        job._totals.move(job._reducer, place)
+        before = self._session.local_nodes
+        self._engine.take(place)
         self._check_backend()
-        if not again and job._local == before:
+        local = self._session.local_nodes
+        if not again and local == before:
             return
-        job._buffers.move(job._local, self.mirror.state())
-        for _, sampler, _ in job._loaders.values():
-            sampler.move(job._local)
-        if job._open_epoch is not None:
-            job._open_epoch.move()
+        self._engine.buffers.move(local, self.mirror.state())
+        self._epochs.move(local)
 
     def _switch(self) -> None:
         """Go over to the next generation, together with joining workers and without leavers."""
         message = self._next
         if message is None:
             return
-        began, job, control = time.perf_counter(), self._job, self._control
+        began, session, control = time.perf_counter(), self._session, self._control
         if not self._survives:
-            job._notice_written()
-            state = job._buffers.capture(job._place_of_nodes, job._place.distributed)
+            state = self._engine.buffers.capture(session.holders, session.place.distributed)
             self.mirror.reset(state)
         taking = [name for name, donor in message.donors.items() if donor == control.worker]
         state = self._state() if taking else {}
@@ -299,7 +324,7 @@ class Member:
             pause = time.perf_counter() - began
             control.send(Paused(generation=message.generation, pause_seconds=pause))
             self._leave()
-        place = enter_generation(job._place, message, control)
+        place = enter_generation(session.place, message, control)
         if message.guest is None and taking:
             transfer.send(state, [message.ranks[name] for name in taking])
         self._next, control.announced, self._arrived = None, None, place
@@ -308,7 +333,7 @@ class Member:
 
     def _hand_over(self, message: Resize, state: Any, taking: list[str]) -> None:
         """If no worker stays, a leaving one meets the joining ones once, in a group of its own."""
-        enter_handover(self._job._place, message, self._control)
+        enter_handover(self._session.place, message, self._control)
         transfer.send(state, [message.ranks[name] for name in taking])
         close_group()
 
@@ -323,17 +348,17 @@ class Member:
 
         control.wait(lambda: control.may_leave or control.is_broken, tick)
         tick()
-        self._job._finished = True
+        self._session.is_finished = True
         sys.exit(0)
 
     def _state(self) -> dict[str, Any]:
         """All that a joining worker needs, as a checkpoint has it."""
-        epoch = self._job._open_epoch
+        epoch = self._epochs.open
         return {
             **self._behind.give(self.mirror.state()),
             "operations": self._control.num_operations + 1,
             "mirrored": self.mirror.names,
-            "watched": self._job._agreement.watched,
+            "watched": self._session.watch.steps,
             "order": torch.tensor(epoch.order) if epoch is not None and epoch.is_drawn else None,
         }
 
@@ -345,43 +370,44 @@ class Member:
         Raises:
             TargetError: The script builds another model than the others did.
         """
-        self.is_outside = False
-        job, control = self._job, self._control
+        if not self._is_outside:
+            return
+        self._is_outside = False
+        session, control = self._session, self._control
         control.send(Ready())
         control.wait(lambda: control.announced is not None, lambda: None)
         message = control.announced
         assert message is not None
         control.announced = None
         if message.guest is not None:
-            enter_handover(job._place, message, control)
+            enter_handover(session.place, message, control)
             found = transfer.receive(len(message.ranks))
             close_group()
-        place = enter_generation(job._place, message, control)
+        place = enter_generation(session.place, message, control)
         if message.guest is None:
             found = transfer.receive(message.ranks[message.donors[control.worker]])
         self._restore(found, place)
         control.send(Joined(generation=message.generation))
 
     def _restore(self, found: dict[str, Any], place: Place) -> None:
-        job, saver = self._job, self._job._checkpoints
-        assert saver is not None
+        session = self._session
         self.mirror.names = found["mirrored"]
         self.mirror.reset(found["state"]["buffers"])
         self._move(place, again=True)
         self._position = found["header"]["position"]
         self._order = found["order"].tolist() if found["order"] is not None else None
         self._control.num_operations = found["operations"]
-        start = Checkpoint(Path("the running job"), found["header"], found["state"])
-        saver.go_on_from(start)
-        job._agreement.joined(job._num_steps, found["watched"])
+        start = Checkpoint(THE_RUNNING_JOB, found["header"], found["state"])
+        check_fits(start, self._engine.state.describe())
+        self._progress.go_on_from(start)
+        session.watch.joined(session.num_steps, found["watched"])
         for name, gradient in found["gradients"].items():
-            job._parameters[name].grad = gradient.to(job.device)
+            session.parameters[name].grad = gradient.to(session.device)
 
     @property
     def is_behind(self) -> bool:
         """Whether this joining worker's script has not come to where the others are."""
-        saver = self._job._checkpoints
-        return self._position is not None and saver is not None and saver.is_catching_up
+        return self._position is not None and self._progress.is_catching_up
 
     def order_of(
         self, call: int, loader: "DataLoader[Any]", draw: Callable[[], list[int]]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import peers
-from ..buffers import BufferSlot, VirtualNodeBuffers, _find_slots
+from ..buffers import BufferSlot, VirtualNodeBuffers, find_slots
 from .cut import StageModule
 
 Holders = tuple[int, ...]
@@ -82,7 +82,7 @@ class StageBuffers(VirtualNodeBuffers):
     ) -> None:
         """As ``VirtualNodeBuffers``; ``own`` are this worker's stages and what each runs here."""
         super().__init__(model, local, batch_sizes)
-        self.slots = _find_slots(model)
+        self.slots = find_slots(model)
         # Where two pipelines run in opposite directions, unlike stages run unlike microbatches.
         self._nodes_of: dict[str, set[int]] = {}
         for part, microbatches in own:

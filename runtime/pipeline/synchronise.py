@@ -18,7 +18,7 @@ from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
 from .. import peers
 from ..group import Place, subgroup
-from ..totals import _loss_and_weight
+from ..totals import loss_and_weight
 from .exchange import Exchange
 from .norms import NORMS, NUM_ROWS, Table, ToldNorms, norms_of
 from .ownership import Holders, Ownership
@@ -100,7 +100,7 @@ class Synchroniser:
 
     def add(self, answer: Any, num_samples: int, *, scales: bool) -> Tensor | None:
         """Take a microbatch's loss on the last stage; return what to differentiate."""
-        loss, weight = _loss_and_weight(answer)
+        loss, weight = loss_and_weight(answer)
         if weight is not None and not scales:
             raise TargetError("losses with weights need a schedule that flushes")
         own = float(num_samples) if weight is None else weight

@@ -40,7 +40,7 @@ def hold(place: str) -> None:
 torch.manual_seed(3)
 model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 job = hf.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-(optimizer,) = job._optimizers
+(optimizer,) = job._session.optimizers
 log = Log()
 job.register(log)
 data = TensorDataset(torch.randn(NUM_SAMPLES, 6, generator=torch.Generator().manual_seed(4)))

@@ -104,7 +104,7 @@ def train(case):
             optimizer.zero_grad()
         with job.evaluation() as whole, torch.no_grad():
             losses.append(float(whole(data().tensors[0]).sum()))
-    held = (getattr(job, "weight_versions", 0), getattr(job, "activations_held", 0))
+    held = (getattr(job._engine, "weight_versions", 0), getattr(job._engine, "activations_held", 0))
     owned = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     job.finish()
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}

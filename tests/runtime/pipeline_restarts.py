@@ -46,13 +46,13 @@ def train(case, *, stop_at=None, asked=(), sigterm_at=None):
                 scheduler.step()
                 optimizer.zero_grad()
                 if job.num_steps == sigterm_at and job.rank == job.world_size - 1:
-                    job._totals.wants_stop = True
+                    job._session.wants_stop = True
                 if job.num_steps in asked:
                     job.checkpoint()
                 if job.num_steps == stop_at:
                     raise Stop
     except Stop:
-        job._checkpoints._settle()
+        job.abandon()
     except SystemExit as stop:
         code = stop.code
     else:
@@ -77,7 +77,7 @@ def harm(saved, how):
 def run(folder, name):
     """One run, as its file says."""
     told = json.loads((folder / f"{name}.json").read_text())
-    saving._Opened.jobs = 0
+    saving.OpenedFolders.jobs = 0
     os.environ["HETFLOW_PLAN"] = str(folder / told["plan"])
     own = f"/of-{os.environ['RANK']}" if told.get("apart") else ""  # hosts that share no disk
     os.environ["HETFLOW_CHECKPOINT"] = f"{folder / told['saved']}{own}" if told["saved"] else ""

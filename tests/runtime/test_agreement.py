@@ -369,8 +369,7 @@ def jobs() -> Iterator[Callable[..., hf.Job]]:
 
     yield prepare
     for job in made:
-        job._finished = True
-        job._agreement.close()
+        job.abandon()
 
 
 def steps(job: hf.Job, function: Callable, *optimizers: torch.optim.Optimizer) -> Iterator[int]:
@@ -437,7 +436,7 @@ def test_a_head_that_only_a_second_optimizer_knows_is_refused(jobs: Callable[...
         next(training)
     both = jobs(model, [optimizer, other])
     assert len(list(steps(both, loss_of, optimizer, other))) == 3
-    assert "optimizers[1].param_groups[0][0]" in both._parameters
+    assert "optimizers[1].param_groups[0][0]" in both._session.parameters
 
 
 @pytest.mark.usefixtures("launched")
@@ -454,7 +453,7 @@ def test_a_second_optimizer_of_the_model_is_refused_unless_its_state_is_kept(
     job = jobs(model, body)
     with pytest.raises(TargetError, match=r"second optimizer \(Adam\) steps head.weight and 1 mo"):
         next(steps(job, loss_of, body, head))
-    job._agreement.close()
+    job.abandon()
     kept = jobs(model, body)
     kept.register(head)
     assert len(list(steps(kept, loss_of, body, head))) == 3
@@ -492,7 +491,7 @@ def test_the_state_of_several_optimizers_comes_back(
     monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path / "saved"))
 
     def train(stop: int | None = None) -> tuple[dict, list]:
-        monkeypatch.setattr(saving._Opened, "jobs", 0)  # as in a process of its own
+        monkeypatch.setattr(saving.OpenedFolders, "jobs", 0)  # as in a process of its own
         model = Net()
         body = torch.optim.SGD(model.body.parameters(), lr=0.1, momentum=0.9)
         head = torch.optim.Adam(model.head.parameters(), lr=0.1)

@@ -173,7 +173,7 @@ def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
     for name in ("HETFLOW_PLAN", "RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
     for name, empty in (("_open", []), ("_before", {}), ("_received", [])):
         monkeypatch.setattr(f"hetflow.runtime.stopping.StopRequests.{name}", empty)
     before = signal.getsignal(signal.SIGTERM)
@@ -214,10 +214,7 @@ def train(
             scheduler.step()
         job.finish()
     except Stop:
-        job._finished = True
-        job._reducer.close()
-        if job._checkpoints is not None:
-            job._checkpoints._settle()
+        job.abandon()
     state = {**model.state_dict(), "lr": torch.tensor(optimizer.param_groups[0]["lr"])}
     return seen, state, job
 
@@ -229,7 +226,7 @@ def test_a_run_goes_on_inside_an_epoch_with_every_sample_once(
     whole, expected, _ = train()
     monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
     before, _, _ = train(stop_at=stop_at, save=True)
-    monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
     after, found, job = train()
     assert before + after == whole
     assert job.num_steps == 9
@@ -244,11 +241,11 @@ def test_periodic_ones_lose_only_the_steps_since(
     monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
     monkeypatch.setenv("HETFLOW_CHECKPOINT_EVERY", "3")
     train(stop_at=5)
-    monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
     after, found, _ = train()
     assert after == whole[3:]
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-    monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
     again, kept, _ = train()
     assert again == []
     assert torch.equal(kept["0.weight"], expected["0.weight"])
@@ -261,7 +258,7 @@ def test_other_models_seeds_and_data_are_refused_in_one_line(
     train(stop_at=2, save=True)
 
     def refused(said: str, **options: object) -> None:
-        monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+        monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
         with pytest.raises(TargetError, match=said) as caught:
             train(**options) if options else hf.prepare(model_of(7))
         assert "\n" not in caught.value.message
@@ -274,7 +271,7 @@ def test_other_models_seeds_and_data_are_refused_in_one_line(
 
 def train_apart(num_optimizers: int, stop_at: int | None = None) -> tuple[dict, list[dict]]:
     """Three steps of a body and a head, each with its own kind of optimizer, or one for both."""
-    saving._Opened.jobs = 0  # as in a process of its own
+    saving.OpenedFolders.jobs = 0  # as in a process of its own
     model = model_of()
     head = list(model[-1].parameters())
     body = list(model[:-1].parameters())
@@ -297,9 +294,7 @@ def train_apart(num_optimizers: int, stop_at: int | None = None) -> tuple[dict, 
             optimizer.zero_grad()
         if job.num_steps == stop_at:
             job.checkpoint()
-            job._finished = True
-            job._reducer.close()
-            job._agreement.close()
+            job.abandon()
             break
     job.finish()
     return model.state_dict(), [optimizer.state_dict() for optimizer in optimizers]
@@ -329,7 +324,7 @@ def test_two_optimizers_come_back_and_another_number_of_them_is_refused(
 
 def again(monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], dict, Job]:
     """Start the same script again."""
-    monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
     return train()
 
 
@@ -375,7 +370,7 @@ def test_what_was_never_complete_does_not_keep_a_run_from_starting(
     assert train()[2].num_steps == 9
     said = "step-000000004 was never complete (it has no part yet); starting at step 0"
     assert said in capsys.readouterr().err
-    monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
     train()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000000004", "step-000000009"]
 
@@ -387,7 +382,7 @@ def test_a_broken_one_does_not_count_as_kept(
     monkeypatch.setenv("HETFLOW_CHECKPOINT_EVERY", "3")
     train(stop_at=4)
     shutil.copytree(tmp_path / "step-000000003", tmp_path / "step-000000005")
-    monkeypatch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+    monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
     train(stop_at=7)
     said = "step-000000005 is broken (header.step is not what the folder's name says); going on"
     assert said in capsys.readouterr().err
@@ -450,12 +445,12 @@ def test_a_run_that_was_over_ends_as_it_was_saved(
 ) -> None:
     monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
     _, expected, first = train()
-    steps = first._checkpoints._registered[0].last_epoch
+    steps = first._progress.registered[0].last_epoch
     _, found, job = again(monkeypatch)
-    assert job._checkpoints._registered[0].last_epoch == steps
+    assert job._progress.registered[0].last_epoch == steps
     assert torch.equal(found["lr"], expected["lr"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hetflow.runtime.saving._Opened.jobs", 0)
+        patch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
         _, found, _ = train(epochs=1)
     assert torch.equal(found["lr"], expected["lr"])
 

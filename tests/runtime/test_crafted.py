@@ -41,7 +41,7 @@ def train(kind: str = "adam", *, steps: int | None = None) -> Any:
     given = OPTIMIZERS[kind](model.parameters())
     optimizers = given if isinstance(given, list) else [given]
     optimizer = optimizers[0]
-    saving._Opened.jobs = 0
+    saving.OpenedFolders.jobs = 0
     job = hf.prepare(model, given)
     try:
         scheduler = torch.optim.lr_scheduler.OneCycleLR(
@@ -62,10 +62,7 @@ def train(kind: str = "adam", *, steps: int | None = None) -> Any:
         job._checkpoints.finish = lambda: None
         job.finish()
     finally:
-        job._finished = True
-        job._reducer.close()
-        job._agreement.close()
-        job._checkpoints._stops.close()
+        job.abandon()
     return job
 
 

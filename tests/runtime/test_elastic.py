@@ -99,16 +99,31 @@ def test_what_the_script_writes_between_steps_is_everybodys() -> None:
     model = Counting()
     buffers = VirtualNodeBuffers(model, [0, 1], [4, 4])
     mirror = Mirror(buffers, 2)
+    buffers.follow(mirror)
     run_pass(model, buffers, 0)
     mirror.launch([[0, 1]], 0)
     mirror.commit()
     buffers.install(buffers.merged(None))
     model.norm.running_mean.fill_(7.0)
-    mirror.rewrite(buffers.begin_step())
+    buffers.begin_step()
     buffers.move([0, 1], mirror.state())
     buffers.load(0)
     assert model.norm.running_mean.tolist() == [7.0] * 3
     assert model.norm.num_batches_tracked == 1
+
+
+def test_what_the_script_wrote_before_a_checkpoint_is_everybodys_after_a_loss() -> None:
+    model = Counting()
+    buffers = VirtualNodeBuffers(model, [0, 1], [4, 4])
+    mirror = Mirror(buffers, 2)
+    buffers.follow(mirror)
+    run_pass(model, buffers, 0)
+    mirror.launch([[0, 1]], 0)
+    mirror.commit()
+    model.norm.running_mean.fill_(7.0)
+    buffers.capture([0, 0], distributed=False)  # as a checkpoint does
+    for node in mirror.state()["nodes"]:
+        assert node.get("norm.running_mean", torch.full((3,), 7.0)).tolist() == [7.0] * 3
 
 
 def pair() -> tuple[socket.socket, socket.socket]:

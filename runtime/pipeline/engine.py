@@ -1,4 +1,4 @@
-"""A training job under a pipeline plan: the same script, the model run stage by stage.
+"""Steps under a pipeline plan: the same script, the model run stage by stage.
 
 ``job.backward`` calls the script's function once a microbatch on every worker. Where the function
 calls the model, this worker's stage runs instead: in the middle of the pipeline the function is
@@ -7,23 +7,20 @@ model (autocast, preparation of inputs) holds on every stage.
 """
 
 import inspect
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...protocol.lower_pipeline import microbatches_of, schedule_of
 from ...schedules.operations import Kind, Operation
 from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
-from ..agreement.agreement import SharedTensors, Subject
-from ..data import Batch, Pass
-from ..epoch import Epoch
-from ..group import Place
-from ..job import Job, LossFunction
-from ..saving import Checkpoints, shapes_of
+from ..agreement.agreement import SharedTensors
+from ..data import Pass
+from ..engine import LossFunction, Step
+from ..session import Session
 from ..streams import seed_streams
 from .arguments import by_placeholder
 from .cut import check_crossing, cut
@@ -32,9 +29,9 @@ from .losses import check_reads_none_of, nodes_of
 from .messages import Message
 from .optimizer import OwnShare
 from .ownership import Ownership, StageBuffers
-from .saving import StageCheckpoints
 from .scaling import LossScaling
 from .stage import Stage, parameters_of
+from .state import StageState
 from .synchronise import Synchroniser
 from .trace import layers_of
 from .transport import transport_of
@@ -45,27 +42,22 @@ class _Left(BaseException):
     """The stage is done; the rest of the script's function belongs to the last stage."""
 
 
-class PipelineJob(Job):
-    """One worker of a pipeline. Made by ``prepare``."""
+class PipelineEngine:
+    """See ``StepEngine``. Its model runs inside a step's function only, until it is closed.
 
-    _buffers: StageBuffers
+    Args:
+        session: What the parts of the job share.
+        work: The stages, and the schedule of their passes.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: tuple[torch.optim.Optimizer, ...],
-        place: Place,
-        work: PipelineWork,
-        *,
-        seed: int,
-    ) -> None:
-        if len(optimizers) > 1:
-            raise TargetError(
-                f"a pipeline takes one optimizer, not {len(optimizers)}",
-                hint="make one with a group of parameters for each of them",
-            )
-        super().__init__(model, optimizers, place, seed=seed, overlap=False)
-        optimizer = next(iter(optimizers), None)
+    Raises:
+        TargetError: A model that cannot be cut as planned, or an optimizer that cannot be shared.
+    """
+
+    keeps_groups = True
+
+    def __init__(self, session: Session, work: PipelineWork) -> None:
+        self._session, model, place = session, session.model, session.place
+        optimizer = next(iter(session.optimizers), None)
         layered = layers_of(model, work.trace)
         parts = cut(layered, [stage.layers for stage in work.stages])
         self._check_call = layered.check_call
@@ -77,10 +69,10 @@ class PipelineJob(Job):
             for number in held_here
         }
         self._schedule = schedule_of(work, work.num_microbatches)
-        self._buffers = StageBuffers(
+        self.buffers = StageBuffers(
             model,
-            self._local,
-            self._batch_sizes,
+            session.local_nodes,
+            session.batch_sizes,
             [
                 (parts[number], microbatches_of(self._schedule, place.rank, number))
                 for number in held_here
@@ -92,10 +84,10 @@ class PipelineJob(Job):
             [stage.ranks for stage in work.stages],
             place.rank,
         )
-        self._flushes = self._schedule.weight_semantics == "flush"
+        self.flushes = self._schedule.weight_semantics == "flush"
         self._check_semantics()
         own = self._ownership.own
-        self.share = OwnShare(optimizer, self._ownership.parameters, own) if optimizer else None
+        share = OwnShare(optimizer, self._ownership.parameters, own) if optimizer else None
         transport = transport_of(place, [stage.ranks for stage in work.stages])
         self._synchroniser = Synchroniser(self._ownership, place, work, transport)
         self._executor = Executor(place.rank, transport)
@@ -103,23 +95,26 @@ class PipelineJob(Job):
         self._forward = model.forward
         model.forward = self._refuse_outside
         self._run_stage: Callable[..., Any] | None = None
+        self._step: Step | None = None
         # Without flushes the stages read versions, and never the parameters themselves.
         self._strangers = {
             id(parameter): name
             for name, parameter in self._ownership.parameters.items()
-            if name not in own or not self._flushes
+            if name not in own or not self.flushes
         }
         self._answered: set[Any] = set()
-        self.shapes = shapes_of(self._parameters)
+        self.state = StageState(
+            session, work, self.buffers, self._ownership, share, self._synchroniser
+        )
         self._ownership.strip()
         self._unflushed: Unflushed | None = None
-        if not self._flushes and optimizer is not None:
+        if not self.flushes and optimizer is not None:
             self._unflushed = Unflushed(
                 work, self._stages, self._executor, self._synchroniser, optimizer
             )
 
     def _check_semantics(self) -> None:
-        if self._flushes:
+        if self.flushes:
             return
         if self._ownership.tied:
             raise TargetError(
@@ -127,18 +122,12 @@ class PipelineJob(Job):
                 f"{self._work.schedule} would update apart",
                 hint="use a schedule that flushes, such as 1f1b",
             )
-        if not self._optimizers:
+        if not self._session.optimizers:
             raise TargetError(
                 f"{self._work.schedule} updates by itself: give prepare the optimizer"
             )
 
-    def _open(self, folder: Path | None, every: int) -> Checkpoints:
-        return StageCheckpoints(self, folder, every)
-
-    def _subject(self, **_: Any) -> Subject:
-        return super()._subject(is_pipeline=True, flushes=self._flushes)
-
-    def _shared(self) -> list[SharedTensors]:
+    def shared(self) -> list[SharedTensors]:
         """What several workers hold alike: a stage's replicas, and stages with a tied weight."""
         ownership = self._ownership
         found = []
@@ -149,16 +138,6 @@ class PipelineJob(Job):
             }
             found.append(SharedTensors(holders, own))
         return found
-
-    def compare(self) -> None:
-        """See ``Job.compare``; without flushes what is in flight is finished first."""
-        self.drain()
-        super().compare()
-
-    @property
-    def layers_and_ranks(self) -> list[list[list[Any]]]:
-        """[stages] the names of its layers, and its ranks."""
-        return [[list(stage.layers), list(stage.ranks)] for stage in self._work.stages]
 
     @property
     def weight_versions(self) -> int:
@@ -189,54 +168,53 @@ class PipelineJob(Job):
             hint="join the inputs into one call",
         )
 
-    def backward(
-        self,
-        function: LossFunction,
-        batch: Batch,
-        *,
-        scaler: "torch.amp.GradScaler | None" = None,
-    ) -> Tensor:
-        """Run the schedule over one global batch; see ``Job.backward``.
+    def run(self, step: Step) -> Tensor:
+        """Run the schedule over one global batch; see ``StepEngine.run``.
 
         Where the schedule flushes, ``param.grad`` of this worker's parameters is the gradient of
         the mean loss over the global batch. Where it does not, the updates have been made, and
         the loss returned is the batch's before (the first batch's for the first).
         """
-        self._begin_step(batch)
-        self._scaling = LossScaling(scaler, self._ownership, self._synchroniser)
-        self._open_step(batch)
-        self._synchroniser.wants_stop = self._totals.wants_stop
-        self._function, self._loss_is_checked = function, False
+        session, batch = self._session, step.batch
+        self._scaling = LossScaling(step.scaler, self._ownership, self._synchroniser)
+        session.clock.begin_step(is_full=batch.is_full)
+        self.buffers.begin_step()
+        self._synchroniser.wants_stop = session.wants_stop
+        self._step, self._loss_is_checked = step, False
         self._inputs: dict[int, tuple[Pass, Any]] = {}
         self._feeding = batch.inputs()
         if self._unflushed is None:
-            loss = self._run_flush(batch)
-        else:
-            self._scaling.refuse()
-            self._unflushed.run(batch, self)
-            self._clock.computed()
-            loss = self._synchroniser.share_loss_late()
-        self._totals.stops = self._synchroniser.stops
-        loss = self._close_step(loss)
-        if self._unflushed is None:
-            self._check_settings(self._synchroniser.settings_sums)
-        return loss
+            return self._run_flush(step)
+        self._scaling.refuse()
+        self._unflushed.run(batch, self)
+        session.clock.computed()
+        return self._synchroniser.share_loss_late()
 
-    def _run_flush(self, batch: Batch) -> Tensor:
-        number = min(self._work.num_microbatches, batch.num_samples)
+    def _run_flush(self, step: Step) -> Tensor:
+        number = min(self._work.num_microbatches, step.batch.num_samples)
         schedule = self._schedule
         if number != schedule.num_microbatches:
             schedule = schedule_of(self._work, number)
-        self._synchroniser.begin(batch.num_samples)
-        self._synchroniser.settings_number = self._agreement.settings_number
-        self._agreement.begin_passes()
+        self._synchroniser.begin(step.batch.num_samples)
+        self._synchroniser.settings_number = step.settings_number
+        step.agreement.begin_passes()
         self._synchroniser.expect()
         self._executor.begin(schedule)
         self._executor.run(self)
-        self._clock.computed()
+        self._session.clock.computed()
         loss = self._synchroniser.finish()
         self._scaling.share_overflow()
         return loss
+
+    @property
+    def settings_sums(self) -> Sequence[Any] | Tensor:
+        """See ``StepEngine``."""
+        return self._synchroniser.settings_sums
+
+    @property
+    def all_stop(self) -> bool:
+        """See ``StepEngine``."""
+        return bool(self._synchroniser.stops > 0)
 
     # Without flushes
 
@@ -250,19 +228,12 @@ class PipelineJob(Job):
         if self._unflushed is not None:
             self._unflushed.drain(self)
 
-    def batches(self, loader: Any, *, epoch: int | None = None) -> Epoch:
-        """One epoch; without flushes it is one run of the schedule, drained at its end."""
-        made = super().batches(loader, epoch=epoch)
-        self.drain()
-        if self._unflushed is not None and self._num_steps:
-            self.compare()
-        if len(made):
-            samples = made._sampler.passes(len(made) - 1)[0]
-            if self._unflushed is not None:
-                self._unflushed.epoch_of(made.epoch, len(made), samples)
-            elif samples < self._work.num_microbatches:
-                self._check_short_batch(samples)
-        return made
+    def begin_epoch(self, epoch: int, num_batches: int, last_batch_samples: int) -> None:
+        """Without flushes an epoch is one run of the schedule, drained at its end."""
+        if self._unflushed is not None:
+            self._unflushed.epoch_of(epoch, num_batches, last_batch_samples)
+        elif last_batch_samples < self._work.num_microbatches:
+            self._check_short_batch(last_batch_samples)
 
     def _check_short_batch(self, samples: int) -> None:
         """Now, and not at the end of the epoch."""
@@ -280,7 +251,8 @@ class PipelineJob(Job):
     def forward(self, operation: Operation, received: Message) -> tuple[Any, ...]:
         """Run this worker's stage inside the script's function."""
         number, microbatch = operation.stage, operation.microbatch
-        late = self._unflushed
+        late, session, step = self._unflushed, self._session, self._step
+        assert step is not None
         stage, is_last = self._stages[number], operation.stage == self._last_stage
         weights = None if late is None else late.weights(operation)
         made: list[Any] = []
@@ -294,25 +266,27 @@ class PipelineJob(Job):
             made.append(answer)
             raise _Left
 
-        entered = self._clock.begin_pass()
+        entered = session.clock.begin_pass()
         with held(self._work.stages[number].forward_seconds):
             # An emulated device's samples are there in time, as a real one's prefetched ones.
             item, inputs = self._input_of(microbatch - (late.offset if late else 0))
-            began = self._clock.begin_pass()
-            self._buffers.load(item.virtual_node)
-            seed_streams(self._seed, "pass", self.num_steps, item.virtual_node, "stage", number)
-            results = self._call(run, inputs, made)
+            began = session.clock.begin_pass()
+            self.buffers.load(item.virtual_node)
+            seed_streams(
+                session.seed, "pass", session.num_steps, item.virtual_node, "stage", number
+            )
+            results = self._call(step.function, run, inputs, made)
             if is_last:
                 self._check_loss(results)
-                self._agreement.look_at(results, item.num_samples, self._answered)
-                scaled = self._synchroniser.add(results, item.num_samples, scales=self._flushes)
+                step.agreement.look_at(results, item.num_samples, self._answered)
+                scaled = self._synchroniser.add(results, item.num_samples, scales=self.flushes)
                 results = () if scaled is None else (self._scaling.scale(scaled),)
             stage.keep(microbatch, results)
-            self._buffers.save(item.virtual_node)
+            self.buffers.save(item.virtual_node)
         if late is not None:
             late.passed(operation)
-        self._clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
-        self._clock.end_stage_pass(number, entered, is_backward=False)
+        session.clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
+        session.clock.end_stage_pass(number, entered, is_backward=False)
         return tuple(results)
 
     def _check_loss(self, loss: Any) -> None:
@@ -321,11 +295,13 @@ class PipelineJob(Job):
             check_reads_none_of(loss, self._strangers, self._answered)
         self._loss_is_checked = True
 
-    def _call(self, run: Callable[..., Any], inputs: Any, made: list[Any]) -> Any:
+    def _call(
+        self, function: LossFunction, run: Callable[..., Any], inputs: Any, made: list[Any]
+    ) -> Any:
         self._run_stage = run
         try:
             whole = isinstance(inputs, tuple | list)
-            answer = self._function(*inputs) if whole else self._function(inputs)
+            answer = function(*inputs) if whole else function(inputs)
         except _Left:
             return made[0]
         finally:
@@ -342,9 +318,9 @@ class PipelineJob(Job):
 
     def backward_pass(self, operation: Operation, gradients: Any) -> tuple[Any, ...]:
         """Run a backward pass, or half of one."""
-        began = self._clock.begin_pass()
+        began = self._session.clock.begin_pass()
         made = self._backward_pass(operation, gradients)
-        self._clock.end_stage_pass(operation.stage, began, is_backward=True)
+        self._session.clock.end_stage_pass(operation.stage, began, is_backward=True)
         return made
 
     def _backward_pass(self, operation: Operation, gradients: Any) -> tuple[Any, ...]:
@@ -377,43 +353,28 @@ class PipelineJob(Job):
 
     # The whole model
 
-    def sync_buffers(self) -> None:
-        """Merged buffers and the parameters of all stages into the model, on every worker."""
-        if self._finished:
-            self.drain()
-        super().sync_buffers()
+    def gather(self) -> None:
+        """Bring the parameters of all stages to every worker. Call it on all."""
         self._ownership.gather()
 
-    def predict(self, *_: Any, **__: Any) -> Any:
-        """Refused: virtual nodes of a pipeline are spread over its stages."""
+    @contextmanager
+    def whole_model(self) -> Iterator[None]:
+        """The whole model after ``gather``; stages again afterwards."""
+        model = self._session.model
+        model.forward = self._forward
+        try:
+            yield
+        finally:
+            model.forward = self._refuse_outside
+            self._ownership.strip()
+
+    def check_predicts(self) -> None:
+        """Refuse: virtual nodes of a pipeline are spread over its stages."""
         raise TargetError(
             "job.predict is for split plans",
             hint="use job.evaluation(): the whole model is on every worker inside it",
         )
 
-    def evaluation(self) -> Any:
-        """The whole model on every worker, in evaluation mode; stages again afterwards."""
-        return _Whole(self, super().evaluation())
-
-    def finish(self) -> None:
-        """End the job; every worker's model is whole afterwards."""
-        if not self._finished:
-            self._model.forward = self._forward
-        super().finish()
-
-
-class _Whole:
-    """Evaluation with the whole model."""
-
-    def __init__(self, job: PipelineJob, evaluation: Any) -> None:
-        self._job, self._evaluation = job, evaluation
-
-    def __enter__(self) -> nn.Module:
-        model: nn.Module = self._evaluation.__enter__()
-        model.forward = self._job._forward
-        return model
-
-    def __exit__(self, *failure: Any) -> None:
-        self._job._model.forward = self._job._refuse_outside
-        self._job._ownership.strip()
-        self._evaluation.__exit__(*failure)
+    def close(self) -> None:
+        """No further step; the model is the script's again."""
+        self._session.model.forward, self._step = self._forward, None

@@ -1,0 +1,52 @@
+"""When the workers of a job compare what they hold, and since when they are known to agree."""
+
+from collections.abc import Sequence
+
+_AFTER_A_CHANGE = (1, 2)  # steps
+
+
+class Watch:
+    """The steps before which all workers compare.
+
+    Args:
+        every: Steps between two comparisons; 0 for none but those that a change or the end needs.
+        watches_first: Whether to compare before the steps after the first in any case.
+
+    Attributes:
+        agreed_step: The step after which workers last agreed.
+        joined_step: The step after which this worker came.
+        settings_are_exact: Whether the settings' numbers in a step's sums must be the same.
+    """
+
+    def __init__(self, every: int, *, watches_first: bool = True) -> None:
+        self._every, self._watches_first = every, watches_first
+        self.begin(0)
+
+    def begin(self, step: int) -> None:
+        """The workers begin at a step together: the first, or that of a checkpoint."""
+        self.agreed_step = self.joined_step = step
+        after = _AFTER_A_CHANGE if self._watches_first else ()
+        self._steps = {step + number for number in after}
+        self.settings_are_exact = True
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps before which all compare, whatever their number; a joining worker needs them."""
+        return sorted(self._steps)
+
+    def is_due(self, step: int) -> bool:
+        """Whether to compare before a step."""
+        by_count = self._every > 0 and step % self._every == 0
+        return step > 0 and (by_count or step in self._steps)
+
+    def changed(self, step: int) -> None:
+        """Other workers train from here on; ``step`` is done on all of them."""
+        self._steps = {watched for watched in self._steps if watched >= step}
+        self._steps |= {step + number for number in _AFTER_A_CHANGE}
+        self.settings_are_exact = True
+
+    def joined(self, step: int, steps: Sequence[int]) -> None:
+        """This worker comes to the others after a step, and compares when they do."""
+        self._steps = set(steps)
+        self.agreed_step = self.joined_step = step
+        self.changed(step)

@@ -1,0 +1,125 @@
+"""What one worker of a pipeline keeps: its own part of the state (thesis 2.4.4).
+
+Each writes it at the same step; none waits for another, since the position is the same on all by
+construction. It is named by parameter, not by stage, so another partition of the same model goes on
+from it.
+
+A schedule without flushes drains before a checkpoint: then one version of the weights is live,
+no message is on its way, and the state is as small as that of any other schedule. It drains at the
+same steps whether or not the run is ever restarted, so a restarted run ends with the same bits.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...schema.launch import PipelineWork
+from .. import checkpoint, parts
+from ..checkpoint import Checkpoint
+from ..manifest import shapes_of
+from ..restoring import load_optimizers, load_parameters
+from ..session import Session
+from .optimizer import OwnShare
+from .ownership import Ownership, StageBuffers
+from .synchronise import Synchroniser
+
+
+class StageState:
+    """See ``StateParts``. Made while this worker still has the shapes of all parameters.
+
+    Args:
+        session: What the parts of the job share.
+        work: The stages.
+        buffers: The virtual nodes' buffers.
+        ownership: Which parameters are this worker's.
+        share: Its share of the optimizer, if there is one.
+        synchroniser: Keeps the loss of the batch before, without flushes.
+    """
+
+    is_in_parts = True
+
+    def __init__(
+        self,
+        session: Session,
+        work: PipelineWork,
+        buffers: StageBuffers,
+        ownership: Ownership,
+        share: OwnShare | None,
+        synchroniser: Synchroniser,
+    ) -> None:
+        self._session, self._buffers, self._ownership = session, buffers, ownership
+        self._share, self._synchroniser = share, synchroniser
+        self._stages = [[list(stage.layers), list(stage.ranks)] for stage in work.stages]
+        self._shapes = shapes_of(session.parameters)
+        self._registered_sha256 = ""
+
+    @cached_property
+    def _run(self) -> str:
+        """By which the parts of one run know each other; asked for on every worker."""
+        store, token = self._session.place.store, secrets.token_hex(8)
+        if store is None:
+            return token
+        if self._session.is_main:
+            store.set("checkpoint run", token)
+        return store.get("checkpoint run")
+
+    def describe(self) -> dict[str, Any]:
+        """See ``StateParts``."""
+        session = self._session
+        return {
+            "virtual_nodes": list(session.batch_sizes),
+            "seed": session.seed,
+            "parameters": self._shapes,
+            "part": session.rank,
+            "num_parts": session.place.world_size,
+            "run": self._run,
+            "stages": self._stages,
+            "optimizer_order": self._share.order if self._share else [],
+            "registered_sha256": self._registered_sha256,
+        }
+
+    def capture(
+        self, registered: Sequence[Any], share: Callable[[Callable[[], Any]], Any]
+    ) -> dict[str, Any]:
+        """See ``StateParts``; no worker waits for another."""
+        session, tensors = self._session, list[Tensor]()
+        states = [thing.state_dict() for thing in registered]
+        self._registered_sha256 = parts.digest_of(checkpoint.encode(states, tensors), tensors)
+        return {
+            "parameters": {name: session.parameters[name] for name in self._ownership.first},
+            "optimizer": self._share.state_dict() if self._share else None,
+            "buffers": self._buffers.capture_own(is_first=session.is_main),
+            "registered": states,
+            "last_weight": None,
+            "late_loss": self._synchroniser.late_loss,
+        }
+
+    def restore(self, path: Path, state: dict[str, Any]) -> None:
+        """See ``StateParts``."""
+        session, share = self._session, self._share
+        own = {name: session.parameters[name] for name in self._ownership.own}
+        load_parameters(own, state["parameters"])
+        if share is not None:
+            loads = [share.load_state_dict]
+            load_optimizers(path, session.optimizers, loads, state["optimizer"])
+        self._synchroniser.late_loss = state.get("late_loss")
+        self._buffers.restore(state["buffers"])
+
+    def reader(self) -> Callable[[Path], Checkpoint]:
+        """See ``StateParts``."""
+        return parts.reader(parts.Wanted(self._ownership.own, self._stages, self._session.rank))
+
+    def write(
+        self,
+        folder: Path,
+        header: dict[str, Any],
+        encoded: Any,
+        tensors: list[Tensor],
+        broken: set[Path],
+    ) -> None:
+        """See ``StateParts``."""
+        parts.write(folder, header, encoded, tensors, broken)

@@ -1,0 +1,200 @@
+"""How far a job is, and how a worker takes over a state: a checkpoint's, or another worker's.
+
+The position is which call of ``job.batches``, and how many of its steps. A script that is started
+again runs from its top; epochs that are done give no batches, and the first that is not goes on
+where it was, with the state as it was then (whatever the script's own code did on the way there).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..schema.errors import TargetError
+from .buffers import VirtualNodeBuffers
+from .checkpoint import Checkpoint
+from .engine import StateParts
+from .restoring import check_buffers, load_registered
+from .session import Session
+
+
+class Progress:
+    """Where one worker's script stands, and what is kept of its state.
+
+    Args:
+        session: What the parts of the job share.
+        parts: What this worker keeps of the state.
+        buffers: The virtual nodes' buffers.
+    """
+
+    def __init__(self, session: Session, parts: StateParts, buffers: VirtualNodeBuffers) -> None:
+        self._session, self._parts, self._buffers = session, parts, buffers
+        self._registered: list[Any] = []
+        self._call, self._step, self._steps_before, self._length = 0, 0, 0, 0
+        self._found: Checkpoint | None = None
+
+    @property
+    def registered(self) -> tuple[Any, ...]:
+        """What the script registered, in order."""
+        return tuple(self._registered)
+
+    @property
+    def found(self) -> Checkpoint | None:
+        """The state to go on from, until the script has come to where it is from."""
+        return self._found
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether the script has not come to where its state is from."""
+        return self._found is not None
+
+    def check(self, found: Checkpoint) -> None:
+        """Refuse a checkpoint of another model or of other virtual nodes.
+
+        Raises:
+            TargetError: In one line, the first difference.
+        """
+        check_fits(found, self._parts.describe())
+        slots = self._buffers.slots
+        own: Mapping[str, Tensor] = {slot.name: slot.base for slot in slots}
+        buffers = own or dict(self._session.model.named_buffers())
+        check_buffers(found.path, found.state["buffers"], buffers)
+
+    def go_on_from(self, found: Checkpoint) -> None:
+        """Take a state that fits; the script runs on to its position."""
+        self._found = found
+        self.restore()
+
+    def restore(self) -> None:
+        """Be as ``found`` was."""
+        found, session = self._found, self._session
+        assert found is not None
+        for optimizer in session.optimizers:
+            # Else torch's schedulers warn that no step was taken, in epochs that are left out.
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._parts.restore(found.path, found.state)
+        session.num_steps = found.header["step"]
+        position = found.header["position"]
+        self.entered(position["call"], position["step"])
+        self._length = position["length"]
+        for number in range(len(self._registered)):
+            self._load_registered(found, number)
+
+    def register(self, thing: Any) -> None:
+        """Save and restore an object with ``state_dict`` and ``load_state_dict``."""
+        self._registered.append(thing)
+        if self._found is not None:
+            self._load_registered(self._found, len(self._registered) - 1)
+
+    def _load_registered(self, found: Checkpoint, number: int) -> None:
+        saved = found.state["registered"]
+        if number >= len(saved):
+            raise TargetError(
+                f"the script registers object {number + 1}, {found.path} has {len(saved)}",
+                hint="register the same objects in the same order, or start with an empty folder",
+            )
+        load_registered(found.path, number + 1, self._registered[number], saved[number])
+
+    def load_registered(self, states: Sequence[Any]) -> None:
+        """Give everything that is registered the state that it has on another worker."""
+        for thing, state in zip(self._registered, states, strict=True):
+            thing.load_state_dict(state)
+
+    # The script's position
+
+    def first_step(self, call: int, num_steps: int, length: int) -> int:
+        """Where to start in the epoch of a call of ``job.batches``; ``num_steps`` to leave it out.
+
+        Raises:
+            TargetError: The dataset's length is not what it was.
+        """
+        first = 0
+        if self._found is not None:
+            position = self._found.header["position"]
+            if call < position["call"]:
+                return num_steps
+            if call == position["call"]:
+                self._check_position(self._found, length, num_steps)
+                self.restore()
+                first = position["step"]
+                if first == num_steps:
+                    self.epoch_done(call)
+            self._found = None
+        self._length = length
+        return first
+
+    def _check_position(self, found: Checkpoint, length: int, num_steps: int) -> None:
+        """The script has come to where its state is from; does it stand there as it stood?"""
+        position, name = found.header["position"], found.path.name
+        saved = found.state["registered"]
+        if position["step"] and position["length"] != length:
+            raise TargetError(
+                f"the dataset has {length} samples, and had {position['length']} when {name} was "
+                f"written in the middle of an epoch",
+                hint="give the same dataset, or start with an empty --checkpoint folder",
+            )
+        if position["step"] > num_steps:
+            raise TargetError(
+                f"{name} was written after step {position['step']} of an epoch, which has "
+                f"{num_steps} here",
+                hint="give the same loader, or start with an empty --checkpoint folder",
+            )
+        if len(saved) > len(self._registered):
+            raise TargetError(
+                f"the script registers {len(self._registered)} object(s), {found.path} has "
+                f"{len(saved)}",
+                hint="register the same objects in the same order, or start with an empty folder",
+            )
+
+    def entered(self, call: int, step: int) -> None:
+        """The script has a batch now."""
+        self._call, self._step, self._steps_before = call, step, self._session.num_steps
+
+    def epoch_done(self, call: int) -> None:
+        """The epoch gave all its batches."""
+        self.entered(call + 1, 0)
+
+    def header(self) -> dict[str, Any]:
+        """What a state of now is of, and where it stands."""
+        num_steps = self._session.num_steps
+        done = int(num_steps > self._steps_before)
+        position = {"call": self._call, "step": self._step + done, "length": self._length}
+        return {**self._parts.describe(), "step": num_steps, "position": position}
+
+
+def check_fits(found: Checkpoint, own: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another model or of other virtual nodes; say what differs.
+
+    Raises:
+        TargetError: In one line, the first difference.
+    """
+    theirs = found.header
+    differs = None
+    if theirs["virtual_nodes"] != own["virtual_nodes"]:
+        differs = (
+            f"has virtual nodes of {_short(theirs['virtual_nodes'])} samples, this plan has "
+            f"{_short(own['virtual_nodes'])}"
+        )
+    elif theirs["seed"] != own["seed"]:
+        differs = f"was made with seed {theirs['seed']}, this run has {own['seed']}"
+    elif theirs["parameters"] != own["parameters"]:
+        differs = f"is of another model: {_difference(theirs['parameters'], own['parameters'])}"
+    if differs:
+        raise TargetError(
+            f"{found.path} {differs}",
+            hint="give the checkpoint's own model, plan and seed, or another --checkpoint folder",
+        )
+
+
+def _difference(theirs: dict[str, str], own: dict[str, str]) -> str:
+    for name in [*own, *theirs]:
+        if theirs.get(name) != own.get(name):
+            return (
+                f"{name} is {theirs.get(name, 'absent')} there and {own.get(name, 'absent')} here"
+            )
+    return "the parameters stand in another order"
+
+
+def _short(sizes: list[int]) -> str:
+    alike = len(set(sizes)) == 1
+    return f"{len(sizes)} x {sizes[0]}" if alike else "+".join(str(size) for size in sizes)

@@ -1,0 +1,117 @@
+"""What the parts of one worker's job share: made whole, in one place, before any of them.
+
+A session knows none of the parts that use it, so each part names it and none has to name another
+for the sake of a counter.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..schema.errors import TargetError
+from .agreement.watch import Watch
+from .group import Place
+from .measurements import StepClock
+from .places import batch_sizes_of, holders_of, pass_holder_of
+from .setup import broadcast_state, named_parameters
+from .streams import seed_streams
+
+
+class Session:
+    """One worker of a job: the model, this worker among the others, and how far it is.
+
+    Making it moves the model to the device and, where there are other workers, takes over the
+    first one's values: call it on all workers.
+
+    Args:
+        model: The script's model.
+        optimizers: The script's optimizers.
+        place: This worker among the others.
+        seed: Of the job's random streams.
+        watch: When the workers compare what they hold.
+
+    Attributes:
+        parameters: Every parameter to synchronise, by name.
+        device: Where the passes run.
+        clock: Marks the parts of each step.
+        holder: What stretches the passes of an emulated device; None on a real one.
+        batch_sizes: Samples of every virtual node of the job, by index; empty under plain python.
+        num_steps: Global steps so far.
+        num_calls: Calls of ``job.batches`` so far.
+        next_epoch: The number of the epoch that the next call gives.
+        last_loss: Of the last step.
+        wants_stop: Whether this worker was asked to save and leave.
+        is_finished: Whether nothing more is to be done.
+
+    Raises:
+        TargetError: The workers built different models.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        place: Place,
+        *,
+        seed: int,
+        watch: Watch,
+    ) -> None:
+        self.model, self.optimizers, self.seed = model, tuple(optimizers), seed
+        self.device = place.device
+        self.parameters = named_parameters(model, self.optimizers)
+        broadcast_state(model, self.optimizers, self.parameters, place)
+        self.clock, self.holder = StepClock(place.device), pass_holder_of(place)
+        self.batch_sizes = batch_sizes_of(place)
+        self.watch = watch
+        self.num_steps, self.num_calls, self.next_epoch = 0, 0, 0
+        self.last_loss: Tensor | None = None
+        self.wants_stop, self.is_finished = False, False
+        self._place = place
+
+    @property
+    def place(self) -> Place:
+        """This worker among the others; it changes where workers come and go."""
+        return self._place
+
+    def take(self, place: Place) -> None:
+        """Be another worker from now on: of another rank, with other virtual nodes."""
+        self._place = place
+
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+        return self._place.rank
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the worker that prints, logs and saves."""
+        return self._place.rank == 0
+
+    @property
+    def local_nodes(self) -> list[int]:
+        """The virtual nodes of this worker."""
+        slot = self._place.slot
+        return [node.index for node in slot.virtual_nodes] if slot else [0]
+
+    @property
+    def holders(self) -> list[int]:
+        """[virtual nodes] the rank that holds each."""
+        return holders_of(self._place)
+
+    def check_open(self) -> None:
+        """Refuse a step after the end.
+
+        Raises:
+            TargetError: The job is finished.
+        """
+        if self.is_finished:
+            raise TargetError("the job is finished", hint="call job.finish after the last step")
+
+    def close_step(self, loss: Tensor) -> Tensor:
+        """What every step ends with: the streams between steps are the same on every worker."""
+        self.clock.synchronised()
+        seed_streams(self.seed, "between", self.num_steps)
+        self.num_steps += 1
+        self.last_loss = loss
+        return loss

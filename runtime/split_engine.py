@@ -1,0 +1,251 @@
+"""Steps under a split plan: a worker runs its virtual nodes one after another, whole passes each.
+
+Gradients add up in one buffer, which is reduced over the workers during the last backward pass.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checkpoint, parts
+from .agreement.agreement import SharedTensors
+from .buffers import VirtualNodeBuffers
+from .checkpoint import Checkpoint
+from .data import Pass
+from .determinism import refusal_of
+from .engine import Step
+from .gradients import GradientReducer
+from .group import Place
+from .manifest import shapes_of
+from .optimizers import state_of
+from .places import invariant_of
+from .restoring import load_optimizers, load_parameters
+from .session import Session
+from .streams import seed_streams
+from .totals import StepTotals
+
+
+class SplitEngine:
+    """See ``StepEngine``.
+
+    Args:
+        session: What the parts of the job share.
+        overlap: Whether the last backward of a step overlaps with the reduction.
+
+    Attributes:
+        reducer: This worker's part in the sums of gradients.
+        totals: The sums of a step.
+    """
+
+    flushes, keeps_groups, is_drained = True, False, True
+
+    def __init__(self, session: Session, *, overlap: bool) -> None:
+        self._session, self._overlap = session, overlap
+        self._holder = session.holder
+        self.reducer = _reducer_of(session)
+        self.totals = StepTotals(self.reducer, session.place, len(session.batch_sizes) or 1)
+        self.buffers = VirtualNodeBuffers(
+            session.model, session.local_nodes, session.batch_sizes or (1,)
+        )
+        self.state = WholeState(session, self.buffers, self.totals)
+
+    # A step
+
+    def run(self, step: Step) -> Tensor:
+        """Run this worker's virtual nodes, and make the gradients the mean over all workers'."""
+        self.run_passes(step)
+        return self.close_sums(self.exchange())
+
+    def run_passes(self, step: Step) -> None:
+        """Run this worker's virtual nodes; can be done again after ``undo``."""
+        session, batch = self._session, step.batch
+        session.clock.begin_step(is_full=batch.is_full)
+        self.buffers.begin_step()
+        if self._holder:
+            self._holder.begin_step()
+        self.reducer.begin()
+        step.agreement.begin_passes()
+        self.totals.settings_number = step.settings_number
+        self.totals.begin(batch.num_samples)
+        try:
+            for number, (item, inputs) in enumerate(batch.inputs(), start=1):
+                self._run_pass(step, item, inputs, last=number == len(batch.passes))
+        except RuntimeError as error:
+            refusal = refusal_of(error, session.place.start.determinism)
+            if refusal is None:
+                raise
+            raise refusal from error
+        self.reducer.launch_rest()
+        session.clock.computed()
+
+    def exchange(self, start: Callable[[Tensor], Callable[[], Tensor]] | None = None) -> Tensor:
+        """Wait for the gradients, and add up the step's sums; see ``StepTotals.exchange``."""
+        self.totals.wants_stop = self._session.wants_stop
+        return self.totals.exchange(start)
+
+    def close_sums(self, sums: Tensor) -> Tensor:
+        """Make the gradients the mean by the sums over all workers; return the mean loss."""
+        return self.totals.close(sums)
+
+    def undo(self) -> None:
+        """Leave the gradients as they were before ``run_passes``."""
+        self.reducer.undo()
+
+    def _run_pass(self, step: Step, item: Pass, inputs: Any, *, last: bool) -> None:
+        session, function = self._session, step.function
+        began = session.clock.begin_pass()
+        with self._holder.hold(item.num_samples) if self._holder else nullcontext():
+            self.buffers.load(item.virtual_node)
+            self.reducer.enter(item.virtual_node)
+            seed_streams(session.seed, "pass", session.num_steps, item.virtual_node)
+            answer = function(*inputs) if isinstance(inputs, tuple | list) else function(inputs)
+            step.agreement.look_at(answer, item.num_samples)
+            share = self.totals.add(answer, item.num_samples, item.virtual_node)
+            if last and self._overlap:
+                self.reducer.arm(defer_last=self._holder is not None)
+            if share is not None:
+                self._go_back(*share, step.scaler)
+            self.buffers.save(item.virtual_node)
+            self.reducer.leave()
+        session.clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
+
+    def _go_back(self, loss: Tensor, share: float, scaler: "torch.amp.GradScaler | None") -> None:
+        gradient = self.totals.gradient(loss, share) if scaler is None else None
+        if gradient is not None:
+            loss.backward(gradient)  # type: ignore[no-untyped-call]
+            return
+        scaled = loss if share == 1 else loss * share
+        (scaler.scale(scaled) if scaler is not None else scaled).backward()  # type: ignore[no-untyped-call]
+
+    @property
+    def settings_sums(self) -> Sequence[Any] | Tensor:
+        """See ``StepEngine``."""
+        return self.totals.settings_sums
+
+    @property
+    def all_stop(self) -> bool:
+        """See ``StepEngine``."""
+        return self.totals.all_stop
+
+    # Other workers
+
+    def take(self, place: Place) -> None:
+        """Sum with other workers from now on, and be another of them; ``move`` may follow."""
+        self.reducer.close()
+        self._session.take(place)
+        self.reducer = _reducer_of(self._session)
+        self.totals.move(self.reducer, place)
+
+    def shared(self) -> list[SharedTensors]:
+        """Parameters, and buffers as the script last wrote them: on all workers."""
+        held: dict[str, Tensor] = dict(self._session.parameters)
+        # Buffers that are not persistent are caches, and may follow each worker's own inputs.
+        held |= {slot.name: slot.base for slot in self.buffers.slots if slot.is_persistent}
+        return [SharedTensors(None, held)]
+
+    # Every worker has the whole model, and every update is made when a step is over.
+
+    def begin_epoch(self, epoch: int, num_batches: int, last_batch_samples: int) -> None:
+        """Nothing is to be known before."""
+
+    def drain(self) -> None:
+        """Nothing is in flight."""
+
+    def gather(self) -> None:
+        """Nothing is elsewhere."""
+
+    @contextmanager
+    def whole_model(self) -> Iterator[None]:
+        """The model is whole."""
+        yield
+
+    def check_predicts(self) -> None:
+        """It does."""
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        self.reducer.close()
+
+
+def _reducer_of(session: Session) -> GradientReducer:
+    place = session.place
+    return GradientReducer(
+        session.parameters,
+        distributed=place.distributed,
+        invariant=invariant_of(place),
+        is_first=place.rank == 0,
+        keeps_carried=place.control is not None and place.control.changes,
+    )
+
+
+class WholeState:
+    """The state of a job all of whose workers hold all of it; the first one writes it.
+
+    Args:
+        session: What the parts of the job share.
+        buffers: The virtual nodes' buffers.
+        totals: The sums of a step.
+    """
+
+    is_in_parts = False
+
+    def __init__(self, session: Session, buffers: VirtualNodeBuffers, totals: StepTotals) -> None:
+        self._session, self._buffers, self._totals = session, buffers, totals
+
+    def describe(self) -> dict[str, Any]:
+        """See ``StateParts``."""
+        return {
+            "virtual_nodes": list(self._session.batch_sizes),
+            "seed": self._session.seed,
+            "parameters": shapes_of(self._session.parameters),
+        }
+
+    def capture(
+        self, registered: Sequence[Any], share: Callable[[Callable[[], Any]], Any]
+    ) -> dict[str, Any] | None:
+        """See ``StateParts``."""
+        session = self._session
+        buffers = share(lambda: self._buffers.capture(session.holders, session.place.distributed))
+        return self.with_buffers(buffers, registered) if session.is_main else None
+
+    def with_buffers(self, buffers: dict[str, Any], registered: Sequence[Any]) -> dict[str, Any]:
+        """The whole state, with all virtual nodes' buffers as ``capture`` of them gives them."""
+        return {
+            "parameters": dict(self._session.parameters),
+            "optimizer": state_of(self._session.optimizers),
+            "buffers": buffers,
+            "registered": [thing.state_dict() for thing in registered],
+            "last_weight": self._totals.last_weight,
+        }
+
+    def restore(self, path: Path, state: dict[str, Any]) -> None:
+        """See ``StateParts``."""
+        self.restore_trained(path, state)
+        self._buffers.restore(state["buffers"])
+        self._totals.last_weight = state["last_weight"]
+
+    def restore_trained(self, path: Path, state: dict[str, Any]) -> None:
+        """Parameters and optimizers only."""
+        session = self._session
+        load_parameters(session.parameters, state["parameters"])
+        loads = [optimizer.load_state_dict for optimizer in session.optimizers]
+        load_optimizers(path, session.optimizers, loads, state["optimizer"])
+
+    def reader(self) -> Callable[[Path], Checkpoint]:
+        """See ``StateParts``."""
+        return parts.reader()
+
+    def write(
+        self,
+        folder: Path,
+        header: dict[str, Any],
+        encoded: Any,
+        tensors: list[Tensor],
+        broken: set[Path],
+    ) -> None:
+        """See ``StateParts``."""
+        checkpoint.write(folder, header, encoded, tensors, broken)
