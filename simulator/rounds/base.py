@@ -13,22 +13,23 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...mechanisms.allocators.shares import Allocator
+from ...mechanisms.arrays import NOWHERE, Bools, Floats, Ints
+from ...mechanisms.cluster.active import Active
+from ...mechanisms.cluster.layout import Layout
+from ...mechanisms.cluster.pool import Pool
+from ...mechanisms.cluster.seats import Placement
+from ...mechanisms.cluster.servers import Servers
+from ...mechanisms.rounds.priorities import choose, choose_by_type, fill_idle, priorities
 from ...schema.errors import ProblemError
 from ...schema.jobs import Job
 from ...schema.simulation import JobOutcome
-from ..allocators.shares import Allocator
-from ..arrays import NOWHERE, Bools, Floats, Ints
-from ..cluster.active import Active
-from ..cluster.failures import Layout, Seats
-from ..cluster.pool import Pool
-from ..cluster.seats import Placement
-from ..cluster.servers import Servers
+from ..cluster.failures import Seats
 from ..cluster.span_book import SpanBook
 from ..outcomes import Simulation
 from ..traces.arrivals import Queue
 from .options import ANY_SHARE, STEPS_LEFT, RoundOptions
 from .outages import Outages, shares_of_fitting
-from .priorities import choose, choose_by_type, fill_idle, priorities
 
 _NOBODY: Ints = np.zeros(0, dtype=np.int64)
 _NEAR = 1e-6  # apart, so that sums kept from job to job tell types' order

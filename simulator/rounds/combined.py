@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import NOWHERE, Bools, Floats, Ints
+from ...mechanisms.arrays import NOWHERE, Bools, Floats, Ints
+from ...mechanisms.rounds.pairs import Chosen, PairShares, choose_combinations
+from ...mechanisms.rounds.priorities import fill_idle, priorities
 from .base import Rounds
 from .options import ANY_SHARE, STEPS_LEFT
 from .outages import shares_of_fitting
-from .pairs import Chosen, PairShares, choose_combinations
-from .priorities import fill_idle, priorities
 
 
 @dataclass(slots=True)

@@ -4,8 +4,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ...mechanisms.cluster.layout import Layout
 from ...schema.errors import ProblemError
-from ..cluster.failures import FailureOptions, Layout
+from ..cluster.failures import FailureOptions
 
 ANY_SHARE = 1e-300
 """Less than any share that a policy gives."""

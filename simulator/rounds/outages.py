@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...mechanisms.allocators.shares import Allocator, Shares
+from ...mechanisms.arrays import Bools, Ints
+from ...mechanisms.cluster.active import Active
+from ...mechanisms.cluster.layout import Layout
+from ...mechanisms.cluster.pool import Pool
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.jobs import consolidated_devices
-from ..allocators.shares import Allocator, Shares
-from ..arrays import Bools, Ints
-from ..cluster.active import Active
-from ..cluster.failures import Failures, Fleet, Layout
-from ..cluster.pool import Pool
+from ..cluster.failures import Failures, Fleet
 from .options import RoundOptions
 
 # A run is given up when no job has ended for so many times what all jobs present need without

@@ -6,7 +6,7 @@ their places until an allocation needs these.
 
 import numpy as np
 
-from ..arrays import Floats, Ints
+from ...mechanisms.arrays import Floats, Ints
 from .base import Rounds
 from .options import ANY_SHARE, STEPS_LEFT
 from .quick_stretch import run_stretch
