@@ -157,8 +157,9 @@ def test_names_agree_with_the_servers_that_the_simulator_chose(
     held = Rounds.hold
 
     def spy(self: Rounds, *given: object) -> None:
-        assert self.servers is not None
-        rounds.append((self.now, dict(self.servers.held)))
+        servers = self.state.servers
+        assert servers is not None
+        rounds.append((self.now, dict(servers.held)))
         held(self, *given)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
