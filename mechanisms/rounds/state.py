@@ -1,6 +1,6 @@
 """What rounds remember between two decisions."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,3 +77,14 @@ class RoundState:
     def lost_jobs(self) -> None:
         """Note that jobs left ``active``."""
         self.changed, self.order = True, None
+
+    def leave(self, ids: Collection[str]) -> None:
+        """Let jobs out, whatever became of them."""
+        places = [place for place, job in enumerate(self.active.jobs) if job.id in ids]
+        if not places:
+            return
+        number = len(self.active)
+        self.active.leave(places)
+        self.active.sweep()
+        self.pairs.drop(np.array(places, dtype=np.int64), number)
+        self.lost_jobs()

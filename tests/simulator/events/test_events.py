@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.mechanisms.cluster.layout import Layout
+from hetflow.mechanisms.fair_share import fair_shares
 from hetflow.schema.errors import HetflowError, InfeasibleError
 from hetflow.schema.jobs import Job, Throughputs
 from hetflow.simulator import (
@@ -23,7 +24,6 @@ from hetflow.simulator import (
     simulate_proposals,
 )
 from hetflow.simulator.cluster.failures import FailureEvents
-from hetflow.simulator.events.fair_share import fair_shares
 from hetflow.simulator.events.proposals import est_rate
 from hetflow.tests.profiles import examples
 
