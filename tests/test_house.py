@@ -33,6 +33,8 @@ MAY_IMPORT = {
     "reports": {"schema", "schedules"},
     "mechanisms": {"schema", "solvers"},
     "simulator": {"schema", "costs", "schedules", "solvers", "mechanisms"},
+    "engines": {"schema"},  # they run `hetflow launch` as a user would
+    "scheduler": {"schema", "planning", "mechanisms", "engines"},
     "examples": {
         "schema", "schedules", "costs", "checks", "solvers", "planning", "devices", "protocol",
         "runtime", "profilers", "mechanisms", "simulator", "importers", "exporters", "plugins",
@@ -49,6 +51,7 @@ MAY_IMPORT = {
         "runtime", "profilers", "launcher", "reports", "mechanisms", "simulator", "examples",
         "importers",
         "exporters", "api",
+        "engines", "scheduler",
     },
 }  # fmt: skip
 PUBLIC_OF = {"cli": {f"hetflow.{name}" for name in hetflow.__all__}}  # commands call the public API
