@@ -1,4 +1,4 @@
-"""``hetflow queue``, ``logs``, ``cancel``, ``hold`` and ``release``: look after a cluster's jobs."""
+"""``hetflow queue``, ``logs``, ``cancel``, ``hold`` and ``release``: look after the jobs."""
 
 import sys
 import time

@@ -17,6 +17,7 @@ from .protocol import EngineDevice, Fate, Work
 from .registry import engine
 
 _KEEPER = "hetflow.engines.keeper"
+_ASKED = "asked.json"
 
 
 class LocalEngine:
@@ -94,20 +95,13 @@ class LocalEngine:
         }
 
     def stop(self, folder: Path) -> None:
-        """Send the launch SIGTERM: its workers save and end."""
-        self._signal(folder, signal.SIGTERM)
+        """Send the launch SIGTERM, once: a second one would end it before it has saved."""
+        if not (folder / _ASKED).exists() and _signal(folder, signal.SIGTERM):
+            write_atomically(folder / _ASKED, {})
 
     def kill(self, folder: Path) -> None:
         """Send the launch SIGKILL; its workers die with it."""
-        self._signal(folder, signal.SIGKILL)
-
-    def _signal(self, folder: Path, number: int) -> None:
-        started = _read(folder / STARTED)
-        if started is None or started["pid"] is None or not _is_locked(folder):
-            return
-        if start_ticks(started["pid"]) == started["ticks"]:
-            with suppress(ProcessLookupError):
-                os.kill(started["pid"], number)
+        _signal(folder, signal.SIGKILL)
 
     def fate(self, folder: Path) -> Fate:
         """What became of a lease, by its lock and what its keeper wrote."""
@@ -120,6 +114,18 @@ class LocalEngine:
         if ended is not None:
             return Fate("ended", ended["exit_code"])
         return Fate("ended") if (folder / STARTED).exists() else Fate("absent")
+
+
+def _signal(folder: Path, number: int) -> bool:
+    """Send a lease's launch a signal; False where it is not there, or not there yet."""
+    started = _read(folder / STARTED)
+    if started is None or started["pid"] is None or not _is_locked(folder):
+        return False
+    if start_ticks(started["pid"]) != started["ticks"]:
+        return False
+    with suppress(ProcessLookupError):
+        os.kill(started["pid"], number)
+    return True
 
 
 def _is_locked(folder: Path) -> bool:

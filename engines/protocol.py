@@ -71,7 +71,7 @@ class Engine(Protocol):
         """
 
     def stop(self, folder: Path) -> None:
-        """Ask a lease to save and end; one that is over, or asked twice, is left alone."""
+        """Ask a lease to save and end; one that is over, or was asked, is left alone."""
 
     def kill(self, folder: Path) -> None:
         """End a lease at once."""

@@ -167,7 +167,7 @@ class Scheduler:
         store.run(
             "UPDATE jobs SET state = 'queued', reason = ?, "
             "failures = CASE WHEN ? THEN 0 ELSE failures + 1 END WHERE number = ?",
-            ended.reason, asked, lease.job,
+            None if asked and ended.exit_code in _ASKED else ended.reason, asked, lease.job,
         )  # fmt: skip
         [row] = store.rows("SELECT failures FROM jobs WHERE number = ?", lease.job)
         if row["failures"] >= MOST_FAILURES or (row["failures"] and ended.exit_code == _USAGE):

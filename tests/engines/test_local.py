@@ -19,7 +19,12 @@ pytestmark = pytest.mark.processes
 POOL = Cluster.parse("1xcpu:fast,2xcpu:slow")
 SAVES = """
 import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), sys.exit(143)))
+def save(*_):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a launch: at a second one it ends
+    time.sleep(0.3)
+    print("saved", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -63,7 +68,8 @@ def test_another_scheduler_adopts_a_lease_and_starts_it_no_second_time(tmp_path:
     second = LocalEngine(POOL)
     second.start(given)
     assert second.fate(lease) == Fate("running")
-    second.stop(lease)
+    for _ in range(3):
+        second.stop(lease)
     until(lambda: second.fate(lease).state == "ended")
     assert second.fate(lease) == Fate("ended", 143)
     second.start(given)
