@@ -7,6 +7,7 @@ users want is done. A round begins at once where no job held anything.
 """
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from ..mechanisms.rounds.decide import receive
 from ..mechanisms.rounds.rules import RoundRules
 from ..mechanisms.rounds.state import RoundState
 from ..mechanisms.rounds.stored import resumed, stored
-from ..schema.errors import HetflowError, ProblemError
+from ..schema.errors import FileError, HetflowError, ProblemError
 from ..schema.files import from_json, to_plain
 from ..schema.jobs import ModelThroughput, Throughputs
 from . import leases
@@ -31,6 +32,7 @@ from .plans import as_job, throughput_of
 from .store import Store
 from .submission import Submission
 
+_log = logging.getLogger("hetflow")
 MOST_FAILURES = 10
 """A job that failed so many times, one after another, is held."""
 _ASKED = (130, 143)  # exit codes of a launch that was asked to stop, and saved
@@ -121,7 +123,7 @@ class Scheduler:
         self._settle(now)
         self._obey(now)
         if self._is_due(now):
-            self._decide(now)
+            self._decide_or_say(now)
         self._act(now)
 
     def stop(self, now: float) -> bool:
@@ -275,6 +277,18 @@ class Scheduler:
         done = seconds * active.rate[kind, place]
         active.left[place] = max(_LEAST_STEPS, active.left[place] - done)
         leases.credit(self._store, lease, now)
+
+    def _decide_or_say(self, now: float) -> None:
+        """Begin a round; where the policy finds no answer, all stays for a round as it is."""
+        try:
+            self._decide(now)
+        except FileError:
+            raise
+        except HetflowError as error:
+            _log.warning(f"nobody moves in this round: {error.message}")
+            self._state = self._resumed()  # as it was before
+            self._has_news = False
+            self._round_ends = now + self._settings.rules.round_seconds
 
     def _decide(self, now: float) -> None:
         """Begin a round."""

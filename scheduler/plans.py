@@ -13,29 +13,47 @@ from ..schema.errors import InfeasibleError
 from ..schema.jobs import Job, ModelThroughput
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
+from ..schema.profile import Profile
 from .submission import Submission
 
 
-@lru_cache(maxsize=4096)
 def plan_on(asked: Submission, device_type: str, number: int) -> SplitPlan | PipelinePlan:
     """The plan of a job on so many devices of a type, by its profiles as they are at first.
 
     Raises:
         HetflowError: There is none, or the profiles are gone.
     """
+    return _plan(
+        asked.profiles, asked.model, asked.batch_size, asked.virtual_nodes, device_type, number
+    )
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    profiles: str,
+    model: str | None,
+    batch_size: int,
+    virtual_nodes: int | None,
+    device_type: str,
+    number: int,
+) -> SplitPlan | PipelinePlan:
     gpus = f"{number}x{device_type}"
-    profiles = profiles_of(Path(asked.profiles), asked.model)
     return solve(
         SolveRequest(
-            profiles=profiles,
+            profiles=_profiles(profiles, model),
             pool=Cluster.parse(gpus),
             pool_name=gpus,
-            batch_size=asked.batch_size,
+            batch_size=batch_size,
             strategy="split",
-            split=SplitOptions(virtual_nodes=asked.virtual_nodes),
+            split=SplitOptions(virtual_nodes=virtual_nodes),
             fastest=True,
         )
     )
+
+
+@lru_cache(maxsize=256)
+def _profiles(folder: str, model: str | None) -> tuple[Profile, ...]:
+    return profiles_of(Path(folder), model)
 
 
 def kind_of(asked: Submission) -> str:
@@ -55,7 +73,7 @@ def throughput_of(asked: Submission, num_devices: dict[str, int]) -> ModelThroug
         InfeasibleError: No type of the cluster can run it.
         HetflowError: The profiles are gone, or have faults.
     """
-    profiled = {profile.device_type for profile in profiles_of(Path(asked.profiles), asked.model)}
+    profiled = {profile.device_type for profile in _profiles(asked.profiles, asked.model)}
     rates: dict[str, float] = {}
     obstacles = []
     for name, number in num_devices.items():

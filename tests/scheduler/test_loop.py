@@ -193,6 +193,17 @@ def test_stop_ends_all_leases_and_keeps_all_jobs(cluster: Cluster, asked: Asked)
     assert len(cluster.engine.running) == 8
 
 
+def test_a_policy_without_an_answer_moves_nobody_and_says_so(
+    tmp_path: Path, engine: FakeEngine, asked: Asked, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = Cluster(tmp_path / "state", engine, policy="min_cost")  # it needs prices
+    cluster.submit(asked("a"))
+    for _ in range(3):
+        cluster.tick(ROUND)
+    assert cluster.states() == ["queued"]
+    assert "nobody moves in this round" in caplog.text
+
+
 def test_a_state_of_other_devices_is_refused(cluster: Cluster, engine: FakeEngine) -> None:
     engine.number = 2
     with pytest.raises(ProblemError, match="other devices"):
