@@ -9,13 +9,13 @@ from .. import simulator
 from ..importers.gavel import read_gavel_trace
 from ..importers.jobs_files import read_jobs
 from ..importers.philly import PhillyTrace
+from ..mechanisms.allocators.named import always_pairs
 from ..planning.inputs import Pool, pool_of, spelled_as
 from ..schema.errors import ProblemError
 from ..schema.jobs import Entity, Job, Jobs, Throughputs
 from ..schema.records import nearest
 from ..schema.simulation import SimulationRun
 from ..simulator import Case, TraceOptions
-from ..simulator.allocators.named import always_pairs
 from ..simulator.traces.draws import TraceKind
 from .files import throughputs_of
 

@@ -16,6 +16,7 @@ from ..schema.errors import HetflowError
 from . import (
     allocate,
     check,
+    cluster,
     demo,
     devices,
     doctor,
@@ -23,11 +24,13 @@ from . import (
     import_,
     launch,
     profile,
+    queue,
     rent,
     resize,
     show,
     simulate,
     solve,
+    submit,
     throughputs,
 )
 from .common import (
@@ -95,6 +98,15 @@ register(app, resize.resize, short_help="Change a running job's devices.")
 register(app, throughputs.throughputs, short_help="Profiles as throughputs of jobs.")
 register(app, allocate.allocate, short_help="Share a pool among jobs.")
 register(app, simulate.simulate, short_help="What would happen over weeks.")
+register(app, cluster.start, name="cluster start", short_help="Schedule a queue of jobs.")
+register(app, cluster.drain, name="cluster drain", short_help="Let jobs leave devices.")
+register(app, cluster.stop, name="cluster stop", short_help="Let jobs save, and end all.")
+register(app, submit.submit, short_help="Add a job to the queue.", context_settings=_PASSED_ON)
+register(app, queue.queue, short_help="Who runs, who waits, what ended.")
+register(app, queue.logs, short_help="What a job wrote.")
+register(app, queue.cancel, short_help="Take a job out of the queue.")
+register(app, queue.hold, short_help="Let a job wait.")
+register(app, queue.release, short_help="Let a held job go on.")
 register(app, rent.rent, short_help="Spot or on demand, under a deadline.")
 register(app, show.show, short_help="Any hetflow file as a table or a picture.")
 register(app, import_.import_, name="import", short_help="Read foreign layer profiles.")

@@ -4,13 +4,14 @@ Pure and deterministic: the same jobs, seed and options give the same result to 
 Mechanisms (``rounds``, ``fair_share``, ``proposals``) are separate from policies.
 """
 
-from .allocators.named import allocator_named
-from .allocators.shares import Allocator, Shares
+from ..mechanisms.allocators.named import allocator_named
+from ..mechanisms.allocators.shares import Allocator, Shares
+from ..mechanisms.cluster.layout import Layout
+from ..mechanisms.cluster.pool import Pool
 from .cases import SCHEDULERS, Case, report, run_case, sweep
-from .cluster.failures import FailureOptions, Layout
-from .cluster.pool import Pool
-from .mechanisms.fair_share import FairShareOptions, simulate_fair_share
-from .mechanisms.proposals import ProposalOptions, simulate_proposals
+from .cluster.failures import FailureOptions
+from .events.fair_share import FairShareOptions, simulate_fair_share
+from .events.proposals import ProposalOptions, simulate_proposals
 from .metrics import summarise
 from .mixes import split_throughput
 from .outcomes import Simulation

@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ..mechanisms.allocators.named import allocator_named, always_pairs
+from ..mechanisms.cluster.layout import Layout
+from ..mechanisms.cluster.pool import Pool
 from ..schema.errors import BackendError, ProblemError
 from ..schema.jobs import Entity, Job, Throughputs, consolidated_devices
 from ..schema.records import nearest
 from ..schema.simulation import SimulationRun
-from .allocators.named import allocator_named, always_pairs
-from .cluster.failures import FailureOptions, Layout
-from .cluster.pool import Pool
-from .mechanisms.fair_share import FairShareOptions, simulate_fair_share
-from .mechanisms.proposals import ProposalOptions, simulate_proposals
+from .cluster.failures import FailureOptions
+from .events.fair_share import FairShareOptions, simulate_fair_share
+from .events.proposals import ProposalOptions, simulate_proposals
 from .metrics import summarise
 from .outcomes import Simulation
 from .rounds.options import RoundOptions

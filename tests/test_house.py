@@ -31,22 +31,27 @@ MAY_IMPORT = {
     "profilers": {"schema", "costs", "schedules", "devices", "protocol", "preload", "runtime"},
     "launcher": {"schema", "devices", "protocol", "preload", "runtime"},
     "reports": {"schema", "schedules"},
-    "simulator": {"schema", "costs", "schedules", "solvers"},
+    "mechanisms": {"schema", "solvers"},
+    "simulator": {"schema", "costs", "schedules", "solvers", "mechanisms"},
+    "engines": {"schema"},  # they run `hetflow launch` as a user would
+    "scheduler": {"schema", "planning", "mechanisms", "engines"},
     "examples": {
         "schema", "schedules", "costs", "checks", "solvers", "planning", "devices", "protocol",
-        "runtime", "profilers", "simulator", "importers", "exporters", "plugins",
+        "runtime", "profilers", "mechanisms", "simulator", "importers", "exporters", "plugins",
     },
     "plugins": {
         "schema", "schedules", "solvers", "checks", "devices", "importers", "exporters",
     },
     "api": {
         "schema", "planning", "solvers", "importers", "profilers", "devices", "protocol", "runtime",
-        "launcher", "simulator", "checks",
+        "launcher", "mechanisms", "simulator", "checks",
     },
     "cli": {
         "schema", "costs", "schedules", "checks", "solvers", "planning", "devices", "protocol",
-        "runtime", "profilers", "launcher", "reports", "simulator", "examples", "importers",
+        "runtime", "profilers", "launcher", "reports", "mechanisms", "simulator", "examples",
+        "importers",
         "exporters", "api",
+        "engines", "scheduler",
     },
 }  # fmt: skip
 PUBLIC_OF = {"cli": {f"hetflow.{name}" for name in hetflow.__all__}}  # commands call the public API

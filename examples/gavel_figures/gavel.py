@@ -20,6 +20,7 @@ from pathlib import Path
 from baselines import GavelFifo, Isolated
 
 from hetflow.importers.gavel import read_gavel_throughputs
+from hetflow.mechanisms.allocators.gandiva import Gandiva
 from hetflow.schema.errors import HetflowError
 from hetflow.simulator import (
     Allocator,
@@ -33,7 +34,6 @@ from hetflow.simulator import (
     run_case,
     simulate_rounds,
 )
-from hetflow.simulator.allocators.gandiva import Gandiva
 
 HOUR = 3600.0
 Baseline = Callable[[Pool, int], Allocator]

@@ -6,40 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ...mechanisms.arrays import Ints
+from ...mechanisms.cluster.layout import Layout
 from ...schema.errors import InfeasibleError, ProblemError
-from ..arrays import Ints
 
 # Where devices work for a smaller part of the time, a run is refused: it would take more than a
 # hundred times as long as without failures, if it ended at all.
 LEAST_UP = 0.01
 _HOUR = 3600.0
 
-Sizes = Sequence[Sequence[int]]
 Seats = Sequence[tuple[int, int, int]]  # device type, server, devices held there
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where devices stand: ``sizes`` [types][servers], devices of a type where it has any.
-
-    ``servers`` [types][servers] numbers the server of each entry, so that one that holds several
-    types fails as a whole.
-    """
-
-    sizes: tuple[tuple[int, ...], ...]
-    servers: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def apart(cls, sizes: Sizes) -> "Layout":
-        """A layout in which no two types share a server."""
-        first = np.cumsum([0, *map(len, sizes)]).tolist()
-        pairs = zip(first[:-1], first[1:], strict=True)
-        return cls(tuple(tuple(row) for row in sizes), tuple(tuple(range(*ends)) for ends in pairs))
-
-    @classmethod
-    def flat(cls, capacity: Ints) -> "Layout":
-        """A layout in which each type stands on one server."""
-        return cls.apart([[number] for number in capacity.tolist()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

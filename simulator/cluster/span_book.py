@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ...mechanisms.cluster.layout import Layout, Sizes
+from ...mechanisms.cluster.seats import Device, Placement, Seat, device_name, devices_down, seat
 from ...schema.simulation import Span
-from .failures import Layout, Sizes
-from .seats import Device, Placement, Seat, device_name, devices_down, seat
 
 
 @dataclass(slots=True)

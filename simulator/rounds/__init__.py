@@ -1,1 +1,1 @@
-"""Gavel's mechanism: time in rounds (thesis 5.5)."""
+"""Rounds of ``mechanisms.rounds`` in virtual time (thesis 5.5)."""

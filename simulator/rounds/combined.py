@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays import NOWHERE, Bools, Floats, Ints
+from ...mechanisms.arrays import NOWHERE, Bools, Floats, Ints
+from ...mechanisms.rounds.decide import choose_together, receive_together
+from ...mechanisms.rounds.pairs import Chosen
 from .base import Rounds
-from .options import ANY_SHARE, STEPS_LEFT
-from .outages import shares_of_fitting
-from .pairs import Chosen, PairShares, choose_combinations
-from .priorities import fill_idle, priorities
+from .options import STEPS_LEFT
 
 
 @dataclass(slots=True)
@@ -33,54 +32,19 @@ class _Work:
 class CombinedRounds(Rounds):
     """Rounds over combinations: jobs alone on a column, and pairs."""
 
-    pairs: PairShares
-
     def begin(self) -> None:
-        """No pair has a share yet."""
-        self.pairs = PairShares()
+        """Nobody has moved yet."""
         self.moved: Bools = np.zeros(0, dtype=bool)
-
-    def take_shares(self) -> None:
-        """Let the policy share the pool, pairs included."""
-        shares = shares_of_fitting(self.allocator, self.active, self.now)
-        self.active.share[:] = shares.x
-        if shares.pairs is None or not len(shares.pairs.a):
-            self.pairs = PairShares()
-            return
-        p = shares.pairs
-        self.pairs = PairShares.of(self.active, p.a, p.b, p.column, p.time, self.head_start)
 
     def run_round(self) -> None:
         """Choose combinations and let them work for a round."""
-        chosen = self._choose_combinations()
+        chosen = choose_together(self.state, self.allocator, self.options)
         kind = np.full(len(self.active), NOWHERE, dtype=np.int64)
         kind[chosen.first] = chosen.placed
         paired = chosen.second >= 0
         kind[chosen.second[paired]] = chosen.placed[paired]
         work = self._work_together(chosen, kind)
         self._record(chosen, work, kind)
-
-    def _choose_combinations(self) -> Chosen:
-        active, options = self.active, self.options
-        received = self.worker_seconds
-        ranked = priorities(active.share, active.received, received)
-        had = np.maximum(self.pairs.received, 1e-9)
-        paired = self.pairs.share * received[self.pairs.column] / had
-        if options.fills_idle and options.convention == "text":
-            ranked = fill_idle(ranked, active.relative)
-        else:
-            least = 0.0 if options.fills_idle else ANY_SHARE
-            ranked = np.where((active.rate > 0) & (ranked >= least), ranked, -np.inf)
-        joint = options.selection == "joint" or self.pool.uses_mixes
-        return choose_combinations(
-            active,
-            self.pairs,
-            ranked,
-            paired,
-            self.up,
-            None if joint else self.type_order(),
-            active.deficit if options.convention == "published" else None,
-        )
 
     def _work_together(self, chosen: Chosen, kind: Ints) -> _Work:
         active, options = self.active, self.options
@@ -89,7 +53,7 @@ class CombinedRounds(Rounds):
         two = chosen.second >= 0
         b = np.where(two, chosen.second, a)
         slow_a = slow_b = np.ones(len(a))
-        if self.servers is not None:
+        if self.state.servers is not None:
             ids = self._ids(chosen)
             close, relocated = self.seat(ids, c, active.scale[a], (chosen.column != c).tolist())
             slow_a, slow_b = self.spread_rate(a, c, close), self.spread_rate(b, c, close)
@@ -99,8 +63,8 @@ class CombinedRounds(Rounds):
         lost = options.restart_seconds * moved
         alone_a, alone_b = active.rate[c, a] * slow_a, active.rate[c, b] * slow_b
         rate_a, rate_b = alone_a.copy(), np.zeros(len(a))
-        rate_a[two] = self.pairs.rate[chosen.pair[two]] * slow_a[two]
-        rate_b[two] = self.pairs.beside[chosen.pair[two]] * slow_b[two]
+        rate_a[two] = self.state.pairs.rate[chosen.pair[two]] * slow_a[two]
+        rate_b[two] = self.state.pairs.beside[chosen.pair[two]] * slow_b[two]
         first = _phase(active.left[a], rate_a, lost[a])
         second = np.where(two, _phase(active.left[b], rate_b, lost[b]), np.inf)
         length = np.full(len(a), options.round_seconds)
@@ -159,9 +123,9 @@ class CombinedRounds(Rounds):
         if done.any():
             gone = work.job[done]
             self.outcomes.extend(active.remove(gone, start + work.seconds[done], self.hourly))
-            self.pairs.drop(gone, number)
+            self.state.pairs.drop(gone, number)
             self.num_done += len(gone)
-            self.changed = True
+            self.state.changed = True
 
     def _ids(self, chosen: Chosen) -> list[tuple[str, ...]]:
         jobs = self.active.jobs
@@ -172,15 +136,11 @@ class CombinedRounds(Rounds):
 
     def _receive(self, chosen: Chosen, work: _Work) -> None:
         """Count the seconds of combinations, each once."""
-        active, number = self.active, len(chosen.first)
+        number = len(chosen.first)
         seconds = work.seconds[:number].copy()
         two = chosen.second >= 0
         seconds[two] = np.maximum(seconds[two], work.seconds[number:])
-        alone = ~two
-        active.received[chosen.column[alone], chosen.first[alone]] += seconds[alone]
-        self.pairs.received[chosen.pair[two]] += seconds[two]
-        columns = len(self.pool.columns)
-        self.worker_seconds += np.bincount(chosen.column, weights=seconds, minlength=columns)
+        receive_together(self.state, chosen, seconds)
 
     def _hit(self, chosen: Chosen) -> Ints:
         """Which placements a failure hits."""

@@ -1,40 +1,30 @@
-"""How rounds run, and the limits that all kinds of rounds keep to."""
+"""How rounds run in virtual time."""
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
+from ...mechanisms.cluster.layout import Layout
+from ...mechanisms.rounds.rules import LONGEST_ROUND, SHORTEST_ROUND, RoundRules
 from ...schema.errors import ProblemError
-from ..cluster.failures import FailureOptions, Layout
+from ..cluster.failures import FailureOptions
 
-ANY_SHARE = 1e-300
-"""Less than any share that a policy gives."""
 STEPS_LEFT = 1e-9  # of a step: rounding of its own additions, not work
-SHORTEST_ROUND = 1.0  # seconds: shorter than any restart, and a simulated day takes hours
-LONGEST_ROUND = 1e7  # seconds, four months: events within a round are drawn one by one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundOptions:
+class RoundOptions(RoundRules):
     """How rounds run.
 
-    ``reset_seconds`` is the least time between allocations; ``restart_seconds`` is lost by a
-    job that starts or changes its device type (a lease that is renewed loses nothing).
-    ``fills_idle`` gives devices away that no job has a share of. ``records_spans`` keeps who
-    held what, on the servers of ``layout`` (None: ``servers``, else a flat pool). ``failures``
-    (None: never) cost the job on the device the round: it goes back to the checkpoint at the
-    round's start, and restarts. ``servers`` holds the devices of each type on each server
-    [types][servers]: jobs are then placed on servers, run at their unconsolidated rate where they
-    are spread, and restart when they move; None ignores placement. Policies share what is up; a
-    job that does not fit that waits.
+    ``restart_seconds`` is lost by a job that starts or changes its device type (a lease that is
+    renewed loses nothing). ``records_spans`` keeps who held what, on the servers of ``layout``
+    (None: ``servers``, else a flat pool). ``failures`` (None: never) cost the job on the device
+    the round: it goes back to the checkpoint at the round's start, and restarts. ``servers``
+    holds the devices of each type on each server [types][servers]: jobs are then placed on
+    servers, run at their unconsolidated rate where they are spread, and restart when they move;
+    None ignores placement. Policies share what is up; a job that does not fit that waits.
     """
 
-    round_seconds: float = 360.0
-    reset_seconds: float = 1920.0
     restart_seconds: float = 0.0
-    convention: Literal["text", "published"] = "text"
-    selection: Literal["by_type", "joint"] = "by_type"
-    fills_idle: bool = True
     records_spans: bool = False
     layout: Layout | None = None
     failures: FailureOptions | None = None

@@ -1,16 +1,14 @@
 """Rounds while devices are down: what is up, who fits in it, and when nothing gets done."""
 
-from dataclasses import replace
-
 import numpy as np
 
+from ...mechanisms.arrays import Ints
+from ...mechanisms.cluster.active import Active
+from ...mechanisms.cluster.layout import Layout
+from ...mechanisms.cluster.pool import Pool
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.jobs import consolidated_devices
-from ..allocators.shares import Allocator, Shares
-from ..arrays import Bools, Ints
-from ..cluster.active import Active
-from ..cluster.failures import Failures, Fleet, Layout
-from ..cluster.pool import Pool
+from ..cluster.failures import Failures, Fleet
 from .options import RoundOptions
 
 # A run is given up when no job has ended for so many times what all jobs present need without
@@ -94,35 +92,3 @@ class Outages:
             f"{largest.scale_factor} devices up at once",
             hint="make failures rarer, repairs shorter, or the pool larger",
         )
-
-
-def shares_of_fitting(allocator: Allocator, active: Active, now_seconds: float) -> Shares:
-    """Let a policy share what is up among the jobs that fit in it; the others wait."""
-    if active.capacity is active.pool.capacity:
-        return allocator.allocate(active, now_seconds)
-    fits = _fits(active)
-    if fits.all():
-        return allocator.allocate(active, now_seconds)
-    x, places = np.zeros_like(active.share), fits.nonzero()[0]
-    if not len(places):
-        return Shares(x)
-    part = active.only(places)
-    shares = allocator.allocate(part, now_seconds)
-    x[:, places] = shares.x
-    active.isolated[places] = part.isolated
-    pairs = shares.pairs
-    if pairs is not None:
-        pairs = replace(pairs, a=places[pairs.a], b=places[pairs.b])
-    return Shares(x, pairs)
-
-
-def _fits(active: Active) -> Bools:
-    """Which jobs some column with what is up can hold [jobs]."""
-    resources, room = active.pool.limits(active.capacity, active.consolidated)
-    if active.pool.uses_mixes:
-        often = np.array([active.usage(i) for i in range(len(active))]).T
-    else:
-        often = np.broadcast_to(active.scale, active.rate.shape)
-    held = resources[:, :, None] * often
-    fits: Bools = ((held <= room[:, None, None]).all(axis=0) & (active.rate > 0)).any(axis=0)
-    return fits

@@ -6,9 +6,11 @@ their places until an allocation needs these.
 
 import numpy as np
 
-from ..arrays import Floats, Ints
+from ...mechanisms.arrays import Floats, Ints
+from ...mechanisms.rounds.decide import type_order
+from ...mechanisms.rounds.rules import ANY_SHARE
 from .base import Rounds
-from .options import ANY_SHARE, STEPS_LEFT
+from .options import STEPS_LEFT
 from .quick_stretch import run_stretch
 
 _AHEAD = 256  # orders of types drawn at once
@@ -31,7 +33,7 @@ class CompiledRounds(Rounds):
 
     def run_round(self) -> None:
         """Run rounds until a job ends or arrives, or an allocation is due."""
-        active, options = self.active, self.options
+        state, active, options = self.state, self.active, self.options
         if self.places.shape[1] < active.room:
             self.places = np.zeros((3, active.room), dtype=np.int64)
             self.seconds = np.zeros((2, active.room))
@@ -40,18 +42,18 @@ class CompiledRounds(Rounds):
         if draws:
             if not len(self.orders):
                 orders = np.tile(np.arange(len(self.pool.types)), (_AHEAD, 1))
-                self.orders = self.random.permuted(orders, axis=1)
+                self.orders = state.random.permuted(orders, axis=1)
             most = min(most, len(self.orders))
-        elif self.order is None or not len(self.orders):
-            self.orders = np.array([self.type_order()])
-        waits = self.changed and self.last_reset is not None
+        elif state.order is None or not len(self.orders):
+            self.orders = np.array([type_order(state, self.allocator)])
+        waits = state.changed and state.last_reset is not None
         # Floats all: numba compiles anew for other types.
-        reset, due = (self.last_reset or 0.0), (float(options.reset_seconds) if waits else np.inf)
+        reset, due = (state.last_reset or 0.0), (float(options.reset_seconds) if waits else np.inf)
         chosen, wanted, ended = self.places
         priority, finish = self.seconds
         self.now, rounds, done = run_stretch(
-            active.pairs, active.floats, active.ints, len(active), self.up, self.orders, draws,
-            self.worker_seconds, self.busy, self.now, float(self.queue.next_seconds),
+            active.pairs, active.floats, active.ints, len(active), state.up, self.orders, draws,
+            state.worker_seconds, self.busy, self.now, float(self.queue.next_seconds),
             (reset, due), most, float(options.round_seconds), float(options.restart_seconds),
             options.convention == "published", options.fills_idle, (ANY_SHARE, STEPS_LEFT),
             chosen, wanted, priority, ended, finish,
@@ -67,7 +69,7 @@ class CompiledRounds(Rounds):
         self.active.leave(places)
         self.active.pairs[:2, :, places] = 0.0  # runs nowhere
         self.num_done += len(places)
-        self.changed, self.order = True, None
+        self.state.lost_jobs()
 
     def settle(self) -> None:
         """Say what became of the jobs that are done, and close the gaps they leave."""

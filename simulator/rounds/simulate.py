@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable
 
+from ...mechanisms.allocators.shares import Allocator
+from ...mechanisms.cluster.pool import Pool
 from ...schema.errors import ProblemError
 from ...schema.jobs import Job
 from ...solvers.compiling import can_compile
-from ..allocators.shares import Allocator
-from ..cluster.pool import Pool
 from ..outcomes import Simulation
 from ..traces.arrivals import Queue
 from .base import Rounds

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Iterator
 
+from ...mechanisms.cluster.pool import Pool
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.jobs import Job
-from ..cluster.pool import Pool
 
 LONGEST_SECONDS = 1e8  # three years: a run goes through every round of them
 

@@ -44,8 +44,13 @@ def _parse(command: Command, arguments: list[str]) -> None:
     words = [re.sub(r"\$\w+", "1", word) for word in arguments if word != "..."]
     is_cut = len(words) < len(arguments)
     node, name = typer.main.get_command(app), "hetflow"
-    while hasattr(node, "commands") and words and words[0] in node.commands:
-        name = words.pop(0)
+    while hasattr(node, "commands") and words:
+        two = " ".join(words[:2])  # cluster start
+        name = two if two in node.commands else words[0]
+        if name not in node.commands:
+            name = "hetflow"
+            break
+        words = words[len(name.split()) :]
         node = node.commands[name]
     assert name != "hetflow" or not words or words[0].startswith("-"), (
         f"{command.block.where}: no command {words[0]}"

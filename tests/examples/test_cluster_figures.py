@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hetflow.mechanisms.cluster.active import Active
 from hetflow.schema.jobs import Job, ModelThroughput, Throughputs
 from hetflow.simulator import Pool
-from hetflow.simulator.cluster.active import Active
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

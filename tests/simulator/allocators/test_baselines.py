@@ -12,6 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.importers.gavel import read_gavel_throughputs, read_gavel_trace
+from hetflow.mechanisms.allocators.allox import AlloX
+from hetflow.mechanisms.allocators.gandiva import Gandiva
+from hetflow.mechanisms.cluster.active import Active
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, ModelThroughput, PairThroughput, Throughputs
 from hetflow.simulator import (
@@ -23,9 +26,6 @@ from hetflow.simulator import (
     run_case,
     simulate_rounds,
 )
-from hetflow.simulator.allocators.allox import AlloX
-from hetflow.simulator.allocators.gandiva import Gandiva
-from hetflow.simulator.cluster.active import Active
 from hetflow.solvers.lp import assign
 from hetflow.tests.profiles import examples
 

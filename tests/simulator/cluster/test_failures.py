@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
+from hetflow.mechanisms.allocators.shares import Allocator, Shares
+from hetflow.mechanisms.cluster.active import Active
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import HetflowError, InfeasibleError, ProblemError
 from hetflow.schema.jobs import Job, MixThroughput, PairThroughput, Throughputs
@@ -24,8 +26,6 @@ from hetflow.simulator import (
     run_case,
     simulate_rounds,
 )
-from hetflow.simulator.allocators.shares import Allocator, Shares
-from hetflow.simulator.cluster.active import Active
 from hetflow.simulator.cluster.failures import FailureEvents, Failures
 
 MakeJob = Callable[..., Job]

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetflow.mechanisms.cluster.seats import Placement, devices_down, seat
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.jobs import Job, ModelThroughput, PairThroughput, Throughputs
 from hetflow.schema.simulation import Span
 from hetflow.simulator import SCHEDULERS, Case, Layout, Simulation, run_case
-from hetflow.simulator.cluster.seats import Placement, devices_down, seat
 from hetflow.simulator.cluster.span_book import SpanBook
 from hetflow.simulator.rounds.base import Rounds
 from hetflow.tests.profiles import examples
@@ -157,8 +157,9 @@ def test_names_agree_with_the_servers_that_the_simulator_chose(
     held = Rounds.hold
 
     def spy(self: Rounds, *given: object) -> None:
-        assert self.servers is not None
-        rounds.append((self.now, dict(self.servers.held)))
+        servers = self.state.servers
+        assert servers is not None
+        rounds.append((self.now, dict(servers.held)))
         held(self, *given)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetflow.mechanisms.cluster.servers import Servers
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, MixThroughput, ModelThroughput, PairThroughput, Throughputs
 from hetflow.simulator import Pool, RoundOptions, allocator_named, simulate_rounds
-from hetflow.simulator.cluster.servers import Servers
 from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]

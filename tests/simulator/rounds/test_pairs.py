@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetflow.importers.gavel import read_gavel_throughputs, read_gavel_trace
+from hetflow.mechanisms.cluster.active import Active
 from hetflow.schema.errors import HetflowError
 from hetflow.schema.jobs import Job, PairThroughput, Throughputs
 from hetflow.schema.simulation import Span
@@ -23,7 +24,6 @@ from hetflow.simulator import (
     run_case,
     simulate_rounds,
 )
-from hetflow.simulator.cluster.active import Active
 from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]

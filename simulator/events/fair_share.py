@@ -1,25 +1,21 @@
-"""Elastic weighted fair sharing, and static priority beside it (VirtualFlow 4.2, 6.4).
+"""Elastic weighted fair sharing, and static priority beside it, in virtual time (VirtualFlow 6.4).
 
 Event driven: jobs change devices when one arrives or finishes. One device type. A job's rate on
 n of the d devices it asks for is its full rate times n / d: its virtual nodes are redistributed
-and each device runs more of them in turn (``efficiency`` can say otherwise).
-
-Where algorithm 1 is silent: "expand current allocations" gives free devices by weighted fair
-share to running jobs below their demand; fair shares are whole devices, at least one a job where
-there are enough, at most the demand, the largest remainder first, then the higher weight, then
-the earlier job; "no higher priority job allocations are affected" means that no running job of a
-higher weight than the queue's head would hold fewer devices than now. The queue is ordered by
-weight, then arrival.
+and each device runs more of them in turn (``efficiency`` can say otherwise). Who gets what is
+decided by ``mechanisms.fair_share``; the queue is ordered by weight, then arrival.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ...mechanisms.cluster.layout import Layout
+from ...mechanisms.cluster.pool import Pool
+from ...mechanisms.fair_share import Claim, admit_whole, share_elastically
 from ...schema.errors import ProblemError
 from ...schema.jobs import Job
-from ..cluster.failures import FailureOptions, Layout
-from ..cluster.pool import Pool
+from ..cluster.failures import FailureOptions
 from ..outcomes import Simulation
 from .events import Counts, Entry, EventCluster
 
@@ -62,44 +58,6 @@ def simulate_fair_share(
     return _FairShare(jobs, pool, options or FairShareOptions()).run(on_progress)
 
 
-def fair_shares(weights: list[float], demands: list[int], free: int) -> list[int]:
-    """Whole devices by weight, each job at most its demand (weighted max-min with water filling).
-
-    Args:
-        weights: Weight of each job.
-        demands: Devices each asks for.
-        free: Devices to share.
-    """
-    exact = [0.0] * len(weights)
-    open_ = set(range(len(weights)))
-    left = float(free)
-    while open_ and left > 1e-12:
-        level = min(
-            left / sum(weights[i] for i in open_),
-            min((demands[i] - exact[i]) / weights[i] for i in open_),
-        )
-        for i in open_:
-            exact[i] += level * weights[i]
-        left -= level * sum(weights[i] for i in open_)
-        open_ = {i for i in open_ if demands[i] - exact[i] > 1e-9}
-    return _whole(exact, weights, free)
-
-
-def _whole(exact: list[float], weights: list[float], free: int) -> list[int]:
-    shares = [int(value + 1e-9) for value in exact]
-    order = sorted(range(len(exact)), key=lambda i: (-(exact[i] - shares[i]), -weights[i], i))
-    for i in sorted(range(len(exact)), key=lambda i: (-weights[i], i)):
-        if shares[i] == 0 and sum(shares) < free:
-            shares[i] = 1
-    for i in order:
-        if sum(shares) < free and shares[i] < exact[i] - 1e-9:
-            shares[i] += 1
-    for i in sorted(range(len(exact)), key=lambda i: (weights[i], -i)):
-        while sum(shares) > free and shares[i] > 1:
-            shares[i] -= 1
-    return shares
-
-
 class _FairShare(EventCluster):
     def __init__(self, jobs: Iterable[Job], pool: Pool, options: FairShareOptions) -> None:
         gangs = options.scheduler == "static_priority"
@@ -122,32 +80,23 @@ class _FairShare(EventCluster):
 
     def _share(self) -> None:
         """Algorithm 1."""
-        wanted = self._shares(self.running)
-        while self.waiting:
-            head = self.waiting[0]
-            fair = self._shares([*self.running, head])
-            weight = head.job.priority_weight
-            hurt = any(
-                share < entry.devices and entry.job.priority_weight > weight
-                for entry, share in zip(self.running, fair, strict=False)
-            )
-            if hurt or fair[-1] == 0:
-                break
-            wanted = fair
-            self.running.append(self.waiting.pop(0))
+        running = [_claim(entry) for entry in self.running]
+        waiting = [_claim(entry) for entry in self.waiting]
+        wanted = share_elastically(running, waiting, self.capacity()[0])
+        admitted = len(wanted) - len(running)
+        self.running += self.waiting[:admitted]
+        del self.waiting[:admitted]
         for entry, share in zip(self.running, wanted, strict=True):
             self.resize(entry, (share,))
 
-    def _shares(self, entries: list[Entry]) -> list[int]:
-        weights = [entry.job.priority_weight for entry in entries]
-        demands = [entry.job.scale_factor for entry in entries]
-        return fair_shares(weights, demands, self.capacity()[0])
-
     def _admit(self) -> None:
         """Static priority: the highest priority first, whole; it waits where it does not fit."""
-        free = self.free()[0]
-        while self.waiting and self.waiting[0].job.scale_factor <= free:
+        demands = [entry.job.scale_factor for entry in self.waiting]
+        for _ in range(admit_whole(demands, self.free()[0])):
             entry = self.waiting.pop(0)
             self.running.append(entry)
             self.resize(entry, (entry.job.scale_factor,))
-            free -= entry.devices
+
+
+def _claim(entry: Entry) -> Claim:
+    return Claim(entry.job.priority_weight, entry.job.scale_factor, entry.devices)

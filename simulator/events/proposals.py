@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from ...mechanisms.cluster.layout import Layout
+from ...mechanisms.cluster.pool import Pool
 from ...schema.errors import ProblemError
 from ...schema.jobs import Job
-from ..cluster.failures import FailureOptions, Layout
-from ..cluster.pool import Pool
+from ..cluster.failures import FailureOptions
 from ..outcomes import Simulation
 from .events import Counts, Entry, EventCluster
 

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetflow.simulator.arrays import NOWHERE
-from hetflow.simulator.rounds.priorities import (
+from hetflow.mechanisms.arrays import NOWHERE
+from hetflow.mechanisms.rounds.priorities import (
     NEVER_RAN,
     choose,
     choose_by_type,

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from ...mechanisms.cluster.layout import Layout
+from ...mechanisms.cluster.pool import Pool
+from ...mechanisms.cluster.seats import Placement
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.jobs import Job
 from ...schema.simulation import JobOutcome
-from ..cluster.failures import FailureEvents, FailureOptions, Layout
-from ..cluster.pool import Pool
-from ..cluster.seats import Placement
+from ..cluster.failures import FailureEvents, FailureOptions
 from ..cluster.span_book import SpanBook
 from ..outcomes import Simulation
 from ..traces.arrivals import Queue

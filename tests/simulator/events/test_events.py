@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetflow.mechanisms.cluster.layout import Layout
+from hetflow.mechanisms.fair_share import fair_shares
 from hetflow.schema.errors import HetflowError, InfeasibleError
 from hetflow.schema.jobs import Job, Throughputs
 from hetflow.simulator import (
@@ -21,9 +23,8 @@ from hetflow.simulator import (
     simulate_fair_share,
     simulate_proposals,
 )
-from hetflow.simulator.cluster.failures import FailureEvents, Layout
-from hetflow.simulator.mechanisms.fair_share import fair_shares
-from hetflow.simulator.mechanisms.proposals import est_rate
+from hetflow.simulator.cluster.failures import FailureEvents
+from hetflow.simulator.events.proposals import est_rate
 from hetflow.tests.profiles import examples
 
 MakeJob = Callable[..., Job]

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .failures import Layout, Sizes
+from .layout import Layout, Sizes
 
 Device = tuple[int, int, int]  # type, server among those that have it, number there
 Seat = tuple[Device, ...]  # in order

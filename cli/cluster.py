@@ -1,0 +1,109 @@
+"""``hetflow cluster``: run a queue of jobs on a pool of devices."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .common import asked_pool, emit
+
+StateOption = Annotated[
+    Path, typer.Option("--state", envvar="HETFLOW_STATE", help="Folder of the cluster's state.")
+]
+DEFAULT_STATE = Path("hetflow-cluster")
+
+
+def start(
+    gpus: Annotated[
+        str | None, typer.Option(help="The devices, e.g. 2xV100,2xP100 or 1xcpu:fast,2xcpu:slow.")
+    ] = None,
+    cluster: Annotated[Path | None, typer.Option(help="The pool's file, instead.")] = None,
+    engine: Annotated[str, typer.Option(help="Where jobs run: local (this host).")] = "local",
+    policy: Annotated[
+        str, typer.Option(help="Who gets what part of the time: a policy of `hetflow allocate`.")
+    ] = "las_weighted",
+    round_seconds: Annotated[
+        float, typer.Option("--round", min=1.0, help="Seconds between decisions.")
+    ] = 360.0,
+    grace: Annotated[
+        int, typer.Option(min=1, help="Seconds that a job has to save before it must leave.")
+    ] = 30,
+    state: StateOption = DEFAULT_STATE,
+    print_unit: Annotated[
+        bool, typer.Option("--print-unit", help="Print a systemd unit that runs this; stop.")
+    ] = False,
+) -> None:
+    """Schedule jobs on a pool of devices until interrupted.
+
+    Jobs survive it: start it again, and it goes on with those that still run.
+
+    \b
+    hetflow cluster start --gpus 1xcpu:fast,2xcpu:slow --round 30
+    hetflow submit train.toml
+    hetflow queue
+    """
+    from ..mechanisms.rounds.rules import RoundRules
+    from ..planning.inputs import pool_of
+    from ..scheduler.loop import Settings
+    from ..scheduler.serve import serve
+
+    pool = pool_of(asked_pool(gpus, cluster))
+    rules = RoundRules(round_seconds=round_seconds, reset_seconds=0.0)
+    settings = Settings(policy=policy, rules=rules, grace_seconds=grace)
+    if print_unit:
+        emit(_unit(state))
+        return
+    serve(state, pool, engine, settings, lambda text: typer.echo(text, err=True))
+
+
+def drain(
+    named: Annotated[str, typer.Argument(metavar="TYPE|SERVER", help="What jobs shall leave.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Let jobs come back.")] = False,
+    state: StateOption = DEFAULT_STATE,
+) -> None:
+    """Let jobs leave a device type or a server with the next round.
+
+    \b
+    hetflow cluster drain P100
+    hetflow cluster drain P100 --undo
+    """
+    from ..scheduler import view
+    from ..scheduler.store import Store
+
+    view.drain(Store.open(state), named, undo=undo)
+
+
+def stop(state: StateOption = DEFAULT_STATE) -> None:
+    """Let all jobs save and end, and the scheduler with them; what is not done stays queued.
+
+    \b
+    hetflow cluster stop
+    """
+    from ..scheduler.serve import request_stop
+
+    request_stop(state)
+
+
+def _unit(state: Path) -> str:
+    given = [word for word in sys.argv[1:] if word != "--print-unit"]
+    words = [sys.executable, "-m", "hetflow", *given]
+    if not any(word == "--state" or word.startswith("--state=") for word in given):
+        words += ["--state", str(state)]
+    return (
+        "[Unit]\nDescription=hetflow scheduler\nAfter=network.target\n\n[Service]\n"
+        f"ExecStart={' '.join(map(_quoted, words))}\n"
+        f"WorkingDirectory={_escaped(str(Path.cwd()))}\n"
+        # Jobs outlive the scheduler, and the next one adopts them.
+        "KillMode=process\nRestart=on-failure\n\n[Install]\nWantedBy=default.target\n"
+    )
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def _quoted(word: str) -> str:
+    """A word of ExecStart: systemd expands % and $ and reads backslashes in quotes."""
+    escaped = _escaped(word).replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
+    return '"' + escaped.replace("\n", "\\n") + '"'

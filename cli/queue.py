@@ -1,0 +1,125 @@
+"""``hetflow queue``, ``logs``, ``cancel``, ``hold`` and ``release``: look after the jobs."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .cluster import DEFAULT_STATE, StateOption
+from .common import JsonFlag, emit, emit_json, note
+
+if TYPE_CHECKING:
+    from ..scheduler.view import Wish
+
+JobArgument = Annotated[str, typer.Argument(help="Its number, or its name.")]
+_REFRESH_SECONDS = 1.0
+_FOLLOW_SECONDS = 0.2
+
+
+def queue(
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second.")] = False,
+    finished: Annotated[
+        int, typer.Option(min=0, help="How many of the jobs that are over to show.")
+    ] = 10,
+    state: StateOption = DEFAULT_STATE,
+    json: JsonFlag = False,
+) -> None:
+    """Show who runs on what, who waits, and what ended.
+
+    \b
+    hetflow queue
+    hetflow queue --json
+    """
+    from ..reports.grid import grid
+    from ..scheduler import view
+    from ..scheduler.store import Store
+
+    store = Store.open(state)
+    while True:
+        rows = view.queue(store, finished=finished)
+        if json:
+            emit_json({"jobs": [row.to_plain() for row in rows]})
+        else:
+            head = ("job", "name", "state", "devices", "weight", "steps/s", "device-s", "leases",
+                    "why")  # fmt: skip
+            table = [
+                (str(row.number), row.name, row.state + (f" ({row.wanted})" if row.wanted else ""),
+                 ", ".join(row.devices), f"{row.priority_weight:g}",
+                 f"{row.predicted_steps_per_second:.3g}" if row.predicted_steps_per_second else "",
+                 f"{row.device_seconds:.0f}", str(row.leases), row.reason or "")
+                for row in rows
+            ]  # fmt: skip
+            clear = "\x1b[H\x1b[2J" if watch and sys.stdout.isatty() else ""
+            emit(clear + grid(head, table))
+        if not watch:
+            return
+        time.sleep(_REFRESH_SECONDS)
+
+
+def logs(
+    job: JobArgument,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job is over.")] = False,
+    state: StateOption = DEFAULT_STATE,
+) -> None:
+    """Print what a job's launches wrote, one after another.
+
+    \b
+    hetflow logs 3
+    hetflow logs -f train
+    """
+    from ..scheduler import view
+    from ..scheduler.store import Store
+
+    store = Store.open(state)
+    number = view.job_number(store, job)
+    read: dict[Path, int] = {}
+    while True:
+        is_open = view.is_open(store, number)
+        for devices, path in view.outputs(store, number):
+            if path not in read:
+                note(f"==> on {devices}")
+            with path.open("rb") as stream:
+                stream.seek(read.get(path, 0))
+                sys.stdout.buffer.write(stream.read())
+                sys.stdout.flush()
+                read[path] = stream.tell()
+        if not (follow and is_open):
+            return
+        time.sleep(_FOLLOW_SECONDS)
+
+
+def cancel(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
+    """Take a job out of the queue; one that runs saves and ends first.
+
+    \b
+    hetflow cancel 3
+    """
+    _ask(job, state, "cancel")
+
+
+def hold(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
+    """Let a job wait until it is released; one that runs saves and ends first.
+
+    \b
+    hetflow hold 3
+    """
+    _ask(job, state, "hold")
+
+
+def release(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
+    """Let a job that is held go on.
+
+    \b
+    hetflow release 3
+    """
+    _ask(job, state, "release")
+
+
+def _ask(job: str, state: Path, wish: "Wish") -> None:
+    from ..scheduler import view
+    from ..scheduler.store import Store
+
+    store = Store.open(state)
+    view.ask(store, view.job_number(store, job), wish)

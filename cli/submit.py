@@ -1,0 +1,82 @@
+"""``hetflow submit``: add a job to a cluster's queue."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..schema.errors import ProblemError
+from .cluster import DEFAULT_STATE, StateOption
+from .common import JsonFlag, emit, emit_json
+
+
+def submit(
+    script: Annotated[
+        Path, typer.Argument(metavar="JOB.toml|SCRIPT", help="A job's file, or its script.")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="The script's own arguments.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="What to call it [the script's name].")] = None,
+    profiles: Annotated[Path | None, typer.Option(help="Profiles of its model.")] = None,
+    model: Annotated[str | None, typer.Option(help="Which model, where there are several.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Global batch: samples of a step.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps that it makes in all.")] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Devices, all of one type [default: 1].")
+    ] = None,
+    virtual_nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Virtual nodes: the same result wherever it was moved to."),
+    ] = None,
+    determinism: Annotated[
+        str | None,
+        typer.Option(help="As for `hetflow launch` [default: elastic with --virtual-nodes]."),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=0, help="Steps between checkpoints [default: when it leaves].")
+    ] = None,
+    weight: Annotated[float | None, typer.Option(help="Priority weight [default: 1].")] = None,
+    deadline: Annotated[
+        float | None, typer.Option(help="Seconds from now within which it shall be done.")
+    ] = None,
+    state: StateOption = DEFAULT_STATE,
+    json: JsonFlag = False,
+) -> None:
+    """Add a job to the queue, and print its number.
+
+    hetflow's own options stand before the script.
+
+    \b
+    hetflow submit train.toml
+    hetflow submit --profiles profiles --batch-size 256 --steps 1000 train.py --epochs 3
+    """
+    from ..scheduler import view
+    from ..scheduler.store import Store
+    from ..scheduler.submission import read_submission, submission
+
+    store = Store.open(state)
+    given: dict[str, Any] = {
+        "name": name, "profiles": None if profiles is None else str(profiles), "model": model,
+        "batch_size": batch_size, "steps": steps, "devices": devices,
+        "virtual_nodes": virtual_nodes, "determinism": determinism,
+        "checkpoint_every": checkpoint_every, "priority_weight": weight,
+        "deadline_seconds": deadline, "arguments": arguments or None,
+    }  # fmt: skip
+    given = {key: value for key, value in given.items() if value is not None}
+    if script.suffix == ".toml":
+        if arguments:
+            raise ProblemError(
+                f"{' '.join(arguments)}: stands behind {script}",
+                hint="hetflow's options stand before it, a script's arguments in the file",
+            )
+        asked = read_submission(script, given)
+    else:
+        asked = submission({"script": str(script), **given}, base=Path.cwd(), name="submit")
+    number = view.submit(store, asked)
+    if json:
+        emit_json({"number": number, "name": asked.name})
+    else:
+        emit(str(number))

@@ -1,0 +1,98 @@
+"""``python -m hetflow.engines.keeper FOLDER LOCK``: runs one lease and writes down how it ended.
+
+It is a process of its own so that a lease outlives the scheduler, and its exit code is not lost.
+Keeper and launch hold the lock that they inherit (a file descriptor); the lease is over when nobody
+holds it. When the keeper is killed the kernel asks the launch to stop.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from .protocol import OUTPUT
+
+WORK = "work.json"
+STARTED = "started.json"
+ENDED = "ended.json"
+LOCK = "lock"
+_PR_SET_PDEATHSIG = 1
+
+
+def write_atomically(path: Path, document: Any) -> None:
+    """Write JSON so that a reader, or a crash, never sees half of it."""
+    making = path.with_name(f".{path.name}.{os.getpid()}")
+    with making.open("w", encoding="utf-8") as stream:
+        json.dump(document, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    making.replace(path)
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot: with its id, its name for good.
+
+    None where it is gone.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def keep(folder: Path, lock: int) -> int:
+    """Run the lease of a folder; its exit code, 128 and the signal's number after a signal."""
+    work = json.loads((folder / WORK).read_text(encoding="utf-8"))
+    # Before the launch is there: whoever asks it to stop must not end its keeper instead.
+    asked: list[int] = []
+    launch: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        for process in launch:
+            process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, pass_on)
+    with (folder / OUTPUT).open("ab") as output:
+        try:
+            process = subprocess.Popen(
+                work["command"],
+                cwd=work["directory"],
+                env={**os.environ, **work["environment"]},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                pass_fds=(lock,),
+                preexec_fn=_stop_with_keeper,
+            )
+        except OSError as error:
+            output.write(f"hetflow: {error.filename}: {error.strerror}\n".encode())
+            write_atomically(folder / STARTED, {"pid": None})
+            write_atomically(folder / ENDED, {"exit_code": 127})
+            return 127
+    write_atomically(folder / STARTED, {"pid": process.pid, "ticks": start_ticks(process.pid)})
+    launch.append(process)
+    for early in asked:  # before it was there
+        process.send_signal(early)
+    code = process.wait()
+    code = code if code >= 0 else 128 - code
+    write_atomically(folder / ENDED, {"exit_code": code})
+    return code
+
+
+def _stop_with_keeper() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(keep(Path(sys.argv[1]), int(sys.argv[2])))

@@ -1,0 +1,80 @@
+"""What a scheduler asks of an engine, and nothing more.
+
+A *lease* is one start of a job's ``hetflow launch`` on given devices. Whatever an engine does is
+found again by the lease's folder alone, so that a scheduler that was killed and started again can
+go on: ``start`` of a lease that was started before does nothing.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+OUTPUT = "output.log"
+"""In a lease's folder: what the launch wrote to stdout and stderr."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDevice:
+    """A device by its name (``server0/V100:1``), the server it is on, and whether it works."""
+
+    name: str
+    device_type: str
+    server: str
+    is_up: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What to start.
+
+    Attributes:
+        folder: The lease's own, which exists; its name is the lease's.
+        command: Program and arguments. No shell reads them.
+        directory: Where it runs.
+        devices: Those it may use.
+        environment: Variables set besides those of the scheduler.
+    """
+
+    folder: Path
+    command: tuple[str, ...]
+    directory: Path
+    devices: tuple[EngineDevice, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What became of a lease.
+
+    ``absent``: it was never started; ``running``: it may still compute or write; ``ended``: it is
+    over for good. ``exit_code`` is None where nobody saw it end (its host went down, say).
+    """
+
+    state: Literal["absent", "running", "ended"]
+    exit_code: int | None = None
+
+
+class Engine(Protocol):
+    """Where launches run."""
+
+    name: str
+
+    def devices(self) -> tuple[EngineDevice, ...]:
+        """All devices, those that are down included; always in the same order."""
+
+    def start(self, work: Work) -> None:
+        """Start a lease, unless it was started before.
+
+        Raises:
+            HetflowError: It cannot be started; says what to do.
+        """
+
+    def stop(self, folder: Path) -> None:
+        """Ask a lease to save and end; one that is over, or was asked, is left alone."""
+
+    def kill(self, folder: Path) -> None:
+        """End a lease at once."""
+
+    def fate(self, folder: Path) -> Fate:
+        """What became of a lease."""

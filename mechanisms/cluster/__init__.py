@@ -1,0 +1,1 @@
+"""What decisions are about: the pool, the jobs present, servers and the devices on them."""

@@ -1,0 +1,99 @@
+"""Elastic weighted fair sharing, and static priority beside it (VirtualFlow 4.2, 6.4).
+
+On one device type. Where algorithm 1 is silent: "expand current allocations" gives free devices by
+weighted fair share to running jobs below their demand; fair shares are whole devices, at least one
+a job where there are enough, at most the demand, the largest remainder first, then the higher
+weight, then the earlier job; "no higher priority job allocations are affected" means that no
+running job of a higher weight than the queue's head would hold fewer devices than now.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A job's weight, the devices it asks for, and those it holds."""
+
+    weight: float
+    demand: int
+    held: int = 0
+
+
+def share_elastically(running: Sequence[Claim], waiting: Sequence[Claim], free: int) -> list[int]:
+    """Algorithm 1: devices of the jobs that run, then of as many from the queue's head as may join.
+
+    Args:
+        running: Jobs that hold devices.
+        waiting: The queue, its head first.
+        free: Devices that are up.
+    """
+    claims = list(running)
+    wanted = _shares(claims, free)
+    for head in waiting:
+        fair = _shares([*claims, head], free)
+        hurt = any(
+            share < claim.held and claim.weight > head.weight
+            for claim, share in zip(claims, fair, strict=False)
+        )
+        if hurt or fair[-1] == 0:
+            break
+        wanted = fair
+        claims.append(head)
+    return wanted
+
+
+def _shares(claims: Sequence[Claim], free: int) -> list[int]:
+    return fair_shares([one.weight for one in claims], [one.demand for one in claims], free)
+
+
+def admit_whole(demands: Sequence[int], free: int) -> int:
+    """Static priority: how many from the queue's head get all that they ask for.
+
+    Args:
+        demands: Devices that each asks for, the queue's head first.
+        free: Devices that nobody holds.
+    """
+    for number, demand in enumerate(demands):
+        if demand > free:
+            return number
+        free -= demand
+    return len(demands)
+
+
+def fair_shares(weights: list[float], demands: list[int], free: int) -> list[int]:
+    """Whole devices by weight, each job at most its demand (weighted max-min with water filling).
+
+    Args:
+        weights: Weight of each job.
+        demands: Devices each asks for.
+        free: Devices to share.
+    """
+    exact = [0.0] * len(weights)
+    open_ = set(range(len(weights)))
+    left = float(free)
+    while open_ and left > 1e-12:
+        level = min(
+            left / sum(weights[i] for i in open_),
+            min((demands[i] - exact[i]) / weights[i] for i in open_),
+        )
+        for i in open_:
+            exact[i] += level * weights[i]
+        left -= level * sum(weights[i] for i in open_)
+        open_ = {i for i in open_ if demands[i] - exact[i] > 1e-9}
+    return _whole(exact, weights, free)
+
+
+def _whole(exact: list[float], weights: list[float], free: int) -> list[int]:
+    shares = [int(value + 1e-9) for value in exact]
+    order = sorted(range(len(exact)), key=lambda i: (-(exact[i] - shares[i]), -weights[i], i))
+    for i in sorted(range(len(exact)), key=lambda i: (-weights[i], i)):
+        if shares[i] == 0 and sum(shares) < free:
+            shares[i] = 1
+    for i in order:
+        if sum(shares) < free and shares[i] < exact[i] - 1e-9:
+            shares[i] += 1
+    for i in sorted(range(len(exact)), key=lambda i: (weights[i], -i)):
+        while sum(shares) > free and shares[i] > 1:
+            shares[i] -= 1
+    return shares

@@ -1,0 +1,209 @@
+"""Leases of a live cluster: what is planned, runs, and is over, with the engine that runs it.
+
+Each transition is written down before the engine is asked to act, and what the engine does for a
+lease it does once, so a scheduler that is killed anywhere goes on where it was.
+"""
+
+import json
+import sqlite3
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..engines.protocol import OUTPUT, Engine, EngineDevice, Work
+from ..schema import files
+from ..schema.errors import FileError, HetflowError
+from ..schema.run import RunRecord
+from .plans import plan_on
+from .store import Store
+from .submission import Submission
+
+PLAN = "plan.json"
+RUN = "run"
+CHECKPOINT = "checkpoint"
+KILL_AFTER_SECONDS = 10.0
+"""After the grace time of a launch has passed: then its workers have not obeyed it."""
+_LONGEST_REASON = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """An open lease: a job on devices. ``state`` is that of the file."""
+
+    job: int
+    number: int
+    devices: tuple[str, ...]
+    state: str
+    started: float | None
+    stop_asked: float | None
+    credited: float | None
+
+    @property
+    def holds_devices(self) -> bool:
+        """Whether its launch may be on its devices."""
+        return self.state != "planned"
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A lease that is over: how long it ran and with which exit code (None: nobody saw it)."""
+
+    lease: Lease
+    exit_code: int | None
+    reason: str | None
+    digest: str | None
+
+
+def open_leases(store: Store) -> list[Lease]:
+    """All leases that are not over, in order of their jobs."""
+    rows = store.rows("SELECT * FROM leases WHERE state != 'over' ORDER BY job, number")
+    return [_lease(row) for row in rows]
+
+
+def _lease(row: sqlite3.Row) -> Lease:
+    return Lease(
+        row["job"], row["number"], tuple(json.loads(row["devices"])), row["state"],
+        row["started"], row["stop_asked"], row["credited"],
+    )  # fmt: skip
+
+
+def plan_lease(store: Store, job: int, devices: Sequence[str], now: float) -> None:
+    """Let a job have devices as soon as they, and the job itself, are free."""
+    [row] = store.rows("SELECT leases FROM jobs WHERE number = ?", job)
+    number = row["leases"] + 1
+    store.run("UPDATE jobs SET leases = ? WHERE number = ?", number, job)
+    store.run(
+        "INSERT INTO leases (job, number, devices, state, planned) VALUES (?, ?, ?, 'planned', ?)",
+        job, number, json.dumps(list(devices)), now,
+    )  # fmt: skip
+
+
+def drop_planned(store: Store, job: int, now: float) -> None:
+    """Let go of a job's lease that never started."""
+    store.run(
+        "UPDATE leases SET state = 'over', ended = ? WHERE job = ? AND state = 'planned'", now, job
+    )
+
+
+def ask_to_stop(store: Store, lease: Lease, now: float) -> None:
+    """Note that a lease has to end; ``pursue`` asks the engine."""
+    store.run(
+        "UPDATE leases SET state = 'stopping', stop_asked = ? WHERE job = ? AND number = ? "
+        "AND state IN ('starting', 'running')", now, lease.job, lease.number,
+    )  # fmt: skip
+
+
+def credit(store: Store, lease: Lease, now: float) -> None:
+    """Note until when a lease's time is counted."""
+    store.run(
+        "UPDATE leases SET credited = ? WHERE job = ? AND number = ?", now, lease.job, lease.number
+    )
+
+
+def begin(store: Store, lease: Lease, now: float) -> None:
+    """Mark a planned lease as starting: from here on its launch may be there."""
+    with store.transaction():
+        _set(store, lease, "starting", started=now)
+        store.run(
+            "UPDATE jobs SET state = 'running', reason = NULL, started = coalesce(started, ?) "
+            "WHERE number = ?", now, lease.job,
+        )  # fmt: skip
+
+
+def start(
+    store: Store,
+    engine: Engine,
+    devices: Mapping[str, EngineDevice],
+    lease: Lease,
+    asked: Submission,
+    grace_seconds: int,
+) -> None:
+    """Start a lease's launch; what was started already is left as it is.
+
+    Raises:
+        HetflowError: There is no plan, or the engine cannot start it.
+    """
+    folder, job_folder = store.lease_folder(lease.job, lease.number), store.job_folder(lease.job)
+    held = tuple(devices[name] for name in lease.devices)
+    plan = plan_on(asked, held[0].device_type, len(held))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{error.filename}: {error.strerror}") from None
+    files.write(folder / PLAN, plan, force=True)
+    command = [
+        sys.executable, "-m", "hetflow", "launch", "--output", str(folder / RUN), "--force",
+        "--checkpoint", str(job_folder / CHECKPOINT),
+        "--checkpoint-every", str(asked.checkpoint_every),
+        "--determinism", asked.level, "--grace", str(grace_seconds),
+        str(folder / PLAN), asked.script, *asked.arguments,
+    ]  # fmt: skip
+    engine.start(
+        Work(folder=folder, command=tuple(command), directory=Path(asked.directory), devices=held)
+    )
+    with store.transaction():
+        store.run(
+            "UPDATE leases SET state = 'running', predicted_steps_per_second = ? "
+            "WHERE job = ? AND number = ? AND state = 'starting'",
+            1.0 / plan.predicted.step_seconds, lease.job, lease.number,
+        )  # fmt: skip
+
+
+def pursue(store: Store, engine: Engine, lease: Lease, grace_seconds: float, now: float) -> None:
+    """Ask a lease that has to end to do so; end it where it does not within its grace time."""
+    folder = store.lease_folder(lease.job, lease.number)
+    if lease.stop_asked is not None and (
+        now - lease.stop_asked > grace_seconds + KILL_AFTER_SECONDS
+    ):
+        engine.kill(folder)
+    else:
+        engine.stop(folder)
+
+
+def fate_of(store: Store, engine: Engine, lease: Lease) -> Ended | None:
+    """How a lease that was started ended; None while it runs."""
+    folder = store.lease_folder(lease.job, lease.number)
+    fate = engine.fate(folder)
+    if fate.state == "running":
+        return None
+    digest = None
+    with suppress(HetflowError):
+        digest = files.read(folder / RUN / "run.json", RunRecord).parameters_digest
+    code = fate.exit_code
+    return Ended(lease, code, None if code == 0 else last_words(folder / OUTPUT, code), digest)
+
+
+def end(store: Store, lease: Lease, now: float, exit_code: int | None = None) -> None:
+    """Mark a lease as over, and count what it had."""
+    seconds = 0.0 if lease.started is None else max(0.0, now - lease.started)
+    store.run(
+        "UPDATE leases SET state = 'over', ended = ?, exit_code = ? WHERE job = ? AND number = ?",
+        now, exit_code, lease.job, lease.number,
+    )  # fmt: skip
+    store.run(
+        "UPDATE jobs SET device_seconds = device_seconds + ? WHERE number = ?",
+        seconds * len(lease.devices), lease.job,
+    )  # fmt: skip
+
+
+def last_words(output: Path, exit_code: int | None) -> str:
+    """What a launch said last: its error, where it wrote one."""
+    ended = "nobody saw how it ended" if exit_code is None else f"exit code {exit_code}"
+    try:
+        with output.open("rb") as stream:
+            stream.seek(max(0, output.stat().st_size - 65536))
+            lines = stream.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ended
+    errors = [line for line in lines if line.startswith("hetflow: ") and "warning:" not in line]
+    said = errors or [line for line in lines if line.strip()]
+    return f"{ended}: {said[-1].strip()[:_LONGEST_REASON]}" if said else ended
+
+
+def _set(store: Store, lease: Lease, state: str, *, started: float) -> None:
+    store.run(
+        "UPDATE leases SET state = ?, started = ? WHERE job = ? AND number = ?",
+        state, started, lease.job, lease.number,
+    )  # fmt: skip

@@ -1,0 +1,402 @@
+"""The scheduler itself: rounds on the wall clock (thesis 5.5, 5.6).
+
+At the end of a round the mechanism says who holds which devices in the next. Who keeps its devices
+goes on without noticing (its lease is renewed); who loses them is asked to save and end, and its
+successor starts as soon as they are free. Between rounds leases that ended are settled, and what
+users want is done. A round begins at once where no job held anything.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..engines.protocol import Engine, EngineDevice
+from ..mechanisms.allocators.named import allocator_named
+from ..mechanisms.cluster.pool import Pool
+from ..mechanisms.cluster.seats import Device, Seat
+from ..mechanisms.rounds.assign import next_round
+from ..mechanisms.rounds.decide import receive
+from ..mechanisms.rounds.rules import RoundRules
+from ..mechanisms.rounds.state import RoundState
+from ..mechanisms.rounds.stored import resumed, stored
+from ..schema.errors import FileError, HetflowError, ProblemError
+from ..schema.files import from_json, to_plain
+from ..schema.jobs import ModelThroughput, Throughputs
+from . import leases
+from .leases import Ended, Lease
+from .plans import as_job, throughput_of
+from .store import Store
+from .submission import Submission
+
+_log = logging.getLogger("hetflow")
+MOST_FAILURES = 10
+"""A job that failed so many times, one after another, is held."""
+_ASKED = (130, 143)  # exit codes of a launch that was asked to stop, and saved
+_USAGE = 2  # of a launch that makes no sense: it would make none the next time
+_LEAST_STEPS = 1.0  # left of a job that is not done, whatever was predicted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a live cluster is run. ``grace_seconds`` is what a job has to save in."""
+
+    policy: str = "las"
+    rules: RoundRules = field(default_factory=RoundRules)
+    grace_seconds: int = 30
+
+
+class Scheduler:
+    """One cluster; ``tick`` does what is due."""
+
+    def __init__(self, store: Store, engine: Engine, settings: Settings) -> None:
+        """Go on where the state is.
+
+        Args:
+            store: The state; nobody else may schedule by it.
+            engine: Where jobs run.
+            settings: How.
+
+        Raises:
+            ProblemError: The state is of other devices, or the policy does not fit.
+        """
+        self._store, self._engine, self._settings = store, engine, settings
+        self._allocator = allocator_named(settings.policy)
+        if self._allocator.shares_space:
+            raise ProblemError(
+                f"{settings.policy} puts two jobs on a device, which a live cluster does not"
+            )
+        self._devices = {device.name: device for device in engine.devices()}
+        self._places = _Places(tuple(self._devices.values()))
+        self._submissions: dict[int, Submission] = {}
+        self._rates: dict[tuple[str, int], ModelThroughput] = {}
+        self._round_ends: float | None = store.get("round_ends")
+        self._has_news = True  # since the last decision
+        names = sorted(self._devices)
+        known = store.get("devices")
+        if known not in (None, names):
+            raise ProblemError(
+                f"{store.folder}: its jobs are scheduled on other devices than "
+                f"{', '.join(names)[:200]}",
+                hint="start with the devices it was started with, or with a new --state",
+            )
+        self._state = self._resumed()
+        if known is None:
+            with store.transaction():
+                store.set("devices", names)
+                drainable = {d.device_type for d in self._devices.values()}
+                drainable |= {d.server for d in self._devices.values()}
+                store.set("drainable", sorted(drainable))
+
+    def _resumed(self) -> RoundState:
+        for row in self._store.rows(
+            "SELECT DISTINCT throughput FROM jobs WHERE state IN ('queued', 'running')"
+        ):
+            rate = ModelThroughput(**json.loads(row["throughput"]))
+            self._rates[rate.model, rate.scale_factor] = rate
+        document = self._store.get("rounds")
+        if document is None:
+            return RoundState.empty(self._pool(), self._places.servers)
+        return resumed(document, self._pool())
+
+    def _pool(self) -> Pool:
+        return Pool(
+            throughputs=Throughputs(models=tuple(self._rates.values())),
+            num_devices=self._places.num_devices,
+        )
+
+    def _submission(self, job: int) -> Submission:
+        if job not in self._submissions:
+            [row] = self._store.rows("SELECT submission FROM jobs WHERE number = ?", job)
+            self._submissions[job] = from_json(row["submission"], Submission, name=f"job {job}")
+        return self._submissions[job]
+
+    def tick(self, now: float) -> None:
+        """Do what is due at a time, in seconds since the epoch.
+
+        Raises:
+            FileError: The state cannot be written.
+        """
+        self._settle(now)
+        self._obey(now)
+        if self._is_due(now):
+            self._decide_or_say(now)
+        self._act(now)
+
+    def stop(self, now: float) -> bool:
+        """Ask all jobs to save and end; whether all have.
+
+        They stay in the queue, and go on when the cluster is started again.
+        """
+        self._settle(now)
+        with self._store.transaction():
+            for lease in leases.open_leases(self._store):
+                leases.drop_planned(self._store, lease.job, now)
+                leases.ask_to_stop(self._store, lease, now)
+            self._store.set("round_ends", None)
+        self._round_ends = None
+        self._act(now)
+        return not leases.open_leases(self._store)
+
+    def _settle(self, now: float) -> None:
+        """Look which leases are over, and what that means for their jobs."""
+        started = [lease for lease in leases.open_leases(self._store)
+                   if lease.state in ("running", "stopping")]  # fmt: skip
+        looked = (leases.fate_of(self._store, self._engine, lease) for lease in started)
+        over = [ended for ended in looked if ended is not None]
+        if not over:
+            return
+        with self._store.transaction():
+            for ended in over:
+                self._credit(ended.lease, now)
+                leases.end(self._store, ended.lease, now, ended.exit_code)
+                self._after(ended, now)
+            self._save()
+
+    def _after(self, ended: Ended, now: float) -> None:
+        lease, store = ended.lease, self._store
+        if ended.exit_code == 0:
+            self._leave(lease.job, now)
+            store.run(
+                "UPDATE jobs SET state = 'done', ended = ?, reason = NULL, digest = ?, "
+                "wanted = NULL WHERE number = ?", now, ended.digest, lease.job,
+            )  # fmt: skip
+            return
+        asked = ended.exit_code in _ASKED or lease.state == "stopping"
+        store.run(
+            "UPDATE jobs SET state = 'queued', reason = ?, "
+            "failures = CASE WHEN ? THEN 0 ELSE failures + 1 END WHERE number = ?",
+            None if asked and ended.exit_code in _ASKED else ended.reason, asked, lease.job,
+        )  # fmt: skip
+        [row] = store.rows("SELECT failures FROM jobs WHERE number = ?", lease.job)
+        if row["failures"] >= MOST_FAILURES or (row["failures"] and ended.exit_code == _USAGE):
+            self._hold(lease.job, ended.reason or "it failed", now)
+
+    def _hold(self, job: int, reason: str, now: float) -> None:
+        self._leave(job, now)
+        self._store.run(
+            "UPDATE jobs SET state = 'held', reason = ?, wanted = NULL WHERE number = ?",
+            reason, job,
+        )  # fmt: skip
+
+    def _leave(self, job: int, now: float) -> None:
+        """Let a job out of the rounds, and what was planned for it go."""
+        leases.drop_planned(self._store, job, now)
+        self._state.leave({str(job)})
+        self._submissions.pop(job, None)
+        self._has_news = True
+
+    def _obey(self, now: float) -> None:
+        """Do what users want: new jobs, cancellations, holds, releases."""
+        fresh = self._store.rows("SELECT number FROM jobs WHERE state = 'submitted'")
+        wanting = self._store.rows("SELECT number, state, wanted FROM jobs WHERE wanted NOT NULL")
+        if not fresh and not wanting:
+            return
+        open_ = {
+            lease.job: lease for lease in leases.open_leases(self._store) if lease.holds_devices
+        }
+        with self._store.transaction():
+            self._admit([row["number"] for row in fresh], now)
+            for row in wanting:
+                self._grant(row["number"], row["state"], row["wanted"], open_, now)
+            self._save()
+
+    def _grant(
+        self, job: int, state: str, wanted: str, open_: dict[int, Lease], now: float
+    ) -> None:
+        store = self._store
+        if wanted == "release":
+            if state == "held":
+                store.run("UPDATE jobs SET failures = 0 WHERE number = ?", job)
+                self._admit([job], now)
+            store.run("UPDATE jobs SET wanted = NULL WHERE number = ?", job)
+            return
+        leases.drop_planned(store, job, now)
+        lease = open_.get(job)
+        if lease is not None:
+            leases.ask_to_stop(store, lease, now)
+            return  # it is done when the lease is over
+        if wanted == "hold" and state == "queued":
+            self._hold(job, "held by its user", now)
+        elif wanted == "cancel" and state in ("queued", "held"):
+            self._leave(job, now)
+            store.run("UPDATE jobs SET state = 'cancelled', ended = ? WHERE number = ?", now, job)
+        store.run("UPDATE jobs SET wanted = NULL WHERE number = ?", job)
+
+    def _admit(self, jobs: Sequence[int], now: float) -> None:
+        """Let jobs into the rounds; hold those that can never run."""
+        found: dict[int, ModelThroughput] = {}
+        for job in jobs:
+            try:
+                asked = self._submission(job)
+                found[job] = throughput_of(asked, self._places.num_devices)
+            except HetflowError as error:
+                self._hold(job, error.message, now)
+        self._know(found.values())
+        entering = []
+        for job, rate in found.items():
+            [row] = self._store.rows("SELECT submitted FROM jobs WHERE number = ?", job)
+            entering.append(as_job(job, self._submission(job), row["submitted"]))
+            self._store.run(
+                "UPDATE jobs SET state = 'queued', reason = NULL, throughput = ? WHERE number = ?",
+                json.dumps(to_plain(rate)), job,
+            )  # fmt: skip
+        if entering:
+            self._state.admit(entering, self._settings.rules.head_start_seconds)
+            self._has_news = True
+
+    def _know(self, rates: Iterable[ModelThroughput]) -> None:
+        """Add throughputs to the pool's; those of jobs that are gone are forgotten."""
+        new = {(one.model, one.scale_factor): one for one in rates}
+        if new.items() <= self._rates.items():
+            return
+        here = {(job.model, job.scale_factor) for job in self._state.active.jobs}
+        self._rates = {key: one for key, one in self._rates.items() if key in here} | new
+        self._state = resumed(stored(self._state), self._pool())
+
+    def _is_due(self, now: float) -> bool:
+        if not len(self._state.active):
+            return False
+        if self._round_ends is None or now >= self._round_ends:
+            return True
+        return self._has_news and not leases.open_leases(self._store)
+
+    def _credit(self, lease: Lease, now: float) -> None:
+        """Count the time that a lease had since it was counted last."""
+        active = self._state.active
+        places = [place for place, job in enumerate(active.jobs) if job.id == str(lease.job)]
+        if lease.started is None or not places:
+            return
+        seconds = max(0.0, now - max(lease.started, lease.credited or lease.started))
+        kind, place = self._places.seat(lease.devices)[0][0], places[0]
+        receive(self._state, np.array([kind]), np.array([place]), np.array([seconds]))
+        active.held[kind, place] += seconds
+        done = seconds * active.rate[kind, place]
+        active.left[place] = max(_LEAST_STEPS, active.left[place] - done)
+        leases.credit(self._store, lease, now)
+
+    def _decide_or_say(self, now: float) -> None:
+        """Begin a round; where the policy finds no answer, all stays for a round as it is."""
+        try:
+            self._decide(now)
+        except FileError:
+            raise
+        except HetflowError as error:
+            _log.warning(f"nobody moves in this round: {error.message}")
+            self._state = self._resumed()  # as it was before
+            self._has_news = False
+            self._round_ends = now + self._settings.rules.round_seconds
+
+    def _decide(self, now: float) -> None:
+        """Begin a round."""
+        store, rules = self._store, self._settings.rules
+        self._devices = {device.name: device for device in self._engine.devices()}
+        open_ = leases.open_leases(store)
+        with store.transaction():
+            for lease in open_:
+                self._credit(lease, now)
+            held = {
+                str(lease.job): self._places.seat(lease.devices)
+                for lease in open_
+                if lease.state != "stopping"
+            }
+            found = next_round(
+                self._state, self._allocator, now, rules,
+                sizes=self._places.sizes, down=self._down(), held=held,
+            )  # fmt: skip
+            kept = set()
+            for lease in open_:
+                if lease.state == "stopping":
+                    continue
+                if found.get(str(lease.job)) == self._places.seat(lease.devices):
+                    kept.add(lease.job)  # renewed
+                    continue
+                leases.drop_planned(store, lease.job, now)
+                leases.ask_to_stop(store, lease, now)
+            for job, seat in found.items():
+                if int(job) not in kept:
+                    leases.plan_lease(store, int(job), self._places.names(seat), now)
+            self._has_news = False
+            self._round_ends = now + rules.round_seconds
+            store.set("round_ends", self._round_ends)
+            self._save()
+
+    def _down(self) -> list[Device]:
+        drained = set(self._store.get("drained") or ())
+        return [
+            self._places.device(device.name)
+            for device in self._devices.values()
+            if not device.is_up or drained & {device.server, device.device_type}
+        ]
+
+    def _act(self, now: float) -> None:
+        """Start what may start, and see that what has to end does."""
+        open_ = leases.open_leases(self._store)
+        busy = Counter(name for lease in open_ if lease.holds_devices for name in lease.devices)
+        running = {lease.job for lease in open_ if lease.holds_devices}
+        for lease in open_:
+            if lease.state == "stopping":
+                leases.pursue(
+                    self._store, self._engine, lease, float(self._settings.grace_seconds), now
+                )
+            elif lease.state == "starting":
+                self._start(lease, now)
+            elif lease.state == "planned" and lease.job not in running:
+                if any(busy[name] for name in lease.devices):
+                    continue
+                busy.update(lease.devices)
+                running.add(lease.job)
+                leases.begin(self._store, lease, now)
+                self._start(lease, now)
+
+    def _start(self, lease: Lease, now: float) -> None:
+        try:
+            leases.start(
+                self._store, self._engine, self._devices, lease, self._submission(lease.job),
+                self._settings.grace_seconds,
+            )  # fmt: skip
+        except HetflowError as error:
+            with self._store.transaction():
+                leases.end(self._store, lease, now)
+                self._hold(lease.job, error.message, now)
+                self._save()
+
+    def _save(self) -> None:
+        self._store.set("rounds", stored(self._state))
+
+
+class _Places:
+    """Devices by name, and as mechanisms count them: (type, server, number there)."""
+
+    def __init__(self, devices: tuple[EngineDevice, ...]) -> None:
+        self.num_devices = dict(Counter(device.device_type for device in devices))
+        rows: dict[str, dict[str, list[str]]] = {name: {} for name in self.num_devices}
+        for device in devices:
+            rows[device.device_type].setdefault(device.server, []).append(device.name)
+        self.sizes = tuple(
+            tuple(len(names) for names in servers.values()) for servers in rows.values()
+        )
+        self._name = {
+            (kind, place, number): name
+            for kind, servers in enumerate(rows.values())
+            for place, names in enumerate(servers.values())
+            for number, name in enumerate(names)
+        }
+        self._device = {name: device for device, name in self._name.items()}
+
+    @property
+    def servers(self) -> tuple[tuple[int, ...], ...] | None:
+        """Devices of each type on each server; None where placement does not count."""
+        return self.sizes if any(len(row) > 1 for row in self.sizes) else None
+
+    def device(self, name: str) -> Device:
+        return self._device[name]
+
+    def seat(self, names: tuple[str, ...]) -> Seat:
+        return tuple(sorted(self._device[name] for name in names))
+
+    def names(self, seat: Seat) -> list[str]:
+        return [self._name[device] for device in seat]

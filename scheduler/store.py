@@ -1,0 +1,194 @@
+"""The state of a live cluster: one SQLite file, every transition in a transaction.
+
+Commands write what they want (a job, a cancellation, a drained server) and read what is; the
+scheduler alone moves jobs and leases. Only the file's owner may read or write it.
+"""
+
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from ..schema.errors import FileError, ProblemError
+
+FILE = "state.sqlite"
+FORMAT = "hetflow.cluster-state/1"
+_BUSY_SECONDS = 10.0
+_TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    submission TEXT NOT NULL,
+    state TEXT NOT NULL DEFAULT 'submitted' CHECK (state IN
+        ('submitted', 'queued', 'running', 'held', 'done', 'cancelled')),
+    reason TEXT,
+    wanted TEXT CHECK (wanted IN ('hold', 'release', 'cancel')),
+    submitted REAL NOT NULL,
+    started REAL,
+    ended REAL,
+    failures INTEGER NOT NULL DEFAULT 0,
+    leases INTEGER NOT NULL DEFAULT 0,
+    device_seconds REAL NOT NULL DEFAULT 0,
+    throughput TEXT,
+    digest TEXT
+);
+CREATE INDEX jobs_open ON jobs(state) WHERE state NOT IN ('done', 'cancelled');
+CREATE INDEX jobs_wanted ON jobs(wanted) WHERE wanted IS NOT NULL;
+CREATE TABLE leases (
+    job INTEGER NOT NULL REFERENCES jobs(number),
+    number INTEGER NOT NULL,
+    devices TEXT NOT NULL,
+    state TEXT NOT NULL CHECK (state IN ('planned', 'starting', 'running', 'stopping', 'over')),
+    planned REAL NOT NULL,
+    started REAL,
+    stop_asked REAL,
+    credited REAL,
+    ended REAL,
+    exit_code INTEGER,
+    predicted_steps_per_second REAL,
+    PRIMARY KEY (job, number)
+);
+-- No job runs twice at once, whatever a scheduler does wrong.
+CREATE UNIQUE INDEX one_lease ON leases(job) WHERE state IN ('starting', 'running', 'stopping');
+CREATE INDEX leases_open ON leases(state) WHERE state != 'over';
+"""
+
+
+class Store:
+    """The file of one cluster, open."""
+
+    def __init__(self, folder: Path, connection: sqlite3.Connection) -> None:
+        """Hold an open file; ``create`` and ``open`` make one."""
+        self.folder = folder
+        self._connection = connection
+
+    @classmethod
+    def create(cls, folder: Path) -> "Store":
+        """Open a cluster's state, or begin one.
+
+        Raises:
+            FileError: The folder cannot be written, or its state is of another version.
+        """
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(os.open(folder / FILE, os.O_CREAT | os.O_RDWR, 0o600))
+        except OSError as error:
+            raise FileError(f"{error.filename}: {error.strerror}") from None
+        store = cls(folder, _connected(folder / FILE))
+        with store.transaction():
+            if not store.rows("SELECT name FROM sqlite_master WHERE name = 'meta'"):
+                for statement in _TABLES.split(";\n"):
+                    store.run(statement)
+                store.set("format", FORMAT)
+        store._refuse_others()
+        return store
+
+    @classmethod
+    def open(cls, folder: Path) -> "Store":
+        """Open the state of a cluster that was started.
+
+        Raises:
+            FileError: There is none, or it is of another version.
+        """
+        if not (folder / FILE).is_file():
+            raise FileError(
+                f"{folder}: no cluster was started there",
+                hint="name its folder with --state, or start one with `hetflow cluster start`",
+            )
+        store = cls(folder, _connected(folder / FILE))
+        store._refuse_others()
+        return store
+
+    def _refuse_others(self) -> None:
+        try:
+            found = self.get("format")
+        except (sqlite3.Error, ValueError) as error:
+            raise FileError(f"{self.folder / FILE}: not a cluster's state: {error}") from None
+        if found != FORMAT:
+            raise FileError(
+                f"{self.folder / FILE}: its format is {found!r}, this hetflow knows {FORMAT!r}",
+                hint="go on with the hetflow that wrote it, or take a new folder",
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All that is written within happens, or nothing.
+
+        Raises:
+            FileError: The file cannot be written: the disk is full, say.
+        """
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+            self._connection.execute("COMMIT")
+        except (sqlite3.OperationalError, sqlite3.DatabaseError) as error:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+            raise FileError(
+                f"{self.folder / FILE}: {error}", hint="make room, or see who holds it"
+            ) from error
+
+    def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
+        """The answer to a query."""
+        return self._connection.execute(query, values).fetchall()
+
+    def run(self, statement: str, *values: object) -> int:
+        """Write; the number of the row that was added, if one was."""
+        return self._connection.execute(statement, values).lastrowid or 0
+
+    def get(self, key: str) -> Any:
+        """A value of the cluster's own; None where it was never set."""
+        found = self.rows("SELECT value FROM meta WHERE key = ?", key)
+        return json.loads(found[0]["value"]) if found else None
+
+    def set(self, key: str, value: Any) -> None:
+        """Set a value of the cluster's own."""
+        self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, json.dumps(value))
+
+    def lease_folder(self, job: int, lease: int) -> Path:
+        """Where a lease's plan, output and run record are."""
+        return self.job_folder(job) / "leases" / str(lease)
+
+    def job_folder(self, job: int) -> Path:
+        """Where a job's checkpoints and leases are."""
+        return self.folder / "jobs" / str(job)
+
+
+def _connected(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)
+    connection.row_factory = sqlite3.Row
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+    except sqlite3.Error as error:
+        raise FileError(f"{path}: not a cluster's state: {error}") from None
+    return connection
+
+
+def lock(folder: Path) -> IO[str]:
+    """Be the only scheduler of a folder, for as long as what is returned is open.
+
+    Raises:
+        ProblemError: Another one is there.
+    """
+    stream = (folder / "scheduler.lock").open("a")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        raise ProblemError(
+            f"{folder}: a scheduler runs on this state already",
+            hint="stop it (`hetflow cluster stop`), or take another --state",
+        ) from None
+    return stream

@@ -1,0 +1,155 @@
+"""What users see of a cluster's state, and what they may ask of it."""
+
+import json
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ..engines.protocol import OUTPUT
+from ..schema.errors import ProblemError
+from ..schema.files import to_json
+from .store import Store
+from .submission import Submission
+
+Wish = Literal["hold", "release", "cancel"]
+_OVER = ("done", "cancelled")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuedJob:
+    """One row of the queue; times are seconds since the epoch."""
+
+    number: int
+    name: str
+    state: str
+    wanted: str | None
+    devices: tuple[str, ...]
+    priority_weight: float
+    predicted_steps_per_second: float | None
+    submitted: float
+    started: float | None
+    ended: float | None
+    leases: int
+    device_seconds: float
+    failures: int
+    reason: str | None
+    digest: str | None
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+
+def submit(store: Store, asked: Submission) -> int:
+    """Add a job to the queue; its number."""
+    with store.transaction():
+        return store.run(
+            "INSERT INTO jobs (submission, submitted) VALUES (?, ?)", to_json(asked), time.time()
+        )
+
+
+def queue(store: Store, *, finished: int = 10) -> list[QueuedJob]:
+    """Jobs that are not over, in order of submission, then those that ended last.
+
+    Args:
+        store: The state.
+        finished: How many of those that are over.
+    """
+    what = "FROM jobs LEFT JOIN leases ON leases.job = jobs.number AND leases.state IN " \
+           "('starting', 'running', 'stopping')"  # fmt: skip
+    columns = "jobs.*, leases.devices, leases.predicted_steps_per_second AS predicted"
+    rows = store.rows(
+        f"SELECT {columns} {what} WHERE jobs.state NOT IN ('done', 'cancelled') "  # noqa: S608
+        "ORDER BY jobs.number"
+    ) + store.rows(
+        f"SELECT {columns} {what} WHERE jobs.state IN ('done', 'cancelled') "  # noqa: S608
+        "ORDER BY jobs.ended DESC LIMIT ?", finished
+    )  # fmt: skip
+    found = []
+    for row in rows:
+        asked = json.loads(row["submission"])
+        found.append(
+            QueuedJob(
+                number=row["number"], name=asked["name"], state=row["state"],
+                wanted=row["wanted"], devices=tuple(json.loads(row["devices"] or "[]")),
+                priority_weight=asked.get("priority_weight", 1.0),
+                predicted_steps_per_second=row["predicted"], submitted=row["submitted"],
+                started=row["started"], ended=row["ended"], leases=row["leases"],
+                device_seconds=row["device_seconds"], failures=row["failures"],
+                reason=row["reason"], digest=row["digest"],
+            )
+        )  # fmt: skip
+    return found
+
+
+def job_number(store: Store, named: str) -> int:
+    """The job of a number, or of a name that only one job has.
+
+    Raises:
+        ProblemError: There is none, or several.
+    """
+    if named.isascii() and named.isdigit() and len(named) < 19:
+        if store.rows("SELECT number FROM jobs WHERE number = ?", int(named)):
+            return int(named)
+    rows = store.rows(
+        "SELECT number FROM jobs WHERE json_extract(submission, '$.name') = ?", named
+    )  # fmt: skip
+    if len(rows) == 1:
+        return int(rows[0]["number"])
+    if rows:
+        numbers = ", ".join(str(row["number"]) for row in rows[:10])
+        raise ProblemError(f"{len(rows)} jobs are called {named!r}", hint=f"give one of {numbers}")
+    raise ProblemError(f"no job {named!r}", hint="`hetflow queue` lists them")
+
+
+def ask(store: Store, number: int, wish: Wish) -> None:
+    """Ask the scheduler to hold, release or cancel a job.
+
+    Raises:
+        ProblemError: The job is over, or not held.
+    """
+    with store.transaction():
+        [row] = store.rows("SELECT state FROM jobs WHERE number = ?", number)
+        if row["state"] in _OVER:
+            raise ProblemError(f"job {number} is {row['state']} already")
+        if wish == "release" and row["state"] != "held":
+            raise ProblemError(f"job {number} is {row['state']}, not held")
+        if wish == "hold" and row["state"] == "held":
+            raise ProblemError(f"job {number} is held already")
+        store.run("UPDATE jobs SET wanted = ? WHERE number = ?", wish, number)
+
+
+def drain(store: Store, named: str, *, undo: bool) -> None:
+    """Let jobs leave a device type or a server with the next round, or come back.
+
+    Raises:
+        ProblemError: The cluster has no such type or server.
+    """
+    with store.transaction():
+        known = store.get("drainable") or []
+        if named not in known:
+            raise ProblemError(
+                f"the cluster has no device type or server {named!r}",
+                hint=f"it has {', '.join(known)[:200]}",
+            )
+        drained = set(store.get("drained") or ()) - {named}
+        store.set("drained", sorted(drained if undo else drained | {named}))
+
+
+def outputs(store: Store, number: int) -> list[tuple[str, Path]]:
+    """What a job's launches wrote, oldest first: their devices, and the file, if it is there."""
+    rows = store.rows(
+        "SELECT number, devices FROM leases WHERE job = ? ORDER BY number", number
+    )  # fmt: skip
+    paths = [
+        (", ".join(json.loads(row["devices"])), store.lease_folder(number, row["number"]) / OUTPUT)
+        for row in rows
+    ]
+    return [(devices, path) for devices, path in paths if path.is_file()]
+
+
+def is_open(store: Store, number: int) -> bool:
+    """Whether a job may still write something."""
+    [row] = store.rows("SELECT state FROM jobs WHERE number = ?", number)
+    return row["state"] not in (*_OVER, "held")

@@ -1,0 +1,110 @@
+"""A cluster in memory: profiles made by hand, and an engine whose leases end when a test says."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from hetflow.engines.protocol import OUTPUT, EngineDevice, Fate, Work
+from hetflow.scheduler.submission import Submission
+
+
+def profile(device_type: str, seconds: float, speed: float) -> dict[str, object]:
+    """A profile of one pass of 4 to 16 samples on an emulated type."""
+    return {
+        "schema": "hetflow.profile/1", "model": "tiny", "device_type": device_type,
+        "device_memory_bytes": 1 << 30, "weight_bytes": 1000, "update_seconds": 0.001,
+        "emulation": {"speed": speed, "base_device_type": "cpu"},
+        "batch_curve": [
+            {"batch_size": size, "step_seconds": seconds * size / 4, "peak_memory_bytes": 1 << 20}
+            for size in (4, 8, 16)
+        ],
+        "sync": {"num_devices": 2, "sync_seconds": 0.001},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def profiles(tmp_path: Path) -> Path:
+    """A folder of profiles of a model on a fast and a slow emulated type."""
+    folder = tmp_path / "profiles"
+    folder.mkdir()
+    for name, seconds, speed in (("cpu:fast", 0.02, 0.1), ("cpu:slow", 0.04, 0.05)):
+        path = folder / f"{name.replace(':', '-')}.json"
+        path.write_text(json.dumps(profile(name, seconds, speed)))
+    return folder
+
+
+@pytest.fixture
+def asked(tmp_path: Path, profiles: Path) -> Callable[..., Submission]:
+    """Make a job with sane defaults."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+
+    def make(name: str, **given: object) -> Submission:
+        values: dict[str, object] = {
+            "name": name, "script": str(script), "directory": str(tmp_path),
+            "profiles": str(profiles), "batch_size": 16, "steps": 1000.0, "virtual_nodes": 4,
+        }  # fmt: skip
+        return Submission(**{**values, **given})  # type: ignore[arg-type]
+
+    return make
+
+
+@dataclass
+class FakeEngine:
+    """Leases that do nothing. It fails the test when two of them share a device or a job."""
+
+    number: int = 4
+    down: set[str] = field(default_factory=set)
+    running: dict[Path, Work] = field(default_factory=dict)
+    ended: dict[Path, int | None] = field(default_factory=dict)
+    stopping: set[Path] = field(default_factory=set)
+    heeds: bool = True
+    name: str = "fake"
+
+    def devices(self) -> tuple[EngineDevice, ...]:
+        return tuple(
+            EngineDevice(f"{kind}:{i}", kind, "here", f"{kind}:{i}" not in self.down)
+            for kind in ("cpu:fast", "cpu:slow")
+            for i in range(self.number)
+        )
+
+    def start(self, work: Work) -> None:
+        if work.folder in self.running or work.folder in self.ended:
+            return
+        held = {device.name for device in work.devices}
+        for other in self.running.values():
+            assert not held & {device.name for device in other.devices}
+            assert other.folder.parent != work.folder.parent  # of one job
+        assert not held & self.down
+        self.running[work.folder] = work
+
+    def stop(self, folder: Path) -> None:
+        self.stopping.add(folder)
+        if self.heeds and folder in self.running:
+            self.end(folder, 143)
+
+    def kill(self, folder: Path) -> None:
+        self.end(folder, 137)
+
+    def end(self, folder: Path, code: int | None, said: str = "") -> None:
+        del self.running[folder]
+        self.ended[folder] = code
+        (folder / OUTPUT).write_text(said)
+
+    def fate(self, folder: Path) -> Fate:
+        if folder in self.running:
+            return Fate("running")
+        return Fate("ended", self.ended[folder]) if folder in self.ended else Fate("absent")
+
+    def jobs(self) -> dict[int, Path]:
+        """The lease of each job that runs."""
+        return {int(folder.parent.parent.name): folder for folder in self.running}
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    """Four fast devices and four slow ones."""
+    return FakeEngine()

@@ -1,0 +1,121 @@
+"""A real cluster on this host: jobs that are moved, orphaned and adopted end with their bits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hetflow.scheduler import view
+from hetflow.scheduler.store import Store
+from hetflow.tests import programs
+
+from .conftest import profile
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+
+torch.manual_seed(0)
+x = torch.randn(64, 8)
+model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+job = hf.prepare(model, optimizer)
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=16, shuffle=True)
+for epoch in range(50):
+    for batch in job.batches(loader):
+        job.backward(lambda x, y: nn.functional.mse_loss(model(x), y), batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    job.print(f"epoch {epoch}")
+"""
+START = ["cluster", "start", "--gpus", "1xcpu:fast,1xcpu:slow", "--round", "4", "--grace", "20"]
+LIMIT_SECONDS = 150.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a script and profiles whose steps take 20 and 40 ms."""
+    monkeypatch.setenv(programs.VARIABLE, programs.preloaded())
+    monkeypatch.setenv("HETFLOW_STATE", str(tmp_path / "state"))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "profiles").mkdir()
+    for name, seconds, speed in (("cpu:fast", 0.005, 0.2), ("cpu:slow", 0.01, 0.1)):
+        path = tmp_path / "profiles" / f"{name.replace(':', '-')}.json"
+        path.write_text(json.dumps(profile(name, seconds, speed)))
+    return tmp_path
+
+
+def hetflow(*words: str, folder: Path) -> str:
+    command = [sys.executable, "-m", "hetflow", *words]
+    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    with (folder / "scheduler.log").open("ab") as log:
+        command = [sys.executable, "-m", "hetflow", *START]
+        return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+
+
+def test_jobs_moved_and_orphaned_end_as_the_same_job_alone(folder: Path) -> None:
+    hetflow("solve", "split", "--profiles", "profiles", "--gpus", "1xcpu:fast", "--batch-size",
+            "16", "--virtual-nodes", "4", "-o", "plan.json", folder=folder)  # fmt: skip
+    hetflow("launch", "-o", "alone", "--determinism", "elastic", "plan.json", "train.py",
+            folder=folder)  # fmt: skip
+    alone = json.loads((folder / "alone" / "run.json").read_text())["parameters_digest"]
+    scheduler = start(folder)
+    try:
+        end = time.monotonic() + LIMIT_SECONDS
+        while not (folder / "state" / "state.sqlite").exists():
+            time.sleep(0.05)
+            assert time.monotonic() < end
+        time.sleep(0.5)
+        for weight in ("1", "2", "3"):
+            hetflow("submit", "--name", f"job {weight}'s $(touch x)", "--profiles", "profiles",
+                    "--batch-size", "16", "--steps", "200", "--virtual-nodes", "4", "--weight",
+                    weight, "train.py", folder=folder)  # fmt: skip
+        store, kills = Store.open(folder / "state"), 0
+        while any(job.state != "done" for job in view.queue(store)):
+            assert time.monotonic() < end, view.queue(store)
+            assert not any(job.state == "held" for job in view.queue(store)), view.queue(store)
+            time.sleep(0.3)
+            moved = sum(job.leases for job in view.queue(store))
+            if kills < 2 and moved > 3 * (kills + 1):
+                kills += 1
+                scheduler.send_signal(signal.SIGKILL)
+                scheduler.wait()
+                scheduler = start(folder)
+        jobs = view.queue(store)
+        assert kills
+        assert sum(job.leases for job in jobs) > len(jobs)  # some were preempted
+        assert {job.digest for job in jobs} == {alone}
+        assert "epoch 49" in hetflow("logs", "3", folder=folder)
+        assert not (folder / "x").exists()
+        hetflow("cluster", "stop", folder=folder)
+        assert scheduler.wait(20) == 0
+    finally:
+        scheduler.kill()
+        scheduler.wait()
+    assert not left_over(folder)
+
+
+def left_over(folder: Path) -> list[str]:
+    """Processes that still run something of the folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (process / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder / "state") in line and int(process.name) != os.getpid():
+            found.append(line)
+    return found

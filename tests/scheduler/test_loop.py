@@ -1,0 +1,273 @@
+"""The live loop with a clock of its own and an engine that does nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hetflow.engines.protocol import Fate
+from hetflow.mechanisms.rounds.rules import RoundRules
+from hetflow.scheduler.loop import MOST_FAILURES, Scheduler, Settings
+from hetflow.scheduler.store import Store
+from hetflow.scheduler.submission import Submission
+from hetflow.scheduler.view import submit
+from hetflow.schema.errors import ProblemError
+from hetflow.tests.profiles import examples
+
+from .conftest import FakeEngine
+
+ROUND = 10.0
+RULES = RoundRules(round_seconds=ROUND, reset_seconds=0.0)
+Asked = Callable[..., Submission]
+
+
+class Cluster:
+    """A scheduler, its state and the time."""
+
+    def __init__(self, folder: Path, engine: FakeEngine, policy: str = "las_weighted") -> None:
+        self.folder, self.engine, self.now = folder, engine, 1000.0
+        self.settings = Settings(policy=policy, rules=RULES, grace_seconds=5)
+        self.restart()
+
+    def restart(self) -> None:
+        self.store = Store.create(self.folder)
+        self.scheduler = Scheduler(self.store, self.engine, self.settings)
+
+    def submit(self, *jobs: Submission) -> list[int]:
+        return [submit(self.store, job) for job in jobs]
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.scheduler.tick(self.now)
+
+    def states(self) -> list[str]:
+        return [row["state"] for row in self.store.rows("SELECT state FROM jobs ORDER BY number")]
+
+    def job(self, number: int) -> dict[str, object]:
+        return dict(self.store.rows("SELECT * FROM jobs WHERE number = ?", number)[0])
+
+    def want(self, number: int, what: str) -> None:
+        self.store.run("UPDATE jobs SET wanted = ? WHERE number = ?", what, number)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, engine: FakeEngine) -> Cluster:
+    return Cluster(tmp_path / "state", engine)
+
+
+def test_a_job_starts_at_once_on_an_idle_cluster_and_its_lease_is_renewed(
+    cluster: Cluster, asked: Asked
+) -> None:
+    cluster.submit(asked("a", devices=2))
+    cluster.tick()
+    [work] = cluster.engine.running.values()
+    assert [device.device_type for device in work.devices] == ["cpu:fast"] * 2
+    assert "--determinism" in work.command
+    assert work.command[work.command.index("--determinism") + 1] == "elastic"
+    for _ in range(5):
+        cluster.tick(ROUND)
+    assert list(cluster.engine.running.values()) == [work]
+    cluster.engine.end(work.folder, 0)
+    cluster.tick(1.0)
+    assert cluster.states() == ["done"]
+    assert cluster.job(1)["device_seconds"] == pytest.approx(2 * (5 * ROUND + 1))
+
+
+def test_more_jobs_than_devices_take_turns_by_weight(tmp_path: Path, asked: Asked) -> None:
+    cluster = Cluster(tmp_path / "state", FakeEngine(number=1))
+    cluster.submit(asked("heavy", priority_weight=2.0), asked("a"), asked("b"), asked("c"))
+    served = dict.fromkeys(range(1, 5), 0)
+    for _ in range(60):
+        cluster.tick()
+        cluster.tick(0.1)  # who was asked to stop has
+        assert len(cluster.engine.running) == 2
+        for job in cluster.engine.jobs():
+            served[job] += 1
+        cluster.tick(ROUND)
+    assert min(served.values()) >= 15
+    assert served[1] == max(served.values())
+    assert set(cluster.engine.ended.values()) == {143}
+
+
+def test_a_successor_waits_until_its_devices_are_free(tmp_path: Path, asked: Asked) -> None:
+    engine = FakeEngine(number=1, heeds=False)
+    cluster = Cluster(tmp_path / "state", engine)
+    cluster.submit(*(asked(name) for name in "abc"))
+    cluster.tick()
+    before = engine.jobs()
+    cluster.tick(ROUND)
+    assert engine.jobs() == before
+    assert engine.stopping
+    cluster.tick(ROUND / 2)
+    assert engine.jobs() == before
+    late = set(engine.stopping)
+    cluster.tick(ROUND + 1.0)  # grace 5 s and 10 s more have passed
+    cluster.tick(0.1)
+    assert engine.ended == dict.fromkeys(late, 137)
+    assert len(engine.running) == 2
+    assert engine.jobs() != before
+
+
+def test_a_failing_job_is_tried_again_and_held_with_its_error(
+    cluster: Cluster, asked: Asked
+) -> None:
+    cluster.submit(asked("bad"))
+    for _ in range(MOST_FAILURES):
+        assert cluster.states() in (["submitted"], ["queued"])
+        cluster.tick(ROUND)
+        [folder] = cluster.engine.running
+        cluster.engine.end(folder, 1, "noise\nhetflow: worker 0 failed: boom\n")
+        cluster.tick(0.1)
+    assert cluster.states() == ["held"]
+    assert cluster.job(1)["reason"] == "exit code 1: hetflow: worker 0 failed: boom"
+    cluster.want(1, "release")
+    cluster.tick(ROUND)
+    assert cluster.states() == ["running"]
+
+
+def test_a_launch_that_makes_no_sense_is_held_at_once(cluster: Cluster, asked: Asked) -> None:
+    cluster.submit(asked("bad"))
+    cluster.tick()
+    [folder] = cluster.engine.running
+    cluster.engine.end(folder, 2, "hetflow: train.py: no such file\n")
+    cluster.tick(0.1)
+    assert cluster.states() == ["held"]
+
+
+def test_jobs_that_can_never_run_are_held_and_hold_up_nobody(
+    cluster: Cluster, asked: Asked, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    cluster.submit(
+        asked("large", devices=16), asked("odd", batch_size=7), asked("good"),
+        asked("unprofiled", profiles=str(tmp_path / "empty")),
+    )  # fmt: skip
+    cluster.tick()
+    assert cluster.states() == ["held", "held", "running", "held"]
+    assert "16 are asked for, the cluster has 4" in str(cluster.job(1)["reason"])
+
+
+def test_hold_release_and_cancel(cluster: Cluster, asked: Asked) -> None:
+    cluster.submit(asked("a"), asked("b"))
+    cluster.tick()
+    cluster.want(1, "hold")
+    cluster.want(2, "cancel")
+    cluster.tick(0.1)
+    cluster.tick(0.1)
+    assert cluster.states() == ["held", "cancelled"]
+    assert not cluster.engine.running
+    cluster.want(1, "release")
+    cluster.tick(0.1)
+    assert cluster.states() == ["running", "cancelled"]
+
+
+def test_jobs_leave_devices_that_are_drained_or_down(cluster: Cluster, asked: Asked) -> None:
+    cluster.submit(asked("a"))
+    cluster.tick()
+    with cluster.store.transaction():
+        cluster.store.set("drained", ["cpu:fast"])
+    cluster.tick(ROUND)
+    cluster.tick(0.1)
+    [work] = cluster.engine.running.values()
+    assert work.devices[0].device_type == "cpu:slow"
+    cluster.engine.down = {device.name for device in cluster.engine.devices()}
+    cluster.tick(ROUND)
+    cluster.tick(0.1)
+    assert not cluster.engine.running
+    assert cluster.states() == ["queued"]
+    cluster.engine.down = set()
+    cluster.tick(ROUND)
+    assert cluster.states() == ["running"]
+
+
+def test_stop_ends_all_leases_and_keeps_all_jobs(cluster: Cluster, asked: Asked) -> None:
+    cluster.submit(*(asked(str(i)) for i in range(9)))
+    cluster.tick()
+    assert not cluster.scheduler.stop(cluster.now)
+    assert cluster.scheduler.stop(cluster.now + 0.1)
+    assert cluster.states() == ["queued"] * 9
+    cluster.restart()
+    cluster.tick(1.0)
+    assert len(cluster.engine.running) == 8
+
+
+def test_a_policy_without_an_answer_moves_nobody_and_says_so(
+    tmp_path: Path, engine: FakeEngine, asked: Asked, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = Cluster(tmp_path / "state", engine, policy="min_cost")  # it needs prices
+    cluster.submit(asked("a"))
+    for _ in range(3):
+        cluster.tick(ROUND)
+    assert cluster.states() == ["queued"]
+    assert "nobody moves in this round" in caplog.text
+
+
+def test_a_state_of_other_devices_is_refused(cluster: Cluster, engine: FakeEngine) -> None:
+    engine.number = 2
+    with pytest.raises(ProblemError, match="other devices"):
+        cluster.restart()
+
+
+class Died(BaseException):
+    """A kill of the scheduler, wherever it is."""
+
+
+class Fragile:
+    """Dies before or after one of its calls, the one that the test drew."""
+
+    def __init__(self, inner: FakeEngine) -> None:
+        self.inner, self.left = inner, 10**9
+        self.name = inner.name
+
+    def devices(self) -> object:
+        return self.inner.devices()
+
+    def fate(self, folder: Path) -> Fate:
+        return self.inner.fate(folder)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*given: object) -> None:
+            self._live()
+            getattr(self.inner, name)(*given)
+            self._live()
+
+        return call
+
+    def _live(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Died
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.sampled_from([0, 143, 1, None])), min_size=1,
+                max_size=12))  # fmt: skip
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_scheduler_killed_anywhere_loses_no_job_and_runs_none_twice(
+    tmp_path_factory: pytest.TempPathFactory, asked: Asked,
+    history: list[tuple[int, int | None]],
+) -> None:  # fmt: skip
+    """The fake engine asserts that no device and no job is in two leases at once."""
+    engine = Fragile(FakeEngine(number=1))
+    cluster = Cluster(tmp_path_factory.mktemp("state"), engine)  # type: ignore[arg-type]
+    cluster.submit(*(asked(str(i)) for i in range(4)))
+    for left, code in history:
+        engine.left = left
+        try:
+            cluster.tick(ROUND)
+            cluster.tick(0.1)
+        except Died:
+            cluster.store.close()
+            cluster.restart()
+        if engine.inner.running and code is not None:
+            engine.inner.end(next(iter(engine.inner.running)), code)
+    engine.left = 10**9
+    for _ in range(20):
+        for folder in list(engine.inner.running):
+            engine.inner.end(folder, 0)
+        cluster.tick(ROUND)
+        cluster.tick(0.1)
+    assert cluster.states() == ["done"] * 4
+    done = [folder.parent.parent.name for folder, code in engine.inner.ended.items() if code == 0]
+    assert sorted(done) == ["1", "2", "3", "4"]
