@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ..devices.backend import DEVICES
+from ..devices.cpu import DEVICE_TYPE
+from ..devices.emulated import GRAMMAR, is_emulated
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, ProblemError
 from .keeper import ENDED, LOCK, STARTED, WORK, start_ticks, write_atomically
@@ -33,7 +36,7 @@ class LocalEngine:
         """Offer devices.
 
         Args:
-            pool: The devices; types other than ``cpu`` and emulated ones are this host's GPUs.
+            pool: The devices; those beside the CPU and emulated ones are this host's accelerators.
 
         Raises:
             ProblemError: The pool names more than one server.
@@ -49,7 +52,7 @@ class LocalEngine:
             for number in range(count)
         )
         self._keepers: dict[Path, subprocess.Popen[bytes]] = {}
-        self._entries = _cuda_entries(pool)
+        self._accelerators = _accelerators(pool)
 
     def devices(self) -> tuple[EngineDevice, ...]:
         """All devices; those of this host are up."""
@@ -82,11 +85,13 @@ class LocalEngine:
             )
 
     def _document(self, work: Work) -> dict[str, object]:
-        visible = [self._entries[device.name] for device in work.devices
-                   if device.name in self._entries]  # fmt: skip
+        held = [self._accelerators[device.name] for device in work.devices
+                if device.name in self._accelerators]  # fmt: skip
         environment = dict(work.environment)
-        if self._entries:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+        for kind in {kind for kind, _ in self._accelerators.values()}:
+            # Also where a lease holds none of a kind: it must not see those of others.
+            own = [name for one, name in held if one == kind]
+            environment |= DEVICES.get(kind).visibility(own)
         return {
             "command": list(work.command),
             "directory": str(work.directory),
@@ -147,13 +152,19 @@ def _read(path: Path) -> dict[str, int] | None:
     return document
 
 
-def _cuda_entries(pool: Cluster) -> Mapping[str, str]:
-    """Entries for CUDA_VISIBLE_DEVICES of the pool's devices that are GPUs, by their names.
+def _accelerators(pool: Cluster) -> Mapping[str, tuple[str, str]]:
+    """The kind, and torch's name, of the pool's devices that are not this host's processors.
+
+    Asked of a process of its own: a scheduler that runs for weeks holds no device.
 
     Raises:
         ProblemError: This host has fewer of a type.
     """
-    wanted = {n: c for n, c in pool.num_devices.items() if n.split(":")[0] != "cpu"}
+    wanted = {
+        name: count
+        for name, count in pool.num_devices.items()
+        if name != DEVICE_TYPE and not is_emulated(name)
+    }
     if not wanted:
         return {}
     answer = subprocess.run(
@@ -161,22 +172,18 @@ def _cuda_entries(pool: Cluster) -> Mapping[str, str]:
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     rows = json.loads(answer.stdout)["devices"] if answer.returncode == 0 else []
-    have = {
-        row["device_type"]: [name.partition(":")[2] for name in row["torch_devices"]]
-        for row in rows
-    }  # fmt: skip
+    have = {row["device_type"]: (row["kind"], row["torch_devices"]) for row in rows}
     for name, count in wanted.items():
-        if len(have.get(name, [])) < count:
+        here = len(have[name][1]) if name in have else 0
+        if here < count:
             raise ProblemError(
-                f"the pool has {count} x {name}, this host {len(have.get(name, []))}",
-                hint="`hetflow devices` lists what it has; emulated types begin with cpu:",
+                f"the pool has {count} x {name}, this host {here}",
+                hint=f"`hetflow devices` lists what it has; emulated types are {GRAMMAR}",
             )
-    outer = os.environ.get("CUDA_VISIBLE_DEVICES")
-    outside = [entry.strip() for entry in outer.split(",")] if outer else None
     return {
-        f"{name}:{number}": outside[int(index)] if outside else index
+        f"{name}:{number}": (have[name][0], torch_name)
         for name, count in wanted.items()
-        for number, index in enumerate(have[name][:count])
+        for number, torch_name in enumerate(have[name][1][:count])
     }
 
 

@@ -11,13 +11,12 @@ from ..planning.solve import solve
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError
 from ..schema.jobs import Job, ModelThroughput
-from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
 from .submission import Submission
 
 
-def plan_on(asked: Submission, device_type: str, number: int) -> SplitPlan | PipelinePlan:
+def plan_on(asked: Submission, device_type: str, number: int) -> SplitPlan:
     """The plan of a job on so many devices of a type, by its profiles as they are at first.
 
     Raises:
@@ -36,9 +35,9 @@ def _plan(
     virtual_nodes: int | None,
     device_type: str,
     number: int,
-) -> SplitPlan | PipelinePlan:
+) -> SplitPlan:
     gpus = f"{number}x{device_type}"
-    return solve(
+    found = solve(
         SolveRequest(
             profiles=_profiles(profiles, model),
             pool=Cluster.parse(gpus),
@@ -49,6 +48,8 @@ def _plan(
             fastest=True,
         )
     )
+    assert isinstance(found, SplitPlan)
+    return found
 
 
 @lru_cache(maxsize=256)
