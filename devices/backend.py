@@ -120,8 +120,12 @@ class DeviceBackend(ABC):
         """
 
     @abstractmethod
-    def worker_environment(self) -> dict[str, str]:
-        """What else a worker on such a device is started with."""
+    def worker_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """What else a worker on such a device is started with.
+
+        Args:
+            inherited: The environment that it gets anyway.
+        """
 
     def pins(self, level: "Determinism") -> dict[str, str]:
         """What a determinism level fixes by environment for such devices."""

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ..schema.launch import Determinism
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_TO_ROCM = "HIP_VISIBLE_DEVICES"
 
 
 @device_backend
@@ -30,7 +32,9 @@ class CudaBackend(AcceleratorBackend):
         "CUDNN_": "as CUBLAS_",
         "NVIDIA_": "as CUDA_; TF32 among them",
     }
-    late_variables = {VISIBLE: "the driver reads it at its first use, after the fork"}
+    late_variables = dict.fromkeys(
+        (VISIBLE, VISIBLE_TO_ROCM), "the driver reads it at its first use, after the fork"
+    )
 
     def local_devices(self) -> tuple[LocalDevice, ...]:
         """The visible GPUs by type, in torch's order."""
@@ -52,16 +56,16 @@ class CudaBackend(AcceleratorBackend):
         )
 
     def visibility(self, devices: Sequence[str]) -> dict[str, str]:
-        """By the entries of our own CUDA_VISIBLE_DEVICES, where it is set."""
-        outer = os.environ.get(VISIBLE)
+        """By the entries of our own variable, where it is set.
+
+        ROCm reads both variables, and its own wins.
+        """
+        names = (VISIBLE_TO_ROCM, VISIBLE) if _is_rocm() else (VISIBLE,)
+        outer = next((os.environ[name] for name in names if os.environ.get(name)), "")
         entries = [entry.strip() for entry in outer.split(",")] if outer else []
         numbers = [int(device.partition(":")[2]) for device in devices]
         chosen = [entries[n] if n < len(entries) else str(n) for n in numbers]
-        return {VISIBLE: ",".join(chosen)}
-
-    def worker_environment(self) -> dict[str, str]:
-        """Nothing."""
-        return {}
+        return dict.fromkeys(names, ",".join(chosen))
 
     def pins(self, level: "Determinism") -> dict[str, str]:
         """The workspace by which cuBLAS chooses its split of long sums; no TF32 on unlike types."""
@@ -69,8 +73,11 @@ class CudaBackend(AcceleratorBackend):
         return fixed | ({"NVIDIA_TF32_OVERRIDE": "0"} if level == "heterogeneous" else {})
 
     def identity(self, device: "torch.device") -> str | None:
-        """The GPU's UUID."""
+        """The GPU's place on the PCI bus: NCCL refuses slices of one GPU, though UUIDs differ."""
         properties = self.module.get_device_properties(device)
+        if hasattr(properties, "pci_bus_id"):
+            at = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
+            return "{:04x}:{:02x}:{:02x}".format(*at)
         return str(getattr(properties, "uuid", device.index))
 
     def arithmetic(self, device: "torch.device") -> str:
@@ -102,6 +109,12 @@ class CudaBackend(AcceleratorBackend):
             "(FIND|GET) was unable to find an engine",
             "miopenStatusAllocFailed",
         )
+
+
+def _is_rocm() -> bool:
+    """Whether the torch that is loaded is ROCm's; where none is, nobody has listed devices."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.version.hip is not None
 
 
 def local_device_types() -> list[str]:

@@ -44,6 +44,7 @@ class Facts:
     python: str
     torch: str | None
     torch_cuda: str | None = None
+    torch_hip: str | None = None
     torch_archs: tuple[str, ...] = ()
     torch_devices: tuple[str, ...] = ()
     driver: str | None = None
@@ -55,13 +56,20 @@ class Facts:
     memory_bytes: int | None = None
     disk_free_bytes: int | None = None
 
+    @property
+    def _build(self) -> tuple[str, str]:
+        """What torch was built for."""
+        if self.torch_hip is not None:
+            return "ROCm build", self.torch_hip
+        return "CUDA build", self.torch_cuda or "none (CPU build)"
+
     def rows(self) -> list[tuple[str, str]]:
         """The facts for people: a label and a value each."""
         gib = 1 << 30
         return [
             ("python", self.python),
             ("torch", self.torch or "not installed"),
-            ("CUDA build", self.torch_cuda or "none (CPU build)"),
+            self._build,
             ("CUDA archs", " ".join(self.torch_archs) or "none"),
             ("driver", self.driver or "none"),
             ("GPUs by driver", ", ".join(gpu.name for gpu in self.gpus) or "none"),
@@ -119,7 +127,7 @@ def _torch_findings(facts: Facts) -> list[Finding]:
                 mend="install torch from pytorch.org's or the package index's wheels",
             )
         )
-    if facts.torch_cuda and facts.torch_devices and "nccl" not in facts.backends:
+    if facts.torch_devices and "nccl" not in facts.backends:
         found.append(
             Finding(
                 level="warning",
@@ -136,7 +144,8 @@ def _gpu_findings(facts: Facts) -> list[Finding]:
         return [
             Finding(
                 level="warning",
-                text=f"{_names(facts.gpus)} cannot be used: torch {facts.torch} is a CPU build",
+                text=f"{_names(facts.gpus)} cannot be used: torch {facts.torch} is a "
+                f"{'CPU' if facts.torch_hip is None else 'ROCm'} build",
                 mend="install a CUDA build: https://pytorch.org/get-started/locally",
             )
         ]
@@ -270,6 +279,7 @@ def _torch_facts() -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
+        "torch_hip": torch.version.hip,
         "torch_archs": tuple(torch.cuda.get_arch_list()) if cuda else (),
         "torch_devices": tuple(
             torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())

@@ -1,6 +1,7 @@
 """The devices of this machine, over all kinds: which there are, and which one a worker is on."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .backend import DEVICES, LocalDevice
@@ -32,9 +33,28 @@ def devices_of_types(types: Collection[str]) -> dict[str, LocalDevice]:
     return {device.device_type: device for device in local_devices() if device.device_type in types}
 
 
-def device_of_worker(device: LocalDevice, index: int) -> str:
-    """Torch's name of the device of one of several workers; they may share a host's own."""
-    return device.torch_devices[0 if device.is_host else index]
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A child that sees one device alone: its environment, and torch's name of the device in it."""
+
+    environment: dict[str, str]
+    device: str
+
+
+def pinned(local: LocalDevice, torch_device: str) -> Pinned:
+    """Pin a child to one of these devices, as a launch does.
+
+    Args:
+        local: The devices of one type.
+        torch_device: Torch's name of one of them in this process.
+    """
+    device = torch_device if local.is_host else f"{local.kind}:0"
+    return Pinned(local.backend.visibility([torch_device]), device)
+
+
+def pinned_worker(local: LocalDevice, index: int) -> Pinned:
+    """Pin one of several workers that have a device each, or share a host's own."""
+    return pinned(local, local.torch_devices[0 if local.is_host else index])
 
 
 def is_host_type(device_type: str) -> bool:

@@ -22,10 +22,14 @@ class Seat:
     kind: str
     device: str
 
-    def environment(self) -> dict[str, str]:
-        """What the worker is started with, so that it sees its device and no other."""
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """What the worker is started with, so that it sees its device and no other.
+
+        Args:
+            inherited: The environment that it gets anyway.
+        """
         backend = DEVICES.get(self.kind)
-        return backend.visibility([self.device]) | backend.worker_environment()
+        return backend.visibility([self.device]) | backend.worker_environment(inherited)
 
 
 def seat_workers(

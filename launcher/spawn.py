@@ -148,7 +148,7 @@ def worker_commands(
 
 
 def _device_settings(seat: Seat, meeting: Meeting, inherited: Mapping[str, str]) -> dict[str, str]:
-    settings = seat.environment()
+    settings = seat.environment(inherited)
     for name in INTERFACE_VARIABLES:
         if meeting.interface and name not in inherited:
             settings[name] = meeting.interface

@@ -263,8 +263,8 @@ def test_a_kind_of_device_from_outside_is_listed_and_launched(
     assert (request.torch_device, request.local.num_threads) == ("cpu", cores.num_devices)
     config = launch_of(whole_cpu, "cpu")
     first, second = seat_workers(config.workers, config)
-    assert first.environment()["OMP_NUM_THREADS"] == str(cores.num_devices)
-    assert second.environment()["OMP_NUM_THREADS"] == "1"
+    assert first.environment({})["OMP_NUM_THREADS"] == str(cores.num_devices)
+    assert second.environment({})["OMP_NUM_THREADS"] == "1"
     assert device_of_type(whole_cpu, local_rank=0) == torch.device("cpu")
     with pytest.raises(TargetError, match="needs 2 x wholecpu, this machine has 1"):
         seat_workers(launch_of(whole_cpu, whole_cpu).workers, launch_of(whole_cpu, whole_cpu))

@@ -91,7 +91,7 @@ def test_each_cuda_worker_gets_a_device_of_its_type(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,GPU-7")
     config = config_of("P100", "V100", "P100", "cpu")
     seats = devices.seat_workers(config.workers, config)
-    visible = [seat.environment().get("CUDA_VISIBLE_DEVICES") for seat in seats]
+    visible = [seat.environment({}).get("CUDA_VISIBLE_DEVICES") for seat in seats]
     assert visible == ["4", "6", "GPU-7", None]
     short = config_of("V100", "V100")
     with pytest.raises(TargetError, match="needs 2 x V100, this machine has 1"):
