@@ -75,9 +75,9 @@ class CudaBackend(AcceleratorBackend):
     def identity(self, device: "torch.device") -> str | None:
         """The GPU's place on the PCI bus: NCCL refuses slices of one GPU, though UUIDs differ."""
         properties = self.module.get_device_properties(device)
-        if hasattr(properties, "pci_bus_id"):
-            at = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-            return "{:04x}:{:02x}:{:02x}".format(*at)
+        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        if all(hasattr(properties, name) for name in names):
+            return ":".join(f"{getattr(properties, name):02x}" for name in names)
         return str(getattr(properties, "uuid", device.index))
 
     def arithmetic(self, device: "torch.device") -> str:

@@ -22,14 +22,61 @@ class Seat:
     kind: str
     device: str
 
+    @property
+    def is_host(self) -> bool:
+        """Whether the device is a part of the host itself."""
+        return DEVICES.get(self.kind).is_host
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a worker sees of its host.
+
+    Its own device is the one at place ``local_rank`` of ``devices``, so that scripts find it as
+    under torchrun: ``torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))``.
+    """
+
+    seat: Seat
+    local_rank: int
+    devices: tuple[str, ...]
+
+    @property
+    def own_device(self) -> str | None:
+        """Torch's name, in the worker, of the accelerator that is its own; None without one."""
+        return None if self.seat.is_host else f"{self.seat.kind}:{self.local_rank}"
+
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """What the worker is started with, so that it sees its device and no other.
+        """What the worker is started with.
 
         Args:
             inherited: The environment that it gets anyway.
         """
-        backend = DEVICES.get(self.kind)
-        return backend.visibility([self.device]) | backend.worker_environment(inherited)
+        backend = DEVICES.get(self.seat.kind)
+        return backend.visibility(self.devices) | backend.worker_environment(inherited)
+
+
+def views(seats: Sequence[Seat]) -> list[View]:
+    """What each worker sees, where these start together on one host.
+
+    Workers with accelerators are numbered first, in order of ranks: each sees those of all of them.
+    Where a host has accelerators of two kinds, each kind is numbered by itself.
+    """
+    by_rank = sorted(seats, key=lambda seat: seat.slot.rank)
+    on_host = [seat for seat in by_rank if seat.is_host]
+    found = []
+    for seat in seats:
+        if seat.is_host:
+            number = len(seats) - len(on_host) + on_host.index(seat)
+            found.append(View(seat, number, (seat.device,)))
+            continue
+        alike = [other for other in by_rank if other.kind == seat.kind]
+        found.append(View(seat, alike.index(seat), tuple(other.device for other in alike)))
+    return found
+
+
+def view_alone(seat: Seat) -> View:
+    """What a worker sees that is started while others train: its accelerator, and no other."""
+    return View(seat, seat.slot.rank if seat.is_host else 0, (seat.device,))
 
 
 def seat_workers(
