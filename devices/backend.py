@@ -29,7 +29,8 @@ class LocalDevice:
     """The local devices of one type. ``memory_bytes`` is that of one device.
 
     ``kind`` names the backend. ``torch_devices`` are torch's names of them; those of a host's own
-    processors are all alike.
+    processors are all alike. ``distinctions`` are what another host may add to the type's name, to
+    tell it from others that it has.
     """
 
     device_type: str
@@ -39,6 +40,7 @@ class LocalDevice:
     memory_bytes: int
     compute_capability: str | None = None
     driver: str | None = None
+    distinctions: tuple[str, ...] = ()
 
     @property
     def num_devices(self) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .accelerator import AcceleratorBackend
 from .backend import LocalDevice, device_backend
-from .naming import device_type_name
+from .naming import GpuFacts, device_type_names
 
 if TYPE_CHECKING:
     import torch
@@ -38,21 +38,26 @@ class CudaBackend(AcceleratorBackend):
 
     def local_devices(self) -> tuple[LocalDevice, ...]:
         """The visible GPUs by type, in torch's order."""
+        gpus = local_gpus()
         by_type: dict[str, list[int]] = {}
-        for index, device_type in enumerate(local_device_types()):
+        for index, device_type in enumerate(device_type_names(gpus)):
             by_type.setdefault(device_type, []).append(index)
-        return tuple(self._local(device_type, indices) for device_type, indices in by_type.items())
+        return tuple(
+            self._local(device_type, indices, gpus[indices[0]])
+            for device_type, indices in by_type.items()
+        )
 
-    def _local(self, device_type: str, indices: list[int]) -> LocalDevice:
-        facts = [self.module.get_device_properties(index) for index in indices]
+    def _local(self, device_type: str, indices: list[int], facts: GpuFacts) -> LocalDevice:
+        limits = [self.module.get_device_properties(index).total_memory for index in indices]
         return LocalDevice(
             device_type=device_type,
             kind=self.kind,
-            name=str(facts[0].name),
+            name=facts.name,
             torch_devices=tuple(f"{self.kind}:{index}" for index in indices),
-            memory_bytes=min(int(fact.total_memory) for fact in facts),
-            compute_capability=f"{facts[0].major}.{facts[0].minor}",
+            memory_bytes=min(map(int, limits)),
+            compute_capability=".".join(map(str, facts.capability)),
             driver=nvidia_driver(),
+            distinctions=facts.distinctions,
         )
 
     def visibility(self, devices: Sequence[str]) -> dict[str, str]:
@@ -117,15 +122,21 @@ def _is_rocm() -> bool:
     return torch is not None and torch.version.hip is not None
 
 
-def local_device_types() -> list[str]:
-    """The type of each visible GPU, by index; empty where there is none."""
+def local_gpus() -> list[GpuFacts]:
+    """The visible GPUs, by index; empty where there are none."""
     import torch
 
     if not torch.cuda.is_available():
         return []
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return [
-        device_type_name(torch.cuda.get_device_name(index))
-        for index in range(torch.cuda.device_count())
+        GpuFacts(
+            name=str(properties.name),
+            capability=(int(properties.major), int(properties.minor)),
+            num_multiprocessors=int(properties.multi_processor_count),
+            memory_bytes=int(properties.total_memory),
+        )
+        for properties in found
     ]
 
 

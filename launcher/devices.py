@@ -1,5 +1,6 @@
 """Which local device each worker of this host gets."""
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -12,6 +13,8 @@ from ..devices.emulated import base_type
 from ..devices.local import IMAGINED, accelerators, devices_of_types
 from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import LaunchConfig, WorkerSlot
+
+_log = logging.getLogger("hetflow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +100,30 @@ def seat_workers(
     """
     bases = {slot.device_type: base_type(slot.device_type, config) for slot in slots}
     local = devices_of_types(set(bases.values()))
+    for name, device in local.items():
+        if device.device_type != name:
+            _log.warning(
+                f"the plan's {name} is taken to be this machine's {device.device_type} "
+                f"({device.name})"
+            )
     hosts_own = {name: device for name, device in local.items() if device.is_host}
     _check_hosts_own(config.workers if taken else slots, hosts_own)
     needed = Counter(slot.device_type for slot in slots)
-    free = {
-        name: [entry for entry in device.torch_devices if entry not in taken]
-        for name, device in local.items()
-        if not device.is_host
-    }
+    held = set(taken)
     seats = []
     for slot in slots:
         base = bases[slot.device_type]
         if base in hosts_own:
-            device = hosts_own[base]
-            seats.append(Seat(slot, device.kind, device.torch_devices[0]))
+            part = hosts_own[base]
+            seats.append(Seat(slot, part.kind, part.torch_devices[0]))
             continue
-        if not free.get(base):
-            present = local[base].num_devices if base in local else 0
-            raise _too_few(base, needed[slot.device_type], present)
-        seats.append(Seat(slot, local[base].kind, free[base].pop(0)))
+        found = local.get(base)
+        names = found.torch_devices if found is not None else ()
+        own = next((name for name in names if name not in held), None)
+        if found is None or own is None:
+            raise _too_few(base, needed[slot.device_type], len(names))
+        held.add(own)
+        seats.append(Seat(slot, found.kind, own))
     return seats
 
 
