@@ -1,5 +1,7 @@
 """``hetflow.profile``."""
 
+import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -7,6 +9,8 @@ from typing import Literal
 from ..schema.errors import ProblemError
 from ..schema.optimizer import named_optimizer
 from ..schema.profile import Profile
+
+_log = logging.getLogger("hetflow")
 
 Effort = Literal["quick", "usual", "thorough"]
 Progress = Callable[[str, float | None], None]
@@ -64,6 +68,7 @@ def profile(
         ([8], True)
     """
     from ..devices.local import local_devices
+    from ..devices.precision import emulated_bfloat16, mixed_tf32
     from ..devices.requests import parse_requests
     from ..profilers import targets
     from ..profilers.batch_curve import CurveLimits, parse_sizes
@@ -98,6 +103,10 @@ def profile(
         command=command,
     )
     requests = parse_requests(devices, local_devices())
+    capabilities = {request.device_type: request.local.compute_capability for request in requests}
+    for remark in (emulated_bfloat16(capabilities), mixed_tf32(capabilities, os.environ)):
+        if remark is not None:
+            _log.warning(remark)
     if progress is None:
         return profile_target(parsed, requests, options)
     return profile_target(parsed, requests, options, progress)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from .cuda import nvidia_driver
 from .memory import machine_memory_bytes
+from .precision import TF32_OVERRIDE, emulated_bfloat16, mixed_tf32
 
 EXTRAS = {
     "matplotlib": ("plots", "plots in `hetflow show`"),
@@ -53,6 +54,7 @@ class Facts:
     missing_extras: tuple[str, ...] = ()
     cores: int = 1
     omp_num_threads: str | None = None
+    tf32_override: str | None = None
     memory_bytes: int | None = None
     disk_free_bytes: int | None = None
 
@@ -100,7 +102,12 @@ def is_usable(found: tuple[Finding, ...]) -> bool:
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
     """Judge the facts: what does not work, and what to do about it. Worst first."""
-    found = [*_torch_findings(facts), *_gpu_findings(facts), *_machine_findings(facts)]
+    found = [
+        *_torch_findings(facts),
+        *_gpu_findings(facts),
+        *_precision_findings(facts),
+        *_machine_findings(facts),
+    ]
     found += [
         Finding(
             level="info",
@@ -162,6 +169,20 @@ def _gpu_findings(facts: Facts) -> list[Finding]:
             )
         )
     return list(dict.fromkeys(found))
+
+
+def _precision_findings(facts: Facts) -> list[Finding]:
+    if facts.torch_cuda is None:
+        return []
+    capabilities = {gpu.name: gpu.compute_capability for gpu in facts.gpus}
+    override = {} if facts.tf32_override is None else {TF32_OVERRIDE: facts.tf32_override}
+    emulated, mixed = emulated_bfloat16(capabilities), mixed_tf32(capabilities, override)
+    found = []
+    if mixed is not None:
+        found.append(Finding(level="warning", text=mixed))
+    if emulated is not None:
+        found.append(Finding(level="info", text=emulated))
+    return found
 
 
 def _generation_findings(gpu: Gpu, facts: Facts) -> list[Finding]:
@@ -261,6 +282,7 @@ def collect_facts() -> Facts:
         missing_extras=tuple(name for name in EXTRAS if importlib.util.find_spec(name) is None),
         cores=len(os.sched_getaffinity(0)),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        tf32_override=os.environ.get(TF32_OVERRIDE),
         memory_bytes=machine_memory_bytes(),
         disk_free_bytes=shutil.disk_usage(".").free,
         **_torch_facts(),

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ..preload import VARIABLE, Preload
+from ..protocol.pins import pins
 from ..protocol.record import Status, WorkerReport, assemble
 from ..schema import files
 from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig, WorkerSlot
 from ..schema.masking import mask
 from ..schema.run import Generation, RunEvent, RunRecord
-from .devices import Seat, crowding, imagined_seats, seat_workers
+from .devices import Seat, imagined_seats, remarks, seat_workers
 from .failures import Failure, first_cause, interruption, silence, tail_of
 from .generations import Generations
 from .heartbeat import Limits
@@ -168,9 +169,10 @@ class _Run:
         try:
             slots, self._meeting = hosts.join(self._watch)
             seats = seat_workers(slots, request.config)
-            crowded = crowding(slots, request.config)
-            if crowded:
-                self._warn(crowded)
+            for remark in remarks(
+                slots, request.config, {**os.environ, **pins(request.config.determinism)}
+            ):
+                self._warn(remark)
             _fill_folder(request)
             self._inbox = Inbox(request.folder)
             commands = _commands(request, seats, self._meeting)

@@ -1,6 +1,5 @@
 """Which local device each worker of this host gets."""
 
-import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -11,10 +10,9 @@ from ..devices.backend import DEVICES, LocalDevice
 from ..devices.cpu import DEVICE_TYPE as CPU
 from ..devices.emulated import base_type
 from ..devices.local import IMAGINED, accelerators, devices_of_types
+from ..devices.precision import emulated_bfloat16, mixed_tf32
 from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import LaunchConfig, WorkerSlot
-
-_log = logging.getLogger("hetflow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +98,6 @@ def seat_workers(
     """
     bases = {slot.device_type: base_type(slot.device_type, config) for slot in slots}
     local = devices_of_types(set(bases.values()))
-    for name, device in local.items():
-        if device.device_type != name:
-            _log.warning(
-                f"the plan's {name} is taken to be this machine's {device.device_type} "
-                f"({device.name})"
-            )
     hosts_own = {name: device for name, device in local.items() if device.is_host}
     _check_hosts_own(config.workers if taken else slots, hosts_own)
     needed = Counter(slot.device_type for slot in slots)
@@ -156,6 +148,31 @@ def _too_few(device_type: str, needed: int, present: int) -> HetflowError:
         hint="solve again for the devices at hand (`hetflow devices`), or launch over several "
         "hosts with --nnodes",
     )
+
+
+def remarks(
+    slots: Sequence[WorkerSlot], config: LaunchConfig, environment: Mapping[str, str]
+) -> list[str]:
+    """What to know of the devices that these slots get here, though it does not end the launch.
+
+    Args:
+        slots: Of this host.
+        config: The launch they are of.
+        environment: Of the workers.
+    """
+    local = devices_of_types({base_type(slot.device_type, config) for slot in slots})
+    found = [
+        f"the plan's {name} is taken to be this machine's {device.device_type} ({device.name})"
+        for name, device in local.items()
+        if device.device_type != name
+    ]
+    capabilities = {name: device.compute_capability for name, device in local.items()}
+    said = (
+        crowding(slots, config),
+        emulated_bfloat16(capabilities),
+        mixed_tf32(capabilities, environment),
+    )
+    return found + [text for text in said if text is not None]
 
 
 def crowding(slots: Sequence[WorkerSlot], config: LaunchConfig) -> str | None:

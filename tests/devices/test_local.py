@@ -1,13 +1,11 @@
 """Which of this machine's devices a plan means."""
 
-import logging
-
 import pytest
 
 from hetflow.devices.backend import LocalDevice
 from hetflow.devices.cuda import CudaBackend
 from hetflow.devices.local import devices_of_types, own_type
-from hetflow.launcher.devices import seat_workers
+from hetflow.launcher.devices import remarks, seat_workers
 from hetflow.schema.errors import TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 
@@ -32,16 +30,16 @@ def host(monkeypatch: pytest.MonkeyPatch) -> list[LocalDevice]:
 
 
 def test_a_plan_made_before_names_told_gpus_apart_still_launches_and_a_warning_says_so(
-    host: list[LocalDevice], caplog: pytest.LogCaptureFixture
+    host: list[LocalDevice],
 ) -> None:
     host.append(gpus("H100PCIe", 0))
     nodes = (VirtualNode(index=0, batch_size=1),)
     slot = WorkerSlot(rank=0, device_type="H100", virtual_nodes=nodes)
     config = LaunchConfig(model="m", global_batch_size=1, workers=(slot,))
-    with caplog.at_level(logging.WARNING, logger="hetflow"):
-        (seat,) = seat_workers(config.workers, config)
+    (seat,) = seat_workers(config.workers, config)
     assert seat.device == "cuda:0"
-    assert "the plan's H100 is taken to be this machine's H100PCIe" in caplog.text
+    (said,) = remarks(config.workers, config, {})
+    assert "the plan's H100 is taken to be this machine's H100PCIe" in said
     assert own_type(0, {"H100", "V100"}) == "H100"
 
 
