@@ -3,7 +3,14 @@
 from pathlib import Path
 
 from ..planning.allocate import allocation_problem
-from ..planning.inputs import Pool, Profiles, pool_of, profiles_of
+from ..planning.inputs import (
+    Pool,
+    Profiles,
+    pool_of,
+    profiles_of,
+    types_of,
+    under_todays_names,
+)
 from ..planning.judging import faults_of_plan
 from ..schema.errors import ProblemError
 from ..schema.files import Plan
@@ -62,7 +69,10 @@ def check(
     """
     devices = None if pool is None else pool_of(pool)
     if not isinstance(claim, Allocation):
-        found = None if profiles is None else profiles_of(profiles, model or claim.model)
+        found = None
+        if profiles is not None:
+            types = types_of(claim)
+            found = under_todays_names(profiles_of(profiles, model or claim.model), types)
         asked = named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
         return faults_of_plan(claim, found, devices, link_bytes_per_second, asked)
     if jobs is None or throughputs is None or devices is None:

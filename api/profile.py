@@ -1,5 +1,7 @@
 """``hetflow.profile``."""
 
+import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,8 @@ from ..schema.errors import ProblemError
 from ..schema.estimate import Precision
 from ..schema.optimizer import named_optimizer
 from ..schema.profile import Profile
+
+_log = logging.getLogger("hetflow")
 
 Effort = Literal["quick", "usual", "thorough"]
 Progress = Callable[[str, float | None], None]
@@ -75,6 +79,7 @@ def profile(
         ([8], True)
     """
     from ..devices.local import local_devices
+    from ..devices.precision import emulated_bfloat16, mixed_tf32
     from ..devices.requests import parse_requests
     from ..profilers import targets
     from ..profilers.batch_curve import CurveLimits, parse_sizes
@@ -132,6 +137,10 @@ def profile(
             "--precision and --from-profile are for estimates", hint="add --device spec:NAME"
         )
     requests = parse_requests(devices, local_devices())
+    capabilities = {request.device_type: request.local.compute_capability for request in requests}
+    for remark in (emulated_bfloat16(capabilities), mixed_tf32(capabilities, os.environ)):
+        if remark is not None:
+            _log.warning(remark)
     if progress is None:
         return profile_target(parsed, requests, options)
     return profile_target(parsed, requests, options, progress)

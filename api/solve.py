@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from ..planning.correcting import corrected_by_runs
-from ..planning.inputs import Pool, Profiles, name_of, pool_of, profiles_of
+from ..planning.inputs import Pool, Profiles, name_of, pool_of, profiles_of, under_todays_names
 from ..planning.limits import Limits
 from ..planning.request import (
     AnyObjective,
@@ -101,14 +101,15 @@ def solve(
         >>> plan.groups[0].virtual_nodes, plan.predicted.step_seconds, plan.proof.gap
         (2, 0.2, 0.0)
     """
-    known = profiles_of(profiles, model)
+    devices = pool_of(pool)
+    known = under_todays_names(profiles_of(profiles, model), devices.num_devices)
     used: tuple[str, ...] = ()
     measures = cost_model == "measured"
     if runs is not None and not measures:
         known, used = corrected_by_runs(known, runs)
     request = SolveRequest(
         profiles=known,
-        pool=pool_of(pool),
+        pool=devices,
         pool_name=name_of(pool),
         batch_size=batch_size,
         strategy=strategy,

@@ -5,6 +5,7 @@ names. A kind adds how its devices are named, counted, made visible and told apa
 """
 
 import gc
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,10 @@ class AcceleratorBackend(DeviceBackend):
         import torch
 
         return getattr(torch, self.kind)
+
+    def worker_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """One thread on the host, as torchrun, or workers would take all cores each."""
+        return {} if "OMP_NUM_THREADS" in inherited else {"OMP_NUM_THREADS": str(self.num_threads)}
 
     def is_available(self) -> bool:
         """Whether this torch sees such a device."""

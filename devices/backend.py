@@ -29,7 +29,8 @@ class LocalDevice:
     """The local devices of one type. ``memory_bytes`` is that of one device.
 
     ``kind`` names the backend. ``torch_devices`` are torch's names of them; those of a host's own
-    processors are all alike.
+    processors are all alike. ``distinctions`` are what another host may add to the type's name, to
+    tell it from others that it has.
     """
 
     device_type: str
@@ -39,6 +40,7 @@ class LocalDevice:
     memory_bytes: int
     compute_capability: str | None = None
     driver: str | None = None
+    distinctions: tuple[str, ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -120,8 +122,12 @@ class DeviceBackend(ABC):
         """
 
     @abstractmethod
-    def worker_environment(self) -> dict[str, str]:
-        """What else a worker on such a device is started with."""
+    def worker_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """What else a worker on such a device is started with.
+
+        Args:
+            inherited: The environment that it gets anyway.
+        """
 
     def pins(self, level: "Determinism") -> dict[str, str]:
         """What a determinism level fixes by environment for such devices."""

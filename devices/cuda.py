@@ -2,13 +2,14 @@
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .accelerator import AcceleratorBackend
 from .backend import LocalDevice, device_backend
-from .naming import device_type_name
+from .naming import GpuFacts, device_type_names
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ..schema.launch import Determinism
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_TO_ROCM = "HIP_VISIBLE_DEVICES"
 
 
 @device_backend
@@ -30,38 +32,45 @@ class CudaBackend(AcceleratorBackend):
         "CUDNN_": "as CUBLAS_",
         "NVIDIA_": "as CUDA_; TF32 among them",
     }
-    late_variables = {VISIBLE: "the driver reads it at its first use, after the fork"}
+    late_variables = dict.fromkeys(
+        (VISIBLE, VISIBLE_TO_ROCM), "the driver reads it at its first use, after the fork"
+    )
 
     def local_devices(self) -> tuple[LocalDevice, ...]:
         """The visible GPUs by type, in torch's order."""
+        gpus = local_gpus()
         by_type: dict[str, list[int]] = {}
-        for index, device_type in enumerate(local_device_types()):
+        for index, device_type in enumerate(device_type_names(gpus)):
             by_type.setdefault(device_type, []).append(index)
-        return tuple(self._local(device_type, indices) for device_type, indices in by_type.items())
+        return tuple(
+            self._local(device_type, indices, gpus[indices[0]])
+            for device_type, indices in by_type.items()
+        )
 
-    def _local(self, device_type: str, indices: list[int]) -> LocalDevice:
-        facts = [self.module.get_device_properties(index) for index in indices]
+    def _local(self, device_type: str, indices: list[int], facts: GpuFacts) -> LocalDevice:
+        limits = [self.module.get_device_properties(index).total_memory for index in indices]
         return LocalDevice(
             device_type=device_type,
             kind=self.kind,
-            name=str(facts[0].name),
+            name=facts.name,
             torch_devices=tuple(f"{self.kind}:{index}" for index in indices),
-            memory_bytes=min(int(fact.total_memory) for fact in facts),
-            compute_capability=f"{facts[0].major}.{facts[0].minor}",
+            memory_bytes=min(map(int, limits)),
+            compute_capability=".".join(map(str, facts.capability)),
             driver=nvidia_driver(),
+            distinctions=facts.distinctions,
         )
 
     def visibility(self, devices: Sequence[str]) -> dict[str, str]:
-        """By the entries of our own CUDA_VISIBLE_DEVICES, where it is set."""
-        outer = os.environ.get(VISIBLE)
+        """By the entries of our own variable, where it is set.
+
+        ROCm reads both variables, and its own wins.
+        """
+        names = (VISIBLE_TO_ROCM, VISIBLE) if _is_rocm() else (VISIBLE,)
+        outer = next((os.environ[name] for name in names if os.environ.get(name)), "")
         entries = [entry.strip() for entry in outer.split(",")] if outer else []
         numbers = [int(device.partition(":")[2]) for device in devices]
         chosen = [entries[n] if n < len(entries) else str(n) for n in numbers]
-        return {VISIBLE: ",".join(chosen)}
-
-    def worker_environment(self) -> dict[str, str]:
-        """Nothing."""
-        return {}
+        return dict.fromkeys(names, ",".join(chosen))
 
     def pins(self, level: "Determinism") -> dict[str, str]:
         """The workspace by which cuBLAS chooses its split of long sums; no TF32 on unlike types."""
@@ -86,8 +95,11 @@ class CudaBackend(AcceleratorBackend):
         return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
     def identity(self, device: "torch.device") -> str | None:
-        """The GPU's UUID."""
+        """The GPU's place on the PCI bus: NCCL refuses slices of one GPU, though UUIDs differ."""
         properties = self.module.get_device_properties(device)
+        names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+        if all(hasattr(properties, name) for name in names):
+            return ":".join(f"{getattr(properties, name):02x}" for name in names)
         return str(getattr(properties, "uuid", device.index))
 
     def arithmetic(self, device: "torch.device") -> str:
@@ -121,15 +133,27 @@ class CudaBackend(AcceleratorBackend):
         )
 
 
-def local_device_types() -> list[str]:
-    """The type of each visible GPU, by index; empty where there is none."""
+def _is_rocm() -> bool:
+    """Whether the torch that is loaded is ROCm's; where none is, nobody has listed devices."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.version.hip is not None
+
+
+def local_gpus() -> list[GpuFacts]:
+    """The visible GPUs, by index; empty where there are none."""
     import torch
 
     if not torch.cuda.is_available():
         return []
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     return [
-        device_type_name(torch.cuda.get_device_name(index))
-        for index in range(torch.cuda.device_count())
+        GpuFacts(
+            name=str(properties.name),
+            capability=(int(properties.major), int(properties.minor)),
+            num_multiprocessors=int(properties.multi_processor_count),
+            memory_bytes=int(properties.total_memory),
+        )
+        for properties in found
     ]
 
 

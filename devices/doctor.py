@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from .cuda import nvidia_driver
 from .memory import machine_memory_bytes
+from .precision import TF32_OVERRIDE, emulated_bfloat16, mixed_tf32
 from .torch_version import OLDEST, is_too_old
 
 EXTRAS = {
@@ -45,6 +46,7 @@ class Facts:
     python: str
     torch: str | None
     torch_cuda: str | None = None
+    torch_hip: str | None = None
     torch_archs: tuple[str, ...] = ()
     torch_devices: tuple[str, ...] = ()
     driver: str | None = None
@@ -53,8 +55,16 @@ class Facts:
     missing_extras: tuple[str, ...] = ()
     cores: int = 1
     omp_num_threads: str | None = None
+    tf32_override: str | None = None
     memory_bytes: int | None = None
     disk_free_bytes: int | None = None
+
+    @property
+    def _build(self) -> tuple[str, str]:
+        """What torch was built for."""
+        if self.torch_hip is not None:
+            return "ROCm build", self.torch_hip
+        return "CUDA build", self.torch_cuda or "none (CPU build)"
 
     def rows(self) -> list[tuple[str, str]]:
         """The facts for people: a label and a value each."""
@@ -62,7 +72,7 @@ class Facts:
         return [
             ("python", self.python),
             ("torch", self.torch or "not installed"),
-            ("CUDA build", self.torch_cuda or "none (CPU build)"),
+            self._build,
             ("CUDA archs", " ".join(self.torch_archs) or "none"),
             ("driver", self.driver or "none"),
             ("GPUs by driver", ", ".join(gpu.name for gpu in self.gpus) or "none"),
@@ -93,7 +103,12 @@ def is_usable(found: tuple[Finding, ...]) -> bool:
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
     """Judge the facts: what does not work, and what to do about it. Worst first."""
-    found = [*_torch_findings(facts), *_gpu_findings(facts), *_machine_findings(facts)]
+    found = [
+        *_torch_findings(facts),
+        *_gpu_findings(facts),
+        *_precision_findings(facts),
+        *_machine_findings(facts),
+    ]
     found += [
         Finding(
             level="info",
@@ -129,7 +144,7 @@ def _torch_findings(facts: Facts) -> list[Finding]:
                 mend="install torch from pytorch.org's or the package index's wheels",
             )
         )
-    if facts.torch_cuda and facts.torch_devices and "nccl" not in facts.backends:
+    if facts.torch_devices and "nccl" not in facts.backends:
         found.append(
             Finding(
                 level="warning",
@@ -146,7 +161,8 @@ def _gpu_findings(facts: Facts) -> list[Finding]:
         return [
             Finding(
                 level="warning",
-                text=f"{_names(facts.gpus)} cannot be used: torch {facts.torch} is a CPU build",
+                text=f"{_names(facts.gpus)} cannot be used: torch {facts.torch} is a "
+                f"{'CPU' if facts.torch_hip is None else 'ROCm'} build",
                 mend="install a CUDA build: https://pytorch.org/get-started/locally",
             )
         ]
@@ -163,6 +179,20 @@ def _gpu_findings(facts: Facts) -> list[Finding]:
             )
         )
     return list(dict.fromkeys(found))
+
+
+def _precision_findings(facts: Facts) -> list[Finding]:
+    if facts.torch_cuda is None:
+        return []
+    capabilities = {gpu.name: gpu.compute_capability for gpu in facts.gpus}
+    override = {} if facts.tf32_override is None else {TF32_OVERRIDE: facts.tf32_override}
+    emulated, mixed = emulated_bfloat16(capabilities), mixed_tf32(capabilities, override)
+    found = []
+    if mixed is not None:
+        found.append(Finding(level="warning", text=mixed))
+    if emulated is not None:
+        found.append(Finding(level="info", text=emulated))
+    return found
 
 
 def _generation_findings(gpu: Gpu, facts: Facts) -> list[Finding]:
@@ -262,6 +292,7 @@ def collect_facts() -> Facts:
         missing_extras=tuple(name for name in EXTRAS if importlib.util.find_spec(name) is None),
         cores=len(os.sched_getaffinity(0)),
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        tf32_override=os.environ.get(TF32_OVERRIDE),
         memory_bytes=machine_memory_bytes(),
         disk_free_bytes=shutil.disk_usage(".").free,
         **_torch_facts(),
@@ -280,6 +311,7 @@ def _torch_facts() -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
+        "torch_hip": torch.version.hip,
         "torch_archs": tuple(torch.cuda.get_arch_list()) if cuda else (),
         "torch_devices": tuple(
             torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())

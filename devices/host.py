@@ -4,7 +4,7 @@ import ctypes
 import gc
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -43,7 +43,7 @@ class HostBackend(DeviceBackend):
         """Nothing: every process sees its host."""
         return {}
 
-    def worker_environment(self) -> dict[str, str]:
+    def worker_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The number of threads: more threads than cores is many times slower and changes bits."""
         threads = str(self.num_threads)
         return {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}

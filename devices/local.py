@@ -1,11 +1,13 @@
 """The devices of this machine, over all kinds: which there are, and which one a worker is on."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .backend import DEVICES, LocalDevice
 from .cpu import DEVICE_TYPE, cpu_device
 from .host import TORCH_DEVICE
+from .naming import is_former_name
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +31,51 @@ def devices_of_types(types: Collection[str]) -> dict[str, LocalDevice]:
     """The local devices of some types; the CPU's alone need neither torch nor plug-ins."""
     if set(types) <= {DEVICE_TYPE}:
         return {DEVICE_TYPE: cpu_device()} if types else {}
-    return {device.device_type: device for device in local_devices() if device.device_type in types}
+    found = local_devices()
+    exact = {device.device_type: device for device in found if device.device_type in types}
+    for name in set(types) - exact.keys():
+        meant = [device for device in found if may_be(name, device)]
+        if len(meant) == 1:
+            exact[name] = meant[0]
+    return exact
 
 
-def device_of_worker(device: LocalDevice, index: int) -> str:
-    """Torch's name of the device of one of several workers; they may share a host's own."""
-    return device.torch_devices[0 if device.is_host else index]
+def may_be(name: str, device: LocalDevice) -> bool:
+    """Whether a plan made elsewhere, or earlier, may mean these devices by a type's name.
+
+    An earlier one may leave out what tells unlike GPUs apart, and one from a host that has several
+    of a name may add it.
+    """
+    if is_former_name(name, device.device_type):
+        return True
+    rest = name.removeprefix(device.device_type)
+    if not rest or rest == name:
+        return rest == ""
+    return all(f"-{part}" in device.distinctions for part in rest.removeprefix("-").split("-"))
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A child that sees one device alone: its environment, and torch's name of the device in it."""
+
+    environment: dict[str, str]
+    device: str
+
+
+def pinned(local: LocalDevice, torch_device: str) -> Pinned:
+    """Pin a child to one of these devices, as a launch does.
+
+    Args:
+        local: The devices of one type.
+        torch_device: Torch's name of one of them in this process.
+    """
+    device = torch_device if local.is_host else f"{local.kind}:0"
+    return Pinned(local.backend.visibility([torch_device]), device)
+
+
+def pinned_worker(local: LocalDevice, index: int) -> Pinned:
+    """Pin one of several workers that have a device each, or share a host's own."""
+    return pinned(local, local.torch_devices[0 if local.is_host else index])
 
 
 def is_host_type(device_type: str) -> bool:
@@ -69,13 +110,24 @@ def device_of_type(device_type: str, local_rank: int) -> "torch.device | None":
     return _by_number(found, named.kind if named is not None else kinds[0], local_rank)
 
 
-def own_type(local_rank: int) -> str:
-    """The device type of this process where nobody stated it: an accelerator's, else the CPU."""
+def own_type(local_rank: int, known: Collection[str]) -> str | None:
+    """The device type of this process where nobody stated it: an accelerator's, else the CPU.
+
+    Args:
+        local_rank: This process's number on its host.
+        known: The plan's types.
+
+    Returns:
+        One of ``known``; None where this device is none of them.
+    """
     found = accelerators()
     if not found:
-        return DEVICE_TYPE
+        return DEVICE_TYPE if DEVICE_TYPE in known else None
     device = _by_number(found, found[0].kind, local_rank)
-    return next(entry.device_type for entry in found if str(device) in entry.torch_devices)
+    own = next(entry for entry in found if str(device) in entry.torch_devices)
+    if own.device_type in known:
+        return own.device_type
+    return next((name for name in sorted(known) if may_be(name, own)), None)
 
 
 def first_device() -> "torch.device":

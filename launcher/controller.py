@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ..preload import VARIABLE, Preload
+from ..protocol.pins import pins
 from ..protocol.record import Status, WorkerReport, assemble
 from ..schema import files
 from ..schema.errors import TargetError
 from ..schema.masking import mask
 from ..schema.run import Generation, RunEvent, RunRecord
-from .devices import crowding, imagined_seats, seat_workers
+from .devices import imagined_seats, remarks, seat_workers
 from .failures import Failure, interruption, tail_of
 from .history import LastGeneration
 from .hosts import Alone, Hosts, Together
@@ -186,9 +187,9 @@ class _Run:
         request, hosts = self._request, self._hosts
         slots, meeting = hosts.join(self._watch)
         seats = seat_workers(slots, request.config)
-        crowded = crowding(slots, request.config)
-        if crowded:
-            self._warn(crowded)
+        environment = os.environ | pins(request.config.determinism)
+        for remark in remarks(slots, request.config, environment):
+            self._warn(remark)
         _fill_folder(request)
         inbox = Inbox(request.folder)
         opened.callback(inbox.close)

@@ -10,6 +10,7 @@ from ..devices.backend import DEVICES, LocalDevice
 from ..devices.cpu import DEVICE_TYPE as CPU
 from ..devices.emulated import base_type
 from ..devices.local import IMAGINED, accelerators, devices_of_types
+from ..devices.precision import emulated_bfloat16, mixed_tf32
 from ..schema.errors import HetflowError, TargetError
 from ..schema.launch import LaunchConfig, WorkerSlot
 
@@ -22,10 +23,61 @@ class Seat:
     kind: str
     device: str
 
-    def environment(self) -> dict[str, str]:
-        """What the worker is started with, so that it sees its device and no other."""
-        backend = DEVICES.get(self.kind)
-        return backend.visibility([self.device]) | backend.worker_environment()
+    @property
+    def is_host(self) -> bool:
+        """Whether the device is a part of the host itself."""
+        return DEVICES.get(self.kind).is_host
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a worker sees of its host.
+
+    Its own device is the one at place ``local_rank`` of ``devices``, so that scripts find it as
+    under torchrun: ``torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))``.
+    """
+
+    seat: Seat
+    local_rank: int
+    devices: tuple[str, ...]
+
+    @property
+    def own_device(self) -> str | None:
+        """Torch's name, in the worker, of the accelerator that is its own; None without one."""
+        return None if self.seat.is_host else f"{self.seat.kind}:{self.local_rank}"
+
+    def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """What the worker is started with.
+
+        Args:
+            inherited: The environment that it gets anyway.
+        """
+        backend = DEVICES.get(self.seat.kind)
+        return backend.visibility(self.devices) | backend.worker_environment(inherited)
+
+
+def views(seats: Sequence[Seat]) -> list[View]:
+    """What each worker sees, where these start together on one host.
+
+    Workers with accelerators are numbered first, in order of ranks: each sees those of all of them.
+    Where a host has accelerators of two kinds, each kind is numbered by itself.
+    """
+    by_rank = sorted(seats, key=lambda seat: seat.slot.rank)
+    on_host = [seat for seat in by_rank if seat.is_host]
+    found = []
+    for seat in seats:
+        if seat.is_host:
+            number = len(seats) - len(on_host) + on_host.index(seat)
+            found.append(View(seat, number, (seat.device,)))
+            continue
+        alike = [other for other in by_rank if other.kind == seat.kind]
+        found.append(View(seat, alike.index(seat), tuple(other.device for other in alike)))
+    return found
+
+
+def view_alone(seat: Seat) -> View:
+    """What a worker sees that is started while others train: its accelerator, and no other."""
+    return View(seat, seat.slot.rank if seat.is_host else 0, (seat.device,))
 
 
 def seat_workers(
@@ -49,22 +101,21 @@ def seat_workers(
     hosts_own = {name: device for name, device in local.items() if device.is_host}
     _check_hosts_own(config.workers if taken else slots, hosts_own)
     needed = Counter(slot.device_type for slot in slots)
-    free = {
-        name: [entry for entry in device.torch_devices if entry not in taken]
-        for name, device in local.items()
-        if not device.is_host
-    }
+    held = set(taken)
     seats = []
     for slot in slots:
         base = bases[slot.device_type]
         if base in hosts_own:
-            device = hosts_own[base]
-            seats.append(Seat(slot, device.kind, device.torch_devices[0]))
+            part = hosts_own[base]
+            seats.append(Seat(slot, part.kind, part.torch_devices[0]))
             continue
-        if not free.get(base):
-            present = local[base].num_devices if base in local else 0
-            raise _too_few(base, needed[slot.device_type], present)
-        seats.append(Seat(slot, local[base].kind, free[base].pop(0)))
+        found = local.get(base)
+        names = found.torch_devices if found is not None else ()
+        own = next((name for name in names if name not in held), None)
+        if found is None or own is None:
+            raise _too_few(base, needed[slot.device_type], len(names))
+        held.add(own)
+        seats.append(Seat(slot, found.kind, own))
     return seats
 
 
@@ -97,6 +148,31 @@ def _too_few(device_type: str, needed: int, present: int) -> HetflowError:
         hint="solve again for the devices at hand (`hetflow devices`), or launch over several "
         "hosts with --nnodes",
     )
+
+
+def remarks(
+    slots: Sequence[WorkerSlot], config: LaunchConfig, environment: Mapping[str, str]
+) -> list[str]:
+    """What to know of the devices that these slots get here, though it does not end the launch.
+
+    Args:
+        slots: Of this host.
+        config: The launch they are of.
+        environment: Of the workers.
+    """
+    local = devices_of_types({base_type(slot.device_type, config) for slot in slots})
+    found = [
+        f"the plan's {name} is taken to be this machine's {device.device_type} ({device.name})"
+        for name, device in local.items()
+        if device.device_type != name
+    ]
+    capabilities = {name: device.compute_capability for name, device in local.items()}
+    said = (
+        crowding(slots, config),
+        emulated_bfloat16(capabilities),
+        mixed_tf32(capabilities, environment),
+    )
+    return found + [text for text in said if text is not None]
 
 
 def crowding(slots: Sequence[WorkerSlot], config: LaunchConfig) -> str | None:

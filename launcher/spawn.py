@@ -15,7 +15,7 @@ from ..preload.process import dying_with
 from ..protocol import environment as names
 from ..protocol.pins import pins
 from ..schema.launch import Determinism
-from .devices import Seat
+from .devices import Seat, View, view_alone, views
 
 Entry = Literal["join", "follow", "restart"]
 
@@ -100,14 +100,16 @@ def worker_commands(
     """
     commands = []
     plan = generation.config if generation is not None else folder / "launch.json"
-    for local_rank, seat in enumerate(seats):
+    joins = generation is not None and generation.entry == "join"
+    for view in map(view_alone, seats) if joins else views(seats):
+        seat = view.seat
         rank = seat.slot.rank
         name = generation.names[rank] if generation is not None else str(rank)
         settings = {
             "RANK": str(rank),
             "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(local_rank if generation is None else rank),
-            "LOCAL_WORLD_SIZE": str(len(seats) if generation is None else world_size),
+            "LOCAL_RANK": str(view.local_rank),
+            "LOCAL_WORLD_SIZE": str(world_size if joins else len(seats)),
             "MASTER_ADDR": meeting.address,
             "MASTER_PORT": str(meeting.port),
             # The controller holds the store, also for scripts that call init_process_group.
@@ -120,7 +122,7 @@ def worker_commands(
             names.TIMEOUT: str(int(timeout_seconds)),
             "PYTHONUNBUFFERED": "1",
         }
-        settings |= _device_settings(seat, meeting, inherited) | pins(determinism)
+        settings |= _device_settings(view, meeting, inherited) | pins(determinism)
         if handover is not None:
             settings[names.HANDOVER] = str(handover)
         if generation is not None:
@@ -150,8 +152,10 @@ def worker_commands(
     return commands
 
 
-def _device_settings(seat: Seat, meeting: Meeting, inherited: Mapping[str, str]) -> dict[str, str]:
-    settings = seat.environment()
+def _device_settings(view: View, meeting: Meeting, inherited: Mapping[str, str]) -> dict[str, str]:
+    settings = view.environment(inherited)
+    if view.own_device is not None:
+        settings[names.DEVICE] = view.own_device
     for name in INTERFACE_VARIABLES:
         if meeting.interface and name not in inherited:
             settings[name] = meeting.interface

@@ -1,14 +1,21 @@
 """Profiles and pools in every form that callers have them in, as records."""
 
+import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from ..devices.naming import is_former_name
 from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.jobs import Throughputs
+from ..schema.parallel import ParallelPlan
+from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
 from ..schema.records import nearest
+
+_log = logging.getLogger("hetflow")
 
 Profiles = Sequence[Profile] | Path | str
 """Profiles, or the folder (or file) that holds them."""
@@ -69,6 +76,48 @@ def profiles_of(given: Profiles, model: str | None = None) -> tuple[Profile, ...
         guess = nearest(model, models) or models[0]
         raise ProblemError(f"{where} no profile of {model!r}", hint=f"try --model {guess}")
     return tuple(profile for profile in found if profile.model == model)
+
+
+def types_of(plan: files.Plan) -> tuple[str, ...]:
+    """The device types that a plan uses."""
+    if isinstance(plan, ParallelPlan):
+        return tuple(plan.devices_by_type)
+    parts = plan.groups if isinstance(plan, SplitPlan) else plan.stages
+    return tuple(dict.fromkeys(part.device_type for part in parts))
+
+
+def under_todays_names(profiles: Sequence[Profile], types: Iterable[str]) -> tuple[Profile, ...]:
+    """Profiles that were written when unlike GPUs still had one name, under the names of today.
+
+    A profile is taken for a type that has none, and that was called so, and a warning says it.
+
+    Args:
+        profiles: Of one model.
+        types: The device types to plan for.
+    """
+    asked = list(types)
+    found = {profile.device_type: profile for profile in profiles}
+    for name in asked:
+        if name in found:
+            continue
+        meant = [
+            profile
+            for profile in profiles
+            if profile.device_type not in asked
+            and is_former_name(profile.device_type, name, _driver_name(profile))
+        ]
+        if len(meant) == 1:
+            found[name] = replace(meant[0], device_type=name)
+            _log.warning(
+                f"the profile of {meant[0].device_type} is taken for {name}, which was called so "
+                f"before; profile again to be sure"
+            )
+    return tuple(found.values())
+
+
+def _driver_name(profile: Profile) -> str | None:
+    name = (profile.provenance or {}).get("device")
+    return name if isinstance(name, str) else None
 
 
 def spelled_as(pool: Cluster, throughputs: Throughputs) -> Cluster:

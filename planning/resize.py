@@ -8,7 +8,7 @@ from ..schema.launch import LaunchConfig
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
 from ..schema.schedule_traits import is_planned
-from .inputs import Pool, Profiles, name_of, pool_of, profiles_of
+from .inputs import Pool, Profiles, name_of, pool_of, profiles_of, under_todays_names
 from .request import PipelineOptions, SolveRequest, SplitOptions
 from .solve import solve
 
@@ -87,9 +87,10 @@ def seconds_a_sample(now: LaunchConfig, plan: SplitPlan) -> dict[str, float]:
 
 def _request(now: LaunchConfig, profiles: Profiles, pool: Pool) -> SolveRequest:
     """The launch's own model and batch, on other devices."""
+    devices = pool_of(pool)
     return SolveRequest(
-        profiles=profiles_of(profiles, now.model),
-        pool=pool_of(pool),
+        profiles=under_todays_names(profiles_of(profiles, now.model), devices.num_devices),
+        pool=devices,
         pool_name=name_of(pool),
         batch_size=now.global_batch_size,
     )

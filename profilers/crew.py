@@ -8,7 +8,7 @@ from typing import Any
 
 from ..devices.backend import DeviceRequest
 from ..devices.collectives import LOOPBACK
-from ..devices.local import device_of_worker
+from ..devices.local import pinned_worker
 from ..runtime.step_times import StepTimes
 from ..schema import files
 from ..schema.errors import HetflowError
@@ -165,9 +165,10 @@ class Crew:
             return
         local = self._request.local
         for index in range(self.num_workers):
-            child = Child(LOOPBACK, num_threads=local.num_threads)
+            pinned = pinned_worker(local, index)
+            child = Child(LOOPBACK | pinned.environment, num_threads=local.num_threads)
             self._children.append(child)
-            child.send("load", device=device_of_worker(local, index), **self._load)
+            child.send("load", device=pinned.device, **self._load)
         for child in self._children:
             child.receive(GROUP_ANSWER_SECONDS)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..devices.backend import DeviceRequest
 from ..devices.collectives import LOOPBACK
-from ..devices.local import device_of_worker
+from ..devices.local import pinned_worker
 from ..schema.errors import HetflowError
 from ..schema.profile import Sync
 from ..schema.step_costs import LinkPoint, Links, MessageTime
@@ -243,13 +243,14 @@ def links_of(
 def _send_messages(request: DeviceRequest, sizes: Sequence[int]) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-links-"))
-        workers = [stack.enter_context(Child(LOOPBACK)) for _ in range(2)]
-        for rank, worker in enumerate(workers):
+        pins = [pinned_worker(request.local, rank) for rank in range(2)]
+        workers = [stack.enter_context(Child(LOOPBACK | pin.environment)) for pin in pins]
+        for rank, (worker, pin) in enumerate(zip(workers, pins, strict=True)):
             worker.send(
                 "messages",
                 rank=rank,
                 folder=folder,
-                device=device_of_worker(request.local, rank),
+                device=pin.device,
                 message_bytes=list(sizes),
                 budget_seconds=_LINK_BUDGET_SECONDS,
             )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +29,7 @@ class Measurer:
         memory_bytes: The device's memory; enforced on a host's own.
         optimizer: The optimizer where the workload brings none.
         num_threads: Of its arithmetic on the host.
+        environment: What the measuring process is started with beside ours.
         answer_seconds: How long one batch size may take in all.
     """
 
@@ -40,6 +41,7 @@ class Measurer:
         memory_bytes: int,
         optimizer: str,
         num_threads: int = 1,
+        environment: Mapping[str, str] | None = None,
         answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
         self.facts: dict[str, Any] = {}
@@ -52,7 +54,7 @@ class Measurer:
             "optimizer": optimizer,
             "num_threads": num_threads,
         }
-        self._num_threads = num_threads
+        self._num_threads, self._environment = num_threads, dict(environment or {})
         self._answer_seconds = answer_seconds
         self._child: Child | None = None
         self._measured_any = False
@@ -157,7 +159,7 @@ class Measurer:
     def _ask(self, operation: str, **values: Any) -> dict[str, Any]:
         try:
             if self._child is None:
-                self._child = Child(num_threads=self._num_threads)
+                self._child = Child(self._environment, num_threads=self._num_threads)
                 self._child.send("load", **self._load)
                 self.facts = self._child.receive(self._answer_seconds)
             self._child.send(operation, **values)

@@ -11,6 +11,7 @@ from typing import Any
 from .. import __version__
 from ..costs.compute import busy_ratio
 from ..devices.backend import DeviceRequest
+from ..devices.local import pinned
 from ..schema.errors import HetflowError
 from ..schema.optimizer import OptimizerState
 from ..schema.profile import BatchPoint, BusyHost, Emulation, LayerGraph, Profile
@@ -126,9 +127,11 @@ def _measured_device(request: DeviceRequest) -> tuple[str, str]:
 
 
 def _measurer(target: Target, request: DeviceRequest, options: ProfileOptions) -> Measurer:
+    pin = pinned(request.local, request.torch_device)
     return Measurer(
         target,
-        device=request.torch_device,
+        device=pin.device,
+        environment=pin.environment,
         memory_bytes=request.local.memory_bytes,
         optimizer=options.optimizer or DEFAULT_OPTIMIZER,
         num_threads=request.local.num_threads,

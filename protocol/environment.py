@@ -26,6 +26,7 @@ SLOT = "HETFLOW_SLOT"
 SEED = "HETFLOW_SEED"
 RUN = "HETFLOW_RUN"
 DEVICE_TYPE = "HETFLOW_DEVICE_TYPE"
+DEVICE = "HETFLOW_DEVICE"  # torch's name, in this process, of the accelerator that is its own
 FAILURE = "HETFLOW_FAILURE"
 TIMEOUT = "HETFLOW_TIMEOUT"
 TOKEN = "HETFLOW_TOKEN"  # what the keys in the store stand behind

@@ -268,8 +268,7 @@ def _own_type(start: Start) -> str | None:
         return start.stated_type
     if len(known) == 1:
         return None
-    found = own_type(start.local_rank)
-    return found if found in known else None
+    return own_type(start.local_rank, known)
 
 
 def _device_of(slot: WorkerSlot, start: Start, asked: torch.device | None) -> torch.device:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import ClassVar
 
-from ..protocol.environment import DETERMINISM, FAILURE, SEED
+from ..protocol.environment import DETERMINISM, DEVICE, FAILURE, SEED
 from ..protocol.failure_note import FailureNote
 from ..protocol.launch_token import take_token
 from ..schema.errors import HetflowError, PeerLostError
@@ -44,6 +44,7 @@ def main(arguments: list[str]) -> None:
     Control.of_process()  # its heart beats from here on, however long the script takes to prepare
     _seed_script()
     try:
+        _choose_device()
         if arguments[0] == "-m":
             _run_module(arguments[1:])
         else:
@@ -92,6 +93,17 @@ def _seed_script() -> None:
         from .streams import seed_streams
 
         seed_streams(int(os.environ.get(SEED) or 0), "script")
+
+
+def _choose_device() -> None:
+    """Make the worker's own accelerator the current one, for scripts that say ``.cuda()``."""
+    name = os.environ.get(DEVICE)
+    if name:
+        import torch
+
+        from ..devices.backend import backend_of
+
+        backend_of(name).set_current(torch.device(name))
 
 
 def _run_file(arguments: list[str]) -> None:

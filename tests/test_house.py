@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "solvers": {"schema", "costs", "schedules"},
     "importers": {"schema"},
     "exporters": {"schema"},
-    "planning": {"schema", "costs", "schedules", "solvers", "checks"},
+    "planning": {"schema", "costs", "schedules", "solvers", "checks", "devices"},
     "protocol": {"schema", "schedules", "devices"},
     "preload": {"schema", "devices", "protocol"},
     "runtime": {"schema", "schedules", "devices", "protocol"},

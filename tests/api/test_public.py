@@ -193,7 +193,10 @@ def test_a_dry_run_shows_any_plan_also_where_its_devices_are_not(
     hetflow.write(plan, hetflow.solve(profiles, POOL, batch_size=256, strategy="split"))
     shown = hetflow.dry_run(plan, str(script), ["--epochs", "3"])
     devices = [command.environment["CUDA_VISIBLE_DEVICES"] for command in shown]
-    assert devices == [str(rank) for rank in range(len(devices))]
+    assert devices == [",".join(map(str, range(len(shown))))] * len(shown)
+    assert [command.environment["LOCAL_RANK"] for command in shown] == [
+        str(rank) for rank in range(len(shown))
+    ]
     assert run(["launch", "--dry-run", str(plan), str(script)]) == 0
     captured = capsys.readouterr()
     assert len(captured.out.splitlines()) == len(shown)

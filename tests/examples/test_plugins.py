@@ -16,7 +16,7 @@ from hetflow.devices.local import device_of_type, local_devices
 from hetflow.devices.requests import parse_requests
 from hetflow.exporters.registry import EXPORTERS
 from hetflow.importers.registry import LAYER_IMPORTERS
-from hetflow.launcher.devices import seat_workers
+from hetflow.launcher.devices import seat_workers, views
 from hetflow.protocol.lower_pipeline import lower_pipeline, schedule_of
 from hetflow.schedules.counting import peak_in_flight
 from hetflow.schedules.validate import validate
@@ -262,9 +262,9 @@ def test_a_kind_of_device_from_outside_is_listed_and_launched(
     (request,) = parse_requests([whole_cpu], local_devices())
     assert (request.torch_device, request.local.num_threads) == ("cpu", cores.num_devices)
     config = launch_of(whole_cpu, "cpu")
-    first, second = seat_workers(config.workers, config)
-    assert first.environment()["OMP_NUM_THREADS"] == str(cores.num_devices)
-    assert second.environment()["OMP_NUM_THREADS"] == "1"
+    first, second = views(seat_workers(config.workers, config))
+    assert first.environment({})["OMP_NUM_THREADS"] == str(cores.num_devices)
+    assert second.environment({})["OMP_NUM_THREADS"] == "1"
     assert device_of_type(whole_cpu, local_rank=0) == torch.device("cpu")
     with pytest.raises(TargetError, match="needs 2 x wholecpu, this machine has 1"):
         seat_workers(launch_of(whole_cpu, whole_cpu).workers, launch_of(whole_cpu, whole_cpu))

@@ -121,3 +121,29 @@ def test_a_checkpoint_continues_on_another_type(gpus: GpuHost) -> None:
     assert len(part["losses"]) == 3
     assert len(whole["losses"]) == 6
     assert whole["losses"] == pytest.approx(straight["losses"][3:], rel=2e-3)
+
+
+DDP_HABIT = """
+import os
+import torch
+from hetflow import runtime as hf
+
+before = torch.cuda.current_device()
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+model = torch.nn.Linear(2, 1).cuda()
+job = hf.prepare(model)
+print("on", torch.cuda.get_device_name(job.device), before == torch.cuda.current_device())
+"""
+
+
+def test_local_rank_is_the_number_of_a_workers_own_gpu(gpus: GpuHost) -> None:
+    host = gpus(1, 1)
+    (host.folder / "script.py").write_text(DDP_HABIT)
+    files.write(host.folder / "plan.json", plan_of((1, 1), host.types[:2]))
+    found = host.run("launch", "-o", host.folder / "run", host.folder / "plan.json",
+                     host.folder / "script.py")  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    said = [(host.folder / f"run/logs/rank{rank}.out").read_text().split() for rank in range(2)]
+    assert [words[0] for words in said] == ["on", "on"]
+    assert said[0][1:-1] != said[1][1:-1]  # each on its own type
+    assert [words[-1] for words in said] == ["True", "True"]  # which was current from the start

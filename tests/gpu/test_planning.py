@@ -90,3 +90,36 @@ def test_amd_devices_by_rocms_variables(software: GpuHost) -> None:
     )
     found = json.loads(host.done("devices", "--json"))["devices"]
     assert (found[0]["device_type"], found[0]["num_devices"]) == ("MI250X", 1)
+
+
+def test_unlike_gpus_have_unlike_names(software: GpuHost) -> None:
+    host = software("QuadroRTX6000,RTX6000Ada,H100,H100PCIe")
+    found = json.loads(host.done("devices", "--json"))["devices"]
+    types = [device["device_type"] for device in found if device["device_type"] != "cpu"]
+    assert types == ["RTX6000", "RTX6000Ada", "H100", "H100PCIe"]
+
+
+CURRENT = """
+import torch
+from torch import nn
+
+def loss(model, x):
+    # As kernels outside torch do: they run on the current device, wherever their inputs are.
+    if torch.cuda.current_device() != x.device.index:
+        raise RuntimeError("an illegal memory access was encountered")
+    return model(x).square().mean()
+
+def mine():
+    return nn.Linear(8, 8).cuda(), lambda n: torch.randn(n, 8).cuda(), loss
+"""
+
+
+def test_a_target_that_takes_the_current_gpu_is_profiled_on_the_one_asked_for(
+    gpus: GpuHost,
+) -> None:
+    host = gpus(1, 1)
+    (host.folder / "current.py").write_text(CURRENT)
+    asked = ["--quick", "--batch-sizes", "8", "--sync-devices", "0", "--no-links"]
+    host.done("profile", "current.py:mine", *asked, "--device", host.types[1], "-o", "profiles")
+    profile = files.read(host.folder / f"profiles/current.mine.{host.types[1]}.json", Profile)
+    assert profile.device_type == host.types[1]

@@ -2,6 +2,7 @@
 
 import signal
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from hetflow.devices.cuda import CudaBackend
 from hetflow.launcher import devices
 from hetflow.launcher.failures import Failure, first_cause
 from hetflow.launcher.hosts import deal_slots
+from hetflow.launcher.spawn import Meeting, worker_commands
 from hetflow.schema.errors import LaunchError, TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from hetflow.schema.plan import EmulatedDevice, PassTime
@@ -91,8 +93,13 @@ def test_each_cuda_worker_gets_a_device_of_its_type(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6,GPU-7")
     config = config_of("P100", "V100", "P100", "cpu")
     seats = devices.seat_workers(config.workers, config)
-    visible = [seat.environment().get("CUDA_VISIBLE_DEVICES") for seat in seats]
-    assert visible == ["4", "6", "GPU-7", None]
+    assert [seat.device for seat in seats] == ["cuda:0", "cuda:1", "cuda:2", "cpu"]
+    seen = [view.environment({}).get("CUDA_VISIBLE_DEVICES") for view in devices.views(seats)]
+    assert seen == ["4,6,GPU-7"] * 3 + [None]
+    alone = [devices.view_alone(seat) for seat in seats]
+    assert [view.environment({}).get("CUDA_VISIBLE_DEVICES") for view in alone] == [
+        "4", "6", "GPU-7", None,
+    ]  # fmt: skip
     short = config_of("V100", "V100")
     with pytest.raises(TargetError, match="needs 2 x V100, this machine has 1"):
         devices.seat_workers(short.workers, short)
@@ -121,3 +128,36 @@ def test_the_cause_is_no_echo_and_comes_first() -> None:
     killed = Failure(exit_code=128 + signal.SIGKILL, error="", rank=5)
     assert first_cause([aborted, own_exchange, first, killed]) is killed
     assert Failure.from_text(first.to_text()) == first
+
+
+def environments(config: LaunchConfig, seats: list[devices.Seat]) -> list[dict[str, str]]:
+    commands = worker_commands(
+        seats,
+        ["train.py"],
+        folder=Path("run"),
+        meeting=Meeting(address="localhost", port=1, interface=None),
+        world_size=len(config.workers),
+        timeout_seconds=60.0,
+        inherited={},
+    )
+    return [command.environment for command in commands]
+
+
+def test_local_rank_names_the_workers_own_gpu_as_under_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Scripts for several GPUs say ``torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))``."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpus = (gpu_of("P100", 3, 5), gpu_of("V100", 4))
+    monkeypatch.setattr(CudaBackend, "local_devices", lambda backend: gpus)
+    config = config_of("P100", "cpu", "V100", "P100")
+    seats = devices.seat_workers(config.workers, config)
+    found = environments(config, seats)
+    assert sorted(int(env["LOCAL_RANK"]) for env in found) == [0, 1, 2, 3]
+    for seat, env in zip(seats, found, strict=True):
+        if seat.kind == "cpu":
+            assert "CUDA_VISIBLE_DEVICES" not in env
+            continue
+        visible = env["CUDA_VISIBLE_DEVICES"].split(",")
+        assert f"cuda:{visible[int(env['LOCAL_RANK'])]}" == seat.device
+        assert env["HETFLOW_DEVICE"] == f"cuda:{env['LOCAL_RANK']}"

@@ -1,0 +1,59 @@
+"""Number formats that GPUs of unlike generations do not share, and what settles it.
+
+bfloat16 and TF32 came with Ampere (capability 8.0). Torch emulates bfloat16 on older GPUs, many
+times slower than float16; and it computes convolutions in TF32 on newer ones unless told, so that
+one job's gradients are of two precisions.
+"""
+
+from collections.abc import Mapping
+
+_AMPERE = (8, 0)
+TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
+
+
+def capability_of(text: str | None) -> tuple[int, int] | None:
+    """Read a compute capability such as ``7.0``; None where it is unknown."""
+    major, point, minor = (text or "").partition(".")
+    return (int(major), int(minor)) if point and major.isdigit() and minor.isdigit() else None
+
+
+def emulated_bfloat16(capabilities: Mapping[str, str | None]) -> str | None:
+    """Name the GPUs that emulate bfloat16, with what to do; None where none does.
+
+    Args:
+        capabilities: Compute capability of each device; None where there is none or it is unknown.
+    """
+    older, _ = _by_generation(capabilities)
+    if not older:
+        return None
+    return (
+        f"{', '.join(older)} emulate{'s' if len(older) == 1 else ''} bfloat16, which is slow: "
+        "where the script uses it, say torch.autocast(..., dtype=torch.float16), with a GradScaler"
+    )
+
+
+def mixed_tf32(
+    capabilities: Mapping[str, str | None], environment: Mapping[str, str]
+) -> str | None:
+    """Name GPUs of one job that compute in unlike precision, with what to do; None where none do.
+
+    Args:
+        capabilities: Compute capability of each device; None where there is none or it is unknown.
+        environment: Of the workers.
+    """
+    older, newer = _by_generation(capabilities)
+    if not older or not newer or environment.get(TF32_OVERRIDE) == "0":
+        return None
+    verb = "computes" if len(newer) == 1 else "compute"
+    return (
+        f"{', '.join(newer)} {verb} convolutions in TF32, {', '.join(older)} in FP32: "
+        f"set {TF32_OVERRIDE}=0 for FP32 on all"
+    )
+
+
+def _by_generation(capabilities: Mapping[str, str | None]) -> tuple[list[str], list[str]]:
+    """The devices before Ampere, and those from it on."""
+    known = {name: capability_of(text) for name, text in sorted(capabilities.items())}
+    older = [name for name, found in known.items() if found is not None and found < _AMPERE]
+    newer = [name for name, found in known.items() if found is not None and found >= _AMPERE]
+    return older, newer
