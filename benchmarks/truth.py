@@ -5,10 +5,11 @@ solver's own among them, are predicted by the tool and launched with `hetflow la
 a model in turn and three rounds of that, so that drift of the machine meets all alike. What is
 compared are medians over the launches. The machine's load stands beside every launch.
 
-    python benchmarks/truth.py                     six models; at most 40 minutes on 2 quiet cores
+    python benchmarks/truth.py                     six models; about 30 minutes on 2 quiet cores
     python benchmarks/truth.py --quick             two models, four plans each, one launch
     python benchmarks/truth.py --keep DIR          go on where an earlier run with DIR ended
-    python benchmarks/truth.py --corrected         once more with profiles that the runs corrected
+    python benchmarks/truth.py --corrected         then fold the runs into the profiles, predict all
+                                                   plans anew, and launch each once more
 """
 
 import argparse
@@ -45,9 +46,9 @@ from hetflow.schema.run import RunRecord
 
 PARTS = Path(__file__).with_name("truth_parts")
 QUICK_MODELS = ("mlp", "cnn")
-ROUNDS = 3
-# Beside training: two processes start and import torch, a profile is taken. Of two quiet cores.
-LAUNCH_SECONDS, PROFILE_SECONDS = 6.0, 90.0
+ROUNDS, CORRECTED_ROUNDS = 3, 1
+# Beside training: processes start and import torch, a profile is taken. Of two quiet cores.
+LAUNCH_SECONDS, PROFILE_SECONDS = 4.5, 45.0
 
 
 @dataclass(frozen=True)
@@ -284,13 +285,17 @@ def main():
     parser.add_argument("--seconds", type=float, default=2.5, help="of training in a launch")
     parser.add_argument("--keep", type=Path, help="folder to keep all in, and to go on from")
     parser.add_argument("--corrected", action="store_true", help="fold the runs in, and repeat")
+    parser.add_argument(
+        "--corrected-rounds", type=int, help="launches of each plan then [default: 1]"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     device_type = arguments.device or local_devices()[0].device_type
     names = arguments.model or (QUICK_MODELS if arguments.quick else tuple(MODELS))
     rounds = arguments.rounds or (1 if arguments.quick else ROUNDS)
     num_plans = 3 + (4 if arguments.quick else len(SPLITS) + len(PIPELINES))
-    launches = len(names) * num_plans * rounds * (2 if arguments.corrected else 1)
+    more = (arguments.corrected_rounds or CORRECTED_ROUNDS) if arguments.corrected else 0
+    launches = len(names) * num_plans * (rounds + more)
     expected = launches * (LAUNCH_SECONDS + arguments.seconds) + len(names) * PROFILE_SECONDS
     say(f"at most {launches} launches on {device_type}; about {expected / 60:.0f} minutes")
     began = time.monotonic()
@@ -301,20 +306,22 @@ def main():
             for name in names
         ]
         first = {task.name: task.rows(rounds) for task in tasks}
-        turns = {"as profiled": first}
+        document = {"device_type": device_type, "rounds": rounds}
+        tell("as profiled", first, began, document, arguments.json)
         if arguments.corrected:
             again = [task.corrected(root / f"{task.name}-corrected") for task in tasks]
-            turns["corrected"] = {task.name: task.rows(rounds) for task in again}
-    for title, models in turns.items():
-        say_summary(title, [row for rows in models.values() for row in rows], models)
+            corrected = {task.name: task.rows(more) for task in again}
+            document["corrected_rounds"] = more
+            tell("corrected", corrected, began, document, arguments.json)
+
+
+def tell(title, models, began, document, path):
+    """Say what one turn has given, and write it beside the one before."""
+    say_summary(title, [row for rows in models.values() for row in rows], models)
+    document[title] = document_of(models)
     say(f"took {(time.monotonic() - began) / 60:.0f} minutes")
-    if arguments.json:
-        document = {
-            "device_type": device_type,
-            "rounds": rounds,
-            **{title: document_of(models) for title, models in turns.items()},
-        }
-        files.write_text(arguments.json, json.dumps(document, indent=1) + "\n", force=True)
+    if path:
+        files.write_text(path, json.dumps(document, indent=1) + "\n", force=True)
 
 
 if __name__ == "__main__":
