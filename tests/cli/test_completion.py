@@ -11,7 +11,7 @@ import pytest
 @pytest.mark.parametrize(
     ("typed", "found"),
     [
-        ("sol", ["solve", "solve", "split", "solve", "pipeline"]),
+        ("sol", ["solve", "solve", "split", "solve", "pipeline", "solve", "parallel"]),
         ("allocate jobs.json --policy makes", ["makespan", "makespan_budget"]),
         ("simulate jobs.json --scheduler yar", ["yarn"]),
         ("solve --schedule zb-", ["zb-h1", "zb-h2", "zb-v"]),

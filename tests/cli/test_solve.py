@@ -264,7 +264,9 @@ def test_a_step_is_explained_by_terms_that_add_up(
     document = json.loads(hetflow("show", target, "--explain", "--json").stdout)
     total = sum(term["seconds"] for term in document["terms"])
     assert total == pytest.approx(document["step_seconds"], rel=1e-9)
-    one_line_error(hetflow("show", profiles, "--explain"), 2, "only plans are explained")
+    one_line_error(
+        hetflow("show", profiles, "--explain"), 2, "split and pipeline plans are explained"
+    )
     document = json.loads(target.read_text())
     document["predicted"]["update_seconds"] += 1
     target.write_text(json.dumps(document))
