@@ -50,6 +50,8 @@ class Command:
 _POOL = ("--gpus", "2xV100,4xP100")
 _PIPELINE = ("solve", "--strategy", "pipeline", "--profiles", "layered", "--gpus", "4xV100",
              "--batch-size", "32", "--link-bytes-per-second", "1e9")  # fmt: skip
+_PARALLEL = ("solve", "--strategy", "parallel", "--profiles", "layered", "--gpus", "4xV100",
+             "--batch-size", "32", "--link-bytes-per-second", "1e9")  # fmt: skip
 _ALLOCATE = ("allocate", "jobs.json", "--throughputs", "throughputs.json", *_POOL)
 _SIMULATE = ("simulate", "--throughputs", "throughputs.json", "--gpus", "2xV100,2xP100")
 
@@ -86,6 +88,14 @@ COMMANDS = (
         ("layered/v100.json",),
         ("--link-bytes-per-second", "--batch-size", "--gpus", "--strategy"),
     ),
+    Command(
+        "solve parallel",
+        (*_PARALLEL, "--top", "2", "-o", OUTPUT),
+        ("layered/v100.json",),
+        ("--link-bytes-per-second", "--batch-size", "--gpus", "--top"),
+    ),
+    Command("check parallel", ("check", "parallel.json", "--profiles", "layered"),
+            ("parallel.json", "layered/v100.json"), ("--profiles",)),
     Command("check split", ("check", "split.json", "--profiles", "profiles", *_POOL, "--json"),
             ("split.json", "profiles/v100.json"), ("--gpus", "--profiles")),
     Command("check pipeline",
@@ -199,6 +209,7 @@ _MADE = {
     "split.json": (
         "solve", "--profiles", "profiles", "--gpus", "2xV100,4xP100", "--batch-size", "256"),
     "pipeline.json": _PIPELINE,
+    "parallel.json": _PARALLEL,
     "on_cpu.json": ("solve", "--profiles", "cpus", "--gpus", "2xcpu", "--batch-size", "64"),
     "stages_on_cpu.json": (
         "solve", "--strategy", "pipeline", "--profiles", "layered_cpus", "--gpus", "2xcpu",

@@ -1,0 +1,134 @@
+"""The judge of plans of three dimensions finds every claim that was changed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hetflow.checks.parallel import check
+from hetflow.schema.errors import ProblemError
+from hetflow.schema.parallel import (
+    DegreeLink,
+    LinkCurve,
+    ParallelPlan,
+    ParallelPool,
+    ParallelProblem,
+    ReplicaGroup,
+    ShardSizes,
+    ShardTimes,
+)
+from hetflow.solvers.parallel.solve import solve
+
+
+def pool(name: str, slowness: float) -> ParallelPool:
+    return ParallelPool(
+        device_type=name,
+        num_devices=2,
+        devices_per_server=2,
+        memory_bytes=600,
+        times=(
+            ShardTimes(
+                tensor_parallel_size=1,
+                microbatch_size=1,
+                forward_seconds=(slowness,) * 4,
+                backward_seconds=(2 * slowness,) * 4,
+                update_seconds=(0.25,) * 4,
+            ),
+        ),
+        links=(DegreeLink(tensor_parallel_size=1, curve=LinkCurve(coefficients=(100.0,))),),
+    )
+
+
+@pytest.fixture(scope="module")
+def problem() -> ParallelProblem:
+    return ParallelProblem(
+        model="m",
+        global_batch_size=8,
+        layers=("a", "b", "c", "d"),
+        output_bytes=(10,) * 4,
+        pools=(pool("fast", 1.0), pool("slow", 2.0)),
+        sizes=(
+            ShardSizes(tensor_parallel_size=1, weight_bytes=(50,) * 4, stashed_bytes=(10.0,) * 4),
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def plan(problem: ParallelProblem) -> ParallelPlan:
+    found = solve(problem)
+    assert len(found.stages) > 1  # one device cannot hold the weights
+    return found
+
+
+def with_stage(plan: ParallelPlan, **changes: Any) -> ParallelPlan:
+    return replace(plan, stages=(replace(plan.stages[0], **changes), *plan.stages[1:]))
+
+
+def with_group(plan: ParallelPlan, **changes: Any) -> ParallelPlan:
+    first, *others = plan.stages[0].replicas
+    return with_stage(plan, replicas=(replace(first, **changes), *others))
+
+
+CHANGES: list[tuple[str, Callable[[ParallelPlan], ParallelPlan]]] = [
+    ("the plan is for", lambda p: replace(p, model="other")),
+    ("all layers once", lambda p: with_stage(p, layers=p.stages[0].layers[:-1])),
+    ("is not judged", lambda p: replace(p, schedule="gpipe")),
+    ("num_microbatches is", lambda p: replace(p, num_microbatches=p.num_microbatches + 1)),
+    ("which was not asked for", lambda p: with_stage(p, recompute="full")),
+    ("the pool has no", lambda p: with_group(p, device_type="fats")),
+    ("do not fill", lambda p: with_group(p, tensor_parallel_size=4)),
+    ("was not timed at degree 2", lambda p: with_group(p, tensor_parallel_size=2)),
+    ("replicas; all must have", lambda p: with_group(p, num_replicas=7)),
+    ("memory_bytes on", lambda p: with_group(p, memory_bytes=7)),
+    ("compute_seconds is", lambda p: with_stage(p, compute_seconds=7.0)),
+    ("transfer_seconds is", lambda p: with_stage(p, transfer_seconds=7.0)),
+    ("reduce_seconds is", lambda p: with_stage(p, reduce_seconds=7.0)),
+    ("update_seconds is", lambda p: with_stage(p, update_seconds=7.0)),
+    ("step_seconds is", lambda p: replace(p, predicted=replace(p.predicted, step_seconds=7.0))),
+    (
+        "samples_per_second is",
+        lambda p: replace(p, predicted=replace(p.predicted, samples_per_second=7.0)),
+    ),
+    (
+        "predicted.memory_bytes",
+        lambda p: replace(p, predicted=replace(p.predicted, memory_bytes={})),
+    ),
+    ("objective is", lambda p: replace(p, proof=replace(p.proof, objective=7.0))),
+    ("is above the objective", lambda p: replace(p, proof=replace(p.proof, lower_bound=1e9))),
+    ("optimal with a gap", lambda p: replace(p, proof=replace(p.proof, lower_bound=1.0))),
+    ("has no bound", lambda p: replace(p, proof=replace(p.proof, lower_bound=None))),
+]  # fmt: skip
+
+
+def test_the_plan_itself_holds(plan: ParallelPlan, problem: ParallelProblem) -> None:
+    assert check(plan, problem) == []
+
+
+@pytest.mark.parametrize(("said", "change"), CHANGES, ids=[said for said, _ in CHANGES])
+def test_every_change_is_found(
+    plan: ParallelPlan,
+    problem: ParallelProblem,
+    said: str,
+    change: Callable[[ParallelPlan], ParallelPlan],
+) -> None:
+    faults = check(change(plan), problem)
+    assert any(said in fault for fault in faults), faults
+
+
+def test_devices_and_memory_that_are_not_there(
+    plan: ParallelPlan, problem: ParallelProblem
+) -> None:
+    fewer = replace(problem, pools=tuple(replace(p, num_devices=1) for p in problem.pools))
+    assert any("in use, the pool has 1" in fault for fault in check(plan, fewer))
+    small = replace(problem, pools=tuple(replace(p, memory_bytes=100) for p in problem.pools))
+    assert any("which has 0.0 MiB" in fault for fault in check(plan, small))
+
+
+def test_shares_that_do_not_add_up(plan: ParallelPlan) -> None:
+    group = plan.stages[0].replicas[0]
+    with pytest.raises(ProblemError, match="not the global batch of 8"):
+        with_group(plan, samples=group.samples + 1)
+    lone = ReplicaGroup(device_type="fast", tensor_parallel_size=1, num_replicas=1, samples=8)
+    with pytest.raises(ProblemError, match="which take at most"):
+        replace(with_stage(plan, replicas=(lone,)), num_microbatches=1)
