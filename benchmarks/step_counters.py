@@ -131,7 +131,6 @@ def plan_of(name: str, size: int) -> SplitPlan:
 
 def work(name: str, variant: str, folder: str) -> None:
     """One worker: steps, of which the last are counted."""
-    import _fakecuda
     import torch
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
