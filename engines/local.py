@@ -6,10 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ..devices.backend import DEVICES, LocalDevice
+from ..devices.emulated import is_emulated
+from ..devices.local import devices_of_types
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, ProblemError
 from .keeper import ENDED, LOCK, STARTED, WORK, start_ticks, write_atomically
@@ -33,10 +36,10 @@ class LocalEngine:
         """Offer devices.
 
         Args:
-            pool: The devices; types other than ``cpu`` and emulated ones are this host's GPUs.
+            pool: The devices; all but emulated ones are this host's.
 
         Raises:
-            ProblemError: The pool names more than one server.
+            ProblemError: The pool names more than one server, or what this host has not.
         """
         if pool.num_servers > 1:
             raise ProblemError(
@@ -49,7 +52,7 @@ class LocalEngine:
             for number in range(count)
         )
         self._keepers: dict[Path, subprocess.Popen[bytes]] = {}
-        self._entries = _cuda_entries(pool)
+        self._local = _local_devices(pool)
 
     def devices(self) -> tuple[EngineDevice, ...]:
         """All devices; those of this host are up."""
@@ -82,17 +85,28 @@ class LocalEngine:
             )
 
     def _document(self, work: Work) -> dict[str, object]:
-        visible = [self._entries[device.name] for device in work.devices
-                   if device.name in self._entries]  # fmt: skip
-        environment = dict(work.environment)
-        if self._entries:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
         return {
             "command": list(work.command),
             "directory": str(work.directory),
-            "environment": environment,
+            "environment": {**work.environment, **self._visibility(work.devices)},
             "devices": [device.name for device in work.devices],
         }
+
+    def _visibility(self, held: Sequence[EngineDevice]) -> dict[str, str]:
+        """The environment in which a launch sees its own accelerators alone."""
+        seen: dict[str, list[str]] = {}
+        for local in self._local.values():
+            if not local.is_host:
+                seen.setdefault(local.kind, [])
+        for device in held:
+            known = self._local.get(device.device_type)
+            if known is not None and not known.is_host:
+                number = int(device.name.rpartition(":")[2])
+                seen[known.kind].append(known.torch_devices[number])
+        environment: dict[str, str] = {}
+        for kind, names in seen.items():
+            environment |= DEVICES.get(kind).visibility(names)
+        return environment
 
     def stop(self, folder: Path) -> None:
         """Send the launch SIGTERM, once: a second one would end it before it has saved."""
@@ -147,37 +161,22 @@ def _read(path: Path) -> dict[str, int] | None:
     return document
 
 
-def _cuda_entries(pool: Cluster) -> Mapping[str, str]:
-    """Entries for CUDA_VISIBLE_DEVICES of the pool's devices that are GPUs, by their names.
+def _local_devices(pool: Cluster) -> dict[str, LocalDevice]:
+    """This host's devices of the pool's types; emulated types need none of their own.
 
     Raises:
-        ProblemError: This host has fewer of a type.
+        ProblemError: The host has fewer of a type.
     """
-    wanted = {n: c for n, c in pool.num_devices.items() if n.split(":")[0] != "cpu"}
-    if not wanted:
-        return {}
-    answer = subprocess.run(
-        [sys.executable, "-m", "hetflow", "devices", "--json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    rows = json.loads(answer.stdout)["devices"] if answer.returncode == 0 else []
-    have = {
-        row["device_type"]: [name.partition(":")[2] for name in row["torch_devices"]]
-        for row in rows
-    }  # fmt: skip
-    for name, count in wanted.items():
-        if len(have.get(name, [])) < count:
+    wanted = {name: n for name, n in pool.num_devices.items() if not is_emulated(name)}
+    found = devices_of_types(wanted)
+    for name, number in wanted.items():
+        present = found[name].num_devices if name in found else 0
+        if present < number:
             raise ProblemError(
-                f"the pool has {count} x {name}, this host {len(have.get(name, []))}",
-                hint="`hetflow devices` lists what it has; emulated types begin with cpu:",
+                f"the pool has {number} x {name}, this host {present}",
+                hint="`hetflow devices` lists what it has, and how to name emulated types",
             )
-    outer = os.environ.get("CUDA_VISIBLE_DEVICES")
-    outside = [entry.strip() for entry in outer.split(",")] if outer else None
-    return {
-        f"{name}:{number}": outside[int(index)] if outside else index
-        for name, count in wanted.items()
-        for number, index in enumerate(have[name][:count])
-    }
+    return found
 
 
 engine("local")(LocalEngine)

@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "reports": {"schema", "schedules"},
     "mechanisms": {"schema", "solvers"},
     "simulator": {"schema", "costs", "schedules", "solvers", "mechanisms"},
-    "engines": {"schema"},  # they run `hetflow launch` as a user would
+    "engines": {"schema", "devices"},  # they run `hetflow launch` as a user would
     "scheduler": {"schema", "planning", "mechanisms", "engines"},
     "examples": {
         "schema", "schedules", "costs", "checks", "solvers", "planning", "devices", "protocol",
