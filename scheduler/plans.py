@@ -10,14 +10,13 @@ from ..planning.request import SolveRequest, SplitOptions
 from ..planning.solve import solve
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError
+from ..schema.files import Plan
 from ..schema.jobs import Job, ModelThroughput
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
 from .submission import Submission
 
 
-def plan_on(asked: Submission, device_type: str, number: int) -> SplitPlan | PipelinePlan:
+def plan_on(asked: Submission, device_type: str, number: int) -> Plan:
     """The plan of a job on so many devices of a type, by its profiles as they are at first.
 
     Raises:
@@ -36,7 +35,7 @@ def _plan(
     virtual_nodes: int | None,
     device_type: str,
     number: int,
-) -> SplitPlan | PipelinePlan:
+) -> Plan:
     gpus = f"{number}x{device_type}"
     return solve(
         SolveRequest(
