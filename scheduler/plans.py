@@ -10,13 +10,13 @@ from ..planning.request import SolveRequest, SplitOptions
 from ..planning.solve import solve
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError
+from ..schema.files import Plan
 from ..schema.jobs import Job, ModelThroughput
-from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
 from .submission import Submission
 
 
-def plan_on(asked: Submission, device_type: str, number: int) -> SplitPlan:
+def plan_on(asked: Submission, device_type: str, number: int) -> Plan:
     """The plan of a job on so many devices of a type, by its profiles as they are at first.
 
     Raises:
@@ -35,9 +35,9 @@ def _plan(
     virtual_nodes: int | None,
     device_type: str,
     number: int,
-) -> SplitPlan:
+) -> Plan:
     gpus = f"{number}x{device_type}"
-    found = solve(
+    return solve(
         SolveRequest(
             profiles=_profiles(profiles, model),
             pool=Cluster.parse(gpus),
@@ -48,8 +48,6 @@ def _plan(
             fastest=True,
         )
     )
-    assert isinstance(found, SplitPlan)
-    return found
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hetflow.devices.backend import LocalDevice
 from hetflow.engines.local import LocalEngine
 from hetflow.engines.protocol import OUTPUT, Fate, Work
 from hetflow.engines.registry import ENGINES
@@ -110,5 +111,28 @@ def test_a_program_that_is_not_there_ends_and_says_so(tmp_path: Path) -> None:
 def test_devices_are_named_and_servers_refused() -> None:
     names = [device.name for device in ENGINES.get("local")(POOL).devices()]
     assert names == ["cpu:fast:0", "cpu:slow:0", "cpu:slow:1"]
+    with pytest.raises(ProblemError, match="this host 0"):
+        LocalEngine(Cluster.parse("1xNoSuchDevice"))
     with pytest.raises(ProblemError, match="2 servers"):
         LocalEngine(Cluster.parse("2x(1xcpu:fast)"))
+
+
+def test_a_launch_sees_its_own_accelerators_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = LocalDevice(
+        device_type="V100", kind="cuda", name="V100", memory_bytes=1 << 34,
+        torch_devices=("cuda:0", "cuda:1", "cuda:2"),
+    )  # fmt: skip
+    monkeypatch.setattr("hetflow.engines.local.devices_of_types", lambda types: {"V100": gpus})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    engine = LocalEngine(Cluster.parse("3xV100,1xcpu:fast"))
+    devices = engine.devices()
+    show = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    for name, held, expected in (("a", devices[1:3], "5,6\n"), ("b", devices[3:], "\n")):
+        lease = tmp_path / name
+        lease.mkdir()
+        command = (sys.executable, "-c", show)
+        engine.start(Work(folder=lease, command=command, directory=lease, devices=held))
+        until(lambda lease=lease: engine.fate(lease).state == "ended")  # type: ignore[misc]
+        assert output(lease) == expected
