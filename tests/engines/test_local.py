@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.devices.backend import LocalDevice
 from hetflow.engines.local import LocalEngine
 from hetflow.engines.protocol import OUTPUT, Fate, Work
 from hetflow.engines.registry import ENGINES
@@ -120,11 +119,8 @@ def test_devices_are_named_and_servers_refused() -> None:
 def test_a_launch_sees_its_own_accelerators_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpus = LocalDevice(
-        device_type="V100", kind="cuda", name="V100", memory_bytes=1 << 34,
-        torch_devices=("cuda:0", "cuda:1", "cuda:2"),
-    )  # fmt: skip
-    monkeypatch.setattr("hetflow.engines.local.devices_of_types", lambda types: {"V100": gpus})
+    gpus = {f"V100:{number}": ("cuda", f"cuda:{number}") for number in range(3)}
+    monkeypatch.setattr("hetflow.engines.local._accelerators", lambda pool: gpus)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     engine = LocalEngine(Cluster.parse("3xV100,1xcpu:fast"))
     devices = engine.devices()
