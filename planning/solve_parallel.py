@@ -53,6 +53,7 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
             replace(o, predicted=_with_dollars(o.predicted, o.stages, request.pool)) for o in others
         ),
         link_bytes_per_second=asked.link_bytes_per_second,
+        cluster=request.pool,  # always: degrees depend on the servers, which devices in use hide
         provenance={"pool": request.pool_name},
     )
 

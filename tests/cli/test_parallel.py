@@ -77,6 +77,8 @@ def test_solve_check_show(hetflow: Hetflow, folder: Path) -> None:
     assert types == {"V100", "P100"}  # neither is left idle: together they are worth 6 V100
     pool = ("--profiles", folder, "--gpus", "4xV100,4xP100")
     assert "valid (optimal)" in hetflow("check", plan, *pool).stdout
+    assert "valid (optimal)" in hetflow("check", plan, "--profiles", folder).stdout
+    assert document["cluster"]["servers"]  # also of a flat pool: degrees depend on its servers
     shown = hetflow("show", plan).stdout
     assert "searched: 1F1B" in shown
     assert "block0" in shown
