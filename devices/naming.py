@@ -95,7 +95,7 @@ def is_former_name(old: str, device_type: str, driver_name: str | None = None) -
         device_type: A type by today's names.
         driver_name: What the driver called the file's device, where the file says so.
     """
-    if old == device_type or old.lower() != former_name(device_type).lower():
+    if old.lower() == device_type.lower() or old.lower() != former_name(device_type).lower():
         return False
     if driver_name is None:
         return True

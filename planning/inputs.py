@@ -96,9 +96,10 @@ def under_todays_names(profiles: Sequence[Profile], types: Iterable[str]) -> tup
         types: The device types to plan for.
     """
     asked = list(types)
-    found = {profile.device_type: profile for profile in profiles}
+    known = {profile.device_type.lower() for profile in profiles}
+    found = list(profiles)
     for name in asked:
-        if name in found:
+        if name.lower() in known:
             continue
         meant = [
             profile
@@ -107,12 +108,12 @@ def under_todays_names(profiles: Sequence[Profile], types: Iterable[str]) -> tup
             and is_former_name(profile.device_type, name, _driver_name(profile))
         ]
         if len(meant) == 1:
-            found[name] = replace(meant[0], device_type=name)
+            found.append(replace(meant[0], device_type=name))
             _log.warning(
                 f"the profile of {meant[0].device_type} is taken for {name}, which was called so "
                 f"before; profile again to be sure"
             )
-    return tuple(found.values())
+    return tuple(found)
 
 
 def _driver_name(profile: Profile) -> str | None:

@@ -38,3 +38,11 @@ def test_a_profile_of_the_other_gpu_is_not_taken(caplog: pytest.LogCaptureFixtur
         hetflow.solve([quadro], "2xRTX6000Ada", batch_size=16)
     hetflow.solve([quadro], "2xRTX6000", batch_size=16)
     assert "is taken for" not in caplog.text
+
+
+def test_case_and_doubles_are_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    plan = hetflow.solve([profile("V100")], "2xv100", batch_size=16)
+    assert [group.device_type for group in plan.groups] == ["V100"]
+    assert "is taken for" not in caplog.text
+    with pytest.raises(hetflow.ProblemError, match="two profiles of m on V100"):
+        hetflow.solve([profile("V100"), profile("V100")], "2xV100", batch_size=16)
