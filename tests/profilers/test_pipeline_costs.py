@@ -218,7 +218,9 @@ def test_a_model_that_fits_in_halves_is_rehearsed_in_halves(
 ) -> None:
     monkeypatch.setattr("hetflow.profilers.pipeline_costs.Crew", Halves)
     cores = ("cuda:0", "cuda:1")
-    gpu = LocalDevice(device_type="V100", name="V100", torch_devices=cores, memory_bytes=1 << 34)
+    gpu = LocalDevice(
+        device_type="V100", kind="cuda", name="V100", torch_devices=cores, memory_bytes=1 << 34
+    )
     request = DeviceRequest(device_type="V100", local=gpu, torch_device="cuda:0")
     known = profiled(*[0.004] * 4)
     costs, how = measure_pipeline(
