@@ -12,7 +12,7 @@ from ..engines.protocol import Engine
 from ..engines.registry import ENGINES
 from ..mechanisms.rounds.rules import RoundRules
 from ..schema.cluster import Cluster
-from ..schema.errors import HetflowError, ProblemError
+from ..schema.errors import ProblemError
 from ..schema.files import from_json, to_json
 from .loop import Scheduler, Settings
 from .store import Store, lock
@@ -129,12 +129,3 @@ def _interrupts() -> Iterator[threading.Event]:
         for number, handler in before.items():
             with suppress(TypeError):  # one that Python did not set
                 signal.signal(number, handler)
-
-
-def is_served(folder: Path) -> bool:
-    """Whether a scheduler runs on a state."""
-    try:
-        lock(folder).close()
-    except HetflowError:
-        return True
-    return False
