@@ -15,6 +15,7 @@ from hetflow.launcher.request import LaunchRequest, OnFailure, Rendezvous
 from hetflow.launcher.spawn import Meeting, WorkerCommand
 from hetflow.launcher.starting import Starter
 from hetflow.launcher.supervision import supervision_of
+from hetflow.protocol.environment import DEVICE
 from hetflow.protocol.lower import lower
 from hetflow.schema.errors import TargetError
 from hetflow.schema.launch import LaunchConfig
@@ -89,7 +90,13 @@ class Gpus:
         return self.commands
 
     def devices(self, *names: str) -> list[str]:
-        return [self.commands[name].environment["CUDA_VISIBLE_DEVICES"] for name in names]
+        """The GPU of each worker's own, by its number on the host."""
+        found = []
+        for name in names:
+            environment = self.commands[name].environment
+            own = int(environment[DEVICE].partition(":")[2])
+            found.append(environment["CUDA_VISIBLE_DEVICES"].split(",")[own])
+        return found
 
 
 @pytest.fixture
