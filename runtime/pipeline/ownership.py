@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from .. import peers
 from ..buffers import BufferSlot, VirtualNodeBuffers, find_slots
+from ..group import Place
+from ..manifest import shapes_of
 from .cut import StageModule
 
 Holders = tuple[int, ...]
@@ -28,8 +30,9 @@ class Ownership:
         parameters: dict[str, nn.Parameter],
         used: Sequence[set[nn.Parameter]],
         ranks: Sequence[tuple[int, ...]],
-        rank: int,
+        place: Place,
     ) -> None:
+        rank, self._device = place.rank, place.device
         self.parameters = parameters
         self.holders: dict[str, Holders] = {}
         for name, parameter in parameters.items():
@@ -38,6 +41,7 @@ class Ownership:
             self.holders[name] = tuple(sorted(held))
         self.own = {name for name, holders in self.holders.items() if rank in holders}
         self.first = {name for name, holders in self.holders.items() if rank == holders[0]}
+        self.described = shapes_of(parameters)
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._is_whole = True
         self.tied = [
@@ -51,7 +55,7 @@ class Ownership:
         for name, parameter in self.parameters.items():
             if name not in self.own:
                 parameter.grad = None
-                parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+                parameter.data = torch.zeros(1, dtype=parameter.dtype, device=self._device)
         self._is_whole = False
 
     def gather(self) -> None:
@@ -62,7 +66,7 @@ class Ownership:
             whole = parameter.data.contiguous()
             if name not in self.own:
                 shape = self._shapes[name]
-                whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+                whole = torch.empty(shape, dtype=parameter.dtype, device=self._device)
             peers.broadcast(whole, src=self.holders[name][0])
             if name not in self.own:
                 parameter.grad = None
