@@ -29,7 +29,14 @@ from .losses import check_reads_none_of, nodes_of
 from .messages import Message
 from .optimizer import OwnShare
 from .ownership import Ownership, StageBuffers
-from .placing import broadcast_parts, check_same_model, place_own, shapes_on
+from .placing import (
+    broadcast_parts,
+    check_same_model,
+    move_buffers,
+    place_own,
+    put_back,
+    shapes_on,
+)
 from .scaling import LossScaling
 from .stage import Stage, parameters_of
 from .state import StageState
@@ -192,6 +199,7 @@ class PipelineEngine:
         the loss returned is the batch's before (the first batch's for the first).
         """
         session, batch = self._session, step.batch
+        self._ownership.strip()
         self._scaling = LossScaling(step.scaler, self._ownership, self._synchroniser)
         session.clock.begin_step(is_full=batch.is_full)
         self.buffers.begin_step()
@@ -378,10 +386,12 @@ class PipelineEngine:
         """The whole model after ``gather``; stages again afterwards."""
         model = self._session.model
         model.forward = self._forward
+        buffers = move_buffers(model, self._ownership.device_of_whole)
         try:
             yield
         finally:
             model.forward = self._refuse_outside
+            put_back(buffers)
             self._ownership.strip()
 
     def check_predicts(self) -> None:
@@ -394,3 +404,5 @@ class PipelineEngine:
     def close(self) -> None:
         """No further step; the model is the script's again."""
         self._session.model.forward, self._step = self._forward, None
+        if self._ownership.device_of_whole != self._session.device:
+            move_buffers(self._session.model, self._ownership.device_of_whole)

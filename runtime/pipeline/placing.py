@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ...devices.collectives import wire_device
-from .. import peers
 from ..group import Place
 from ..setup import check_same_shapes, move_optimizer_state
 from .cut import StageModule
+from .pieces import broadcast
 
-PIECE_BYTES = 25 << 20
-"""Of a tensor that is broadcast: what a device needs for tensors that it does not hold."""
+Buffer = tuple[nn.Module, str, Tensor]
 
 
 @contextmanager
@@ -85,25 +84,7 @@ def broadcast_parts(
     buffers = dict(model.named_buffers())
     kept, wire = {*own, *buffers}, wire_device(place.device)
     for name, tensor in {**parameters, **buffers}.items():
-        _broadcast(tensor.detach(), wire, sends=place.rank == 0, keeps=name in kept)
-
-
-def _broadcast(tensor: Tensor, wire: torch.device, *, sends: bool, keeps: bool) -> None:
-    dense = tensor.contiguous() if sends or keeps else None
-    length = max(1, PIECE_BYTES // tensor.element_size())
-    for start in range(0, tensor.numel(), length):
-        number = min(length, tensor.numel() - start)
-        if dense is None:
-            passing = torch.empty(number, dtype=tensor.dtype, device=wire)
-            peers.broadcast(passing, src=0)
-            continue
-        piece = dense.view(-1)[start : start + number]
-        passing = piece.to(wire)
-        peers.broadcast(passing, src=0)
-        if not sends and passing is not piece:
-            piece.copy_(passing)
-    if not sends and dense is not None and dense.data_ptr() != tensor.data_ptr():
-        tensor.copy_(dense)
+        broadcast(tensor.detach(), wire, src=0, sends=place.rank == 0, keeps=name in kept)
 
 
 def check_same_model(model: nn.Module, parameters: dict[str, nn.Parameter], place: Place) -> None:
@@ -114,3 +95,21 @@ def check_same_model(model: nn.Module, parameters: dict[str, nn.Parameter], plac
     """
     if place.distributed:
         check_same_shapes({**parameters, **dict(model.named_buffers())}, place)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> list[Buffer]:
+    """Put copies of buffers that stand elsewhere on a device; what stood there, and where."""
+    before: list[Buffer] = []
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, value in module._buffers.items():
+            if value is not None and value.device != device:
+                before.append((module, name, value))
+                module._buffers[name] = made.setdefault(id(value), value.to(device))
+    return before
+
+
+def put_back(buffers: Sequence[Buffer]) -> None:
+    """Undo ``move_buffers``."""
+    for module, name, value in buffers:
+        module._buffers[name] = value
