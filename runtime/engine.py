@@ -127,7 +127,10 @@ class StepEngine(Protocol):
         """Whether nothing is in flight: each parameter has its newest value only."""
 
     def gather(self) -> None:
-        """Bring the parameters of the whole model to every worker. Call it on all."""
+        """Bring the parameters of the whole model to every worker, on one device or the host.
+
+        Call it on all.
+        """
 
     def whole_model(self) -> AbstractContextManager[None]:
         """Inside, after ``gather``, the model can be called as without hetflow."""

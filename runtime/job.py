@@ -238,8 +238,9 @@ class Job:
     def evaluation(self) -> Iterator[nn.Module]:
         """The model in evaluation mode, with merged buffers and without gradients.
 
-        Under a pipeline the whole model is on every worker inside. Enter it on all workers; what is
-        computed inside is each worker's own affair.
+        Under a pipeline the whole model is on every worker inside: on its device, or on its host
+        where the device is too small for it; send inputs to where the model's parameters are. Enter
+        it on all workers; what is computed inside is each worker's own affair.
         """
         model = self._session.model
         training = model.training
@@ -299,7 +300,7 @@ class Job:
         """End the job: report measurements and the digest, and leave the process group.
 
         Called at the end of the script by itself; call it to leave earlier. Every worker's model is
-        whole afterwards.
+        whole afterwards, on its device or, under a pipeline, on its host where it does not fit.
 
         Raises:
             TargetError: Workers have diverged, or nobody can tell: the script destroyed the group.

@@ -14,15 +14,14 @@ from .agreement.watch import Watch
 from .group import Place
 from .measurements import StepClock
 from .places import batch_sizes_of, holders_of, pass_holder_of
-from .setup import broadcast_state, named_parameters
+from .setup import named_parameters
 from .streams import seed_streams
 
 
 class Session:
     """One worker of a job: the model, this worker among the others, and how far it is.
 
-    Making it moves the model to the device and, where there are other workers, takes over the
-    first one's values: call it on all workers.
+    Its engine places the model; see ``runtime/start.py``.
 
     Args:
         model: The script's model.
@@ -43,9 +42,6 @@ class Session:
         last_loss: Of the last step.
         wants_stop: Whether this worker was asked to save and leave.
         is_finished: Whether nothing more is to be done.
-
-    Raises:
-        TargetError: The workers built different models.
     """
 
     def __init__(
@@ -60,7 +56,6 @@ class Session:
         self.model, self.optimizers, self.seed = model, tuple(optimizers), seed
         self.device = place.device
         self.parameters = named_parameters(model, self.optimizers)
-        broadcast_state(model, self.optimizers, self.parameters, place)
         self.clock, self.holder = StepClock(place.device), pass_holder_of(place)
         self.batch_sizes = batch_sizes_of(place)
         self.watch = watch

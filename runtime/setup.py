@@ -1,7 +1,7 @@
 """What ``prepare`` does to the model: refuse, place, name, and equalise over the workers."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import torch
@@ -85,11 +85,11 @@ def broadcast_state(
     for parameter in parameters.values():
         parameter.data = parameter.data.to(place.device)
     for optimizer in optimizers:
-        _move_optimizer_state(optimizer)
+        move_optimizer_state(optimizer, optimizer.state)
     if not place.distributed or place.is_outside:
         return
     named = {**parameters, **dict(model.named_buffers())}
-    _check_same_shapes(named, place)
+    check_same_shapes(named, place)
     for tensor in named.values():
         _broadcast(tensor.detach())
 
@@ -101,15 +101,21 @@ def _broadcast(tensor: Tensor) -> None:
         tensor.copy_(dense)
 
 
-def _move_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Follow the parameters with what a restored optimizer knows of them."""
-    for parameter, state in optimizer.state.items():
+def move_optimizer_state(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Follow these parameters with what a restored optimizer knows of them."""
+    for parameter in parameters:
+        state = optimizer.state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, Tensor) and value.dim() and value.device != parameter.device:
                 state[key] = value.to(parameter.device)
 
 
-def _check_same_shapes(named: dict[str, Tensor], place: Place) -> None:
+def check_same_shapes(named: dict[str, Tensor], place: Place) -> None:
+    """Compare what the workers have built.
+
+    Raises:
+        TargetError: It differs in names, types or shapes.
+    """
     assert place.store is not None
     text = "".join(f"{name}\0{t.dtype}\0{tuple(t.shape)}\n" for name, t in named.items())
     own = hashlib.sha256(text.encode()).hexdigest()

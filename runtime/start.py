@@ -29,7 +29,7 @@ from .progress import Progress
 from .runner import Alone, Runner
 from .saving import Checkpoints
 from .session import Session
-from .setup import check_model, place_model
+from .setup import broadcast_state, check_model, place_model
 from .split_engine import SplitEngine
 from .telling import log, speak
 
@@ -45,8 +45,9 @@ def prepare(
     """Join the launch this process belongs to, and get the model ready for it.
 
     Under plain ``python`` the job is one worker with one virtual node that holds the whole batch.
-    The model (and the optimizer's state) is moved to ``job.device``; where several workers run,
-    every parameter and buffer starts with the first worker's value. The model itself is not
+    The model (and the optimizer's state) is moved to ``job.device``, under a pipeline only the
+    parameters of this worker's stages; where several workers run, every parameter and buffer starts
+    with the first worker's value. The model itself is not
     wrapped: call it, save it and evaluate it as before.
 
     Args:
@@ -140,6 +141,7 @@ def assemble(
         progress = Progress(session, engine.state, engine.buffers)
         runner = Alone(engine)
     else:
+        broadcast_state(model, session.optimizers, session.parameters, place)
         engine = SplitEngine(session, overlap=overlap)
         progress = Progress(session, engine.state, engine.buffers)
         runner = _runner_of(session, engine, epochs, progress)

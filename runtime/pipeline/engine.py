@@ -23,12 +23,20 @@ from ..engine import LossFunction, Step
 from ..session import Session
 from ..streams import seed_streams
 from .arguments import by_placeholder
-from .cut import check_crossing, cut
+from .cut import StageModule, check_crossing, cut
 from .executor import Executor, held
 from .losses import check_reads_none_of, nodes_of
 from .messages import Message
 from .optimizer import OwnShare
 from .ownership import Ownership, StageBuffers
+from .placing import (
+    broadcast_parts,
+    check_same_model,
+    move_buffers,
+    place_own,
+    put_back,
+    shapes_on,
+)
 from .scaling import LossScaling
 from .stage import Stage, parameters_of
 from .state import StageState
@@ -50,7 +58,8 @@ class PipelineEngine:
         work: The stages, and the schedule of their passes.
 
     Raises:
-        TargetError: A model that cannot be cut as planned, or an optimizer that cannot be shared.
+        TargetError: A model that cannot be cut as planned, or an optimizer that cannot be shared,
+            or the workers built different models.
     """
 
     keeps_groups = True
@@ -58,36 +67,42 @@ class PipelineEngine:
     def __init__(self, session: Session, work: PipelineWork) -> None:
         self._session, model, place = session, session.model, session.place
         optimizer = next(iter(session.optimizers), None)
-        layered = layers_of(model, work.trace)
-        parts = cut(layered, [stage.layers for stage in work.stages])
-        self._check_call = layered.check_call
-        held_here = work.stages_of_rank[place.rank]
         self._work = work
+        parts = self._cut()
         self._last_stage = len(parts) - 1
-        self._stages = {
-            number: Stage(parts[number], recompute=work.recompute, device=place.device)
-            for number in held_here
-        }
+        held_here = {number: parts[number] for number in work.stages_of_rank[place.rank]}
         self._schedule = schedule_of(work, work.num_microbatches)
-        self.buffers = StageBuffers(
-            model,
-            session.local_nodes,
-            session.batch_sizes,
-            [
-                (parts[number], microbatches_of(self._schedule, place.rank, number))
-                for number in held_here
-            ],
-        )
         self._ownership = Ownership(
             dict(model.named_parameters()),
             parameters_of(parts),
             [stage.ranks for stage in work.stages],
-            place.rank,
+            place,
         )
         self.flushes = self._schedule.weight_semantics == "flush"
         self._check_semantics()
         own = self._ownership.own
         share = OwnShare(optimizer, self._ownership.parameters, own) if optimizer else None
+        place_own(
+            [p for name, p in self._ownership.parameters.items() if name in own],
+            list(held_here.values()),
+            session.optimizers,
+            place,
+        )
+        broadcast_parts(model, session.parameters, own, place)
+        self._ownership.strip()
+        self._stages = {
+            number: Stage(part, recompute=work.recompute, device=place.device)
+            for number, part in held_here.items()
+        }
+        self.buffers = StageBuffers(
+            model,
+            session.local_nodes,
+            session.batch_sizes,
+            [
+                (part, microbatches_of(self._schedule, place.rank, number))
+                for number, part in held_here.items()
+            ],
+        )
         transport = transport_of(place, [stage.ranks for stage in work.stages])
         self._synchroniser = Synchroniser(self._ownership, place, work, transport)
         self._executor = Executor(place.rank, transport)
@@ -106,12 +121,20 @@ class PipelineEngine:
         self.state = StageState(
             session, work, self.buffers, self._ownership, share, self._synchroniser
         )
-        self._ownership.strip()
         self._unflushed: Unflushed | None = None
         if not self.flushes and optimizer is not None:
             self._unflushed = Unflushed(
                 work, self._stages, self._executor, self._synchroniser, optimizer
             )
+
+    def _cut(self) -> list[StageModule]:
+        """The parts of the model; its parameters are where they were."""
+        session, work = self._session, self._work
+        check_same_model(session.model, session.parameters, session.place)
+        with shapes_on(session.device, session.model, session.parameters.values()):
+            layered = layers_of(session.model, work.trace)
+        self._check_call = layered.check_call
+        return cut(layered, [stage.layers for stage in work.stages])
 
     def _check_semantics(self) -> None:
         if self.flushes:
@@ -176,6 +199,7 @@ class PipelineEngine:
         the loss returned is the batch's before (the first batch's for the first).
         """
         session, batch = self._session, step.batch
+        self._ownership.strip()
         self._scaling = LossScaling(step.scaler, self._ownership, self._synchroniser)
         session.clock.begin_step(is_full=batch.is_full)
         self.buffers.begin_step()
@@ -362,10 +386,12 @@ class PipelineEngine:
         """The whole model after ``gather``; stages again afterwards."""
         model = self._session.model
         model.forward = self._forward
+        buffers = move_buffers(model, self._ownership.device_of_whole)
         try:
             yield
         finally:
             model.forward = self._refuse_outside
+            put_back(buffers)
             self._ownership.strip()
 
     def check_predicts(self) -> None:
@@ -378,3 +404,5 @@ class PipelineEngine:
     def close(self) -> None:
         """No further step; the model is the script's again."""
         self._session.model.forward, self._step = self._forward, None
+        if self._ownership.device_of_whole != self._session.device:
+            move_buffers(self._session.model, self._ownership.device_of_whole)

@@ -13,23 +13,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import peers
+from ...devices.backend import backend_of
+from ...devices.collectives import wire_device
+from ...devices.host import TORCH_DEVICE as HOST
+from ...devices.out_of_memory import is_out_of_memory
 from ..buffers import BufferSlot, VirtualNodeBuffers, find_slots
+from ..group import Place
+from ..manifest import shapes_of
+from ..telling import log
 from .cut import StageModule
+from .pieces import broadcast
 
 Holders = tuple[int, ...]
 
 
 class Ownership:
-    """Parameters by name, the ranks that hold each, and stand-ins for the rest."""
+    """Parameters by name, the ranks that hold each, and stand-ins for the rest.
+
+    Attributes:
+        own: The names of this worker's parameters.
+        first: Of those that it is the first to hold.
+        described: Types and shapes of all, by name.
+        device_of_whole: Where the model stands after ``gather``.
+    """
 
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],
         used: Sequence[set[nn.Parameter]],
         ranks: Sequence[tuple[int, ...]],
-        rank: int,
+        place: Place,
     ) -> None:
+        rank, self._place = place.rank, place
+        self.device_of_whole, self._has_told = place.device, False
+        self._on_device: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
         self.parameters = parameters
         self.holders: dict[str, Holders] = {}
         for name, parameter in parameters.items():
@@ -38,6 +55,7 @@ class Ownership:
             self.holders[name] = tuple(sorted(held))
         self.own = {name for name, holders in self.holders.items() if rank in holders}
         self.first = {name for name, holders in self.holders.items() if rank == holders[0]}
+        self.described = shapes_of(parameters)
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._is_whole = True
         self.tied = [
@@ -47,27 +65,66 @@ class Ownership:
         ]
 
     def strip(self) -> None:
-        """Leave only this worker's parameters in memory."""
+        """Leave only this worker's parameters in memory, on its device."""
+        if not self._is_whole:
+            return
+        for parameter, value, gradient in self._on_device:
+            value.copy_(parameter.data)  # the script may have written to it meanwhile
+            parameter.data = value
+            parameter.grad = gradient
+        self._on_device.clear()
+        self.device_of_whole = self._place.device
         for name, parameter in self.parameters.items():
             if name not in self.own:
                 parameter.grad = None
-                parameter.data = torch.zeros(1, dtype=parameter.dtype, device=parameter.device)
+                parameter.data = torch.zeros(1, dtype=parameter.dtype, device=self._place.device)
         self._is_whole = False
 
     def gather(self) -> None:
-        """Bring the whole model to every worker. Call it on all."""
+        """Bring the whole model to every worker: to its device, or to its host if it is too large.
+
+        Call it on all.
+        """
         if self._is_whole or not dist.is_initialized():
             return
+        rest, wire = self._room_for_rest(), wire_device(self._place.device)
         for name, parameter in self.parameters.items():
-            whole = parameter.data.contiguous()
-            if name not in self.own:
-                shape = self._shapes[name]
-                whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-            peers.broadcast(whole, src=self.holders[name][0])
-            if name not in self.own:
+            first, value = self.holders[name][0], rest.get(name, parameter.data)
+            broadcast(value, wire, src=first, sends=self._place.rank == first, keeps=True)
+            if name in rest:
                 parameter.grad = None
-                parameter.data = whole
+                parameter.data = value
+            elif self.device_of_whole != self._place.device:
+                self._on_device.append((parameter, parameter.data, parameter.grad))
+                parameter.grad = None
+                parameter.data = parameter.data.to(self.device_of_whole)
         self._is_whole = True
+
+    def _room_for_rest(self) -> dict[str, Tensor]:
+        """Memory for other workers' parameters, by name. Each worker decides where by itself."""
+        device = self._place.device
+        if not backend_of(device).is_host:
+            try:
+                return self._empty_rest(device)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            backend_of(device).release_unused()
+            self.device_of_whole = torch.device(HOST)
+            if not self._has_told:
+                log.warning(
+                    f"worker {self._place.rank}: {device} is too small for the whole model, which "
+                    "is on the host outside of steps"
+                )
+            self._has_told = True
+        return self._empty_rest(self.device_of_whole)
+
+    def _empty_rest(self, device: torch.device) -> dict[str, Tensor]:
+        return {
+            name: torch.empty(self._shapes[name], dtype=parameter.dtype, device=device)
+            for name, parameter in self.parameters.items()
+            if name not in self.own
+        }
 
 
 class StageBuffers(VirtualNodeBuffers):

@@ -20,7 +20,6 @@ from torch import Tensor
 from ...schema.launch import PipelineWork
 from .. import checkpoint, parts
 from ..checkpoint import Checkpoint
-from ..manifest import shapes_of
 from ..restoring import load_optimizers, load_parameters
 from ..session import Session
 from .optimizer import OwnShare
@@ -29,7 +28,7 @@ from .synchronise import Synchroniser
 
 
 class StageState:
-    """See ``StateParts``. Made while this worker still has the shapes of all parameters.
+    """See ``StateParts``.
 
     Args:
         session: What the parts of the job share.
@@ -54,7 +53,6 @@ class StageState:
         self._session, self._buffers, self._ownership = session, buffers, ownership
         self._share, self._synchroniser = share, synchroniser
         self._stages = [[list(stage.layers), list(stage.ranks)] for stage in work.stages]
-        self._shapes = shapes_of(session.parameters)
         self._registered_sha256 = ""
 
     @cached_property
@@ -73,7 +71,7 @@ class StageState:
         return {
             "virtual_nodes": list(session.batch_sizes),
             "seed": session.seed,
-            "parameters": self._shapes,
+            "parameters": self._ownership.described,
             "part": session.rank,
             "num_parts": session.place.world_size,
             "run": self._run,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-from hetflow.runtime.pipeline import synchronise, transport
+from hetflow.runtime.pipeline import pieces, synchronise, transport
 from hetflow.schema.errors import HetflowError
 
 GLOBAL_BATCH_SIZE, NUM_SAMPLES, EPOCHS = 24, 58, 2
@@ -66,7 +66,7 @@ def data(num_samples=NUM_SAMPLES):
 
 
 def build(name):
-    torch.manual_seed(0)
+    torch.manual_seed(int(os.environ.get("RANK", "0")))  # the first worker's values are taken
     return MODELS[name]().double()
 
 
@@ -87,6 +87,7 @@ def train(case):
     transport.payload_collective = lambda *_: "gloo" if "apart" in options else None
     # Models this small would fill one bucket only.
     synchronise.BUCKET_BYTES = 300
+    pieces.PIECE_BYTES = 100
     model = build(name)
     optimizer = OPTIMIZERS[kind](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)

@@ -1,0 +1,36 @@
+"""Tensors that pass over the wire a piece at a time, so that no device need hold them whole."""
+
+import torch
+from torch import Tensor
+
+from .. import peers
+
+PIECE_BYTES = 25 << 20
+"""What a device needs for tensors that it does not hold."""
+
+
+def broadcast(tensor: Tensor, wire: torch.device, *, src: int, sends: bool, keeps: bool) -> None:
+    """Give all workers a worker's values. Call it on all of them.
+
+    Args:
+        tensor: On any device; written where this worker keeps the values.
+        wire: Where what is sent must stand.
+        src: The rank whose values they are.
+        sends: Whether that is this worker.
+        keeps: Whether this worker wants them.
+    """
+    dense = tensor.contiguous() if sends or keeps else None
+    length = max(1, PIECE_BYTES // tensor.element_size())
+    for start in range(0, tensor.numel(), length):
+        number = min(length, tensor.numel() - start)
+        if dense is None:
+            passing = torch.empty(number, dtype=tensor.dtype, device=wire)
+            peers.broadcast(passing, src=src)
+            continue
+        piece = dense.view(-1)[start : start + number]
+        passing = piece.to(wire)
+        peers.broadcast(passing, src=src)
+        if not sends and passing is not piece:
+            piece.copy_(passing)
+    if not sends and dense is not None and dense.data_ptr() != tensor.data_ptr():
+        tensor.copy_(dense)
