@@ -46,8 +46,15 @@ def start_ticks(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[19])
 
 
-def keep(folder: Path, lock: int) -> int:
-    """Run the lease of a folder; its exit code, 128 and the signal's number after a signal."""
+def keep(folder: Path, lock: int | None) -> int:
+    """Run the lease of a folder; its exit code, 128 and the signal's number after a signal.
+
+    Args:
+        folder: The lease's.
+        lock: What keeper and launch hold; None where something else (Slurm) tells when a lease is
+            over. The launch is then in a process group of its own, so that a signal to the keeper's
+            group reaches it once.
+    """
     work = json.loads((folder / WORK).read_text(encoding="utf-8"))
     # Before the launch is there: whoever asks it to stop must not end its keeper instead.
     asked: list[int] = []
@@ -69,7 +76,8 @@ def keep(folder: Path, lock: int) -> int:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                pass_fds=(lock,),
+                pass_fds=() if lock is None else (lock,),
+                process_group=0 if lock is None else None,
                 preexec_fn=_stop_with_keeper,
             )
         except OSError as error:

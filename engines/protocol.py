@@ -34,6 +34,8 @@ class Work:
         directory: Where it runs.
         devices: Those it may use.
         environment: Variables set besides those of the scheduler.
+        after: Folders of leases that must be over before this one begins. A scheduler that has
+            seen them end need not name them.
     """
 
     folder: Path
@@ -41,6 +43,7 @@ class Work:
     directory: Path
     devices: tuple[EngineDevice, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    after: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
