@@ -21,6 +21,8 @@ WORK = "work.json"
 STARTED = "started.json"
 ENDED = "ended.json"
 LOCK = "lock"
+ASK = signal.SIGURG
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -51,9 +53,9 @@ def keep(folder: Path, lock: int | None) -> int:
 
     Args:
         folder: The lease's.
-        lock: What keeper and launch hold; None where something else (Slurm) tells when a lease is
-            over. The launch is then in a process group of its own, so that a signal to the keeper's
-            group reaches it once.
+        lock: What keeper and launch hold. None where a batch system tells when a lease is over:
+            its signals reach all processes of a lease, so the keeper does not pass them on. There
+            ``ASK``, which all others ignore, asks for one SIGTERM to the launch.
     """
     work = json.loads((folder / WORK).read_text(encoding="utf-8"))
     # Before the launch is there: whoever asks it to stop must not end its keeper instead.
@@ -61,12 +63,15 @@ def keep(folder: Path, lock: int | None) -> int:
     launch: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+        asked.append(signal.SIGTERM if number == ASK else number)
         for process in launch:
-            process.send_signal(number)
+            process.send_signal(asked[-1])
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, pass_on)
+    for number in _ENDING:
+        signal.signal(number, pass_on if lock is not None else _leave_alone)
+    if lock is None:
+        signal.signal(ASK, pass_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {ASK})
     with (folder / OUTPUT).open("ab") as output:
         try:
             process = subprocess.Popen(
@@ -77,7 +82,6 @@ def keep(folder: Path, lock: int | None) -> int:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=() if lock is None else (lock,),
-                process_group=0 if lock is None else None,
                 preexec_fn=_stop_with_keeper,
             )
         except OSError as error:
@@ -95,8 +99,12 @@ def keep(folder: Path, lock: int | None) -> int:
     return code
 
 
+def _leave_alone(number: int, frame: FrameType | None) -> None:
+    """Neither end, nor let the launch ignore a signal, as it would what is ignored here."""
+
+
 def _stop_with_keeper() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _ENDING:
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

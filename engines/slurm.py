@@ -22,8 +22,8 @@ from pathlib import Path
 
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, HetflowError, ProblemError
-from .keeper import ENDED, WORK, write_atomically
-from .protocol import OUTPUT, EngineDevice, Fate, Work
+from .keeper import ASK, ENDED, WORK, write_atomically
+from .protocol import OUTPUT, EngineDevice, Fate, UnsuitableDevicesError, Work
 from .registry import engine
 from .slurm_keeper import CLAIM, claim
 
@@ -123,7 +123,7 @@ def job_name(folder: Path) -> str:
 
 
 def render_script(folder: Path) -> str:
-    """The batch script: the keeper as a step, since Slurm sends SIGTERM to steps first."""
+    """The batch script: the keeper as a step, since that is what Slurm signals."""
     keeper = shlex.join([sys.executable, "-m", _KEEPER, str(folder)])
     output = shlex.quote(str(folder / OUTPUT))
     return f"#!/bin/sh\nexec srun --ntasks=1 {keeper} >>{output} 2>&1 </dev/null\n"
@@ -206,7 +206,8 @@ class SlurmEngine:
         """Submit a lease's job; where Slurm does not answer, ``fate`` goes on trying.
 
         Raises:
-            ProblemError: The devices are on several nodes, or Slurm refuses the job.
+            UnsuitableDevicesError: The devices are on several nodes.
+            ProblemError: Slurm refuses the job.
             FileError: The lease's folder cannot be written.
         """
         folder = work.folder
@@ -220,8 +221,8 @@ class SlurmEngine:
     def _write(self, work: Work) -> None:
         nodes = sorted({device.server for device in work.devices})
         if len(nodes) > 1:
-            raise ProblemError(
-                f"a job's devices are on several nodes ({', '.join(nodes)})",
+            raise UnsuitableDevicesError(
+                f"it waits for devices of one node (free were some of {', '.join(nodes)})",
                 hint="ask for no more devices than one node has",
             )
         document = {
@@ -258,12 +259,13 @@ class SlurmEngine:
         self._looked = -1.0  # what was seen is older than the job
 
     def stop(self, folder: Path) -> None:
-        """Send the step SIGTERM, once; a job that has not begun is taken from the queue."""
+        """Let the keeper send the launch SIGTERM, once; what has not begun leaves the queue."""
         if (folder / ENDED).exists() or (folder / _ASKED).exists():
             return
         self._revoke(folder)
-        # Without the option it would be killed after Slurm's KillWait.
-        options = [] if (folder / ENDED).exists() else ["--signal=TERM"]
+        # Slurm sends a signal to all processes of a step: SIGTERM would reach the launch and its
+        # workers, and once more from the keeper, and a second one ends it before it has saved.
+        options = [] if (folder / ENDED).exists() else [f"--signal={ASK.name[3:]}"]
         if self._cancel(folder, *options):
             write_atomically(folder / _ASKED, {})
 

@@ -4,10 +4,11 @@ A lease runs once, whatever became of the messages between hetflow and Slurm: wh
 ``claim`` has it, be it the step (to run it) or the engine (so that nobody ever does).
 """
 
+import signal
 import sys
 from pathlib import Path
 
-from .keeper import keep
+from .keeper import ASK, keep
 
 CLAIM = "claim"
 
@@ -22,5 +23,12 @@ def claim(folder: Path, by: str) -> bool:
     return True
 
 
+def main(folder: Path) -> int:
+    """Run a lease, unless it was claimed; the step's exit code."""
+    # From the claim on the engine may ask; until ``keep`` listens that must wait, not be lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})
+    return keep(folder, None) if claim(folder, "step") else 0
+
+
 if __name__ == "__main__":
-    sys.exit(keep(Path(sys.argv[1]), None) if claim(Path(sys.argv[1]), "step") else 0)
+    sys.exit(main(Path(sys.argv[1])))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.engines.protocol import OUTPUT, Fate, Work
+from hetflow.engines.protocol import OUTPUT, Fate, UnsuitableDevicesError, Work
 from hetflow.engines.registry import ENGINES
 from hetflow.engines.slurm import (
     NodeGpus,
@@ -122,7 +122,7 @@ def test_a_job_that_slurm_refuses_says_why(tmp_path: Path, monkeypatch: pytest.M
         engine.start(work(engine, tmp_path / "lease", "true"))
     given = work(engine, tmp_path / "other", "true")
     both = (*given.devices, *engine.devices()[-1:])
-    with pytest.raises(ProblemError, match="several nodes"):
+    with pytest.raises(UnsuitableDevicesError, match="one node"):
         engine.start(Work(folder=given.folder, command=("true",), directory=tmp_path, devices=both))
     with pytest.raises(ProblemError, match="3 x cpu:slow, Slurm's nodes 2"):
         SlurmEngine(Cluster.parse("3xcpu:slow"))
@@ -130,10 +130,13 @@ def test_a_job_that_slurm_refuses_says_why(tmp_path: Path, monkeypatch: pytest.M
 
 POOL = Cluster.parse("2xcpu:fast,2xcpu:slow")
 SAVES = """
-import signal, sys, time
+import signal, subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 def save(*_):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as a launch: at a second one it ends
     time.sleep(0.3)
+    assert worker.poll() is None  # nobody else was asked
+    worker.kill()
     print("saved", time.time(), flush=True)
     sys.exit(143)
 signal.signal(signal.SIGTERM, save)
