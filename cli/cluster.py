@@ -19,7 +19,9 @@ def start(
         str | None, typer.Option(help="The devices, e.g. 2xV100,2xP100 or 1xcpu:fast,2xcpu:slow.")
     ] = None,
     cluster: Annotated[Path | None, typer.Option(help="The pool's file, instead.")] = None,
-    engine: Annotated[str, typer.Option(help="Where jobs run: local (this host).")] = "local",
+    engine: Annotated[
+        str, typer.Option(help="Where jobs run: local (this host) or slurm (its nodes).")
+    ] = "local",
     policy: Annotated[
         str, typer.Option(help="Who gets what part of the time: a policy of `hetflow allocate`.")
     ] = "las_weighted",

@@ -21,6 +21,8 @@ WORK = "work.json"
 STARTED = "started.json"
 ENDED = "ended.json"
 LOCK = "lock"
+ASK = signal.SIGURG
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -46,20 +48,30 @@ def start_ticks(pid: int) -> int | None:
     return int(text.rpartition(")")[2].split()[19])
 
 
-def keep(folder: Path, lock: int) -> int:
-    """Run the lease of a folder; its exit code, 128 and the signal's number after a signal."""
+def keep(folder: Path, lock: int | None) -> int:
+    """Run the lease of a folder; its exit code, 128 and the signal's number after a signal.
+
+    Args:
+        folder: The lease's.
+        lock: What keeper and launch hold. None where a batch system tells when a lease is over:
+            its signals reach all processes of a lease, so the keeper does not pass them on. There
+            ``ASK``, which all others ignore, asks for one SIGTERM to the launch.
+    """
     work = json.loads((folder / WORK).read_text(encoding="utf-8"))
     # Before the launch is there: whoever asks it to stop must not end its keeper instead.
     asked: list[int] = []
     launch: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+        asked.append(signal.SIGTERM if number == ASK else number)
         for process in launch:
-            process.send_signal(number)
+            process.send_signal(asked[-1])
 
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, pass_on)
+    for number in _ENDING:
+        signal.signal(number, pass_on if lock is not None else _leave_alone)
+    if lock is None:
+        signal.signal(ASK, pass_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {ASK})
     with (folder / OUTPUT).open("ab") as output:
         try:
             process = subprocess.Popen(
@@ -69,7 +81,7 @@ def keep(folder: Path, lock: int) -> int:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                pass_fds=(lock,),
+                pass_fds=() if lock is None else (lock,),
                 preexec_fn=_stop_with_keeper,
             )
         except OSError as error:
@@ -87,8 +99,12 @@ def keep(folder: Path, lock: int) -> int:
     return code
 
 
+def _leave_alone(number: int, frame: FrameType | None) -> None:
+    """Neither end, nor let the launch ignore a signal, as it would what is ignored here."""
+
+
 def _stop_with_keeper() -> None:
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _ENDING:
         signal.signal(number, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
+from ..schema.errors import ProblemError
+
 OUTPUT = "output.log"
 """In a lease's folder: what the launch wrote to stdout and stderr."""
 
@@ -34,6 +36,8 @@ class Work:
         directory: Where it runs.
         devices: Those it may use.
         environment: Variables set besides those of the scheduler.
+        after: Folders of leases, such as the job's last one, that must be over before this one
+            begins, by what the engine knows besides their fate. Some may never have started.
     """
 
     folder: Path
@@ -41,6 +45,7 @@ class Work:
     directory: Path
     devices: tuple[EngineDevice, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    after: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,10 @@ class Fate:
     exit_code: int | None = None
 
 
+class UnsuitableDevicesError(ProblemError):
+    """A lease cannot be started on just these devices; on others of their types it can."""
+
+
 class Engine(Protocol):
     """Where launches run."""
 
@@ -67,6 +76,7 @@ class Engine(Protocol):
         """Start a lease, unless it was started before.
 
         Raises:
+            UnsuitableDevicesError: Not on these devices.
             HetflowError: It cannot be started; says what to do.
         """
 

@@ -10,7 +10,7 @@ MakeEngine = Callable[[Cluster], Engine]
 """From the pool that the user named to an engine."""
 
 ENGINES: Registry[MakeEngine] = Registry(
-    "engine", group="hetflow.engines", own=("hetflow.engines.local",)
+    "engine", group="hetflow.engines", own=("hetflow.engines.local", "hetflow.engines.slurm")
 )
 
 

@@ -140,9 +140,13 @@ def start(
         "--determinism", asked.level, "--grace", str(grace_seconds),
         str(folder / PLAN), asked.script, *asked.arguments,
     ]  # fmt: skip
+    before = [store.lease_folder(lease.job, lease.number - 1)] if lease.number > 1 else []
     engine.start(
-        Work(folder=folder, command=tuple(command), directory=Path(asked.directory), devices=held)
-    )
+        Work(
+            folder=folder, command=tuple(command), directory=Path(asked.directory), devices=held,
+            after=tuple(before),
+        )
+    )  # fmt: skip
     with store.transaction():
         store.run(
             "UPDATE leases SET state = 'running', predicted_steps_per_second = ? "

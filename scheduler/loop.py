@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..engines.protocol import Engine, EngineDevice
+from ..engines.protocol import Engine, EngineDevice, UnsuitableDevicesError
 from ..mechanisms.allocators.named import allocator_named
 from ..mechanisms.cluster.pool import Pool
 from ..mechanisms.cluster.seats import Device, Seat
@@ -358,6 +358,13 @@ class Scheduler:
                 self._store, self._engine, self._devices, lease, self._submission(lease.job),
                 self._settings.grace_seconds,
             )  # fmt: skip
+        except UnsuitableDevicesError as error:  # the next round may find others
+            with self._store.transaction():
+                leases.end(self._store, lease, now)
+                self._store.run(
+                    "UPDATE jobs SET state = 'queued', reason = ? WHERE number = ?",
+                    error.message, lease.job,
+                )  # fmt: skip
         except HetflowError as error:
             with self._store.transaction():
                 leases.end(self._store, lease, now)

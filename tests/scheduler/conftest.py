@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hetflow.engines.protocol import OUTPUT, EngineDevice, Fate, Work
+from hetflow.engines.protocol import OUTPUT, EngineDevice, Fate, UnsuitableDevicesError, Work
 from hetflow.scheduler.submission import Submission
 
 
@@ -62,6 +62,8 @@ class FakeEngine:
     ended: dict[Path, int | None] = field(default_factory=dict)
     stopping: set[Path] = field(default_factory=set)
     heeds: bool = True
+    refused: set[str] = field(default_factory=set)
+    """Devices on which nothing can be started."""
     name: str = "fake"
 
     def devices(self) -> tuple[EngineDevice, ...]:
@@ -75,6 +77,8 @@ class FakeEngine:
         if work.folder in self.running or work.folder in self.ended:
             return
         held = {device.name for device in work.devices}
+        if held & self.refused:
+            raise UnsuitableDevicesError("it waits for other devices")
         for other in self.running.values():
             assert not held & {device.name for device in other.devices}
             assert other.folder.parent != work.folder.parent  # of one job

@@ -172,6 +172,7 @@ def test_jobs_leave_devices_that_are_drained_or_down(cluster: Cluster, asked: As
     cluster.tick(0.1)
     [work] = cluster.engine.running.values()
     assert work.devices[0].device_type == "cpu:slow"
+    assert work.after == (cluster.store.lease_folder(1, 1),)
     cluster.engine.down = {device.name for device in cluster.engine.devices()}
     cluster.tick(ROUND)
     cluster.tick(0.1)
@@ -180,6 +181,20 @@ def test_jobs_leave_devices_that_are_drained_or_down(cluster: Cluster, asked: As
     cluster.engine.down = set()
     cluster.tick(ROUND)
     assert cluster.states() == ["running"]
+
+
+def test_a_job_waits_where_its_engine_cannot_use_just_these_devices(
+    cluster: Cluster, asked: Asked
+) -> None:
+    cluster.engine.refused = {f"cpu:fast:{number}" for number in range(4)}
+    cluster.submit(asked("a"))
+    cluster.tick()
+    assert cluster.states() == ["queued"]
+    assert cluster.job(1)["reason"] == "it waits for other devices"
+    cluster.engine.refused = set()
+    cluster.tick(ROUND)
+    assert cluster.states() == ["running"]
+    assert cluster.job(1)["reason"] is None
 
 
 def test_stop_ends_all_leases_and_keeps_all_jobs(cluster: Cluster, asked: Asked) -> None:

@@ -1,0 +1,34 @@
+"""``python -m hetflow.engines.slurm_keeper FOLDER``: a Slurm job's step, which runs one lease.
+
+A lease runs once, whatever became of the messages between hetflow and Slurm: who makes the folder's
+``claim`` has it, be it the step (to run it) or the engine (so that nobody ever does).
+"""
+
+import signal
+import sys
+from pathlib import Path
+
+from .keeper import ASK, keep
+
+CLAIM = "claim"
+
+
+def claim(folder: Path, by: str) -> bool:
+    """Take a lease for good; False where it was taken before."""
+    try:
+        with (folder / CLAIM).open("x", encoding="utf-8") as stream:
+            stream.write(by)
+    except FileExistsError:
+        return False
+    return True
+
+
+def main(folder: Path) -> int:
+    """Run a lease, unless it was claimed; the step's exit code."""
+    # From the claim on the engine may ask; until ``keep`` listens that must wait, not be lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})
+    return keep(folder, None) if claim(folder, "step") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
