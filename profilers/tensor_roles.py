@@ -58,7 +58,7 @@ def tensor_roles(ids: Sequence[str], edges: Sequence[tuple[str, str]]) -> dict[s
 def _role(name: str, is_split: Sequence[bool]) -> TensorRole:
     """Of one layer, whose inputs are split among the group or whole."""
     if _is_one_of(name, _ROW):
-        if not is_split or not all(is_split):
+        if not any(is_split):  # whole ones may be the residual that is added to its sum
             raise NoTensorRolesError(f"{name} reads what no column-parallel layer made")
         return "row"
     if _is_one_of(name, _COLUMN):

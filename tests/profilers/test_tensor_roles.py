@@ -48,6 +48,11 @@ def test_what_no_group_can_share(ids: tuple[str, ...], said: str) -> None:
         tensor_roles(ids, list(zip(ids, ids[1:], strict=False)))
 
 
+def test_a_row_may_add_the_residual_that_it_reads() -> None:
+    edges = [("norm", "fc1"), ("fc1", "fc2"), ("norm", "fc2")]
+    assert tensor_roles(("norm", "fc1", "fc2"), edges)["fc2"] == "row"
+
+
 def test_a_residual_that_joins_split_and_whole_is_not_understood() -> None:
     with pytest.raises(NoTensorRolesError, match="add reads what is split, and what is whole"):
         tensor_roles(("a", "fc1", "add", "fc2"), [("a", "fc1"), ("fc1", "add"), ("a", "add")])
