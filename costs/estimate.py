@@ -4,18 +4,19 @@ Estimated are each pass, the update, each layer, peak memory, links and synchron
 a run can tell stays unknown (waiting for samples, the runtime's own costs), as in older profiles.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.estimate import Estimate, Precision
 from ..schema.operator_counts import LayerCounts, LayerTable, ModelCounts, Operator, PassCounts
-from ..schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync
+from ..schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync, TensorLayers
 from ..schema.step_costs import Links
 from .comm import ring_seconds
 from .device_table import DeviceSpec
 from .efficiency import CARRIED_ERROR, ESTIMATED_ERROR, FITTED
 from .roofline import Efficiency, seconds_of
+from .tensor_layers import degrees_of, sharded_layers
 
 RESERVE_BYTES = 2**30
 """Taken for the context, libraries' workspaces, communication buffers and fragmentation."""
@@ -82,6 +83,7 @@ def estimated_profile(
             hint="try a smaller batch (--batch-sizes), or --layers for a pipeline",
         )
     tables = tuple(_graph(table, estimator) for table in counts.tables)
+    degrees = degrees_of(counts.tensor_divisor)
     error = ESTIMATED_ERROR.of(counts.passes[0].forward)
     return Profile(
         model=model,
@@ -92,6 +94,11 @@ def estimated_profile(
         batch_curve=tuple(fitting or points[:1]),  # what does not fit is no split's
         layers=tables[0] if tables else None,
         more_layers=tables[1:],
+        tensor_layers=tuple(
+            TensorLayers(tensor_parallel_size=t, layers=_tensor_graph(table, estimator, t))
+            for t in degrees
+            for table in counts.tables
+        ),
         sync=_sync(counts.weight_bytes, estimator),
         links=_links(estimator),
         out_of_memory_batch_size=next(
@@ -115,8 +122,19 @@ def estimated_profile(
             "num_parameters": counts.num_parameters,
             "reserve_bytes": reserve_bytes,
             "sync": "a ring over the device's link, counted as not overlapped with passes",
+            **_how_shared(counts),
         },
     )
+
+
+def _how_shared(counts: ModelCounts) -> dict[str, str]:
+    """Where there are layers: how those of tensor-parallel degrees were found, or why none."""
+    if not counts.tables:
+        return {}
+    if counts.no_tensor_reason is not None:
+        return {"tensor_layers": f"none: {counts.no_tensor_reason}"}
+    how = "whole layers' counts split as Megatron-LM does, all-reduces over the device's link"
+    return {"tensor_layers": f"{how}; degrees divide {counts.tensor_divisor} heads"}
 
 
 def _point(
@@ -133,21 +151,64 @@ def _point(
 
 def _graph(table: LayerTable, estimator: Estimator) -> LayerGraph:
     """Layers, forward and backward apart scaled so that they sum to the pass with its loss."""
-    whole = estimator.seconds(table.whole.forward), estimator.seconds(table.whole.backward)
-    forward = [estimator.seconds(layer.forward) for layer in table.layers]
-    backward = [estimator.seconds(layer.backward) for layer in table.layers]
-    scales = [
-        total / sum(parts) if sum(parts) else 1.0
-        for total, parts in zip(whole, (forward, backward), strict=True)
-    ]
+    there, back = _scales(table, estimator)
+    return _layer_graph(
+        table,
+        (
+            _node(
+                layer,
+                there * estimator.seconds(layer.forward),
+                back * estimator.seconds(layer.backward),
+            )
+            for layer in table.layers
+        ),
+    )
+
+
+def _tensor_graph(table: LayerTable, estimator: Estimator, degree: int) -> LayerGraph:
+    """The layers of one device of a group, each with its all-reduces over the device's own link.
+
+    Computing is scaled as on one device, so the loss is taken to be split like the rest.
+    """
+    there, back = _scales(table, estimator)
+    return _layer_graph(
+        table,
+        (
+            _node(
+                share.counts,
+                there * estimator.seconds(share.counts.forward)
+                + _reduce_seconds(degree, share.forward_reduced_bytes, estimator),
+                back * estimator.seconds(share.counts.backward)
+                + _reduce_seconds(degree, share.backward_reduced_bytes, estimator),
+            )
+            for share in sharded_layers(table, degree)
+        ),
+    )
+
+
+def _reduce_seconds(num_devices: int, num_bytes: int, estimator: Estimator) -> float:
+    if not num_bytes:
+        return 0.0
+    rate = estimator.link_bytes_per_second
+    return ring_seconds(num_devices, num_bytes, LINK_LATENCY_SECONDS, rate)
+
+
+def _layer_graph(table: LayerTable, nodes: Iterable[LayerNode]) -> LayerGraph:
     return LayerGraph(
         microbatch_size=table.whole.batch_size,
-        nodes=tuple(
-            _node(layer, there * scales[0], back * scales[1])
-            for layer, there, back in zip(table.layers, forward, backward, strict=True)
-        ),
+        nodes=tuple(nodes),
         edges=table.edges,
         trace=table.trace,
+    )
+
+
+def _scales(table: LayerTable, estimator: Estimator) -> tuple[float, float]:
+    """What the passes of a model take over those of its layers alone: forward, backward."""
+    forward = sum(estimator.seconds(layer.forward) for layer in table.layers)
+    backward = sum(estimator.seconds(layer.backward) for layer in table.layers)
+    return (
+        estimator.seconds(table.whole.forward) / forward if forward else 1.0,
+        estimator.seconds(table.whole.backward) / backward if backward else 1.0,
     )
 
 
@@ -246,6 +307,7 @@ def carried_profile(
         batch_curve=curve,
         layers=tables[0] if tables else None,
         more_layers=tables[1:],
+        tensor_layers=(),  # layers that were carried and estimated ones are not to be compared
         fixed_seconds=measured.fixed_seconds,
         optimizer=measured.optimizer,
         out_of_memory_batch_size=None,

@@ -16,7 +16,14 @@ from typing import Any
 
 from ..devices.host import TORCH_DEVICE
 from ..schema.errors import TargetError
-from ..schema.operator_counts import LayerCounts, LayerTable, ModelCounts, Operator, PassCounts
+from ..schema.operator_counts import (
+    LayerCounts,
+    LayerTable,
+    ModelCounts,
+    Operator,
+    PassCounts,
+    TensorRole,
+)
 from ..schema.optimizer import OptimizerState
 from . import targets
 from .bench import Bench
@@ -24,6 +31,7 @@ from .layer_memory import Ledger
 from .layer_passes import Piece, chosen, detached, weight_row
 from .layer_traces import call_of, find_layers
 from .nests import mapped, tensors_in
+from .tensor_roles import NoTensorRolesError, heads_divisor, tensor_roles
 
 # Names of operators that move nothing, although they are no views by their schema.
 _FREE = {
@@ -294,6 +302,7 @@ def _counted(
         passes.append(_pass(bench, size))
         if is_enough(standing, passes):
             break
+    tables, divisor, reason = _with_roles(bench, [_table(bench, size) for size in layers_at])
     return ModelCounts(
         weight_bytes=bench.weight_bytes,
         num_parameters=bench.num_parameters,
@@ -305,9 +314,36 @@ def _counted(
         update=update.operators,
         update_workspace_bytes=update.peak_bytes,
         passes=tuple(passes),
-        tables=tuple(_table(bench, size) for size in layers_at),
+        tables=tables,
         torch=torch.__version__,
+        tensor_divisor=divisor,
+        no_tensor_reason=reason,
     )
+
+
+def _with_roles(
+    bench: Bench, tables: Sequence[LayerTable]
+) -> tuple[tuple[LayerTable, ...], int | None, str | None]:
+    """The tables with each layer's tensor-parallel role, what degrees must divide, or why not."""
+    try:
+        divisor = heads_divisor(bench.model)
+        roles = [tensor_roles([row.id for row in t.layers], t.edges) for t in tables]
+    except NoTensorRolesError as error:
+        return tuple(tables), None, str(error)
+    return (
+        tuple(
+            replace(table, layers=tuple(_in_role(row, found[row.id]) for row in table.layers))
+            for table, found in zip(tables, roles, strict=True)
+        ),
+        divisor,
+        None,
+    )
+
+
+def _in_role(row: LayerCounts, role: TensorRole) -> LayerCounts:
+    """A layer whose weights are split but for those that its role leaves whole."""
+    whole = {"column": 0, "vocabulary": 0, "row": row.whole_weight_bytes}
+    return replace(row, role=role, whole_weight_bytes=whole.get(role, row.weight_bytes))
 
 
 def _state_bytes(state: Any) -> int:
@@ -377,7 +413,11 @@ def _table(bench: Bench, size: int) -> LayerTable:
             if is_own
         )
         weights = weight_row(layer.id, part.module.parameters(), held)
-        rows.append({"id": layer.id, "op": layer.op, **row, **weights})
+        # A bias is added to a row-parallel product's whole sum, so every device holds it.
+        biases = sum(_bytes(p) for p in part.module.parameters() if p.dim() == 1)
+        bias_bytes = min(biases, weights["weight_bytes"])
+        named = {"id": layer.id, "op": layer.op, "whole_weight_bytes": bias_bytes}
+        rows.append({**named, **row, **weights})
     stashed = ledger.stashed_bytes
     of_loss = max(0, whole.kept_bytes - sum(stashed.values()))
     return LayerTable(

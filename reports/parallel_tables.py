@@ -1,7 +1,10 @@
 """Plans of three dimensions as tables."""
 
+from dataclasses import asdict
+
 from ..schema.parallel import ParallelAlternative, ParallelPlan, ParallelPrediction, ParallelStage
 from .grid import grid, mebibytes, milliseconds
+from .parallel_terms import step_terms
 
 
 def parallel_table(plan: ParallelPlan) -> str:
@@ -78,11 +81,27 @@ def _points(plan: ParallelPlan) -> str:
             sum(group.num_devices for stage in one.stages for group in stage.replicas),
             mebibytes(max(one.predicted.memory_bytes.values())),
             _price(one.predicted.dollars_per_hour),
+            _what_grew(own, one),
             " | ".join(f"{len(stage.layers)}: {_replicas(stage)}" for stage in one.stages),
         )
         for one in (own, *plan.alternatives)
     ]
-    return grid(("step", "devices", "fullest device", "$/hour", "layers: replicas"), rows)
+    headers = ("step", "devices", "fullest device", "$/hour", "slower by", "layers: replicas")
+    return grid(headers, rows)
+
+
+def _what_grew(best: ParallelAlternative, other: ParallelAlternative) -> str:
+    """The term of the step that grew most from one plan to another."""
+    before = step_terms(best.num_microbatches, best.stages)
+    after = step_terms(other.num_microbatches, other.stages)
+    if other is best or before is None or after is None:
+        return "-"
+    terms = asdict(before)
+    grown = {name: seconds - terms[name] for name, seconds in asdict(after).items()}
+    most = max(grown, key=lambda name: grown[name])
+    if grown[most] <= 0.0:
+        return "-"
+    return f"{most.replace('_', ' ')} +{milliseconds(grown[most])}"
 
 
 def _price(dollars: float | None) -> str:

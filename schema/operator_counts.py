@@ -1,8 +1,17 @@
 """What a model's passes compute and move, by operator: counted without running them."""
 
+from typing import Literal
+
 from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
 from .records import Bytes, Count, Name, NonNegative, record
+
+TensorRole = Literal["replicated", "column", "row", "vocabulary", "sharded"]
+"""What a tensor-parallel group does with a layer (thesis 4.2.3).
+
+Every device computes it whole; its products are split by columns or rows, its embedding by rows of
+the vocabulary; or it only reads what is split.
+"""
 
 
 @record
@@ -49,7 +58,10 @@ class PassCounts:
 
 @record
 class LayerCounts:
-    """One layer's passes; bytes as ``LayerNode`` has them."""
+    """One layer's passes; bytes as ``LayerNode`` has them.
+
+    ``whole_weight_bytes`` of ``weight_bytes`` every device of a tensor-parallel group holds.
+    """
 
     id: Name
     op: str
@@ -61,6 +73,8 @@ class LayerCounts:
     workspace_bytes: Bytes
     shared_with: tuple[Name, ...] = ()
     shared_weight_bytes: Bytes | None = None
+    role: TensorRole = "replicated"
+    whole_weight_bytes: Bytes = 0
 
 
 @record
@@ -79,6 +93,8 @@ class ModelCounts:
 
     ``standing_bytes`` are the weights, buffers, gradients and optimizer state that are there
     between two steps; ``update_workspace_bytes`` what an update allocates besides.
+    ``tensor_divisor`` is what tensor-parallel degrees must divide; None where no group can share
+    the layers, and ``no_tensor_reason`` says why.
     """
 
     weight_bytes: Bytes
@@ -90,3 +106,5 @@ class ModelCounts:
     passes: tuple[PassCounts, ...]
     tables: tuple[LayerTable, ...] = ()
     torch: str = ""
+    tensor_divisor: Count | None = None
+    no_tensor_reason: str | None = None

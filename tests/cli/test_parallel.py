@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hetflow.reports.grid import milliseconds
+from hetflow.reports.parallel_terms import step_terms
 from hetflow.schema import files
 from hetflow.schema.parallel import ParallelPlan
 from hetflow.schema.profile import LayerGraph, LayerNode, Profile, TensorLayers
@@ -105,6 +107,31 @@ def test_what_fewer_devices_would_cost(hetflow: Hetflow, folder: Path) -> None:
     assert steps == sorted(steps)
     plan = files.from_json(answer.stdout, ParallelPlan)
     assert [p for p in plan.alternatives if p.stages == plan.stages] == []
+    for num_microbatches, stages, predicted in [
+        (plan.num_microbatches, plan.stages, plan.predicted),
+        *((one.num_microbatches, one.stages, one.predicted) for one in plan.alternatives),
+    ]:
+        terms = step_terms(num_microbatches, stages)
+        assert terms is not None
+        assert sum(asdict(terms).values()) == pytest.approx(predicted.step_seconds, rel=1e-9)
+
+
+def test_the_table_says_which_term_made_a_plan_slower(hetflow: Hetflow, folder: Path) -> None:
+    plan = folder.parent / "plan.json"
+    pool = ("--gpus", "2x(2xV100)", "--batch-size", 32, "--profiles", folder, *LINK)
+    assert hetflow("solve", "parallel", *pool, "--top", 3, "-o", plan).code == 0
+    document = json.loads(plan.read_text())
+    (head,) = (line for line in hetflow("show", plan).stdout.splitlines() if "slower by" in line)
+    table = hetflow("show", plan).stdout.split(head)[1].splitlines()[2:]
+    assert " - " in table[0]  # the plan itself
+    # Fewer devices of one type take more time for the same passes.
+    own, *others = [
+        one["num_microbatches"] * max(stage["compute_seconds"] for stage in one["stages"])
+        for one in (document, *document["alternatives"])
+    ]
+    assert others
+    for passes, row in zip(others, table[1:], strict=False):
+        assert f"passes +{milliseconds(passes - own)}" in row
 
 
 def test_a_parallel_plan_is_not_launched_yet(hetflow: Hetflow, folder: Path) -> None:

@@ -31,6 +31,20 @@ def test_sizes_layers_and_optimizer_come_from_the_target(estimated: Profile) -> 
     assert sum(node.weight_bytes for node in table.nodes) == estimated.weight_bytes
 
 
+def test_groups_of_devices_share_a_transformers_layers(estimated: Profile) -> None:
+    assert [each.tensor_parallel_size for each in estimated.tensor_layers] == [2, 4]  # of 4 heads
+    assert estimated.layers is not None
+    whole = {node.id: node for node in estimated.layers.nodes}
+    for each in estimated.tensor_layers:
+        for node in each.layers.nodes:
+            assert node.activation_bytes == whole[node.id].activation_bytes
+            assert node.weight_bytes <= whole[node.id].weight_bytes
+        # All but the 96 rows of embeddings, the rows' biases and the norms is split.
+        split = sum(n.weight_bytes for n in each.layers.nodes)
+        kept = 4 * (96 * 128 + 4 * 2 * 128 + 9 * 2 * 128)
+        assert split == kept + (estimated.weight_bytes - kept) // each.tensor_parallel_size
+
+
 def test_a_measured_profile_is_carried_layer_by_layer(estimated: Profile, tmp_path: Path) -> None:
     """As if a V100 had been measured that takes twice its estimate."""
     assert estimated.layers is not None
@@ -58,6 +72,7 @@ def test_a_measured_profile_is_carried_layer_by_layer(estimated: Profile, tmp_pa
     assert carried.estimate is not None
     assert carried.estimate.carried_from == "V100"
     assert len(carried.batch_curve) == len(measured.batch_curve)
+    assert carried.tensor_layers == ()
     assert carried.batch_curve[-1].step_seconds == pytest.approx(
         2 * target.batch_curve[-1].step_seconds
     )

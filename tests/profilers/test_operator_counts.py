@@ -118,3 +118,10 @@ def test_the_peak_follows_what_is_held() -> None:
         assert tally.live_bytes == 4000
     assert tally.peak_bytes == 6000
     assert kept.numel() == 1000
+
+
+def test_no_group_shares_a_model_without_heads(file: Path) -> None:
+    plain = count_model(targets.parse(f"{file}:workload"), (2,), (2,), "adam")
+    assert plain.tensor_divisor is None
+    assert plain.no_tensor_reason == "the model tells of no attention heads"
+    assert {row.role for row in plain.tables[0].layers} == {"replicated"}

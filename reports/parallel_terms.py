@@ -1,0 +1,45 @@
+"""The terms of a step of three dimensions, from what a plan says of its stages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..schema.parallel import ParallelStage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelStepTerms:
+    """What a predicted step adds up to (docs/parallel.md), seconds each.
+
+    ``passes`` and ``messages`` are of all microbatches in the slowest stage, ``other_stages`` one
+    microbatch in each of the others, before and after (the bubble of 4.2.2).
+    """
+
+    passes: float
+    messages: float
+    other_stages: float
+    update: float
+    all_reduce: float
+
+
+def step_terms(num_microbatches: int, stages: Sequence[ParallelStage]) -> ParallelStepTerms | None:
+    """The terms of a step from what a plan says of its stages; None where it does not.
+
+    Args:
+        num_microbatches: m of each pipeline.
+        stages: With their seconds.
+    """
+    passes = [stage.compute_seconds for stage in stages]
+    messages = [stage.transfer_seconds for stage in stages]
+    updates = [stage.update_seconds for stage in stages]
+    reductions = [stage.reduce_seconds for stage in stages]
+    if None in (*passes, *messages, *updates, *reductions):
+        return None
+    both = [(own or 0.0) + (sent or 0.0) for own, sent in zip(passes, messages, strict=True)]
+    slowest = both.index(max(both))
+    return ParallelStepTerms(
+        passes=num_microbatches * (passes[slowest] or 0.0),
+        messages=num_microbatches * (messages[slowest] or 0.0),
+        other_stages=sum(both) - both[slowest],
+        update=max(update or 0.0 for update in updates),
+        all_reduce=max(reduced or 0.0 for reduced in reductions),
+    )
