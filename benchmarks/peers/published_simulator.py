@@ -19,9 +19,8 @@ def main() -> None:
     folder, policy_name, trace, cluster, throughputs = sys.argv[1:6]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, folder)
-    import utils
-
     import scheduler
+    import utils
 
     if "--log" not in sys.argv[6:]:
         logging.disable(logging.CRITICAL)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema.errors import ProblemError
-from ...schema.market import Market
+from ...schema.market import Market, utc_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +77,11 @@ class Prices:
         """[stretches] how long each is."""
         return np.diff(self.edges)
 
+    def all_known_seconds(self) -> float:
+        """When, at the earliest, the prices of as many offers are known as ever are at once."""
+        known = np.isfinite(self.dollars_per_second).sum(axis=1)
+        return float(self.edges[int(np.argmax(known))])
+
     def since(self, start_seconds: float) -> "Prices":
         """The same from a time on.
 
@@ -84,7 +89,7 @@ class Prices:
             ProblemError: The prices begin later, or end before.
         """
         if not self.edges[0] <= start_seconds < self.edges[-1]:
-            raise ProblemError(f"there are no prices at {start_seconds:.0f} s since 1970")
+            raise ProblemError(f"there are no prices at {utc_text(start_seconds)}")
         first = int(np.searchsorted(self.edges, start_seconds, side="right")) - 1
         return Prices(
             offers=self.offers,

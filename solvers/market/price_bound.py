@@ -61,4 +61,6 @@ def _values(cost: np.ndarray, rates: np.ndarray) -> np.ndarray:
     if not each.size:
         return np.zeros(1)
     low, high = float(each.min()), float(each.max())
-    return np.concatenate([[0.0], np.geomspace(low / 2, high * 2, _VALUES)])
+    told = np.unique(each)  # of devices alike, the best value is one of these
+    few = told if told.size <= _VALUES else told[:0]
+    return np.concatenate([[0.0], np.geomspace(low / 2, high * 2, _VALUES), few])

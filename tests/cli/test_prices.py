@@ -64,3 +64,39 @@ def test_what_import_lacks_is_said(hetflow, tmp_path: Path, arguments: tuple, sa
     answer = hetflow("import", tmp_path / "graph.txt", *arguments)
     assert answer.code == 2
     assert said in answer.stderr
+
+
+def test_strategies_are_replayed(hetflow, market: Path) -> None:
+    arguments = ("rent", "prices", market, "--cloud", "azure", "--work-hours", 30,
+                 "--rate", "K80=1", "--restart-seconds", 0)  # fmt: skip
+    answer = hetflow(*arguments, "--json")
+    assert answer.code == 0, answer.stderr
+    found = json.loads(answer.stdout)
+    dollars = {name: one["dollars"] for name, one in found["outcomes"].items()}
+    # NC12's price is unknown on the second day, so that who took it (20 cents a GPU) cannot be
+    # replayed, and who moves goes to NC6 for 6 hours at 12 cents.
+    assert dollars["one_device"] == pytest.approx(24 * 0.9 + 6 * 0.12)
+    assert "multi_gpu" in found["refused"]
+    assert dollars["dynamic"] == pytest.approx(24 * 0.2 + 6 * 0.12)
+    assert found["bound_dollars"] == pytest.approx(dollars["dynamic"])
+    table = hetflow(*arguments).stdout
+    assert "from 2020-02-28T00:00:00Z" in table
+    assert "azure us_east NC12 > azure us_east NC6" in table
+    assert "multi_gpu: at 2020-02-29T00:00:00Z no price is known" in table
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--rate", "K80"), "--rate must be such as V100=9.6, got 'K80'"),
+        (("--rate", "K80=nan"), "must be finite and > 0"),
+        (("--rate", "H100=1"), "no machine with prices has one of H100"),
+        (("--rate", "K80=1", "--start", "2020-02-28T00:00:00"), "is not in UTC; end it with Z"),
+        (("--rate", "K80=1", "--start", "2021-02-28T00:00:00Z"), "there are no prices at 2021"),
+        (("--rate", "K80=0.01", "--rate", "K80=1", "--work-hours", 999), "cannot end before"),
+    ],
+)
+def test_what_rent_prices_lacks_is_said(hetflow, market: Path, options: tuple, said: str) -> None:
+    answer = hetflow("rent", "prices", market, "--work-hours", 3, *options)
+    assert answer.code == 2
+    assert said in answer.stderr
