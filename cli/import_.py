@@ -1,4 +1,4 @@
-"""``hetflow import``: foreign layer profiles become hetflow profiles."""
+"""``hetflow import``: foreign layer profiles and price histories become hetflow files."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,15 +8,24 @@ import typer
 from .common import ForceFlag, JsonFlag, emit_file, note
 
 if TYPE_CHECKING:
+    from ..schema.market import Market
     from ..schema.profile import LayerGraph
 
 
 def import_(
     file: Annotated[
-        Path, typer.Argument(help="A graph.txt of PipeDream's profiler, or a plug-in's file.")
+        Path,
+        typer.Argument(
+            help="A graph.txt of PipeDream's profiler, a plug-in's file, or prices (or a folder)."
+        ),
     ],
-    device_type: Annotated[str, typer.Option(help="The device it was profiled on, such as V100.")],
-    device_memory: Annotated[str, typer.Option(help="That device's memory, such as 16GB.")],
+    device_type: Annotated[
+        str | None,
+        typer.Option(help="The device it was profiled on, such as V100. Layers need it."),
+    ] = None,
+    device_memory: Annotated[
+        str | None, typer.Option(help="That device's memory, such as 16GB. Layers need it.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Name of the model; by default the file's.")
     ] = None,
@@ -24,7 +33,11 @@ def import_(
         int, typer.Option(min=1, help="Samples of the profiled input; the format does not say.")
     ] = 1,
     source: Annotated[
-        str, typer.Option("--format", help="pipedream (graph.txt), or a plug-in's.")
+        str,
+        typer.Option(
+            "--format",
+            help="pipedream (graph.txt), aws-spot-prices, azure-spot-prices, or a plug-in's.",
+        ),
     ] = "pipedream",
     keep_placeholders: Annotated[
         bool,
@@ -33,26 +46,50 @@ def import_(
             help="Keep Input sources and unused __getitem__ sinks, which PipeDream drops.",
         ),
     ] = False,
+    instance_types: Annotated[
+        Path | None,
+        typer.Option(help="Of prices: a table of machines, Instance,GPU type,# GPUs and prices."),
+    ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the profile here, else to stdout.")
+        Path | None, typer.Option("--output", "-o", help="Write it here, else to stdout.")
     ] = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
-    """Turn PipeDream's graph.txt, or a plug-in's format, into a profile with layers.
+    """Turn PipeDream's graph.txt into a profile with layers, or prices into a market.
 
     \b
     hetflow import graph.txt --device-type V100 --device-memory 16GB -o v100.json
+    hetflow import aws/ --format aws-spot-prices --instance-types machines.csv -o market.json
     """
     from ..importers.pipedream import profile_of
-    from ..importers.registry import LAYER_IMPORTERS
+    from ..importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS
     from ..schema.cluster import Cluster
     from ..schema.errors import ProblemError
     from ..schema.files import check_writable, read_text
+    from ..schema.spelling import nearest
 
     if output is not None:
         check_writable(output, force=force)
-    chosen = LAYER_IMPORTERS.get(source)
+    if PRICE_IMPORTERS.find(source) is not None:
+        market = _market(source, file, instance_types)
+        emit_file(market, output, force=force, json=json)
+        if output is not None:
+            note(f"{len(market.prices)} price histories written to {output}; next: hetflow show")
+        return
+    chosen = LAYER_IMPORTERS.find(source)
+    if chosen is None:
+        known = tuple(dict.fromkeys((*LAYER_IMPORTERS.names(), *PRICE_IMPORTERS.names())))
+        guess = nearest(source, known)
+        raise ProblemError(
+            f"unknown import format {source!r}; known are {', '.join(known)}",
+            hint=f"did you mean {guess!r}?"
+            if guess
+            else f"install the plug-in that has it (entry points {LAYER_IMPORTERS.group})",
+        )
+    if device_type is None or device_memory is None:
+        missing = "--device-type" if device_type is None else "--device-memory"
+        raise ProblemError(f"Missing option '{missing}'", hint="see `hetflow import --help`")
     pool = Cluster.parse(f"{device_type}:1:{device_memory}")
     if list(pool.device_types) != [device_type]:
         raise ProblemError(
@@ -74,6 +111,27 @@ def import_(
     emit_file(profile, output, force=force, json=json)
     if output is not None:
         note(f"{len(graph.nodes)} layers written to {output}; next: hetflow solve --profiles")
+
+
+def _market(source: str, path: Path, instance_types: Path | None) -> "Market":
+    """Prices, and the machines that they are of."""
+    from ..importers.instance_types import read_instance_types
+    from ..importers.registry import PRICE_IMPORTERS
+    from ..schema.errors import ProblemError
+    from ..schema.market import Market
+    from ..schema.spelling import nearest
+
+    known = read_instance_types(instance_types) if instance_types is not None else ()
+    market = Market(instance_types=known, prices=PRICE_IMPORTERS.get(source).read(path))
+    for history in market.prices if known else ():
+        if market.instance_type_of(history) is None:
+            guess = nearest(history.instance_type, [one.name for one in known])
+            raise ProblemError(
+                f"{instance_types}: does not describe {history.instance_type!r}, which "
+                f"{path} has prices of",
+                hint=f"nearest is {guess!r}" if guess else "add a line for it",
+            )
+    return market
 
 
 def _refuse_broken(graph: "LayerGraph", file: Path) -> None:

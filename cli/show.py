@@ -17,8 +17,14 @@ def show(
     file: Annotated[Path, typer.Argument(help="Any hetflow file, or a folder of profiles.")],
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw profiles, a plan or a simulated run into this .png or .svg."),
+        typer.Option(
+            help="Draw profiles, a plan, a simulated run or a market's prices into this .png or "
+            ".svg."
+        ),
     ] = None,
+    per_device: Annotated[
+        bool, typer.Option("--per-device", help="Draw prices per device, not per machine.")
+    ] = False,
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Draw a pipeline plan's schedule here.")
     ] = False,
@@ -43,6 +49,7 @@ def show(
     \b
     hetflow show plan.json
     hetflow show plan.json --explain
+    hetflow show market.json --plot prices.svg
     hetflow show profiles --plot curves.svg
     hetflow show hetflow-runs/a/run.json --csv devices.csv
     hetflow show pipeline.json --timeline --html timeline.html --trace trace.json
@@ -53,7 +60,7 @@ def show(
 
     records = files.read_profiles(file) if file.is_dir() else (files.read_any(file),)
     if plot is not None:
-        _write(plot, _picture(records, plot), force=force)
+        _write(plot, _picture(records, plot, per_device=per_device), force=force)
     text = _timelines(records[0], html, trace, force=force) if timeline or html or trace else ""
     if csv is not None:
         _table(records[0], csv, force=force)
@@ -106,7 +113,8 @@ def _write(path: Path, content: bytes, *, force: bool) -> None:
     note(f"{path} written")
 
 
-def _picture(records: tuple[object, ...], target: Path) -> bytes:
+def _picture(records: tuple[object, ...], target: Path, *, per_device: bool) -> bytes:
+    from ..schema.market import Market
     from ..schema.pipeline import PipelinePlan
     from ..schema.plan import SplitPlan
     from ..schema.profile import Profile
@@ -126,6 +134,10 @@ def _picture(records: tuple[object, ...], target: Path) -> bytes:
         from ..reports.gantt import simulation_image
 
         return simulation_image(first, file_format)
+    if isinstance(first, Market):
+        from ..reports.market_plots import prices_image
+
+        return prices_image(first, file_format, per_device=per_device)
     from ..reports.plots import curves_image, split_image
 
     if isinstance(first, SplitPlan):
@@ -133,7 +145,8 @@ def _picture(records: tuple[object, ...], target: Path) -> bytes:
     profiles = [record for record in records if isinstance(record, Profile)]
     if not profiles:
         raise HetflowError(
-            "only profiles, plans and simulated runs can be plotted", hint="leave --plot out"
+            "only profiles, plans, simulated runs and prices can be plotted",
+            hint="leave --plot out",
         )
     return curves_image(profiles, file_format)
 

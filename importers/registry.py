@@ -1,7 +1,7 @@
 """Foreign formats that become records, by name; plug-ins add theirs.
 
 A format gives layers of a model (``hetflow import``), or jobs, which commands read wherever they
-take jobs: by the ending of the file's name.
+take jobs: by the ending of the file's name; or prices of machines (``hetflow import``).
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..schema.jobs import Jobs
+from ..schema.market import PriceHistory
 from ..schema.plugins import Registry
 from ..schema.profile import LayerGraph
 
@@ -24,6 +25,7 @@ class ReadLayers(Protocol):
 
 
 ReadJobs = Callable[[Path], Jobs]
+ReadPrices = Callable[[Path], tuple[PriceHistory, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,14 @@ class JobsImporter:
     read: ReadJobs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceImporter:
+    """A format of price histories; the name is what ``hetflow import --format`` calls it."""
+
+    name: str
+    read: ReadPrices
+
+
 LAYER_IMPORTERS: Registry[LayerImporter] = Registry(
     "import format", group="hetflow.importers", own=("hetflow.importers.pipedream",)
 )
@@ -58,6 +68,12 @@ JOBS_IMPORTERS: Registry[JobsImporter] = Registry(
     "format of jobs",
     group="hetflow.importers",
     own=("hetflow.importers.csv_tables", "hetflow.importers.gavel"),
+)
+PRICE_IMPORTERS: Registry[PriceImporter] = Registry(
+    "format of prices",
+    group="hetflow.importers",
+    own=("hetflow.importers.aws_spot_prices", "hetflow.importers.azure_spot_prices"),
+    is_optional=True,
 )
 
 
@@ -92,6 +108,20 @@ def jobs_importer(suffix: str) -> Callable[[ReadJobs], ReadJobs]:
 
     def register(read: ReadJobs) -> ReadJobs:
         JOBS_IMPORTERS.add(suffix, JobsImporter(name=suffix, read=read), read.__module__)
+        return read
+
+    return register
+
+
+def price_importer(name: str) -> Callable[[ReadPrices], ReadPrices]:
+    """Register a reader of price histories, from a file or a folder.
+
+    Returns:
+        A decorator that leaves the reader as it is.
+    """
+
+    def register(read: ReadPrices) -> ReadPrices:
+        PRICE_IMPORTERS.add(name, PriceImporter(name=name, read=read), read.__module__)
         return read
 
     return register

@@ -1,5 +1,8 @@
 """Markets, and what renting costs under each policy, as tables."""
 
+from bisect import bisect_left
+from itertools import accumulate
+
 from ..schema.market import Market, RentReport
 from .grid import grid
 
@@ -34,7 +37,7 @@ def rent_table(report: RentReport) -> str:
 
 
 def market_table(market: Market) -> str:
-    """Machines with their prices, and how often each zone had spot machines."""
+    """Machines, what they cost over time, and how often each zone had spot machines."""
     parts = []
     if market.instance_types:
         rows = [
@@ -60,7 +63,49 @@ def market_table(market: Market) -> str:
                 (one.zone, one.start or "-", f"{hours:.1f}", share, len(one.available) - len(known))
             )
         parts.append(grid(("zone", "start", "hours", "available %", "unknown ticks"), windows))
+    if market.prices:
+        parts.append(_prices(market))
     return "\n\n".join(parts) or "an empty market"
+
+
+def _prices(market: Market) -> str:
+    """Each history: its span, and its prices over the time in which they are known."""
+    rows = []
+    for history in market.prices:
+        machine = market.instance_type_of(history)
+        cap = machine.on_demand_dollars_per_hour if machine is not None else None
+        known = sorted(
+            (dollars, end - start)
+            for start, end, dollars in history.stretches()
+            if dollars is not None and end > start
+        )
+        total = sum(seconds for _, seconds in known)
+        span = history.end_seconds() - history.start_seconds()[0]
+        at_cap = sum(seconds for dollars, seconds in known if cap is not None and dollars >= cap)
+        rows.append(
+            (
+                history.cloud,
+                history.place,
+                history.instance_type,
+                history.times[0][:10],
+                f"{span / 86400:.1f}",
+                f"{(span - total) / 86400:.1f}",
+                *(_dollars(value) for value in _least_median_most(known)),
+                f"{100 * at_cap / total:.1f}" if cap is not None and total > 0 else "-",
+            )
+        )
+    titles = ("cloud", "place", "instance type", "from", "days", "unknown", "least $/h",
+              "median", "most", "at cap %")  # fmt: skip
+    return grid(titles, rows)
+
+
+def _least_median_most(known: list[tuple[float, float]]) -> tuple[float | None, ...]:
+    """Of (dollars, seconds) in the order of dollars; the median is over time."""
+    if not known:
+        return None, None, None
+    passed = list(accumulate(seconds for _, seconds in known))
+    median, _ = known[bisect_left(passed, passed[-1] / 2)]
+    return known[0][0], median, known[-1][0]
 
 
 def _dollars(value: float | None) -> str:

@@ -3,7 +3,7 @@
 Times are absolute and in UTC. What is unknown is None, never zero and never filled in.
 """
 
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -24,6 +24,69 @@ class InstanceType:
     region: Name | None = None
     on_demand_dollars_per_hour: PositiveDollars | None = None
     spot_dollars_per_hour: Dollars | None = None
+    cloud: Name | None = None
+    egress_dollars_per_gigabyte: Dollars | None = None
+
+
+@record
+class PriceHistory:
+    """What a machine cost over time, in one zone or region of one cloud.
+
+    ``times`` are in UTC, as in 2020-03-23T16:09:42Z, and strictly increasing. A price holds from
+    its time to the next one, the last to ``known_until``; None stands for a stretch in which nobody
+    knows it. Before the first time nothing is known either.
+    """
+
+    cloud: Name
+    region: Name | None = None
+    zone: Name | None = None
+    instance_type: Name
+    times: tuple[Name, ...]
+    dollars_per_hour: tuple[Dollars | None, ...]
+    known_until: Name
+    currency: Literal["USD"] = "USD"
+
+    def __post_init__(self) -> None:
+        if self.region is None and self.zone is None:
+            raise ProblemError(f"prices of {self.instance_type!r}: give a zone or a region")
+        if not self.times or len(self.times) != len(self.dollars_per_hour):
+            raise ProblemError(
+                f"{self.title}: {len(self.times)} times and {len(self.dollars_per_hour)} "
+                "dollars_per_hour; give as many of each, and one at least"
+            )
+        starts = self.start_seconds()
+        for before, after, text in zip(starts, starts[1:], self.times[1:], strict=False):
+            if after <= before:
+                raise ProblemError(f"{self.title}: times must increase, but {text} comes too late")
+        if utc_seconds(self.known_until, self.title, "known_until") < starts[-1]:
+            raise ProblemError(
+                f"{self.title}: known_until {self.known_until} is before the last time "
+                f"{self.times[-1]}"
+            )
+
+    @property
+    def place(self) -> str:
+        """The zone; the region where no zone is stated."""
+        return self.zone or self.region or ""
+
+    @property
+    def title(self) -> str:
+        """Cloud, place and machine, for messages and pictures."""
+        return f"{self.cloud} {self.place} {self.instance_type}"
+
+    def start_seconds(self) -> list[float]:
+        """Each time as seconds since 1970-01-01T00:00:00Z."""
+        return [utc_seconds(text, self.title, "times") for text in self.times]
+
+    def stretches(self) -> list[tuple[float, float, float | None]]:
+        """Start, end (seconds since 1970 in UTC) and dollars per hour of each, in order."""
+        starts = self.start_seconds()
+        ends = [*starts[1:], self.end_seconds()]
+        return list(zip(starts, ends, self.dollars_per_hour, strict=True))
+
+    def end_seconds(self) -> float:
+        """``known_until`` as seconds since 1970-01-01T00:00:00Z."""
+        return utc_seconds(self.known_until, self.title, "known_until")
 
 
 @record
@@ -45,16 +108,38 @@ class Availability:
         if not self.available:
             raise ProblemError(f"zone {self.zone!r}: available is empty; give at least one tick")
         if self.start is not None:
-            _check_utc(self.start, self.zone)
+            utc_seconds(self.start, f"zone {self.zone!r}", "start")
 
 
 @record
 class Market:
-    """Machines to rent, and what is known of when they could be had."""
+    """Machines to rent, what they cost over time, and when they could be had."""
 
     schema: Literal["hetflow.market/1"] = "hetflow.market/1"
     instance_types: tuple[InstanceType, ...] = ()
     availability: tuple[Availability, ...] = ()
+    prices: tuple[PriceHistory, ...] = ()
+
+    def __post_init__(self) -> None:
+        seen = set()
+        for history in self.prices:
+            if history.title in seen:
+                raise ProblemError(f"{history.title}: has two histories of prices; keep one")
+            seen.add(history.title)
+
+    def instance_type_of(self, history: PriceHistory) -> InstanceType | None:
+        """The machine that a history is of; None where the market does not describe it.
+
+        An instance type without a cloud or region stands for all of them.
+        """
+        for one in self.instance_types:
+            if (
+                one.name == history.instance_type
+                and one.cloud in (None, history.cloud)
+                and one.region in (None, history.region)
+            ):
+                return one
+        return None
 
 
 @record
@@ -95,15 +180,32 @@ class RentReport:
     expected_dollars: Dollars | None = None
 
 
-def _check_utc(text: str, zone: str) -> None:
+def utc_seconds(text: str, owner: str, key: str) -> float:
+    """A UTC time as seconds since 1970-01-01T00:00:00Z.
+
+    Args:
+        text: Such as 2022-10-26T00:00:00Z.
+        owner: Whose time it is, for the message.
+        key: The key that holds it, likewise.
+
+    Raises:
+        ProblemError: It is no time, or not in UTC.
+    """
     try:
         parsed = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:
         raise ProblemError(
-            f"zone {zone!r}: start must be a time such as 2022-10-26T00:00:00Z, got {text[:60]!r}"
+            f"{owner}: {key} must be a time such as 2022-10-26T00:00:00Z, got {text[:60]!r}"
         ) from None
     if parsed.utcoffset() != timedelta(0):
-        raise ProblemError(f"zone {zone!r}: start {text[:60]!r} is not in UTC; end it with Z")
+        raise ProblemError(f"{owner}: {key} {text[:60]!r} is not in UTC; end it with Z")
+    return parsed.timestamp()
 
 
-register_keys(InstanceType, Availability, Market, PolicyReplay, RentReport)
+def utc_text(seconds: float) -> str:
+    """Seconds since 1970-01-01T00:00:00Z as a time such as 2022-10-26T00:00:00Z."""
+    text = datetime.fromtimestamp(seconds, UTC).isoformat()
+    return text.replace("+00:00", "Z")
+
+
+register_keys(InstanceType, PriceHistory, Availability, Market, PolicyReplay, RentReport)

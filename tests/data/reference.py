@@ -19,6 +19,11 @@ def availability() -> Path:
     return _unpacked("availability.tar.xz") / "availability"
 
 
+def spot_prices() -> Path:
+    """A folder with ``aws/``, ``azure/`` and ``instance_types.csv``; likewise."""
+    return _unpacked("spot_prices.tar.xz") / "spot_prices"
+
+
 def planners() -> Path:
     """A folder with ``sailor/``; likewise."""
     return _unpacked("planners.tar.xz")

@@ -1,0 +1,94 @@
+"""``hetflow rent prices``: which machine to take when prices change, and when to move."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import JsonFlag, emit, emit_json
+
+if TYPE_CHECKING:
+    from ..simulator.market.price_compare import PriceComparison
+
+
+def rent_prices(
+    markets: Annotated[
+        list[Path], typer.Argument(help="Markets with price histories: hetflow.market/1.")
+    ],
+    rate: Annotated[
+        list[str],
+        typer.Option(help="Speed of one device, as V100=9.6; may be repeated. Others are unused."),
+    ],
+    work_hours: Annotated[
+        float, typer.Option(help="Work to do, in hours of the first --rate's device.", min=0.0)
+    ],
+    start: Annotated[
+        str | None,
+        typer.Option(help="When it starts, as 2020-03-07T00:00:00Z; else once all is known."),
+    ] = None,
+    cloud: Annotated[
+        str, typer.Option(help="Where the strategies that keep to one cloud are.")
+    ] = "aws",
+    restart_seconds: Annotated[
+        float, typer.Option(min=0.0, help="From a launch until work goes on.")
+    ] = 300.0,
+    cloud_move_dollars: Annotated[
+        float, typer.Option(min=0.0, help="Egress of a move between clouds.")
+    ] = 0.0,
+    json: JsonFlag = False,
+) -> None:
+    """Replay strategies for one job on price histories, beside a bound on what it must cost.
+
+    \b
+    hetflow rent prices aws.json azure.json --rate V100=9.6 --rate K80=1 --work-hours 96
+    """
+    from ..schema.errors import ProblemError
+    from ..schema.files import read
+    from ..schema.market import Market, utc_seconds
+    from ..simulator.market.price_compare import compare
+    from ..solvers.market.offers import MovingJob, prices_of
+
+    rates: dict[str, float] = {}
+    for text in rate:
+        name, _, value = text.partition("=")
+        try:
+            rates[name] = float(value)
+        except ValueError:
+            raise ProblemError(f"--rate must be such as V100=9.6, got {text[:60]!r}") from None
+    first = next(iter(rates))
+    job = MovingJob(
+        work=work_hours * 3600 * rates[first],
+        work_per_second=rates,
+        restart_seconds=restart_seconds,
+        cloud_move_dollars=cloud_move_dollars,
+    )
+    prices = prices_of([read(path, Market) for path in markets], rates)
+    begin = prices.all_known_seconds() if start is None else utc_seconds(start, "--start", "time")
+    compared = compare(job, prices.since(begin), cloud=cloud, device_type=first)
+    if json:
+        from dataclasses import asdict
+
+        emit_json(asdict(compared))
+    else:
+        emit(_table(compared))
+
+
+def _table(compared: "PriceComparison") -> str:
+    from ..reports.grid import grid
+    from ..schema.market import utc_text
+
+    rows: list[tuple[object, ...]] = [
+        (
+            name,
+            f"{outcome.dollars:.2f}",
+            f"{outcome.seconds / 3600:.1f}",
+            outcome.num_moves,
+            " > ".join(f"{one.cloud} {one.place} {one.instance_type}" for one in outcome.held),
+        )
+        for name, outcome in compared.outcomes.items()
+    ]
+    rows.append(("(bound)", f"{compared.bound_dollars:.2f}", "-", "-", "-"))
+    lines = [f"from {utc_text(compared.start_seconds)}"]
+    lines.append(grid(("strategy", "$", "hours", "moves", "held"), rows))
+    lines += [f"{name}: {why}" for name, why in compared.refused.items()]
+    return "\n".join(lines)

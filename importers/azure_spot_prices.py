@@ -1,0 +1,89 @@
+"""Azure spot prices: tables with a line a day and a column a machine, one file a region.
+
+The first column is ``Date`` (month/day/year), cells are dollars per hour such as ``$0.12276``. The
+tables do not say at which hour, or where, a day begins: it is taken as the day in UTC. An empty
+cell, or a day that has no line, is unknown.
+"""
+
+import csv
+from datetime import UTC, datetime, timedelta
+from io import StringIO
+from pathlib import Path
+
+from ..schema.errors import FileError, ProblemError
+from ..schema.files import read_text
+from ..schema.market import PriceHistory, utc_text
+from .price_cells import dollars_of, files_of
+from .registry import price_importer
+
+_DAY = timedelta(days=1)
+
+
+@price_importer("azure-spot-prices")
+def read_azure_spot_prices(path: Path) -> tuple[PriceHistory, ...]:
+    """Read a region's table, or all ``.csv`` files under a folder; the file's name is the region.
+
+    Machines of which no day is known are left out.
+
+    Raises:
+        FileError: A file is of another form, its days are out of order, or a price cannot be used.
+    """
+    found = tuple(history for one in files_of(path, ".csv") for history in _region(one))
+    if not found:
+        raise FileError(f"{path}: holds no prices")
+    return found
+
+
+def _region(path: Path) -> list[PriceHistory]:
+    reader = csv.reader(StringIO(read_text(path).removeprefix("\ufeff")), strict=True)
+    columns: dict[str, dict[datetime, float | None]] = {}
+    days: list[datetime] = []
+    try:
+        names = [name.strip() for name in next(reader, [])]
+        if names[:1] != ["Date"] or len(names) < 2 or len(set(names)) < len(names):
+            raise FileError(f"{path}: line 1: must be Date, then the name of each machine once")
+        for cells in reader:
+            if not any(cell.strip() for cell in cells):
+                continue
+            try:
+                if len(cells) != len(names):
+                    raise ProblemError(f"has {len(cells)} cells, the first line has {len(names)}")
+                day = _day(cells[0].strip())
+                if days and day <= days[-1]:
+                    raise ProblemError(f"{cells[0]} does not come after the day before it")
+                if days and day > days[-1] + _DAY:
+                    for name in names[1:]:
+                        columns[name][days[-1] + _DAY] = None
+                days.append(day)
+                for name, cell in zip(names[1:], cells[1:], strict=True):
+                    price = dollars_of(cell) if cell.strip() else None
+                    columns.setdefault(name, {})[day] = price
+            except ProblemError as error:
+                raise FileError(f"{path}: line {reader.line_num}: {error.message}") from None
+    except csv.Error as error:
+        raise FileError(f"{path}: line {reader.line_num}: not valid CSV: {error}") from None
+    return [
+        _history(path.stem, name, told, days[-1] + _DAY)
+        for name, told in columns.items()
+        if any(price is not None for price in told.values())
+    ]
+
+
+def _history(
+    region: str, name: str, told: dict[datetime, float | None], end: datetime
+) -> PriceHistory:
+    return PriceHistory(
+        cloud="azure",
+        region=region,
+        instance_type=name,
+        times=tuple(utc_text(day.timestamp()) for day in told),
+        dollars_per_hour=tuple(told.values()),
+        known_until=utc_text(end.timestamp()),
+    )
+
+
+def _day(text: str) -> datetime:
+    try:
+        return datetime.strptime(text, "%m/%d/%Y").replace(tzinfo=UTC)
+    except ValueError:
+        raise ProblemError(f"Date must be such as 2/24/2020, got {text[:60]!r}") from None

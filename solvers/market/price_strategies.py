@@ -1,0 +1,117 @@
+"""The strategies of figure 6.5 of Narayanan's thesis: what each may take, and whether it moves.
+
+Each takes the offer that does most work for a dollar at the start, among those that it may take.
+``dynamic`` looks again whenever a price changes, and moves where the rest of the work, the move
+included, would cost less if prices stayed as they are.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schema.errors import ProblemError
+from ...schema.spelling import nearest
+from .offers import MovingJob, Offer, Prices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PriceStrategy:
+    """What a strategy may take. ``cloud`` and ``device_type`` None: any."""
+
+    cloud: str | None
+    device_type: str | None
+    is_one_device: bool
+    moves: bool = False
+
+    def may_take(self, offer: Offer) -> bool:
+        """Whether the offer is one of its own."""
+        return (
+            self.cloud in (None, offer.cloud)
+            and self.device_type in (None, offer.device_type)
+            and (offer.num_devices == 1 or not self.is_one_device)
+        )
+
+
+def strategies(*, cloud: str = "aws", device_type: str = "V100") -> dict[str, PriceStrategy]:
+    """The five by name, in the order of the figure; ``one_device`` is the thesis's 1xV100."""
+    return {
+        "one_device": PriceStrategy(cloud=cloud, device_type=device_type, is_one_device=True),
+        "gpu_type": PriceStrategy(cloud=cloud, device_type=None, is_one_device=True),
+        "multi_gpu": PriceStrategy(cloud=cloud, device_type=None, is_one_device=False),
+        "multi_cloud": PriceStrategy(cloud=None, device_type=None, is_one_device=False),
+        "dynamic": PriceStrategy(cloud=None, device_type=None, is_one_device=False, moves=True),
+    }
+
+
+def strategy_of(name: str) -> PriceStrategy:
+    """A strategy by name.
+
+    Raises:
+        ProblemError: There is none of that name.
+    """
+    known = strategies()
+    if name not in known:
+        guess = nearest(name, list(known))
+        raise ProblemError(
+            f"no price strategy {name!r}; known are {', '.join(known)}",
+            hint=f"did you mean {guess!r}?" if guess else None,
+        )
+    return known[name]
+
+
+def best_offer(
+    strategy: PriceStrategy,
+    job: MovingJob,
+    prices: Prices,
+    *,
+    stretch: int,
+    held: int | None,
+    pending_seconds: float,
+    work_left: float,
+) -> int | None:
+    """The offer to hold from a stretch on: the least dollars for the rest at its prices.
+
+    Args:
+        strategy: Whose choice it is; one that does not move keeps what it holds.
+        job: The job.
+        prices: [stretches, offers] of them all.
+        stretch: Which one begins.
+        held: The offer held so far; None at the start.
+        pending_seconds: What is still to come of its restart.
+        work_left: Of the job.
+
+    Returns:
+        Its index; None where no offer that it may take has a known price.
+    """
+    if held is not None and not strategy.moves:
+        return held
+    dollars = _rest_dollars(job, prices, stretch, held, pending_seconds, work_left)
+    allowed = np.array([strategy.may_take(offer) for offer in prices.offers])
+    dollars = np.where(allowed & np.isfinite(dollars), dollars, np.inf)
+    best = int(np.argmin(dollars))
+    if not np.isfinite(dollars[best]):
+        return None
+    # A tie is no reason to move.
+    return held if held is not None and dollars[held] <= dollars[best] else best
+
+
+def _rest_dollars(
+    job: MovingJob,
+    prices: Prices,
+    stretch: int,
+    held: int | None,
+    pending_seconds: float,
+    work_left: float,
+) -> NDArray[np.float64]:
+    """[offers] dollars for the rest of the work on each, at the prices of a stretch."""
+    rates = np.array([job.work_per_second[offer.device_type] for offer in prices.offers])
+    launches = np.full(len(rates), job.restart_seconds)
+    if held is not None:
+        launches[held] = pending_seconds
+    dollars = prices.dollars_per_second[stretch] * (work_left / rates + launches)
+    if held is not None:
+        home = prices.offers[held].cloud
+        away = np.array([offer.cloud != home for offer in prices.offers])
+        dollars = dollars + away * job.cloud_move_dollars
+    return np.asarray(dollars)

@@ -1,0 +1,102 @@
+"""Price histories on the command line: imported, shown, drawn."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+TABLE = "Date,NC6,NC12\n2/28/2020,$0.90,$0.4\n2/29/2020,$0.12,\n3/1/2020,$0.11,$0.2\n"
+MACHINES = "Instance,GPU type,# GPUs,On demand $/h\nNC6,K80,1,0.90\nNC12,K80,2,\n"
+
+
+@pytest.fixture
+def market(hetflow, tmp_path: Path) -> Path:
+    (tmp_path / "us_east.csv").write_text(TABLE)
+    (tmp_path / "machines.csv").write_text(MACHINES)
+    target = tmp_path / "market.json"
+    answer = hetflow("import", tmp_path / "us_east.csv", "--format", "azure-spot-prices",
+                     "--instance-types", tmp_path / "machines.csv", "-o", target)  # fmt: skip
+    assert answer.code == 0, answer.stderr
+    return target
+
+
+def test_prices_are_imported_and_shown(hetflow, market: Path) -> None:
+    assert json.loads(market.read_text())["schema"] == "hetflow.market/1"
+    shown = hetflow("show", market)
+    assert shown.code == 0
+    (one,) = (line.split() for line in shown.stdout.splitlines() if "us_east  NC6 " in line)
+    # Least, median and most, and a day of three at the on-demand price.
+    assert one[3:] == ["2020-02-28", "3.0", "0.0", "0.11", "0.12", "0.9", "33.3"]
+    (two,) = (line.split() for line in shown.stdout.splitlines() if "us_east  NC12 " in line)
+    assert two[3:] == ["2020-02-28", "3.0", "1.0", "0.2", "0.2", "0.4", "-"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [((), "azure NC12"), (("--per-device",), "azure K80")]
+)
+def test_prices_are_drawn(hetflow, market: Path, tmp_path: Path, options: tuple, said: str) -> None:
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "prices.svg"
+    answer = hetflow("show", market, "--plot", target, *options)
+    assert answer.code == 0, answer.stderr
+    assert f"<!-- {said} -->" in target.read_text()
+
+
+def test_a_machine_that_the_table_lacks_is_named(hetflow, tmp_path: Path) -> None:
+    (tmp_path / "us_east.csv").write_text(TABLE.replace("NC12", "NC24"))
+    (tmp_path / "machines.csv").write_text(MACHINES)
+    answer = hetflow("import", tmp_path / "us_east.csv", "--format", "azure-spot-prices",
+                     "--instance-types", tmp_path / "machines.csv")  # fmt: skip
+    assert answer.code == 2
+    assert "does not describe 'NC24'" in answer.stderr
+    assert "nearest is 'NC" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "Missing option '--device-type'"),
+        (("--device-type", "V100"), "Missing option '--device-memory'"),
+        (("--format", "aws-spot-price"), "did you mean 'aws-spot-prices'?"),
+    ],
+)
+def test_what_import_lacks_is_said(hetflow, tmp_path: Path, arguments: tuple, said: str) -> None:
+    answer = hetflow("import", tmp_path / "graph.txt", *arguments)
+    assert answer.code == 2
+    assert said in answer.stderr
+
+
+def test_strategies_are_replayed(hetflow, market: Path) -> None:
+    arguments = ("rent", "prices", market, "--cloud", "azure", "--work-hours", 30,
+                 "--rate", "K80=1", "--restart-seconds", 0)  # fmt: skip
+    answer = hetflow(*arguments, "--json")
+    assert answer.code == 0, answer.stderr
+    found = json.loads(answer.stdout)
+    dollars = {name: one["dollars"] for name, one in found["outcomes"].items()}
+    # NC12's price is unknown on the second day, so that who took it (20 cents a GPU) cannot be
+    # replayed, and who moves goes to NC6 for 6 hours at 12 cents.
+    assert dollars["one_device"] == pytest.approx(24 * 0.9 + 6 * 0.12)
+    assert "multi_gpu" in found["refused"]
+    assert dollars["dynamic"] == pytest.approx(24 * 0.2 + 6 * 0.12)
+    assert found["bound_dollars"] == pytest.approx(dollars["dynamic"])
+    table = hetflow(*arguments).stdout
+    assert "from 2020-02-28T00:00:00Z" in table
+    assert "azure us_east NC12 > azure us_east NC6" in table
+    assert "multi_gpu: at 2020-02-29T00:00:00Z no price is known" in table
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--rate", "K80"), "--rate must be such as V100=9.6, got 'K80'"),
+        (("--rate", "K80=nan"), "must be finite and > 0"),
+        (("--rate", "H100=1"), "no machine with prices has one of H100"),
+        (("--rate", "K80=1", "--start", "2020-02-28T00:00:00"), "is not in UTC; end it with Z"),
+        (("--rate", "K80=1", "--start", "2021-02-28T00:00:00Z"), "there are no prices at 2021"),
+        (("--rate", "K80=0.01", "--rate", "K80=1", "--work-hours", 999), "cannot end before"),
+    ],
+)
+def test_what_rent_prices_lacks_is_said(hetflow, market: Path, options: tuple, said: str) -> None:
+    answer = hetflow("rent", "prices", market, "--work-hours", 3, *options)
+    assert answer.code == 2
+    assert said in answer.stderr
