@@ -402,7 +402,10 @@ class _OfProcess:
         key = (os.getpid(), path, frozenset(import_settings(environment).items()))
         with cls.lock:
             found = cls.connections.get(key)
-            if found is None or found.trouble is not None:
+            if found is not None and found.trouble is not None:
+                found.close()
+                found = None
+            if found is None:
                 found = cls.connections[key] = _shared_connection(path, environment)
             return found
 

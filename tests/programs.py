@@ -23,8 +23,11 @@ from hetflow.preload import VARIABLE, Forked, PreloadError, fork, serving
 
 
 @cache
-def preloaded() -> str:
-    """The socket of this process's preloaded process, for ``HETFLOW_PRELOAD``."""
+def preloaded(purpose: str = "") -> str:
+    """The socket of this process's preloaded process, for ``HETFLOW_PRELOAD``.
+
+    One serves few environments, so programs for another ``purpose`` have one of their own.
+    """
     stack = ExitStack()
     atexit.register(stack.close)
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-tests-"))

@@ -85,7 +85,12 @@ def real_types() -> tuple[str, ...]:
 
 def software_environment(machine: str) -> dict[str, str]:
     """The environment in which processes see a machine of the software device."""
-    return {**os.environ, "PYTHONPATH": str(SITE), "FAKECUDA": machine}
+    return {
+        **os.environ,
+        programs.VARIABLE: programs.preloaded("software device"),
+        "PYTHONPATH": str(SITE),
+        "FAKECUDA": machine,
+    }
 
 
 def software_host(folder: Path, machine: str, **settings: str) -> Host:

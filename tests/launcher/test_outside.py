@@ -97,12 +97,13 @@ def test_a_death_comes_before_an_error_that_may_have_followed_from_it(
     launch = launch_of(tmp_path / "run", [4, 4], stops={1: "own"})
     kill_where_it_stops(launch, 1)
     code, err = launch.end()
-    assert code == 1
     last = [line for line in err.splitlines() if line.startswith("hetflow: ")][-1]
-    assert last.startswith(
-        "hetflow: worker 1 (cpu:fast) was killed by SIGKILL; then worker 0 (cpu:fast) failed with "
-        "exit code 1: RuntimeError: "
-    )
+    death = "hetflow: worker 1 (cpu:fast) was killed by SIGKILL"
+    assert last.startswith(death)
+    if code != 137:  # on a busy machine the launch may have ended before worker 0 has its error
+        assert code == 1
+        error = "; then worker 0 (cpu:fast) failed with exit code 1: RuntimeError: "
+        assert last.removeprefix(death).startswith(error)
 
 
 @pytest.mark.slow
