@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -78,18 +79,21 @@ def run(folder, name):
     """One run, as its file says."""
     told = json.loads((folder / f"{name}.json").read_text())
     saving.OpenedFolders.jobs = 0
-    os.environ["HETFLOW_PLAN"] = str(folder / told["plan"])
     own = f"/of-{os.environ['RANK']}" if told.get("apart") else ""  # hosts that share no disk
-    os.environ["HETFLOW_CHECKPOINT"] = f"{folder / told['saved']}{own}" if told["saved"] else ""
-    os.environ["HETFLOW_CHECKPOINT_EVERY"] = str(told["every"])
+    settings = {
+        "HETFLOW_PLAN": str(folder / told["plan"]),
+        "HETFLOW_CHECKPOINT": f"{folder / told['saved']}{own}" if told["saved"] else "",
+        "HETFLOW_CHECKPOINT_EVERY": str(told["every"]),
+    }
     if dist.is_initialized():
         dist.barrier()  # As after a kill: all have left before any starts again.
     if told["damage"] and os.environ["RANK"] == "0":
         harm(folder / told["saved"], told["damage"])
-    try:
-        return train(told["case"], **told["options"])
-    except HetflowError as error:
-        return {"error": str(error)}
+    with mock.patch.dict(os.environ, settings):  # tests run this in their own process, too
+        try:
+            return train(told["case"], **told["options"])
+        except HetflowError as error:
+            return {"error": str(error)}
 
 
 if __name__ == "__main__":
