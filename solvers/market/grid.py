@@ -2,12 +2,13 @@
 
 With ticks of G seconds and restarts of d, a unit is the greatest whole number of seconds that
 divides G, d and the work, so that nothing is rounded. Where that would give more than
-``MOST_UNITS`` units, work is rounded up and progress down: a plan on the grid then ends in time off
-the grid too.
+``MOST_UNITS`` units, or seconds are not whole, a grid is rounded to one side. With work up and
+progress down, a plan on the grid ends in time off the grid too; the other way round, the least cost
+on the grid bounds the cost off it.
 """
 
 from dataclasses import dataclass
-from math import ceil, gcd
+from math import ceil, floor, gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,11 +62,16 @@ class Grid:
 
     def units_of(self, work_seconds: float) -> int:
         """Work in units, rounded up."""
-        return min(self.num_units, ceil(work_seconds / self.unit_seconds - 1e-6))
+        return min(self.num_units, _up(work_seconds / self.unit_seconds))
 
 
-def grid_of(job: DeadlineJob) -> Grid:
-    """The grid of a job; O(restart / tick)."""
+def grid_of(job: DeadlineJob, *, bounds: bool = False) -> Grid:
+    """The grid of a job; O(restart / tick).
+
+    Args:
+        job: The job.
+        bounds: Round so that costs are bounded from below, instead of so that plans end in time.
+    """
     levels = job.pending_levels()
     seconds = (job.tick_seconds, job.restart_seconds, job.work_seconds)
     whole = [round(value) for value in seconds]
@@ -73,12 +79,13 @@ def grid_of(job: DeadlineJob) -> Grid:
     unit = float(gcd(*whole)) if exact else job.work_seconds / MOST_UNITS
     if job.work_seconds / unit > MOST_UNITS:
         unit = job.work_seconds / MOST_UNITS
+    more, less = (_down, _up) if bounds else (_up, _down)
     return Grid(
         unit_seconds=unit,
-        num_units=ceil(job.work_seconds / unit - 1e-6),
+        num_units=more(job.work_seconds / unit),
         levels=levels,
-        launched_units=_whole(max(job.tick_seconds - job.restart_seconds, 0.0) / unit),
-        progress_units=tuple(_whole(max(job.tick_seconds - level, 0.0) / unit) for level in levels),
+        launched_units=less(max(job.tick_seconds - job.restart_seconds, 0.0) / unit),
+        progress_units=tuple(less(max(job.tick_seconds - level, 0.0) / unit) for level in levels),
     )
 
 
@@ -91,5 +98,9 @@ def done(values: Values, units: int) -> Values:
     return moved
 
 
-def _whole(units: float) -> int:
-    return int(units + 1e-6)
+def _up(units: float) -> int:
+    return ceil(units - 1e-6)
+
+
+def _down(units: float) -> int:
+    return floor(units + 1e-6)

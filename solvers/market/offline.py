@@ -1,7 +1,8 @@
 """The least that a job can cost under a deadline, with the whole window known in advance.
 
 A dynamic program over ticks, what is held, and the work left: exact on the grid (``grid``), which
-rounds nothing where seconds are whole and few. A bound for every policy that cannot look ahead.
+rounds nothing where seconds are whole and few, and else so that the answer is below the optimum.
+A bound for every policy that cannot look ahead.
 O(ticks x modes x units).
 """
 
@@ -28,7 +29,7 @@ def least_dollars(job: DeadlineJob, available: Sequence[int]) -> float:
         raise ProblemError(
             f"the window has {len(available)} ticks, the deadline is after {job.num_ticks}"
         )
-    grid = grid_of(job)
+    grid = grid_of(job, bounds=True)
     values: Values = np.full((grid.num_modes, grid.num_units + 1), np.inf, np.float32)
     values[:, 0] = 0.0
     for tick in range(job.num_ticks - 1, -1, -1):

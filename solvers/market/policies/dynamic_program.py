@@ -1,8 +1,9 @@
 """The least expected dollars, by dynamic programming over a chain learned from history.
 
 States are the tick, what is held, the work left, and the chain's state. What cannot end in time
-whatever the market does costs so much that it is never chosen while anything else is left, so no
-deadline is missed, however wrong the chain is. Optimal for the chain and the grid;
+whatever the market does costs so much that it is never chosen while anything else is left; where
+the grid's rounding leaves nothing else, the job is on demand. So no deadline is missed, however
+wrong the chain is. Optimal for the chain and the grid;
 O(ticks x states x modes x units) once, then one look-up a tick.
 """
 
@@ -60,6 +61,7 @@ def _before(
 ) -> Values:
     """Least expected dollars from a tick on [states, modes, units + 1]; fills the decisions."""
     least = np.empty_like(expected)
+    dearest = job.num_ticks * max(map(job.tick_dollars, Hold))  # of any job that ends in time
     launches = {
         hold: np.float32(job.tick_dollars(hold))
         + done(expected[:, grid.first_of(hold)], grid.launched_units)
@@ -80,6 +82,7 @@ def _before(
                 better[chain.num_there :] = False
             best[better] = offer[better]
             choice[better] = hold
+        choice[best > dearest] = Hold.ON_DEMAND
         least[:, mode], decisions[:, mode] = best, choice
     np.minimum(least, _LATE, out=least)
     least[..., 0] = 0.0

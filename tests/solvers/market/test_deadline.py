@@ -92,6 +92,23 @@ def test_no_policy_is_late_or_below_the_least(
         assert outcome.dollars >= least * (1 - 1e-5), name
 
 
+@pytest.mark.parametrize("restart", [0.0, 0.125])
+@given(
+    work=st.floats(9.997, 9.99999),
+    window=st.lists(st.sampled_from([0, 1]), min_size=12, max_size=12),
+)
+def test_seconds_that_are_not_whole_miss_no_deadline_and_keep_the_bound(
+    restart: float, work: float, window: list[int]
+) -> None:
+    one = job(work=work - restart + 1e-7, deadline=10.0, restart=restart)
+    least = least_dollars(one, window)
+    assert least < float("inf")
+    for name in NAMES:
+        outcome = replay(one, policy_of(name, one, chain_of([[0, 1, 1] * 9])), window)
+        assert not outcome.is_late, name
+        assert outcome.dollars >= least * (1 - 1e-5), name
+
+
 def test_a_market_that_is_known_is_played_as_the_optimum_would() -> None:
     # Machines are there in every other tick, and history says so; restarts are free.
     one, window = job(work=3.0, deadline=6.0, restart=0.0), [0, 1, 0, 1, 0, 1]
