@@ -17,15 +17,9 @@ import numpy as np
 
 from hetflow.checks.parallel import check, counted_memory, counted_step
 from hetflow.importers.sailor import read_problem
-from hetflow.schema.parallel import (
-    ParallelPlan,
-    ParallelPrediction,
-    ParallelProblem,
-    ParallelProof,
-    ParallelStage,
-    ReplicaGroup,
-)
-from hetflow.solvers.parallel.solve import shares_of, solve
+from hetflow.schema.parallel import ParallelPlan, ParallelProblem
+from hetflow.solvers.parallel.solve import solve
+from hetflow.tests.data import sailor_plans
 from hetflow.tests.data.reference import planners
 
 MODEL, BATCH = "OPT-350", 1024
@@ -111,34 +105,14 @@ def measured_runs() -> list[MeasuredRun]:
 
 
 def _plan_of(run: dict[str, Any]) -> ParallelPlan:
-    pipeline, size = run["pipeline_list"][0], run["mbs"]
-    rounds = -(-run["gbs"] // (size * pipeline["dp"][0]))
-    stages = []
-    for layers, replicas in zip(
-        pipeline["layers_per_stage"], pipeline["tmp_per_stage"], strict=True
-    ):
-        name, degree = replicas[0][0][0][0], replicas[0][1]
-        (share,) = shares_of(run["gbs"], (len(replicas),), rounds * size)
-        group = ReplicaGroup(
-            device_type=name,
-            tensor_parallel_size=degree,
-            num_replicas=len(replicas),
-            samples=share,
-        )
-        names = tuple(f"layer{layer}" for layer in layers)
-        stages.append(ParallelStage(layers=names, recompute="none", replicas=(group,)))
-    return ParallelPlan(
-        model=MODEL,
+    pipeline = run["pipeline_list"][0]
+    return sailor_plans.plan_of(
+        MODEL,
+        pipeline["layers_per_stage"],
+        pipeline["tmp_per_stage"],
         global_batch_size=run["gbs"],
-        microbatch_size=size,
-        num_microbatches=rounds,
-        schedule="1f1b",
-        num_model_chunks=1,
-        stages=tuple(stages),
-        predicted=ParallelPrediction(step_seconds=0.0, samples_per_second=0.0, memory_bytes={}),
-        proof=ParallelProof(
-            termination="feasible", objective=0.0, lower_bound=None, gap=None, method="", space=""
-        ),
+        microbatch_size=run["mbs"],
+        data_parallel_size=pipeline["dp"][0],
     )
 
 

@@ -40,7 +40,7 @@ MAY_IMPORT = {
         "runtime", "profilers", "mechanisms", "simulator", "importers", "exporters", "plugins",
     },
     "plugins": {
-        "schema", "schedules", "solvers", "checks", "devices", "importers", "exporters",
+        "schema", "schedules", "solvers", "checks", "devices", "importers", "exporters", "engines",
     },
     "api": {
         "schema", "planning", "solvers", "importers", "profilers", "devices", "protocol", "runtime",
