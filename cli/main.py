@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from ..api.naming import flags_are_meant
 from ..schema.errors import HetflowError
 from . import (
     allocate,
@@ -126,7 +127,7 @@ def run(arguments: list[str]) -> int:
     Settings.debug = False
     command = typer.main.get_command(app)
     try:
-        with library_speaks():
+        with library_speaks(), flags_are_meant():
             answer = command.main(
                 arguments,
                 prog_name="hetflow",
