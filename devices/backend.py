@@ -136,7 +136,7 @@ class DeviceBackend(ABC):
     # Torch's side
 
     def toolkit(self) -> str | None:
-        """The toolkit that torch was built with for this kind, and its version; None without one."""
+        """The toolkit that torch was built with for this kind, with version; None without one."""
         return None
 
     def collective_version(self) -> str | None:
