@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..devices.backend import backend_of
 from ..schema.errors import HetflowError, TargetError
 from .manifest import shape_text
 
@@ -250,8 +251,10 @@ def _kind(value: Any) -> str:
 
 def _fault_of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
     """Why one of torch's optimizers could not go on with a group and its parameters' state."""
-    if group.get("capturable") and any(p.device.type == "cpu" for p in group["params"]):
-        return "capturable is for parameters on an accelerator, and these are on the CPU"
+    if group.get("capturable") and any(
+        backend_of(parameter.device).is_host for parameter in group["params"]
+    ):
+        return "capturable is for parameters on an accelerator, and these are on the host"
     expected: dict[int, dict[str, Any] | None] = {}
     for parameter in group["params"] if _is_of_torch(optimizer) else ():
         values = optimizer.state.get(parameter)
