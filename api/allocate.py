@@ -7,8 +7,10 @@ from ..planning.allocate import allocation_problem
 from ..planning.inputs import Pool, pool_of
 from ..schema.jobs import Allocation, Jobs, Placement, Throughputs
 from .files import jobs_of, throughputs_of
+from .naming import names_arguments
 
 
+@names_arguments(gpus="pool", cluster="pool", budget="budget_dollars")
 def allocate(
     jobs: Jobs | Path | str,
     throughputs: Throughputs | Path | str,

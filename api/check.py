@@ -17,8 +17,12 @@ from ..schema.files import Plan
 from ..schema.jobs import Allocation, Jobs, Placement, Throughputs
 from ..schema.optimizer import OptimizerState, named_optimizer
 from .files import jobs_of, throughputs_of
+from .naming import names_arguments
 
 
+@names_arguments(
+    gpus="pool", cluster="pool", state_bytes_per_weight_byte="optimizer=OptimizerState(...)"
+)
 def check(
     claim: Plan | Allocation,
     profiles: Profiles | None = None,

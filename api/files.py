@@ -10,6 +10,7 @@ from ..schema.files import Plan, Record
 from ..schema.jobs import Jobs, Throughputs
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
+from .naming import names_arguments
 
 
 def read(path: Path | str) -> Record:
@@ -31,6 +32,7 @@ def read(path: Path | str) -> Record:
     return files.read_any(Path(path))
 
 
+@names_arguments()
 def write(path: Path | str, record: Record, *, force: bool = False) -> None:
     """Write a record as JSON, whole or not at all.
 

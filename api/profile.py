@@ -11,6 +11,7 @@ from ..schema.errors import ProblemError
 from ..schema.estimate import Precision
 from ..schema.optimizer import named_optimizer
 from ..schema.profile import Profile
+from .naming import names_arguments
 
 _log = logging.getLogger("hetflow")
 
@@ -18,6 +19,7 @@ Effort = Literal["quick", "usual", "thorough"]
 Progress = Callable[[str, float | None], None]
 
 
+@names_arguments(device="devices", quick='effort="quick"', thorough='effort="thorough"')
 def profile(
     target: str,
     devices: Sequence[str] = (),

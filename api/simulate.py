@@ -18,6 +18,7 @@ from ..schema.simulation import SimulationRun
 from ..simulator import Case, TraceOptions
 from ..simulator.traces.draws import TraceKind
 from .files import throughputs_of
+from .naming import names_arguments
 
 KINDS: tuple[str, ...] = get_args(TraceKind)
 
@@ -51,6 +52,7 @@ class SimulationOptions(TypedDict, total=False):
     num_jobs: int
 
 
+@names_arguments(gpus="pool", cluster="pool", loads="jobs_per_hour")
 def simulate(
     trace: Jobs | Path | str,
     throughputs: Throughputs | Path | str,
@@ -103,6 +105,7 @@ def simulate(
     return simulator.report(case, run, name, with_jobs=with_jobs)
 
 
+@names_arguments(gpus="pool", cluster="pool")
 def sweep(
     trace: str,
     throughputs: Throughputs | Path | str,

@@ -38,7 +38,7 @@ def start(
 ) -> None:
     """Schedule jobs on a pool of devices until interrupted.
 
-    Jobs survive it: start it again, and it goes on with those that still run.
+    Running jobs survive the scheduler; when it is started again it takes them over.
 
     \b
     hetflow cluster start --gpus 1xcpu:fast,2xcpu:slow --round 30

@@ -97,7 +97,7 @@ def _alone(profile: Profile) -> _Costs:
 
 
 def _busy(profile: Profile) -> _Costs:
-    """As others of the host train too: as alone where that was never measured."""
+    """The costs with the host's other devices at work; those of a device alone where unmeasured."""
     busy = profile.busy
     if busy is None:
         return _alone(profile)
@@ -208,7 +208,7 @@ def _share(point: BatchPoint, costs: _Costs, worker: Worker) -> Measured:
 
 
 def _chosen(profile: Measured, run: Measured) -> Measured:
-    """Both, where their intervals overlap: they measured the same. Else what happened."""
+    """The mean of prediction and measurement if their intervals overlap, else the measurement."""
     if not profile.interval or not run.interval:
         return run
     if abs(profile.seconds - run.seconds) > profile.interval + run.interval:
@@ -297,7 +297,7 @@ def _costs_of(worker: Worker, profile: Profile) -> _Costs:
 
 
 def _cheaper(profile: Profile, seconds: float, runs: Sequence[_Seen]) -> Profile:
-    """Take off the fixed cost what a synchronisation below nothing would have to give."""
+    """Reduce the fixed cost by the amount that synchronisation would be below zero."""
     mine = [w for run in runs for w in run.workers if w.device_type == profile.device_type]
     if any(w.num_host_devices > 1 for w in mine) and profile.busy is not None:
         less = max(0.0, profile.busy.fixed_seconds - seconds)

@@ -1,8 +1,8 @@
 """``python -m hetflow.engines.keeper FOLDER LOCK``: runs one lease and writes down how it ended.
 
-It is a process of its own so that a lease outlives the scheduler, and its exit code is not lost.
-Keeper and launch hold the lock that they inherit (a file descriptor); the lease is over when nobody
-holds it. When the keeper is killed the kernel asks the launch to stop.
+The keeper is a process of its own, so a lease outlives the scheduler and its exit code is not lost.
+Keeper and launch inherit a file descriptor that holds a lock; the lease is over when no process
+holds the lock. If the keeper is killed, the kernel sends the launch SIGTERM.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
-"""What a scheduler asks of an engine, and nothing more.
+"""The protocol between a scheduler and an engine.
 
-A *lease* is one start of a job's ``hetflow launch`` on given devices. Whatever an engine does is
-found again by the lease's folder alone, so that a scheduler that was killed and started again can
-go on: ``start`` of a lease that was started before does nothing.
+A *lease* is one start of a job's ``hetflow launch`` on given devices. The lease's folder is enough
+to find everything that an engine has started, so a scheduler that was killed and started again can
+continue: ``start`` of a lease that was started before does nothing.
 """
 
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ class UnsuitableDevicesError(ProblemError):
 
 
 class Engine(Protocol):
-    """Where launches run."""
+    """Runs launches on its devices."""
 
     name: str
 

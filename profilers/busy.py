@@ -1,4 +1,4 @@
-"""The same costs with the host's devices at work, and what synchronising them costs."""
+"""Costs of steps while the host's other devices train too, and of synchronising them."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -157,7 +157,7 @@ def _sync_of(
 
 
 def _crew_of(crew: Crew, target: Target, request: DeviceRequest, sync: links.SyncOptions) -> Crew:
-    """Those who were busy, where they are as many as synchronise."""
+    """The crew that was busy, if it has as many workers as synchronise."""
     if crew.num_workers == sync.num_devices:
         return crew
     crew.release()

@@ -1,4 +1,4 @@
-"""Profile one target on several device types: measure, derive, write down how."""
+"""Profile one target on several device types, with the provenance of each number."""
 
 import platform
 import sys

@@ -1,7 +1,7 @@
-"""Leases of a live cluster: what is planned, runs, and is over, with the engine that runs it.
+"""Leases of a live cluster: planned, running and ended launches of jobs, and how they change.
 
-Each transition is written down before the engine is asked to act, and what the engine does for a
-lease it does once, so a scheduler that is killed anywhere goes on where it was.
+Each transition is written to the state file before the engine is asked to act, and the engine acts
+at most once for a lease. So a scheduler that was killed at any point continues from the state file.
 """
 
 import json
@@ -70,7 +70,7 @@ def _lease(row: sqlite3.Row) -> Lease:
 
 
 def plan_lease(store: Store, job: int, devices: Sequence[str], now: float) -> None:
-    """Let a job have devices as soon as they, and the job itself, are free."""
+    """Plan a lease: it starts as soon as its devices and its job are free."""
     [row] = store.rows("SELECT leases FROM jobs WHERE number = ?", job)
     number = row["leases"] + 1
     store.run("UPDATE jobs SET leases = ? WHERE number = ?", number, job)
@@ -81,14 +81,14 @@ def plan_lease(store: Store, job: int, devices: Sequence[str], now: float) -> No
 
 
 def drop_planned(store: Store, job: int, now: float) -> None:
-    """Let go of a job's lease that never started."""
+    """Drop a job's lease that never started."""
     store.run(
         "UPDATE leases SET state = 'over', ended = ? WHERE job = ? AND state = 'planned'", now, job
     )
 
 
 def ask_to_stop(store: Store, lease: Lease, now: float) -> None:
-    """Note that a lease has to end; ``pursue`` asks the engine."""
+    """Record that a lease has to end; ``pursue`` then asks the engine."""
     store.run(
         "UPDATE leases SET state = 'stopping', stop_asked = ? WHERE job = ? AND number = ? "
         "AND state IN ('starting', 'running')", now, lease.job, lease.number,
@@ -96,7 +96,7 @@ def ask_to_stop(store: Store, lease: Lease, now: float) -> None:
 
 
 def credit(store: Store, lease: Lease, now: float) -> None:
-    """Note until when a lease's time is counted."""
+    """Record until when a lease's time has been counted."""
     store.run(
         "UPDATE leases SET credited = ? WHERE job = ? AND number = ?", now, lease.job, lease.number
     )
@@ -156,7 +156,7 @@ def start(
 
 
 def pursue(store: Store, engine: Engine, lease: Lease, grace_seconds: float, now: float) -> None:
-    """Ask a lease that has to end to do so; end it where it does not within its grace time."""
+    """Ask a lease to stop, and kill it if it has not ended within its grace time."""
     folder = store.lease_folder(lease.job, lease.number)
     if lease.stop_asked is not None and (
         now - lease.stop_asked > grace_seconds + KILL_AFTER_SECONDS
@@ -180,7 +180,7 @@ def fate_of(store: Store, engine: Engine, lease: Lease) -> Ended | None:
 
 
 def end(store: Store, lease: Lease, now: float, exit_code: int | None = None) -> None:
-    """Mark a lease as over, and count what it had."""
+    """Mark a lease as ended, and count the time that it had."""
     seconds = 0.0 if lease.started is None else max(0.0, now - lease.started)
     store.run(
         "UPDATE leases SET state = 'over', ended = ?, exit_code = ? WHERE job = ? AND number = ?",
@@ -193,7 +193,7 @@ def end(store: Store, lease: Lease, now: float, exit_code: int | None = None) ->
 
 
 def last_words(output: Path, exit_code: int | None) -> str:
-    """What a launch said last: its error, where it wrote one."""
+    """The error that a launch wrote, else the last line of its output."""
     ended = "nobody saw how it ended" if exit_code is None else f"exit code {exit_code}"
     try:
         with output.open("rb") as stream:

@@ -1,9 +1,10 @@
 """The scheduler itself: rounds on the wall clock (thesis 5.5, 5.6).
 
-At the end of a round the mechanism says who holds which devices in the next. Who keeps its devices
-goes on without noticing (its lease is renewed); who loses them is asked to save and end, and its
-successor starts as soon as they are free. Between rounds leases that ended are settled, and what
-users want is done. A round begins at once where no job held anything.
+At the end of a round the mechanism decides which job holds which devices in the next round. The
+lease of a job that keeps its devices is renewed, and its training is not interrupted. A job that
+loses its devices is asked to save and end; the next job starts on them when they are free. Between
+rounds the scheduler records leases that ended and carries out what users asked for. When no job
+holds a device, the next round begins at once.
 """
 
 import json
@@ -142,7 +143,7 @@ class Scheduler:
         return not leases.open_leases(self._store)
 
     def _settle(self, now: float) -> None:
-        """Look which leases are over, and what that means for their jobs."""
+        """Record the leases that ended, and the new states of their jobs."""
         started = [lease for lease in leases.open_leases(self._store)
                    if lease.state in ("running", "stopping")]  # fmt: skip
         looked = (leases.fate_of(self._store, self._engine, lease) for lease in started)
@@ -183,14 +184,14 @@ class Scheduler:
         )  # fmt: skip
 
     def _leave(self, job: int, now: float) -> None:
-        """Let a job out of the rounds, and what was planned for it go."""
+        """Remove a job from the rounds, and drop the lease planned for it."""
         leases.drop_planned(self._store, job, now)
         self._state.leave({str(job)})
         self._submissions.pop(job, None)
         self._has_news = True
 
     def _obey(self, now: float) -> None:
-        """Do what users want: new jobs, cancellations, holds, releases."""
+        """Carry out what users asked for: new jobs, cancellations, holds and releases."""
         fresh = self._store.rows("SELECT number FROM jobs WHERE state = 'submitted'")
         wanting = self._store.rows("SELECT number, state, wanted FROM jobs WHERE wanted NOT NULL")
         if not fresh and not wanting:
@@ -279,7 +280,7 @@ class Scheduler:
         leases.credit(self._store, lease, now)
 
     def _decide_or_say(self, now: float) -> None:
-        """Begin a round; where the policy finds no answer, all stays for a round as it is."""
+        """Begin a round; if the policy fails, all jobs keep their devices for one more round."""
         try:
             self._decide(now)
         except FileError:
@@ -333,7 +334,7 @@ class Scheduler:
         ]
 
     def _act(self, now: float) -> None:
-        """Start what may start, and see that what has to end does."""
+        """Start leases whose devices are free, and pursue those that have to end."""
         open_ = leases.open_leases(self._store)
         busy = Counter(name for lease in open_ if lease.holds_devices for name in lease.devices)
         running = {lease.job for lease in open_ if lease.holds_devices}

@@ -63,9 +63,9 @@ def serve(
 
 
 def request_stop(folder: Path) -> None:
-    """Let all jobs save and end, and the scheduler with them; waits until it has.
+    """Let all jobs save and end, then the scheduler; wait until it has ended.
 
-    Where no scheduler runs this does it itself.
+    Where no scheduler runs, this process asks the jobs itself.
 
     Raises:
         HetflowError: No cluster was started there.

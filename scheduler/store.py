@@ -1,7 +1,7 @@
 """The state of a live cluster: one SQLite file, every transition in a transaction.
 
-Commands write what they want (a job, a cancellation, a drained server) and read what is; the
-scheduler alone moves jobs and leases. Only the file's owner may read or write it.
+Commands write requests into it (a job, a cancellation, a server to drain) and read the state; only
+the scheduler changes the states of jobs and leases. Only the file's owner may read or write it.
 """
 
 import fcntl
@@ -120,7 +120,7 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All that is written within happens, or nothing.
+        """Inside, all writes are made, or none of them.
 
         Raises:
             FileError: The file cannot be written: the disk is full, say.

@@ -1,4 +1,4 @@
-"""What users see of a cluster's state, and what they may ask of it."""
+"""What users can see of a cluster's state, and the requests that they can make."""
 
 import json
 import time
@@ -121,7 +121,7 @@ def ask(store: Store, number: int, wish: Wish) -> None:
 
 
 def drain(store: Store, named: str, *, undo: bool) -> None:
-    """Let jobs leave a device type or a server with the next round, or come back.
+    """Keep jobs off a device type or a server from the next round on, or end that.
 
     Raises:
         ProblemError: The cluster has no such type or server.

@@ -28,7 +28,7 @@ takes the sum over its layers. ``sailor``: as Sailor's simulator counts both (do
 
 @record
 class LinkCurve:
-    """How fast messages of each size travel.
+    """The bandwidth of a link as a function of the message size.
 
     ``coefficients`` are of a polynomial in log2(bytes / 1e6), the highest power first, that gives
     bytes per second; a single one is a constant bandwidth.
@@ -98,7 +98,7 @@ class ShardSizes:
 
 @record
 class DegreeLink:
-    """The network of a group of so many devices of one server; the slower end decides."""
+    """The link of a tensor-parallel group of some degree; of two groups, the slower link counts."""
 
     tensor_parallel_size: Count
     curve: LinkCurve
@@ -211,7 +211,7 @@ class ReplicaGroup:
 
 @record
 class ParallelStage:
-    """A stage of the pipeline and who runs it; unlike replicas are entries of their own.
+    """A stage of the pipeline and the devices that run it; each kind of replica is an entry.
 
     ``compute_seconds`` is forward + backward of a microbatch on its slowest replica (with
     recomputation where planned), ``transfer_seconds`` its messages of a microbatch,
@@ -240,7 +240,7 @@ class ParallelStage:
 
 @record
 class ParallelPrediction:
-    """What a plan is expected to reach; ``memory_bytes`` by stage, its fullest device."""
+    """A plan's predicted times; ``memory_bytes`` is of each stage's fullest device."""
 
     step_seconds: Seconds
     samples_per_second: PerSecond

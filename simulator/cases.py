@@ -125,7 +125,7 @@ class Case:
         )  # fmt: skip
 
     def _refuse_what_goes_unheard(self) -> None:
-        """Policies are for rounds: elsewhere they would change nothing."""
+        """Refuse options, such as a policy, that the chosen scheduler would ignore."""
         if self.scheduler.endswith("rounds"):
             return
         unheard = {
@@ -262,7 +262,7 @@ def report(case: Case, run: Simulation, trace: str, *, with_jobs: bool = False) 
 def sweep(cases: Sequence[Case], processes: int = 1) -> Iterator[SimulationRun]:
     """Run cases that draw their own traces, in order, in parallel processes where asked.
 
-    Whoever interrupts it, or is killed, leaves no process behind.
+    No process is left behind when it is interrupted or killed.
 
     Raises:
         BackendError: A process died, for want of memory perhaps.
@@ -294,9 +294,9 @@ def sweep(cases: Sequence[Case], processes: int = 1) -> Iterator[SimulationRun]:
 
 @contextmanager
 def _later_interrupts() -> Iterator[None]:
-    """Keep ctrl-C for afterwards: in the middle of its start an executor cannot be shut down.
+    """Delay ctrl-C while an executor starts: in the middle of its start it cannot be shut down.
 
-    Processes that are started meanwhile never heed it; who started them ends them. Blocking the
+    Processes that are started meanwhile ignore it; their parent ends them. Blocking the
     signal in this thread is not enough: a thread of a library (numpy's) may take it instead, and
     Python then interrupts the main thread all the same.
     """
@@ -314,7 +314,7 @@ def _later_interrupts() -> Iterator[None]:
 
 
 def _die_with_parent() -> None:
-    """End this process when the one that started it is gone: nobody would take its results."""
+    """End this process when its parent has ended, since nobody would read its results."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:

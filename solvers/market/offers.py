@@ -2,9 +2,9 @@
 
 The model: the job uses one device of one machine at a time, and pays that device's share of the
 machine's price (who packs a machine full pays no more). It runs from start to end without a pause.
-A launch, the first and every move, takes ``restart_seconds``, which are paid and in which no work
-is done; a move between clouds costs ``cloud_move_dollars`` beside. Whoever decides does so where a
-price changes.
+The first launch and every move take ``restart_seconds``, in which the device is paid for and no
+work is done; a move between clouds also costs ``cloud_move_dollars``. A strategy decides at the
+times at which a price changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -78,12 +78,12 @@ class Prices:
         return np.diff(self.edges)
 
     def all_known_seconds(self) -> float:
-        """When, at the earliest, the prices of as many offers are known as ever are at once."""
+        """The first time at which the number of offers with a known price is at its maximum."""
         known = np.isfinite(self.dollars_per_second).sum(axis=1)
         return float(self.edges[int(np.argmax(known))])
 
     def since(self, start_seconds: float) -> "Prices":
-        """The same from a time on.
+        """These prices from ``start_seconds`` on.
 
         Raises:
             ProblemError: The prices begin later, or end before.
@@ -99,7 +99,7 @@ class Prices:
 
 
 def prices_of(markets: Sequence[Market], device_types: Mapping[str, float]) -> Prices:
-    """The offers of markets that have one of the device types, on common stretches of time.
+    """Collect the offers of some device types from markets, on common stretches of time.
 
     Raises:
         ProblemError: A machine's devices are not known, or no machine has such devices.

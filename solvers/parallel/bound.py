@@ -1,13 +1,13 @@
-"""What the layers that are left cost at least: prices on device types, in devices and in seconds.
+"""Lower bounds, in devices and in seconds, on covering the layers that are not placed yet.
 
-With a price on each device type, a stage whose replicas are of two types costs at least the
-cheaper of the two for every replica. That relaxes how replicas are dealt (Lagrange), and leaves a
-shortest path over cuts: the least sum, over stages that each stay under a cap on their time and
-within memory, of a stage's price and (in rows that count it) its seconds.
+A Lagrangian relaxation of how replicas are dealt to stages. With a price on each device type, a
+stage whose replicas are of two types costs at least the cheaper of the two for every replica. What
+is left is a shortest path over cuts: the least sum of stages' prices (and, in rows that count them,
+seconds), over stages that fit the memory and stay under a cap on their time.
 
-Rows that count no seconds bound devices: a choice is refused where the price of all its stages
-exceeds that of the pool. Rows that count seconds bound the time of one microbatch through all
-stages: less than the path's sum, minus the worth of the whole pool, it cannot take.
+Rows that count no seconds bound devices: a choice is refused where its stages' price exceeds the
+price of the whole pool. Rows that count seconds bound the time of one microbatch through all stages
+from below, by the path's sum minus the price of the whole pool.
 """
 
 from dataclasses import dataclass
@@ -153,7 +153,7 @@ class Completions:
 def covers(
     space: Space, prices: Prices, cap_seconds: float, most_stages: int, num_microbatches: int
 ) -> bool:
-    """Whether the pool might suffice for stages that each take at most so long.
+    """Whether the pool may suffice for stages that each take at most ``cap_seconds``.
 
     As ``Completions`` with rows that count no seconds, for one question and without messages: the
     longest stage that an option can hold is then never worse than a shorter one.

@@ -106,7 +106,7 @@ class Search:
         return self._is_covered(self._cap(seconds))
 
     def least_step(self, below: float) -> float:
-        """Seconds that no plan under ``below`` is faster than.
+        """A lower bound on the step, in seconds, of all plans faster than ``below`` seconds.
 
         The slowest stage takes at least what the relaxation needs to cover all layers (bisection).
         """
@@ -131,7 +131,7 @@ class Search:
     def root(self, below: float) -> Node:
         """The node with no stage placed, its bound, and tables for plans under ``below``.
 
-        Once through all stages takes at least what the rows that count seconds say.
+        The rows that count seconds bound one microbatch's pass through all stages.
         """
         self._prices = time_prices(self.problem.pools, self.d, self.space.least_seconds[-1])
         self._table = Completions(
@@ -179,7 +179,7 @@ class Search:
         return [Child(bound, i, start) for bound, (i, start) in children], best
 
     def _known(self, node: Node) -> tuple[float, np.ndarray]:
-        """Seconds that the stage placed last takes at least; sending on to it [mixes]."""
+        """Least seconds of the stage placed last, and of sending a microbatch on to it [mixes]."""
         if not node.mix:
             return 0.0, np.zeros(len(self._mixes))
         options, end = self.space.options, node.end
@@ -226,13 +226,13 @@ class Search:
         return {}
 
     def _cap(self, seconds: float) -> float:
-        """The longest that a stage may take where the step is to stay under ``seconds``."""
+        """The longest time of a stage, in seconds, that a step under ``seconds`` allows."""
         m = self.num_microbatches
         left = seconds - self.space.least_seconds[-1]
         return min(seconds / m, left / (m - 1)) if m > 1 else seconds
 
     def _is_covered(self, cap_seconds: float) -> bool:
-        """Whether stages of at most so long can cover all layers, as far as prices tell."""
+        """Whether stages of at most ``cap_seconds`` can cover all layers, by the relaxation."""
         return cap_seconds > 0 and covers(
             self.space, self._devices, cap_seconds, self.most_stages, self.num_microbatches
         )
@@ -241,7 +241,7 @@ class Search:
         return bool((self._price(mix, self._devices) <= self._devices.budget).all())
 
     def _price(self, mix: tuple[int, ...], prices: Prices) -> np.ndarray:
-        """What one replica of a stage costs at least [rows]."""
+        """The least price of one replica of a stage [rows]."""
         options = [self.space.options[o] for o in mix]
         each = [prices.by_pool[:, o.pool] * o.tensor_parallel_size for o in options]
         least: np.ndarray = np.min(each, axis=0)

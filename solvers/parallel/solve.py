@@ -1,6 +1,6 @@
 """Plan pipeline, tensor and data parallelism together, on unlike devices.
 
-The thesis (4.1) leaves this search as future work and picks degrees by its takeaways. Here it is
+The thesis (4.1) leaves this search as future work and picks degrees by rules of thumb. Here it is
 exact over a stated space. The step is that of 1F1B with unlike stages (costs/parallel_stage.py),
 equation 4.1 where stages are equal.
 """
@@ -114,19 +114,19 @@ class _Tree:
         self._order = count()
 
     def offer(self, plans: Iterable[Found]) -> None:
-        """Keep the fastest of these and of what there is."""
+        """Keep the fastest of these plans and the best so far."""
         for found in plans:
             if found.step_seconds < self.limit:
                 self.best, self.limit = found, found.step_seconds
 
     @property
     def is_open(self) -> bool:
-        """Whether a node is left that could lead to a better plan than is accepted."""
+        """Whether an open node could still lead to a plan better than the accepted gap."""
         return bool(self._heap) and self._heap[0][0] < self.limit * self._accepted
 
     @property
     def bound(self) -> float:
-        """Seconds that no plan is faster than."""
+        """A lower bound on the step of any plan, in seconds."""
         return min(self.limit, self._heap[0][0]) if self._heap else self.limit
 
     def pop(self) -> tuple[Search, Node, Child | None]:
@@ -237,7 +237,7 @@ def _plan(problem: ParallelProblem, found: Found, bound: float) -> ParallelPlan:
 
 
 def _bubble(found: Found, slowest: float) -> float:
-    """What the first and last microbatches add to m passes of the slowest stage, relative."""
+    """The time of filling and draining the pipeline, relative to m passes of the slowest stage."""
     through = sum(c.compute_seconds + c.transfer_seconds for c in found.stages)
     return max(0.0, (through - slowest) / (found.num_microbatches * slowest)) if slowest else 0.0
 

@@ -1,7 +1,8 @@
 """The batch split as a mixed-integer program: the readable reference.
 
-VirtualFlow 5.1.2 written down device by device. solve.py answers the same question much
-faster; both must agree. The answer is the fastest plan on paper, whatever the measurements' spread.
+VirtualFlow 5.1.2 written down device by device. solve.py answers the same question much faster, and
+tests hold that both agree. The answer is the plan of the shortest predicted step; the uncertainty
+of the measurements is not considered.
 """
 
 from dataclasses import dataclass, field
@@ -82,7 +83,7 @@ def _batch(problem: SplitProblem) -> int:
 
 
 def _unit_seconds(problem: SplitProblem) -> float:
-    """A time near the answer: tolerances of the backends are absolute, so times are scaled."""
+    """A time near the answer, to scale times by: the backends' tolerances are absolute."""
     together = sum(option.num_devices * _best_rate(option) for option in problem.devices)
     alone = max(_best_rate(option.measured_with(1)) for option in problem.devices)
     return _batch(problem) / max(together, alone)

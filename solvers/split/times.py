@@ -49,7 +49,7 @@ def least_seconds(
 def least_candidate(
     pool: Pool, low: float, ceiling: float, fits: Callable[[float], bool]
 ) -> float | None:
-    """The least candidate time in [low, ceiling] that fits; ``fits`` never turns back to False."""
+    """The least candidate time in [low, ceiling] that fits; ``fits`` must be monotone in time."""
     width = low / 512
     below, above = low, low
     while not fits(above):

@@ -182,7 +182,7 @@ def _covers(types: list[_Type], ests: list[int], max_p: int) -> Iterator[tuple[i
 
 
 def _rounded(cost: float) -> float:
-    """Sums in another order differ in the last digits; equal costs must compare equal."""
+    """A cost without its last digits: sums in another order, which differ there, compare equal."""
     return float(f"{cost:.12e}")
 
 
