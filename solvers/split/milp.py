@@ -8,7 +8,7 @@ of the measurements is not considered.
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...costs.comm import sync_seconds
+from ...costs.comm import exposed_seconds, sync_seconds
 from ...costs.split import closing_seconds, predict
 from ...schema.errors import BackendError, InfeasibleError
 from ...schema.plan import DeviceGroup, Proof, SplitPlan
@@ -47,8 +47,9 @@ def solve(
 ) -> SplitPlan:
     """Minimise the predicted step time with PuLP.
 
-    Where a device was also measured alone, plans on one device are choices of their own, one for
-    each device type and size, and the others use at least two devices.
+    Where a device was also measured alone, or sizes differ in what synchronisation adds, plans on
+    one device are choices of their own, one for each device type and size, and the others use at
+    least two devices.
 
     Args:
         problem: Profiles, pool and batch, in either regime.
@@ -95,7 +96,10 @@ def _best_rate(costs: DeviceOption | AloneDevice) -> float:
 
 def _is_apart(problem: SplitProblem) -> bool:
     """Whether a plan on one device costs something else than the same among several."""
-    return any(option.alone is not None for option in problem.devices)
+    return any(
+        option.alone is not None or (option.sync is not None and option.sync.by_batch_size)
+        for option in problem.devices
+    )
 
 
 def _known_seconds(problem: SplitProblem) -> float:
@@ -105,6 +109,7 @@ def _known_seconds(problem: SplitProblem) -> float:
         (
             _batch(problem) // (number * point.batch_size) * point.step_seconds
             + sync_seconds(option, number)
+            + (_exposed(option, point) if number > 1 else 0.0)
             + closing_seconds(option.measured_with(number))
             for option in problem.devices
             for number in range(1, option.num_devices + 1)
@@ -174,13 +179,19 @@ def _build(
             program.require(passes <= most * run)
             program.require(passes >= run)
         times = [p.step_seconds / unit for p in device.points]
-        program.require(compute >= total(list(zip(times, device.passes, strict=True))))
+        exposed = [_exposed(device.option, p) / unit for p in device.points]
+        own = [*zip(times, device.passes, strict=True), *zip(exposed, device.runs, strict=True)]
+        program.require(compute >= total([(s, one) for s, one in own if s]))
         program.require(update >= closing_seconds(device.option) / unit * used)
     _break_symmetry(program, devices)
     if devices:
         _require_sync(program, devices, sync, unit)
     alone = [(single.plan.step_seconds / unit, single.takes) for single in singles]
     return total([(1, compute), (1, sync), (1, update), *alone])
+
+
+def _exposed(option: DeviceOption, point: BatchPoint) -> float:
+    return exposed_seconds(option.sync, point.batch_size) or 0.0
 
 
 def _samples(device: _Device) -> Terms:
@@ -274,6 +285,7 @@ def _groups(devices: list[_Device], values: dict[str, float]) -> tuple[DeviceGro
             pass_seconds=entries[name, count, size][1].step_seconds,
             interpolated=size in entries[name, count, size][0].interpolated_sizes,
             measured_busy=entries[name, count, size][0].alone is not None,
+            exposed_seconds=exposed_seconds(entries[name, count, size][0].sync, size),
         )
         for (name, count, size), number in alike.items()
     )

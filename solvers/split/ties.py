@@ -13,6 +13,7 @@ Of equal amounts: the fewest devices, then the fewest virtual nodes.
 from collections import Counter
 from collections.abc import Mapping
 
+from ...costs.comm import exposed_seconds
 from ...schema.plan import DeviceGroup
 from .feasible import FeasibleSums, TypeSums
 from .pool import Pool
@@ -149,6 +150,7 @@ def groups_of(pool: Pool, work: Mapping[int, Work], bound: float) -> tuple[Devic
                     pass_seconds=times[size],
                     interpolated=size in option.interpolated_sizes,
                     measured_busy=option.alone is not None,
+                    exposed_seconds=exposed_seconds(option.sync, size),
                 )
             )
     return tuple(groups)
