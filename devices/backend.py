@@ -163,6 +163,10 @@ class DeviceBackend(ABC):
         """Choose such devices' kernels by a determinism level other than ``none``."""
         return None
 
+    def is_capturing(self) -> bool:
+        """Whether work given to such devices is recorded now, to be done later."""
+        return False
+
     @abstractmethod
     def synchronize(self, device: "torch.device") -> None:
         """Wait until all its work is done."""
