@@ -160,9 +160,9 @@ class Job:
         session, agreement = self._session, self._agreement
         if backend_of(session.device).is_capturing():
             raise TargetError(
-                "job.backward cannot be captured in a CUDA graph: a step reads the batch and the "
-                "sums of the step before on the host",
-                hint="call it outside torch.cuda.graph",
+                "job.backward cannot be captured in a graph of kernels: a step reads the batch and "
+                "the sums of the step before on the host",
+                hint="call it outside of the capture",
             )
         self._runner.join()
         session.check_open()

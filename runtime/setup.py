@@ -39,8 +39,8 @@ def check_model(model: nn.Module) -> None:
         # Torch puts a function of its own in place of the module's.
         if "make_graphed_callables" in getattr(vars(module).get("forward"), "__qualname__", ""):
             raise TargetError(
-                f"{name or 'the model'} is captured in CUDA graphs, which know neither virtual "
-                f"nodes' buffers nor where gradients are added up",
+                f"{name or 'the model'} is captured in graphs of kernels, which know neither "
+                f"virtual nodes' buffers nor where gradients are added up",
                 hint="pass it without make_graphed_callables",
             )
     # FSDP2 and tensor parallelism; such a tensor is known by what it can do, whatever torch's age.

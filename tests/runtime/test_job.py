@@ -206,7 +206,7 @@ def test_a_model_sharded_by_fsdp2_is_refused() -> None:
         dist.destroy_process_group()
 
 
-def test_a_module_captured_in_cuda_graphs_is_refused() -> None:
+def test_a_module_captured_in_graphs_is_refused() -> None:
     def make_graphed_callables(module: nn.Module) -> None:  # torch's needs a GPU
         def new_forward(*inputs: object) -> None: ...
 
@@ -214,7 +214,7 @@ def test_a_module_captured_in_cuda_graphs_is_refused() -> None:
 
     model = nn.Sequential(nn.Linear(2, 2))
     make_graphed_callables(model[0])
-    with pytest.raises(TargetError, match="^0 is captured in CUDA graphs"):
+    with pytest.raises(TargetError, match="^0 is captured in graphs of kernels"):
         hf.prepare(model)
 
 
