@@ -199,6 +199,7 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
         "get_device_name": lambda device=None: properties(device).name,
         "get_device_properties": properties,
         "get_device_capability": lambda device=None: seen[index_of(device)].capability,
+        "can_device_access_peer": lambda device, peer: index_of(device) != index_of(peer),
         "current_device": lambda: index_of(None),
         "set_device": lambda device: native.set_device(index_of(device)),
         "device": DeviceContext,
