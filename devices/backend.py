@@ -163,6 +163,10 @@ class DeviceBackend(ABC):
         """Fix such devices' kernels for a determinism level other than ``none``."""
         return None
 
+    def is_capturing(self) -> bool:
+        """Whether work given to such devices is recorded now, to be done later."""
+        return False
+
     @abstractmethod
     def synchronize(self, device: "torch.device") -> None:
         """Wait until all work of the device is done."""

@@ -107,6 +107,10 @@ class CudaBackend(AcceleratorBackend):
         found = self.module.get_device_properties(device)
         return f"{found.name} {found.multi_processor_count}"
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured in a CUDA graph."""
+        return self.is_initialized() and bool(self.module.is_current_stream_capturing())
+
     def fix_kernels(self, level: "Determinism") -> None:
         """Use cuDNN's deterministic kernels; no TF32 on unlike types."""
         import torch
