@@ -103,7 +103,7 @@ def test_plans_are_no_slower_than_the_best_known(
     assert 1 / plan.predicted.step_seconds >= best_known
     assert (plan.proof.termination == "optimal") == is_proved
     assert plan.proof.gap is not None
-    assert plan.proof.gap < 0.35
+    assert plan.proof.gap < 0.2
 
 
 @pytest.mark.parametrize(
