@@ -162,7 +162,9 @@ def _option(
     ]
     outputs = [0.0, *(float(bytes_) * microbatch_size for bytes_ in problem.output_bytes)]
     curve = pool.link(degree)
-    sends = [curve.seconds(each) for each in outputs]
+    copies = 1 if problem.boundary_rule == "scattered" else degree
+    waits = 2 if problem.boundary_rule == "blocking" else 1
+    sends = [waits * curve.seconds(copies * each) for each in outputs]
     # The gradient of a stage's input is as large as the output before it; Sailor takes the
     # stage's own first output.
     gradients = sends[1:] if problem.cost_rule == "sailor" else sends[:-1]

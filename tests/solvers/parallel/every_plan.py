@@ -181,6 +181,7 @@ def problems(draw: st.DrawFn) -> ParallelProblem:
         bucket_bytes=draw(st.sampled_from([None, 5])),
         recompute=draw(st.sampled_from([("none",), ("none", "full")])),
         cost_rule=draw(st.sampled_from(["hetflow", "sailor"])),
+        boundary_rule=draw(st.sampled_from(["scattered", "whole", "blocking"])),
     )
 
 
