@@ -119,7 +119,7 @@ def test_every_change_is_found(
 def test_what_crosses_a_boundary(problem: ParallelProblem) -> None:
     """A group of 2 sends twice the bytes without scatter/gather; blocking ends count them twice."""
     one = problem.pools[0].times[0]
-    half = ShardSizes(tensor_parallel_size=2, weight_bytes=(25,) * 4, stashed_bytes=(5.0,) * 4)
+    half = ShardSizes(tensor_parallel_size=2, weight_bytes=(50,) * 4, stashed_bytes=(5.0,) * 4)
     pools = tuple(
         replace(
             pool,
