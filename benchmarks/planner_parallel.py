@@ -1,6 +1,7 @@
-"""Sailor's planner against hetflow's, on Sailor's published inputs for OPT-350M.
+"""Sailor's and Piper's planners against hetflow's, on their published inputs.
 
-Plans are judged by Sailor's own rule of costs, which the checker counts as its simulator does.
+Plans are judged by the planner's own rule of costs, which hetflow's checkers count: Sailor's
+simulator for OPT-350M, Piper's time per sample for BERT-32 and ResNet-50.
 """
 
 import argparse
@@ -9,8 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from hetflow.checks import steady as steady_check
 from hetflow.checks.parallel import check
+from hetflow.importers import piper
 from hetflow.importers.sailor import read_problem
+from hetflow.solvers.parallel import steady
 from hetflow.solvers.parallel.solve import solve
 from hetflow.tests.data.reference import planners
 
@@ -51,13 +55,52 @@ def against_sailor() -> list[dict[str, Any]]:
     return rows
 
 
+def against_piper() -> list[dict[str, Any]]:
+    """Solve each of Piper's instances; seconds a sample in the unit of its files."""
+    files = {"bert": "bert32a100.json", "resnet": "resnet.json"}
+    rows = []
+    for line in (planners() / "piper" / "results.jsonl").read_text().splitlines():
+        answer = json.loads(line)
+        problem = piper.read_problem(
+            planners() / "piper" / files[answer["model"]],
+            num_devices=answer["devices"],
+            memory_bytes=int(answer["memory_gib"] * 2**30),
+        )
+        start = time.process_time()
+        plan = steady.solve(problem)
+        seconds = time.process_time() - start
+        faults = steady_check.check(plan, problem)
+        if faults:
+            raise SystemExit(f"the plan fails its check: {'; '.join(faults)}")
+        rows.append(
+            {
+                "model": answer["model"],
+                "devices": answer["devices"],
+                "memory_gib": answer["memory_gib"],
+                "equal_split": answer.get("equi_tps"),
+                "piper": answer["piper_tps"],
+                "hetflow": plan.sample_seconds,
+                "gap": plan.proof.gap,
+                "piper_cpu_seconds": answer["piper_cpu_s"],
+                "cpu_seconds": seconds,
+            }
+        )
+        print(
+            f"{answer['model']} on {answer['devices']} x {answer['memory_gib']} GiB: Piper "
+            f"{answer['piper_tps']:.7g} ({answer['piper_cpu_s']:.2f} CPU s), hetflow "
+            f"{plan.sample_seconds:.7g} (gap {100 * (plan.proof.gap or 0):.1f} %, "
+            f"{seconds:.2f} CPU s)"
+        )
+    return rows
+
+
 def main() -> None:
     """Print it; ``--json FILE`` keeps it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the same: it takes seconds")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
-    results = {"against_sailor": against_sailor()}
+    results = {"against_sailor": against_sailor(), "against_piper": against_piper()}
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
