@@ -24,6 +24,11 @@ Recompute = Literal["none", "full"]
 CostRule = Literal["hetflow", "sailor"]
 """``hetflow``: a stage sends each microbatch's output and its input's gradient, and its update
 takes the sum over its layers. ``sailor``: as Sailor's simulator counts both (docs/parallel.md)."""
+BoundaryRule = Literal["scattered", "whole", "blocking"]
+"""What crosses a boundary between stages. ``scattered``: each device of a tensor-parallel group
+sends its share of the activation (4.4.1), and a stage waits for what it sends. ``whole``: without
+scatter/gather, each device sends all of it. ``blocking``: likewise, and a stage waits for what it
+receives as well."""
 
 
 @record
@@ -138,7 +143,7 @@ class ParallelProblem:
     ``output_bytes`` is what each layer sends on, of one sample, not sharded. Memory of a device is
     ``bytes_per_weight_byte`` (weights, gradients, optimizer) times its weights, what is stashed,
     and ``reserved_bytes``. Gradients are all-reduced in buckets of ``bucket_bytes`` by rings of
-    single devices (a link of degree 1).
+    single devices (a link of degree 1). ``most_stages`` is of a pipeline.
     """
 
     model: Name
@@ -152,6 +157,7 @@ class ParallelProblem:
     bucket_bytes: PositiveBytes | None = None
     recompute: tuple[Recompute, ...] = ("none",)
     cost_rule: CostRule = "hetflow"
+    boundary_rule: BoundaryRule = "scattered"
     most_stages: Count | None = None
     optimizer: OptimizerState | None = None
 
