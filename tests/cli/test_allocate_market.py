@@ -51,7 +51,7 @@ def test_prices_decide_where_jobs_run(hetflow, folder: Path) -> None:
     assert hetflow(*judged, *market).code == 0
     wrong = hetflow(*judged, *market, "--at", "2020-03-01T12:00:00Z")
     assert wrong.code == 2
-    assert "objective" in wrong.stderr
+    assert "the prices prove" in wrong.stderr
     unpriced = hetflow(*judged)
     assert "counts dollars, and 'K80' has no price" in unpriced.stderr
 
