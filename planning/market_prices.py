@@ -1,6 +1,6 @@
 """A pool whose device types have the prices of a market at one time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.market import Market, utc_seconds, utc_text
 from ..schema.records import nearest
+from ..solvers.market.offers import Prices, prices_of, where_available, with_fixed_prices
 
 Markets = Market | Path | str | Sequence[Market | Path | str]
 """Markets, or their files."""
@@ -145,3 +146,35 @@ def priced_by(pool: Cluster, market: Markets | None, at: str | None) -> Cluster:
             raise ProblemError("a time of prices is given, and no market", hint="add --market FILE")
         return pool
     return priced_pool(pool, markets_of(market), at)[0]
+
+
+def market_offers(
+    markets: Sequence[Market], device_types: Iterable[str], start: str | None
+) -> tuple[Prices, bool]:
+    """What can be rented from a time on: price histories, fixed prices, availability.
+
+    Args:
+        markets: Where.
+        device_types: Those that count.
+        start: In UTC; None: once as many prices are known as ever are at once.
+
+    Returns:
+        The offers, and whether the markets say when spot machines can be had.
+
+    Raises:
+        ProblemError: Nothing can be rented, or there are no prices at the start.
+    """
+    types = dict.fromkeys(device_types, 1.0)
+    has_histories = any(
+        machine is None or machine.device_type in types
+        for market in markets
+        for machine in map(market.instance_type_of, market.prices)
+    )
+    histories = prices_of(markets, types) if has_histories else None
+    begin = 0.0 if histories is None else histories.all_known_seconds()
+    if start is not None:
+        begin = utc_seconds(start, "start", "time")
+    if histories is not None:
+        histories = histories.since(begin)
+    prices, is_told = where_available(with_fixed_prices(histories, markets, types), markets)
+    return prices if histories is not None else prices.since(begin), is_told
