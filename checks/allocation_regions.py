@@ -148,9 +148,8 @@ def _corners(
             det = p * s - q * r
             if det:
                 u, v = 1 - time[c], end - dollars[c]
-                y = (u * s - q * v) / det
-                z = (p * v - u * r) / det
-                found.append({a: y, b: z, c: 1 - y - z})
+                first, second = (u * s - q * v) / det, (p * v - u * r) / det
+                found.append({a: first, b: second, c: 1 - first - second})
     for y in found:
         spent = fsum(dollars[c] * part for c, part in y.items())
         busy = fsum(time[c] * part for c, part in y.items())

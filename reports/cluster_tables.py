@@ -95,9 +95,11 @@ def simulation_table(runs: Sequence[SimulationRun]) -> str:
 
     On a market also how often jobs moved, and lost their machines.
     """
-    heads = ("policy", "load/h", "seed", "jobs", "avg JCT h", "p99 h", "wait h", "makespan h",
-             "util %", "FTF", "cost $", "late")  # fmt: skip
-    rows = [_simulation_row(run) for run in runs]
+    heads: tuple[str, ...] = (
+        "policy", "load/h", "seed", "jobs", "avg JCT h", "p99 h", "wait h", "makespan h",
+        "util %", "FTF", "cost $", "late",
+    )  # fmt: skip
+    rows: list[tuple[str, ...]] = [_simulation_row(run) for run in runs]
     if any(run.market_start is not None for run in runs):
         heads += ("moves", "taken away")
         counts = [(run.metrics.num_moves, run.metrics.num_preemptions) for run in runs]

@@ -21,7 +21,7 @@ from math import inf, isfinite
 
 import numpy as np
 
-from ...mechanisms.arrays import Floats, Ints
+from ...mechanisms.arrays import Bools, Floats, Ints
 from ...mechanisms.cluster.pool import Pool
 from ...schema.errors import ProblemError
 from ...schema.jobs import Job
@@ -224,8 +224,7 @@ class _Run:
         used = np.bincount(
             self.type_of[active.held[holds]], active.scale[holds], len(self.pool.types)
         )
-        free: Floats = self.pool.capacity - used
-        return free
+        return np.asarray(self.pool.capacity - used, dtype=np.float64)
 
     def _decide(self) -> None:
         """Let jobs move, those with least time to spare first, then in order of arrival."""
@@ -271,18 +270,19 @@ class _Run:
         own[number[holds], self.type_of[held[holds]]] = scale[holds]
         room = (free + own)[:, self.type_of] >= scale[:, None]
         ok = room & (rate > 0) & np.isfinite(self._price)
-        late = active.is_late[places] > 0
-        ok &= np.where(late[:, None] & (ok & self.safe).any(axis=1)[:, None], self.safe, True)
+        late: Bools = np.asarray(active.is_late[places] > 0)
+        secured: Bools = np.asarray(ok & self.safe)
+        must: Bools = np.asarray(late & secured.any(axis=1))
+        ok = np.where(must[:, None], secured, ok)
         with np.errstate(invalid="ignore"):
             dollars = self._price * scale[:, None] * seconds
         dollars[holds] += self.away[held[holds]]
-        in_time = ok & (self.now + seconds <= active.deadline[places][:, None] + _JUST)
+        in_time: Bools = ok & (self.now + seconds <= active.deadline[places][:, None] + _JUST)
         mixed = np.where(ok & ~in_time & ~late[:, None], self._mixed_dollars(places, launch), inf)
         dollars = np.where(np.isfinite(mixed), mixed, dollars)
         in_time |= np.isfinite(mixed)
-        any_in_time = in_time.any(axis=1)
         score = np.where(
-            any_in_time[:, None],
+            in_time.any(axis=1, keepdims=True),
             np.where(in_time, dollars, inf),
             np.where(ok, seconds, inf),
         )

@@ -168,7 +168,8 @@ class _Search:
 
     def _node(self, cuts: tuple[RegionCut, ...], number: int) -> _Node:
         ranges = self._ranges(cuts)
-        ways = [self._ways_of(job, *ranges.get(job, (0.0, np.inf))) for job in self.bound_jobs]
+        jobs = self.bound_jobs.tolist()
+        ways = [self._ways_of(job, *ranges.get(job, (0.0, np.inf))) for job in jobs]
         none = np.zeros(len(self.instance.capacity))
         if not ways or any(not len(way.value) for way in ways):
             bound = self.free_value if not ways else -np.inf
@@ -224,7 +225,7 @@ class _Search:
 
     def _ascend(self, x: Floats) -> None:
         """From an allocation uphill: a convex function is above its tangents."""
-        ways = [self._ways_of(job, 0.0, np.inf) for job in self.bound_jobs]
+        ways = [self._ways_of(job, 0.0, np.inf) for job in self.bound_jobs.tolist()]
         for _ in range(_ASCENTS):
             dollars = (self.paid * x).sum(axis=1)
             tangents = [
