@@ -26,6 +26,7 @@ from . import (
     profile,
     queue,
     rent,
+    rent_odds,
     rent_prices,
     resize,
     show,
@@ -111,6 +112,8 @@ register(app, queue.release, short_help="Let a held job go on.")
 register(app, rent.rent, short_help="Spot or on demand, under a deadline.")
 register(app, rent_prices.rent_prices, name="rent prices",
          short_help="Which machine at changing prices.")  # fmt: skip
+register(app, rent_odds.rent_odds, name="rent odds",
+         short_help="How long spot machines last.")  # fmt: skip
 register(app, show.show, short_help="Any hetflow file as a table or a picture.")
 register(app, import_.import_, name="import", short_help="Read foreign layer profiles.")
 register(app, export.export, short_help="Write layers in a foreign format.")
