@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .api.check import check
     from .api.files import read, write
     from .api.launch import dry_run, launch
+    from .api.odds import odds
     from .api.profile import profile
     from .api.rent import rent
     from .api.resize import resize
@@ -60,6 +61,7 @@ _WHERE = {
     "check": ".api.check",
     "dry_run": ".api.launch",
     "launch": ".api.launch",
+    "odds": ".api.odds",
     "plugins": ".plugins",
     "prepare": ".runtime",
     "profile": ".api.profile",
@@ -123,6 +125,7 @@ __all__ = [
     "check",
     "dry_run",
     "launch",
+    "odds",
     "plugins",
     "prepare",
     "profile",
