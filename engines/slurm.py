@@ -22,10 +22,9 @@ from pathlib import Path
 
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, HetflowError, ProblemError
-from .keeper import ASK, ENDED, WORK, write_atomically
+from .keeper import ASK, CLAIM, ENDED, WORK, claim, claimed_by, write_atomically
 from .protocol import OUTPUT, EngineDevice, Fate, UnsuitableDevicesError, Work
 from .registry import engine
-from .slurm_keeper import CLAIM, claim, claimed_by
 
 _KEEPER = "hetflow.engines.slurm_keeper"
 _SCRIPT, _SUBMITTED, _ASKED = "job.sh", "submitted.json", "asked.json"

@@ -8,24 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from .keeper import ASK, keep
-
-CLAIM = "claim"
-
-
-def claim(folder: Path, by: str) -> bool:
-    """Take a lease for good; False where it was taken before."""
-    try:
-        with (folder / CLAIM).open("x", encoding="utf-8") as stream:
-            stream.write(by)
-    except FileExistsError:
-        return False
-    return True
-
-
-def claimed_by(folder: Path) -> str:
-    """Who has a lease that was claimed; empty where that process was killed as it wrote this."""
-    return (folder / CLAIM).read_text(encoding="utf-8")
+from .keeper import ASK, claim, keep
 
 
 def main(folder: Path) -> int:

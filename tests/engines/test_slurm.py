@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hetflow.engines.keeper import claim
 from hetflow.engines.protocol import OUTPUT, Fate, UnsuitableDevicesError, Work
 from hetflow.engines.registry import ENGINES
 from hetflow.engines.slurm import (
@@ -21,7 +22,6 @@ from hetflow.engines.slurm import (
     render_script,
     submission,
 )
-from hetflow.engines.slurm_keeper import claim
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
 from hetflow.tests.engines.slurm_daemons import slurm_cluster, why_not
