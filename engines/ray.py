@@ -7,6 +7,7 @@ scheduler connects to the cluster that ``RAY_ADDRESS`` names, or to the one of i
 
 import hashlib
 import os
+import socket
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,6 +25,7 @@ from .registry import engine
 _NAMESPACE = "hetflow"
 _SUBMITTED, _ASKED = "submitted.json", "asked.json"
 _ACCELERATOR = "accelerator_type:"
+_CONNECT_SECONDS = 10.0
 _STOPPED = 143
 """A launch's exit code after SIGTERM: also of one that was asked to end before it began."""
 
@@ -236,13 +238,18 @@ def _connected() -> Any:
     except ImportError:
         raise ProblemError("the engine ray needs Ray", hint="pip install 'hetflow[ray]'") from None
     if not ray.is_initialized():
+        address = os.environ.get("RAY_ADDRESS", "")
+        host, colon, port = address.rpartition(":")
         try:
+            if colon and port.isdigit():  # Ray itself would try for many minutes
+                socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
             ray.init(
                 address="auto", namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR"
             )
-        except (ConnectionError, RuntimeError) as error:
+        except (OSError, OverflowError, RuntimeError, ValueError) as error:
+            where = f" at {address}" if address else " here"
             raise ProblemError(
-                f"no Ray cluster answers: {str(error).splitlines()[0]}",
+                f"no Ray cluster answers{where}: {str(error).partition(chr(10))[0]}",
                 hint="start one (ray start --head), or name it with RAY_ADDRESS=HOST:PORT",
             ) from None
     return ray

@@ -15,7 +15,7 @@ from hetflow.engines.ray import RayEngine, actor_name, devices_of
 from hetflow.engines.registry import ENGINES
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
-from hetflow.tests.engines.ray_nodes import ray_cluster, why_not
+from hetflow.tests.engines import ray_nodes
 
 from .test_local import SAVES
 
@@ -44,24 +44,29 @@ def test_a_lease_is_found_by_its_folder_alone(tmp_path: Path) -> None:
     assert actor_name(tmp_path / "a") != actor_name(tmp_path / "b")
 
 
-def test_without_a_cluster_it_says_how_to_start_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed")
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ProblemError, match="needs Ray"):
+        ENGINES.get("ray")(POOL)
+
+
+@pytest.mark.skipif(ray_nodes.why_not() is not None, reason="Ray is not installed")
+def test_without_a_cluster_it_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")  # Ray itself tries for many minutes
+    with pytest.raises(ProblemError, match="no Ray cluster answers at 127.0.0.1:1"):
         ENGINES.get("ray")(POOL)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[tuple[dict[str, str], Any]]:
     """The variables that find a cluster which lasts as long as these tests, and its 2nd node."""
-    reason = why_not()
+    reason = ray_nodes.why_not()
     if reason:
         pytest.skip(reason)
     import ray
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with ray_cluster() as made:
+    with ray_nodes.ray_cluster() as made:
         yield made
         ray.shutdown()
     for number, handler in before.items():
