@@ -20,7 +20,7 @@ def start(
     ] = None,
     cluster: Annotated[Path | None, typer.Option(help="The pool's file, instead.")] = None,
     engine: Annotated[
-        str, typer.Option(help="Where jobs run: local (this host) or slurm (its nodes).")
+        str, typer.Option(help="Where jobs run: local (this host), slurm or ray (their nodes).")
     ] = "local",
     policy: Annotated[
         str, typer.Option(help="Who gets what part of the time: a policy of `hetflow allocate`.")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..engines.protocol import OUTPUT, Engine, EngineDevice, Work
 from ..schema import files
-from ..schema.errors import FileError, HetflowError
+from ..schema.errors import FileError, HetflowError, ProblemError
 from ..schema.run import RunRecord
 from .plans import plan_on
 from .store import Store
@@ -48,12 +48,16 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A lease that is over: how long it ran and with which exit code (None: nobody saw it)."""
+    """A lease that is over, and with which exit code (None: nobody saw it).
+
+    ``has_begun`` is False where its launch never ran.
+    """
 
     lease: Lease
     exit_code: int | None
     reason: str | None
     digest: str | None
+    has_begun: bool = True
 
 
 def open_leases(store: Store) -> list[Lease]:
@@ -123,11 +127,15 @@ def start(
     """Start a lease's launch; what was started already is left as it is.
 
     Raises:
+        FileError: Its folder cannot be written.
         HetflowError: There is no plan, or the engine cannot start it.
     """
     folder, job_folder = store.lease_folder(lease.job, lease.number), store.job_folder(lease.job)
     held = tuple(devices[name] for name in lease.devices)
-    plan = plan_on(asked, held[0].device_type, len(held))
+    try:
+        plan = plan_on(asked, held[0].device_type, len(held))
+    except FileError as error:  # not that of the state: its profiles are gone
+        raise ProblemError(error.message, hint=error.hint) from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -176,7 +184,9 @@ def fate_of(store: Store, engine: Engine, lease: Lease) -> Ended | None:
     with suppress(HetflowError):
         digest = files.read(folder / RUN / "run.json", RunRecord).parameters_digest
     code = fate.exit_code
-    return Ended(lease, code, None if code == 0 else last_words(folder / OUTPUT, code), digest)
+    reason = None if code == 0 else last_words(folder / OUTPUT, code)
+    has_begun = fate.has_begun and fate.state != "absent"
+    return Ended(lease, code, reason, digest, has_begun)
 
 
 def end(store: Store, lease: Lease, now: float, exit_code: int | None = None) -> None:
