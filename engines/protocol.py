@@ -54,10 +54,13 @@ class Fate:
 
     ``absent``: it was never started; ``running``: it may still compute or write; ``ended``: it is
     over for good. ``exit_code`` is None where nobody saw it end (its host went down, say).
+    ``has_begun`` is False where the launch certainly never ran, because the engine failed to start
+    it: no fault of the job's.
     """
 
     state: Literal["absent", "running", "ended"]
     exit_code: int | None = None
+    has_begun: bool = True
 
 
 class UnsuitableDevicesError(ProblemError):

@@ -25,7 +25,7 @@ from ..schema.errors import FileError, HetflowError, ProblemError
 from .keeper import ASK, ENDED, WORK, write_atomically
 from .protocol import OUTPUT, EngineDevice, Fate, UnsuitableDevicesError, Work
 from .registry import engine
-from .slurm_keeper import CLAIM, claim
+from .slurm_keeper import CLAIM, claim, claimed_by
 
 _KEEPER = "hetflow.engines.slurm_keeper"
 _SCRIPT, _SUBMITTED, _ASKED = "job.sh", "submitted.json", "asked.json"
@@ -324,7 +324,7 @@ class SlurmEngine:
             return Fate("ended", int(ended["exit_code"]))
         claim(folder, "engine")
         self._forget(folder)
-        return Fate("ended")
+        return Fate("ended", has_begun=claimed_by(folder) != "engine")
 
     def _forget(self, folder: Path) -> None:
         self._tried.pop(folder, None)

@@ -48,12 +48,16 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A lease that is over: how long it ran and with which exit code (None: nobody saw it)."""
+    """A lease that is over, and with which exit code (None: nobody saw it).
+
+    ``has_begun`` is False where its launch never ran.
+    """
 
     lease: Lease
     exit_code: int | None
     reason: str | None
     digest: str | None
+    has_begun: bool = True
 
 
 def open_leases(store: Store) -> list[Lease]:
@@ -176,7 +180,9 @@ def fate_of(store: Store, engine: Engine, lease: Lease) -> Ended | None:
     with suppress(HetflowError):
         digest = files.read(folder / RUN / "run.json", RunRecord).parameters_digest
     code = fate.exit_code
-    return Ended(lease, code, None if code == 0 else last_words(folder / OUTPUT, code), digest)
+    reason = None if code == 0 else last_words(folder / OUTPUT, code)
+    has_begun = fate.has_begun and fate.state != "absent"
+    return Ended(lease, code, reason, digest, has_begun)
 
 
 def end(store: Store, lease: Lease, now: float, exit_code: int | None = None) -> None:

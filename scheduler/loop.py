@@ -29,6 +29,7 @@ from ..schema.jobs import ModelThroughput, Throughputs
 from . import leases
 from .leases import Ended, Lease
 from .plans import as_job, throughput_of
+from .rests import Rests
 from .store import Store
 from .submission import Submission
 
@@ -71,6 +72,7 @@ class Scheduler:
             )
         self._devices = {device.name: device for device in engine.devices()}
         self._places = _Places(tuple(self._devices.values()))
+        self._rests = Rests(store)
         self._submissions: dict[int, Submission] = {}
         self._rates: dict[tuple[str, int], ModelThroughput] = {}
         self._round_ends: float | None = store.get("round_ends")
@@ -159,6 +161,7 @@ class Scheduler:
     def _after(self, ended: Ended, now: float) -> None:
         lease, store = ended.lease, self._store
         if ended.exit_code == 0:
+            self._rests.forget(self._server_of(lease))
             self._leave(lease.job, now)
             store.run(
                 "UPDATE jobs SET state = 'done', ended = ?, reason = NULL, digest = ?, "
@@ -166,6 +169,11 @@ class Scheduler:
             )  # fmt: skip
             return
         asked = ended.exit_code in _ASKED or lease.state == "stopping"
+        if not ended.has_begun and not asked:
+            self._rest(ended, now)
+            return
+        if ended.has_begun:
+            self._rests.forget(self._server_of(lease))
         store.run(
             "UPDATE jobs SET state = 'queued', reason = ?, "
             "failures = CASE WHEN ? THEN 0 ELSE failures + 1 END WHERE number = ?",
@@ -174,6 +182,22 @@ class Scheduler:
         [row] = store.rows("SELECT failures FROM jobs WHERE number = ?", lease.job)
         if row["failures"] >= MOST_FAILURES or (row["failures"] and ended.exit_code == _USAGE):
             self._hold(lease.job, ended.reason or "it failed", now)
+
+    def _rest(self, ended: Ended, now: float) -> None:
+        """Let a job whose launch could not begin wait for its turn, and the server rest."""
+        server = self._server_of(ended.lease)
+        seconds = self._rests.begin(server, now)
+        reason = f"it could not begin on {server}, which is left alone for {seconds:.0f} s"
+        _log.warning(f"job {ended.lease.job}: {reason} ({ended.reason})")
+        self._store.run(
+            "UPDATE jobs SET state = 'queued', reason = ? WHERE number = ?",
+            f"{reason}: {ended.reason}", ended.lease.job,
+        )  # fmt: skip
+        self._has_news = True
+
+    def _server_of(self, lease: Lease) -> str:
+        """An engine starts a lease from one server, that of its first device."""
+        return self._devices[lease.devices[0]].server
 
     def _hold(self, job: int, reason: str, now: float) -> None:
         self._leave(job, now)
@@ -262,6 +286,7 @@ class Scheduler:
             return False
         if self._round_ends is None or now >= self._round_ends:
             return True
+        self._has_news |= self._rests.somebody_rose(now)
         return self._has_news and not leases.open_leases(self._store)
 
     def _credit(self, lease: Lease, now: float) -> None:
@@ -305,7 +330,7 @@ class Scheduler:
             }
             found = next_round(
                 self._state, self._allocator, now, rules,
-                sizes=self._places.sizes, down=self._down(), held=held,
+                sizes=self._places.sizes, down=self._down(now), held=held,
             )  # fmt: skip
             kept = set()
             for lease in open_:
@@ -324,8 +349,8 @@ class Scheduler:
             store.set("round_ends", self._round_ends)
             self._save()
 
-    def _down(self) -> list[Device]:
-        drained = set(self._store.get("drained") or ())
+    def _down(self, now: float) -> list[Device]:
+        drained = set(self._store.get("drained") or ()) | self._rests.resting(now)
         return [
             self._places.device(device.name)
             for device in self._devices.values()

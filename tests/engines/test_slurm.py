@@ -109,7 +109,9 @@ def test_a_controller_that_does_not_answer_loses_no_lease(
     sbatch = 'echo "$@" >> "$0.asked"; echo 12'
     answering(tmp_path, monkeypatch, squeue="exit 0", sbatch=sbatch, scancel=away)
     assert engine.fate(lease) == Fate("running")  # submitted now
-    assert engine.fate(lease) == Fate("ended")  # the queue does not have it
+    never = Fate("ended", has_begun=False)
+    assert engine.fate(lease) == never  # the queue does not have it
+    assert SlurmEngine(POOL).fate(lease) == never
     assert len((tmp_path / "sbatch.asked").read_text().splitlines()) == 1
     assert not claim(lease, "step")  # should it come after all
 
