@@ -52,6 +52,7 @@ class LocalEngine:
             for number in range(count)
         )
         self._keepers: dict[Path, subprocess.Popen[bytes]] = {}
+        self._asked: set[Path] = set()
         self._accelerators = _accelerators(pool)
 
     def devices(self) -> tuple[EngineDevice, ...]:
@@ -62,8 +63,14 @@ class LocalEngine:
         """Start a keeper, which starts the launch.
 
         Raises:
-            FileError: The lease's folder cannot be written.
+            FileError: The lease's folder cannot be written, or the host has no room for a process.
         """
+        try:
+            self._start(work)
+        except OSError as error:
+            raise FileError(f"{work.folder}: {error.strerror}") from None
+
+    def _start(self, work: Work) -> None:
         with (work.folder / LOCK).open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -71,10 +78,7 @@ class LocalEngine:
                 return  # it runs
             if (work.folder / STARTED).exists():
                 return  # it ran
-            try:
-                write_atomically(work.folder / WORK, self._document(work))
-            except OSError as error:
-                raise FileError(f"{work.folder}: {error.strerror}") from None
+            write_atomically(work.folder / WORK, self._document(work))
             self._keepers[work.folder] = subprocess.Popen(
                 [sys.executable, "-m", _KEEPER, str(work.folder), str(lock.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -101,7 +105,10 @@ class LocalEngine:
 
     def stop(self, folder: Path) -> None:
         """Send the launch SIGTERM, once: a second one would end it before it has saved."""
-        if not (folder / _ASKED).exists() and _signal(folder, signal.SIGTERM):
+        if folder in self._asked or (folder / _ASKED).exists():
+            return
+        if _signal(folder, signal.SIGTERM):
+            self._asked.add(folder)  # also where the disk is full
             write_atomically(folder / _ASKED, {})
 
     def kill(self, folder: Path) -> None:
@@ -115,6 +122,7 @@ class LocalEngine:
         keeper = self._keepers.pop(folder, None)
         if keeper is not None:
             keeper.wait()  # it held the lock to its end
+        self._asked.discard(folder)
         ended = _read(folder / ENDED)
         if ended is not None:
             return Fate("ended", ended["exit_code"])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..engines.protocol import OUTPUT, Engine, EngineDevice, Work
 from ..schema import files
-from ..schema.errors import FileError, HetflowError
+from ..schema.errors import FileError, HetflowError, ProblemError
 from ..schema.run import RunRecord
 from .plans import plan_on
 from .store import Store
@@ -127,11 +127,15 @@ def start(
     """Start a lease's launch; what was started already is left as it is.
 
     Raises:
+        FileError: Its folder cannot be written.
         HetflowError: There is no plan, or the engine cannot start it.
     """
     folder, job_folder = store.lease_folder(lease.job, lease.number), store.job_folder(lease.job)
     held = tuple(devices[name] for name in lease.devices)
-    plan = plan_on(asked, held[0].device_type, len(held))
+    try:
+        plan = plan_on(asked, held[0].device_type, len(held))
+    except FileError as error:  # not that of the state: its profiles are gone
+        raise ProblemError(error.message, hint=error.hint) from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -9,8 +9,9 @@ users want is done. A round begins at once where no job held anything.
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -120,7 +121,9 @@ class Scheduler:
         """Do what is due at a time, in seconds since the epoch.
 
         Raises:
-            FileError: The state cannot be written.
+            FileError: The state cannot be written. What was not is forgotten only by a scheduler
+                that begins anew.
+            OSError: As FileError, of an engine's files.
         """
         self._settle(now)
         self._obey(now)
@@ -358,24 +361,33 @@ class Scheduler:
         ]
 
     def _act(self, now: float) -> None:
-        """Start what may start, and see that what has to end does."""
+        """Start what may start, and see that what has to end does; first for all that can."""
+        trouble: FileError | OSError | None = None
+        for act in self._due_acts(now):
+            try:
+                act()
+            except (FileError, OSError) as error:
+                trouble = error
+        if trouble is not None:
+            raise trouble
+
+    def _due_acts(self, now: float) -> Iterator[Callable[[], None]]:
         open_ = leases.open_leases(self._store)
         busy = Counter(name for lease in open_ if lease.holds_devices for name in lease.devices)
         running = {lease.job for lease in open_ if lease.holds_devices}
         for lease in open_:
             if lease.state == "stopping":
-                leases.pursue(
-                    self._store, self._engine, lease, float(self._settings.grace_seconds), now
-                )
+                grace_seconds = float(self._settings.grace_seconds)
+                yield partial(leases.pursue, self._store, self._engine, lease, grace_seconds, now)
             elif lease.state == "starting":
-                self._start(lease, now)
+                yield partial(self._start, lease, now)
             elif lease.state == "planned" and lease.job not in running:
                 if any(busy[name] for name in lease.devices):
                     continue
                 busy.update(lease.devices)
                 running.add(lease.job)
                 leases.begin(self._store, lease, now)
-                self._start(lease, now)
+                yield partial(self._start, lease, now)
 
     def _start(self, lease: Lease, now: float) -> None:
         try:
@@ -390,6 +402,8 @@ class Scheduler:
                     "UPDATE jobs SET state = 'queued', reason = ? WHERE number = ?",
                     error.message, lease.job,
                 )  # fmt: skip
+        except FileError:
+            raise  # no fault of the job's: it starts when there is room
         except HetflowError as error:
             with self._store.transaction():
                 leases.end(self._store, lease, now)

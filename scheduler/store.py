@@ -141,8 +141,15 @@ class Store:
             ) from error
 
     def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
-        """The answer to a query."""
-        return self._connection.execute(query, values).fetchall()
+        """The answer to a query.
+
+        Raises:
+            FileError: The file cannot be read.
+        """
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.OperationalError as error:
+            raise FileError(f"{self.folder / FILE}: {error}") from error
 
     def run(self, statement: str, *values: object) -> int:
         """Write; the number of the row that was added, if one was."""
