@@ -155,8 +155,8 @@ class Scheduler:
         if not over:
             return
         with self._store.transaction():
+            self._credit([ended.lease for ended in over], now)
             for ended in over:
-                self._credit(ended.lease, now)
                 leases.end(self._store, ended.lease, now, ended.exit_code)
                 self._after(ended, now)
             self._save()
@@ -292,14 +292,18 @@ class Scheduler:
         self._has_news |= self._rests.somebody_rose(now)
         return self._has_news and not leases.open_leases(self._store)
 
-    def _credit(self, lease: Lease, now: float) -> None:
-        """Count the time that a lease had since it was counted last."""
+    def _credit(self, given: Sequence[Lease], now: float) -> None:
+        """Count the time that leases had since they were counted last."""
+        places = {job.id: place for place, job in enumerate(self._state.active.jobs)}
+        for lease in given:
+            place = places.get(str(lease.job))
+            if lease.started is not None and place is not None:
+                self._credit_at(place, lease, lease.started, now)
+
+    def _credit_at(self, place: int, lease: Lease, started: float, now: float) -> None:
         active = self._state.active
-        places = [place for place, job in enumerate(active.jobs) if job.id == str(lease.job)]
-        if lease.started is None or not places:
-            return
-        seconds = max(0.0, now - max(lease.started, lease.credited or lease.started))
-        kind, place = self._places.seat(lease.devices)[0][0], places[0]
+        seconds = max(0.0, now - max(started, lease.credited or started))
+        kind = self._places.seat(lease.devices)[0][0]
         receive(self._state, np.array([kind]), np.array([place]), np.array([seconds]))
         active.held[kind, place] += seconds
         done = seconds * active.rate[kind, place]
@@ -324,8 +328,7 @@ class Scheduler:
         self._devices = {device.name: device for device in self._engine.devices()}
         open_ = leases.open_leases(store)
         with store.transaction():
-            for lease in open_:
-                self._credit(lease, now)
+            self._credit(open_, now)
             held = {
                 str(lease.job): self._places.seat(lease.devices)
                 for lease in open_

@@ -45,12 +45,13 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(make_dataset(), batch_size=128, shuffle=True)
     job = hf.prepare(model, optimizer)
+    loss = None  # a job that goes on from a checkpoint gets no batches of finished epochs
     for epoch in range(EPOCHS):
         for batch in job.batches(loader):
             loss = job.backward(lambda x, y: nn.functional.cross_entropy(model(x), y), batch)
             optimizer.step()
             optimizer.zero_grad()
-        if epoch % 5 == 4:
+        if epoch % 5 == 4 and loss is not None:
             job.print(f"epoch {epoch + 1}: loss {loss.item():.6f}")
 
 
