@@ -27,8 +27,7 @@ from hetflow.engines.protocol import EngineDevice, Fate, Work
 from hetflow.mechanisms.rounds.rules import RoundRules
 from hetflow.scheduler.loop import Scheduler, Settings
 from hetflow.scheduler.store import FILE, Store
-from hetflow.scheduler.submission import Submission
-from hetflow.scheduler.view import submit
+from hetflow.scheduler.submission import Submission, submit
 from hetflow.tests.scheduler.conftest import profile
 
 ROUND_SECONDS = 360.0

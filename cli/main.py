@@ -27,6 +27,7 @@ from . import (
     queue,
     rent,
     rent_prices,
+    replay,
     resize,
     show,
     simulate,
@@ -101,6 +102,8 @@ register(app, allocate.allocate, short_help="Share a pool among jobs.")
 register(app, simulate.simulate, short_help="What would happen over weeks.")
 register(app, cluster.start, name="cluster start", short_help="Schedule a queue of jobs.")
 register(app, cluster.drain, name="cluster drain", short_help="Let jobs leave devices.")
+register(app, replay.replay, name="cluster replay",
+         short_help="Its jobs in the simulator.")  # fmt: skip
 register(app, cluster.stop, name="cluster stop", short_help="Let jobs save, and end all.")
 register(app, submit.submit, short_help="Add a job to the queue.", context_settings=_PASSED_ON)
 register(app, queue.queue, short_help="Who runs, who waits, what ended.")

@@ -39,6 +39,7 @@ MOST_FAILURES = 10
 """A job that failed so many times, one after another, is held."""
 _ASKED = (130, 143)  # exit codes of a launch that was asked to stop, and saved
 _USAGE = 2  # of a launch that makes no sense: it would make none the next time
+_AIMED = "aimed"  # until when shares were counted
 _LEAST_STEPS = 1.0  # left of a job that is not done, whatever was predicted
 
 
@@ -155,6 +156,7 @@ class Scheduler:
         if not over:
             return
         with self._store.transaction():
+            self._aim(now)
             self._credit([ended.lease for ended in over], now)
             for ended in over:
                 leases.end(self._store, ended.lease, now, ended.exit_code)
@@ -226,6 +228,7 @@ class Scheduler:
             lease.job: lease for lease in leases.open_leases(self._store) if lease.holds_devices
         }
         with self._store.transaction():
+            self._aim(now)
             self._admit([row["number"] for row in fresh], now)
             for row in wanting:
                 self._grant(row["number"], row["state"], row["wanted"], open_, now)
@@ -292,6 +295,22 @@ class Scheduler:
         self._has_news |= self._rests.somebody_rose(now)
         return self._has_news and not leases.open_leases(self._store)
 
+    def _aim(self, now: float) -> None:
+        """Count the device-seconds that the policy's shares gave jobs since this was done last."""
+        since, active = self._store.get(_AIMED), self._state.active
+        self._store.set(_AIMED, now)
+        if since is None or not len(active):
+            return
+        devices = active.share.sum(axis=0) * active.scale
+        self._store.run_each(
+            "UPDATE jobs SET target_seconds = target_seconds + ? WHERE number = ?",
+            [
+                (held * max(0.0, now - since), int(job.id))
+                for job, held in zip(active.jobs, devices.tolist(), strict=True)
+                if held
+            ],
+        )
+
     def _credit(self, given: Sequence[Lease], now: float) -> None:
         """Count the time that leases had since they were counted last."""
         places = {job.id: place for place, job in enumerate(self._state.active.jobs)}
@@ -328,6 +347,7 @@ class Scheduler:
         self._devices = {device.name: device for device in self._engine.devices()}
         open_ = leases.open_leases(store)
         with store.transaction():
+            self._aim(now)
             self._credit(open_, now)
             held = {
                 str(lease.job): self._places.seat(lease.devices)

@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetflow.preload import VARIABLE, serving
-
 HERE = Path(__file__).resolve().parent
 DEVICES = ("cpu:fast=0.4", "cpu:slow=0.2")
 POOL = "1xcpu:fast,1xcpu:slow"
@@ -149,13 +147,21 @@ class Demonstration:
 @contextmanager
 def preloaded(folder: Path) -> Iterator[None]:
     """Keep a process with torch imported, of which launches fork their workers, unless one is."""
-    if VARIABLE in os.environ:
+    if "HETFLOW_PRELOAD" in os.environ:
         yield
         return
     os.environ["OMP_NUM_THREADS"] = "1"  # it serves processes of the same settings only
-    with serving(folder, ["hetflow.cli.main"]) as path:
-        os.environ[VARIABLE] = str(path)
+    path = folder / "preload.sock"
+    print("$ python -m hetflow.preload preload.sock &", flush=True)
+    process = subprocess.Popen([sys.executable, "-m", "hetflow.preload", str(path)])
+    try:
+        while not path.is_socket() and process.poll() is None:
+            time.sleep(0.05)
+        os.environ["HETFLOW_PRELOAD"] = str(path)
         yield
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def main() -> None:
