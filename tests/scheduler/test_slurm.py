@@ -20,7 +20,10 @@ from .test_live import SCRIPT, hetflow, left_over
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 START = ["cluster", "start", "--engine", "slurm", "--gpus", "1xcpu:fast,1xcpu:slow", "--round",
          "3", "--grace", "20"]  # fmt: skip
-LIMIT_SECONDS = 60.0
+# So long that both jobs run beside each other, however late the second one is submitted.
+STEPS = 600
+LONG_SCRIPT = SCRIPT.replace("range(50)", f"range({STEPS // 4})")
+LIMIT_SECONDS = 300.0
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
@@ -37,7 +40,7 @@ def test_two_jobs_are_moved_and_adopted_and_none_is_left_behind(
         pytest.skip(reason)
     monkeypatch.setenv(programs.VARIABLE, programs.preloaded())
     monkeypatch.setenv("HETFLOW_STATE", str(tmp_path / "state"))
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(LONG_SCRIPT)
     (tmp_path / "profiles").mkdir()
     (tmp_path / "slurm").mkdir()
     for name, seconds, speed in (("cpu:fast", 0.005, 0.2), ("cpu:slow", 0.01, 0.1)):
@@ -55,7 +58,7 @@ def test_two_jobs_are_moved_and_adopted_and_none_is_left_behind(
             time.sleep(0.5)
             for weight in ("1", "2"):
                 hetflow("submit", "--name", f"job {weight}'s $(touch x)", "--profiles",
-                        "profiles", "--batch-size", "16", "--steps", "200", "--virtual-nodes",
+                        "profiles", "--batch-size", "16", "--steps", str(STEPS), "--virtual-nodes",
                         "4", "--weight", weight, "train.py", folder=tmp_path)  # fmt: skip
             store, is_killed = Store.open(tmp_path / "state"), False
             while any(job.state != "done" for job in view.queue(store)):
@@ -77,7 +80,7 @@ def test_two_jobs_are_moved_and_adopted_and_none_is_left_behind(
             states = subprocess.run(queue, capture_output=True, text=True, check=True)
             assert states.stdout.split().count("COMPLETED") >= len(jobs)
             hetflow("cluster", "stop", folder=tmp_path)
-            assert scheduler.wait(20) == 0
+            assert scheduler.wait(60) == 0
             live = subprocess.run(queue[:2] + queue[3:], capture_output=True, text=True, check=True)
             assert set(live.stdout.split()) <= {"COMPLETING"}
         finally:
