@@ -29,6 +29,7 @@ from . import (
     rent,
     rent_odds,
     rent_prices,
+    replay,
     resize,
     show,
     simulate,
@@ -106,6 +107,8 @@ register(
     app, cluster.start, name="cluster start", short_help="Start a scheduler for a queue of jobs."
 )
 register(app, cluster.drain, name="cluster drain", short_help="Move jobs away from devices.")
+register(app, replay.replay, name="cluster replay",
+         short_help="Simulate a live cluster's jobs.")  # fmt: skip
 register(
     app, cluster.stop, name="cluster stop", short_help="Let jobs save, then stop the scheduler."
 )

@@ -40,6 +40,7 @@ MOST_FAILURES = 10
 """A job that failed so many times, one after another, is held."""
 _ASKED = (130, 143)  # exit codes of a launch that was asked to stop, and saved
 _USAGE = 2  # of a launch that makes no sense: it would make none the next time
+_AIMED = "aimed"  # until when shares were counted
 _LEAST_STEPS = 1.0  # left of a job that is not done, whatever was predicted
 
 
@@ -156,8 +157,9 @@ class Scheduler:
         if not over:
             return
         with self._store.transaction():
+            self._aim(now)
+            self._credit([ended.lease for ended in over], now)
             for ended in over:
-                self._credit(ended.lease, now)
                 leases.end(self._store, ended.lease, now, ended.exit_code)
                 self._after(ended, now)
             self._save()
@@ -227,6 +229,7 @@ class Scheduler:
             lease.job: lease for lease in leases.open_leases(self._store) if lease.holds_devices
         }
         with self._store.transaction():
+            self._aim(now)
             self._admit([row["number"] for row in fresh], now)
             for row in wanting:
                 self._grant(row["number"], row["state"], row["wanted"], open_, now)
@@ -293,14 +296,34 @@ class Scheduler:
         self._has_news |= self._rests.somebody_rose(now)
         return self._has_news and not leases.open_leases(self._store)
 
-    def _credit(self, lease: Lease, now: float) -> None:
-        """Count the time that a lease had since it was counted last."""
-        active = self._state.active
-        places = [place for place, job in enumerate(active.jobs) if job.id == str(lease.job)]
-        if lease.started is None or not places:
+    def _aim(self, now: float) -> None:
+        """Count the device-seconds that the policy's shares gave jobs since this was done last."""
+        since, active = self._store.get(_AIMED), self._state.active
+        self._store.set(_AIMED, now)
+        if since is None or not len(active):
             return
-        seconds = max(0.0, now - max(lease.started, lease.credited or lease.started))
-        kind, place = self._places.seat(lease.devices)[0][0], places[0]
+        devices = active.share.sum(axis=0) * active.scale
+        self._store.run_each(
+            "UPDATE jobs SET target_seconds = target_seconds + ? WHERE number = ?",
+            [
+                (held * max(0.0, now - since), int(job.id))
+                for job, held in zip(active.jobs, devices.tolist(), strict=True)
+                if held
+            ],
+        )
+
+    def _credit(self, given: Sequence[Lease], now: float) -> None:
+        """Count the time that leases had since they were counted last."""
+        places = {job.id: place for place, job in enumerate(self._state.active.jobs)}
+        for lease in given:
+            place = places.get(str(lease.job))
+            if lease.started is not None and place is not None:
+                self._credit_at(place, lease, lease.started, now)
+
+    def _credit_at(self, place: int, lease: Lease, started: float, now: float) -> None:
+        active = self._state.active
+        seconds = max(0.0, now - max(started, lease.credited or started))
+        kind = self._places.seat(lease.devices)[0][0]
         receive(self._state, np.array([kind]), np.array([place]), np.array([seconds]))
         active.held[kind, place] += seconds
         done = seconds * active.rate[kind, place]
@@ -325,8 +348,8 @@ class Scheduler:
         self._devices = {device.name: device for device in self._engine.devices()}
         open_ = leases.open_leases(store)
         with store.transaction():
-            for lease in open_:
-                self._credit(lease, now)
+            self._aim(now)
+            self._credit(open_, now)
             held = {
                 str(lease.job): self._places.seat(lease.devices)
                 for lease in open_
@@ -364,7 +387,8 @@ class Scheduler:
     def _act(self, now: float) -> None:
         """Start leases whose devices are free, and pursue those that have to end.
 
-        What fails is told when all the others are done."""
+        What fails is raised when all the others are done.
+        """
         trouble: FileError | OSError | None = None
         for act in self._due_acts(now):
             try:

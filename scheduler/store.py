@@ -8,7 +8,7 @@ import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -33,6 +33,7 @@ CREATE TABLE jobs (
     failures INTEGER NOT NULL DEFAULT 0,
     leases INTEGER NOT NULL DEFAULT 0,
     device_seconds REAL NOT NULL DEFAULT 0,
+    target_seconds REAL NOT NULL DEFAULT 0,
     throughput TEXT,
     digest TEXT
 );
@@ -85,6 +86,7 @@ class Store:
                     store.run(statement)
                 store.set("format", FORMAT)
         store._refuse_others()
+        store._bring_up_to_date()
         return store
 
     @classmethod
@@ -101,7 +103,14 @@ class Store:
             )
         store = cls(folder, _connected(folder / FILE))
         store._refuse_others()
+        store._bring_up_to_date()
         return store
+
+    def _bring_up_to_date(self) -> None:
+        """Add what earlier versions did not note: what jobs were to get counts from now on."""
+        if "target_seconds" not in {row["name"] for row in self.rows("PRAGMA table_info(jobs)")}:
+            with self.transaction():
+                self.run("ALTER TABLE jobs ADD COLUMN target_seconds REAL NOT NULL DEFAULT 0")
 
     def _refuse_others(self) -> None:
         try:
@@ -154,6 +163,10 @@ class Store:
     def run(self, statement: str, *values: object) -> int:
         """Write; the number of the row that was added, if one was."""
         return self._connection.execute(statement, values).lastrowid or 0
+
+    def run_each(self, statement: str, values: Iterable[tuple[object, ...]]) -> None:
+        """Write once for each row of values."""
+        self._connection.executemany(statement, values)
 
     def get(self, key: str) -> Any:
         """A value of the cluster's own; None where it was never set."""

@@ -16,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,6 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 DEVICES = ("cpu:fast=0.4", "cpu:slow=0.2")
 POOL = "1xcpu:fast,1xcpu:slow"
-ROUND_SECONDS = 6
 LIMIT_SECONDS = 600.0
 
 
@@ -40,18 +41,21 @@ class Training:
     weights: tuple[int, ...]
 
 
-# A step of the digits is 256 of 1,797 samples, one of the other 128 of 1,024.
-TRAININGS = (
-    Training("digits", HERE.parent / "train_digits.py", ("--epochs", "2"), 256, 8, 16, (1, 4)),
-    Training("small", HERE / "train.py", (), 128, 4, 160, (1, 2)),
-)
+def trainings(times: int) -> tuple[Training, Training]:
+    """Two scripts; a step of the digits is 256 of 1,797 samples, one of the other 128 of 1,024."""
+    digits = ("--epochs", str(times))
+    return (
+        Training("digits", HERE.parent / "train_digits.py", digits, 256, 8, 8 * times, (1, 4)),
+        Training("small", HERE / "train.py", (str(10 * times),), 128, 4, 80 * times, (1, 2)),
+    )
 
 
 class Demonstration:
     """The commands, in a folder; each is shown before it runs."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, times: int) -> None:
+        self._folder, self._trainings = folder, trainings(times)
+        self._round_seconds = 6 * times
         # One thread, as every emulated device has.
         self._environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "HETFLOW_STATE": str(folder / "state")
@@ -90,7 +94,7 @@ class Demonstration:
 
     def start(self) -> "subprocess.Popen[bytes]":
         """Start the scheduler beside this program."""
-        words = ["cluster", "start", "--gpus", POOL, "--round", str(ROUND_SECONDS)]
+        words = ["cluster", "start", "--gpus", POOL, "--round", str(self._round_seconds)]
         print(f"$ hetflow {shlex.join(words)} &", flush=True)
         with (self._folder / "scheduler.log").open("ab") as log:
             started = subprocess.Popen(
@@ -123,37 +127,58 @@ class Demonstration:
                 return sorted(jobs, key=lambda job: job["number"])
             if scheduler.poll() is not None or time.monotonic() > end:
                 sys.exit("the queue did not come to its end")
-            time.sleep(1.0)
+            time.sleep(3.0)
 
     def run(self) -> list[dict[str, Any]]:
         """Everything; the jobs, each with the digest that it must have (``alone``)."""
-        alone = {one.name: self.alone(one) for one in TRAININGS}
+        alone = {one.name: self.alone(one) for one in self._trainings}
         scheduler = self.start()
         try:
-            for one in TRAININGS:
+            for one in self._trainings:
                 for weight in one.weights:
                     self.submit(one, weight)
             jobs = self.watch(scheduler)
             self.hetflow("cluster", "stop")
-            scheduler.wait(30)
+            scheduler.wait(60)
         finally:
             scheduler.kill()
             scheduler.wait()
         return [job | {"alone": alone[job["name"].rpartition("-")[0]]} for job in jobs]
 
 
+@contextmanager
+def preloaded(folder: Path) -> Iterator[None]:
+    """Keep a process with torch imported, of which launches fork their workers, unless one is."""
+    if "HETFLOW_PRELOAD" in os.environ:
+        yield
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # it serves processes of the same settings only
+    path = folder / "preload.sock"
+    print("$ python -m hetflow.preload preload.sock &", flush=True)
+    process = subprocess.Popen([sys.executable, "-m", "hetflow.preload", str(path)])
+    try:
+        while not path.is_socket() and process.poll() is None:
+            time.sleep(0.05)
+        os.environ["HETFLOW_PRELOAD"] = str(path)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
 def main() -> None:
     """Run it, and say whether all jobs ended with the bits that they have alone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", "-o", type=Path, help="a new folder to keep")
+    parser.add_argument("--quick", action="store_true", help="half the epochs and rounds")
     parser.add_argument("--json", type=Path, help="also write the jobs here")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="hetflow-cluster-") as name:
+    with tempfile.TemporaryDirectory(prefix="hetflow-") as name, preloaded(Path(name)):
         folder = Path(name)
         if arguments.output is not None:
             arguments.output.mkdir(parents=True)
             folder = arguments.output.resolve()
-        jobs = Demonstration(folder).run()
+        jobs = Demonstration(folder, 1 if arguments.quick else 2).run()
     for job in jobs:
         same = "the same as alone" if job["digest"] == job["alone"] else f"ALONE {job['alone']}"
         print(f"{job['name']:9} ran in {job['leases']} parts; parameters {job['digest']}: {same}")

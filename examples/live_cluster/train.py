@@ -1,5 +1,6 @@
 """A small network on made-up data, with hetflow's lines: the other model of ``run.py``."""
 
+import sys
 from typing import Any
 
 import torch
@@ -7,8 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
-
-EPOCHS = 20
 
 
 def make_dataset() -> TensorDataset:
@@ -39,18 +38,19 @@ def workload() -> tuple[nn.Module, Any, Any, Any, TensorDataset]:
 
 
 def main() -> None:
-    """Train, and print the loss every five epochs."""
+    """Train for the epochs of the command line, and print the loss every five."""
     torch.manual_seed(0)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(make_dataset(), batch_size=128, shuffle=True)
     job = hf.prepare(model, optimizer)
-    for epoch in range(EPOCHS):
+    loss = None  # a job that goes on from a checkpoint gets no batches of finished epochs
+    for epoch in range(int(sys.argv[1])):
         for batch in job.batches(loader):
             loss = job.backward(lambda x, y: nn.functional.cross_entropy(model(x), y), batch)
             optimizer.step()
             optimizer.zero_grad()
-        if epoch % 5 == 4:
+        if epoch % 5 == 4 and loss is not None:
             job.print(f"epoch {epoch + 1}: loss {loss.item():.6f}")
 
 

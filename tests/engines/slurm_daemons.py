@@ -169,7 +169,7 @@ def _end_steps(folder: Path) -> None:
 
 
 def _until(condition: object, what: str, *, must: bool = True) -> None:
-    end = time.monotonic() + 15
+    end = time.monotonic() + 60
     while not condition():  # type: ignore[operator]
         if time.monotonic() > end:
             assert not must, f"waited in vain for {what}"

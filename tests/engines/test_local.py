@@ -36,7 +36,7 @@ def work(folder: Path, *command: str) -> Work:
     return Work(folder=folder, command=command, directory=folder, devices=devices)
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

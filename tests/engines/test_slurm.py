@@ -153,7 +153,7 @@ def work(engine: SlurmEngine, folder: Path, *command: str, device: int = 0) -> W
     return Work(folder=folder, command=command, directory=folder, devices=devices)
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 90.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

@@ -17,7 +17,8 @@ from hetflow.engines.registry import ENGINES
 from hetflow.scheduler.loop import Scheduler, Settings
 from hetflow.scheduler.serve import serve
 from hetflow.scheduler.store import Store
-from hetflow.scheduler.view import ask, drain, submit
+from hetflow.scheduler.submission import submit
+from hetflow.scheduler.view import ask, drain
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import FileError
 

@@ -11,8 +11,7 @@ from hetflow.engines.protocol import Fate
 from hetflow.mechanisms.rounds.rules import RoundRules
 from hetflow.scheduler.loop import MOST_FAILURES, Scheduler, Settings
 from hetflow.scheduler.store import Store
-from hetflow.scheduler.submission import Submission
-from hetflow.scheduler.view import submit
+from hetflow.scheduler.submission import Submission, submit
 from hetflow.schema.errors import ProblemError
 from hetflow.tests.profiles import examples
 
