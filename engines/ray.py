@@ -6,6 +6,7 @@ scheduler connects to the cluster that ``RAY_ADDRESS`` names, or to the one of i
 """
 
 import hashlib
+import logging
 import os
 import socket
 from collections import Counter
@@ -244,7 +245,10 @@ def _connected() -> Any:
             if colon and port.isdigit():  # Ray itself would try for many minutes
                 socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
             ray.init(
-                address="auto", namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR"
+                address="auto",
+                namespace=_NAMESPACE,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
             )
         except (OSError, OverflowError, RuntimeError, ValueError) as error:
             where = f" at {address}" if address else " here"

@@ -11,11 +11,6 @@ from pathlib import Path
 from .keeper import ASK, claim, keep
 
 
-def claimed_by(folder: Path) -> str:
-    """Who has a lease that was claimed; empty where that process was killed as it wrote this."""
-    return (folder / CLAIM).read_text(encoding="utf-8")
-
-
 def main(folder: Path) -> int:
     """Run a lease, unless it was claimed; the step's exit code."""
     # From the claim on the engine may ask; until ``keep`` listens that must wait, not be lost.

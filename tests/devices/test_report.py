@@ -13,10 +13,10 @@ RESULTS = """<?xml version="1.0" encoding="utf-8"?>
 <testsuites><testsuite name="pytest" tests="3" hostname="ada-laptop">
 <testcase classname="hetflow.tests.gpu.test_launch" name="test_a[none]" time="3.5" />
 <testcase classname="hetflow.tests.gpu.test_launch" name="test_b" time="1.0">
-<failure message="AssertionError: /home/ada/run/log has no step">Traceback: /home/ada</failure>
+<failure message="AssertionError: /users/ada/run/log has no step">Traceback: /home/ada</failure>
 </testcase>
 <testcase classname="hetflow.tests.gpu.test_changes" name="test_c" time="0.0">
-<skipped type="pytest.skip" message="needs 2 x A100; see /home/ada/suite">x.py:3</skipped>
+<skipped type="pytest.skip" message="needs 2 x A100; see /users/ada/suite">x.py:3</skipped>
 </testcase></testsuite></testsuites>
 """
 FACTS = Facts(python="3.12.1", torch=None, driver="570.86.15", cores=8)
