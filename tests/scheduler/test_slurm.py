@@ -15,7 +15,7 @@ from hetflow.tests import programs
 from hetflow.tests.engines.slurm_daemons import slurm_cluster, why_not
 
 from .conftest import profile
-from .test_live import SCRIPT, hetflow, left_over
+from .test_live import SCRIPT, hetflow, left_over, until_it_schedules
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 START = ["cluster", "start", "--engine", "slurm", "--gpus", "1xcpu:fast,1xcpu:slow", "--round",
@@ -52,10 +52,7 @@ def test_two_jobs_are_moved_and_adopted_and_none_is_left_behind(
         scheduler = start(tmp_path)
         try:
             end = time.monotonic() + LIMIT_SECONDS
-            while not (tmp_path / "state" / "state.sqlite").exists():
-                time.sleep(0.05)
-                assert time.monotonic() < end
-            time.sleep(0.5)
+            until_it_schedules(tmp_path)
             for weight in ("1", "2"):
                 hetflow("submit", "--name", f"job {weight}'s $(touch x)", "--profiles",
                         "profiles", "--batch-size", "16", "--steps", str(STEPS), "--virtual-nodes",
