@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 START = ["cluster", "start", "--engine", "slurm", "--gpus", "1xcpu:fast,1xcpu:slow", "--round",
          "3", "--grace", "20"]  # fmt: skip
 # So long that both jobs run beside each other, however late the second one is submitted.
-STEPS = 600
+STEPS = 400
 LONG_SCRIPT = SCRIPT.replace("range(50)", f"range({STEPS // 4})")
 LIMIT_SECONDS = 300.0
 
