@@ -45,8 +45,8 @@ def rent_prices(
     from ..schema.errors import ProblemError
     from ..schema.files import read
     from ..schema.market import Market, utc_seconds
-    from ..simulator.market.price_compare import compare
-    from ..solvers.market.offers import MovingJob, prices_of
+    from ..simulator.market.price_compare import compare_from
+    from ..solvers.market.offers import MovingJob, history_of
 
     rates: dict[str, float] = {}
     for text in rate:
@@ -62,9 +62,9 @@ def rent_prices(
         restart_seconds=restart_seconds,
         cloud_move_dollars=cloud_move_dollars,
     )
-    prices = prices_of([read(path, Market) for path in markets], rates)
-    begin = prices.all_known_seconds() if start is None else utc_seconds(start, "--start", "time")
-    compared = compare(job, prices.since(begin), cloud=cloud, device_type=first)
+    history = history_of([read(path, Market) for path in markets], rates)
+    begin = history.all_known_seconds() if start is None else utc_seconds(start, "--start", "time")
+    compared = compare_from(job, history, begin, cloud=cloud, device_type=first)
     if json:
         from dataclasses import asdict
 
