@@ -9,7 +9,9 @@ from hetflow.checks.parallel import check
 from hetflow.schema.errors import InfeasibleError, ProblemError
 from hetflow.schema.parallel import ParallelProblem
 from hetflow.solvers.parallel.counts import deal
+from hetflow.solvers.parallel.shortfall import missing_bytes, smallest_pools
 from hetflow.solvers.parallel.solve import solve
+from hetflow.solvers.parallel.space import microbatch_sizes
 from hetflow.tests.profiles import examples
 from hetflow.tests.solvers.parallel.every_plan import fastest, problems, two_types
 
@@ -53,6 +55,35 @@ def test_a_model_too_big_says_so() -> None:
     large = replace(problem, pools=(replace(problem.pools[0], times=times),))
     with pytest.raises(ProblemError, match="no microbatch size"):
         solve(large)
+
+
+@settings(max_examples=examples(60))
+@given(problems())
+def test_what_a_pool_lacks(problem: ParallelProblem) -> None:
+    """The fewest devices of a type are the fewest that ``solve`` finds a plan for."""
+    pool = replace(problem.pools[0], devices_per_server=1)
+    degree_1 = tuple(t for t in pool.times if t.tensor_parallel_size == 1)
+    alone = replace(problem, pools=(replace(pool, times=degree_1),))
+    fewest = smallest_pools(alone).get(pool.device_type)
+
+    def is_enough(number: int, more_bytes: int = 0) -> bool:
+        memory = None if pool.memory_bytes is None else pool.memory_bytes + more_bytes
+        pools = (replace(alone.pools[0], num_devices=number, memory_bytes=memory),)
+        try:
+            solve(replace(alone, pools=pools))
+        except InfeasibleError:
+            return False
+        return True
+
+    if not microbatch_sizes(alone):
+        return
+    most = 3 * problem.global_batch_size
+    assert fewest == next((n for n in range(1, most + 1) if is_enough(n)), None)
+    if not is_enough(1) and problem.recompute == ("none",):  # where the relaxation is exact
+        missing = missing_bytes(replace(alone, pools=(replace(alone.pools[0], num_devices=1),)))
+        assert missing is not None
+        assert is_enough(1, missing)
+        assert not is_enough(1, missing - 1)
 
 
 def test_dealing_takes_what_the_pool_has() -> None:
