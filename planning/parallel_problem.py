@@ -161,6 +161,7 @@ def _pool(
         memory_bytes=cluster.device_types[name].memory_bytes or profile.device_memory_bytes,
         times=tuple(_times(profile, degree, table, names) for degree, table in tables),
         links=tuple(DegreeLink(tensor_parallel_size=d, curve=curve) for d in degrees),
+        dollars_per_hour=cluster.device_types[name].dollars_per_hour,
     )
 
 

@@ -21,7 +21,7 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         BackendError: The plan fails its own check.
     """
     from ..checks.parallel import check
-    from ..solvers.parallel.pareto import alternatives
+    from ..solvers.parallel.pareto import alternatives, gains
     from ..solvers.parallel.solve import solve
     from .parallel_problem import parallel_problem
 
@@ -54,6 +54,7 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         alternatives=tuple(
             replace(o, predicted=_with_dollars(o.predicted, o.stages, request.pool)) for o in others
         ),
+        with_more_devices=gains(problem, plan) if request.parallel.top > 1 else (),
         link_bytes_per_second=asked.link_bytes_per_second,
         cluster=request.pool,  # always: degrees depend on the servers, which devices in use hide
         provenance={"pool": request.pool_name},

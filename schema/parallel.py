@@ -114,7 +114,8 @@ class ParallelPool:
     """Devices of one type, how fast the model is on them, and how they are linked.
 
     Groups of ``tensor_parallel_size`` devices lie within a server of ``devices_per_server``; only
-    degrees that divide it are planned, so that groups fill servers.
+    degrees that divide it are planned, so that groups fill servers. ``dollars_per_hour`` is of one
+    device.
     """
 
     device_type: Name
@@ -123,6 +124,7 @@ class ParallelPool:
     memory_bytes: PositiveBytes | None = None
     times: tuple[ShardTimes, ...]
     links: tuple[DegreeLink, ...]
+    dollars_per_hour: NonNegative | None = None
 
     def link(self, tensor_parallel_size: int) -> LinkCurve:
         """The curve of a group of that degree.
@@ -275,6 +277,15 @@ class ParallelAlternative:
 
 
 @record
+class ParallelGain:
+    """What the best plan found takes with ``num_devices`` more of a type, seconds a step."""
+
+    device_type: Name
+    num_devices: Count
+    step_seconds: Seconds
+
+
+@record
 class ParallelPlan:
     """A model cut into stages, each on replicas of tensor-parallel groups.
 
@@ -295,6 +306,7 @@ class ParallelPlan:
     predicted: ParallelPrediction
     proof: ParallelProof
     alternatives: tuple[ParallelAlternative, ...] = ()
+    with_more_devices: tuple[ParallelGain, ...] = ()
     optimizer: OptimizerState | None = None
     link_bytes_per_second: NonNegative | None = None
     cluster: Cluster | None = None
@@ -345,5 +357,6 @@ class ParallelPlan:
 
 register_keys(
     LinkCurve, ShardTimes, ShardSizes, DegreeLink, ParallelPool, ParallelProblem, ReplicaGroup,
-    ParallelStage, ParallelPrediction, ParallelProof, ParallelAlternative, ParallelPlan,
+    ParallelStage, ParallelPrediction, ParallelProof, ParallelAlternative, ParallelGain,
+    ParallelPlan,
 )  # fmt: skip

@@ -105,6 +105,16 @@ def test_what_fewer_devices_would_cost(hetflow: Hetflow, folder: Path) -> None:
     steps += [one["predicted"]["step_seconds"] for one in document["alternatives"]]
     assert 1 < len(steps) <= 4
     assert steps == sorted(steps)
+    more = {
+        (g["device_type"], g["num_devices"]): g["step_seconds"]
+        for g in document["with_more_devices"]
+    }
+    assert more.keys() == {("V100", 1), ("V100", 4), ("P100", 1), ("P100", 4)}
+    assert all(step <= steps[0] for step in more.values())
+    wider = ("--gpus", "8xV100,4xP100", "--batch-size", 32, "--profiles", folder, *LINK)
+    eight = json.loads(hetflow("solve", "parallel", *wider, "--json").stdout)
+    assert more["V100", 4] == pytest.approx(eight["predicted"]["step_seconds"])
+    assert more["V100", 4] < steps[0]
     plan = files.from_json(answer.stdout, ParallelPlan)
     assert [p for p in plan.alternatives if p.stages == plan.stages] == []
     for num_microbatches, stages, predicted in [

@@ -48,6 +48,19 @@ def test_flops_by_counting_matrix_products() -> None:
     assert parallel.flops_per_batch(batch, s, layers, h, v) == pytest.approx(expected)
 
 
+def test_flops_without_recomputation_are_less_by_what_is_not_done_again() -> None:
+    batch, s, layers, h, v = 3, 5, 7, 11, 13
+    full = parallel.flops_per_batch(batch, s, layers, h, v)
+    again = batch * layers * (24 * s * h**2 + 4 * s**2 * h)  # a forward pass of all layers
+    core = batch * layers * 4 * s**2 * h
+    none, selective = (
+        parallel.flops_without_full_recomputation(batch, s, layers, h, v, selective=each)
+        for each in (False, True)
+    )
+    assert none == pytest.approx(full - again)
+    assert selective == pytest.approx(none + core)
+
+
 def test_a_trillion_parameters_take_three_months() -> None:
     """4.5.1: 300 billion tokens, 175B on 1,024 A100 at 140: 34 days; 1T on 3,072 at 163: 84."""
     day = 86_400
