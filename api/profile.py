@@ -115,7 +115,11 @@ def profile(
     options = replace(
         options,
         limits=limits,
-        loop=replace(options.loop, most_samples=steps),
+        loop=replace(
+            options.loop,
+            most_samples=steps,
+            most_total_seconds=None if batch_sizes else options.loop.most_total_seconds,
+        ),
         optimizer=optimizer,
         sync_devices=sync_devices,
         links=links,
