@@ -60,9 +60,9 @@ class LoopPolicy:
     tolerance: float = 0.02
     most_passes: int = 60
     most_seconds: float = 4.0
-    least_seconds: float = 0.3
+    least_seconds: float = 0.2
     most_samples: int | None = None
-    most_total_seconds: float | None = 10.0
+    most_total_seconds: float | None = 6.0
     carries: bool = True
 
     @classmethod

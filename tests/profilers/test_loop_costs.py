@@ -123,11 +123,13 @@ def test_the_budget_is_kept_but_for_one_rehearsal() -> None:
 
 def test_sizes_that_nobody_stated_share_a_budget() -> None:
     many, visits = [0.001, *[0.2] * 9], [0.08] * 10
-    assert LoopPolicy().parts(many[:3], visits[:3]) == pytest.approx([0.3, 4.0, 4.0])
-    assert LoopPolicy().parts(many, visits) == pytest.approx([0.3, *[9.7 / 9] * 9])
-    assert LoopPolicy().parts(many, [0.08, *[2.0] * 9]) == pytest.approx([0.3, *[2.0] * 9])
+    assert LoopPolicy(most_total_seconds=9.0).parts(many[:3], visits[:3]) == pytest.approx(
+        [0.2, 4.0, 4.0]
+    )
+    assert LoopPolicy().parts(many, visits) == pytest.approx([0.2, *[5.8 / 9] * 9])
+    assert LoopPolicy().parts(many, [0.08, *[2.0] * 9]) == pytest.approx([0.2, *[2.0] * 9])
     whole = LoopPolicy(most_total_seconds=None)
-    assert whole.parts(many, visits) == pytest.approx([0.3, *[4.0] * 9])
+    assert whole.parts(many, visits) == pytest.approx([0.2, *[4.0] * 9])
 
 
 def test_long_passes_leave_short_ones_their_part_of_the_budget() -> None:
