@@ -100,6 +100,8 @@ def profile(
         options = ProfileOptions(
             limits=CurveLimits.quick(), loop=LoopPolicy.quick(), sync_seconds=3.0, hold_seconds=4.0
         )
+    elif effort == "usual" and batch_sizes:
+        options = ProfileOptions.for_stated_sizes()
     elif effort == "thorough":
         options = ProfileOptions(loop=LoopPolicy.thorough(), sync_seconds=30.0)
     limits = replace(options.limits, largest=max_batch_size)
@@ -109,11 +111,7 @@ def profile(
     options = replace(
         options,
         limits=limits,
-        loop=replace(
-            options.loop,
-            most_samples=steps,
-            most_total_seconds=None if batch_sizes else options.loop.most_total_seconds,
-        ),
+        loop=replace(options.loop, most_samples=steps),
         optimizer=optimizer,
         sync_devices=sync_devices,
         links=links,

@@ -88,7 +88,7 @@ def measured_and_carried(
     limit = costs.out_of_memory_batch_size
     ratios = _ratios(own, costs)
     known = {point.batch_size: point for point in costs.points}
-    error = _error(ratios)
+    error = _error(ratios, [size for size in sizes if size not in known])
     loads = {size: point.load_seconds / size for size, point in known.items()}
     points = tuple(
         known.get(size)
@@ -145,8 +145,12 @@ def _left_out(ratios: Mapping[int, float]) -> dict[int, float]:
     }
 
 
-def _error(ratios: Mapping[int, float]) -> float | None:
-    return statistics.median(found.values()) if (found := _left_out(ratios)) else None
+def _error(ratios: Mapping[int, float], carried: Sequence[int]) -> float | None:
+    """The median of how far those ratios are off between whose neighbours sizes are carried."""
+    order = sorted(ratios)
+    near = [size for size in order[1:-1] if _around([size], order, carried)]
+    found = _left_out(ratios)
+    return statistics.median(found[size] for size in near) if near else None
 
 
 def _off(ratios: Mapping[int, float], own: Mapping[int, Timing], costs: LoopCosts) -> list[int]:

@@ -53,6 +53,7 @@ class LoopPolicy:
         most_seconds: Of one size: its part of the budget, at most.
         least_seconds: Of one size: its part of the budget, at least.
         most_samples: Of one size: passes to time at most; None for no limit.
+        least_total_seconds: Of all sizes together: a few get more than their parts.
         most_total_seconds: Of all sizes together, where nobody has stated them; None for no limit.
         carries: Whether some sizes may be carried between those that are rehearsed (``carried``).
     """
@@ -62,6 +63,7 @@ class LoopPolicy:
     most_seconds: float = 4.0
     least_seconds: float = 0.2
     most_samples: int | None = None
+    least_total_seconds: float = 0.0
     most_total_seconds: float | None = 6.0
     carries: bool = True
 
@@ -92,8 +94,15 @@ class LoopPolicy:
         """[sizes] seconds of the budget, for sizes whose passes and visits take so long.
 
         Every size has room for a visit. Where all together would take too long, the parts of those
-        that have most are cut to one length.
+        that have most are cut to one length; where they take less than the least, all are longer.
         """
+        parts = self._own_parts(pass_seconds, visit_seconds)
+        longer = max(1.0, self.least_total_seconds / max(sum(parts), 1e-9))
+        return [part * longer for part in parts]
+
+    def _own_parts(
+        self, pass_seconds: Sequence[float], visit_seconds: Sequence[float]
+    ) -> list[float]:
         least = [max(self.least_seconds, visit) for visit in visit_seconds]
         wanted = [self.most_passes * seconds for seconds in pass_seconds]
 

@@ -55,6 +55,12 @@ class ProfileOptions:
     command: str = ""
     layers_at: tuple[int, ...] = ()
 
+    @classmethod
+    def for_stated_sizes(cls) -> "ProfileOptions":
+        """Each of them is measured whole; few leave time to measure all better."""
+        loop = LoopPolicy(least_total_seconds=4.0, most_total_seconds=None)
+        return cls(loop=loop, sync_seconds=12.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Base:

@@ -116,3 +116,13 @@ def test_sizes_that_do_not_fit_beside_others_are_left_out() -> None:
     assert host.asked[1] == (32, 48)
     assert found.costs.out_of_memory_batch_size == 48
     assert [point.batch_size for point in found.costs.points] == [s for s in SIZES if s < 48]
+
+
+def test_the_error_is_of_the_sizes_around_the_carried_ones() -> None:
+    """Passes of a few milliseconds by themselves tell nothing: their ratios jump."""
+    own = {size: costs({size: 0.001 * size}).points[0].timing for size in (1, 2, 3, 4, 8, 12, 16)}
+    host = Host(lambda size: {2: 2.0, 3: 0.5}.get(size, 1.0))
+    found = measured_and_carried(own, (1, 2, 3, 4, 8, 16), host.rehearse)
+    assert host.asked == [(1, 2, 3, 4, 8, 16)]
+    assert found.sizes == (12,)
+    assert found.error == pytest.approx(0.0)

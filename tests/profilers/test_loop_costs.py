@@ -128,6 +128,8 @@ def test_sizes_that_nobody_stated_share_a_budget() -> None:
     )
     assert LoopPolicy().parts(many, visits) == pytest.approx([0.2, *[5.8 / 9] * 9])
     assert LoopPolicy().parts(many, [0.08, *[2.0] * 9]) == pytest.approx([0.2, *[2.0] * 9])
+    few = LoopPolicy(least_total_seconds=4.0)
+    assert few.parts([0.001, 0.005], visits[:2]) == pytest.approx([1.6, 2.4])
     whole = LoopPolicy(most_total_seconds=None)
     assert whole.parts(many, visits) == pytest.approx([0.2, *[4.0] * 9])
 
