@@ -98,12 +98,18 @@ def profile(
     options = ProfileOptions()
     if effort == "quick":
         options = ProfileOptions(
-            limits=CurveLimits.quick(), loop=LoopPolicy.quick(), sync_seconds=3.0, hold_seconds=4.0
+            limits=CurveLimits.quick(),
+            loop=LoopPolicy.quick(),
+            sync_seconds=3.0,
+            exchange_seconds=3.0,
+            hold_seconds=4.0,
         )
     elif effort == "usual" and batch_sizes:
         options = ProfileOptions.for_stated_sizes()
     elif effort == "thorough":
-        options = ProfileOptions(loop=LoopPolicy.thorough(), sync_seconds=30.0)
+        options = ProfileOptions(
+            loop=LoopPolicy.thorough(), sync_seconds=30.0, exchange_seconds=30.0
+        )
     limits = replace(options.limits, largest=max_batch_size)
     if batch_sizes:
         text = batch_sizes if isinstance(batch_sizes, str) else ",".join(map(str, batch_sizes))
