@@ -283,7 +283,9 @@ class Generations:
             if name not in self._workers.lines():  # given up together with another
                 continue
             cause = failure
-            if failure.by_signal and failure.lost_peer:  # NCCL aborted it, for lack of another
+            # It followed from another, whose end may be told a moment later.
+            is_alone = failure.is_echo and not self._losses.dead
+            if is_alone or (failure.by_signal and failure.lost_peer):
                 cause = self._launched.cause(self.config, self._ranks) or failure
                 if not cause.is_echo:
                     return None  # which comes first at the next look
