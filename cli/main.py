@@ -7,7 +7,8 @@ not proved optimal; ``launch`` passes on the failing worker's code; 130 and 143 
 import sys
 import traceback
 from contextlib import suppress
-from typing import Annotated
+from functools import cache
+from typing import Annotated, Any
 
 import typer
 
@@ -135,13 +136,18 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
+@cache
+def _command() -> Any:
+    """The commands with all their options; whoever runs several builds them once."""
+    return typer.main.get_command(app)
+
+
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; errors become one line on stderr."""
     Settings.debug = False
-    command = typer.main.get_command(app)
     try:
         with library_speaks(), flags_are_meant():
-            answer = command.main(
+            answer = _command().main(
                 arguments,
                 prog_name="hetflow",
                 standalone_mode=False,
