@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..api.naming import flags_are_meant
 from ..schema.errors import FileError, ProblemError
 
 if TYPE_CHECKING:
@@ -213,7 +214,8 @@ def _with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
         if values.pop("show_config"):
             emit(_shown_config(context, values))
             return
-        function(**values)
+        with flags_are_meant():
+            function(**values)
 
     signature = inspect.signature(function)
     parameters = [

@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..api.naming import flags_are_meant
 from ..schema.errors import HetflowError
 from . import (
     allocate,
@@ -146,7 +145,7 @@ def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; errors become one line on stderr."""
     Settings.debug = False
     try:
-        with library_speaks(), flags_are_meant():
+        with library_speaks():
             answer = _command().main(
                 arguments,
                 prog_name="hetflow",

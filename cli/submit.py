@@ -69,8 +69,8 @@ def submit(
     if script.suffix == ".toml":
         if arguments:
             raise ProblemError(
-                f"{' '.join(arguments)}: stands behind {script}",
-                hint="hetflow's options stand before it, a script's arguments in the file",
+                f"{' '.join(arguments)}: comes after {script}",
+                hint="write hetflow's options before it, and the script's arguments in it",
             )
         asked = read_submission(script, given)
     else:

@@ -193,7 +193,7 @@ class SlurmEngine:
             if len(have) < wanted:
                 known = ", ".join(sorted({name for one in nodes for name in one.types}))
                 raise ProblemError(
-                    f"the pool has {wanted} x {device_type}, Slurm's nodes {len(have)}",
+                    f"the pool has {wanted} x {device_type}, Slurm's nodes have {len(have)}",
                     hint=f"their GPUs are: {known or 'none'} (sinfo -N -o '%N %G %f')",
                 )
             found += have[:wanted]

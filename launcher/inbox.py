@@ -135,7 +135,7 @@ def wait_for(folder: Path, request: Path, timeout_seconds: float) -> ResizeAnswe
                 raise LaunchError(f"{folder}: the run ended before it was resized")
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"no answer within {timeout_seconds:g} s; the resize goes on without us",
+                    f"no answer within {timeout_seconds:g} s; the resize continues",
                     hint="run.json lists it when it is done; --timeout waits longer",
                 )
             time.sleep(POLL_SECONDS)

@@ -57,7 +57,9 @@ class EventCluster:
         records_spans: bool = True,
     ) -> None:
         if not 0 <= resize_seconds < float("inf"):
-            raise ProblemError(f"a resize must last >= 0 s and end, got {resize_seconds} s")
+            raise ProblemError(
+                f"a resize must take a finite time of >= 0 s, got {resize_seconds} s"
+            )
         self.queue, self.pool, self.resize_seconds = Queue(jobs, pool), pool, resize_seconds
         self.none: Counts = (0,) * len(pool.types)
         self.running: list[Entry] = []

@@ -131,7 +131,7 @@ def test_a_job_that_slurm_refuses_says_why(tmp_path: Path, monkeypatch: pytest.M
     both = (*given.devices, *engine.devices()[-1:])
     with pytest.raises(UnsuitableDevicesError, match="one node"):
         engine.start(Work(folder=given.folder, command=("true",), directory=tmp_path, devices=both))
-    with pytest.raises(ProblemError, match="3 x cpu:slow, Slurm's nodes 2"):
+    with pytest.raises(ProblemError, match="3 x cpu:slow, Slurm's nodes have 2"):
         SlurmEngine(Cluster.parse("3xcpu:slow"))
 
 
