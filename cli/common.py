@@ -41,7 +41,7 @@ class Settings:
 def one_line(text: str) -> str:
     """A message as one printable line of sane length, whatever file or option it quotes.
 
-    Control characters (an escape sequence in somebody's JSON, say) are shown, not obeyed.
+    Control characters (an escape sequence in a JSON file, say) are shown, not obeyed.
     """
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
     line = _LONG_WORD.sub(lambda word: f"{word[0][:80]}...", line)
@@ -84,7 +84,7 @@ def library_speaks() -> Iterator[None]:
 
 
 def shows_progress() -> bool:
-    """Whether a progress bar has anybody to look at it."""
+    """Whether a person may be looking at a progress bar."""
     return sys.stderr.isatty() and not Settings.quiet
 
 

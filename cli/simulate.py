@@ -149,7 +149,7 @@ def simulate(
     \b
     hetflow simulate continuous-single --throughputs t.json --gpus 36xv100,36xp100 --loads 4,5.6
 
-    Who held which devices is kept for one run with -o, --json or --plot; keeping it takes longer.
+    With -o, --json or --plot a single run records which job held which devices; that takes longer.
     """
     from ..schema.files import check_writable
     from ..schema.simulation import frame_of_runs

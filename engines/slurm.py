@@ -117,7 +117,7 @@ def parse_queue(text: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def job_name(folder: Path) -> str:
-    """The Slurm name of a lease's job: the same for whoever knows its folder, and no other's."""
+    """The Slurm name of a lease's job: unique, and computed from its folder alone."""
     return "hetflow-" + hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:24]
 
 

@@ -1,4 +1,4 @@
-"""A resize in progress: who joins, who leaves, and what the workers are told."""
+"""A resize in progress: joining and leaving workers, and the messages to all workers."""
 
 import time
 from collections.abc import Mapping

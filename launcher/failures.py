@@ -111,7 +111,7 @@ class RemoteTraceback(Exception):
 
 
 def silence(waiting: Failure, silent: Sequence[Failure]) -> Failure:
-    """What is to be said where a worker waited in vain: who it is that gives no sign.
+    """The message after a worker's wait timed out: names the silent workers.
 
     Args:
         waiting: The worker whose wait came to its time limit.

@@ -339,7 +339,7 @@ class Generations:
         return self._restarts and is_lost and self._tries.take(self.restarted_at)
 
     def _restart_all(self, cause: str) -> None:
-        """Start everybody anew; they go on from the last checkpoint."""
+        """Restart all workers; they continue from the last checkpoint."""
         self._cancel("a worker was lost meanwhile")
         left = tuple(self._ranks)
         for name in filter(self._workers.is_held, left):

@@ -1,4 +1,4 @@
-"""Which workers hang: those without heartbeats, and those that others wait for in vain."""
+"""Find hanging workers: those without heartbeats, and those that others wait for too long."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping

@@ -132,11 +132,11 @@ class Alone:
         return None
 
     def tell_failure(self, failure: Failure) -> Failure:
-        """Nobody else to tell: this host's failure is the first."""
+        """No other host: this host's failure is the first."""
         return failure
 
     def tell_stop(self, number: int) -> None:
-        """Nobody else to ask."""
+        """No other host to ask."""
 
     def stop_elsewhere(self, *, at_once: bool = False) -> int | None:
         """There is no elsewhere."""
@@ -147,14 +147,14 @@ class Alone:
         return None
 
     def wait_until_saved(self, goes_on: Callable[[], bool], until: float) -> None:
-        """Nobody to wait for."""
+        """No other host to wait for."""
 
     def wait_for_others(self, watch: Watch) -> Failure | None:
-        """Nobody to wait for."""
+        """No other host to wait for."""
         return None
 
     def leave(self) -> None:
-        """Nobody to leave; a store that was never made needs no socket."""
+        """No other host to leave; a store that was never made needs no socket."""
         if self._thread.ident is None:
             self._socket.close()
 

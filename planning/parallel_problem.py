@@ -211,5 +211,5 @@ def _node(table: LayerGraph, name: str) -> LayerNode:
 
 
 def _stashed(node: LayerNode) -> int:
-    """What a pass keeps of a layer; where nobody measured it, the layer's output."""
+    """What a pass keeps of a layer; if it was not measured, the layer's output."""
     return node.activation_bytes if node.stashed_bytes is None else node.stashed_bytes

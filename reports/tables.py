@@ -70,7 +70,7 @@ def profile_table(profile: Profile) -> str:
 
 
 def plan_table(plan: SplitPlan) -> str:
-    """Who gets how much, how long a step takes, and how good that is."""
+    """The batch of each device, the predicted step, and the proof."""
     emulated = {device.device_type for device in plan.emulated}
     estimated = {estimate.device_type for estimate in plan.estimates}
     names = {

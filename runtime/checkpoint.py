@@ -340,7 +340,7 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what writers left half done that were killed; call it where nobody writes."""
+    """Remove the partial files of killed writers; call it while no checkpoint is written."""
     for path in [*folder.glob(".making-*"), *folder.glob("step-*/.making-*")]:
         _discard(path)
 

@@ -60,7 +60,7 @@ class Scheduler:
         """Go on where the state is.
 
         Args:
-            store: The state; nobody else may schedule by it.
+            store: The state; no other scheduler may use it.
             engine: Where jobs run.
             settings: How.
 

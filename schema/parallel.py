@@ -181,7 +181,7 @@ class ParallelProblem:
                 raise ProblemError(f"{name}: {len(table)} values for {size} layers; give one each")
 
     def sizes_of(self, tensor_parallel_size: int) -> ShardSizes | None:
-        """The bytes at a degree; None where nobody knows them."""
+        """The bytes at a degree; None if unknown."""
         for sizes in self.sizes:
             if sizes.tensor_parallel_size == tensor_parallel_size:
                 return sizes

@@ -1,6 +1,6 @@
 """Gavel's mechanism: each round runs the jobs that lack most of their shares (thesis 5.5).
 
-Two conventions. ``text`` is the thesis: devices that nobody has a share of are given to the jobs
+Two conventions. ``text`` is the thesis: devices that no job has a share of are given to the jobs
 that are relatively fastest there. ``published`` is what Gavel's simulator does: ties by
 accumulated deficit. Both start a job's time at half a round after each allocation, count it once
 for all its devices, and serve device types one after another, fastest first (at random under

@@ -143,7 +143,7 @@ class Failures:
     def strike(self, seats: Sequence[Seats], now_seconds: float, round_seconds: float) -> Ints:
         """Let servers and devices fail during a round; returns the holders they hit.
 
-        Every device that works fails with the same chance, whoever holds it.
+        Every device that works fails with the same chance, whatever job holds it.
 
         Args:
             seats: What each holder holds [holders].

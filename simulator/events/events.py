@@ -97,7 +97,7 @@ class EventCluster:
         return float("inf") if self.failures is None else self.failures.next_seconds
 
     def free(self) -> list[int]:
-        """Devices by type that nobody holds."""
+        """Free devices by type."""
         free = self.capacity()
         for entry in self.running:
             free = [left - held for left, held in zip(free, entry.counts, strict=True)]
@@ -227,7 +227,7 @@ class EventCluster:
         self.waiting = sorted([entry, *self.waiting], key=lambda e: e.job.arrival_seconds)
 
     def _hold(self, book: SpanBook, until: float) -> None:
-        """Keep who holds what from now on."""
+        """Record the jobs' devices from now on."""
         placements = [
             Placement(
                 (entry.job.id,),

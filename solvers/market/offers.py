@@ -72,7 +72,7 @@ class Prices:
     Attributes:
         offers: [offers].
         edges: [stretches + 1] seconds since 1970 in UTC; prices are constant in between.
-        dollars_per_second: [stretches, offers] of one device; NaN where nobody knows it.
+        dollars_per_second: [stretches, offers] of one device; NaN where unknown.
         goes_on: Whether there are prices after the last edge, which are left out.
     """
 

@@ -258,7 +258,7 @@ def _side_by_side(
 
 
 def _folded(parts: list[tuple[int, float]], half: float) -> Iterator[tuple[int, int, float]]:
-    """A list of (row, time) beside itself, shifted by half its length: nobody meets itself."""
+    """A list of (row, time) beside itself, shifted by half its length: no row meets itself."""
     first: list[tuple[int, float]] = []
     second: list[tuple[int, float]] = []
     left = half

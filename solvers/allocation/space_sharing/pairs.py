@@ -130,7 +130,7 @@ class Partners:
         return best, who[self.of]
 
     def _companion(self, value: Floats, member: Ints, partner: Ints, column: Ints) -> Ints:
-        """Who earns most beside members, at these partners and columns [some]."""
+        """The companions that earn most beside members, at these partners and columns [some]."""
         kind = self.of[member]
         other, back = self.partner[kind, partner], self.back[kind, partner]
         if self.single:

@@ -235,7 +235,7 @@ class LimitsWithPairs:
         )  # fmt: skip
 
     def binds_already(self, cut: "Linear") -> bool:
-        """Each cut stops somebody, or tells nothing new."""
+        """Always true: each cut stops a row, or gives no new bound."""
         return True
 
     def settle(self, levels: Floats, cut: "Linear", active: Bools) -> tuple[Bools, "Linear"]:

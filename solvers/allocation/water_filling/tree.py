@@ -60,7 +60,7 @@ class Tree:
 
 
 class _Node:
-    """A node while its jobs rise: who is left, its share, and its tide over time."""
+    """A node while its jobs rise: the rows that still rise, its share, and its tide over time."""
 
     __slots__ = ("arrival", "arrived", "first", "line", "living", "log", "place", "rate",
                  "share", "since", "stamp", "tide", "weights")  # fmt: skip
