@@ -151,7 +151,7 @@ def run(arguments: list[str]) -> int:
                 prog_name="hetflow",
                 standalone_mode=False,
                 auto_envvar_prefix=ENVIRONMENT_PREFIX,
-                default_map=config_values(),
+                default_map=config_values(command.commands),
             )
     except HetflowError as error:
         return _report(error.message, error.hint, error.exit_code)
