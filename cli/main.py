@@ -144,9 +144,10 @@ def _command() -> Any:
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; errors become one line on stderr."""
     Settings.debug = False
+    command = _command()
     try:
         with library_speaks():
-            answer = _command().main(
+            answer = command.main(
                 arguments,
                 prog_name="hetflow",
                 standalone_mode=False,
