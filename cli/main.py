@@ -27,6 +27,7 @@ from . import (
     profile,
     queue,
     rent,
+    rent_machines,
     rent_odds,
     rent_prices,
     replay,
@@ -121,6 +122,8 @@ register(app, queue.release, short_help="Let a held job run again.")
 register(app, rent.rent, short_help="Choose spot or on-demand machines under a deadline.")
 register(app, rent_prices.rent_prices, name="rent prices",
          short_help="Choose machines at changing prices.")  # fmt: skip
+register(app, rent_machines.rent_machines, name="rent machines",
+         short_help="Choose machines that train for the fewest dollars.")  # fmt: skip
 register(app, rent_odds.rent_odds, name="rent odds",
          short_help="Estimate how long spot machines last.")  # fmt: skip
 register(app, show.show, short_help="Show any hetflow file as a table or a picture.")
