@@ -172,7 +172,7 @@ def test_throughputs_from_profiles_are_what_solve_predicts(
     [
         (("--batch-size", "x"), 2, "--batch-size: must be a whole number of at least 1, got 'x'"),
         (("--batch-size", "resnet=8"), 2, "did you mean 'resnet50'?"),
-        (("--batch-size", "8", "--scale-factors", "1,1"), 2, "stands there twice"),
+        (("--batch-size", "8", "--scale-factors", "1,1"), 2, "appears twice"),
         (("--batch-size", "7"), 3, "no 1 device(s) of one type can run a batch of 7"),
     ],
 )
