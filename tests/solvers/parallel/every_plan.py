@@ -58,7 +58,7 @@ def plans(problem: ParallelProblem, size: int, replicas: int) -> Iterator[Parall
             if t.microbatch_size == size and pool.devices_per_server % t.tensor_parallel_size == 0
         ]
         choices += [(pool.device_type, degree) for degree in degrees]
-    groups = [((one, replicas),) for one in choices]
+    groups: list[tuple[tuple[tuple[str, int], int], ...]] = [((one, replicas),) for one in choices]
     for one, other in product(choices, repeat=2):
         if one[0] < other[0]:
             groups += [((one, count), (other, replicas - count)) for count in range(1, replicas)]

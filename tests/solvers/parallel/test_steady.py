@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -224,7 +225,7 @@ def test_graphs_that_no_pipeline_can_order() -> None:
         ("bytes, counted", {"memory_bytes": 7}),
     ],
 )
-def test_every_change_is_found(said: str, changes: dict[str, object]) -> None:
+def test_every_change_is_found(said: str, changes: dict[str, Any]) -> None:
     problem = chain(1.0, 1.0, 2)
     plan = solve(problem)
     assert [stage.layers for stage in plan.stages] == [(0, 1)]  # two replicas of one stage
