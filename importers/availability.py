@@ -26,7 +26,7 @@ def read_availability(path: Path) -> tuple[Availability, ...]:
     text = files.read_text(path)
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not JSON: {error}") from None
     if isinstance(data, dict) and "schema" in data:
         market = files.from_json(text, Market, name=str(path))

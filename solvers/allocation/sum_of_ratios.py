@@ -229,7 +229,7 @@ class _Search:
         for _ in range(_ASCENTS):
             dollars = (self.paid * x).sum(axis=1)
             tangents = [
-                -self.goal.floor[job] / dollars[job] ** 2 * (way.x @ self.paid[job])
+                -self.goal.floor[job] / dollars[job] * (way.x @ self.paid[job] / dollars[job])
                 for job, way in zip(self.bound_jobs, ways, strict=True)
             ]
             answer, slack = self._solve(ways, tangents)

@@ -32,3 +32,10 @@ def test_nothing_to_estimate_from(hetflow, tmp_path: Path) -> None:
     answer = hetflow("rent", "odds", tmp_path / "market.json")
     assert answer.code == 2
     assert answer.stderr.startswith("hetflow: there is nothing to estimate from")
+
+
+def test_a_file_nested_too_deep_ends_in_a_line(hetflow, tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    answer = hetflow("rent", "odds", tmp_path / "deep.json")
+    assert answer.code == 2
+    assert "deep.json: not JSON" in answer.stderr
