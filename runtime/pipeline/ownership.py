@@ -18,11 +18,12 @@ from ...devices.collectives import wire_device
 from ...devices.host import TORCH_DEVICE as HOST
 from ...devices.out_of_memory import is_out_of_memory
 from ..buffers import BufferSlot, VirtualNodeBuffers, find_slots
+from ..digest import InPieces
 from ..group import Place
 from ..manifest import shapes_of
 from ..telling import log
 from .cut import StageModule
-from .pieces import broadcast
+from .pieces import broadcast, stream
 
 Holders = tuple[int, ...]
 
@@ -99,6 +100,21 @@ class Ownership:
                 parameter.grad = None
                 parameter.data = parameter.data.to(self.device_of_whole)
         self._is_whole = True
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters of all workers are here."""
+        return self._is_whole
+
+    def values_of(self, name: str) -> InPieces:
+        """A parameter's values, from the first worker that holds it. Read them on all workers."""
+        parameter, first = self.parameters[name], self.holders[name][0]
+        shape, wire = self._shapes[name], wire_device(self._place.device)
+        sent = parameter if self._place.rank == first else None
+        pieces = stream(sent, parameter.dtype, shape, wire, src=first)
+        if not self._place.distributed:
+            pieces = iter([parameter])
+        return InPieces(name, parameter.dtype, tuple(shape), pieces)
 
     def _room_for_rest(self) -> dict[str, Tensor]:
         """Memory for other workers' parameters, by name. Each worker decides where by itself."""
