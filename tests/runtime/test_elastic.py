@@ -194,10 +194,10 @@ VALUE = {
 
 def carry(rank: int, folder: str) -> None:
     transfer.CHUNK_BYTES = 4096  # so that tensors are joined and cut
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    store = dist.FileStore(f"{folder}/store", 3)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     if rank == 0:
-        transfer.send(VALUE, [1])
+        transfer.send(VALUE, [1, 2])
     else:
         found = transfer.receive(0)
         assert found["plain"] == VALUE["plain"]
@@ -205,12 +205,14 @@ def carry(rank: int, folder: str) -> None:
             assert found[name].dtype == VALUE[name].dtype
             assert torch.equal(found[name], VALUE[name])
         assert all(torch.equal(a, b) for a, b in zip(found["many"], VALUE["many"], strict=True))
-        Path(folder, "done").touch()
+        Path(folder, f"done{rank}").touch()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_a_value_travels_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_travels_whole_to_several_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(carry, args=(str(tmp_path),), nprocs=2)
-    assert (tmp_path / "done").exists()
+    mp.spawn(carry, args=(str(tmp_path),), nprocs=3)
+    assert sorted(path.name for path in tmp_path.glob("done*")) == ["done1", "done2"]
