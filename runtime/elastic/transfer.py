@@ -37,10 +37,11 @@ def send(value: Any, to: Sequence[int]) -> None:
         }
     ).encode()
     head = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    for rank in to:
-        peers.send(_on_wire(torch.tensor([len(head)])), dst=rank)
-        for chunk in (head, *chunks):
-            peers.send(_on_wire(chunk), dst=rank)
+    for message in (torch.tensor([len(head)]), head, *chunks):
+        on_wire = _on_wire(message)  # once, for all of them at the same time
+        for work in [peers.isend(on_wire, dst=rank) for rank in to]:
+            if work is not None:
+                work.wait()
 
 
 def receive(source: int) -> Any:

@@ -104,7 +104,7 @@ class Ownership:
     @property
     def is_whole(self) -> bool:
         """Whether the parameters of all workers are here."""
-        return self._is_whole
+        return self._is_whole or len(self.own) == len(self.parameters)
 
     def values_of(self, name: str) -> InPieces:
         """A parameter's values, from the first worker that holds it. Read them on all workers."""

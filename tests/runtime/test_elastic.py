@@ -195,10 +195,10 @@ VALUE = {
 
 def carry(rank: int, folder: str) -> None:
     transfer.CHUNK_BYTES = 4096  # so that tensors are joined and cut
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    store = dist.FileStore(f"{folder}/store", 3)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
     if rank == 0:
-        transfer.send(VALUE, [1])
+        transfer.send(VALUE, [1, 2])
     else:
         found = transfer.receive(0)
         assert found["plain"] == VALUE["plain"]
@@ -206,12 +206,14 @@ def carry(rank: int, folder: str) -> None:
             assert found[name].dtype == VALUE[name].dtype
             assert torch.equal(found[name], VALUE[name])
         assert all(torch.equal(a, b) for a, b in zip(found["many"], VALUE["many"], strict=True))
-        Path(folder, "done").touch()
+        Path(folder, f"done{rank}").touch()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_a_value_travels_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_travels_whole_to_several_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     script = tmp_path / "carrying.py"
     script.write_text(
@@ -224,8 +226,8 @@ def test_a_value_travels_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
         )
-        for rank in range(2)
+        for rank in range(3)
     ]
     said = [end.communicate(timeout=120)[1] for end in ends]
-    assert [end.returncode for end in ends] == [0, 0], said
-    assert (tmp_path / "done").exists()
+    assert [end.returncode for end in ends] == [0, 0, 0], said
+    assert sorted(path.name for path in tmp_path.glob("done*")) == ["done1", "done2"]
