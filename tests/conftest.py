@@ -28,3 +28,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("processes") is not None:
             item.add_marker(pytest.mark.xdist_group("processes"))
+            if config.getoption("loadgroup", default=False):  # in a process of xdist's
+                _name_group(item, "processes")
+
+
+def _name_group(item: pytest.Item, group: str) -> None:
+    """Write the group into the id, where xdist's scheduler reads it.
+
+    pytest 9.2 keeps ids in another attribute than pytest-xdist 3.8 writes to, so that without this
+    both processes would run tests of the group.
+    """
+    node = getattr(item, "_id", None)
+    if node is not None:
+        item._id = type(node).parse(f"{item.nodeid}@{group}")
