@@ -8,6 +8,7 @@ from ..schema.errors import BackendError, ProblemError
 from ..schema.parallel import ParallelPlan, ParallelPrediction, ParallelStage
 from .limits import Clock
 from .request import PipelineOptions, SolveRequest, SplitOptions
+from .solve_pipeline import trace_for
 
 _log = logging.getLogger("hetflow")
 
@@ -53,6 +54,7 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
             replace(o, predicted=_with_dollars(o.predicted, o.stages, request.pool)) for o in others
         ),
         link_bytes_per_second=asked.link_bytes_per_second,
+        trace=trace_for(request.profiles, request.pool),
         cluster=request.pool,  # always: degrees depend on the servers, which devices in use hide
         provenance={"pool": request.pool_name},
     )

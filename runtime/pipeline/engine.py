@@ -7,11 +7,11 @@ model (autocast, preparation of inputs) holds on every stage.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...protocol.lower_pipeline import microbatches_of, schedule_of
 from ...schedules.operations import Kind, Operation
@@ -22,13 +22,16 @@ from ..data import Pass
 from ..engine import LossFunction, Step
 from ..session import Session
 from ..streams import seed_streams
+from ..tensor.lanes import Lanes
+from ..tensor.roles import Sharing, check_degree, check_shared, sharing_of
+from ..tensor.sharded import ShardedModel, tensor_group
 from .arguments import by_placeholder
-from .cut import StageModule, check_crossing, cut
+from .cut import CALL, StageModule, check_crossing, cut, whole
 from .executor import Executor, held
 from .losses import check_reads_none_of, nodes_of
 from .messages import Message
 from .optimizer import OwnShare
-from .ownership import Ownership, StageBuffers
+from .ownership import Holders, Ownership, StageBuffers
 from .placing import (
     broadcast_parts,
     check_same_model,
@@ -42,12 +45,27 @@ from .stage import Stage, parameters_of
 from .state import StageState
 from .synchronise import Synchroniser
 from .trace import layers_of
-from .transport import transport_of
+from .transport import Routes, transport_of
 from .unflushed import Unflushed
 
 
 class _Left(BaseException):
     """The stage is done; the rest of the script's function belongs to the last stage."""
+
+
+def _any_call(arguments: Mapping[str, Any]) -> None:
+    """A model that is not traced takes every call."""
+
+
+def _sharing_of(model: nn.Module, work: PipelineWork) -> Sharing:
+    """What of the model is shared, where some group is of more than one worker."""
+    degrees = {len(group) for group in work.groups}
+    if degrees == {1}:
+        return Sharing({}, {}, {})
+    sharing = sharing_of(model)
+    for degree in sorted(degrees):
+        check_degree(model, sharing, degree)
+    return sharing
 
 
 class PipelineEngine:
@@ -68,7 +86,11 @@ class PipelineEngine:
         self._session, model, place = session, session.model, session.place
         optimizer = next(iter(session.optimizers), None)
         self._work = work
+        group_ranks = work.groups
+        sharing = _sharing_of(model, work)
+        self._check_call: Callable[[Mapping[str, Any]], None] = _any_call
         parts = self._cut()
+        check_shared(parts, sharing, model)
         self._last_stage = len(parts) - 1
         held_here = {number: parts[number] for number in work.stages_of_rank[place.rank]}
         self._schedule = schedule_of(work, work.num_microbatches)
@@ -77,11 +99,12 @@ class PipelineEngine:
             parameters_of(parts),
             [stage.ranks for stage in work.stages],
             place,
+            Lanes(group_ranks, sharing.cuts),
         )
         self.flushes = self._schedule.weight_semantics == "flush"
         self._check_semantics()
         own = self._ownership.own
-        share = OwnShare(optimizer, self._ownership.parameters, own) if optimizer else None
+        share = OwnShare(optimizer, self._ownership) if optimizer else None
         place_own(
             [p for name, p in self._ownership.parameters.items() if name in own],
             list(held_here.values()),
@@ -90,22 +113,27 @@ class PipelineEngine:
         )
         broadcast_parts(model, session.parameters, own, place)
         self._ownership.strip()
+        tensor = tensor_group(place, group_ranks)
+        self._sharded = ShardedModel(model, sharing, tensor)
+        self._sharded.install()
         self._stages = {
-            number: Stage(part, recompute=work.recompute, device=place.device)
+            number: Stage(part, recompute=work.recomputes(number), device=place.device)
             for number, part in held_here.items()
         }
+        group = next(n for n, ranks in enumerate(group_ranks) if place.rank in ranks)
         self.buffers = StageBuffers(
             model,
             session.local_nodes,
             session.batch_sizes,
             [
-                (part, microbatches_of(self._schedule, place.rank, number))
+                (part, microbatches_of(self._schedule, group, number))
                 for number, part in held_here.items()
             ],
+            tells=self._ownership.lanes.lane(place.rank) == 0,
         )
-        transport = transport_of(place, [stage.ranks for stage in work.stages])
+        transport = transport_of(place, [stage.replicas for stage in work.stages])
         self._synchroniser = Synchroniser(self._ownership, place, work, transport)
-        self._executor = Executor(place.rank, transport)
+        self._executor = Executor(group, transport, Routes(place.rank, group_ranks))
         self._signature = inspect.signature(model.forward)
         self._forward = model.forward
         model.forward = self._refuse_outside
@@ -119,7 +147,7 @@ class PipelineEngine:
         }
         self._answered: set[Any] = set()
         self.state = StageState(
-            session, work, self.buffers, self._ownership, share, self._synchroniser
+            session, work, self.buffers, self._ownership, share, self._synchroniser, tensor
         )
         self._unflushed: Unflushed | None = None
         if not self.flushes and optimizer is not None:
@@ -131,6 +159,8 @@ class PipelineEngine:
         """The parts of the model; its parameters are where they were."""
         session, work = self._session, self._work
         check_same_model(session.model, session.parameters, session.place)
+        if work.is_tensor_parallel and len(work.stages) == 1:
+            return [whole(session.model)]
         with shapes_on(session.device, session.model, session.parameters.values()):
             layered = layers_of(session.model, work.trace)
         self._check_call = layered.check_call
@@ -153,14 +183,14 @@ class PipelineEngine:
     def shared(self) -> list[SharedTensors]:
         """What several workers hold alike: a stage's replicas, and stages with a tied weight."""
         ownership = self._ownership
-        found = []
-        for holders in sorted({h for h in ownership.holders.values() if len(h) > 1}):
-            names = [n for n in ownership.parameters if ownership.holders[n] == holders]
-            own: dict[str, Tensor] = {
-                n: ownership.parameters[n] for n in names if n in ownership.own
-            }
-            found.append(SharedTensors(holders, own))
-        return found
+        sets: dict[Holders, dict[str, Tensor]] = {}
+        for name, parameter in ownership.parameters.items():
+            for label, holders in ownership.lanes.alike(name, ownership.holders[name]):
+                if len(holders) > 1:
+                    held = sets.setdefault(holders, {})
+                    if self._session.rank in holders:
+                        held[label] = parameter
+        return [SharedTensors(holders, held) for holders, held in sorted(sets.items())]
 
     @property
     def weight_versions(self) -> int:
@@ -183,7 +213,7 @@ class PipelineEngine:
         run, self._run_stage = self._run_stage, self._refuse_second
         given = by_placeholder(self._signature, arguments, named)
         self._check_call(given)
-        return run(given)
+        return run({**given, CALL: (arguments, named)})
 
     def _refuse_second(self, arguments: object) -> Any:
         raise TargetError(
@@ -386,11 +416,13 @@ class PipelineEngine:
         """The whole model after ``gather``; stages again afterwards."""
         model = self._session.model
         model.forward = self._forward
+        self._sharded.remove()
         buffers = move_buffers(model, self._ownership.device_of_whole)
         try:
             yield
         finally:
             model.forward = self._refuse_outside
+            self._sharded.install()
             put_back(buffers)
             self._ownership.strip()
 
@@ -404,5 +436,6 @@ class PipelineEngine:
     def close(self) -> None:
         """No further step; the model is the script's again."""
         self._session.model.forward, self._step = self._forward, None
+        self._sharded.remove()
         if self._ownership.device_of_whole != self._session.device:
             move_buffers(self._session.model, self._ownership.device_of_whole)
