@@ -65,7 +65,7 @@ class Ownership:
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self._is_whole, self._is_cut = True, False
         self.cut = {name for name in self.own if lanes.is_cut(name, rank)}
-        self.sums = {name: lanes.sums(holders) for name, holders in self.holders.items()}
+        self.sums = {name: lanes.sums(name, holders) for name, holders in self.holders.items()}
         self.tied = [
             name
             for name, parameter in parameters.items()

@@ -242,7 +242,7 @@ class Synchroniser:
 
     def _num_summed(self, name: str) -> int:
         """Elements of a parameter in its sum: all workers of it count alike."""
-        if self._ownership.lanes.is_mixed(self._holders(name)):
+        if self._ownership.lanes.adds_whole(name, self._holders(name)):
             return self._ownership.whole_shape(name).numel()
         return self._ownership.parameters[name].numel()
 
@@ -250,7 +250,7 @@ class Synchroniser:
         """What this worker adds to a parameter's sum."""
         ownership, parameter = self._ownership, self._ownership.parameters[name]
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if not ownership.lanes.is_mixed(self._holders(name)):
+        if not ownership.lanes.adds_whole(name, self._holders(name)):
             return gradient
         whole = ownership.whole_shape(name)
         return ownership.lanes.expanded(name, gradient, whole, self._place.rank)
@@ -258,7 +258,7 @@ class Synchroniser:
     def _taken(self, name: str, total: Tensor) -> Tensor:
         """What of a sum is this worker's."""
         lanes, rank = self._ownership.lanes, self._place.rank
-        if lanes.is_mixed(self._holders(name)) and lanes.is_cut(name, rank):
+        if lanes.adds_whole(name, self._holders(name)) and lanes.is_cut(name, rank):
             return lanes.part(name, total, rank)
         return total
 

@@ -50,19 +50,27 @@ class Lanes:
         """A parameter from the parts of one group, in order."""
         return self._cuts[name].whole(parts)
 
-    def sums(self, holders: Ranks) -> tuple[Ranks, ...]:
+    def sums(self, name: str, holders: Ranks) -> tuple[Ranks, ...]:
         """The sets of workers that add up the gradients of a parameter, each for itself.
 
-        Workers of one group have the gradients of unlike parts, or the same gradient. So each adds
-        to its like in other groups; where groups are of unlike degrees, all add up whole gradients.
+        Of a parameter that is cut, each worker adds to its like in other groups. Otherwise, and
+        where groups are of unlike degrees, all holders add up whole gradients (``expanded``).
         """
-        degrees = {self.degree(rank) for rank in holders}
-        if len(degrees) > 1:
+        if self.adds_whole(name, holders):
             return (holders,)
         return tuple(
             tuple(rank for rank in holders if self.lane(rank) == lane)
-            for lane in range(max(degrees))
+            for lane in range(self.degree(holders[0]))
         )
+
+    def adds_whole(self, name: str, holders: Ranks) -> bool:
+        """Whether what is added up are whole gradients, of which each worker gives its share.
+
+        All workers of a group compute the gradient of a parameter that is not cut, but products
+        may be rounded otherwise where memory is aligned otherwise. So one's is taken for all.
+        """
+        degrees = {self.degree(rank) for rank in holders}
+        return len(degrees) > 1 or (degrees != {1} and name not in self._cuts)
 
     def is_told_by_parts(self, name: str, holders: Ranks) -> bool:
         """Whether the norm of a parameter's gradient is put together from those of parts."""
@@ -76,10 +84,6 @@ class Lanes:
             part = f" (part {self.lane(rank) + 1} of {self.degree(rank)})" if is_cut else ""
             sets.setdefault(f"{name}{part}", []).append(rank)
         return [(label, tuple(ranks)) for label, ranks in sets.items()]
-
-    def is_mixed(self, holders: Ranks) -> bool:
-        """Whether groups of unlike degrees hold a parameter, so that whole gradients are added."""
-        return len({self.degree(rank) for rank in holders}) > 1
 
     def expanded(self, name: str, part: Tensor, whole: torch.Size, rank: int) -> Tensor:
         """A worker's share in a sum of whole gradients: zeros but for what no other has."""

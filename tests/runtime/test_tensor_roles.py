@@ -100,13 +100,18 @@ def test_a_tied_weight_is_cut_by_all_or_by_none() -> None:
 
 def test_gradients_are_added_by_those_who_have_the_same_part() -> None:
     lanes = Lanes([(0, 1), (2, 3), (4,)], {"w": Cut(0)})
-    assert lanes.sums((0, 1, 2, 3)) == ((0, 2), (1, 3))
-    assert lanes.sums((0, 1, 4)) == ((0, 1, 4),)  # unlike degrees add whole gradients
+    assert lanes.sums("w", (0, 1, 2, 3)) == ((0, 2), (1, 3))
+    assert lanes.sums("w", (0, 1, 4)) == ((0, 1, 4),)  # unlike degrees add whole gradients
+    assert lanes.sums("w", (4,)) == ((4,),)
     whole = torch.arange(4.0)
     shares = [
         lanes.expanded("w", lanes.part("w", whole, rank), whole.shape, rank) for rank in (0, 1)
     ]
     assert torch.equal(shares[0] + shares[1], whole)
+    # A whole parameter has the gradient of one worker of each group, to the last bit on all.
+    assert lanes.sums("bias", (0, 1, 2, 3)) == ((0, 1, 2, 3),)
+    shares = [lanes.expanded("bias", torch.ones(2), torch.Size([2]), rank) for rank in range(4)]
+    assert torch.equal(sum(shares), torch.full((2,), 2.0))
     assert [label for label, _ in lanes.alike("w", (0, 1, 4))] == [
         "w (part 1 of 2)", "w (part 2 of 2)", "w",
     ]  # fmt: skip
