@@ -23,7 +23,7 @@ from ..engine import LossFunction, Step
 from ..session import Session
 from ..streams import seed_streams
 from ..tensor.lanes import Lanes
-from ..tensor.roles import Sharing, check_degree, check_shared, sharing_of
+from ..tensor.roles import Sharing, check_degree, check_pairs, check_shared, sharing_of
 from ..tensor.sharded import ShardedModel, tensor_group
 from .arguments import by_placeholder
 from .cut import CALL, StageModule, check_crossing, cut, whole
@@ -65,6 +65,7 @@ def _sharing_of(model: nn.Module, work: PipelineWork) -> Sharing:
     sharing = sharing_of(model)
     for degree in sorted(degrees):
         check_degree(model, sharing, degree)
+    check_pairs([(s.layers, {len(ranks) for ranks in s.replicas}) for s in work.stages], sharing)
     return sharing
 
 

@@ -64,6 +64,10 @@ class ToldNorms:
             self._ratios[norm] = found.tolist()
         return self._ratios[norm][index]
 
+    def told(self, index: int, norm: float) -> tuple[float, float]:
+        """A parameter's 2-norm and another norm, as they were told; ask for the ratio before."""
+        return float(self._table[1, index]), float(self._table[1 + NORMS.index(norm), index])
+
     def _meet(self, norm: float) -> None:
         """Wait until all workers ask, so that one which does not is named and not waited for.
 

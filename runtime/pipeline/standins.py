@@ -85,7 +85,12 @@ def _norm(gradient: Tensor, order: Any) -> Tensor:
             hint=f"norms {known} are known everywhere",
         )
     found: Tensor = plain.abs().squeeze()
-    return found if order == 2 else found * gradient._told.ratio(gradient._index, order)
+    if order == 2:
+        return found
+    scaled = found * gradient._told.ratio(gradient._index, order)
+    # Not scaled yet, it is as told, to the last bit: a tied weight's workers clip alike.
+    two, exact = gradient._told.told(gradient._index, order)
+    return torch.where(found == two, torch.full_like(found, exact), scaled)
 
 
 class PartNorms:

@@ -253,6 +253,38 @@ def check_degree(model: nn.Module, sharing: Sharing, degree: int) -> None:
             )
 
 
+def check_pairs(stages: Sequence[tuple[Sequence[str], set[int]]], sharing: Sharing) -> None:
+    """Refuse a cut between a column- and its row-parallel layer where degrees differ.
+
+    What crosses there is a worker's share, which has no meaning at another degree.
+
+    Args:
+        stages: Each one's layers, and the degrees of its replicas.
+        sharing: What is shared.
+
+    Raises:
+        TargetError: Names both layers.
+    """
+    layers = [
+        (name.partition("#")[0], stage, degrees)
+        for stage, (names, degrees) in enumerate(stages)
+        for name in names
+    ]
+    column: tuple[str, int, set[int]] | None = None
+    for name, stage, degrees in layers:
+        style = sharing.roles[name].style if name in sharing.roles else None
+        if style == "column":
+            column = (name, stage, degrees)
+        elif style == "row" and column is not None:
+            if column[1] != stage and len(column[2] | degrees) > 1:
+                raise TargetError(
+                    f"{column[0]} and {name} are in two stages, whose tensor-parallel degrees are "
+                    f"{', '.join(str(d) for d in sorted(column[2] | degrees))}",
+                    hint="a cut between the two needs one degree on both sides",
+                )
+            column = None
+
+
 def check_shared(stages: Sequence[Any], sharing: Sharing, model: nn.Module) -> None:
     """Refuse stages whose graph reads a cut parameter elsewhere than in the module that shares it.
 

@@ -80,8 +80,15 @@ def logits_of(model, ids):
 
 
 def train(case):
-    """``model:optimizer:options``, options out of clip, inf."""
+    """``model:optimizer:options``, options out of clip, inf; save=DIR and load=DIR.
+
+    ``save`` leaves a checkpoint behind the first epoch; ``load`` goes on from a copy of it.
+    """
     name, kind, options = case.split(":")
+    checkpoints = options.partition("=")[2]
+    os.environ.pop("HETFLOW_CHECKPOINT", None)
+    if checkpoints:
+        os.environ["HETFLOW_CHECKPOINT"] = checkpoints
     synchronise.BUCKET_BYTES = 3000
     model = build(name)
     optimizer = OPTIMIZERS[kind](model.parameters())
@@ -102,6 +109,9 @@ def train(case):
             optimizer.zero_grad()
         with job.evaluation() as whole:
             losses.append(float(logits_of(whole, data().tensors[0]).square().sum()))
+        if "save" in options:
+            job.checkpoint()
+            break
     held = sum(p.numel() for p in model.parameters())
     job.finish()
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}

@@ -1,6 +1,7 @@
 """Tensor-parallel layers and trainings, on real gloo processes, against one process."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +20,13 @@ pytestmark = pytest.mark.processes
 
 SCRIPT = Path(__file__).parent / "tensor_cases.py"
 WHOLE = ("all",)  # a model of one stage is not cut, so its layers' names do not matter
+BLOCK = (
+    "norms.0", "attention.project_in", "attention.project_out", "norms.1", "feed_forward.0",
+    "feed_forward.1", "feed_forward.2",
+)  # fmt: skip
+FIRST = ("tokens", "positions", *(f"blocks.0.{name}" for name in BLOCK))
+LAST = (*(f"blocks.1.{name}" for name in BLOCK), "norm")
+APART = ((*FIRST, *LAST[:2]), LAST[2:])  # between two layers that are cut
 
 # name: (case, stages)
 WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
@@ -38,6 +46,18 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "gpt2": ("gpt2:adam:clip-inf", [(WHOLE, (1, 2))]),
         "odd": ("zoo:sgd:", [(WHOLE, (3,))]),
     }),
+    "p2": (2, {"zoo": ("zoo:sgd:clip", [(FIRST, (1,)), (LAST, (1,))])}),
+    "p2-unlike": (3, {
+        "zoo": ("zoo:sgd:clip", [(FIRST, (2,)), (LAST, (1,))]),
+        "back": ("zoo:adam:clip-inf", [(FIRST, (1,)), (LAST, (2,))]),
+        "apart": ("zoo:sgd:", [(APART[0], (2,)), (APART[1], (1,))]),
+    }),
+    "p2-t2": (4, {
+        "zoo": ("zoo:adam:clip-inf", [(FIRST, (2,)), (LAST, (2,))]),
+        "apart": ("zoo:sgd:clip", [(APART[0], (2,)), (APART[1], (2,))]),
+        "d2": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
+    }),
+    "p2-t2-d2": (8, {"zoo": ("zoo:sgd:clip", [(FIRST, (2, 2)), (LAST, (2, 2))])}),
     "t2-d2": (4, {
         "zoo": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "t4": ("zoo:sgd:clip", [(WHOLE, (4,))]),
@@ -49,7 +69,7 @@ TRAININGS = [
     pytest.param(world, name, marks=() if world in FAST else (pytest.mark.slow,))
     for world, (_, found) in WORLDS.items()
     for name in found
-    if name not in ("layers", "odd")
+    if name not in ("layers", "odd") and (world, name) != ("p2-unlike", "apart")
 ]
 
 
@@ -164,3 +184,38 @@ def parameters() -> tuple[int, int]:
 def test_a_degree_that_does_not_divide_is_refused_in_a_line(worlds: Worlds) -> None:
     said = "degree of 3 does not divide the 4 (num_heads) (degrees that do: 2 and 4)"
     assert all(said in answer["odd"]["error"] for answer in worlds["t2-1"])
+
+
+@pytest.mark.slow
+def test_a_pair_of_cut_layers_stays_with_one_degree(worlds: Worlds) -> None:
+    said = "blocks.1.attention.project_in and blocks.1.attention.project_out are in two stages"
+    assert all(said in answer["apart"]["error"] for answer in worlds["p2-unlike"])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_loads_under_other_degrees(
+    tmp_path: Path, one_process: Callable[[str], dict]
+) -> None:
+    expected = one_process("zoo:adam:clip")
+    saved = tmp_path / "saved"
+    case = f"zoo:adam:clip-save={saved}"
+    for number, save, load in ((0, (2,), (1, 1)), (1, (1, 1), (2,))):
+        plans = {"save": (case, parallel_plan([(WHOLE, save)]))}
+        run_world(folder_of(tmp_path, f"save{number}"), 2, plans)
+        for degrees in (load, (1,)):
+            copy = tmp_path / f"from{number}-{len(degrees)}-{sum(degrees)}"
+            shutil.copytree(saved, copy)
+            plans = {"load": (f"zoo:adam:clip-load={copy}", parallel_plan([(WHOLE, degrees)]))}
+            name = f"load{number}-{sum(degrees)}"
+            for answer in run_world(folder_of(tmp_path, name), sum(degrees), plans):
+                found = answer["load"]
+                assert "error" not in found, found
+                torch.testing.assert_close(
+                    found["state"], expected["state"], rtol=1e-10, atol=1e-10
+                )
+        shutil.rmtree(saved)
+
+
+def folder_of(parent: Path, name: str) -> Path:
+    (parent / name).mkdir()
+    return parent / name

@@ -1,12 +1,18 @@
 """What a tensor-parallel group shares of a model, how it is cut, and what is refused."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from hetflow.profilers.zoo.transformer import GPT
+from hetflow.protocol.environment import Start
 from hetflow.runtime import tensor_parallel
+from hetflow.runtime.group import Place
+from hetflow.runtime.pipeline.norms import NORMS, ToldNorms
+from hetflow.runtime.pipeline.standins import NormOnly
 from hetflow.runtime.tensor.cuts import Cut
+from hetflow.runtime.tensor.gradients import PartGradient
 from hetflow.runtime.tensor.lanes import Lanes
 from hetflow.runtime.tensor.operators import bounds
 from hetflow.runtime.tensor.roles import Sharing, check_degree, sharing_of
@@ -116,3 +122,18 @@ def test_gradients_are_added_by_those_who_have_the_same_part() -> None:
         "w (part 1 of 2)", "w (part 2 of 2)", "w",
     ]  # fmt: skip
     assert lanes.alike("bias", (0, 1, 2, 3)) == [("bias", (0, 1, 2, 3))]
+
+
+def test_a_norm_that_was_told_is_answered_to_the_last_bit() -> None:
+    two, largest = 1.2, 0.7
+    assert two * (largest / two) != largest  # what a ratio alone would give
+    table = np.array([[1.0], [two], [0.9], [largest]])
+    told = ToldNorms(lambda: table, Place(Start(), None, torch.device("cpu")))
+    told.take(table, set(NORMS))
+    stand_in = NormOnly.of(torch.tensor([two], dtype=torch.float64), told, 0)
+    part = PartGradient.of(torch.ones(3, dtype=torch.float64), stand_in)
+    assert [float(torch.linalg.vector_norm(part, n)) for n in NORMS] == [two, 0.9, largest]
+    torch._foreach_mul_([part, stand_in.clone()], 0.5)
+    assert float(torch.linalg.vector_norm(part)) == two / 2
+    assert float(torch.linalg.vector_norm(part, NORMS[2])) == pytest.approx(largest / 2, rel=1e-12)
+    assert torch.equal(part.as_subclass(torch.Tensor), torch.full((3,), 0.5, dtype=torch.float64))
