@@ -100,7 +100,7 @@ class PipelineEngine:
             parameters_of(parts),
             [stage.ranks for stage in work.stages],
             place,
-            Lanes(group_ranks, sharing.cuts),
+            Lanes(group_ranks, sharing.cuts, sharing.inner),
         )
         self.flushes = self._schedule.weight_semantics == "flush"
         self._check_semantics()

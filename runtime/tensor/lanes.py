@@ -1,6 +1,6 @@
 """Which workers share layers, and which part of a parameter each of them holds."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,10 +16,16 @@ class Lanes:
     Args:
         groups: The ranks of each; every worker is in one.
         cuts: How parameters are cut over a group, by name; others are whole on every worker.
+        inner: Whole parameters of whose gradient each worker of a group makes a share.
     """
 
-    def __init__(self, groups: Sequence[Ranks], cuts: Mapping[str, Cut]) -> None:
-        self._cuts = cuts
+    def __init__(
+        self,
+        groups: Sequence[Ranks],
+        cuts: Mapping[str, Cut],
+        inner: Collection[str] = (),
+    ) -> None:
+        self._cuts, self._inner = cuts, inner
         self._groups = {rank: group for group in groups for rank in group}
 
     def group(self, rank: int) -> Ranks:
@@ -88,7 +94,8 @@ class Lanes:
     def expanded(self, name: str, part: Tensor, whole: torch.Size, rank: int) -> Tensor:
         """A worker's share in a sum of whole gradients: zeros but for what no other has."""
         if not self.is_cut(name, rank):
-            return part if self.lane(rank) == 0 else torch.zeros_like(part)
+            counts = self.lane(rank) == 0 or name in self._inner
+            return part if counts else torch.zeros_like(part)
         degree, lane = self.degree(rank), self.lane(rank)
         parts = [
             part

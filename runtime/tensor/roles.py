@@ -14,7 +14,7 @@ from torch import nn
 from ...schema.errors import TargetError
 from .cuts import Cut
 
-Style = Literal["column", "row", "vocabulary", "output"]
+Style = Literal["column", "row", "vocabulary", "output", "inner"]
 _NOTE = "_hetflow_tensor_parallel"
 
 # What a module's name ends in, in models that say nothing. GPT-2; Llama and Qwen; the zoo's.
@@ -24,6 +24,7 @@ _KNOWN = {
     "gate_proj": "column", "up_proj": "column", "down_proj": "row", "embed_tokens": "vocabulary",
     "attention.project_in": "column:3", "attention.project_out": "row",
     "feed_forward.0": "column", "feed_forward.2": "row", "lm_head": "output",
+    "q_norm": "inner", "k_norm": "inner",
 }  # fmt: skip
 # Sizes that a forward reads of its module, which are a worker's own where layers are cut.
 _KNOWN_SIZES = {"attn": ("split_size",)}
@@ -36,7 +37,8 @@ class Role:
 
     Attributes:
         style: A linear layer cut by outputs (``column``), by inputs (``row``), by outputs that are
-            joined again (``output``), or an embedding cut by ``vocabulary``.
+            joined again (``output``), or an embedding cut by ``vocabulary``. An ``inner`` module
+            stands between column and row layers and is whole: each worker uses it for its share.
         parts: How many layers are fused in it (3 of queries, keys and values).
     """
 
@@ -68,11 +70,13 @@ class Sharing:
         roles: By module name.
         sizes: Attributes of modules to divide by the degree, by module name.
         cuts: How parameters are cut, by parameter name; the others are whole on every worker.
+        inner: Parameters that are whole, and of whose gradient each worker makes a share.
     """
 
     roles: Mapping[str, Role]
     sizes: Mapping[str, Sequence[str]]
     cuts: Mapping[str, Cut]
+    inner: frozenset[str] = frozenset()
 
 
 def tensor_parallel(
@@ -87,7 +91,8 @@ def tensor_parallel(
         roles: By module name (``*`` stands for any part of one): ``column`` and ``row`` for two
             linear layers between which each worker computes its own share, ``column:3`` where
             queries, keys and values are fused, ``vocabulary`` for an embedding, ``output`` for a
-            linear layer whose whole output every worker needs.
+            linear layer whose whole output every worker needs, ``inner`` for a module with
+            parameters between column and row layers (a norm of each head).
         sizes: By module name: attributes such as ``num_heads`` that the module's forward reads,
             and that are divided among the workers.
 
@@ -123,7 +128,9 @@ def sharing_of(model: nn.Module) -> Sharing:
     sizes: dict[str, Sequence[str]] = {}
     for name, module in model.named_modules():
         if patterns is None:
-            text = _by_ending(name, _KNOWN) if _is_shareable(module) else None
+            text = _by_ending(name, _KNOWN)
+            if text != "inner" and not _is_shareable(module):
+                text = None
             attributes_here = _by_ending(name, _KNOWN_SIZES) or ()
         else:
             text = next((t for p, t in patterns.items() if fnmatchcase(name, p)), None)
@@ -140,7 +147,29 @@ def sharing_of(model: nn.Module) -> Sharing:
             "share",
             hint="say which with hetflow.runtime.tensor_parallel(model, {...})",
         )
-    return Sharing(roles, sizes, _cuts(model, roles))
+    if patterns is None:
+        _check_known(model, roles)
+    inner = [name for name, role in roles.items() if role.style == "inner"]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    shared = {names[id(p)] for name in inner for p in model.get_submodule(name).parameters()}
+    return Sharing(roles, sizes, _cuts(model, roles), frozenset(shared))
+
+
+def _check_known(model: nn.Module, roles: Mapping[str, Role]) -> None:
+    """Refuse parameters beside a column layer that no name explains: they may be used in shares.
+
+    Raises:
+        TargetError: Names the module.
+    """
+    parents = {name.rpartition(".")[0] for name, role in roles.items() if role.style == "column"}
+    for name, module in model.named_modules():
+        is_inside = any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+        if is_inside and name not in roles and any(True for _ in module.parameters(recurse=False)):
+            raise TargetError(
+                f"{name} stands beside layers that a tensor-parallel group cuts, and it is not "
+                "known whether each worker uses it for its share",
+                hint="say how all are shared with hetflow.runtime.tensor_parallel(model, {...})",
+            )
 
 
 def _by_ending(name: str, table: Mapping[str, Any]) -> Any:
@@ -193,6 +222,8 @@ def _cuts(model: nn.Module, roles: Mapping[str, Role]) -> dict[str, Cut]:
 
 def _cuts_of(name: str, module: nn.Module, role: Role) -> dict[str, Cut]:
     """By attribute of the module."""
+    if role.style == "inner":
+        return {}
     if role.style == "vocabulary":
         if not isinstance(module, nn.Embedding):
             raise _no_such(name, module, role)
@@ -294,28 +325,27 @@ def check_shared(stages: Sequence[Any], sharing: Sharing, model: nn.Module) -> N
         model: The model.
 
     Raises:
-        TargetError: Names the module; torch.export takes modules apart into operators.
+        TargetError: Names the parameter; torch.export takes modules apart into operators.
     """
     if not sharing.cuts:
         return
+    parameters = dict(model.named_parameters())
     for stage in stages:
         used = {id(parameter) for parameter in stage.module.parameters()}
         there = {id(module) for module in stage.module.modules()}
-        for name in sharing.roles:
-            module = model.get_submodule(name)
-            if id(module) in there or not any(id(p) in used for p in module.parameters()):
+        shared = [model.get_submodule(name) for name in sharing.roles]
+        owned = {
+            id(parameter)
+            for module in shared
+            if id(module) in there
+            for parameter in module.parameters(recurse=False)
+        }
+        for name in sharing.cuts:
+            if id(parameters[name]) not in used - owned:
                 continue
-            if any(
-                id(p) in used
-                for other in stage.module.modules()
-                if other in map(model.get_submodule, sharing.roles)
-                for p in other.parameters(recurse=False)
-                if p in set(module.parameters())
-            ):
-                continue  # tied to one that is there
             raise TargetError(
-                f"{name} is shared by a tensor-parallel group, and the model's layers were found "
-                "by torch.export, which takes it apart",
+                f"{name} is cut over a tensor-parallel group, and the model's layers were found by "
+                "torch.export, which reads it outside of its module",
                 hint="launch a plan of one stage, or one whose tensor-parallel degrees are 1",
             )
 

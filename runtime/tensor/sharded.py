@@ -32,6 +32,8 @@ class ShardedModel:
         if group.degree == 1:
             return
         for name, role in sharing.roles.items():
+            if role.style == "inner":
+                continue
             module = model.get_submodule(name)
             self._forwards.append((module, _forward_of(module, role, group)))
         for name, attributes in sharing.sizes.items():

@@ -56,7 +56,18 @@ def gpt2():
     return GPT2LMHeadModel(config)
 
 
-MODELS = {"zoo": zoo, "llama": llama, "gpt2": gpt2}
+def qwen():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=TOKENS,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+MODELS = {"zoo": zoo, "llama": llama, "gpt2": gpt2, "qwen": qwen}
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda p: torch.optim.AdamW(p, lr=0.02),

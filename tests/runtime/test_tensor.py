@@ -38,6 +38,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "adam": ("zoo:adam:clip-inf", [(WHOLE, (2,))]),
         "llama": ("llama:sgd:clip", [(WHOLE, (2,))]),
         "gpt2": ("gpt2:sgd:clip-inf", [(WHOLE, (2,))]),
+        "qwen": ("qwen:sgd:clip", [(WHOLE, (2,))]),
         "d2": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
     }),
     "t2-1": (3, {

@@ -124,6 +124,26 @@ def test_gradients_are_added_by_those_who_have_the_same_part() -> None:
     assert lanes.alike("bias", (0, 1, 2, 3)) == [("bias", (0, 1, 2, 3))]
 
 
+def test_what_no_name_explains_beside_cut_layers_is_refused() -> None:
+    model = GPT(vocabulary=8, max_tokens=4, depth=1, num_heads=4, channels=8)
+    model.blocks[0].attention.scale = nn.LayerNorm(2)
+    with pytest.raises(TargetError, match=r"attention\.scale stands beside layers"):
+        sharing_of(model)
+
+
+def test_a_norm_of_each_head_gets_a_share_of_its_gradient_from_every_worker() -> None:
+    model = GPT(vocabulary=8, max_tokens=4, depth=1, num_heads=4, channels=8)
+    model.blocks[0].attention.q_norm = nn.LayerNorm(2)
+    sharing = sharing_of(model)
+    names = {f"blocks.0.attention.q_norm.{kind}" for kind in ("weight", "bias")}
+    assert sharing.inner == names
+    lanes = Lanes([(0, 1)], sharing.cuts, sharing.inner)
+    for name in names:
+        assert lanes.sums(name, (0, 1)) == ((0, 1),)
+        shares = [lanes.expanded(name, torch.ones(2), torch.Size([2]), rank) for rank in (0, 1)]
+        assert torch.equal(shares[0] + shares[1], torch.full((2,), 2.0))
+
+
 def test_a_norm_that_was_told_is_answered_to_the_last_bit() -> None:
     two, largest = 1.2, 0.7
     assert two * (largest / two) != largest  # what a ratio alone would give
