@@ -17,8 +17,9 @@ The repository root is this package: every folder beside this file imports as
 ``hetflow.<folder>``. See docs/ for the file formats and the design decisions.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from .schema.lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .api.check import check
     from .api.files import read, write
     from .api.launch import dry_run, launch
+    from .api.odds import odds
     from .api.profile import profile
     from .api.rent import rent
     from .api.resize import resize
@@ -55,43 +57,44 @@ if TYPE_CHECKING:
     from .schema.simulation import SimulationRun
 
 _WHERE = {
-    "allocate": "api.allocate",
-    "check": "api.check",
-    "dry_run": "api.launch",
-    "launch": "api.launch",
-    "plugins": "plugins",
-    "prepare": "runtime",
-    "profile": "api.profile",
-    "read": "api.files",
-    "rent": "api.rent",
-    "resize": "api.resize",
-    "simulate": "api.simulate",
-    "solve": "api.solve",
-    "sweep": "api.simulate",
-    "write": "api.files",
-    "Allocation": "schema.jobs",
-    "BatchPoint": "schema.profile",
-    "Cluster": "schema.cluster",
-    "Job": "schema.jobs",
-    "Jobs": "schema.jobs",
-    "ModelThroughput": "schema.jobs",
-    "OptimizerState": "schema.optimizer",
-    "ParallelPlan": "schema.parallel",
-    "PipelinePlan": "schema.pipeline",
-    "Profile": "schema.profile",
-    "RentReport": "schema.market",
-    "ResizeAnswer": "schema.resize",
-    "RunRecord": "schema.run",
-    "SimulationRun": "schema.simulation",
-    "SplitPlan": "schema.plan",
-    "Throughputs": "schema.jobs",
-    "BackendError": "schema.errors",
-    "FileError": "schema.errors",
-    "HetflowError": "schema.errors",
-    "InfeasibleError": "schema.errors",
-    "LaunchError": "schema.errors",
-    "ProblemError": "schema.errors",
-    "TargetError": "schema.errors",
+    "allocate": ".api.allocate",
+    "check": ".api.check",
+    "dry_run": ".api.launch",
+    "launch": ".api.launch",
+    "odds": ".api.odds",
+    "plugins": ".plugins",
+    "prepare": ".runtime",
+    "profile": ".api.profile",
+    "read": ".api.files",
+    "rent": ".api.rent",
+    "resize": ".api.resize",
+    "simulate": ".api.simulate",
+    "solve": ".api.solve",
+    "sweep": ".api.simulate",
+    "write": ".api.files",
+    "Allocation": ".schema.jobs",
+    "BatchPoint": ".schema.profile",
+    "Cluster": ".schema.cluster",
+    "Job": ".schema.jobs",
+    "Jobs": ".schema.jobs",
+    "ModelThroughput": ".schema.jobs",
+    "OptimizerState": ".schema.optimizer",
+    "ParallelPlan": ".schema.parallel",
+    "PipelinePlan": ".schema.pipeline",
+    "Profile": ".schema.profile",
+    "RentReport": ".schema.market",
+    "ResizeAnswer": ".schema.resize",
+    "RunRecord": ".schema.run",
+    "SimulationRun": ".schema.simulation",
+    "SplitPlan": ".schema.plan",
+    "Throughputs": ".schema.jobs",
+    "BackendError": ".schema.errors",
+    "FileError": ".schema.errors",
+    "HetflowError": ".schema.errors",
+    "InfeasibleError": ".schema.errors",
+    "LaunchError": ".schema.errors",
+    "ProblemError": ".schema.errors",
+    "TargetError": ".schema.errors",
 }
 
 __all__ = [
@@ -122,6 +125,7 @@ __all__ = [
     "check",
     "dry_run",
     "launch",
+    "odds",
     "plugins",
     "prepare",
     "profile",
@@ -134,16 +138,4 @@ __all__ = [
     "write",
 ]
 
-
-def __getattr__(name: str) -> object:
-    """Load a public name when it is first used."""
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f".{_WHERE[name]}", __name__)
-    value = module if name == "plugins" else getattr(module, name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+__getattr__, __dir__ = lazy_names(globals(), _WHERE, "__version__")

@@ -5,10 +5,13 @@ from pathlib import Path
 from ..planning.allocate import allocate as allocate_problem
 from ..planning.allocate import allocation_problem
 from ..planning.inputs import Pool, pool_of
+from ..planning.market_prices import Markets, priced_by
 from ..schema.jobs import Allocation, Jobs, Placement, Throughputs
 from .files import jobs_of, throughputs_of
+from .naming import names_arguments
 
 
+@names_arguments(gpus="pool", cluster="pool", budget="budget_dollars")
 def allocate(
     jobs: Jobs | Path | str,
     throughputs: Throughputs | Path | str,
@@ -20,6 +23,8 @@ def allocate(
     placement: Placement = "consolidated",
     budget_dollars: float | None = None,
     fill: bool = True,
+    market: Markets | None = None,
+    at: str | None = None,
 ) -> Allocation:
     """Share a pool among jobs as a policy asks; the allocation carries its proof.
 
@@ -33,9 +38,12 @@ def allocate(
         placement: Which throughputs of jobs with several devices count.
         budget_dollars: For ``makespan_budget``.
         fill: Share out what a max-min policy's optimum leaves idle, lexicographically.
+        market: Markets, or their files, whose cheapest prices of a device the cost policies use.
+        at: The time of those prices, such as ``2020-03-07T00:00:00Z``; None: the last known.
 
     Raises:
-        ProblemError: No such policy, or jobs that do not fit the pool.
+        ProblemError: No such policy, jobs that do not fit the pool, or a device type without a
+            price in the market.
         InfeasibleError: Nothing satisfies the policy's constraints.
         FileError: A file is missing or has faults.
 
@@ -55,7 +63,7 @@ def allocate(
     problem = allocation_problem(
         jobs_of(jobs),
         throughputs_of(throughputs, pairs=space_sharing),
-        pool_of(pool),
+        priced_by(pool_of(pool), market, at),
         heterogeneity="agnostic" if agnostic else "aware",
         space_sharing=space_sharing,
         placement=placement,

@@ -12,13 +12,18 @@ from ..planning.inputs import (
     under_todays_names,
 )
 from ..planning.judging import faults_of_plan
+from ..planning.market_prices import Markets, priced_by
 from ..schema.errors import ProblemError
 from ..schema.files import Plan
 from ..schema.jobs import Allocation, Jobs, Placement, Throughputs
 from ..schema.optimizer import OptimizerState, named_optimizer
 from .files import jobs_of, throughputs_of
+from .naming import names_arguments
 
 
+@names_arguments(
+    gpus="pool", cluster="pool", state_bytes_per_weight_byte="optimizer=OptimizerState(...)"
+)
 def check(
     claim: Plan | Allocation,
     profiles: Profiles | None = None,
@@ -32,6 +37,8 @@ def check(
     space_sharing: bool | None = None,
     placement: Placement | None = None,
     budget_dollars: float | None = None,
+    market: Markets | None = None,
+    at: str | None = None,
 ) -> list[str]:
     """Judge a plan or an allocation, with code that shares nothing with the solvers.
 
@@ -50,6 +57,8 @@ def check(
         space_sharing: Allocation: whether pairs of jobs may share devices.
         placement: Allocation: which throughputs count.
         budget_dollars: Allocation: its budget.
+        market: Allocation: markets, or their files, whose prices it was made at.
+        at: Allocation: the time of those prices; None: the last known.
 
     Returns:
         A sentence for each fault; none where the claim holds.
@@ -86,7 +95,7 @@ def check(
     problem = allocation_problem(
         jobs_of(jobs),
         throughputs_of(throughputs, pairs=shares or False),
-        devices,
+        priced_by(devices, market, at),
         heterogeneity=claim.heterogeneity,
         space_sharing=shares or False,
         placement=placement or claim.placement or "consolidated",

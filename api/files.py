@@ -7,6 +7,7 @@ from ..schema import files
 from ..schema.errors import FileError
 from ..schema.files import Plan, Record
 from ..schema.jobs import Jobs, Throughputs
+from .naming import names_arguments
 
 
 def read(path: Path | str) -> Record:
@@ -28,6 +29,7 @@ def read(path: Path | str) -> Record:
     return files.read_any(Path(path))
 
 
+@names_arguments()
 def write(path: Path | str, record: Record, *, force: bool = False) -> None:
     """Write a record as JSON, whole or not at all.
 

@@ -8,12 +8,22 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from ..schema.files import Plan
 from ..schema.run import RunRecord
 from .files import plan_of
+from .naming import names_arguments
 
 if TYPE_CHECKING:
     from ..launcher.request import LaunchRequest, OnFailure, Rendezvous
     from ..launcher.spawn import WorkerCommand
 
 _log = logging.getLogger("hetflow")
+_names_arguments = names_arguments(
+    output="folder",
+    restart_from_scratch="from_scratch",
+    timeout="timeout_seconds",
+    grace="grace_seconds",
+    nnodes="rendezvous",
+    node_rank="rendezvous",
+    rdzv_endpoint="rendezvous",
+)
 
 
 class LaunchOptions(TypedDict, total=False):
@@ -47,6 +57,7 @@ class LaunchOptions(TypedDict, total=False):
     stdout_to_stderr: bool
 
 
+@_names_arguments
 def launch(
     plan: Plan | Path | str,
     script: str,
@@ -85,6 +96,7 @@ def launch(
     return run(_request(plan, script, arguments, options), warn=_log.warning)
 
 
+@_names_arguments
 def dry_run(
     plan: Plan | Path | str,
     script: str,

@@ -11,6 +11,7 @@ from ..schema.errors import ProblemError
 from ..schema.estimate import Precision
 from ..schema.optimizer import named_optimizer
 from ..schema.profile import Profile
+from .naming import names_arguments
 
 _log = logging.getLogger("hetflow")
 
@@ -18,6 +19,7 @@ Effort = Literal["quick", "usual", "thorough"]
 Progress = Callable[[str, float | None], None]
 
 
+@names_arguments(device="devices", quick='effort="quick"', thorough='effort="thorough"')
 def profile(
     target: str,
     devices: Sequence[str] = (),
@@ -96,10 +98,16 @@ def profile(
     options = ProfileOptions()
     if effort == "quick":
         options = ProfileOptions(
-            limits=CurveLimits.quick(), loop=LoopPolicy.quick(), sync_seconds=3.0, hold_seconds=4.0
+            limits=CurveLimits.quick(),
+            loop=LoopPolicy.quick(),
+            sync_seconds=3.0,
+            exchange_seconds=3.0,
+            hold_seconds=4.0,
         )
     elif effort == "thorough":
-        options = ProfileOptions(loop=LoopPolicy.thorough(), sync_seconds=30.0)
+        options = ProfileOptions(
+            loop=LoopPolicy.thorough(), sync_seconds=30.0, exchange_seconds=30.0
+        )
     limits = replace(options.limits, largest=max_batch_size)
     if batch_sizes:
         text = batch_sizes if isinstance(batch_sizes, str) else ",".join(map(str, batch_sizes))

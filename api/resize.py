@@ -12,10 +12,12 @@ from ..schema.launch import LaunchConfig
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
 from ..schema.resize import ResizeAnswer
+from .naming import names_arguments
 
 _log = logging.getLogger("hetflow")
 
 
+@names_arguments(gpus="pool", timeout="timeout_seconds")
 def resize(
     run: Path | str,
     pool: Pool | None = None,

@@ -11,13 +11,17 @@ from ..importers.jobs_files import read_jobs
 from ..importers.philly import PhillyTrace
 from ..mechanisms.allocators.named import always_pairs
 from ..planning.inputs import Pool, pool_of, spelled_as
+from ..planning.market_prices import Markets, market_offers, markets_of
+from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.jobs import Entity, Job, Jobs, Throughputs
 from ..schema.records import nearest
 from ..schema.simulation import SimulationRun
 from ..simulator import Case, TraceOptions
+from ..simulator.market.many_jobs import MarketOptions
 from ..simulator.traces.draws import TraceKind
 from .files import throughputs_of
+from .naming import names_arguments
 
 KINDS: tuple[str, ...] = get_args(TraceKind)
 
@@ -33,6 +37,12 @@ class SimulationOptions(TypedDict, total=False):
     never), ``repair_seconds`` (3600) how long what failed is gone. ``window`` (4000, 5000)
     averages over these jobs of the trace only. ``seed`` (0) is that of all that is drawn, and
     ``num_jobs`` (1000) the length of a drawn trace.
+
+    With ``market`` (markets, or their files) jobs rent machines at its prices within the pool as
+    quota, from ``start`` on (None: once as many prices are known as ever are); a spot machine is
+    taken away after ``preemption_seconds`` on average (None: only where the market says so), and
+    the work since the last checkpoint, every ``checkpoint_seconds`` (0: when notice is given), is
+    lost; a move to another cloud costs ``cloud_move_dollars``.
     """
 
     policy: str
@@ -49,8 +59,17 @@ class SimulationOptions(TypedDict, total=False):
     window: tuple[int, int] | None
     seed: int
     num_jobs: int
+    market: Markets
+    start: str | None
+    preemption_seconds: float | None
+    checkpoint_seconds: float
+    cloud_move_dollars: float
 
 
+_OF_MARKETS = ("start", "preemption_seconds", "checkpoint_seconds", "cloud_move_dollars")
+
+
+@names_arguments(gpus="pool", cluster="pool", loads="jobs_per_hour")
 def simulate(
     trace: Jobs | Path | str,
     throughputs: Throughputs | Path | str,
@@ -103,6 +122,7 @@ def simulate(
     return simulator.report(case, run, name, with_jobs=with_jobs)
 
 
+@names_arguments(gpus="pool", cluster="pool")
 def sweep(
     trace: str,
     throughputs: Throughputs | Path | str,
@@ -146,7 +166,9 @@ def _case(throughputs: Throughputs | Path | str, pool: Pool, options: Simulation
     needs_pairs = options.get("space_sharing", False) or always_pairs(options.get("policy", "las"))
     table = throughputs_of(throughputs, pairs=needs_pairs)
     devices = spelled_as(pool_of(pool), table)
-    chosen: dict[str, Any] = {k: v for k, v in options.items() if k != "num_jobs"}
+    ours = ("num_jobs", "market", *_OF_MARKETS)
+    chosen: dict[str, Any] = {k: v for k, v in options.items() if k not in ours}
+    chosen |= _market(options, devices)
     return Case(
         throughputs=table,
         num_devices=devices.num_devices,
@@ -157,6 +179,31 @@ def _case(throughputs: Throughputs | Path | str, pool: Pool, options: Simulation
         },
         **chosen,
     )
+
+
+def _market(options: SimulationOptions, devices: Cluster) -> dict[str, Any]:
+    """What a case says of its market; nothing where there is none."""
+    if "market" not in options:
+        for name in _OF_MARKETS:
+            if options.get(name):
+                raise ProblemError(f"{name} is for a market, and none is given")
+        return {}
+    prices, is_told = market_offers(
+        markets_of(options["market"]), devices.num_devices, options.get("start")
+    )
+    told = MarketOptions(
+        restart_seconds=options.get("restart_seconds", 0.0),
+        cloud_move_dollars=options.get("cloud_move_dollars", 0.0),
+        preemption_seconds=options.get("preemption_seconds"),
+        checkpoint_seconds=options.get("checkpoint_seconds", 0.0),
+        seed=options.get("seed", 0),
+        is_told=is_told,
+    )
+    return {
+        "scheduler": options.get("scheduler", "market"),
+        "market": prices,
+        "market_options": told,
+    }
 
 
 def _drawn(

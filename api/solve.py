@@ -20,8 +20,15 @@ from ..schema.files import Plan
 from ..schema.optimizer import OptimizerState, named_optimizer
 from ..schema.pipeline import StageCost
 from ..schema.schedule_traits import DEFAULT_SCHEDULE
+from .naming import names_arguments
 
 
+@names_arguments(
+    gpus="pool",
+    cluster="pool",
+    time_limit="time_limit_seconds",
+    state_bytes_per_weight_byte="optimizer=OptimizerState(...)",
+)
 def solve(
     profiles: Profiles,
     pool: Pool,

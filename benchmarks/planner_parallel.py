@@ -1,31 +1,21 @@
-"""Plans of three dimensions: against Sailor's planner, and predictions against its measured runs.
+"""Sailor's and Piper's planners against hetflow's, on their published inputs.
 
-Both use Sailor's published inputs for OPT-350M (tests/data). Plans are judged by Sailor's own rule
-of costs, which the checker counts as its simulator does. Of the 15 measured runs (GH200 nodes of 4)
-the first two predictions use the profiles alone; the third scales its terms (passes with the
-update, messages, all-reduce) by three factors fitted on the other 14 runs.
+Plans are judged by the planner's own rule of costs, which hetflow's checkers count: Sailor's
+simulator for OPT-350M, Piper's time per sample for BERT-32 and ResNet-50.
 """
 
 import argparse
 import json
 import time
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from hetflow.checks.parallel import check, counted_memory, counted_step
+from hetflow.checks import steady as steady_check
+from hetflow.checks.parallel import check
+from hetflow.importers import piper
 from hetflow.importers.sailor import read_problem
-from hetflow.schema.parallel import (
-    ParallelPlan,
-    ParallelPrediction,
-    ParallelProblem,
-    ParallelProof,
-    ParallelStage,
-    ReplicaGroup,
-)
-from hetflow.solvers.parallel.solve import shares_of, solve
+from hetflow.solvers.parallel import steady
+from hetflow.solvers.parallel.solve import solve
 from hetflow.tests.data.reference import planners
 
 MODEL, BATCH = "OPT-350", 1024
@@ -65,123 +55,52 @@ def against_sailor() -> list[dict[str, Any]]:
     return rows
 
 
-@dataclass(frozen=True)
-class MeasuredRun:
-    """One of Sailor's runs: the plan, what was measured, and the terms of the prediction."""
-
-    name: str
-    plan: ParallelPlan
-    problem: ParallelProblem
-    measured_seconds: float
-    measured_memory_bytes: float
-
-    @property
-    def terms(self) -> tuple[float, float, float]:
-        """Passes with the update, messages and the all-reduce by hetflow's rule, seconds."""
-        whole = counted_step(self.plan, self.problem)
-        no_links = _without_links(self.problem)
-        passes = counted_step(self.plan, no_links)
-        one = replace(self.problem, output_bytes=(0,) * len(self.problem.layers))
-        reduced = counted_step(self.plan, one) - passes
-        return passes, whole - passes - reduced, reduced
-
-
-def _without_links(problem: ParallelProblem) -> ParallelProblem:
-    """The same with nothing to send or to reduce."""
-    sizes = tuple(replace(size, weight_bytes=(0,) * len(problem.layers)) for size in problem.sizes)
-    return replace(problem, output_bytes=(0,) * len(problem.layers), sizes=sizes)
-
-
-def measured_runs() -> list[MeasuredRun]:
-    """All 15."""
-    runs = []
-    for path in sorted((planners() / "sailor" / "validation_gh200_opt350").glob("*/*.json")):
-        run = json.loads(path.read_text())
-        problem = read_problem(
-            planners() / "sailor",
-            MODEL,
-            {"GH-96": 4 * run["N"]},
-            global_batch_size=run["gbs"],
-            cost_rule="hetflow",
+def against_piper() -> list[dict[str, Any]]:
+    """Solve each of Piper's instances; seconds a sample in the unit of its files."""
+    files = {"bert": "bert32a100.json", "resnet": "resnet.json"}
+    rows = []
+    for line in (planners() / "piper" / "results.jsonl").read_text().splitlines():
+        answer = json.loads(line)
+        problem = piper.read_problem(
+            planners() / "piper" / files[answer["model"]],
+            num_devices=answer["devices"],
+            memory_bytes=int(answer["memory_gib"] * 2**30),
         )
-        runs.append(
-            MeasuredRun(path.stem, _plan_of(run), problem, run["real"], float(run["max_mem"]))
+        start = time.process_time()
+        plan = steady.solve(problem)
+        seconds = time.process_time() - start
+        faults = steady_check.check(plan, problem)
+        if faults:
+            raise SystemExit(f"the plan fails its check: {'; '.join(faults)}")
+        rows.append(
+            {
+                "model": answer["model"],
+                "devices": answer["devices"],
+                "memory_gib": answer["memory_gib"],
+                "equal_split": answer.get("equi_tps"),
+                "piper": answer["piper_tps"],
+                "hetflow": plan.sample_seconds,
+                "gap": plan.proof.gap,
+                "piper_cpu_seconds": answer["piper_cpu_s"],
+                "cpu_seconds": seconds,
+            }
         )
-    return runs
-
-
-def _plan_of(run: dict[str, Any]) -> ParallelPlan:
-    pipeline, size = run["pipeline_list"][0], run["mbs"]
-    rounds = -(-run["gbs"] // (size * pipeline["dp"][0]))
-    stages = []
-    for layers, replicas in zip(
-        pipeline["layers_per_stage"], pipeline["tmp_per_stage"], strict=True
-    ):
-        name, degree = replicas[0][0][0][0], replicas[0][1]
-        (share,) = shares_of(run["gbs"], (len(replicas),), rounds * size)
-        group = ReplicaGroup(
-            device_type=name,
-            tensor_parallel_size=degree,
-            num_replicas=len(replicas),
-            samples=share,
+        print(
+            f"{answer['model']} on {answer['devices']} x {answer['memory_gib']} GiB: Piper "
+            f"{answer['piper_tps']:.7g} ({answer['piper_cpu_s']:.2f} CPU s), hetflow "
+            f"{plan.sample_seconds:.7g} (gap {100 * (plan.proof.gap or 0):.1f} %, "
+            f"{seconds:.2f} CPU s)"
         )
-        names = tuple(f"layer{layer}" for layer in layers)
-        stages.append(ParallelStage(layers=names, recompute="none", replicas=(group,)))
-    return ParallelPlan(
-        model=MODEL,
-        global_batch_size=run["gbs"],
-        microbatch_size=size,
-        num_microbatches=rounds,
-        schedule="1f1b",
-        num_model_chunks=1,
-        stages=tuple(stages),
-        predicted=ParallelPrediction(step_seconds=0.0, samples_per_second=0.0, memory_bytes={}),
-        proof=ParallelProof(
-            termination="feasible", objective=0.0, lower_bound=None, gap=None, method="", space=""
-        ),
-    )
-
-
-def against_measurements() -> dict[str, Any]:
-    """Errors of time and memory, each run's and the mean of their absolute values."""
-    runs = measured_runs()
-    measured = np.array([run.measured_seconds for run in runs])
-    sailor = [
-        counted_step(run.plan, replace(run.problem, cost_rule="sailor")) / run.measured_seconds - 1
-        for run in runs
-    ]
-    terms = np.array([run.terms for run in runs])
-    relative = terms / measured[:, None]
-    fitted = []
-    for left_out in range(len(runs)):
-        others = [i for i in range(len(runs)) if i != left_out]
-        factors = np.linalg.lstsq(relative[others], np.ones(len(others)), rcond=None)[0]
-        fitted.append(float(relative[left_out] @ factors) - 1)
-    memory = [
-        max(max(counted_memory(r.plan, r.problem, i)) for i in range(len(r.plan.stages)))
-        / r.measured_memory_bytes
-        - 1
-        for r in runs
-    ]
-    errors = {
-        "sailor_rule": sailor,
-        "hetflow_rule": [float(each) for each in terms.sum(axis=1) / measured - 1],
-        "hetflow_fitted_leave_one_out": fitted,
-        "memory": memory,
-    }
-    for name, found in errors.items():
-        size = np.abs(found)
-        print(f"{name}: mean {100 * size.mean():.1f} %, largest {100 * size.max():.1f} %")
-    return {"runs": [run.name for run in runs], **errors}
+    return rows
 
 
 def main() -> None:
-    """Print both; ``--json FILE`` keeps them."""
+    """Print it; ``--json FILE`` keeps it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the same: it takes seconds")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
-    results = {"against_sailor": against_sailor(), "against_measurements": against_measurements()}
+    results = {"against_sailor": against_sailor(), "against_piper": against_piper()}
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

@@ -27,7 +27,13 @@ from hetflow.tests.fakecuda.hosts import software_environment
 
 WORKERS, SKIPPED = 2, 3
 # Samples of a worker, and counted steps.
-MODELS = {"mlp": (32, 8), "digits-cnn": (32, 8), "resnet18": (2, 4), "gpt-small": (2, 4)}
+MODELS = {
+    "mlp": (32, 8),
+    "digits-cnn": (32, 8),
+    "resnet18": (2, 2),
+    "gpt-small": (2, 4),
+    "resnet50": (2, 1),
+}
 # The level of determinism, then what is asked for beside it.
 VARIANTS = {
     "ddp": ("none", ""),

@@ -61,14 +61,22 @@ def _own_faults(plan: SplitPlan) -> Iterator[str]:
             f"is not the global batch of {plan.global_batch_size}"
         )
     yield from _uniform_faults(plan)
+    if plan.num_devices == 1 and any(group.exposed_seconds for group in plan.groups):
+        yield "groups[0]: one device has nothing to synchronise, but exposed_seconds"
     if plan.num_devices == 1 and predicted.sync_seconds:
         yield f"predicted: one device has nothing to synchronise, got {predicted.sync_seconds} s"
-    times = [g.virtual_nodes * g.pass_seconds for g in plan.groups if g.pass_seconds is not None]
-    if len(times) == len(plan.groups) and predicted.compute_seconds is not None:
-        if differ(max(times), device):
+    timed = [
+        (g.virtual_nodes * g.pass_seconds, g.exposed_seconds or 0.0)
+        for g in plan.groups
+        if g.pass_seconds is not None
+    ]
+    if len(timed) == len(plan.groups) and predicted.compute_seconds is not None:
+        longest = max(passes + exposed for passes, exposed in timed)
+        last = [passes for passes, exposed in timed if not differ(passes + exposed, longest)]
+        if all(differ(passes, device) for passes in last):
             yield (
                 f"predicted: compute, loading and virtual nodes take {device} s, "
-                f"but the slowest group takes {max(times)} s"
+                f"but the slowest group takes {max(last)} s"
             )
 
 
@@ -159,6 +167,9 @@ def _group_faults(
         yield f"a pass of {size} samples on {group.device_type} is not profiled or does not fit"
     elif group.pass_seconds is not None and differ(group.pass_seconds, point.step_seconds):
         yield f"pass_seconds is {group.pass_seconds}, the profile says {point.step_seconds}"
+    exposed = definitions.exposed_seconds(option, num_devices, size)
+    if group.exposed_seconds is not None and differ(group.exposed_seconds, exposed or 0.0, 1e-15):
+        yield f"exposed_seconds is {group.exposed_seconds}, the profile says {exposed}"
     if group.interpolated != (size in costs.interpolated_sizes):
         yield f"interpolated is {group.interpolated}, which is not true of {size} samples"
     busy = num_devices > 1 and option.alone is not None
@@ -183,14 +194,26 @@ def _prediction_faults(plan: SplitPlan, options: dict[str, DeviceOption]) -> Ite
     used = [options[group.device_type] for group in plan.groups]
     costs = [definitions.terms(option, plan.num_devices) for option in used]
     work = [_work(group, cost) for group, cost in zip(plan.groups, costs, strict=True)]
-    longest = max(seconds for seconds, _ in work)
-    sync = max(definitions.split_sync_seconds(option, plan.num_devices) for option in used)
+    exposed = [
+        definitions.exposed_seconds(option, plan.num_devices, group.virtual_node_batch_size) or 0.0
+        for group, option in zip(plan.groups, used, strict=True)
+    ]
+    ready = [seconds + more for (seconds, _), more in zip(work, exposed, strict=True)]
+    longest = max(ready)
+    least = max(definitions.split_sync_seconds(option, plan.num_devices) for option in used)
     closing = max(cost.update_seconds + cost.fixed_seconds for cost in costs)
     rounding = max(1e-14 * definitions.fitted_ring_seconds(option) for option in used)
-    step = longest + sync + closing
-    passes = [(seconds, point.step_seconds_error) for seconds, point in work]
+    step = longest + least + closing
+    passes = [
+        (seconds, more, point.step_seconds_error)
+        for (seconds, point), more in zip(work, exposed, strict=True)
+    ]
     spread = definitions.spread_seconds(step, passes, [option.step_error for option in used])
     found = plan.predicted
+    syncs = [
+        least + more for one, more in zip(ready, exposed, strict=True) if not differ(one, longest)
+    ]
+    sync = min(syncs, key=lambda seconds: abs(seconds - (found.sync_seconds or 0.0)))
     pairs = [
         ("sync_seconds", found.sync_seconds, sync),
         ("step_seconds", found.step_seconds, step),
@@ -208,8 +231,8 @@ def _prediction_faults(plan: SplitPlan, options: dict[str, DeviceOption]) -> Ite
     if found.compute_seconds is not None:
         slowest = [
             (group.virtual_nodes, point)
-            for group, (seconds, point) in zip(plan.groups, work, strict=True)
-            if not differ(seconds, longest)
+            for group, (_, point), one in zip(plan.groups, work, ready, strict=True)
+            if not differ(one, longest)
         ]
         yield from _part_faults(found, slowest)
 
@@ -345,5 +368,6 @@ def _obvious_plans(problem: SplitProblem) -> Iterator[_Obvious]:
                 passes, rest = divmod(batch // number, point.batch_size)
                 if rest == 0 and share in (None, point.batch_size):
                     what = f"{number} {option.device_type} x {passes} x {point.batch_size}"
-                    step = passes * point.step_seconds + fixed
+                    exposed = definitions.exposed_seconds(option, number, point.batch_size)
+                    step = passes * point.step_seconds + (exposed or 0.0) + fixed
                     yield _Obvious(step, (number * passes, number), what)

@@ -13,7 +13,7 @@ from ..schema.pipeline import (
     TopologyLevel,
 )
 from ..schema.problem import AloneDevice, DeviceOption
-from ..schema.profile import BatchPoint
+from ..schema.profile import BatchPoint, Sync
 from ..schema.schedule_traits import traits
 
 
@@ -37,16 +37,37 @@ def split_sync_seconds(option: DeviceOption, num_devices: int) -> float:
     measured = option.sync
     if num_devices == 1 or measured is None:
         return 0.0
+    hidden_best = _least_sync_seconds(measured)
     weights, cap = option.weight_bytes, option.link_bytes_per_second
     if measured.bytes_per_second is None or measured.latency_seconds is None:
         wire = ring_seconds(weights, num_devices, cap) if cap is not None else 0.0
-        return wire if wire > measured.sync_seconds else measured.sync_seconds
+        return wire if wire > hidden_best else hidden_best
     rate = measured.bytes_per_second
     if cap is not None and cap < rate:
         rate = cap
     ring = _hop_seconds(option, num_devices) + ring_seconds(weights, num_devices, rate)
-    seconds = measured.sync_seconds + ring - fitted_ring_seconds(option)
+    seconds = hidden_best + ring - fitted_ring_seconds(option)
     return seconds if seconds > 0 else 0.0
+
+
+def _least_sync_seconds(sync: Sync) -> float:
+    """Where sizes are told apart, what is exposed at the size that hides most."""
+    return min([point.sync_seconds for point in sync.by_batch_size] or [sync.sync_seconds])
+
+
+def exposed_seconds(option: DeviceOption, num_devices: int, size: int) -> float | None:
+    """What a device's last virtual node leaves exposed beyond the least of any size.
+
+    None where sizes are not told apart. What was measured at the sizes around it, each counting
+    for as much as it is near.
+    """
+    known = {p.batch_size: p.sync_seconds for p in option.sync.by_batch_size} if option.sync else {}
+    if num_devices == 1 or not known:
+        return None
+    below = max((s for s in known if s <= size), default=min(known))
+    above = min((s for s in known if s >= size), default=max(known))
+    near = 0.0 if above == below else (size - below) / (above - below)
+    return (1 - near) * known[below] + near * known[above] - min(known.values())
 
 
 def terms(option: DeviceOption, num_devices: int) -> DeviceOption | AloneDevice:
@@ -61,22 +82,23 @@ def point(costs: DeviceOption | AloneDevice, size: int) -> BatchPoint | None:
 
 def spread_seconds(
     step_seconds: float,
-    passes: Sequence[tuple[float, float | None]],
+    passes: Sequence[tuple[float, float, float | None]],
     step_errors: Sequence[float | None],
 ) -> float | None:
     """How far a split's step may be from its prediction, either way; None where nobody knows.
 
     Args:
         step_seconds: The prediction.
-        passes: Of each group all passes' seconds, and the half width of their interval, relative.
+        passes: Of each group all passes' seconds, what synchronisation exposes at their size, and
+            the half width of the passes' interval, relative.
         step_errors: Of each group's type, how far steps were from their terms, relative.
     """
     ways = []
     if None not in step_errors:
         ways.append(step_seconds * max(error or 0.0 for error in step_errors))
-    if all(error is not None for _, error in passes):
-        latest = max(seconds + seconds * (error or 0.0) for seconds, error in passes)
-        ways.append(latest - max(seconds for seconds, _ in passes))
+    if all(error is not None for *_, error in passes):
+        latest = max(seconds + more + seconds * (error or 0.0) for seconds, more, error in passes)
+        ways.append(latest - max(seconds + more for seconds, more, _ in passes))
     return max(ways) if ways else None
 
 

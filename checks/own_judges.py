@@ -7,6 +7,7 @@ from math import fsum, inf
 from ..schema.jobs import Allocation, Certificate, Job
 from .allocation_bounds import floor, owed, priced_capacity
 from .allocation_policies import Pool, finish_time_ratio, needed_throughput, spent_dollars
+from .allocation_regions import bound_by_regions, sum_of_ratios
 from .allocation_tree import Tree
 from .judges import JUDGES, Judge, Reached, tree_of_equals
 
@@ -219,6 +220,12 @@ _JUDGES = {
         rises=_rise_alike,
         sees=Pool.cheapest,
         counts_dollars=True,
+    ),
+    "min_cost_per_job_slo": Judge(
+        objective=sum_of_ratios,
+        bound=bound_by_regions,
+        counts_dollars=True,
+        keeps_slos=True,
     ),
     "min_dollars_slo": Judge(
         sense="min",

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from math import ceil, isclose
 
 from ..schema.parallel import (
-    LinkCurve,
     ParallelPlan,
     ParallelPool,
     ParallelProblem,
@@ -264,15 +263,20 @@ def _transfer(plan: ParallelPlan, problem: ParallelProblem, number: int) -> floa
 def _message(
     plan: ParallelPlan, problem: ParallelProblem, stages: tuple[int, int], size: float
 ) -> float:
-    """A message between two stages, over the slowest link of any of their replicas."""
-    curves: list[LinkCurve] = []
+    """A message between two stages, on the slowest of all their replicas.
+
+    Without scatter/gather a group sends a copy from each device; where receiving blocks, the same
+    message costs the stage at its other end as much again.
+    """
+    slowest = 0.0
     for number in stages:
         for group in plan.stages[number].replicas:
-            links = _pool(problem, group).links
-            curves += [
-                x.curve for x in links if x.tensor_parallel_size == group.tensor_parallel_size
-            ]
-    return max(curve.seconds(size) for curve in curves)
+            degree = group.tensor_parallel_size
+            sent = size if problem.boundary_rule == "scattered" else size * degree
+            for link in _pool(problem, group).links:
+                if link.tensor_parallel_size == degree:
+                    slowest = max(slowest, link.curve.seconds(sent))
+    return slowest + slowest if problem.boundary_rule == "blocking" else slowest
 
 
 def _reduce(plan: ParallelPlan, problem: ParallelProblem, number: int) -> float:

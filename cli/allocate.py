@@ -9,8 +9,9 @@ from . import completing
 from .common import ForceFlag, JsonFlag, asked_pool, emit_file, note, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from ..planning.inputs import Pool
     from ..schema.jobs import Allocation
 
 _MOST_NAMED = 10  # jobs on stderr; the answer names all
@@ -28,7 +29,8 @@ def allocate(
             help="las, las_weighted, las_water_filling, hierarchical, makespan, makespan_budget, "
             "finish_time_fairness, fifo, static_priority, sjf, max_throughput, "
             "max_normalised_throughput, min_cost, min_cost_slo, min_cost_ratio, "
-            "min_cost_ratio_slo, min_cost_per_job, min_dollars_slo or a plug-in's.",
+            "min_cost_ratio_slo, min_cost_per_job, min_cost_per_job_slo, min_dollars_slo "
+            "or a plug-in's.",
         ),
     ] = "las",
     gpus: Annotated[str | None, typer.Option(help="The pool, e.g. 36xv100,36xp100.")] = None,
@@ -59,6 +61,17 @@ def allocate(
             "keep to the bare optimum of the thesis.",
         ),
     ] = True,
+    market: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Prices of the pool's devices: hetflow.market/1; the cheapest counts; may be "
+            "repeated."
+        ),
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(help="When, as 2020-03-07T00:00:00Z; else the market's last prices."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write here, else to stdout.")
     ] = None,
@@ -88,12 +101,26 @@ def allocate(
         placement=placement,
         budget_dollars=budget,
         fill=fill,
+        market=market or None,
+        at=at,
     )
     warn_of_left_out(allocation.left_out)
     emit_file(allocation, output, force=force, json=json)
+    for line in _prices(asked_pool(gpus, cluster), market, at):
+        note(line)
     _tell(allocation, output)
     if allocation.certificate.termination != "optimal":
         raise typer.Exit(4)
+
+
+def _prices(pool: "Pool", market: list[Path] | None, at: str | None) -> "Iterator[str]":
+    """Where each price of the pool comes from."""
+    from ..planning.inputs import pool_of
+    from ..planning.market_prices import markets_of, priced_pool
+
+    if market:
+        for name, price in priced_pool(pool_of(pool), markets_of(market), at)[1].items():
+            yield f"{name}: {price.dollars_per_hour:.4g} $ per device and hour, {price.title}"
 
 
 def warn_of_left_out(left_out: "Mapping[str, str]") -> None:

@@ -61,6 +61,11 @@ def check(
         float | None,
         typer.Option(min=0.0, help="Allocation: made under this budget [default: what it says]."),
     ] = None,
+    market: Annotated[
+        list[Path] | None,
+        typer.Option(help="Allocation: the market whose prices it was made at; may be repeated."),
+    ] = None,
+    at: Annotated[str | None, typer.Option(help="Allocation: the time of those prices.")] = None,
     json: JsonFlag = False,
 ) -> None:
     """Verify a plan or an allocation, with code that shares nothing with the solvers.
@@ -89,6 +94,8 @@ def check(
             space_sharing=space_sharing,
             placement=placement,
             budget_dollars=budget,
+            market=market or None,
+            at=at,
         )
         termination = _termination(found)
     elif isinstance(found, files.Plan):

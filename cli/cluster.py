@@ -20,7 +20,7 @@ def start(
     ] = None,
     cluster: Annotated[Path | None, typer.Option(help="The pool's file, instead.")] = None,
     engine: Annotated[
-        str, typer.Option(help="Where jobs run: local (this host) or slurm (its nodes).")
+        str, typer.Option(help="Where jobs run: local (this host), slurm or ray (their nodes).")
     ] = "local",
     policy: Annotated[
         str, typer.Option(help="Who gets what part of the time: a policy of `hetflow allocate`.")
@@ -38,7 +38,7 @@ def start(
 ) -> None:
     """Schedule jobs on a pool of devices until interrupted.
 
-    Jobs survive it: start it again, and it goes on with those that still run.
+    Running jobs survive the scheduler; when it is started again it takes them over.
 
     \b
     hetflow cluster start --gpus 1xcpu:fast,2xcpu:slow --round 30

@@ -186,6 +186,10 @@ def register(app: typer.Typer, function: Callable[..., None], **options: Any) ->
     """Register a command and give it --quiet, --debug and --show-config."""
     context_settings = options.pop("context_settings", {})
     settings = {"help_option_names": ["-h", "--help"], **context_settings}
+    name = options.get("name", "")
+    if " " in name:  # the parser would look for a variable with a space in its name
+        words = f"{ENVIRONMENT_PREFIX} {name}".upper().split()
+        settings.setdefault("auto_envvar_prefix", "_".join(words))
     app.command(cls=PanelCommand, context_settings=settings, **options)(
         _with_common_flags(function)
     )
@@ -274,6 +278,10 @@ def config_values() -> dict[str, Any]:
         command: {key.replace("-", "_"): value for key, value in table.items()}
         for command, table in tables.items()
     }
-    for kind in ("solve split", "solve pipeline"):  # what [solve] says counts for each kind
+    for kind in (
+        "solve split",
+        "solve pipeline",
+        "solve parallel",
+    ):  # what [solve] says counts for each kind
         values.setdefault(kind, values.get("solve", {}))
     return values

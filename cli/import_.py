@@ -64,7 +64,7 @@ def import_(
     """
     from ..importers.pipedream import profile_of
     from ..importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS
-    from ..schema.cluster import Cluster
+    from ..schema.cluster import is_device_type, parse_memory
     from ..schema.errors import ProblemError
     from ..schema.files import check_writable, read_text
     from ..schema.spelling import nearest
@@ -90,11 +90,16 @@ def import_(
     if device_type is None or device_memory is None:
         missing = "--device-type" if device_type is None else "--device-memory"
         raise ProblemError(f"Missing option '{missing}'", hint="see `hetflow import --help`")
-    pool = Cluster.parse(f"{device_type}:1:{device_memory}")
-    if list(pool.device_types) != [device_type]:
+    if not is_device_type(device_type):
         raise ProblemError(
             f"--device-type {device_type!r} is not the name of one device type",
             hint="name it as in --gpus, for example V100",
+        )
+    memory_bytes = parse_memory(device_memory)
+    if memory_bytes is None:
+        raise ProblemError(
+            f"--device-memory {device_memory!r} is no amount of memory",
+            hint="write a number and a unit, for example 16GB",
         )
     graph = chosen.read(read_text(file), microbatch_size=microbatch_size, name=str(file))
     if not keep_placeholders and chosen.without_placeholders is not None:
@@ -104,7 +109,7 @@ def import_(
         graph,
         model=model or file.name.split(".")[0],
         device_type=device_type,
-        device_memory_bytes=pool.device_types[device_type].memory_bytes or 1,
+        device_memory_bytes=memory_bytes,
         source=file.name,
         format_title=chosen.title,
     )

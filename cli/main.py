@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from ..api.naming import flags_are_meant
 from ..schema.errors import HetflowError
 from . import (
     allocate,
@@ -26,7 +27,9 @@ from . import (
     profile,
     queue,
     rent,
+    rent_odds,
     rent_prices,
+    replay,
     resize,
     show,
     simulate,
@@ -43,6 +46,7 @@ from .common import (
     one_line,
     register,
 )
+from .usage import plain_message
 
 app = typer.Typer(
     name="hetflow",
@@ -82,37 +86,47 @@ def root(
 _AS_SOLVE = {"auto_envvar_prefix": f"{ENVIRONMENT_PREFIX}_SOLVE"}
 _PASSED_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 
-register(app, demo.demo, short_help="The main job end to end, on this machine.")
-register(app, devices.devices, short_help="The local device types.")
-register(app, doctor.doctor, short_help="What this installation lacks.")
+register(app, demo.demo, short_help="Run the main job end to end on this machine.")
+register(app, devices.devices, short_help="List the local device types.")
+register(app, doctor.doctor, short_help="Check this installation, and say what is missing.")
 register(app, profile.profile, short_help="Measure a model on each device type.")
 register(app, solve.solve, short_help="Find the best plan, with proof.")
-register(app, solve.solve_split, name="solve split", short_help="The best split of a batch.",
+register(app, solve.solve_split, name="solve split", short_help="Find the best split of a batch.",
          context_settings=_AS_SOLVE)  # fmt: skip
-register(app, solve.solve_pipeline, name="solve pipeline", short_help="The best pipeline.",
+register(app, solve.solve_pipeline, name="solve pipeline", short_help="Find the best pipeline.",
          context_settings=_AS_SOLVE)  # fmt: skip
-register(app, solve.solve_parallel, name="solve parallel",
-         short_help="The best plan of three dimensions.", context_settings=_AS_SOLVE)  # fmt: skip
+register(app, solve.solve_parallel, name="solve parallel", context_settings=_AS_SOLVE,
+         short_help="Find the best pipeline, tensor and data parallel plan.")  # fmt: skip
 register(app, check.check, short_help="Verify a plan independently.")
 register(app, launch.launch, short_help="Train under a plan.", context_settings=_PASSED_ON)
 register(app, resize.resize, short_help="Change a running job's devices.")
-register(app, throughputs.throughputs, short_help="Profiles as throughputs of jobs.")
-register(app, allocate.allocate, short_help="Share a pool among jobs.")
-register(app, simulate.simulate, short_help="What would happen over weeks.")
-register(app, cluster.start, name="cluster start", short_help="Schedule a queue of jobs.")
-register(app, cluster.drain, name="cluster drain", short_help="Let jobs leave devices.")
-register(app, cluster.stop, name="cluster stop", short_help="Let jobs save, and end all.")
+register(app, throughputs.throughputs, short_help="Turn profiles into throughputs of jobs.")
+register(app, allocate.allocate, short_help="Share a pool of devices among jobs.")
+register(app, simulate.simulate, short_help="Simulate weeks of a cluster in seconds.")
+register(
+    app, cluster.start, name="cluster start", short_help="Start a scheduler for a queue of jobs."
+)
+register(app, cluster.drain, name="cluster drain", short_help="Move jobs away from devices.")
+register(app, replay.replay, name="cluster replay",
+         short_help="Simulate a live cluster's jobs.")  # fmt: skip
+register(
+    app, cluster.stop, name="cluster stop", short_help="Let jobs save, then stop the scheduler."
+)
 register(app, submit.submit, short_help="Add a job to the queue.", context_settings=_PASSED_ON)
-register(app, queue.queue, short_help="Who runs, who waits, what ended.")
-register(app, queue.logs, short_help="What a job wrote.")
+register(app, queue.queue, short_help="List running, waiting and finished jobs.")
+register(app, queue.logs, short_help="Print a job's output.")
 register(app, queue.cancel, short_help="Take a job out of the queue.")
-register(app, queue.hold, short_help="Let a job wait.")
-register(app, queue.release, short_help="Let a held job go on.")
-register(app, rent.rent, short_help="Spot or on demand, under a deadline.")
+register(app, queue.hold, short_help="Keep a job from running.")
+register(app, queue.release, short_help="Let a held job run again.")
+register(app, rent.rent, short_help="Choose spot or on-demand machines under a deadline.")
 register(app, rent_prices.rent_prices, name="rent prices",
-         short_help="Which machine at changing prices.")  # fmt: skip
-register(app, show.show, short_help="Any hetflow file as a table or a picture.")
-register(app, import_.import_, name="import", short_help="Read foreign layer profiles.")
+         short_help="Choose machines at changing prices.")  # fmt: skip
+register(app, rent_odds.rent_odds, name="rent odds",
+         short_help="Estimate how long spot machines last.")  # fmt: skip
+register(app, show.show, short_help="Show any hetflow file as a table or a picture.")
+register(
+    app, import_.import_, name="import", short_help="Read layers or prices in a foreign format."
+)
 register(app, export.export, short_help="Write layers in a foreign format.")
 
 
@@ -126,7 +140,7 @@ def run(arguments: list[str]) -> int:
     Settings.debug = False
     command = typer.main.get_command(app)
     try:
-        with library_speaks():
+        with library_speaks(), flags_are_meant():
             answer = command.main(
                 arguments,
                 prog_name="hetflow",
@@ -165,13 +179,12 @@ def _report_bug() -> int:
 
 
 def _report_usage(error: Exception) -> int:
-    message = str(error.format_message()).replace("\n", " ")  # type: ignore[attr-defined]
     if type(error).__name__ == "NoArgsIsHelpError":
         typer.echo(error.format_message(), err=True)  # type: ignore[attr-defined]
         return 2
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "hetflow"
-    return _report(message.rstrip("."), f"see `{path} --help`", 2)
+    return _report(plain_message(error), f"see `{path} --help`", 2)
 
 
 def _report(message: str, hint: str | None, code: int) -> int:

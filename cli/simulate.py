@@ -51,13 +51,14 @@ def simulate(
         ),
     ] = "las",
     scheduler: Annotated[
-        str,
+        str | None,
         typer.Option(
             autocompletion=completing.schedulers,
             help="rounds, published-rounds, elastic, static-priority, easyscale, "
-            "easyscale-taking, easyscale-homogeneous or yarn.",
+            "easyscale-taking, easyscale-homogeneous, yarn, or market with --market "
+            "[default: rounds].",
         ),
-    ] = "rounds",
+    ] = None,
     agnostic: Annotated[
         bool, typer.Option("--agnostic", help="Ignore what device types differ in.")
     ] = False,
@@ -99,6 +100,30 @@ def simulate(
     repair_hours: Annotated[
         float, typer.Option(help="Hours until a failed device or server works again.")
     ] = 1.0,
+    market: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Jobs rent machines of this market (hetflow.market/1), the pool is their quota; "
+            "may be repeated."
+        ),
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option(help="Market: second 0, as 2020-03-07T00:00:00Z; else once all is known."),
+    ] = None,
+    preemption_hours: Annotated[
+        float | None,
+        typer.Option(help="Market: mean time until a spot machine is taken away, at random."),
+    ] = None,
+    checkpoint_seconds: Annotated[
+        float,
+        typer.Option(
+            help="Market: between checkpoints; 0: written when a machine is announced to go."
+        ),
+    ] = 0.0,
+    cloud_move_dollars: Annotated[
+        float, typer.Option(help="Market: egress of a move between clouds.")
+    ] = 0.0,
     processes: Annotated[
         int, typer.Option(min=1, help="Number of processes that share a sweep.")
     ] = 1,
@@ -142,7 +167,6 @@ def simulate(
     inputs = (trace, throughputs, asked_pool(gpus, cluster))
     options: SimulationOptions = {
         "policy": policy,
-        "scheduler": scheduler,
         "agnostic": agnostic,
         "space_sharing": space_sharing,
         "placement": placement,
@@ -157,7 +181,15 @@ def simulate(
         "window": _window(window),
         "seed": seed,
         "num_jobs": num_jobs,
+        "start": start,
+        "preemption_seconds": None if preemption_hours is None else 3600.0 * preemption_hours,
+        "checkpoint_seconds": checkpoint_seconds,
+        "cloud_move_dollars": cloud_move_dollars,
     }
+    if scheduler is not None:
+        options["scheduler"] = scheduler
+    if market:
+        options["market"] = market
     if number > 1:
         runs = _swept(inputs, _numbers(loads), seeds, processes, options)
     else:

@@ -53,9 +53,9 @@ def submit(
     hetflow submit train.toml
     hetflow submit --profiles profiles --batch-size 256 --steps 1000 train.py --epochs 3
     """
-    from ..scheduler import view
     from ..scheduler.store import Store
     from ..scheduler.submission import read_submission, submission
+    from ..scheduler.submission import submit as add
 
     store = Store.open(state)
     given: dict[str, Any] = {
@@ -75,7 +75,7 @@ def submit(
         asked = read_submission(script, given)
     else:
         asked = submission({"script": str(script), **given}, base=Path.cwd(), name="submit")
-    number = view.submit(store, asked)
+    number = add(store, asked)
     if json:
         emit_json({"number": number, "name": asked.name})
     else:

@@ -4,7 +4,10 @@ VirtualFlow 5.1.2 measures it as the distributed minus the single-device step ti
 size 1. A link model carries that one measurement to other numbers of devices.
 """
 
+from itertools import pairwise
+
 from ..schema.problem import DeviceOption
+from ..schema.profile import Sync
 
 
 def ring_seconds(
@@ -30,7 +33,8 @@ def sync_seconds(option: DeviceOption, num_devices: int) -> float:
     would take longer. With one, the ring's time is anchored to the measurement, so that what
     the model does not know (software overhead, overlap) is kept. The anchor subtracts the
     measured link's ring and adds the ring over the slower of the two links; so a cluster with a
-    slow network pays for it in full. Never falls as ``num_devices`` grows.
+    slow network pays for it in full. Never falls as ``num_devices`` grows. Where the profile tells
+    sizes of virtual nodes apart, this is the least of any; ``exposed_seconds`` comes on top.
 
     Args:
         option: Devices of one type, with the profile's ``sync``.
@@ -45,10 +49,36 @@ def sync_seconds(option: DeviceOption, num_devices: int) -> float:
     link = option.link_bytes_per_second
     if sync.latency_seconds is None or sync.bytes_per_second is None:
         wire = ring_seconds(num_devices, option.weight_bytes, 0.0, link) if link else 0.0
-        return max(sync.sync_seconds, wire)
+        return max(least_seconds(sync), wire)
     measured = ring_seconds(
         sync.num_devices, option.weight_bytes, sync.latency_seconds, sync.bytes_per_second
     )
     slowest = min(sync.bytes_per_second, link or sync.bytes_per_second)
     ring = ring_seconds(num_devices, option.weight_bytes, sync.latency_seconds, slowest)
-    return max(0.0, sync.sync_seconds + ring - measured)
+    return max(0.0, least_seconds(sync) + ring - measured)
+
+
+def least_seconds(sync: Sync) -> float:
+    """What synchronisation adds to a step at the size of virtual nodes that hides most of it."""
+    known = [point.sync_seconds for point in sync.by_batch_size]
+    return min(known, default=sync.sync_seconds)
+
+
+def exposed_seconds(sync: Sync | None, batch_size: int) -> float | None:
+    """What synchronisation adds beyond ``least_seconds`` where virtual nodes are of this size.
+
+    It is the device's own: who comes last waits for the sums of its last backward pass, and how
+    much of them that pass hides depends on its length. So it is added to the device's passes, and
+    the slowest sum of both decides. Linear between measured sizes, as at the nearest outside of
+    them; None where sizes are not told apart.
+    """
+    if sync is None or not sync.by_batch_size:
+        return None
+    points = sync.by_batch_size
+    for low, high in pairwise(points):
+        if low.batch_size < batch_size < high.batch_size:
+            share = (batch_size - low.batch_size) / (high.batch_size - low.batch_size)
+            seconds = low.sync_seconds + share * (high.sync_seconds - low.sync_seconds)
+            return max(0.0, seconds - least_seconds(sync))
+    nearest = min(points, key=lambda point: abs(point.batch_size - batch_size))
+    return nearest.sync_seconds - least_seconds(sync)

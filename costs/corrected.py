@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ..schema.plan import SplitPlan
 from ..schema.problem import DeviceOption
 from ..schema.profile import SHORTEST_PASS_SECONDS, BatchPoint, BusyHost, Profile, Sync
-from .comm import sync_seconds
+from .comm import exposed_seconds, least_seconds, sync_seconds
 from .compute import point_at
 from .observed import Measured, Run, Worker, together, workers_of
 
@@ -97,7 +97,7 @@ def _alone(profile: Profile) -> _Costs:
 
 
 def _busy(profile: Profile) -> _Costs:
-    """As others of the host train too: as alone where that was never measured."""
+    """The costs with the host's other devices at work; those of a device alone where unmeasured."""
     busy = profile.busy
     if busy is None:
         return _alone(profile)
@@ -208,7 +208,7 @@ def _share(point: BatchPoint, costs: _Costs, worker: Worker) -> Measured:
 
 
 def _chosen(profile: Measured, run: Measured) -> Measured:
-    """Both, where their intervals overlap: they measured the same. Else what happened."""
+    """The mean of prediction and measurement if their intervals overlap, else the measurement."""
     if not profile.interval or not run.interval:
         return run
     if abs(profile.seconds - run.seconds) > profile.interval + run.interval:
@@ -260,7 +260,10 @@ def _with_peaks(profile: Profile, workers: Sequence[Worker]) -> Profile:
 def _with_sync(
     name: str, folded: dict[str, Profile], before: dict[str, Profile], seen: Sequence[_Seen]
 ) -> Profile:
-    """Synchronisation: what is left of a step beside its slowest worker and its update."""
+    """Synchronisation: what is left of a step beside its slowest worker and its update.
+
+    Where the profile tells sizes apart, all of them are moved by as much.
+    """
     profile = folded[name]
     mine = [
         run
@@ -279,7 +282,15 @@ def _with_sync(
     if left < 0:
         profile = _cheaper(profile, -left, mine)
     sync = profile.sync or Sync(num_devices=number, sync_seconds=0.0)
-    return replace(profile, sync=replace(sync, num_devices=number, sync_seconds=max(0.0, left)))
+    left = max(0.0, left)
+    more = left - least_seconds(sync)
+    points = tuple(
+        replace(point, sync_seconds=max(0.0, point.sync_seconds + more))
+        for point in sync.by_batch_size
+    )
+    whole = max(0.0, sync.sync_seconds + more) if points else left
+    sync = replace(sync, num_devices=number, sync_seconds=whole, by_batch_size=points)
+    return replace(profile, sync=sync)
 
 
 def _left(run: _Seen, profiles: dict[str, Profile]) -> float:
@@ -287,7 +298,8 @@ def _left(run: _Seen, profiles: dict[str, Profile]) -> float:
     for worker in run.workers:
         costs = _costs_of(worker, profiles[worker.device_type])
         seconds = point_at(costs.batch_curve, worker.batch_size).step_seconds
-        own.append(worker.virtual_nodes * seconds + costs.fixed_seconds)
+        exposed = exposed_seconds(profiles[worker.device_type].sync, worker.batch_size) or 0.0
+        own.append(worker.virtual_nodes * seconds + exposed + costs.fixed_seconds)
         updates.append(costs.update_seconds)
     return run.step_seconds - max(own) - max(updates)
 
@@ -297,7 +309,7 @@ def _costs_of(worker: Worker, profile: Profile) -> _Costs:
 
 
 def _cheaper(profile: Profile, seconds: float, runs: Sequence[_Seen]) -> Profile:
-    """Take off the fixed cost what a synchronisation below nothing would have to give."""
+    """Reduce the fixed cost by the amount that synchronisation would be below zero."""
     mine = [w for run in runs for w in run.workers if w.device_type == profile.device_type]
     if any(w.num_host_devices > 1 for w in mine) and profile.busy is not None:
         less = max(0.0, profile.busy.fixed_seconds - seconds)

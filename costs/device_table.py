@@ -1,11 +1,11 @@
 """Peak figures of devices, from their makers' data sheets.
 
-Rates are peaks without sparsity, of one device as torch sees it. They are what a sheet promises,
-not what training reaches: ``roofline`` multiplies them by efficiencies that were fitted to runs.
+Rates are peaks without sparsity, of one device as torch counts devices. Training does not reach
+them: ``roofline`` multiplies them by efficiencies that were fitted to measured runs.
 
 The figures were compared with public tables of the sheets, but for those of A10G, TITAN RTX, GH200,
-MI250X, RTX 3090 and RTX 4090 and the links, which were written from memory: read the sheet before
-money hangs on them.
+MI250X, RTX 3090 and RTX 4090 and the links, which were written from memory: read the data sheet
+before you spend money by them.
 """
 
 from collections.abc import Sequence

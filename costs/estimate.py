@@ -1,7 +1,7 @@
-"""A profile from operator counts and a device's peak figures: nobody needs to own the device.
+"""Estimate a profile from operator counts and a device's peak figures, without the device.
 
-Estimated are each pass, the update, each layer, peak memory, links and synchronisation. What only
-a run can tell stays unknown (waiting for samples, the runtime's own costs), as in older profiles.
+Each pass, the update, each layer, peak memory, links and synchronisation are estimated. What only a
+run can show (waiting for samples, the runtime's own costs) stays unknown.
 """
 
 from collections.abc import Iterable, Sequence

@@ -26,7 +26,7 @@ class Run:
 
 
 class Measured(NamedTuple):
-    """Seconds, with half the width of their 95 % interval; None where nobody knows it."""
+    """Seconds, with half the width of their 95 % interval; None where it is unknown."""
 
     seconds: float
     interval: float | None = None
@@ -170,7 +170,7 @@ def _why_not_split(run: RunRecord, known: dict[str, Profile]) -> str | None:
 
 
 def _same(profiled: OptimizerState | None, trained: OptimizerState | None) -> bool:
-    """Whether the two are not known to differ: one that nobody knows may be any."""
+    """Whether the two are equal, or one of them is unknown."""
     if profiled is None or trained is None:
         return True
     return profiled.name == trained.name and math.isclose(

@@ -7,26 +7,29 @@ from ..schema.errors import ProblemError
 from ..schema.plan import DeviceGroup, Prediction
 from ..schema.problem import AloneDevice, DeviceOption, SplitProblem
 from ..schema.profile import BatchPoint
-from .comm import sync_seconds
+from .comm import exposed_seconds, sync_seconds
 from .compute import point_at
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """What a group does: its passes, and the point of the curve that they are of."""
+    """What a group does: its passes, the point of the curve that they are of, its own sync."""
 
     count: int
     point: BatchPoint
+    exposed_seconds: float
 
     @property
     def seconds(self) -> float:
-        return self.count * self.point.step_seconds
+        return self.count * self.point.step_seconds + self.exposed_seconds
 
     @property
     def latest_seconds(self) -> float | None:
         """The most that the point's spread allows."""
         error = self.point.step_seconds_error
-        return None if error is None else self.seconds * (1 + error)
+        if error is None:
+            return None
+        return self.count * self.point.step_seconds * (1 + error) + self.exposed_seconds
 
 
 def closing_seconds(costs: DeviceOption | AloneDevice) -> float:
@@ -37,8 +40,10 @@ def closing_seconds(costs: DeviceOption | AloneDevice) -> float:
 def predict(problem: SplitProblem, groups: Iterable[DeviceGroup]) -> Prediction:
     """Predict a step: the slowest device, plus synchronisation, plus what closes the step.
 
-    ``max_i v_i t_i(b_i / v_i) + sync(n) + max (update + fixed)``, the last two over the device
-    types in use; nothing is synchronised on a single device. Curves, updates and fixed costs are
+    ``max_i (v_i t_i(b_i / v_i) + e_i(b_i / v_i)) + sync(n) + max (update + fixed)``, the last two
+    over the device types in use; nothing is synchronised on a single device. ``e_i`` is what more
+    of the synchronisation is exposed at that size than at the best (``exposed_seconds``, in
+    ``sync_seconds`` of the prediction). Curves, updates and fixed costs are
     those of a device alone where the plan has one in all, else those of a busy host. The slowest
     device's time is told in parts where its profile tells them.
 
@@ -54,8 +59,14 @@ def predict(problem: SplitProblem, groups: Iterable[DeviceGroup]) -> Prediction:
     options = [_option(problem, group) for group in used]
     costs = [option.measured_with(num_devices) for option in options]
     work = [
-        _Work(group.virtual_nodes, point_at(cost.batch_curve, group.virtual_node_batch_size))
-        for group, cost in zip(used, costs, strict=True)
+        _Work(
+            group.virtual_nodes,
+            point_at(cost.batch_curve, group.virtual_node_batch_size),
+            (exposed_seconds(option.sync, group.virtual_node_batch_size) or 0.0)
+            if num_devices > 1
+            else 0.0,
+        )
+        for group, option, cost in zip(used, options, costs, strict=True)
     ]
     slowest = max(work, key=lambda one: one.seconds)
     sync = max(sync_seconds(option, num_devices) for option in options)
@@ -70,7 +81,7 @@ def predict(problem: SplitProblem, groups: Iterable[DeviceGroup]) -> Prediction:
         load_seconds=_times(slowest.count, slowest.point.load_seconds),
         virtual_node_seconds=_times(slowest.count, slowest.point.virtual_node_seconds),
         fixed_seconds=last.fixed_seconds or None,
-        sync_seconds=sync,
+        sync_seconds=sync + slowest.exposed_seconds,
         update_seconds=last.update_seconds,
         step_seconds_low=None if half is None else max(0.0, step - half),
         step_seconds_high=None if half is None else step + half,

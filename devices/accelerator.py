@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AcceleratorBackend(DeviceBackend):
-    """Torch's side of a kind whose name is that of its torch module."""
+    """The torch side of a kind of device that has a torch module of the same name."""
 
     is_host = False
     bucket_bytes = 25 << 20  # as DistributedDataParallel
@@ -29,7 +29,7 @@ class AcceleratorBackend(DeviceBackend):
         return getattr(torch, self.kind)
 
     def worker_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """One thread on the host, as torchrun, or workers would take all cores each."""
+        """One host thread, as torchrun sets: else each worker would use all cores."""
         return {} if "OMP_NUM_THREADS" in inherited else {"OMP_NUM_THREADS": str(self.num_threads)}
 
     def is_available(self) -> bool:
@@ -45,25 +45,25 @@ class AcceleratorBackend(DeviceBackend):
         self.module.set_device(device)
 
     def synchronize(self, device: "torch.device") -> None:
-        """The whole device, all queues."""
+        """Wait for all streams of the device."""
         self.module.synchronize(device)
 
     def mark(self, device: "torch.device") -> Mark:
-        """An event in the current queue, read late."""
+        """Record an event in the current stream, without waiting."""
         event = self.module.Event(enable_timing=True)
         event.record(self.module.current_stream(device))
         return event
 
     def has_passed(self, mark: Mark) -> bool:
-        """Whether the queue has come to the event."""
+        """Whether the stream has reached the event."""
         return bool(mark.query())
 
     def wait_for(self, mark: Mark) -> None:
-        """Block the host until it has."""
+        """Block the host until the stream has reached the event."""
         mark.synchronize()
 
     def seconds_between(self, start: Mark, end: Mark) -> float:
-        """By the device's clock."""
+        """Seconds by the device's clock."""
         return max(float(start.elapsed_time(end)) / 1e3, 0.0)
 
     def side_stream(self, device: "torch.device") -> Stream | None:
@@ -75,7 +75,7 @@ class AcceleratorBackend(DeviceBackend):
         return self.module.current_stream(device)
 
     def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
-        """As torch's own context manager."""
+        """Torch's context manager for the stream."""
         found: AbstractContextManager[object] = self.module.stream(stream)
         return found
 
@@ -88,11 +88,11 @@ class AcceleratorBackend(DeviceBackend):
         return int(self.module.max_memory_allocated(device))
 
     def reset_peak(self, device: "torch.device") -> None:
-        """Of torch's allocator."""
+        """Reset the peak of torch's allocator."""
         self.module.reset_peak_memory_stats(device)
 
     def release_unused(self) -> None:
-        """Cached blocks go back to the driver."""
+        """Return cached blocks to the driver."""
         gc.collect()
         self.module.empty_cache()
 
@@ -100,7 +100,7 @@ class AcceleratorBackend(DeviceBackend):
         """Nothing: the device's own memory is the limit."""
 
     def seed(self, key: int) -> None:
-        """All devices, with one key."""
+        """Seed all devices with one key."""
         self.module.manual_seed_all(key)
 
     def random_states(self) -> Any:
@@ -112,5 +112,5 @@ class AcceleratorBackend(DeviceBackend):
         self.module.set_rng_state_all(states)
 
     def out_of_memory_words(self) -> tuple[str, ...]:
-        """Torch's own."""
+        """The messages of torch's allocator."""
         return ("out of memory",)

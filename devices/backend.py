@@ -1,8 +1,8 @@
 """What one kind of device answers, and the registry of kinds.
 
-A kind has two sides. Its host side lists the devices of this machine and says with which
-environment a process sees one of them. Its torch side is asked inside a worker about a
-``torch.device``: streams, memory, random state, the library for collectives.
+A kind has two sides. The host side lists the devices of this machine and gives the environment in
+which a process sees one of them. The torch side is used inside a worker, for one ``torch.device``:
+streams, memory, random state, the library for collectives.
 """
 
 from abc import ABC, abstractmethod
@@ -107,7 +107,7 @@ class DeviceBackend(ABC):
         """The devices of this machine that this process may use, one entry a type."""
 
     def requested(self, item: str, local: Sequence[LocalDevice]) -> DeviceRequest | None:
-        """What ``--device ITEM`` means, where it names none of ``local`` by type or torch's name.
+        """The device that ``--device ITEM`` asks for, if ITEM names none of ``local``.
 
         None for an item that is not of this kind.
         """
@@ -123,20 +123,20 @@ class DeviceBackend(ABC):
 
     @abstractmethod
     def worker_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """What else a worker on such a device is started with.
+        """Further environment variables of a worker on such a device.
 
         Args:
             inherited: The environment that it gets anyway.
         """
 
     def pins(self, level: "Determinism") -> dict[str, str]:
-        """What a determinism level fixes by environment for such devices."""
+        """The environment variables by which a determinism level fixes results on such devices."""
         return {}
 
     # Torch's side
 
     def toolkit(self) -> str | None:
-        """What torch was built with for this kind, and its version; None where that is nothing."""
+        """The toolkit that torch was built with for this kind, with version; None without one."""
         return None
 
     def collective_version(self) -> str | None:
@@ -149,59 +149,63 @@ class DeviceBackend(ABC):
 
     @abstractmethod
     def set_current(self, device: "torch.device") -> None:
-        """Make it the one that is meant where none is named."""
+        """Make the device torch's current one."""
 
     @abstractmethod
     def identity(self, device: "torch.device") -> str | None:
-        """What the device is on its host; None where workers cannot have one of their own."""
+        """The device's identity on its host; None where several workers may share one."""
 
     @abstractmethod
     def arithmetic(self, device: "torch.device") -> str:
-        """What the bits of its results may depend on, beside the version of torch."""
+        """The properties that the bits of its results may depend on, beside torch's version."""
 
     def fix_kernels(self, level: "Determinism") -> None:
-        """Choose such devices' kernels by a determinism level other than ``none``."""
+        """Fix such devices' kernels for a determinism level other than ``none``."""
         return None
+
+    def is_capturing(self) -> bool:
+        """Whether work given to such devices is recorded now, to be done later."""
+        return False
 
     @abstractmethod
     def synchronize(self, device: "torch.device") -> None:
-        """Wait until all its work is done."""
+        """Wait until all work of the device is done."""
 
     @abstractmethod
     def mark(self, device: "torch.device") -> Mark:
-        """The moment at which the work given so far is done; does not wait."""
+        """Mark the moment at which the work queued so far is done; does not wait."""
 
     @abstractmethod
     def has_passed(self, mark: Mark) -> bool:
-        """Whether that moment has come."""
+        """Whether a marked moment has passed."""
 
     @abstractmethod
     def wait_for(self, mark: Mark) -> None:
-        """Wait for that moment."""
+        """Wait for a marked moment."""
 
     @abstractmethod
     def seconds_between(self, start: Mark, end: Mark) -> float:
-        """Seconds between two moments that have come; 0 where they are the wrong way round."""
+        """Seconds between two marked moments that have passed; 0 where the second was first."""
 
     @abstractmethod
     def side_stream(self, device: "torch.device") -> Stream | None:
-        """A queue beside the one of computation; None where there is one queue only."""
+        """A stream beside the one of computation; None where there is only one."""
 
     @abstractmethod
     def current_stream(self, device: "torch.device") -> Stream | None:
-        """The queue that work is given to."""
+        """The stream that work is queued on."""
 
     @abstractmethod
     def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
-        """Give the work of a ``with`` statement to another queue."""
+        """Queue the work inside a ``with`` statement on another stream."""
 
     @abstractmethod
     def allocated_bytes(self, device: "torch.device") -> int | None:
-        """Memory in use; None where nobody tells."""
+        """Bytes in use; None where they are unknown."""
 
     @abstractmethod
     def peak_bytes(self, device: "torch.device") -> int | None:
-        """The most memory in use since ``reset_peak``, or since the start."""
+        """The most bytes in use since ``reset_peak``, or since the start."""
 
     @abstractmethod
     def reset_peak(self, device: "torch.device") -> None:
@@ -209,11 +213,11 @@ class DeviceBackend(ABC):
 
     @abstractmethod
     def release_unused(self) -> None:
-        """Give freed memory back, which the allocators keep for later."""
+        """Return the freed memory that allocators keep for later."""
 
     @abstractmethod
     def limit_memory(self, limit_bytes: int) -> None:
-        """Have this process's allocations fail beyond a limit, where the device itself does not."""
+        """Make this process's allocations fail beyond a limit, where the device itself has none."""
 
     @abstractmethod
     def seed(self, key: int) -> None:
@@ -221,14 +225,14 @@ class DeviceBackend(ABC):
 
     @abstractmethod
     def random_states(self) -> Any:
-        """Those streams' states, for ``restore_random_states``."""
+        """The states of the global random streams, for ``restore_random_states``."""
 
     @abstractmethod
     def restore_random_states(self, states: Any) -> None:
         """Put them back."""
 
     def out_of_memory_words(self) -> tuple[str, ...]:
-        """How this kind's libraries say that memory has run out, as regular expressions."""
+        """Regular expressions for this kind's messages that memory ran out."""
         return ()
 
 

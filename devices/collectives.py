@@ -1,4 +1,4 @@
-"""Which library carries a group's exchanges, and where tensors must stand for it."""
+"""The library for a group's collectives, and the device that its tensors must be on."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ LOOPBACK = dict.fromkeys(INTERFACE_VARIABLES, "lo")
 
 
 def choose_collective(device: "torch.device", identities: Sequence[str | None]) -> str:
-    """The devices' own library where every worker has a device of its own, else the hosts'.
+    """The devices' library if every worker has a device of its own, else the hosts' (gloo).
 
     Args:
         device: This worker's.
@@ -36,7 +36,7 @@ def is_built(collective: str) -> bool:
 
 
 def owner_of(collective: str) -> DeviceBackend | None:
-    """The kind of device whose own library this is; None for the hosts'."""
+    """The kind of device that this library is for; None for the hosts' library."""
     if collective == HOST_COLLECTIVE:
         return None
     registered = DEVICES.registered()
@@ -44,9 +44,9 @@ def owner_of(collective: str) -> DeviceBackend | None:
 
 
 def is_on_devices(group: "torch.distributed.ProcessGroup | None" = None) -> bool:
-    """Whether this worker is in a group whose exchanges go from device to device.
+    """Whether the collectives of this worker's group go from device to device.
 
-    The host then does not learn from an exchange when it is complete.
+    The host then returns from a collective before it is complete.
     """
     import torch.distributed as dist
 
@@ -56,7 +56,7 @@ def is_on_devices(group: "torch.distributed.ProcessGroup | None" = None) -> bool
 def wire_device(
     device: "torch.device", group: "torch.distributed.ProcessGroup | None" = None
 ) -> "torch.device":
-    """Where what a worker sends must stand: on its device, or on the host."""
+    """The device that tensors to send must be on: the worker's own, or the host."""
     import torch
 
     return device if is_on_devices(group) else torch.device(TORCH_DEVICE)

@@ -26,7 +26,7 @@ def cpu_device() -> LocalDevice:
 
 
 def cpu_name() -> str:
-    """What the processor calls itself."""
+    """The processor's model name."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -37,10 +37,10 @@ def cpu_name() -> str:
 
 @device_backend
 class CpuBackend(HostBackend):
-    """Cores."""
+    """The cores of this host."""
 
     kind = "cpu"
 
     def local_devices(self) -> tuple[LocalDevice, ...]:
-        """All cores, as one type."""
+        """List all cores, as one device type."""
         return (cpu_device(),)

@@ -1,4 +1,4 @@
-"""``cuda``: GPUs of NVIDIA, and of AMD by ROCm, whose torch goes by the same name."""
+"""``cuda``: GPUs of NVIDIA, and of AMD with ROCm, which torch names ``cuda`` too."""
 
 import os
 import re
@@ -22,7 +22,7 @@ VISIBLE_TO_ROCM = "HIP_VISIBLE_DEVICES"
 
 @device_backend
 class CudaBackend(AcceleratorBackend):
-    """GPUs."""
+    """GPUs of NVIDIA and AMD."""
 
     kind = "cuda"
     collective = "nccl"
@@ -61,7 +61,7 @@ class CudaBackend(AcceleratorBackend):
         )
 
     def visibility(self, devices: Sequence[str]) -> dict[str, str]:
-        """By the entries of our own variable, where it is set.
+        """The visible-devices variable, with the entries of this process's own where it is set.
 
         ROCm reads both variables, and its own wins.
         """
@@ -78,7 +78,7 @@ class CudaBackend(AcceleratorBackend):
         return fixed | ({"NVIDIA_TF32_OVERRIDE": "0"} if level == "heterogeneous" else {})
 
     def toolkit(self) -> str | None:
-        """CUDA, or ROCm."""
+        """CUDA's or ROCm's version."""
         import torch
 
         for name, version in (("ROCm", torch.version.hip), ("CUDA", torch.version.cuda)):
@@ -87,7 +87,7 @@ class CudaBackend(AcceleratorBackend):
         return None
 
     def collective_version(self) -> str | None:
-        """NCCL's, or RCCL's: it refuses every other than its own."""
+        """The version of NCCL or RCCL, which works with its own version only."""
         import torch
 
         if not hasattr(torch._C, "_nccl_version"):  # which ``version`` asks without a check
@@ -107,8 +107,12 @@ class CudaBackend(AcceleratorBackend):
         found = self.module.get_device_properties(device)
         return f"{found.name} {found.multi_processor_count}"
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured in a CUDA graph."""
+        return self.is_initialized() and bool(self.module.is_current_stream_capturing())
+
     def fix_kernels(self, level: "Determinism") -> None:
-        """CuDNN's deterministic ones; no TF32 on unlike types."""
+        """Use cuDNN's deterministic kernels; no TF32 on unlike types."""
         import torch
 
         torch.backends.cudnn.benchmark = False

@@ -1,4 +1,4 @@
-"""What the installation lacks: facts about this machine, then findings from the facts alone.
+"""What is missing on this machine: facts about it, then findings from the facts alone.
 
 ``collect_facts`` looks; ``findings`` judges, and is a pure function, so that it can be tested for
 machines that are not at hand.

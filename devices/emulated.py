@@ -40,12 +40,12 @@ def base_type(device_type: str, config: "LaunchConfig | None") -> str:
 
 @device_backend
 class EmulatedBackend(HostBackend):
-    """The CPU under other names."""
+    """The CPU at stated fractions of its speed, under other names."""
 
     kind = "emulated"
 
     def local_devices(self) -> tuple[LocalDevice, ...]:
-        """None by themselves."""
+        """None: emulated devices exist only when they are asked for."""
         return ()
 
     def requested(self, item: str, local: Sequence[LocalDevice]) -> DeviceRequest | None:

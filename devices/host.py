@@ -31,7 +31,7 @@ _SAME_KERNELS = {
 
 
 class HostBackend(DeviceBackend):
-    """All of a host's kind but which devices there are."""
+    """What all kinds share whose devices are a part of the host."""
 
     is_host = True
     collective = COLLECTIVE
@@ -109,16 +109,16 @@ class HostBackend(DeviceBackend):
         return memory.peak_memory_bytes()
 
     def reset_peak(self, device: "torch.device") -> None:
-        """By the kernel, where it allows it."""
+        """Reset the kernel's count, where the kernel allows it."""
         memory.reset_peak()
 
     def release_unused(self) -> None:
-        """Freed blocks of smaller sizes too, which would count for what comes later."""
+        """Return freed blocks of all sizes, so that later measurements do not count them."""
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
 
     def limit_memory(self, limit_bytes: int) -> None:
-        """By the kernel, so that its OOM killer stays out of it."""
+        """Set the kernel's limit, so that allocations fail before its OOM killer acts."""
         memory.limit_memory(limit_bytes)
 
     def seed(self, key: int) -> None:

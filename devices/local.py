@@ -1,4 +1,4 @@
-"""The devices of this machine, over all kinds: which there are, and which one a worker is on."""
+"""The devices of this machine, of all kinds, and the device that a worker runs on."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ IMAGINED = "cuda"
 
 
 def local_devices() -> tuple[LocalDevice, ...]:
-    """Every local device type, hosts' own last. Imports torch, and every installed plug-in."""
+    """List every local device type, the CPU last. Imports torch, and every installed plug-in."""
     found = [device for backend in DEVICES.all() for device in backend.local_devices()]
     return tuple(sorted(found, key=lambda device: device.is_host))
 

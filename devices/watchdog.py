@@ -1,7 +1,7 @@
-"""What NCCL's watchdog writes before it aborts a process, and what that says of the process.
+"""Read NCCL's watchdog messages: why it aborted a process.
 
-It aborts whoever waited for another in vain or lost another, and also for an error of the process's
-own device. By then the process runs no Python, so what it wrote to stderr is the only sign.
+The watchdog aborts a process that waited too long for another or lost it, and also one whose own
+device failed. No Python runs any more by then, so the messages on stderr are the only evidence.
 """
 
 from collections.abc import Sequence

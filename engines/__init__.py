@@ -1,1 +1,1 @@
-"""Where a job's launch can run: what devices there are, start it there, stop it, ask after it."""
+"""Where a job's launch can run: list devices, start a launch, stop it, ask what became of it."""

@@ -1,8 +1,8 @@
 """``python -m hetflow.engines.keeper FOLDER LOCK``: runs one lease and writes down how it ended.
 
-It is a process of its own so that a lease outlives the scheduler, and its exit code is not lost.
-Keeper and launch hold the lock that they inherit (a file descriptor); the lease is over when nobody
-holds it. When the keeper is killed the kernel asks the launch to stop.
+The keeper is a process of its own, so a lease outlives the scheduler and its exit code is not lost.
+Keeper and launch inherit a file descriptor that holds a lock; the lease is over when no process
+holds the lock. If the keeper is killed, the kernel sends the launch SIGTERM.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +22,7 @@ WORK = "work.json"
 STARTED = "started.json"
 ENDED = "ended.json"
 LOCK = "lock"
+CLAIM = "claim"
 ASK = signal.SIGURG
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _PR_SET_PDEATHSIG = 1
@@ -34,6 +36,21 @@ def write_atomically(path: Path, document: Any) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     making.replace(path)
+
+
+def claim(folder: Path, by: str) -> bool:
+    """Take a lease for good, to run it or so that nobody ever does; False where it was taken."""
+    try:
+        with (folder / CLAIM).open("x", encoding="utf-8") as stream:
+            stream.write(by)
+    except FileExistsError:
+        return False
+    return True
+
+
+def claimed_by(folder: Path) -> str:
+    """Who has a lease that was claimed; empty where that process was killed as it wrote this."""
+    return (folder / CLAIM).read_text(encoding="utf-8")
 
 
 def start_ticks(pid: int) -> int | None:
@@ -82,7 +99,7 @@ def keep(folder: Path, lock: int | None) -> int:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=() if lock is None else (lock,),
-                preexec_fn=_stop_with_keeper,
+                preexec_fn=stopped_with_parent(),
             )
         except OSError as error:
             output.write(f"hetflow: {error.filename}: {error.strerror}\n".encode())
@@ -103,11 +120,20 @@ def _leave_alone(number: int, frame: FrameType | None) -> None:
     """Neither end, nor let the launch ignore a signal, as it would what is ignored here."""
 
 
-def _stop_with_keeper() -> None:
-    for number in _ENDING:
-        signal.signal(number, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+def stopped_with_parent() -> Callable[[], None]:
+    """What a new process calls so that the kernel sends it SIGTERM when its parent ends (Linux).
+
+    To be made before the fork: loading a library after it may hang.
+    """
+    prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+    def bind() -> None:
+        for number in _ENDING:
+            signal.signal(number, signal.SIG_DFL)
+        if prctl is not None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+    return bind
 
 
 if __name__ == "__main__":

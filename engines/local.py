@@ -1,34 +1,23 @@
 """Leases as processes on this host, on real or emulated devices."""
 
-import fcntl
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from ..devices.backend import DEVICES
 from ..devices.cpu import DEVICE_TYPE
 from ..devices.emulated import GRAMMAR, is_emulated
 from ..schema.cluster import Cluster
-from ..schema.errors import FileError, ProblemError
-from .keeper import ENDED, LOCK, STARTED, WORK, start_ticks, write_atomically
+from ..schema.errors import ProblemError
+from .processes import HostLeases
 from .protocol import EngineDevice, Fate, Work
 from .registry import engine
 
-_KEEPER = "hetflow.engines.keeper"
-_ASKED = "asked.json"
-
 
 class LocalEngine:
-    """Processes of this host; they outlive the scheduler.
-
-    A lease's folder holds ``work.json`` (what to run), ``started.json`` and ``ended.json``, written
-    by its keeper, and ``lock``: a lease is over exactly when nobody holds that.
-    """
+    """Processes of this host; they outlive the scheduler."""
 
     name = "local"
 
@@ -51,7 +40,7 @@ class LocalEngine:
             for name, count in pool.num_devices.items()
             for number in range(count)
         )
-        self._keepers: dict[Path, subprocess.Popen[bytes]] = {}
+        self._leases = HostLeases()
         self._accelerators = _accelerators(pool)
 
     def devices(self) -> tuple[EngineDevice, ...]:
@@ -64,25 +53,7 @@ class LocalEngine:
         Raises:
             FileError: The lease's folder cannot be written.
         """
-        with (work.folder / LOCK).open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return  # it runs
-            if (work.folder / STARTED).exists():
-                return  # it ran
-            try:
-                write_atomically(work.folder / WORK, self._document(work))
-            except OSError as error:
-                raise FileError(f"{work.folder}: {error.strerror}") from None
-            self._keepers[work.folder] = subprocess.Popen(
-                [sys.executable, "-m", _KEEPER, str(work.folder), str(lock.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                pass_fds=(lock.fileno(),),
-            )
+        self._leases.start(work.folder, self._document(work))
 
     def _document(self, work: Work) -> dict[str, object]:
         held = [self._accelerators[device.name] for device in work.devices
@@ -100,56 +71,16 @@ class LocalEngine:
         }
 
     def stop(self, folder: Path) -> None:
-        """Send the launch SIGTERM, once: a second one would end it before it has saved."""
-        if not (folder / _ASKED).exists() and _signal(folder, signal.SIGTERM):
-            write_atomically(folder / _ASKED, {})
+        """Send the launch SIGTERM, once."""
+        self._leases.stop(folder)
 
     def kill(self, folder: Path) -> None:
         """Send the launch SIGKILL; its workers die with it."""
-        _signal(folder, signal.SIGKILL)
+        self._leases.kill(folder)
 
     def fate(self, folder: Path) -> Fate:
-        """What became of a lease, by its lock and what its keeper wrote."""
-        if _is_locked(folder):
-            return Fate("running")
-        keeper = self._keepers.pop(folder, None)
-        if keeper is not None:
-            keeper.wait()  # it held the lock to its end
-        ended = _read(folder / ENDED)
-        if ended is not None:
-            return Fate("ended", ended["exit_code"])
-        return Fate("ended") if (folder / STARTED).exists() else Fate("absent")
-
-
-def _signal(folder: Path, number: int) -> bool:
-    """Send a lease's launch a signal; False where it is not there, or not there yet."""
-    started = _read(folder / STARTED)
-    if started is None or started["pid"] is None or not _is_locked(folder):
-        return False
-    if start_ticks(started["pid"]) != started["ticks"]:
-        return False
-    with suppress(ProcessLookupError):
-        os.kill(started["pid"], number)
-    return True
-
-
-def _is_locked(folder: Path) -> bool:
-    try:
-        with (folder / LOCK).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
-def _read(path: Path) -> dict[str, int] | None:
-    try:
-        document: dict[str, int] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return document
+        """What became of a lease."""
+        return self._leases.fate(folder)
 
 
 def _accelerators(pool: Cluster) -> Mapping[str, tuple[str, str]]:

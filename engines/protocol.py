@@ -1,8 +1,8 @@
-"""What a scheduler asks of an engine, and nothing more.
+"""The protocol between a scheduler and an engine.
 
-A *lease* is one start of a job's ``hetflow launch`` on given devices. Whatever an engine does is
-found again by the lease's folder alone, so that a scheduler that was killed and started again can
-go on: ``start`` of a lease that was started before does nothing.
+A *lease* is one start of a job's ``hetflow launch`` on given devices. The lease's folder is enough
+to find everything that an engine has started, so a scheduler that was killed and started again can
+continue: ``start`` of a lease that was started before does nothing.
 """
 
 from collections.abc import Mapping
@@ -54,10 +54,13 @@ class Fate:
 
     ``absent``: it was never started; ``running``: it may still compute or write; ``ended``: it is
     over for good. ``exit_code`` is None where nobody saw it end (its host went down, say).
+    ``has_begun`` is False where the launch certainly never ran, because the engine failed to start
+    it: no fault of the job's.
     """
 
     state: Literal["absent", "running", "ended"]
     exit_code: int | None = None
+    has_begun: bool = True
 
 
 class UnsuitableDevicesError(ProblemError):
@@ -65,7 +68,7 @@ class UnsuitableDevicesError(ProblemError):
 
 
 class Engine(Protocol):
-    """Where launches run."""
+    """Runs launches on its devices."""
 
     name: str
 

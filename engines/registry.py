@@ -10,7 +10,9 @@ MakeEngine = Callable[[Cluster], Engine]
 """From the pool that the user named to an engine."""
 
 ENGINES: Registry[MakeEngine] = Registry(
-    "engine", group="hetflow.engines", own=("hetflow.engines.local", "hetflow.engines.slurm")
+    "engine",
+    group="hetflow.engines",
+    own=("hetflow.engines.local", "hetflow.engines.ray", "hetflow.engines.slurm"),
 )
 
 

@@ -22,10 +22,9 @@ from pathlib import Path
 
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, HetflowError, ProblemError
-from .keeper import ASK, ENDED, WORK, write_atomically
+from .keeper import ASK, CLAIM, ENDED, WORK, claim, claimed_by, write_atomically
 from .protocol import OUTPUT, EngineDevice, Fate, UnsuitableDevicesError, Work
 from .registry import engine
-from .slurm_keeper import CLAIM, claim
 
 _KEEPER = "hetflow.engines.slurm_keeper"
 _SCRIPT, _SUBMITTED, _ASKED = "job.sh", "submitted.json", "asked.json"
@@ -173,6 +172,7 @@ class SlurmEngine:
         self._queue: dict[str, list[tuple[str, str]]] = {}
         self._tried: dict[Path, float] = {}
         self._killed: dict[Path, float] = {}
+        self._asked: set[Path] = set()
         self.devices()
 
     def devices(self) -> tuple[EngineDevice, ...]:
@@ -260,13 +260,14 @@ class SlurmEngine:
 
     def stop(self, folder: Path) -> None:
         """Let the keeper send the launch SIGTERM, once; what has not begun leaves the queue."""
-        if (folder / ENDED).exists() or (folder / _ASKED).exists():
+        if folder in self._asked or (folder / ENDED).exists() or (folder / _ASKED).exists():
             return
         self._revoke(folder)
         # Slurm sends a signal to all processes of a step: SIGTERM would reach the launch and its
         # workers, and once more from the keeper, and a second one ends it before it has saved.
         options = [] if (folder / ENDED).exists() else [f"--signal={ASK.name[3:]}"]
         if self._cancel(folder, *options):
+            self._asked.add(folder)  # also where the disk is full
             write_atomically(folder / _ASKED, {})
 
     def kill(self, folder: Path) -> None:
@@ -324,11 +325,12 @@ class SlurmEngine:
             return Fate("ended", int(ended["exit_code"]))
         claim(folder, "engine")
         self._forget(folder)
-        return Fate("ended")
+        return Fate("ended", has_begun=claimed_by(folder) != "engine")
 
     def _forget(self, folder: Path) -> None:
         self._tried.pop(folder, None)
         self._killed.pop(folder, None)
+        self._asked.discard(folder)
 
     def _is_time(self, folder: Path) -> bool:
         return time.monotonic() - self._tried.get(folder, -1e9) > _AGAIN_AFTER_SECONDS

@@ -8,19 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from .keeper import ASK, keep
-
-CLAIM = "claim"
-
-
-def claim(folder: Path, by: str) -> bool:
-    """Take a lease for good; False where it was taken before."""
-    try:
-        with (folder / CLAIM).open("x", encoding="utf-8") as stream:
-            stream.write(by)
-    except FileExistsError:
-        return False
-    return True
+from .keeper import ASK, claim, keep
 
 
 def main(folder: Path) -> int:

@@ -67,16 +67,20 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=arguments.learning_rate)
 
     job = hf.prepare(model, optimizer)  # 2
+    loss = None  # a job that goes on from a checkpoint gets no batches of finished epochs
     for epoch in range(arguments.epochs):
         for batch in job.batches(loader):  # 3, was: for x, y in loader
             loss = job.backward(lambda x, y: criterion(model(x), y), batch)  # 4; 5 drops backward
             optimizer.step()
             optimizer.zero_grad()
-        job.print(f"epoch {epoch + 1}: loss {loss.item():.6f}")
+        if loss is not None:
+            job.print(f"epoch {epoch + 1}: loss {loss.item():.6f}")
 
     with job.evaluation() as trained:  # the whole model, also where a pipeline has spread it
         accuracy = accuracy_of(trained, dataset, job.device)
-    if job.is_main:
+    if loss is None:  # it was stopped after its last step
+        job.print(f"accuracy {accuracy:.4f}")
+    elif job.is_main:
         print(f"final loss {loss.item():.10f} accuracy {accuracy:.4f}")
         if arguments.json:
             print(json.dumps({"loss": loss.item(), "accuracy": accuracy}))

@@ -9,11 +9,13 @@ megabytes, by zone, GPU and number of GPUs of both ends). Text in, records out.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ..schema.errors import FileError
 from ..schema.parallel import (
+    BoundaryRule,
     CostRule,
     DegreeLink,
     LinkCurve,
@@ -39,6 +41,7 @@ def read_problem(
     global_batch_size: int,
     zone: str = "us-central1-a",
     cost_rule: CostRule = "sailor",
+    boundary_rule: BoundaryRule = "scattered",
 ) -> ParallelProblem:
     """Read one model on one pool.
 
@@ -51,6 +54,7 @@ def read_problem(
         global_batch_size: Samples per step.
         zone: All devices are taken to be in it.
         cost_rule: Sailor's own, to compare with it, or hetflow's.
+        boundary_rule: What crosses the boundaries of stages.
 
     Raises:
         FileError: A file is missing, is no JSON, or lacks what is asked for.
@@ -70,7 +74,10 @@ def read_problem(
                 num_devices=number,
                 devices_per_server=server["gpus_per_node"],
                 memory_bytes=server["mem_per_gpu"],
-                times=_times(_of(profiles, device_type, "profiles_tmp.json"), names),
+                times=tuple(
+                    times if cost_rule == "sailor" else _one_update(times, info, names)
+                    for times in _times(_of(profiles, device_type, "profiles_tmp.json"), names)
+                ),
                 links=_links(
                     _of(links, device_type, "multizone_bandwidths_het.json"), zone, device_type
                 ),
@@ -94,6 +101,7 @@ def read_problem(
         reserved_bytes=_RESERVED_BYTES,
         bucket_bytes=_BUCKET_BYTES,
         cost_rule=cost_rule,
+        boundary_rule=boundary_rule,
     )
 
 
@@ -141,6 +149,17 @@ def _times(profile: Any, names: list[str]) -> tuple[ShardTimes, ...]:
                 )
             )
     return tuple(found)
+
+
+def _one_update(times: ShardTimes, info: Any, names: list[str]) -> ShardTimes:
+    """The update of the whole model, shared out to layers by their weights.
+
+    The files state one value for all layers, also for unlike ones, and Sailor's simulator counts
+    it once a stage: it is no layer's own. So it is taken for all layers together.
+    """
+    floats = [_of(info, "1", "llm_info.json")[name]["params_floats"] for name in names]
+    whole = times.update_seconds[0]
+    return replace(times, update_seconds=tuple(whole * own / sum(floats) for own in floats))
 
 
 def _links(table: Any, zone: str, device_type: str) -> tuple[DegreeLink, ...]:

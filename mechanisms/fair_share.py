@@ -21,7 +21,7 @@ class Claim:
 
 
 def share_elastically(running: Sequence[Claim], waiting: Sequence[Claim], free: int) -> list[int]:
-    """Algorithm 1: devices of the jobs that run, then of as many from the queue's head as may join.
+    """Algorithm 1: devices of the running jobs, then of those that join from the queue's head.
 
     Args:
         running: Jobs that hold devices.
@@ -48,11 +48,11 @@ def _shares(claims: Sequence[Claim], free: int) -> list[int]:
 
 
 def admit_whole(demands: Sequence[int], free: int) -> int:
-    """Static priority: how many from the queue's head get all that they ask for.
+    """Static priority: how many jobs from the queue's head get all devices that they ask for.
 
     Args:
         demands: Devices that each asks for, the queue's head first.
-        free: Devices that nobody holds.
+        free: Devices that no job holds.
     """
     for number, demand in enumerate(demands):
         if demand > free:

@@ -9,8 +9,9 @@ docs/plugins.md describes each kind. Names are loaded when they are first used: 
 a schedule loads no solver.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from ..schema.lazy import lazy_names
 
 if TYPE_CHECKING:
     from ..checks.judges import Judge, judge
@@ -18,54 +19,75 @@ if TYPE_CHECKING:
     from ..devices.backend import LocalDevice, device_backend
     from ..devices.cpu import cpu_device
     from ..devices.host import HostBackend
+    from ..engines.local import LocalEngine
+    from ..engines.protocol import Engine, EngineDevice, Fate, UnsuitableDevicesError, Work
+    from ..engines.registry import engine
     from ..exporters.registry import exporter
-    from ..importers.registry import jobs_importer, layer_importer
+    from ..importers.registry import jobs_importer, layer_importer, price_importer
     from ..schedules.one_f_one_b import one_rank
     from ..schedules.operations import Schedule
     from ..schedules.parallel import parallel_pipelines
     from ..schedules.registry import schedule
     from ..schedules.shape import PipelineShape
+    from ..schema.market import PriceHistory
     from ..schema.profile import LayerGraph, LayerNode
     from ..solvers.allocation.goals import MaxMin
     from ..solvers.allocation.instance import Instance
     from ..solvers.allocation.policy import policy
 
 _WHERE = {
-    "AcceleratorBackend": "devices.accelerator",
-    "HostBackend": "devices.host",
-    "Instance": "solvers.allocation.instance",
-    "Judge": "checks.judges",
-    "LayerGraph": "schema.profile",
-    "LayerNode": "schema.profile",
-    "LocalDevice": "devices.backend",
-    "MaxMin": "solvers.allocation.goals",
-    "PipelineShape": "schedules.shape",
-    "Schedule": "schedules.operations",
-    "cpu_device": "devices.cpu",
-    "device_backend": "devices.backend",
-    "exporter": "exporters.registry",
-    "jobs_importer": "importers.registry",
-    "judge": "checks.judges",
-    "layer_importer": "importers.registry",
-    "one_rank": "schedules.one_f_one_b",
-    "parallel_pipelines": "schedules.parallel",
-    "policy": "solvers.allocation.policy",
-    "schedule": "schedules.registry",
+    "AcceleratorBackend": "..devices.accelerator",
+    "Engine": "..engines.protocol",
+    "EngineDevice": "..engines.protocol",
+    "Fate": "..engines.protocol",
+    "HostBackend": "..devices.host",
+    "Instance": "..solvers.allocation.instance",
+    "Judge": "..checks.judges",
+    "LayerGraph": "..schema.profile",
+    "LayerNode": "..schema.profile",
+    "LocalDevice": "..devices.backend",
+    "LocalEngine": "..engines.local",
+    "MaxMin": "..solvers.allocation.goals",
+    "PipelineShape": "..schedules.shape",
+    "PriceHistory": "..schema.market",
+    "Schedule": "..schedules.operations",
+    "UnsuitableDevicesError": "..engines.protocol",
+    "Work": "..engines.protocol",
+    "cpu_device": "..devices.cpu",
+    "device_backend": "..devices.backend",
+    "engine": "..engines.registry",
+    "exporter": "..exporters.registry",
+    "jobs_importer": "..importers.registry",
+    "judge": "..checks.judges",
+    "layer_importer": "..importers.registry",
+    "one_rank": "..schedules.one_f_one_b",
+    "parallel_pipelines": "..schedules.parallel",
+    "policy": "..solvers.allocation.policy",
+    "price_importer": "..importers.registry",
+    "schedule": "..schedules.registry",
 }
 
 __all__ = [
     "AcceleratorBackend",
+    "Engine",
+    "EngineDevice",
+    "Fate",
     "HostBackend",
     "Instance",
     "Judge",
     "LayerGraph",
     "LayerNode",
     "LocalDevice",
+    "LocalEngine",
     "MaxMin",
     "PipelineShape",
+    "PriceHistory",
     "Schedule",
+    "UnsuitableDevicesError",
+    "Work",
     "cpu_device",
     "device_backend",
+    "engine",
     "exporter",
     "jobs_importer",
     "judge",
@@ -73,18 +95,8 @@ __all__ = [
     "one_rank",
     "parallel_pipelines",
     "policy",
+    "price_importer",
     "schedule",
 ]
 
-
-def __getattr__(name: str) -> object:
-    """Load a name when it is first used."""
-    if name not in _WHERE:
-        raise AttributeError(f"hetflow.plugins has no attribute {name!r}")
-    value = getattr(import_module(f"..{_WHERE[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(globals(), _WHERE)

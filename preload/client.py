@@ -1,4 +1,4 @@
-"""Ask preloaded processes for forked ones, and follow what becomes of these."""
+"""Ask preloaded processes to fork workers, and follow how these end."""
 
 import contextlib
 import logging
@@ -124,12 +124,12 @@ class _Pipes:
         return number
 
     def close_theirs(self) -> None:
-        """The process has them, or never will."""
+        """Close the process's ends: it has its copies, or was never started."""
         for number in self._opened:
             os.close(number)
 
     def close(self) -> None:
-        """There is no process."""
+        """Close all ends: no process was started."""
         self.close_theirs()
         for stream in self.ours:
             if stream is not None:
@@ -155,7 +155,7 @@ class Connection:
         self.trouble: str | None = None
 
     def look(self, seconds: float | None) -> bool:
-        """Take in what has come, and wait for that at most so long; whether anything came."""
+        """Handle the messages that have come, waiting for one at most so long; whether any came."""
         with self._lock:
             if self.trouble is not None:
                 return False
@@ -182,7 +182,7 @@ class Connection:
             self._answers.append(message)
 
     def wait_until_ready(self, watch: Callable[[], None] = lambda: None) -> bool:
-        """Wait until it forks; False where it never will. ``watch`` is called meanwhile."""
+        """Wait until it can fork; False if it never will. ``watch`` is called meanwhile."""
         deadline = time.monotonic() + _READY_SECONDS
         while not self.is_ready and self.trouble is None:
             watch()

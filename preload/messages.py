@@ -1,4 +1,4 @@
-"""What goes over the socket of a preloaded process: JSON with a length, and descriptors.
+"""Messages over the socket of a preloaded process: JSON with its length, and descriptors.
 
 Nothing is ever unpickled. Both ends belong to one user, which both check (``peer_is_ours``).
 """

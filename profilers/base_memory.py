@@ -1,4 +1,4 @@
-"""What a worker's process holds before there is a model: Python, torch, the runtime, the group.
+"""The memory of a worker's process without a model: Python, torch, the runtime, the group.
 
 A CPU's memory is that of the whole process, so this part of it is counted once for each worker.
 It is read after the model has trained and has been dropped again: by then the libraries have
@@ -40,7 +40,7 @@ def warm_up(bench: "Bench", batch_size: int) -> None:
 
 
 def left_bytes() -> int | None:
-    """Resident memory once everything that nobody refers to has been given back."""
+    """Resident bytes after all unreferenced memory was returned to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return memory.resident_memory_bytes()

@@ -2,8 +2,8 @@
 
 A pass is forward + backward into gradients that already exist, as the runtime accumulates them:
 no optimizer update, no communication, no batch making. A `cpu` device is one core, so a pass on
-it is timed by the process's CPU time: time that the core was taken away by other programs is not
-the model's. Waiting (for a disk, say) is not counted either; wall times stand in provenance.
+it is timed by the process's CPU time, which leaves out the time in which other programs used the
+core. Waiting (for a disk, say) is not counted either; wall times are in the provenance.
 An accelerator's pass is timed by the wall clock between two synchronisations.
 """
 
@@ -116,7 +116,7 @@ class Bench:
         )
 
     def optimizer_state(self, batch_size: int) -> dict[str, Any]:
-        """What the optimizer keeps once it has made a step, and what it needs for a while.
+        """Bytes that the optimizer keeps after a step, and bytes that an update needs temporarily.
 
         Its class, bytes of its tensors, and ``update_workspace_bytes``.
         """
@@ -129,7 +129,7 @@ class Bench:
         }
 
     def update_workspace_bytes(self) -> int | None:
-        """What an update allocates for a while, after ``optimizer_state``; None on GPUs.
+        """Bytes that an update allocates temporarily, after ``optimizer_state``; None on GPUs.
 
         Counted on a CPU only: its allocator does not fit large blocks of an update into the room
         of a pass's, while a GPU's peak is that of the larger of the two.
@@ -159,7 +159,7 @@ class Bench:
         self.backend.synchronize(self._torch_device)
 
     def reset_peak(self) -> None:
-        """Give back what nobody uses, and start a new peak."""
+        """Return unused memory to the system, and start a new peak."""
         self.backend.release_unused()
         self.backend.reset_peak(self._torch_device)
 

@@ -1,4 +1,4 @@
-"""The same costs with the host's devices at work, and what synchronising them costs."""
+"""Costs of steps while the host's other devices train too, and of synchronising them."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from ..devices.backend import DeviceRequest
 from ..schema.errors import HetflowError
-from ..schema.profile import Sync
+from ..schema.profile import Sync, SyncPoint
 from . import links
 from .crew import Crew
 from .loop_costs import LoopCosts, LoopPolicy, Rounds
@@ -138,10 +138,18 @@ def _sync_of(
         "method": "a step that synchronises minus the same step that does not, in the loop",
         "backend": crew.backend,
         **asdict(found.timing),
-        "by_batch_size": {str(size): seconds for size, seconds in found.by_size.items()},
+        "by_batch_size": {str(size): asdict(timing) for size, timing in found.by_size.items()},
+        "told_apart": bool(found.told_apart),
         "peak_memory_bytes": {str(size): peak for size, peak in found.peak_bytes.items()},
     }
-    measured = Sync(num_devices=sync.num_devices, sync_seconds=found.seconds)
+    measured = Sync(
+        num_devices=sync.num_devices,
+        sync_seconds=found.seconds,
+        by_batch_size=tuple(
+            SyncPoint(batch_size=size, sync_seconds=seconds)
+            for size, seconds in found.told_apart.items()
+        ),
+    )
     if not sync.links:
         return measured, provenance, found.peak_bytes
     crew.release()
@@ -150,14 +158,14 @@ def _sync_of(
     if with_messages is None:
         return measured, {**provenance, "at_batch_1": of_messages}, found.peak_bytes
     return (
-        replace(with_messages, sync_seconds=found.seconds),
+        replace(with_messages, sync_seconds=found.seconds, by_batch_size=measured.by_batch_size),
         {**provenance, "at_batch_1": of_messages},
         found.peak_bytes,
     )
 
 
 def _crew_of(crew: Crew, target: Target, request: DeviceRequest, sync: links.SyncOptions) -> Crew:
-    """Those who were busy, where they are as many as synchronise."""
+    """The crew that was busy, if it has as many workers as synchronise."""
     if crew.num_workers == sync.num_devices:
         return crew
     crew.release()

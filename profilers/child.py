@@ -69,7 +69,7 @@ class _Server:
         self.bench: Bench | None = None
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Do what is asked; the workload's faults and lack of memory are answers too."""
+        """Answer a request; faults of the workload and lack of memory are answers too."""
         try:
             return {"ok": self._do(request)}
         except HetflowError as error:

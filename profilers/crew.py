@@ -61,7 +61,7 @@ class Crew:
     def beside(
         self, sizes: Sequence[int], *, num_steps: int, is_empty: bool = False
     ) -> list[list[StepTimes]]:
-        """Train on all devices at once, each by itself; the steps of each worker.
+        """Train on all devices at once without synchronising; returns the steps of each worker.
 
         Raises:
             MemoryError: It does not fit.
@@ -143,7 +143,7 @@ class Crew:
 
     @staticmethod
     def _answers(workers: Sequence[Child]) -> list[dict[str, Any]]:
-        """What all answered; where one ran out of memory, that and not the others' end."""
+        """All answers. If one worker ran out of memory, raise that, not the end of the others."""
         answers: list[dict[str, Any]] = []
         failures: list[Exception] = []
         for worker in workers:

@@ -1,4 +1,4 @@
-"""Fits of a few costs, none negative, to measured times; a few disturbed ones do no harm."""
+"""Fit a few non-negative costs to measured times, robustly against disturbed measurements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
 """What a step costs, part by part, from rehearsals of all sizes in turns.
 
 Sizes take turns over several rounds, in another order each time, so that a drift of the machine
-meets all of them. A rehearsal's first step is dropped. The first pass of a step is cold: what it
-takes longer belongs to the step (``fixed_seconds``), the later ones are what one more virtual node
-costs (``step_seconds``). Rounds go on until the median's interval of each size is narrow, or the
-budget ends.
+affects all of them. A rehearsal's first step is dropped. The first pass of a step runs with cold
+caches: the time that it takes longer counts for the step (``fixed_seconds``). The later passes give
+the cost of one more virtual node (``step_seconds``). Rounds go on until the median's interval of
+each size is narrow, or the budget ends.
 """
 
 import math

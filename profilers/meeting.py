@@ -1,4 +1,4 @@
-"""Where the measuring processes of one measurement meet: a file, so that no port is opened."""
+"""The rendezvous of one measurement's processes: a file, so no port is opened."""
 
 import os
 import time
@@ -58,7 +58,7 @@ class StartingLine:
         self._folder, self._index, self._number = folder, index, number
 
     def say(self, what: str) -> None:
-        """Tell the others that something is done here."""
+        """Tell the other processes that this one has done something."""
         with open(os.path.join(self._folder, f"{what}-{self._index}"), "wb"):
             pass
 
@@ -71,7 +71,7 @@ class StartingLine:
 
     @contextmanager
     def told_of_failure(self) -> Iterator[None]:
-        """Let the others know where this process fails, so that they wait no longer."""
+        """Tell the other processes when this one fails, so that they stop waiting."""
         try:
             yield
         except BaseException:
@@ -79,7 +79,7 @@ class StartingLine:
             raise
 
     def wait(self, what: str) -> None:
-        """Say it, and wait until all have.
+        """Call ``say``, and wait until all processes have.
 
         Raises:
             TargetError: One has failed, or did not come within two minutes.

@@ -1,4 +1,4 @@
-"""Count what a model's passes compute and move, on tensors that have shapes but no values.
+"""Count the operations and bytes of a model's passes, on tensors with shapes but no values.
 
 The workload runs whole (loss, backward, update) under torch's FakeTensorMode: nothing is computed
 and next to no memory is taken, so a laptop can count a model that fits no device of its own.
@@ -58,7 +58,7 @@ class Tally:
 
     @property
     def operators(self) -> tuple[Operator, ...]:
-        """The calls, equal ones together, in the order of the first of each."""
+        """The operators called, equal calls merged, in the order of their first call."""
         return tuple(
             Operator(name=name, dtype=dtype, flops=flops, num_bytes=size, count=count)
             for (name, dtype, flops, size), count in self._calls.items()
@@ -167,7 +167,7 @@ def _bytes(tensor: Any) -> int:
 
 @cache
 def _is_view(function: Any) -> bool:
-    """Whether it answers with other looks at its inputs, and writes nothing."""
+    """Whether the operator returns views of its inputs, and writes nothing."""
     marks = [returned.alias_info for returned in function._schema.returns]
     return bool(marks) and all(mark is not None and not mark.is_write for mark in marks)
 
@@ -266,7 +266,7 @@ def _faked_batch(fake: Any, make: Callable[[int], Any], size: int) -> Any:
 
 @contextmanager
 def _values_are_missing(target: targets.Target) -> Iterator[None]:
-    """Say in words that a pass asked for a value, which no tensor here has."""
+    """Raise a readable error where a pass needs a tensor's value, which does not exist here."""
     try:
         yield
     except TargetError as error:

@@ -1,4 +1,4 @@
-"""Rehearse a model's own pipelines on two local devices, to find what they cost beyond layers.
+"""Train a model's own pipelines on two local devices, to measure their costs beyond layers.
 
 Each is trained by the runtime's ``PipelineEngine`` in two processes, as a launch trains it, over
 the transport that a launch uses. All take turns over several rounds, so that a drift of the machine
@@ -100,7 +100,7 @@ def measure_pipeline(
 
 
 def _reduction(trials: Sequence[Trial], steps: Sequence[Sequence[_Step]]) -> Timing | None:
-    """What a replica waits at a step's end, of which the others' sums of a few numbers are no part.
+    """Seconds that a replica waits for gradients at a step's end, without a step's small sums.
 
     A worker's own wait, stragglers included: the passes beside it are a worker's own too.
     """
@@ -133,12 +133,12 @@ def _with_ring(costs: PipelineCosts, profiled: Profiled) -> PipelineCosts:
 
 
 def _slowest(step: _Step) -> float:
-    """A step takes what it takes its slower worker."""
+    """The time of each step: that of its slower worker."""
     return max(worker.ended for worker in step)
 
 
 def affordable(profiled: Profiled, budget_seconds: float) -> tuple[Trial, ...]:
-    """As many trials as make their fewest steps within the budget; at least six."""
+    """The trials whose fewest steps fit the budget together; at least six."""
     trials = trials_of(profiled.graph)
     left, number = budget_seconds, 0
     for trial in trials:

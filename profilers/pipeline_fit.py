@@ -1,4 +1,4 @@
-"""What a pipeline's passes, messages and steps cost beyond its layers, from rehearsed steps.
+"""Fit the costs of a pipeline's passes, messages and steps beyond its layers to measured steps.
 
 The step of each rehearsed pipeline is replayed (schedules/replay.py) with the profiled layers
 and links and unknown costs, which are fitted to the measured steps. A replay is linear in
@@ -190,7 +190,7 @@ def _descend(
     measured: "Array",
     start: "Array",
 ) -> "Array":
-    """Go to where no line through the replay leads to a smaller error."""
+    """Repeat linear fits until none gives a smaller error."""
     import numpy as np
 
     nudge = _NUDGE * float(measured.min())

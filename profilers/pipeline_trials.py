@@ -9,7 +9,7 @@ from .pipeline_fit import Trial
 
 
 def trials_of(graph: LayerGraph) -> tuple[Trial, ...]:
-    """Pipelines on two devices that tell the costs apart, the most telling first.
+    """Pipelines on two devices from which the costs can be told apart, the most useful first.
 
     One stage on both devices sends no messages, so it tells what passes cost from what messages
     do; and it tells what replicas wait for their all-reduce. The others have two stages, cut near

@@ -1,4 +1,4 @@
-"""A measuring process (``child``) seen from outside: start it, ask it, survive its death.
+"""The parent's side of a measuring process (``child``): start it, ask it, survive its end.
 
 Within ``started_like_workers`` it starts as a launch's worker does: forked from a preloaded process
 where one can be had, with the same settings before its imports.
@@ -32,7 +32,7 @@ GROUP_ANSWER_SECONDS = 600.0
 def started_like_workers() -> Iterator[None]:
     """For the body of a ``with`` statement: fork measuring processes, as ``HETFLOW_PRELOAD`` says.
 
-    Their lives hang on the calling thread.
+    They end with the calling thread.
     """
     with Preload(os.environ.get(VARIABLE, "")) as preload:
         preload.prepare(_environment())  # it imports while the caller sets itself up

@@ -1,4 +1,4 @@
-"""Profile one target on several device types: measure, derive, write down how."""
+"""Profile one target on several device types, with the provenance of each number."""
 
 import platform
 import sys
@@ -37,8 +37,9 @@ class ProfileOptions:
 
     ``optimizer`` None measures with DEFAULT_OPTIMIZER where the target brings none, and the
     profile says that nobody chose it.
-    ``limits`` say which sizes there are, ``loop`` how well each is measured; ``sync_seconds`` and
-    ``hold_seconds`` are for synchronisation, and for held passes of each emulated type.
+    ``limits`` say which sizes there are, ``loop`` how well each is measured; ``sync_seconds``,
+    ``exchange_seconds`` and ``hold_seconds`` are for synchronisation in the loop at most, for
+    all-reduces over sizes and for pipelines each, and for held passes of each emulated type.
     ``layers_at`` are the microbatch sizes to profile layers at; none leaves them out.
     ``links`` measures links and all-reduces over sizes; None links alone, where layers are
     profiled.
@@ -46,7 +47,8 @@ class ProfileOptions:
 
     limits: CurveLimits = CurveLimits()
     loop: LoopPolicy = LoopPolicy()
-    sync_seconds: float = 6.0
+    sync_seconds: float = 12.0
+    exchange_seconds: float = 6.0
     hold_seconds: float = 12.0
     optimizer: str | None = None
     sync_devices: int = 2
@@ -305,7 +307,7 @@ def _sync_options(options: ProfileOptions, curve: Curve) -> links.SyncOptions:
         links=bool(options.links),
         fallback_batch_size=curve.results[0].batch_size,
         optimizer=options.optimizer or DEFAULT_OPTIMIZER,
-        budget_seconds=options.sync_seconds,
+        budget_seconds=options.exchange_seconds,
     )
 
 
@@ -406,7 +408,7 @@ def _measure_pipeline(
         request,
         profiled,
         optimizer=options.optimizer or DEFAULT_OPTIMIZER,
-        budget_seconds=options.sync_seconds,
+        budget_seconds=options.exchange_seconds,
         progress=progress,
     )
 

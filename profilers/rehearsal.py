@@ -1,4 +1,4 @@
-"""Train some steps in the runtime's own loop, and tell when each part of each step began and ended.
+"""Train some steps in the runtime's own loop, and report the times of each step's parts.
 
 A rehearsal is what a launch does: the runtime's ``Job`` under a launch config, of a split or of a
 pipeline, over a real DataLoader, with the optimizer's update in every step. It runs inside a
@@ -182,7 +182,7 @@ class _Loop:
         return self._smallest.sum()
 
     def _accompany(self, job: "Job", loader: Any, line: StartingLine) -> None:
-        """Go on until the others are done too: they are measured beside a busy device."""
+        """Keep training until the others are done: they are measured beside busy devices."""
         line.say("done")
         end = time.monotonic() + _MOST_EXTRA_SECONDS
         while True:

@@ -5,6 +5,11 @@ same time without it: what is left is the exposed wait for the others and their 
 alternate, so that a drift of the machine meets both; where the wait hides behind the backward pass
 it costs nothing, so several sizes are measured.
 
+How much hides depends on how long that pass is, so sizes are told apart where their intervals do
+not overlap; where they do, one median over all of them is better known than any of theirs. Rounds
+go on until each is known to a small part of its step, or the budget ends: between rehearsals of
+short steps the difference swings by more than what is looked for.
+
 The first steps after workers have met are longer, most of all where they synchronise, by up to more
 than what is looked for: rehearsals are long enough to settle, and only settled steps count.
 """
@@ -13,17 +18,19 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..runtime.median import FEWEST_FOR_AN_INTERVAL
 from ..runtime.step_times import StepTimes
 from .crew import Crew
 from .rehearsal import config_of
 from .timing import Timing
 
 _NUM_NODES = 2
-_LONG_SECONDS = 0.5  # a pass: larger sizes are left out
+_LONG_SECONDS = 0.15  # a pass: of larger sizes noise is more than what is looked for
+_TOLERANCE = 0.02  # half the width of a median's interval, relative to the step
 _REHEARSAL_SECONDS = 0.2
 _MOST_STEPS = 40
 _SETTLING_STEPS = 3  # the first of a rehearsal: a launch's first steps are not in its median either
-_FEWEST_ROUNDS, _MOST_ROUNDS = 2, 12
+_FEWEST_ROUNDS, _MOST_ROUNDS = 2, 20
 _FEWEST_STEPS_FOR_PEAK = 3
 
 
@@ -33,18 +40,28 @@ class SyncInLoop:
 
     Attributes:
         timing: Over rounds and sizes.
-        by_size: [sizes] the median of each over its rounds; may be negative by noise.
+        by_size: [sizes] of each over its rounds; may be negative by noise.
         peak_bytes: [sizes] the most memory of a worker that synchronises.
     """
 
     timing: Timing
-    by_size: dict[int, float]
+    by_size: dict[int, Timing]
     peak_bytes: dict[int, int]
 
     @property
     def seconds(self) -> float:
         """The median over rounds and sizes, never negative."""
         return max(0.0, self.timing.median_seconds)
+
+    @property
+    def told_apart(self) -> dict[int, float]:
+        """[sizes] the medians, never negative; empty where their intervals leave one for all."""
+        found = self.by_size.values()
+        if any(timing.repeats < FEWEST_FOR_AN_INTERVAL for timing in found):
+            return {}
+        if max(t.low_seconds for t in found) <= min(t.high_seconds for t in found):
+            return {}
+        return {size: max(0.0, t.median_seconds) for size, t in self.by_size.items()}
 
 
 def measure_sync_in_loop(
@@ -60,7 +77,7 @@ def measure_sync_in_loop(
     Args:
         crew: The workers; all of them synchronise.
         pass_seconds: About how long a pass of each size takes, alone.
-        budget_seconds: Wall time to spend; two rounds are made at least.
+        budget_seconds: Wall time to spend at most, but that two rounds are made at least.
         clock: Wall seconds.
         progress: Told what is measured, and how many seconds there are left.
 
@@ -69,26 +86,38 @@ def measure_sync_in_loop(
     """
     sizes = sizes_to_measure(pass_seconds)
     found: dict[int, list[float]] = {size: [] for size in sizes}
+    steps: dict[int, list[float]] = {size: [] for size in sizes}
     peaks: dict[int, int] = {}
     end = clock() + budget_seconds
     for number in range(_MOST_ROUNDS):
-        if number >= _FEWEST_ROUNDS and clock() >= end:
+        is_known = all(_is_known(found[size], steps[size]) for size in sizes)
+        if number >= _FEWEST_ROUNDS and (is_known or clock() >= end):
             break
         for size in sizes:
             progress(f"gradient synchronisation at {size}", max(0.0, end - clock()))
-            nodes, steps = [size] * _NUM_NODES, _num_steps(pass_seconds[size])
+            nodes, num_steps = [size] * _NUM_NODES, _num_steps(pass_seconds[size])
             config = config_of([nodes] * crew.num_workers)
-            apart = crew.beside(nodes, num_steps=steps)
-            whole = crew.together(config, num_steps=steps)
-            found[size].append(slowest(whole) - slowest(apart))
+            apart = slowest(crew.beside(nodes, num_steps=num_steps))
+            whole = slowest(crew.together(config, num_steps=num_steps))
+            found[size].append(whole - apart)
+            steps[size].append(whole)
             if size not in peaks:
-                steps = max(_FEWEST_STEPS_FOR_PEAK, steps)
-                peaks[size] = crew.peak_together(config, num_steps=steps)
+                for_peak = max(_FEWEST_STEPS_FOR_PEAK, num_steps)
+                peaks[size] = crew.peak_together(config, num_steps=for_peak)
     return SyncInLoop(
         timing=Timing.of([seconds for samples in found.values() for seconds in samples]),
-        by_size={size: statistics.median(samples) for size, samples in found.items()},
+        by_size={size: Timing.of(samples) for size, samples in found.items()},
         peak_bytes=peaks,
     )
+
+
+def _is_known(samples: Sequence[float], steps: Sequence[float]) -> bool:
+    """Whether the interval of a size's median is narrow beside its step."""
+    if len(samples) < FEWEST_FOR_AN_INTERVAL:
+        return False
+    found = Timing.of(samples)
+    width = found.high_seconds - found.low_seconds
+    return width / 2 <= _TOLERANCE * statistics.median(steps)
 
 
 def sizes_to_measure(pass_seconds: dict[int, float]) -> list[int]:

@@ -91,10 +91,23 @@ def _devices(numbers: Mapping[str, float]) -> str:
 
 
 def simulation_table(runs: Sequence[SimulationRun]) -> str:
-    """One line a run: load, seed, completion times, makespan, utilisation, fairness, cost."""
-    heads = ("policy", "load/h", "seed", "jobs", "avg JCT h", "p99 h", "wait h", "makespan h",
-             "util %", "FTF", "cost $", "late")  # fmt: skip
-    return grid(heads, [_simulation_row(run) for run in runs])
+    """One line a run: load, seed, completion times, makespan, utilisation, fairness, cost.
+
+    On a market also how often jobs moved, and lost their machines.
+    """
+    heads: tuple[str, ...] = (
+        "policy", "load/h", "seed", "jobs", "avg JCT h", "p99 h", "wait h", "makespan h",
+        "util %", "FTF", "cost $", "late",
+    )  # fmt: skip
+    rows: list[tuple[str, ...]] = [_simulation_row(run) for run in runs]
+    if any(run.market_start is not None for run in runs):
+        heads += ("moves", "taken away")
+        counts = [(run.metrics.num_moves, run.metrics.num_preemptions) for run in runs]
+        rows = [
+            (*row, *("-" if count is None else str(count) for count in both))
+            for row, both in zip(rows, counts, strict=True)
+        ]
+    return grid(heads, rows)
 
 
 def _simulation_row(run: SimulationRun) -> tuple[str, ...]:

@@ -42,13 +42,24 @@ def _terms(plan: SplitPlan, predicted: Prediction) -> Iterator[Term]:
     ):
         if seconds is not None:
             yield Term(name, seconds, count)
-    for name, seconds in (
-        ("fixed cost of the step", predicted.fixed_seconds),
-        (f"synchronisation over {_devices(plan.num_devices)}", predicted.sync_seconds),
-        ("update", predicted.update_seconds),
+    for name, seconds, note in (
+        ("fixed cost of the step", predicted.fixed_seconds, ""),
+        (
+            f"synchronisation over {_devices(plan.num_devices)}",
+            predicted.sync_seconds,
+            _hidden(slowest),
+        ),
+        ("update", predicted.update_seconds, ""),
     ):
         if seconds is not None:
-            yield Term(name, seconds)
+            yield Term(name, seconds, note=note)
+
+
+def _hidden(slowest: DeviceGroup | None) -> str:
+    """At which size it was measured, where sizes differ in how much passes hide of it."""
+    if slowest is None or slowest.exposed_seconds is None:
+        return ""
+    return f"behind passes of {slowest.virtual_node_batch_size} samples"
 
 
 def _slowest(plan: SplitPlan) -> DeviceGroup | None:
@@ -56,7 +67,12 @@ def _slowest(plan: SplitPlan) -> DeviceGroup | None:
     timed = [group for group in plan.groups if group.pass_seconds is not None]
     if len(timed) < len(plan.groups):
         return None
-    return max(timed, key=lambda group: group.virtual_nodes * (group.pass_seconds or 0.0))
+    return max(
+        timed,
+        key=lambda group: (
+            group.virtual_nodes * (group.pass_seconds or 0.0) + (group.exposed_seconds or 0.0)
+        ),
+    )
 
 
 def _remarks(plan: SplitPlan, predicted: Prediction) -> Iterator[str]:

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from itertools import accumulate
 
 from ..schema.market import Market, RentReport
+from ..schema.odds import OddsReport, PreemptionRate, Survivors, ZoneOdds
 from .grid import grid
 
 
@@ -110,3 +111,96 @@ def _least_median_most(known: list[tuple[float, float]]) -> tuple[float | None, 
 
 def _dollars(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
+
+
+def odds_table(report: OddsReport) -> str:
+    """How long machines last in each zone, prices, and how zones go together."""
+    parts = []
+    if report.zones:
+        parts.append(_zones(report))
+        parts.append(_ages(report))
+    if report.prices:
+        heads = ("cloud", "place", "instance type",
+                 *(f"{100 * part:g} % $/h" for part in report.parts))  # fmt: skip
+        rows = [
+            (one.cloud, one.place, one.instance_type, *map(_dollars, one.dollars_per_hour))
+            for one in report.prices
+        ]
+        parts.append(grid(heads, rows))
+    if report.together:
+        pairs = [
+            (one.of, one.first, one.second, f"{one.correlation:.2f}") for one in report.together
+        ]
+        parts.append(grid(("correlation of", "zone", "with", "r"), pairs))
+    return "\n\n".join(parts)
+
+
+def _zones(report: OddsReport) -> str:
+    heads = [
+        "zone",
+        "windows",
+        "there %",
+        "taken away",
+        "mean h (95 %)",
+        "median h",
+        "mean to h (95 %)",
+    ]
+    told = report.checkpoint_seconds is not None
+    if told:
+        heads += ["checkpoint every min", "lost %"]
+    rows = []
+    for one in report.zones:
+        row: list[object] = [
+            _name(one),
+            one.num_windows,
+            f"{100 * one.available_share:.1f}",
+            one.rate.num_preemptions,
+            _mean(one.rate),
+            _hours(one.median_seconds),
+            "-"
+            if one.mean_seconds is None
+            else f"{_hours(one.horizon_seconds)}: {_hours(one.mean_seconds)} "
+            f"({_hours(one.mean_low_seconds)} to {_hours(one.mean_high_seconds)})",
+        ]
+        if told:
+            lost = one.lost_share
+            row += [
+                "-" if one.daly_seconds is None else f"{one.daly_seconds / 60:.1f}",
+                "-" if lost is None else f"{100 * lost:.1f}",
+            ]
+        rows.append(tuple(row))
+    return grid(tuple(heads), rows)
+
+
+def _ages(report: OddsReport) -> str:
+    """The mean time to preemption by age, and who gets how old."""
+    ages = sorted({each.from_age_seconds or 0.0 for one in report.zones for each in one.by_age})
+    old = sorted({each.age_seconds for one in report.zones for each in one.survivors})
+    heads = ["zone", *(f"mean h from age {age / 3600:g} h" for age in ages),
+             *(f"{age / 3600:g} h old %" for age in old)]  # fmt: skip
+    rows = []
+    for one in report.zones:
+        means = {each.from_age_seconds: _mean(each) for each in one.by_age}
+        alive = {each.age_seconds: _alive(each) for each in one.survivors}
+        by_age = [means.get(age, "-") for age in ages]
+        rows.append((_name(one), *by_age, *(alive.get(age, "-") for age in old)))
+    return grid(tuple(heads), rows)
+
+
+def _alive(one: Survivors) -> str:
+    return f"{100 * one.part:.0f} ({100 * one.low:.0f} to {100 * one.high:.0f})"
+
+
+def _name(one: ZoneOdds) -> str:
+    return " ".join(word for word in (one.zone, one.instance_type) if word)
+
+
+def _mean(one: PreemptionRate) -> str:
+    """In hours; of what never happened only the lower end is known."""
+    if one.mean_seconds is None:
+        return f"over {_hours(one.low_seconds)}"
+    return f"{_hours(one.mean_seconds)} ({_hours(one.low_seconds)} to {_hours(one.high_seconds)})"
+
+
+def _hours(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds / 3600:.3g}"

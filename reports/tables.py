@@ -4,6 +4,7 @@ from ..schema.cluster import Cluster
 from ..schema.files import Record
 from ..schema.launch import LaunchConfig
 from ..schema.market import Market, RentReport
+from ..schema.odds import OddsReport
 from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import Prediction, Proof, SplitPlan
@@ -11,7 +12,7 @@ from ..schema.profile import Profile
 from ..schema.run import RunRecord
 from . import cluster_tables
 from .grid import grid, mebibytes, milliseconds
-from .market_tables import market_table, rent_table
+from .market_tables import market_table, odds_table, rent_table
 from .parallel_tables import parallel_table
 from .terms import terms_table
 
@@ -34,6 +35,8 @@ def table_of(record: Record) -> str:
         return market_table(record)
     if isinstance(record, RentReport):
         return rent_table(record)
+    if isinstance(record, OddsReport):
+        return odds_table(record)
     if isinstance(record, RunRecord):
         return run_table(record)
     return cluster_tables.table_of(record)

@@ -3,11 +3,13 @@
 Every parameter's gradient is a view into one flat buffer (one per dtype and device), laid out in
 reverse order of registration, which is about the order in which backward fills it. All virtual
 nodes of a device add into it, so memory does not grow with their number, and a bucket of the
-all-reduce is a slice of it: nothing is copied.
+all-reduce is a slice of it: nothing is copied. The last bucket has room for a few more numbers, so
+that the sums of a step need no exchange of their own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -53,6 +55,11 @@ class GradientReducer:
         is_first: Whether this worker contributes gradients of earlier steps; by default the
             first of the group does.
         keeps_carried: Whether to keep a copy of those, so that the step can be done again.
+        num_sums: How many further numbers are to travel with the last bucket, in float32.
+
+    Attributes:
+        flats: The gradient buffers.
+        sums: [num_sums] where those stand; None where the last buffer is of another type.
     """
 
     def __init__(
@@ -65,6 +72,7 @@ class GradientReducer:
         invariant: InvariantSum | None = None,
         is_first: bool | None = None,
         keeps_carried: bool = False,
+        num_sums: int = 0,
     ) -> None:
         named = (
             dict(parameters)
@@ -88,6 +96,9 @@ class GradientReducer:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[int, int] = {}
         self.flats: list[Tensor] = []
+        self._num_sums, self.sums = num_sums, cast("Tensor | None", None)
+        self._write_sums: Callable[[Tensor], None] | None = None
+        self._first_with_sums = -1
         self._armed = False
         self._defer_last = False
         self._num_launched = 0
@@ -106,13 +117,18 @@ class GradientReducer:
         """Whether gradients of an earlier step were still there when this one began."""
         return bool(self._carried)
 
-    def begin(self) -> None:
+    def begin(self, write_sums: Callable[[Tensor], None] | None = None) -> None:
         """Start a step: point every gradient into the cleared buffer.
 
         Gradients that are still set (no ``zero_grad`` since) stay in the sum, as they do in plain
         PyTorch; they are equal on all workers, so only the first worker contributes them.
+
+        Args:
+            write_sums: Writes this worker's part into ``sums``, if there is such a place. Called
+                once, when all gradients of this worker are complete.
         """
         self._rebuild_if_changed()
+        self._write_sums = write_sums
         self._used.clear()
         self._works.clear()
         self._carried.clear()
@@ -130,6 +146,8 @@ class GradientReducer:
                     self._parameters[index].grad = view
                 else:
                     self._attach(index, view)
+            if self.sums is not None and not is_fresh:
+                self.sums.zero_()
 
     def _attach(self, index: int, view: Tensor) -> None:
         parameter = self._parameters[index]
@@ -239,25 +257,28 @@ class GradientReducer:
     def _build(self) -> None:
         self.close()
         self._views, self._bucket_of = {}, {}
-        self._buckets, self.flats = [], []
+        self._buckets, self.flats, self.sums = [], [], None
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index in reversed(range(len(self._parameters))):
             parameter = self._parameters[index]
             if parameter.requires_grad:
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
-        for (dtype, device), members in kinds.items():
-            self._lay_out(members, dtype, device)
+        for number, ((dtype, device), members) in enumerate(kinds.items(), start=1):
+            has_sums = number == len(kinds) and dtype == torch.float32 and self._num_sums > 0
+            self._lay_out(members, dtype, device, num_sums=self._num_sums if has_sums else 0)
         if self._invariant is not None:
             self._invariant.allocate(self.flats)
         for index in self._views:
             hook = self._parameters[index].register_post_accumulate_grad_hook(self._hook(index))
             self._handles.append(hook)
 
-    def _lay_out(self, members: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+    def _lay_out(
+        self, members: Sequence[int], dtype: torch.dtype, device: torch.device, *, num_sums: int
+    ) -> None:
         total = sum(self._parameters[index].numel() for index in members)
         # Buckets end at multiples of this; what is cut off goes with the next one.
         unit = self._invariant.alignment if self._invariant is not None else 1
-        flat = torch.zeros(-(-total // unit) * unit, dtype=dtype, device=device)
+        flat = torch.zeros(-(-(total + num_sums) // unit) * unit, dtype=dtype, device=device)
         self.flats.append(flat)
         start, offset = 0, 0
         usual = self._bucket_bytes or backend_of(device).bucket_bytes
@@ -275,6 +296,13 @@ class GradientReducer:
                     self._add_bucket(flat, *cut, bucket)
                     bucket = []
                 start = end
+        if num_sums:
+            self.sums = flat[total : total + num_sums]
+            self._first_with_sums = next(
+                number
+                for number, bucket in enumerate(self._buckets)
+                if bucket.place[0] == len(self.flats) - 1 and bucket.place[2] > total
+            )
 
     def _add_bucket(self, whole: Tensor, start: int, end: int, members: list[int]) -> None:
         flat = whole[start:end]
@@ -313,6 +341,9 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         bucket = self._buckets[self._num_launched]
+        if self.sums is not None and self._num_launched == self._first_with_sums:
+            assert self._write_sums is not None
+            self._write_sums(self.sums)
         self._num_launched += 1
         if self._invariant is not None:
             self._invariant.launch(*bucket.place)

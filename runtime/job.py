@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from ..devices.backend import backend_of
 from ..schema.errors import TargetError
 from . import finish, peers
 from .agreement.agreement import Agreement
@@ -157,6 +158,12 @@ class Job:
             The mean loss over the global batch: detached, float64, equal on every worker.
         """
         session, agreement = self._session, self._agreement
+        if backend_of(session.device).is_capturing():
+            raise TargetError(
+                "job.backward cannot be captured in a graph of kernels: a step reads the batch and "
+                "the sums of the step before on the host",
+                hint="call it outside of the capture",
+            )
         self._runner.join()
         session.check_open()
         agreement.begin_step(session.num_steps, batch.epoch)

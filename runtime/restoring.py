@@ -5,15 +5,19 @@ which take a state without looking at it closely: torch's optimizers and schedul
 later on a moment of another shape, in the middle of the script's loop.
 """
 
+import copy
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..devices.backend import backend_of
 from ..schema.errors import HetflowError, TargetError
 from .manifest import shape_text
 
@@ -122,6 +126,46 @@ def load_registered(path: Path, number: int, thing: Any, saved: Any) -> None:
         if differs:
             raise _misfit(path, name, differs)
     _load(path, name, thing.load_state_dict, saved)
+    fault = _fault_of_scheduler(thing) if isinstance(thing, LRScheduler) else None
+    if fault:
+        raise _misfit(path, name, fault)
+
+
+def _fault_of_scheduler(scheduler: LRScheduler) -> str | None:
+    """Why a scheduler that took a state could not have made its last step, tried on a copy.
+
+    The last step and not the next one: a schedule that has ended takes no further step. None also
+    where it cannot be tried: a scheduler that cannot be copied, or whose step needs a metric.
+    """
+    if _needs_arguments(scheduler.step) or not _is_of_torch(scheduler):
+        return None
+    groups = [_settings(group) | {"params": []} for group in scheduler.optimizer.param_groups]
+    stand_in = SimpleNamespace(param_groups=copy.deepcopy(groups), step=lambda: None)
+    try:
+        trial = copy.deepcopy(scheduler, {id(scheduler.optimizer): stand_in})
+    except _MISFITS:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the order of steps, which is not the script's
+            _step_back(trial)
+            trial.step()
+    except (*_MISFITS, ArithmeticError, NameError, AssertionError) as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return None
+
+
+def _needs_arguments(step: Callable[..., object]) -> bool:
+    given = inspect.signature(step).parameters.values()
+    return any(each.default is inspect.Parameter.empty for each in given)
+
+
+def _step_back(scheduler: LRScheduler) -> None:
+    """One step, also of the schedulers that it is made of."""
+    for part in getattr(scheduler, "_schedulers", ()):
+        _step_back(part)
+    if hasattr(scheduler, "last_epoch"):
+        scheduler.last_epoch -= 1
 
 
 def _load(path: Path, name: str, load: Callable[[Any], object], saved: Any) -> None:
@@ -207,6 +251,10 @@ def _kind(value: Any) -> str:
 
 def _fault_of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
     """Why one of torch's optimizers could not go on with a group and its parameters' state."""
+    if group.get("capturable") and any(
+        backend_of(parameter.device).is_host for parameter in group["params"]
+    ):
+        return "capturable is for parameters on an accelerator, and these are on the host"
     expected: dict[int, dict[str, Any] | None] = {}
     for parameter in group["params"] if _is_of_torch(optimizer) else ():
         values = optimizer.state.get(parameter)

@@ -34,10 +34,30 @@ def check_model(model: nn.Module) -> None:
                 f"{name} is a SyncBatchNorm, but virtual nodes own their batch-norm statistics",
                 hint="use BatchNorm; its batch is the virtual node's",
             )
+        if type(module).__name__ == "FullyShardedDataParallel":
+            _refuse_shards(f"{name or 'the model'} is wrapped in FSDP")
+        # Torch puts a function of its own in place of the module's.
+        if "make_graphed_callables" in getattr(vars(module).get("forward"), "__qualname__", ""):
+            raise TargetError(
+                f"{name or 'the model'} is captured in graphs of kernels, which know neither "
+                f"virtual nodes' buffers nor where gradients are added up",
+                hint="pass it without make_graphed_callables",
+            )
+    # FSDP2 and tensor parallelism; such a tensor is known by what it can do, whatever torch's age.
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "to_local") and hasattr(parameter, "placements"):
+            _refuse_shards(f"{name} is a DTensor, as fully_shard (FSDP2) makes them")
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in model.parameters()):
         raise TargetError(
             "the model has lazy parameters without a shape", hint="run one forward pass first"
         )
+
+
+def _refuse_shards(said: str) -> None:
+    raise TargetError(
+        f"{said}, but hetflow keeps whole parameters",
+        hint="pass the bare model; under a pipeline plan each device holds its stages alone",
+    )
 
 
 def place_model(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..devices.collectives import is_on_devices
 from . import checkpoint, parts
 from .agreement.agreement import SharedTensors
 from .buffers import VirtualNodeBuffers
@@ -26,7 +27,7 @@ from .places import invariant_of
 from .restoring import load_optimizers, load_parameters
 from .session import Session
 from .streams import seed_streams
-from .totals import StepTotals
+from .totals import StepTotals, packed_sums
 
 
 class SplitEngine:
@@ -67,9 +68,10 @@ class SplitEngine:
         self.buffers.begin_step()
         if self._holder:
             self._holder.begin_step()
-        self.reducer.begin()
+        self.reducer.begin(self.totals.write)
         step.agreement.begin_passes()
         self.totals.settings_number = step.settings_number
+        self.totals.wants_stop = self._session.wants_stop
         self.totals.begin(batch.num_samples)
         try:
             for number, (item, inputs) in enumerate(batch.inputs(), start=1):
@@ -179,6 +181,9 @@ def _reducer_of(session: Session) -> GradientReducer:
         invariant=invariant_of(place),
         is_first=place.rank == 0,
         keeps_carried=place.control is not None and place.control.changes,
+        num_sums=packed_sums(len(session.batch_sizes) or 1, len(session.parameters)).length
+        if place.distributed and is_on_devices()
+        else 0,
     )
 
 

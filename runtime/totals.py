@@ -9,7 +9,8 @@ Losses and weights travel per virtual node (zeros from all but its holder) and a
 order of virtual nodes, so the mapping does not change their bits. On the host they are plain
 numbers: a torch operation between two passes costs 20 to 100 us there, its code being out of the
 caches by then. On a device they stay tensors, which nobody waits for: the host reads a step's flags
-and total weight in the step after it.
+and total weight in the step after it. Between devices the sums travel with the last bucket of
+gradients (packed_sums.py): an exchange of a few numbers takes about as long as one of a megabyte.
 """
 
 import math
@@ -28,11 +29,18 @@ from . import peers
 from .gradients import GradientReducer
 from .group import Place
 from .late import LateValues
+from .packed_sums import PackedSums
 
 # Places in the vector that is summed; the losses and weights of all virtual nodes follow.
 _WEIGHTED, _STOP, _MOVE, _WORKERS, _SETTINGS, _SQUARED, _NODES = 0, 1, 2, 3, 4, 5, 6
 _EXACT = (torch.float32, torch.float64)
+_Noted = tuple[GradientReducer, list[int], bool]  # of a step: unused parameters; with others or not
 _MAX_GRADIENTS = 64  # weights such as numbers of tokens give many shares
+
+
+def packed_sums(num_nodes: int, num_parameters: int) -> PackedSums:
+    """How the sums of a step stand where they travel with a bucket of gradients."""
+    return PackedSums(_NODES, num_nodes, num_parameters)
 
 
 class StepTotals:
@@ -44,6 +52,7 @@ class StepTotals:
         self.wants_stop, self.wants_move = False, False
         self.stops: Tensor | float | None = None
         self.settings_number = 0
+        self._step: _Noted = (reducer, [], place.distributed)
         self._sums: Sequence[float] | Tensor | None = None
         self.extra: list[float] = []
         self._num_samples = 0
@@ -81,7 +90,7 @@ class StepTotals:
         if own == 0:
             return None
         self._weights[node] = own
-        self._losses[node] = loss.item() * own if loss.is_cpu else loss.detach().double() * own
+        self._losses[node] = loss.item() if loss.is_cpu else loss.detach()
         if weighted and self._reducer.carried:
             raise TargetError(
                 "gradients of an earlier step are still there, and this loss has weights",
@@ -111,10 +120,38 @@ class StepTotals:
             start: Begins to add them up over the workers, and returns what waits for it; by
                 default an all-reduce.
         """
-        self._note_step()
+        sums = self._reducer.sums
+        if sums is not None:  # ``write`` has sent them
+            self._reducer.wait()
+            return self._packed().unpack(sums)
         wait = (start or self._start)(self._own_sums())
         self._reducer.wait()
         return wait()
+
+    def write(self, sums: Tensor) -> None:
+        """Write this worker's part where it travels with a bucket; see ``GradientReducer.begin``.
+
+        The optimizers' settings are left out: on a device nobody looks at them.
+        """
+        _, unused, _ = self._note_step()
+        flags = self._flags()
+        flags[_SETTINGS] = flags[_SQUARED] = 0.0
+        losses = {
+            node: torch.tensor(loss, dtype=torch.float64) if isinstance(loss, float) else loss
+            for node, loss in self._losses.items()
+        }
+        self._packed().pack(flags, losses, self._weights, unused, sums)
+
+    def _packed(self) -> PackedSums:
+        return packed_sums(self._num_nodes, self._reducer.num_parameters)
+
+    def _flags(self) -> list[float]:
+        flags = [0.0] * _NODES
+        flags[_WEIGHTED], flags[_STOP] = float(bool(self._weighted)), float(self.wants_stop)
+        flags[_MOVE] = float(self.wants_move)
+        flags[_WORKERS], flags[_SETTINGS] = 1.0, float(self.settings_number)
+        flags[_SQUARED] = float(self.settings_number**2)
+        return flags
 
     def _start(self, sums: Tensor) -> Callable[[], Tensor]:
         work = peers.all_reduce(sums, async_op=True) if self._place.distributed else None
@@ -126,9 +163,9 @@ class StepTotals:
 
         return wait
 
-    def _note_step(self) -> None:
-        unused = self._reducer.unused()
-        self._step = (self._reducer, unused, self._place.distributed)
+    def _note_step(self) -> _Noted:
+        self._step = (self._reducer, self._reducer.unused(), self._place.distributed)
+        return self._step
 
     def move(self, reducer: GradientReducer, place: Place) -> None:
         """Go on with other workers; ``close`` may still end the step before.
@@ -144,14 +181,10 @@ class StepTotals:
 
         ``extra`` is what others sum along with the step.
         """
-        _, unused, distributed = self._step
+        _, unused, distributed = self._note_step()
         number = self._reducer.num_parameters if distributed else 0
         nodes = self._num_nodes
-        flags = [0.0] * (_NODES + 2 * nodes) + self.extra + [1.0] * number
-        flags[_WEIGHTED], flags[_STOP] = float(bool(self._weighted)), float(self.wants_stop)
-        flags[_MOVE] = float(self.wants_move)
-        flags[_WORKERS], flags[_SETTINGS] = 1.0, float(self.settings_number)
-        flags[_SQUARED] = float(self.settings_number**2)
+        flags = [*self._flags(), *[0.0] * (2 * nodes), *self.extra, *[1.0] * number]
         for node, weight in self._weights.items():
             flags[_NODES + nodes + node] = weight
         for index in unused if distributed else ():
@@ -159,9 +192,9 @@ class StepTotals:
         on_device = {}
         for node, loss in self._losses.items():
             if isinstance(loss, float):
-                flags[_NODES + node] = loss
+                flags[_NODES + node] = loss * self._weights[node]
             else:
-                on_device[_NODES + node] = loss
+                on_device[_NODES + node] = loss.double() * self._weights[node]
         host = torch.tensor(flags, dtype=torch.float64)
         sums = host.to(self._place.device, non_blocking=True)
         for index, loss in on_device.items():
@@ -188,7 +221,10 @@ class StepTotals:
         exact: Tensor | None = None
         if weighted:
             self._last_weight = exact = torch.as_tensor(weight, dtype=torch.float64).clone()
-        known = found if sums.is_cpu else self._known_on_host(sums[: middle + self._num_nodes])
+        head = sums[: middle + self._num_nodes]
+        known = (
+            found if sums.is_cpu else self._known_on_host(head, is_last=reducer is self._reducer)
+        )
         if known is not None:
             self.stops = known[_STOP]
             if known[_WEIGHTED] > 0:
@@ -196,15 +232,21 @@ class StepTotals:
                 self._known_weight = float(total)
         if exact is not None:
             reducer.scale(torch.as_tensor(self._share_of / exact))
+        # After a change of workers nobody else holds the gradient buffer of before.
+        self._step = (self._reducer, unused, self._place.distributed)
         if isinstance(loss, float):
             return torch.tensor(loss / weight if weight else math.nan, dtype=torch.float64)
         mean: Tensor = loss / weight
         return mean
 
-    def _known_on_host(self, sums: Tensor) -> list[float] | None:
-        """The sums of a device that the host may know now without a wait: those of a step ago."""
-        reducer, _, _ = self._step
-        if reducer is self._reducer and not backend_of(sums.device).is_host:
+    def _known_on_host(self, sums: Tensor, *, is_last: bool) -> list[float] | None:
+        """The sums of a device that the host may know now without a wait: those of a step ago.
+
+        Args:
+            sums: Of this step.
+            is_last: Whether the same workers take the next step.
+        """
+        if is_last and not backend_of(sums.device).is_host:
             return self._late.exchange(sums)
         # The workers have changed since: who joins knows this step's.
         self._late.forget()

@@ -1,7 +1,7 @@
-"""Leases of a live cluster: what is planned, runs, and is over, with the engine that runs it.
+"""Leases of a live cluster: planned, running and ended launches of jobs, and how they change.
 
-Each transition is written down before the engine is asked to act, and what the engine does for a
-lease it does once, so a scheduler that is killed anywhere goes on where it was.
+Each transition is written to the state file before the engine is asked to act, and the engine acts
+at most once for a lease. So a scheduler that was killed at any point continues from the state file.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..engines.protocol import OUTPUT, Engine, EngineDevice, Work
 from ..schema import files
-from ..schema.errors import FileError, HetflowError
+from ..schema.errors import FileError, HetflowError, ProblemError
 from ..schema.run import RunRecord
 from .plans import plan_on
 from .store import Store
@@ -48,12 +48,16 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A lease that is over: how long it ran and with which exit code (None: nobody saw it)."""
+    """A lease that is over, and with which exit code (None: nobody saw it).
+
+    ``has_begun`` is False where its launch never ran.
+    """
 
     lease: Lease
     exit_code: int | None
     reason: str | None
     digest: str | None
+    has_begun: bool = True
 
 
 def open_leases(store: Store) -> list[Lease]:
@@ -70,7 +74,7 @@ def _lease(row: sqlite3.Row) -> Lease:
 
 
 def plan_lease(store: Store, job: int, devices: Sequence[str], now: float) -> None:
-    """Let a job have devices as soon as they, and the job itself, are free."""
+    """Plan a lease: it starts as soon as its devices and its job are free."""
     [row] = store.rows("SELECT leases FROM jobs WHERE number = ?", job)
     number = row["leases"] + 1
     store.run("UPDATE jobs SET leases = ? WHERE number = ?", number, job)
@@ -81,14 +85,14 @@ def plan_lease(store: Store, job: int, devices: Sequence[str], now: float) -> No
 
 
 def drop_planned(store: Store, job: int, now: float) -> None:
-    """Let go of a job's lease that never started."""
+    """Drop a job's lease that never started."""
     store.run(
         "UPDATE leases SET state = 'over', ended = ? WHERE job = ? AND state = 'planned'", now, job
     )
 
 
 def ask_to_stop(store: Store, lease: Lease, now: float) -> None:
-    """Note that a lease has to end; ``pursue`` asks the engine."""
+    """Record that a lease has to end; ``pursue`` then asks the engine."""
     store.run(
         "UPDATE leases SET state = 'stopping', stop_asked = ? WHERE job = ? AND number = ? "
         "AND state IN ('starting', 'running')", now, lease.job, lease.number,
@@ -96,7 +100,7 @@ def ask_to_stop(store: Store, lease: Lease, now: float) -> None:
 
 
 def credit(store: Store, lease: Lease, now: float) -> None:
-    """Note until when a lease's time is counted."""
+    """Record until when a lease's time has been counted."""
     store.run(
         "UPDATE leases SET credited = ? WHERE job = ? AND number = ?", now, lease.job, lease.number
     )
@@ -123,11 +127,15 @@ def start(
     """Start a lease's launch; what was started already is left as it is.
 
     Raises:
+        FileError: Its folder cannot be written.
         HetflowError: There is no plan, or the engine cannot start it.
     """
     folder, job_folder = store.lease_folder(lease.job, lease.number), store.job_folder(lease.job)
     held = tuple(devices[name] for name in lease.devices)
-    plan = plan_on(asked, held[0].device_type, len(held))
+    try:
+        plan = plan_on(asked, held[0].device_type, len(held))
+    except FileError as error:  # not that of the state: its profiles are gone
+        raise ProblemError(error.message, hint=error.hint) from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -156,7 +164,7 @@ def start(
 
 
 def pursue(store: Store, engine: Engine, lease: Lease, grace_seconds: float, now: float) -> None:
-    """Ask a lease that has to end to do so; end it where it does not within its grace time."""
+    """Ask a lease to stop, and kill it if it has not ended within its grace time."""
     folder = store.lease_folder(lease.job, lease.number)
     if lease.stop_asked is not None and (
         now - lease.stop_asked > grace_seconds + KILL_AFTER_SECONDS
@@ -176,11 +184,13 @@ def fate_of(store: Store, engine: Engine, lease: Lease) -> Ended | None:
     with suppress(HetflowError):
         digest = files.read(folder / RUN / "run.json", RunRecord).parameters_digest
     code = fate.exit_code
-    return Ended(lease, code, None if code == 0 else last_words(folder / OUTPUT, code), digest)
+    reason = None if code == 0 else last_words(folder / OUTPUT, code)
+    has_begun = fate.has_begun and fate.state != "absent"
+    return Ended(lease, code, reason, digest, has_begun)
 
 
 def end(store: Store, lease: Lease, now: float, exit_code: int | None = None) -> None:
-    """Mark a lease as over, and count what it had."""
+    """Mark a lease as ended, and count the time that it had."""
     seconds = 0.0 if lease.started is None else max(0.0, now - lease.started)
     store.run(
         "UPDATE leases SET state = 'over', ended = ?, exit_code = ? WHERE job = ? AND number = ?",
@@ -193,7 +203,7 @@ def end(store: Store, lease: Lease, now: float, exit_code: int | None = None) ->
 
 
 def last_words(output: Path, exit_code: int | None) -> str:
-    """What a launch said last: its error, where it wrote one."""
+    """The error that a launch wrote, else the last line of its output."""
     ended = "nobody saw how it ended" if exit_code is None else f"exit code {exit_code}"
     try:
         with output.open("rb") as stream:

@@ -1,16 +1,18 @@
 """The scheduler itself: rounds on the wall clock (thesis 5.5, 5.6).
 
-At the end of a round the mechanism says who holds which devices in the next. Who keeps its devices
-goes on without noticing (its lease is renewed); who loses them is asked to save and end, and its
-successor starts as soon as they are free. Between rounds leases that ended are settled, and what
-users want is done. A round begins at once where no job held anything.
+At the end of a round the mechanism decides which job holds which devices in the next round. The
+lease of a job that keeps its devices is renewed, and its training is not interrupted. A job that
+loses its devices is asked to save and end; the next job starts on them when they are free. Between
+rounds the scheduler records leases that ended and carries out what users asked for. When no job
+holds a device, the next round begins at once.
 """
 
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -29,6 +31,7 @@ from ..schema.jobs import ModelThroughput, Throughputs
 from . import leases
 from .leases import Ended, Lease
 from .plans import as_job, throughput_of
+from .rests import Rests
 from .store import Store
 from .submission import Submission
 
@@ -37,6 +40,7 @@ MOST_FAILURES = 10
 """A job that failed so many times, one after another, is held."""
 _ASKED = (130, 143)  # exit codes of a launch that was asked to stop, and saved
 _USAGE = 2  # of a launch that makes no sense: it would make none the next time
+_AIMED = "aimed"  # until when shares were counted
 _LEAST_STEPS = 1.0  # left of a job that is not done, whatever was predicted
 
 
@@ -71,6 +75,7 @@ class Scheduler:
             )
         self._devices = {device.name: device for device in engine.devices()}
         self._places = _Places(tuple(self._devices.values()))
+        self._rests = Rests(store)
         self._submissions: dict[int, Submission] = {}
         self._rates: dict[tuple[str, int], ModelThroughput] = {}
         self._round_ends: float | None = store.get("round_ends")
@@ -118,7 +123,9 @@ class Scheduler:
         """Do what is due at a time, in seconds since the epoch.
 
         Raises:
-            FileError: The state cannot be written.
+            FileError: The state cannot be written. What was not is forgotten only by a scheduler
+                that begins anew.
+            OSError: As FileError, of an engine's files.
         """
         self._settle(now)
         self._obey(now)
@@ -142,7 +149,7 @@ class Scheduler:
         return not leases.open_leases(self._store)
 
     def _settle(self, now: float) -> None:
-        """Look which leases are over, and what that means for their jobs."""
+        """Record the leases that ended, and the new states of their jobs."""
         started = [lease for lease in leases.open_leases(self._store)
                    if lease.state in ("running", "stopping")]  # fmt: skip
         looked = (leases.fate_of(self._store, self._engine, lease) for lease in started)
@@ -150,8 +157,9 @@ class Scheduler:
         if not over:
             return
         with self._store.transaction():
+            self._aim(now)
+            self._credit([ended.lease for ended in over], now)
             for ended in over:
-                self._credit(ended.lease, now)
                 leases.end(self._store, ended.lease, now, ended.exit_code)
                 self._after(ended, now)
             self._save()
@@ -159,6 +167,7 @@ class Scheduler:
     def _after(self, ended: Ended, now: float) -> None:
         lease, store = ended.lease, self._store
         if ended.exit_code == 0:
+            self._rests.forget(self._server_of(lease))
             self._leave(lease.job, now)
             store.run(
                 "UPDATE jobs SET state = 'done', ended = ?, reason = NULL, digest = ?, "
@@ -166,6 +175,11 @@ class Scheduler:
             )  # fmt: skip
             return
         asked = ended.exit_code in _ASKED or lease.state == "stopping"
+        if not ended.has_begun and not asked:
+            self._rest(ended, now)
+            return
+        if ended.has_begun:
+            self._rests.forget(self._server_of(lease))
         store.run(
             "UPDATE jobs SET state = 'queued', reason = ?, "
             "failures = CASE WHEN ? THEN 0 ELSE failures + 1 END WHERE number = ?",
@@ -175,6 +189,22 @@ class Scheduler:
         if row["failures"] >= MOST_FAILURES or (row["failures"] and ended.exit_code == _USAGE):
             self._hold(lease.job, ended.reason or "it failed", now)
 
+    def _rest(self, ended: Ended, now: float) -> None:
+        """Let a job whose launch could not begin wait for its turn, and the server rest."""
+        server = self._server_of(ended.lease)
+        seconds = self._rests.begin(server, now)
+        reason = f"it could not begin on {server}, which is left alone for {seconds:.0f} s"
+        _log.warning(f"job {ended.lease.job}: {reason} ({ended.reason})")
+        self._store.run(
+            "UPDATE jobs SET state = 'queued', reason = ? WHERE number = ?",
+            f"{reason}: {ended.reason}", ended.lease.job,
+        )  # fmt: skip
+        self._has_news = True
+
+    def _server_of(self, lease: Lease) -> str:
+        """An engine starts a lease from one server, that of its first device."""
+        return self._devices[lease.devices[0]].server
+
     def _hold(self, job: int, reason: str, now: float) -> None:
         self._leave(job, now)
         self._store.run(
@@ -183,14 +213,14 @@ class Scheduler:
         )  # fmt: skip
 
     def _leave(self, job: int, now: float) -> None:
-        """Let a job out of the rounds, and what was planned for it go."""
+        """Remove a job from the rounds, and drop the lease planned for it."""
         leases.drop_planned(self._store, job, now)
         self._state.leave({str(job)})
         self._submissions.pop(job, None)
         self._has_news = True
 
     def _obey(self, now: float) -> None:
-        """Do what users want: new jobs, cancellations, holds, releases."""
+        """Carry out what users asked for: new jobs, cancellations, holds and releases."""
         fresh = self._store.rows("SELECT number FROM jobs WHERE state = 'submitted'")
         wanting = self._store.rows("SELECT number, state, wanted FROM jobs WHERE wanted NOT NULL")
         if not fresh and not wanting:
@@ -199,6 +229,7 @@ class Scheduler:
             lease.job: lease for lease in leases.open_leases(self._store) if lease.holds_devices
         }
         with self._store.transaction():
+            self._aim(now)
             self._admit([row["number"] for row in fresh], now)
             for row in wanting:
                 self._grant(row["number"], row["state"], row["wanted"], open_, now)
@@ -262,16 +293,37 @@ class Scheduler:
             return False
         if self._round_ends is None or now >= self._round_ends:
             return True
+        self._has_news |= self._rests.somebody_rose(now)
         return self._has_news and not leases.open_leases(self._store)
 
-    def _credit(self, lease: Lease, now: float) -> None:
-        """Count the time that a lease had since it was counted last."""
-        active = self._state.active
-        places = [place for place, job in enumerate(active.jobs) if job.id == str(lease.job)]
-        if lease.started is None or not places:
+    def _aim(self, now: float) -> None:
+        """Count the device-seconds that the policy's shares gave jobs since this was done last."""
+        since, active = self._store.get(_AIMED), self._state.active
+        self._store.set(_AIMED, now)
+        if since is None or not len(active):
             return
-        seconds = max(0.0, now - max(lease.started, lease.credited or lease.started))
-        kind, place = self._places.seat(lease.devices)[0][0], places[0]
+        devices = active.share.sum(axis=0) * active.scale
+        self._store.run_each(
+            "UPDATE jobs SET target_seconds = target_seconds + ? WHERE number = ?",
+            [
+                (held * max(0.0, now - since), int(job.id))
+                for job, held in zip(active.jobs, devices.tolist(), strict=True)
+                if held
+            ],
+        )
+
+    def _credit(self, given: Sequence[Lease], now: float) -> None:
+        """Count the time that leases had since they were counted last."""
+        places = {job.id: place for place, job in enumerate(self._state.active.jobs)}
+        for lease in given:
+            place = places.get(str(lease.job))
+            if lease.started is not None and place is not None:
+                self._credit_at(place, lease, lease.started, now)
+
+    def _credit_at(self, place: int, lease: Lease, started: float, now: float) -> None:
+        active = self._state.active
+        seconds = max(0.0, now - max(started, lease.credited or started))
+        kind = self._places.seat(lease.devices)[0][0]
         receive(self._state, np.array([kind]), np.array([place]), np.array([seconds]))
         active.held[kind, place] += seconds
         done = seconds * active.rate[kind, place]
@@ -279,7 +331,7 @@ class Scheduler:
         leases.credit(self._store, lease, now)
 
     def _decide_or_say(self, now: float) -> None:
-        """Begin a round; where the policy finds no answer, all stays for a round as it is."""
+        """Begin a round; if the policy fails, all jobs keep their devices for one more round."""
         try:
             self._decide(now)
         except FileError:
@@ -296,8 +348,8 @@ class Scheduler:
         self._devices = {device.name: device for device in self._engine.devices()}
         open_ = leases.open_leases(store)
         with store.transaction():
-            for lease in open_:
-                self._credit(lease, now)
+            self._aim(now)
+            self._credit(open_, now)
             held = {
                 str(lease.job): self._places.seat(lease.devices)
                 for lease in open_
@@ -305,7 +357,7 @@ class Scheduler:
             }
             found = next_round(
                 self._state, self._allocator, now, rules,
-                sizes=self._places.sizes, down=self._down(), held=held,
+                sizes=self._places.sizes, down=self._down(now), held=held,
             )  # fmt: skip
             kept = set()
             for lease in open_:
@@ -324,8 +376,8 @@ class Scheduler:
             store.set("round_ends", self._round_ends)
             self._save()
 
-    def _down(self) -> list[Device]:
-        drained = set(self._store.get("drained") or ())
+    def _down(self, now: float) -> list[Device]:
+        drained = set(self._store.get("drained") or ()) | self._rests.resting(now)
         return [
             self._places.device(device.name)
             for device in self._devices.values()
@@ -333,24 +385,36 @@ class Scheduler:
         ]
 
     def _act(self, now: float) -> None:
-        """Start what may start, and see that what has to end does."""
+        """Start leases whose devices are free, and pursue those that have to end.
+
+        What fails is raised when all the others are done.
+        """
+        trouble: FileError | OSError | None = None
+        for act in self._due_acts(now):
+            try:
+                act()
+            except (FileError, OSError) as error:
+                trouble = error
+        if trouble is not None:
+            raise trouble
+
+    def _due_acts(self, now: float) -> Iterator[Callable[[], None]]:
         open_ = leases.open_leases(self._store)
         busy = Counter(name for lease in open_ if lease.holds_devices for name in lease.devices)
         running = {lease.job for lease in open_ if lease.holds_devices}
         for lease in open_:
             if lease.state == "stopping":
-                leases.pursue(
-                    self._store, self._engine, lease, float(self._settings.grace_seconds), now
-                )
+                grace_seconds = float(self._settings.grace_seconds)
+                yield partial(leases.pursue, self._store, self._engine, lease, grace_seconds, now)
             elif lease.state == "starting":
-                self._start(lease, now)
+                yield partial(self._start, lease, now)
             elif lease.state == "planned" and lease.job not in running:
                 if any(busy[name] for name in lease.devices):
                     continue
                 busy.update(lease.devices)
                 running.add(lease.job)
                 leases.begin(self._store, lease, now)
-                self._start(lease, now)
+                yield partial(self._start, lease, now)
 
     def _start(self, lease: Lease, now: float) -> None:
         try:
@@ -365,6 +429,8 @@ class Scheduler:
                     "UPDATE jobs SET state = 'queued', reason = ? WHERE number = ?",
                     error.message, lease.job,
                 )  # fmt: skip
+        except FileError:
+            raise  # no fault of the job's: it starts when there is room
         except HetflowError as error:
             with self._store.transaction():
                 leases.end(self._store, lease, now)

@@ -1,4 +1,4 @@
-"""What a job reaches on devices, and the plan that it runs by there."""
+"""A job's throughputs on the cluster's device types, and the plan that it runs under."""
 
 import hashlib
 import json

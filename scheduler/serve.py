@@ -1,23 +1,30 @@
 """A scheduler in the foreground, and how it is stopped."""
 
+import logging
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from ..engines.protocol import Engine
 from ..engines.registry import ENGINES
 from ..mechanisms.rounds.rules import RoundRules
 from ..schema.cluster import Cluster
-from ..schema.errors import ProblemError
+from ..schema.errors import FileError, ProblemError
 from ..schema.files import from_json, to_json
 from .loop import Scheduler, Settings
 from .store import Store, lock
 
 POLL_SECONDS = 0.1
+AGAIN_SECONDS = 5.0
+"""Between two tries to write the state."""
+_T = TypeVar("_T")
+_log = logging.getLogger("hetflow")
 _STOP, _STARTED_WITH = "stop", "started_with"
 
 
@@ -49,23 +56,23 @@ def serve(
         with store.transaction():
             store.set(_STARTED_WITH, _described(pool, engine, settings))
             store.set(_STOP, None)
-        scheduler = Scheduler(store, made, settings)
+        steady = _Steady(partial(Scheduler, store, made, settings), say)
         say(f"{len(made.devices())} devices on {engine}, policy {settings.policy}, state {folder}")
         with _interrupts() as interrupted:
             while not interrupted.is_set():
-                if store.get(_STOP):
-                    _drain_out(scheduler)
+                goes_on = steady.do(partial(_tick, store))
+                if goes_on is False:
+                    _drain_out(steady)
                     say("all jobs have saved and ended; those not done stay queued")
                     return
-                scheduler.tick(time.time())
-                interrupted.wait(POLL_SECONDS)
+                interrupted.wait(POLL_SECONDS if goes_on else AGAIN_SECONDS)
         say("jobs that run go on; start the cluster again to schedule them")
 
 
 def request_stop(folder: Path) -> None:
-    """Let all jobs save and end, and the scheduler with them; waits until it has.
+    """Let all jobs save and end, then the scheduler; wait until it has ended.
 
-    Where no scheduler runs this does it itself.
+    Where no scheduler runs, this process asks the jobs itself.
 
     Raises:
         HetflowError: No cluster was started there.
@@ -83,12 +90,59 @@ def request_stop(folder: Path) -> None:
             if store.get(_STOP):
                 with store.transaction():
                     store.set(_STOP, None)
-                _drain_out(Scheduler(store, *_as_started(store)))
+                make = partial(Scheduler, store, *_as_started(store))
+                _drain_out(_Steady(make, _log.warning))
         return
 
 
-def _drain_out(scheduler: Scheduler) -> None:
-    while not scheduler.stop(time.time()):
+class _Steady:
+    """A scheduler that waits while its state cannot be written (the disk is full), and goes on.
+
+    Jobs run meanwhile. One that could not write remembers more than its state, so it begins anew.
+    """
+
+    def __init__(self, make: Callable[[], Scheduler], say: Callable[[str], None]) -> None:
+        """Begin.
+
+        Args:
+            make: Begins with the state as it is.
+            say: Called with what a person should know.
+
+        Raises:
+            HetflowError: As ``make``.
+        """
+        self._make, self._say = make, say
+        self._scheduler: Scheduler | None = make()
+        self._said = ""
+
+    def do(self, act: Callable[[Scheduler], _T]) -> _T | None:
+        """Do something with it; None where it could not."""
+        try:
+            if self._scheduler is None:
+                self._scheduler = self._make()
+            done = act(self._scheduler)
+        except (FileError, OSError) as error:
+            self._scheduler = None
+            if str(error) != self._said:
+                self._said = str(error)
+                self._say(f"{error}; jobs that run go on, trying again every {AGAIN_SECONDS:.0f} s")
+            return None
+        if self._said:
+            self._said = ""
+            self._say("the state can be written again")
+        return done
+
+
+def _tick(store: Store, scheduler: Scheduler) -> bool:
+    """Do what is due; False, and nothing, where somebody asked to stop."""
+    if store.get(_STOP):
+        return False
+    scheduler.tick(time.time())
+    return True
+
+
+def _drain_out(steady: _Steady) -> None:
+    while not steady.do(lambda scheduler: scheduler.stop(time.time())):
         time.sleep(POLL_SECONDS)
 
 

@@ -1,14 +1,14 @@
 """The state of a live cluster: one SQLite file, every transition in a transaction.
 
-Commands write what they want (a job, a cancellation, a drained server) and read what is; the
-scheduler alone moves jobs and leases. Only the file's owner may read or write it.
+Commands write requests into it (a job, a cancellation, a server to drain) and read the state; only
+the scheduler changes the states of jobs and leases. Only the file's owner may read or write it.
 """
 
 import fcntl
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -33,6 +33,7 @@ CREATE TABLE jobs (
     failures INTEGER NOT NULL DEFAULT 0,
     leases INTEGER NOT NULL DEFAULT 0,
     device_seconds REAL NOT NULL DEFAULT 0,
+    target_seconds REAL NOT NULL DEFAULT 0,
     throughput TEXT,
     digest TEXT
 );
@@ -85,6 +86,7 @@ class Store:
                     store.run(statement)
                 store.set("format", FORMAT)
         store._refuse_others()
+        store._bring_up_to_date()
         return store
 
     @classmethod
@@ -101,7 +103,14 @@ class Store:
             )
         store = cls(folder, _connected(folder / FILE))
         store._refuse_others()
+        store._bring_up_to_date()
         return store
+
+    def _bring_up_to_date(self) -> None:
+        """Add what earlier versions did not note: what jobs were to get counts from now on."""
+        if "target_seconds" not in {row["name"] for row in self.rows("PRAGMA table_info(jobs)")}:
+            with self.transaction():
+                self.run("ALTER TABLE jobs ADD COLUMN target_seconds REAL NOT NULL DEFAULT 0")
 
     def _refuse_others(self) -> None:
         try:
@@ -120,7 +129,7 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All that is written within happens, or nothing.
+        """Inside, all writes are made, or none of them.
 
         Raises:
             FileError: The file cannot be written: the disk is full, say.
@@ -141,12 +150,23 @@ class Store:
             ) from error
 
     def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
-        """The answer to a query."""
-        return self._connection.execute(query, values).fetchall()
+        """The answer to a query.
+
+        Raises:
+            FileError: The file cannot be read.
+        """
+        try:
+            return self._connection.execute(query, values).fetchall()
+        except sqlite3.OperationalError as error:
+            raise FileError(f"{self.folder / FILE}: {error}") from error
 
     def run(self, statement: str, *values: object) -> int:
         """Write; the number of the row that was added, if one was."""
         return self._connection.execute(statement, values).lastrowid or 0
+
+    def run_each(self, statement: str, values: Iterable[tuple[object, ...]]) -> None:
+        """Write once for each row of values."""
+        self._connection.executemany(statement, values)
 
     def get(self, key: str) -> Any:
         """A value of the cluster's own; None where it was never set."""

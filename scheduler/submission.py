@@ -1,6 +1,7 @@
 """What a user asks for: a training script with its profiles, as a TOML file or by options."""
 
 import json
+import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ..schema.errors import FileError, ProblemError
-from ..schema.files import from_json
+from ..schema.files import from_json, to_json
 from ..schema.records import Count, Index, Name, Positive, PositiveSeconds, record, register_keys
+from .store import Store
 
 PATHS = ("script", "profiles", "directory")
 
@@ -109,3 +111,11 @@ def submission(values: dict[str, Any], *, base: Path, name: str) -> Submission:
     if not Path(asked.directory).is_dir():
         raise ProblemError(f"{name}: directory {asked.directory}: no such folder")
     return asked
+
+
+def submit(store: Store, asked: Submission) -> int:
+    """Add a job to the queue; its number."""
+    with store.transaction():
+        return store.run(
+            "INSERT INTO jobs (submission, submitted) VALUES (?, ?)", to_json(asked), time.time()
+        )

@@ -1,16 +1,13 @@
-"""What users see of a cluster's state, and what they may ask of it."""
+"""What users can see of a cluster's state, and the requests that they can make."""
 
 import json
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ..engines.protocol import OUTPUT
 from ..schema.errors import ProblemError
-from ..schema.files import to_json
 from .store import Store
-from .submission import Submission
 
 Wish = Literal["hold", "release", "cancel"]
 _OVER = ("done", "cancelled")
@@ -39,14 +36,6 @@ class QueuedJob:
     def to_plain(self) -> dict[str, Any]:
         """As JSON has it."""
         return asdict(self)
-
-
-def submit(store: Store, asked: Submission) -> int:
-    """Add a job to the queue; its number."""
-    with store.transaction():
-        return store.run(
-            "INSERT INTO jobs (submission, submitted) VALUES (?, ?)", to_json(asked), time.time()
-        )
 
 
 def queue(store: Store, *, finished: int = 10) -> list[QueuedJob]:
@@ -121,7 +110,7 @@ def ask(store: Store, number: int, wish: Wish) -> None:
 
 
 def drain(store: Store, named: str, *, undo: bool) -> None:
-    """Let jobs leave a device type or a server with the next round, or come back.
+    """Keep jobs off a device type or a server from the next round on, or end that.
 
     Raises:
         ProblemError: The cluster has no such type or server.

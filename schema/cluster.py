@@ -18,8 +18,9 @@ from .records import (
 
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _NAME = r"[A-Za-z][\w.+-]*(?::[A-Za-z][\w.+-]*)?"
+_MEMORY = r"\d+(?:\.\d+)?[KMGT]i?B"
 _ITEM = re.compile(
-    rf"^(?:(?P<times>\d+)[xX*])?(?P<name>{_NAME})(?::(?P<count>\d+))?(?::(?P<memory>\d+(?:\.\d+)?[KMGT]i?B))?$"
+    rf"^(?:(?P<times>\d+)[xX*])?(?P<name>{_NAME})(?::(?P<count>\d+))?(?::(?P<memory>{_MEMORY}))?$"
 )
 _SERVERS = re.compile(r"^(?P<times>\d+)[xX*]\((?P<inside>[^()]*)\)$")
 MAX_DEVICES = 1_000_000  # in a pool; far above what exists, far below what overflows
@@ -170,6 +171,20 @@ class Cluster:
         if flat:
             servers.insert(0, ServerGroup(count=1, devices=dict(flat)))
         return cls(device_types=types, servers=tuple(servers))
+
+
+def is_device_type(text: str) -> bool:
+    """Whether a text can name one device type in ``--gpus``."""
+    return re.fullmatch(_NAME, text) is not None
+
+
+def parse_memory(text: str) -> int | None:
+    """Bytes of ``16GB`` (or KB, MB, TB; powers of 1024); None where the text is no amount.
+
+    Raises:
+        ProblemError: It is less than one byte.
+    """
+    return _bytes_of(text) if re.fullmatch(_MEMORY, text) else None
 
 
 def _split_outside_brackets(text: str) -> list[str]:

@@ -14,6 +14,7 @@ from .errors import FileError
 from .jobs import Allocation, Jobs, Throughputs
 from .launch import LaunchConfig
 from .market import Market, RentReport
+from .odds import OddsReport
 from .parallel import ParallelPlan
 from .pipeline import PipelinePlan
 from .plan import SplitPlan
@@ -37,6 +38,7 @@ Record = (
     | SimulationRun
     | Market
     | RentReport
+    | OddsReport
 )
 R = TypeVar("R")
 

@@ -8,6 +8,7 @@ from pydantic import Field
 from .errors import ProblemError
 from .records import (
     Count,
+    Dollars,
     Fraction,
     Name,
     NonNegative,
@@ -318,6 +319,26 @@ class LevelPrices:
 
 
 @record
+class DollarCut:
+    """Allocations in which a job's effective cost is at most, or at least, so many dollars."""
+
+    job: Name
+    side: Literal["at_most", "at_least"]
+    dollars_per_hour: Dollars
+
+
+@record
+class RegionPrices:
+    """Prices that bound a sum of ratios (thesis 6.4.2) over the allocations that keep to ``cuts``.
+
+    The effective cost of a cut is that of the job at exactly the throughput of its SLO.
+    """
+
+    cuts: tuple[DollarCut, ...] = ()
+    resource_prices: dict[str, Rate] = Field(default_factory=dict)
+
+
+@record
 class Certificate:
     """How good an allocation is, and how a stranger can tell.
 
@@ -326,7 +347,8 @@ class Certificate:
     type, or per dollar under ``budget``) ``job_prices`` (per unit of throughput) and,
     where jobs share, ``time_prices`` are the dual solution that proves the bound by weak duality.
     Of water filling they prove the first level, and ``levels`` the others (those of jobs at
-    their own best need no proof).
+    their own best need no proof). Of a sum of ratios under SLOs ``regions`` prove the bound, each
+    for a part of the allocations; together they are all.
     """
 
     termination: Literal["optimal", "feasible"]
@@ -339,6 +361,7 @@ class Certificate:
     job_prices: dict[str, Rate] = Field(default_factory=dict)
     time_prices: dict[str, Rate] = Field(default_factory=dict)
     levels: tuple[LevelPrices, ...] = ()
+    regions: tuple[RegionPrices, ...] = ()
 
 
 @record
@@ -378,5 +401,6 @@ class Allocation:
 
 register_keys(
     Job, Entity, Jobs, ModelThroughput, PairThroughput, MixThroughput, Throughputs,
-    AllocationProblem, PairShare, LevelPrices, Certificate, Allocation,
+    AllocationProblem, PairShare, LevelPrices, DollarCut, RegionPrices,
+    Certificate, Allocation,
 )  # fmt: skip

@@ -25,11 +25,16 @@ Recompute = Literal["none", "full"]
 CostRule = Literal["hetflow", "sailor"]
 """``hetflow``: a stage sends each microbatch's output and its input's gradient, and its update
 takes the sum over its layers. ``sailor``: as Sailor's simulator counts both (docs/parallel.md)."""
+BoundaryRule = Literal["scattered", "whole", "blocking"]
+"""What crosses a boundary between stages. ``scattered``: each device of a tensor-parallel group
+sends its share of the activation (4.4.1), and a stage waits for what it sends. ``whole``: without
+scatter/gather, each device sends all of it. ``blocking``: likewise, and a stage waits for what it
+receives as well."""
 
 
 @record
 class LinkCurve:
-    """How fast messages of each size travel.
+    """The bandwidth of a link as a function of the message size.
 
     ``coefficients`` are of a polynomial in log2(bytes / 1e6), the highest power first, that gives
     bytes per second; a single one is a constant bandwidth.
@@ -99,7 +104,7 @@ class ShardSizes:
 
 @record
 class DegreeLink:
-    """The network of a group of so many devices of one server; the slower end decides."""
+    """The link of a tensor-parallel group of some degree; of two groups, the slower link counts."""
 
     tensor_parallel_size: Count
     curve: LinkCurve
@@ -139,7 +144,7 @@ class ParallelProblem:
     ``output_bytes`` is what each layer sends on, of one sample, not sharded. Memory of a device is
     ``bytes_per_weight_byte`` (weights, gradients, optimizer) times its weights, what is stashed,
     and ``reserved_bytes``. Gradients are all-reduced in buckets of ``bucket_bytes`` by rings of
-    single devices (a link of degree 1).
+    single devices (a link of degree 1). ``most_stages`` is of a pipeline.
     """
 
     model: Name
@@ -153,6 +158,7 @@ class ParallelProblem:
     bucket_bytes: PositiveBytes | None = None
     recompute: tuple[Recompute, ...] = ("none",)
     cost_rule: CostRule = "hetflow"
+    boundary_rule: BoundaryRule = "scattered"
     most_stages: Count | None = None
     optimizer: OptimizerState | None = None
 
@@ -212,7 +218,7 @@ class ReplicaGroup:
 
 @record
 class ParallelStage:
-    """A stage of the pipeline and who runs it; unlike replicas are entries of their own.
+    """A stage of the pipeline and the devices that run it; each kind of replica is an entry.
 
     ``compute_seconds`` is forward + backward of a microbatch on its slowest replica (with
     recomputation where planned), ``transfer_seconds`` its messages of a microbatch,
@@ -241,7 +247,7 @@ class ParallelStage:
 
 @record
 class ParallelPrediction:
-    """What a plan is expected to reach; ``memory_bytes`` by stage, its fullest device."""
+    """A plan's predicted times; ``memory_bytes`` is of each stage's fullest device."""
 
     step_seconds: Seconds
     samples_per_second: PerSecond

@@ -72,7 +72,8 @@ class DeviceGroup:
     Each runs ``virtual_nodes`` (v_i) passes of ``virtual_node_batch_size`` (b_i / v_i) samples,
     one after another. ``pass_seconds`` is t_i at that size, all of it; ``interpolated`` says that
     it was not measured but lies between two measured sizes, ``measured_busy`` that it was measured
-    while other devices of the host trained too.
+    while other devices of the host trained too. ``exposed_seconds`` is what synchronisation adds at
+    that size beyond the least of any size, None where the profile does not tell sizes apart.
     """
 
     device_type: Name
@@ -83,6 +84,7 @@ class DeviceGroup:
     pass_seconds: PositiveSeconds | None = None
     interpolated: bool = False
     measured_busy: bool = False
+    exposed_seconds: Seconds | None = None
 
     def __post_init__(self) -> None:
         if self.virtual_nodes * self.virtual_node_batch_size != self.device_batch_size:

@@ -145,11 +145,22 @@ class TensorLayers:
 
 
 @record
+class SyncPoint:
+    """What synchronisation adds to a step whose last virtual node has ``batch_size`` samples."""
+
+    batch_size: Count
+    sync_seconds: MeasuredSeconds
+
+
+@record
 class Sync:
     """Gradient synchronisation, measured as VirtualFlow 5.1.2 does.
 
-    ``sync_seconds`` is the distributed minus the single-device step time at batch size 1, on
-    ``num_devices`` devices. The optional ring model (``latency_seconds`` per ring message,
+    ``sync_seconds`` is the distributed minus the single-device step time on ``num_devices``
+    devices: at batch size 1, or the median over sizes where a whole loop was timed.
+    ``by_batch_size`` tells it size by size, where measurements tell sizes apart: more of it hides
+    behind a longer backward pass. Plans go by that then (``least_seconds``, ``exposed_seconds``).
+    The optional ring model (``latency_seconds`` per ring message,
     ``bytes_per_second`` per ring link, fitted to ``messages``) predicts other device counts; see
     costs/comm.py. It is no link's rate: those are measured apart (``Links``).
     """
@@ -159,10 +170,14 @@ class Sync:
     latency_seconds: MeasuredSeconds | None = None
     bytes_per_second: PositiveRate | None = None
     messages: tuple[MessageTime, ...] = ()
+    by_batch_size: tuple[SyncPoint, ...] = ()
 
     def __post_init__(self) -> None:
         if self.num_devices < 2:
             raise ProblemError(f"num_devices must be >= 2 to synchronise, got {self.num_devices}")
+        sizes = [point.batch_size for point in self.by_batch_size]
+        if sizes != sorted(set(sizes)):
+            raise ProblemError(f"by_batch_size must be sorted, each size once, got {sizes}")
         if (self.latency_seconds is None) != (self.bytes_per_second is None):
             raise ProblemError("latency_seconds and bytes_per_second come together or not at all")
 
@@ -287,5 +302,5 @@ def _check_curve(batch_curve: tuple[BatchPoint, ...]) -> None:
 
 
 register_keys(
-    BatchPoint, BusyHost, LayerNode, LayerGraph, TensorLayers, Sync, Emulation, Profile
+    BatchPoint, BusyHost, LayerNode, LayerGraph, TensorLayers, SyncPoint, Sync, Emulation, Profile
 )  # fmt: skip

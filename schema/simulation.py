@@ -33,7 +33,8 @@ class JobOutcome:
     ``isolated_seconds`` is its duration on 1/n of the cluster, n the jobs present when it
     arrived (thesis 5.4.2). ``dollars`` is None where prices are unknown, ``slo_seconds`` None
     where the job has none. ``slo_given_up`` says that the policy dropped the SLO while the job
-    was there, because not all could be met.
+    was there, because not all could be met. On a market ``num_restarts`` are ``num_moves``, which
+    the job chose, and launches after one of ``num_preemptions``; None elsewhere.
     """
 
     id: Name
@@ -49,6 +50,8 @@ class JobOutcome:
     dollars: Dollars | None = None
     num_restarts: Index = 0
     slo_given_up: bool = False
+    num_moves: Index | None = None
+    num_preemptions: Index | None = None
 
     @property
     def completion_seconds(self) -> float:
@@ -93,7 +96,7 @@ class Span:
 class SimulationMetrics:
     """The figures that the papers report; dollars are None where prices are unknown.
 
-    Of a run without jobs all are 0.
+    Of a run without jobs all are 0. ``num_moves`` and ``num_preemptions`` are of runs on a market.
     """
 
     num_jobs: Index
@@ -112,6 +115,8 @@ class SimulationMetrics:
     num_slo_violations: Index
     num_restarts: Index
     num_slos_given_up: Index = 0
+    num_moves: Index | None = None
+    num_preemptions: Index | None = None
 
 
 @record
@@ -119,7 +124,8 @@ class SimulationRun:
     """One simulated run: what was asked, the figures, and every job where it was asked for.
 
     ``left_out`` says of each job that fits nowhere in the pool why. ``num_failures`` counts devices
-    that failed one at a time, ``num_server_failures`` servers with all of theirs.
+    that failed one at a time, ``num_server_failures`` servers with all of theirs. ``market_start``
+    is the UTC time of second 0 of a run on a market; None elsewhere.
     """
 
     schema: Literal["hetflow.simulation/1"] = "hetflow.simulation/1"
@@ -135,6 +141,7 @@ class SimulationRun:
     num_allocations: Index
     num_failures: Index = 0
     num_server_failures: Index = 0
+    market_start: Name | None = None
     left_out: dict[Name, str] = Field(default_factory=dict)
     metrics: SimulationMetrics
     jobs: tuple[JobOutcome, ...] = ()

@@ -16,11 +16,14 @@ from ..mechanisms.cluster.layout import Layout
 from ..mechanisms.cluster.pool import Pool
 from ..schema.errors import BackendError, ProblemError
 from ..schema.jobs import Entity, Job, Throughputs, consolidated_devices
+from ..schema.market import utc_text
 from ..schema.records import nearest
 from ..schema.simulation import SimulationRun
+from ..solvers.market.offers import Prices
 from .cluster.failures import FailureOptions
 from .events.fair_share import FairShareOptions, simulate_fair_share
 from .events.proposals import ProposalOptions, simulate_proposals
+from .market.many_jobs import MarketOptions, simulate_market
 from .metrics import summarise
 from .outcomes import Simulation
 from .rounds.options import RoundOptions
@@ -31,6 +34,7 @@ SCHEDULERS = (
     "rounds", "published-rounds", "elastic", "static-priority", "easyscale",
     "easyscale-taking", "easyscale-homogeneous", "yarn",
 )  # fmt: skip
+MARKET = "market"  # the scheduler of machines to rent; needs a market
 _PROPOSALS: dict[str, Literal["heterogeneous", "homogeneous", "yarn"]] = {
     "easyscale": "heterogeneous", "easyscale-taking": "heterogeneous",
     "easyscale-homogeneous": "homogeneous", "yarn": "yarn",
@@ -49,7 +53,8 @@ class Case:
     ``server_numbers`` [types][servers] says which of these are one server, none by default. With
     ``placement`` mixed policies see unconsolidated devices as columns of their own. Mixes of
     device types among the throughputs count under ``rounds``. ``entities`` are the tree of the
-    hierarchical policy.
+    hierarchical policy. ``market`` are the offers under the scheduler ``market``, from the run's
+    start on, and ``market_options`` what moving among them costs.
     """
 
     throughputs: Throughputs
@@ -75,16 +80,24 @@ class Case:
     window: tuple[int, int] | None = None
     entities: tuple[Entity, ...] = ()
     records_spans: bool = False
+    market: Prices | None = None
+    market_options: MarketOptions = field(default_factory=MarketOptions)
 
     def __post_init__(self) -> None:
-        if self.scheduler not in SCHEDULERS:
-            guess = nearest(self.scheduler, SCHEDULERS)
-            fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(SCHEDULERS)}"
+        known = (*SCHEDULERS, MARKET)
+        if self.scheduler not in known:
+            guess = nearest(self.scheduler, known)
+            fix = f"did you mean {guess!r}?" if guess else f"known: {', '.join(known)}"
             raise ProblemError(f"no scheduler {self.scheduler!r}; {fix}")
         if self.space_sharing and not self.scheduler.endswith("rounds"):
             raise ProblemError(
                 f"space sharing is for rounds, {self.scheduler} runs every job on its own devices; "
                 "leave one of them out"
+            )
+        if (self.scheduler == MARKET) != (self.market is not None):
+            raise ProblemError(
+                "a market is simulated by the scheduler market, which needs one",
+                hint="add --market FILE, and leave --scheduler out",
             )
         self._refuse_what_goes_unheard()
         if self.failures is None:
@@ -125,7 +138,13 @@ class Case:
         )  # fmt: skip
 
     def _refuse_what_goes_unheard(self) -> None:
-        """Policies are for rounds: elsewhere they would change nothing."""
+        """Refuse options, such as a policy, that the chosen scheduler would ignore."""
+        fails = self.failure_seconds is not None or self.server_failure_seconds is not None
+        if self.market is not None and fails:
+            raise ProblemError(
+                "machines of a market do not fail, they are taken away",
+                hint="give --preemption-hours instead of failures",
+            )
         if self.scheduler.endswith("rounds"):
             return
         unheard = {
@@ -166,6 +185,8 @@ def run_case(
         uses_mixes=case.scheduler == "rounds" and bool(case.throughputs.mixes),
         consolidated=consolidated_devices(case.throughputs, case.servers or ()) if mixed else None,
     )
+    if case.market is not None:
+        return simulate_market(jobs, pool, case.market, case.market_options, on_progress)
     if case.scheduler in _PROPOSALS:
         proposals = ProposalOptions(
             scheduler=_PROPOSALS[case.scheduler],
@@ -248,6 +269,7 @@ def report(case: Case, run: Simulation, trace: str, *, with_jobs: bool = False) 
         num_devices=dict(case.num_devices),
         seed=case.seed,
         jobs_per_hour=None if case.trace is None else case.trace.jobs_per_hour,
+        market_start=None if case.market is None else utc_text(float(case.market.edges[0])),
         num_rounds=run.num_rounds,
         num_allocations=run.num_allocations,
         num_failures=run.num_failures,
@@ -262,7 +284,7 @@ def report(case: Case, run: Simulation, trace: str, *, with_jobs: bool = False) 
 def sweep(cases: Sequence[Case], processes: int = 1) -> Iterator[SimulationRun]:
     """Run cases that draw their own traces, in order, in parallel processes where asked.
 
-    Whoever interrupts it, or is killed, leaves no process behind.
+    No process is left behind when it is interrupted or killed.
 
     Raises:
         BackendError: A process died, for want of memory perhaps.
@@ -294,9 +316,9 @@ def sweep(cases: Sequence[Case], processes: int = 1) -> Iterator[SimulationRun]:
 
 @contextmanager
 def _later_interrupts() -> Iterator[None]:
-    """Keep ctrl-C for afterwards: in the middle of its start an executor cannot be shut down.
+    """Delay ctrl-C while an executor starts: in the middle of its start it cannot be shut down.
 
-    Processes that are started meanwhile never heed it; who started them ends them. Blocking the
+    Processes that are started meanwhile ignore it; their parent ends them. Blocking the
     signal in this thread is not enough: a thread of a library (numpy's) may take it instead, and
     Python then interrupts the main thread all the same.
     """
@@ -314,7 +336,7 @@ def _later_interrupts() -> Iterator[None]:
 
 
 def _die_with_parent() -> None:
-    """End this process when the one that started it is gone: nobody would take its results."""
+    """End this process when its parent has ended, since nobody would read its results."""
     parent = multiprocessing.parent_process()
 
     def watch() -> None:

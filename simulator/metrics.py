@@ -51,7 +51,14 @@ def summarise(run: Simulation, jobs: Sequence[JobOutcome] | None = None) -> Simu
         num_slo_violations=sum(job.violates_slo for job in jobs),
         num_restarts=sum(job.num_restarts for job in jobs),
         num_slos_given_up=sum(job.slo_given_up for job in jobs),
+        num_moves=_total([job.num_moves for job in jobs]),
+        num_preemptions=_total([job.num_preemptions for job in jobs]),
     )
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
 
 
 def utilisation(run: Simulation) -> float:

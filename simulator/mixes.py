@@ -1,7 +1,7 @@
 """Throughputs on one device type and on mixes of types, from the batch split solver.
 
-VirtualFlow 6.5.2: a job keeps its global batch on whatever devices it holds; on a mix the solver
-of 5.1.2 says who takes how much of it, and so how many steps a second the mix makes.
+VirtualFlow 6.5.2: a job keeps its global batch whatever devices it holds. On a mix of types the
+solver of 5.1.2 shares the batch out, which gives the steps per second of the mix.
 """
 
 import itertools
@@ -20,7 +20,7 @@ def split_throughput(
     devices: Iterable[DeviceOption],
     scale_factor: int,
 ) -> tuple[ModelThroughput, tuple[MixThroughput, ...]]:
-    """What a job of one global batch reaches on each device type, and on mixes of them.
+    """Steps per second of a job of one global batch, on each device type and on mixes of types.
 
     Alone on a type it holds ``scale_factor`` devices. A mix is such devices (or all of a type
     that has fewer) and 1, 2, 4, ... or all devices of other types beside them. Kept are the

@@ -1,4 +1,4 @@
-"""What a simulation leaves behind: outcomes of jobs, and totals of the pool."""
+"""The result of a simulation: outcomes of jobs, and totals of the pool."""
 
 from dataclasses import dataclass, field
 

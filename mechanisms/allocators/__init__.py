@@ -1,1 +1,1 @@
-"""Who should have what part of the time: policies and baselines as a simulator calls them."""
+"""Allocators: policies and baselines, in the form that a simulator calls again and again."""

@@ -10,14 +10,14 @@ class GreedyFifo:
     """FIFO as Gavel's code has it: in order of arrival, each job on its fastest free type.
 
     The first job that fits nowhere stops the queue. Unlike the policy ``fifo`` this is no
-    linear program: nobody gets part of the time.
+    linear program: no job gets a part of the time only.
     """
 
     name, agnostic, shares_space = "fifo_greedy", False, False
     leaves_idle = True  # it never overtakes
 
     def __init__(self) -> None:
-        """Nothing is known yet."""
+        """Start empty."""
         self._seen: Active | None = None
         self._fastest: list[list[int]] = []  # types of each kind of jobs, fastest first
 
@@ -51,7 +51,7 @@ class GreedyFifo:
 
 
 class FifoAnyType:
-    """FIFO blind to device types: a waiting job takes a random type with room and keeps it.
+    """FIFO that ignores device types: a waiting job takes a random type with room and keeps it.
 
     YARN's capacity scheduler in one queue, and the published agnostic FIFO with its fixes.
     """

@@ -1,4 +1,4 @@
-"""LAS at the analytic centre of its optimal face, warm from one call to the next."""
+"""LAS at the analytic centre of its optimal face; each call starts from the last answer."""
 
 from dataclasses import replace
 
@@ -75,7 +75,7 @@ class CentreLas(WarmLas):
 
 
 def _near_centre(face: Face, rate: Floats) -> Floats:
-    """By the interior point method, which ends before the centre but does not give out."""
+    """By the interior point method, which ends before the centre but never fails."""
     zero = np.zeros(len(face.count))
     found = solve_alone(
         Program(

@@ -16,7 +16,7 @@ Key = tuple[float, int, tuple[bool, ...]]
 
 
 class FlatLas:
-    """LAS that is blind to device types, over classes of jobs that it cannot tell apart.
+    """LAS that ignores device types, over classes of jobs that are then equal.
 
     With one rate on every type a job's row is ``sum_j X_mj >= z w_m / s_m``, so jobs of one weight,
     scale factor and set of types are alike whatever their models. Of several optima: the analytic
@@ -130,7 +130,7 @@ def _near_centre(
     level: list[float],
     capacity: Floats,
 ) -> list[list[float]]:
-    """By the interior point method, which ends before the centre but does not give out."""
+    """By the interior point method, which ends before the centre but never fails."""
     rate = np.array(runs, dtype=float)
     zero = np.zeros(len(scale))
     found = solve_alone(

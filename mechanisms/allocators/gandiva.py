@@ -34,7 +34,7 @@ class Gandiva:
         self.sums_types = sums_types
 
     def allocate(self, active: Active, now_seconds: float) -> Shares:
-        """Mend the pairs, and give all the same time."""
+        """Update the pairs, and give all the same time."""
         place = {job.id: i for i, job in enumerate(active.jobs)}
         if int(active.scale.sum()) <= int(active.capacity.sum()):
             return Shares(self._equal(active, np.arange(len(active)), len(active)))
@@ -78,7 +78,7 @@ class Gandiva:
             self._partner[first], self._partner[second] = second, first
 
     def _gain(self, active: Active, a: int, b: int) -> float:
-        """What a pair makes of the rates that its jobs have alone, 0 where one stands still."""
+        """Sum of a pair's rates relative to the jobs' rates alone; 0 where one of them has none."""
         keys = [(active.jobs[i].model, active.jobs[i].scale_factor) for i in (a, b)]
         rates = active.pool.pair_rates(keys[0], keys[1])
         alone = active.rate[:, [a, b]].T

@@ -1,4 +1,4 @@
-"""Policies as a simulator calls them: thousands of times, on arrays."""
+"""Policies in the form that a simulator calls thousands of times: on arrays."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,8 +26,9 @@ from .warm_las import WarmLas
 class PolicyAllocator:
     """Any policy of ``solvers.allocation``, solved anew each time.
 
-    The bare optimum, as Gavel's simulator has it: what it leaves idle the mechanism gives away. Of
-    several optima: the one that ``solvers.allocation.solve`` states.
+    It gives the policy's optimum without water filling, as Gavel's simulator does; the mechanism
+    gives devices that the optimum leaves idle to other jobs. Of several optima: the one that
+    ``solvers.allocation.solve`` states.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What an allocator says to the mechanism: who should have what part of the time."""
+"""An allocator's answer to the mechanism: each job's part of the time on each column."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,7 +25,7 @@ class Allocator(Protocol):
 
     @property
     def leaves_idle(self) -> bool:
-        """Whether devices that nobody has a share of stay idle on purpose."""
+        """Whether devices that no job has a share of stay idle on purpose."""
 
     def allocate(self, active: Active, now_seconds: float) -> Shares:
         """Share the pool."""

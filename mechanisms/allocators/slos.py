@@ -1,4 +1,4 @@
-"""SLOs that cannot be met do not end a run: the policy gives up the least of them."""
+"""Drop as few SLOs as needed where not all can be met, so that a run does not end."""
 
 from dataclasses import replace
 

@@ -12,7 +12,7 @@ from .shares import Shares
 
 
 class WarmLas:
-    """LAS over classes of equal jobs, warm from one call to the next: fast.
+    """LAS over classes of equal jobs; each call starts from the last basis, which is fast.
 
     Of several optima: the simplex vertex nearest to the last one's basis; equal jobs get equal
     shares. With space sharing every pair of classes that can share is a column too.

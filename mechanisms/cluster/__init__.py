@@ -1,1 +1,1 @@
-"""What decisions are about: the pool, the jobs present, servers and the devices on them."""
+"""The state that decisions are made on: the pool, the jobs present, servers and their devices."""

@@ -1,4 +1,4 @@
-"""The jobs present, as arrays with room to spare."""
+"""The jobs present, as arrays with spare capacity."""
 
 import copy
 
@@ -123,7 +123,7 @@ class Active:
         return self._fresh[kind][0], self._fresh[kind][1]
 
     def add(self, jobs: list[Job], received_seconds: float) -> None:
-        """Let jobs in; nothing is allocated to them yet."""
+        """Add jobs; nothing is allocated to them yet."""
         place, number = len(self.jobs), len(jobs)
         if not self.has_room(number):
             self._make_room(-(-(place + number) // _ROOM) * _ROOM)

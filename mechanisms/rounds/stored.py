@@ -1,7 +1,7 @@
 """A state of rounds as JSON, and back: a scheduler that is started again decides as before."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from .state import RoundState
 FORMAT = "hetflow.rounds/1"
 _BY_COLUMN = ("received", "share", "deficit", "held")
 _BY_JOB = ("left", "isolated", "started", "restarts")
+_OF_JOB = tuple(field.name for field in fields(Job))
 _OF_PAIRS = ("first", "second", "column")
 
 
@@ -29,7 +30,7 @@ def stored(state: RoundState) -> dict[str, Any]:
     for place, job in enumerate(active.jobs):
         kind = int(active.last_type[place])
         row: dict[str, Any] = {
-            "job": {name: value for name, value in asdict(job).items() if value is not None},
+            "job": {name: value for name in _OF_JOB if (value := getattr(job, name)) is not None},
             "alone_seconds": active.alone[place],
             "last_column": None if kind == NOWHERE else columns[kind],
         }

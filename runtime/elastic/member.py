@@ -148,6 +148,7 @@ class Member:
         """See ``Runner``."""
 
         def taken() -> Tensor:
+            self._note_wish_to_move()  # sums that travel with gradients leave before the end
             self._engine.run_passes(step)
             return self._exchange()
 
@@ -160,7 +161,7 @@ class Member:
         session, engine, totals = self._session, self._engine, self._engine.totals
         if num_groups() > 1:
             self._control.close("the script has process groups of its own")
-        totals.wants_move = self._control.announced is not None and not self._control.is_closed
+        self._note_wish_to_move()
         with self.waiting():
             if not self._survives:
                 return engine.exchange()
@@ -170,6 +171,10 @@ class Member:
                 self.mirror.launch(holdings_of(session.place), session.rank)
                 self.mirror.wait()
             return sums
+
+    def _note_wish_to_move(self) -> None:
+        control = self._control
+        self._engine.totals.wants_move = control.announced is not None and not control.is_closed
 
     def _start(self, sums: Tensor) -> Callable[[], Tensor]:
         """Begin the exchange of the mirrored buffers, with the sums in the same message."""

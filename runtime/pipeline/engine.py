@@ -6,7 +6,6 @@ left there, on the last stage it goes on to the loss. So whatever the function d
 model (autocast, preparation of inputs) holds on every stage.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,18 +17,16 @@ from ...schedules.operations import Kind, Operation
 from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
 from ..agreement.agreement import SharedTensors
-from ..data import Pass
-from ..engine import LossFunction, Step
+from ..engine import Step
 from ..session import Session
 from ..streams import seed_streams
 from ..tensor.lanes import Lanes
 from ..tensor.roles import Sharing, check_degree, check_pairs, check_shared, sharing_of
 from ..tensor.sharded import ShardedModel, tensor_group
-from .arguments import by_placeholder
-from .cut import CALL, StageModule, check_crossing, cut, whole
+from .cut import StageModule, check_crossing, cut, whole
 from .executor import Executor, held
-from .losses import check_reads_none_of, nodes_of
 from .messages import Message
+from .microbatches import StepMicrobatches
 from .optimizer import OwnShare
 from .ownership import Holders, Ownership, StageBuffers
 from .placing import (
@@ -41,16 +38,13 @@ from .placing import (
     shapes_on,
 )
 from .scaling import LossScaling
+from .spread import SpreadModel, StageDone
 from .stage import Stage, parameters_of
 from .state import StageState
 from .synchronise import Synchroniser
 from .trace import layers_of
 from .transport import Routes, transport_of
 from .unflushed import Unflushed
-
-
-class _Left(BaseException):
-    """The stage is done; the rest of the script's function belongs to the last stage."""
 
 
 def _any_call(arguments: Mapping[str, Any]) -> None:
@@ -87,10 +81,10 @@ class PipelineEngine:
         self._session, model, place = session, session.model, session.place
         optimizer = next(iter(session.optimizers), None)
         self._work = work
-        group_ranks = work.groups
+        groups = work.groups
+        group = next(n for n, ranks in enumerate(groups) if place.rank in ranks)
         sharing = _sharing_of(model, work)
-        self._check_call: Callable[[Mapping[str, Any]], None] = _any_call
-        parts = self._cut()
+        parts, check_call = self._parts()
         check_shared(parts, sharing, model)
         self._last_stage = len(parts) - 1
         held_here = {number: parts[number] for number in work.stages_of_rank[place.rank]}
@@ -100,7 +94,7 @@ class PipelineEngine:
             parameters_of(parts),
             [stage.ranks for stage in work.stages],
             place,
-            Lanes(group_ranks, sharing.cuts, sharing.inner),
+            Lanes(groups, sharing.cuts, sharing.inner),
         )
         self.flushes = self._schedule.weight_semantics == "flush"
         self._check_semantics()
@@ -114,14 +108,13 @@ class PipelineEngine:
         )
         broadcast_parts(model, session.parameters, own, place)
         self._ownership.strip()
-        tensor = tensor_group(place, group_ranks)
+        tensor = tensor_group(place, groups)
         self._sharded = ShardedModel(model, sharing, tensor)
         self._sharded.install()
         self._stages = {
             number: Stage(part, recompute=work.recomputes(number), device=place.device)
             for number, part in held_here.items()
         }
-        group = next(n for n, ranks in enumerate(group_ranks) if place.rank in ranks)
         self.buffers = StageBuffers(
             model,
             session.local_nodes,
@@ -134,19 +127,15 @@ class PipelineEngine:
         )
         transport = transport_of(place, [stage.replicas for stage in work.stages])
         self._synchroniser = Synchroniser(self._ownership, place, work, transport)
-        self._executor = Executor(group, transport, Routes(place.rank, group_ranks))
-        self._signature = inspect.signature(model.forward)
-        self._forward = model.forward
-        model.forward = self._refuse_outside
-        self._run_stage: Callable[..., Any] | None = None
-        self._step: Step | None = None
+        self._executor = Executor(group, transport, Routes(place.rank, groups))
+        self._model = SpreadModel(model, check_call)
+        self._microbatches: StepMicrobatches | None = None  # of the step under way
         # Without flushes the stages read versions, and never the parameters themselves.
         self._strangers = {
             id(parameter): name
             for name, parameter in self._ownership.parameters.items()
             if name not in own or not self.flushes
         }
-        self._answered: set[Any] = set()
         self.state = StageState(
             session, work, self.buffers, self._ownership, share, self._synchroniser, tensor
         )
@@ -156,16 +145,18 @@ class PipelineEngine:
                 work, self._stages, self._executor, self._synchroniser, optimizer
             )
 
-    def _cut(self) -> list[StageModule]:
-        """The parts of the model; its parameters are where they were."""
+    def _parts(self) -> tuple[list[StageModule], Callable[[Mapping[str, Any]], None]]:
+        """The model's parts, and what checks its calls; its parameters are where they were.
+
+        A parallel plan of one stage needs no graph, so its model need not be traceable.
+        """
         session, work = self._session, self._work
         check_same_model(session.model, session.parameters, session.place)
         if work.is_tensor_parallel and len(work.stages) == 1:
-            return [whole(session.model)]
+            return [whole(session.model)], _any_call
         with shapes_on(session.device, session.model, session.parameters.values()):
             layered = layers_of(session.model, work.trace)
-        self._check_call = layered.check_call
-        return cut(layered, [stage.layers for stage in work.stages])
+        return cut(layered, [stage.layers for stage in work.stages]), layered.check_call
 
     def _check_semantics(self) -> None:
         if self.flushes:
@@ -203,25 +194,6 @@ class PipelineEngine:
         """The most microbatches whose activations this worker has held at once, of one stage."""
         return max(stage.most_in_flight for stage in self._stages.values())
 
-    # The script's function meets the model
-
-    def _refuse_outside(self, *arguments: Any, **named: Any) -> Any:
-        if self._run_stage is None:
-            raise TargetError(
-                "the model is spread over several workers",
-                hint="call it inside job.backward's function, or inside job.evaluation()",
-            )
-        run, self._run_stage = self._run_stage, self._refuse_second
-        given = by_placeholder(self._signature, arguments, named)
-        self._check_call(given)
-        return run({**given, CALL: (arguments, named)})
-
-    def _refuse_second(self, arguments: object) -> Any:
-        raise TargetError(
-            "the function calls the model twice; a pipeline runs it once a microbatch",
-            hint="join the inputs into one call",
-        )
-
     def run(self, step: Step) -> Tensor:
         """Run the schedule over one global batch; see ``StepEngine.run``.
 
@@ -231,21 +203,22 @@ class PipelineEngine:
         """
         session, batch = self._session, step.batch
         self._ownership.strip()
-        self._scaling = LossScaling(step.scaler, self._ownership, self._synchroniser)
+        scaling = LossScaling(step.scaler, self._ownership, self._synchroniser)
         session.clock.begin_step(is_full=batch.is_full)
         self.buffers.begin_step()
         self._synchroniser.wants_stop = session.wants_stop
-        self._step, self._loss_is_checked = step, False
-        self._inputs: dict[int, tuple[Pass, Any]] = {}
-        self._feeding = batch.inputs()
-        if self._unflushed is None:
-            return self._run_flush(step)
-        self._scaling.refuse()
-        self._unflushed.run(batch, self)
-        session.clock.computed()
-        return self._synchroniser.share_loss_late()
+        self._microbatches = StepMicrobatches(step, scaling, self._strangers)
+        try:
+            if self._unflushed is None:
+                return self._run_flush(step, scaling)
+            scaling.refuse()
+            self._unflushed.run(batch, self)
+            session.clock.computed()
+            return self._synchroniser.share_loss_late()
+        finally:
+            self._microbatches = None
 
-    def _run_flush(self, step: Step) -> Tensor:
+    def _run_flush(self, step: Step, scaling: LossScaling) -> Tensor:
         number = min(self._work.num_microbatches, step.batch.num_samples)
         schedule = self._schedule
         if number != schedule.num_microbatches:
@@ -258,7 +231,7 @@ class PipelineEngine:
         self._executor.run(self)
         self._session.clock.computed()
         loss = self._synchroniser.finish()
-        self._scaling.share_overflow()
+        scaling.share_overflow()
         return loss
 
     @property
@@ -306,8 +279,8 @@ class PipelineEngine:
     def forward(self, operation: Operation, received: Message) -> tuple[Any, ...]:
         """Run this worker's stage inside the script's function."""
         number, microbatch = operation.stage, operation.microbatch
-        late, session, step = self._unflushed, self._session, self._step
-        assert step is not None
+        late, session, batch = self._unflushed, self._session, self._microbatches
+        assert batch is not None
         stage, is_last = self._stages[number], operation.stage == self._last_stage
         weights = None if late is None else late.weights(operation)
         made: list[Any] = []
@@ -315,27 +288,28 @@ class PipelineEngine:
         def run(arguments: dict[str, Any]) -> Any:
             answer = stage.forward(microbatch, arguments, received, weights)
             if is_last:
-                self._answered = set(nodes_of(answer))
+                batch.answered(answer)
                 return answer
             check_crossing(stage.part, answer, number)
             made.append(answer)
-            raise _Left
+            raise StageDone
 
         entered = session.clock.begin_pass()
         with held(self._work.stages[number].forward_seconds):
             # An emulated device's samples are there in time, as a real one's prefetched ones.
-            item, inputs = self._input_of(microbatch - (late.offset if late else 0))
+            item, inputs = batch.input_of(microbatch - (late.offset if late else 0))
             began = session.clock.begin_pass()
             self.buffers.load(item.virtual_node)
             seed_streams(
                 session.seed, "pass", session.num_steps, item.virtual_node, "stage", number
             )
-            results = self._call(step.function, run, inputs, made)
+            loss = self._model.call(batch.step.function, run, inputs)
             if is_last:
-                self._check_loss(results)
-                step.agreement.look_at(results, item.num_samples, self._answered)
-                scaled = self._synchroniser.add(results, item.num_samples, scales=self.flushes)
-                results = () if scaled is None else (self._scaling.scale(scaled),)
+                batch.look_at(loss, item.num_samples)
+                scaled = self._synchroniser.add(loss, item.num_samples, scales=self.flushes)
+                results = () if scaled is None else (batch.scaling.scale(scaled),)
+            else:
+                results = made[0]
             stage.keep(microbatch, results)
             self.buffers.save(item.virtual_node)
         if late is not None:
@@ -343,33 +317,6 @@ class PipelineEngine:
         session.clock.end_pass(began, num_samples=item.num_samples, is_full=item.is_full)
         session.clock.end_stage_pass(number, entered, is_backward=False)
         return tuple(results)
-
-    def _check_loss(self, loss: Any) -> None:
-        """In the first microbatch of a step: later ones go the same way."""
-        if not self._loss_is_checked:
-            check_reads_none_of(loss, self._strangers, self._answered)
-        self._loss_is_checked = True
-
-    def _call(
-        self, function: LossFunction, run: Callable[..., Any], inputs: Any, made: list[Any]
-    ) -> Any:
-        self._run_stage = run
-        try:
-            whole = isinstance(inputs, tuple | list)
-            answer = function(*inputs) if whole else function(inputs)
-        except _Left:
-            return made[0]
-        finally:
-            unused, self._run_stage = self._run_stage is run, None
-        if unused:
-            raise TargetError("the function did not call the model")
-        return answer
-
-    def _input_of(self, microbatch: int) -> tuple[Pass, Any]:
-        while microbatch not in self._inputs:
-            item, inputs = next(self._feeding)
-            self._inputs[item.virtual_node] = (item, inputs)
-        return self._inputs[microbatch]
 
     def backward_pass(self, operation: Operation, gradients: Any) -> tuple[Any, ...]:
         """Run a backward pass, or half of one."""
@@ -416,13 +363,13 @@ class PipelineEngine:
     def whole_model(self) -> Iterator[None]:
         """The whole model after ``gather``; stages again afterwards."""
         model = self._session.model
-        model.forward = self._forward
+        self._model.release()
         self._sharded.remove()
         buffers = move_buffers(model, self._ownership.device_of_whole)
         try:
             yield
         finally:
-            model.forward = self._refuse_outside
+            self._model.spread()
             self._sharded.install()
             put_back(buffers)
             self._ownership.strip()
@@ -436,7 +383,7 @@ class PipelineEngine:
 
     def close(self) -> None:
         """No further step; the model is the script's again."""
-        self._session.model.forward, self._step = self._forward, None
+        self._model.release()
         self._sharded.remove()
         if self._ownership.device_of_whole != self._session.device:
             move_buffers(self._session.model, self._ownership.device_of_whole)

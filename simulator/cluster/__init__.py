@@ -1,1 +1,1 @@
-"""What is simulated: devices and servers, the jobs on them, and what fails."""
+"""The simulated cluster: devices and servers, the spans of jobs on them, and failures."""

@@ -48,7 +48,7 @@ class FailureOptions:
             raise ProblemError(f"repairs must last >= 0 s and end, got {self.repair_seconds} s")
 
     def refuse_hopeless(self, round_seconds: float = 0.0) -> None:
-        """Refuse failures under which a run would hardly end.
+        """Refuse failures so frequent that a run would hardly ever end.
 
         Args:
             round_seconds: What is lost when a device fails; a device that fails within it does
@@ -93,7 +93,7 @@ class Fleet:
 
     @property
     def next_repair_seconds(self) -> float:
-        """When something comes back next; infinite while nothing is down."""
+        """The time of the next repair, in seconds; infinite while nothing is down."""
         times = [min(each) for each in self._down.values()] + list(self._servers_down.values())
         return min(times, default=math.inf)
 
@@ -228,7 +228,7 @@ class FailureEvents:
 
     @property
     def next_seconds(self) -> float:
-        """When something fails or comes back."""
+        """The time of the next failure or repair, in seconds."""
         return min(self._next, self.fleet.next_repair_seconds)
 
     @property
@@ -241,7 +241,7 @@ class FailureEvents:
         return [sum(row) for row in self._standing]
 
     def until(self, now_seconds: float) -> list[list[tuple[int, int]]]:
-        """Let time pass; of each failure the (type, place among those up before) of its devices."""
+        """Let time pass; the (type, place among those up before) of each failure's devices."""
         hit = []
         while (then := self.next_seconds) <= now_seconds:
             if then < self._next:

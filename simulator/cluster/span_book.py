@@ -1,4 +1,4 @@
-"""Who held which devices from when to when; stretches that follow each other become one span."""
+"""Spans: which job held which devices, from when to when. Adjacent stretches become one span."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class SpanBook:
     """Collects the spans of a run, stretch by stretch (a round, or the time between events)."""
 
     def __init__(self, types: Sequence[str], num_devices: Sequence[int], layout: Layout | None):
-        """Nobody holds anything.
+        """Start with no spans.
 
         Args:
             types: Names of the device types.

@@ -1,4 +1,4 @@
-"""A cluster that changes its mind when a job arrives or finishes, not in rounds."""
+"""A cluster in virtual time that reallocates when a job arrives or finishes, without rounds."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class Entry:
 
 
 class EventCluster:
-    """Virtual time, and the books; subclasses say who gets what in ``schedule``."""
+    """Keeps virtual time and all records; subclasses allocate the devices in ``schedule``."""
 
     def __init__(
         self,

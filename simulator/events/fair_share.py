@@ -22,7 +22,7 @@ from .events import Counts, Entry, EventCluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FairShareOptions:
-    """``elastic`` is algorithm 1; ``static_priority`` never resizes and never lets pass.
+    """``elastic`` is algorithm 1; under ``static_priority`` no job is resized or overtaken.
 
     ``resize_seconds`` stop a job whenever it is resized. ``efficiency`` maps (devices, demand)
     to the part of the full rate. ``failures`` of devices: an elastic job goes on with fewer, any

@@ -1,4 +1,4 @@
-"""Rounds in virtual time: what ``mechanisms.rounds`` decides, worked off (thesis 5.5).
+"""Rounds in virtual time: carries out what ``mechanisms.rounds`` decides (thesis 5.5).
 
 Two conventions. ``text`` is the thesis: rounds of equal length. ``published`` is what Gavel's
 simulator does: whole steps, a round that ends with its last job.
@@ -52,7 +52,7 @@ class Rounds:
         self.begin()
 
     def begin(self) -> None:
-        """What a kind of rounds keeps besides."""
+        """Set up the further state of a kind of rounds."""
 
     @property
     def active(self) -> Active:
@@ -81,16 +81,16 @@ class Rounds:
         return True
 
     def _look_at(self, outages: Outages) -> None:
-        """See what is up."""
+        """Read which devices are up."""
         outages.refuse_to_stall(self.active, self.now, self.num_done)
         if self.state.see(outages.up(self.now)):
             self.active.consolidated = outages.consolidated(self.pool)
 
     def settle(self) -> None:
-        """Bring all books up to date, where a kind of rounds puts that off."""
+        """Complete all records, where a kind of rounds postpones that."""
 
     def run_round(self) -> None:
-        """Choose who runs, and let them work for a round."""
+        """Choose the jobs that run, and let them work for a round."""
         chosen = choose_alone(self.state, self.allocator, self.options)
         active, options = self.active, self.options
         runs = (chosen != NOWHERE).nonzero()[0]
@@ -138,7 +138,7 @@ class Rounds:
         scale: Ints,
         apart: Sequence[bool] = (),
     ) -> tuple[Bools, Bools]:
-        """Place jobs on servers: who is consolidated, and who moved."""
+        """Place jobs on servers; which are consolidated, and which moved."""
         standing = None if self.outages is None else self.outages.standing
         return seat_on_servers(self.state, ids, kind, scale, standing, apart)
 
@@ -184,7 +184,7 @@ class Rounds:
         return self.options.round_seconds
 
     def note(self, runs: Ints, moved: Bools) -> None:
-        """Keep the books of starts and restarts."""
+        """Record starts and restarts."""
         active = self.active
         movers = runs[moved]
         if len(movers):
@@ -201,7 +201,7 @@ class Rounds:
         seconds: Sequence[Sequence[float]],
         struck: Ints,
     ) -> None:
-        """Keep who holds what in this round.
+        """Record which job holds which devices in this round.
 
         Args:
             book: What to keep it in.
@@ -227,7 +227,7 @@ class Rounds:
         book.strike(name for place in struck.tolist() for name in ids[place])
 
     def result(self) -> Simulation:
-        """What the run leaves behind; it ends when its last job does."""
+        """The simulation's result; its end is that of the last job."""
         end = max((job.finish_seconds for job in self.outcomes), default=0.0)
         return Simulation(
             jobs=tuple(self.outcomes),

@@ -1,4 +1,4 @@
-"""How rounds run in virtual time."""
+"""Options of rounds in virtual time."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Rounds while devices are down: what is up, who fits in it, and when nothing gets done."""
+"""Rounds while devices are down: the devices that are up, the jobs that fit, and stalls."""
 
 import numpy as np
 
@@ -19,7 +19,7 @@ _HOUR = 3600.0
 
 
 class Outages:
-    """What is up in each round, and the watch over whether jobs still end."""
+    """The devices that are up in each round; refuses runs in which no job ends any more."""
 
     def __init__(self, options: RoundOptions, pool: Pool) -> None:
         """Everything is up.
@@ -30,7 +30,7 @@ class Outages:
 
         Raises:
             ProblemError: The failures are those of other servers than jobs are placed on.
-            InfeasibleError: Failures are so frequent that hardly anything would get done.
+            InfeasibleError: Failures are so frequent that devices would do hardly any useful work.
         """
         assert options.failures is not None
         options.failures.refuse_hopeless(options.round_seconds)

@@ -25,7 +25,7 @@ class CompiledRounds(Rounds):
     """
 
     def begin(self) -> None:
-        """Nobody has ended, no order is drawn."""
+        """Start with no ended job and no drawn order."""
         self.ended: list[tuple[int, float]] = []
         self.orders: Ints = np.zeros((0, len(self.pool.types)), dtype=np.int64)
         self.places: Ints = np.zeros((3, 0), dtype=np.int64)
@@ -72,7 +72,7 @@ class CompiledRounds(Rounds):
         self.state.lost_jobs()
 
     def settle(self) -> None:
-        """Say what became of the jobs that are done, and close the gaps they leave."""
+        """Record the outcomes of ended jobs, and close the gaps that they leave in the blocks."""
         if self.ended:
             self.outcomes.extend(
                 self.active.outcome(place, finish, self.hourly) for place, finish in self.ended

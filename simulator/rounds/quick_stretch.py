@@ -50,7 +50,7 @@ def _take(
     wanted: Any, number: Any, kind: Any, free: Any, scale: Any, chosen: Any,
     priority: Any, deficit: Any, by_deficit: Any,
 ) -> None:  # fmt: skip
-    """Give a type's devices to those who want them, each in turn that still fits."""
+    """Give a type's devices to the jobs that want them, in order, skipping jobs that do not fit."""
     for at in range(number // 2 - 1, -1, -1):
         _sink(wanted, at, number, priority, deficit, by_deficit)
     while number and free:

@@ -1,4 +1,4 @@
-"""Which kind of rounds serves a run: one readable kind, its compiled equal, and one for pairs."""
+"""Choose the implementation of rounds for a run: plain, compiled, or with pairs and mixes."""
 
 from collections.abc import Callable, Iterable
 

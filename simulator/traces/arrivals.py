@@ -1,4 +1,4 @@
-"""Jobs as they come: checked one at a time, so that a trace may be larger than memory."""
+"""Arriving jobs, checked one at a time, so that a trace may be larger than memory."""
 
 from collections.abc import Iterable, Iterator
 
@@ -19,7 +19,7 @@ def _refuse_endless(job: Job, most_steps_per_second: float) -> None:
 
 
 def in_order(jobs: Iterable[Job]) -> Iterator[Job]:
-    """Pass jobs on, refusing what makes no trace.
+    """Yield the jobs of a trace, and refuse what is no valid trace.
 
     Only the ids are kept.
 

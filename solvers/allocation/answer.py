@@ -7,7 +7,15 @@ from dataclasses import replace
 import numpy as np
 
 from ...schema.errors import InfeasibleError
-from ...schema.jobs import Allocation, AllocationProblem, Certificate, LevelPrices, PairShare
+from ...schema.jobs import (
+    Allocation,
+    AllocationProblem,
+    Certificate,
+    DollarCut,
+    LevelPrices,
+    PairShare,
+    RegionPrices,
+)
 from .engine import Outcome
 from .idle import idle_devices
 from .instance import Instance, instance_of
@@ -172,6 +180,20 @@ def _certificate(instance: Instance, policy: Policy, outcome: Outcome) -> Certif
                 time_prices=_named(instance, proof.time_prices),
             )
             for proof in outcome.levels
+        ),
+        regions=tuple(
+            RegionPrices(
+                cuts=tuple(
+                    DollarCut(
+                        job=str(instance.ids[cut.job]),
+                        side="at_most" if cut.is_at_most else "at_least",
+                        dollars_per_hour=cut.dollars,
+                    )
+                    for cut in proof.cuts
+                ),
+                resource_prices=dict(zip(names, proof.resource_prices.tolist(), strict=False)),
+            )
+            for proof in outcome.regions
         ),
     )
 

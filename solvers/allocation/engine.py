@@ -46,13 +46,31 @@ class LevelProof:
     time_prices: Floats | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RegionCut:
+    """Allocations in which a job (its place) costs at most, or at least, so much per hour."""
+
+    job: int
+    dollars: float
+    is_at_most: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RegionProof:
+    """Prices [resources] that bound a sum of ratios where all ``cuts`` hold."""
+
+    cuts: tuple[RegionCut, ...]
+    resource_prices: Floats
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """Time fractions ``x`` [jobs, columns] and pair times, with what they reach and prove.
 
     ``throughput`` [jobs] is effective, in steps per second of the instance that was solved.
     ``levels`` prove what water filling adds to the first level, lowest first; ``num_unproved``
-    jobs, or rows of equal ones, have no such proof. ``is_filled`` says that water filling shared
+    jobs, or rows of equal ones, have no such proof. ``regions`` prove the bound of a sum of ratios:
+    together they are all allocations. ``is_filled`` says that water filling shared
     out what another policy's optimum left idle; ``unfilled`` why it could not.
     """
 
@@ -67,6 +85,7 @@ class Outcome:
     time_prices: Floats | None = None
     method: str
     levels: tuple[LevelProof, ...] = ()
+    regions: tuple[RegionProof, ...] = ()
     num_unproved: int = 0
     is_filled: bool = False
     unfilled: str = ""

@@ -1,4 +1,4 @@
-"""What a policy may ask for, and how each kind of goal becomes linear programs.
+"""The goals that a policy may optimise, and how each kind becomes linear programs.
 
 A policy names its goal in terms of effective throughputs; nothing here knows any policy.
 """
@@ -164,7 +164,7 @@ def _room(instance: Instance, floor: Floats) -> float:
 
 
 def _others(instance: Instance, places: Ints, factor: Floats) -> str:
-    """The other jobs that alone ask for too much, and how many times too much."""
+    """Name the other jobs whose floors alone cannot be met, and by what factor."""
     if len(places) == 1:
         return ""
     named = [f"{str(instance.ids[i])!r} {factor[i]:.4g}" for i in places[1 : MAX_NAMED + 1]]

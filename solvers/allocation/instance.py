@@ -1,4 +1,4 @@
-"""An allocation problem as arrays: what policies are written in.
+"""An allocation problem as arrays, the form in which policies are written.
 
 Columns are the places a job may spend time on: a device type, a device type unconsolidated
 (thesis 5.3.1), or a mix of types held at once (VirtualFlow 6.5.2). Resources are what columns
@@ -62,7 +62,7 @@ class Instance:
         return len(self.rate)
 
     def flat(self) -> "Instance":
-        """The same instance to a heterogeneity-agnostic eye: one rate a job on every type.
+        """The same instance for heterogeneity-agnostic policies: one rate a job, on every type.
 
         The rate is throughput(m, X^equal), so that steps, SLOs and durations keep their scale;
         a type that does not run the job stays shut.
@@ -124,7 +124,7 @@ class Instance:
 
 
 def _flat_pairs(instance: Instance) -> Floats:
-    """Agnostic to the type, not to the partner: the pair's loss averaged over types."""
+    """Pair rates that ignore the type but not the partner: the pair's loss averaged over types."""
     assert instance.pair_rate is not None
     alone = np.zeros((len(instance.pair_rate), instance.rate.shape[1]))
     level = np.zeros(len(instance.pair_rate))

@@ -1,4 +1,4 @@
-"""What a policy is, and the registry that finds them: a file each in ``policies/``, or plug-ins."""
+"""Policies, and their registry: one file each in ``policies/``, or plug-ins."""
 
 import pkgutil
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The one program behind every policy, its merging of equal rows, and its dual bound.
+"""The linear program behind every policy, how its equal rows are merged, and its dual bound.
 
 For rows m (jobs, or classes of equal jobs) and columns c (device types, placements, mixes)::
 
@@ -129,7 +129,7 @@ def equal_rows(table: Floats) -> Ints:
 
 @cache
 def _weights(columns: int) -> Floats:
-    """Numbers that have nothing to do with any program's."""
+    """Pseudo-random weights, independent of any program's numbers."""
     weights: Floats = np.random.default_rng(0).uniform(1.0, 2.0, size=columns)
     return weights
 
@@ -137,7 +137,7 @@ def _weights(columns: int) -> Floats:
 def dual_bound(
     program: Program, job_prices: Floats, resource_prices: Floats
 ) -> tuple[float, Floats, Floats]:
-    """The upper bound that any prices prove, by weak duality; knows nothing of the method.
+    """The upper bound that prices prove by weak duality, whatever method found them.
 
     Prices are made admissible first: negative ones become 0, and where z is maximised both are
     scaled so that z's own column is balanced.

@@ -1,8 +1,9 @@
-"""How spot machines come and go, as a Markov chain over how long they have been as they are.
+"""How spot machines come and go, as a Markov chain over the length of the present run.
 
-A state is "there" or "gone" and the class of its run length so far: real runs have heavy tails, so
-that what has lasted will last. Counts come from windows of history, with a weak prior for states
-that these never showed.
+A state says whether spot machines can be had ("there") or not ("gone"), and the class of the number
+of ticks since that last changed. Run lengths of real traces have heavy tails: the longer a state
+has lasted, the longer it is likely to last. Transitions are counted in windows of history; a weak
+prior covers states that the history never shows.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,10 +1,10 @@
 """A job under a deadline, on spot machines that come and go or on one on demand.
 
-The model of Can't Be Late (NSDI 2024): time runs in ticks. At the start of a tick everybody sees
-whether spot machines can be had; a spot machine that is held is then lost if they cannot. The
-policy says what to hold in the tick, and pays for the whole tick. Each launch costs
-``restart_seconds`` before work goes on, in the ticks that follow it if one does not suffice. The
-deadline must be met: who ends late has failed.
+The model of Can't Be Late (NSDI 2024): time runs in ticks. At the start of a tick the policy sees
+whether spot machines can be had; if not, a spot machine that it holds is lost. The policy then
+chooses what to hold in this tick, and pays for the whole tick. After each launch no work is done
+for ``restart_seconds``, which may take several ticks. A job that ends after its deadline has
+failed.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class DeadlineJob:
         return ceil((work_seconds + self.restart_seconds) / self.tick_seconds - 1e-9)
 
     def tick_dollars(self, hold: Hold) -> float:
-        """What a tick of holding costs."""
+        """Dollars for one tick of holding."""
         rate = {
             Hold.NOTHING: 0.0,
             Hold.SPOT: self.spot_dollars_per_hour,

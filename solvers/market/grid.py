@@ -1,10 +1,10 @@
-"""Work in whole units, so that dynamic programs over it are sums over arrays.
+"""Work in whole units, so that a dynamic program over the work left is a loop over arrays.
 
-With ticks of G seconds and restarts of d, a unit is the greatest whole number of seconds that
-divides G, d and the work, so that nothing is rounded. Where that would give more than
-``MOST_UNITS`` units, or seconds are not whole, a grid is rounded to one side. With work up and
-progress down, a plan on the grid ends in time off the grid too; the other way round, the least cost
-on the grid bounds the cost off it.
+With ticks of G seconds and restarts of d seconds, a unit is the greatest whole number of seconds
+that divides G, d and the work, so nothing is rounded. Where that would give more than
+``MOST_UNITS`` units, or the seconds are not whole, all roundings of a grid go to one side. With
+work up and progress down, a plan on the grid ends in time off the grid too; the other way round,
+the least cost on the grid bounds the cost off it.
 """
 
 from dataclasses import dataclass

@@ -2,9 +2,9 @@
 
 The model: the job uses one device of one machine at a time, and pays that device's share of the
 machine's price (who packs a machine full pays no more). It runs from start to end without a pause.
-A launch, the first and every move, takes ``restart_seconds``, which are paid and in which no work
-is done; a move between clouds costs ``cloud_move_dollars`` beside. Whoever decides does so where a
-price changes.
+The first launch and every move take ``restart_seconds``, in which the device is paid for and no
+work is done; a move between clouds also costs ``cloud_move_dollars``. A strategy decides at the
+times at which a price changes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schema.errors import ProblemError
-from ...schema.market import Market, utc_text
+from ...schema.market import Market, utc_seconds, utc_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +49,20 @@ class MovingJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """A device of a machine in one place."""
+    """A device of a machine in one place; one on demand is never taken away."""
 
     cloud: str
     place: str
     instance_type: str
     device_type: str
     num_devices: int
+    is_spot: bool = True
+
+    @property
+    def title(self) -> str:
+        """Cloud, place and machine, and how it is rented where it is on demand."""
+        words = (self.cloud, self.place, self.instance_type, "" if self.is_spot else "on-demand")
+        return " ".join(word for word in words if word)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +85,12 @@ class Prices:
         return np.diff(self.edges)
 
     def all_known_seconds(self) -> float:
-        """When, at the earliest, the prices of as many offers are known as ever are at once."""
+        """The first time at which the number of offers with a known price is at its maximum."""
         known = np.isfinite(self.dollars_per_second).sum(axis=1)
         return float(self.edges[int(np.argmax(known))])
 
     def since(self, start_seconds: float) -> "Prices":
-        """The same from a time on.
+        """These prices from ``start_seconds`` on.
 
         Raises:
             ProblemError: The prices begin later, or end before.
@@ -99,7 +106,7 @@ class Prices:
 
 
 def prices_of(markets: Sequence[Market], device_types: Mapping[str, float]) -> Prices:
-    """The offers of markets that have one of the device types, on common stretches of time.
+    """Collect the offers of some device types from markets, on common stretches of time.
 
     Raises:
         ProblemError: A machine's devices are not known, or no machine has such devices.
@@ -136,3 +143,96 @@ def prices_of(markets: Sequence[Market], device_types: Mapping[str, float]) -> P
         known = (row >= 0) & (edges[:-1] < step[-1][1])
         dollars[known, column] = told[row[known]] / offer.num_devices / 3600
     return Prices(offers=tuple(offers), edges=edges, dollars_per_second=dollars)
+
+
+def with_fixed_prices(
+    prices: Prices | None, markets: Sequence[Market], device_types: Mapping[str, float]
+) -> Prices:
+    """Price histories and, beside them, machines whose prices do not change; for ever.
+
+    On demand, or spot at a price without a history. After the end of the histories their prices
+    are unknown, and the others go on.
+
+    Args:
+        prices: Of histories; None where there are none.
+        markets: Whose machines.
+        device_types: Those that count.
+
+    Raises:
+        ProblemError: There is nothing to rent.
+    """
+    offers, dollars = [], []
+    for market in markets:
+        for machine in market.instance_types:
+            clouds = {one.cloud for one in market.prices if one.instance_type == machine.name}
+            cloud = machine.cloud or (clouds.pop() if len(clouds) == 1 else "")
+            on_demand, spot = machine.on_demand_dollars_per_hour, machine.spot_dollars_per_hour
+            for price, is_spot in ((on_demand, False), (spot, True)):
+                if price is None or machine.device_type not in device_types:
+                    continue
+                offers.append(
+                    Offer(
+                        cloud=cloud,
+                        place=machine.region or "",
+                        instance_type=machine.name,
+                        device_type=machine.device_type,
+                        num_devices=machine.num_devices,
+                        is_spot=is_spot,
+                    )
+                )
+                dollars.append(price / machine.num_devices / 3600)
+    if prices is None and not offers:
+        raise ProblemError(f"no machine with prices has one of {', '.join(device_types)}")
+    edges = np.zeros(1) if prices is None else prices.edges
+    old = np.full((len(edges), 0 if prices is None else len(prices.offers)), nan)
+    if prices is not None:
+        old[:-1] = prices.dollars_per_second
+    return Prices(
+        offers=(*(() if prices is None else prices.offers), *offers),
+        edges=np.append(edges, np.inf),
+        dollars_per_second=np.hstack((old, np.tile(dollars, (len(edges), 1)))),
+    )
+
+
+def where_available(prices: Prices, markets: Sequence[Market]) -> tuple[Prices, bool]:
+    """The same prices, unknown where the markets know that no spot machine could be had.
+
+    Availability counts for spot offers in its zone (of its machine, where it names one), from the
+    time at which it starts; ticks that are unknown, and other times, count as available.
+
+    Returns:
+        The prices, and whether anything was said about them.
+    """
+    gone: list[tuple[int, float, float]] = []  # offer, from, to
+    applies = False
+    for market in markets:
+        for window in market.availability:
+            if window.start is None:
+                continue
+            mine = [
+                place
+                for place, offer in enumerate(prices.offers)
+                if offer.is_spot
+                and offer.place == window.zone
+                and window.instance_type in (None, offer.instance_type)
+            ]
+            applies |= bool(mine)
+            begin = utc_seconds(window.start, f"zone {window.zone!r}", "start")
+            for first, last in _runs_of_none(window.available):
+                span = begin + first * window.tick_seconds, begin + last * window.tick_seconds
+                gone += [(place, *span) for place in mine]
+    cuts = [time for _, start, end in gone for time in (start, end)]
+    inside = [time for time in cuts if prices.edges[0] < time < prices.edges[-1]]
+    edges = np.unique(np.concatenate([prices.edges, inside]))
+    row = np.searchsorted(prices.edges, edges[:-1], side="right") - 1
+    dollars = prices.dollars_per_second[row].copy()
+    for place, start, end in gone:
+        dollars[(edges[:-1] >= start) & (edges[:-1] < end), place] = nan
+    return Prices(offers=prices.offers, edges=edges, dollars_per_second=dollars), applies
+
+
+def _runs_of_none(available: Sequence[int | None]) -> list[tuple[int, int]]:
+    """First tick and the one after the last of each run of ticks without a machine."""
+    padded = np.concatenate([[False], [tick == 0 for tick in available], [False]])
+    turns = np.flatnonzero(padded[1:] != padded[:-1])
+    return [(int(a), int(b)) for a, b in zip(turns[::2], turns[1::2], strict=True)]

@@ -1,9 +1,8 @@
 """The least that a job can cost under a deadline, with the whole window known in advance.
 
-A dynamic program over ticks, what is held, and the work left: exact on the grid (``grid``), which
-rounds nothing where seconds are whole and few, and else so that the answer is below the optimum.
-A bound for every policy that cannot look ahead.
-O(ticks x modes x units).
+A dynamic program over ticks, what is held, and the work left. It is exact on the grid (grid.py):
+the grid rounds nothing where seconds are whole and few, and otherwise so that the answer is at most
+the optimum. So it bounds the cost of every policy from below. O(ticks x modes x units).
 """
 
 from collections.abc import Sequence

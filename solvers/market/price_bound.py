@@ -1,10 +1,11 @@
-"""A bound: what a job must cost at least, whoever chose its offers, with all prices known before.
+"""A lower bound on the cost of a job that may move among offers, with all prices known in advance.
 
-The least over the stretch in which the job ends, and over that stretch a Lagrangian bound: for any
-value v of a unit of work, dollars >= v * work + min over ways to hold offers of (dollars - v * work
-done). The minimum is a dynamic program over stretches and offers; the greatest of several v is
-taken. A way to hold offers moves at the start of stretches only, as all strategies do. A launch
-loses the work of a restart, or of the stretch where that is shorter, which is never too much.
+For each stretch in which the job may end there is a Lagrangian bound, and the least of these is the
+answer. For any value v of a unit of work, dollars >= v * work + min over ways to hold offers of
+(dollars - v * work done). The minimum is a dynamic program over stretches and offers; of several v
+the one with the greatest bound is taken. Ways to hold offers move at the start of a stretch only,
+as all strategies do. A launch loses the work of one restart, or of the whole stretch where that is
+shorter; this never counts too much.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """The strategies of figure 6.5 of Narayanan's thesis: what each may take, and whether it moves.
 
-Each takes the offer that does most work for a dollar at the start, among those that it may take.
-``dynamic`` looks again whenever a price changes, and moves where the rest of the work, the move
-included, would cost less if prices stayed as they are.
+At the start each takes, of the offers that it may take, the one with the most work per dollar.
+``dynamic`` compares again whenever a price changes. It moves if the rest of the work, with the cost
+of the move, would be cheaper at the present prices.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,13 @@
-"""What the layers that are left cost at least: prices on device types, in devices and in seconds.
+"""Lower bounds, in devices and in seconds, on covering the layers that are not placed yet.
 
-With a price on each device type, a stage whose replicas are of two types costs at least the
-cheaper of the two for every replica. That relaxes how replicas are dealt (Lagrange), and leaves a
-shortest path over cuts: the least sum, over stages that each stay under a cap on their time and
-within memory, of a stage's price and (in rows that count it) its seconds.
+A Lagrangian relaxation of how replicas are dealt to stages. With a price on each device type, a
+stage whose replicas are of two types costs at least the cheaper of the two for every replica. What
+is left is a shortest path over cuts: the least sum of stages' prices (and, in rows that count them,
+seconds), over stages that fit the memory and stay under a cap on their time.
 
-Rows that count no seconds bound devices: a choice is refused where the price of all its stages
-exceeds that of the pool. Rows that count seconds bound the time of one microbatch through all
-stages: less than the path's sum, minus the worth of the whole pool, it cannot take.
+Rows that count no seconds bound devices: a choice is refused where its stages' price exceeds the
+price of the whole pool. Rows that count seconds bound the time of one microbatch through all stages
+from below, by the path's sum minus the price of the whole pool.
 """
 
 from dataclasses import dataclass
@@ -150,33 +150,73 @@ class Completions:
         return answer
 
 
-def covers(
-    space: Space, prices: Prices, cap_seconds: float, most_stages: int, num_microbatches: int
-) -> bool:
-    """Whether the pool might suffice for stages that each take at most so long.
+class Coverage:
+    """Whether the pool might suffice for stages under caps on their time and their all-reduce.
 
-    As ``Completions`` with rows that count no seconds, for one question and without messages: the
-    longest stage that an option can hold is then never worse than a shorter one.
+    As ``Completions`` with rows that count no seconds, for many pairs of caps at once.
+
+    Args:
+        space: The options, at one microbatch size.
+        prices: Rows that count no seconds.
+        reduce_seconds: [options, layers + 1, layers + 1] what the all-reduce of a stage of
+            layers ``start`` to ``end - 1`` takes at least.
+        most_stages: Stages that there may be.
+        num_microbatches: m: no stage has more in flight.
     """
-    size = len(space.least_seconds)
-    ends = np.arange(size)
-    later = np.tile(np.where(ends == 0, 0.0, np.inf), (len(prices.budget), 1))
-    held = [(option, np.array(option.seconds), _priced(option, prices)) for option in space.options]
-    by_time = [np.searchsorted(s, s - cap_seconds - 1e-12 * (1.0 + s[-1])) for _, s, _ in held]
-    known: dict[int, list[np.ndarray]] = {}
-    for placed in range(most_stages - 1, -1, -1):
-        in_flight = min(placed + 1, num_microbatches)
-        if in_flight not in known:
-            known[in_flight] = [
-                np.maximum(first, _first_by_memory(option, in_flight))
-                for (option, _, _), first in zip(held, by_time, strict=True)
-            ]
-        least = np.tile(np.where(ends == 0, 0.0, np.inf), (len(prices.budget), 1))
-        for (_, _, priced), first in zip(held, known[in_flight], strict=True):
-            reached = np.where(first < ends, later[:, np.minimum(first, size - 1)], np.inf)
-            np.minimum(least, reached + priced[:, None], out=least)
-        later = least
-    return bool((later[:, -1] <= prices.budget).all())
+
+    def __init__(
+        self,
+        space: Space,
+        prices: Prices,
+        reduce_seconds: np.ndarray,
+        most_stages: int,
+        num_microbatches: int,
+    ) -> None:
+        self._seconds = _space_seconds(space)
+        self._reduce = reduce_seconds
+        self._budget = prices.budget
+        self._priced = np.stack([_priced(option, prices) for option in space.options], axis=1)
+        self._in_flight = [min(n + 1, num_microbatches) for n in range(most_stages)]
+        self._space = space
+
+    def covers(self, cap_seconds: np.ndarray, cap_reduce_seconds: np.ndarray) -> np.ndarray:
+        """For each pair of caps [cases] whether the relaxation covers all layers."""
+        size, cases, rows = self._seconds.shape[-1], len(cap_seconds), len(self._budget)
+        allowed = self._seconds <= cap_seconds[:, None, None, None] * (1 + 1e-12)
+        allowed &= self._reduce <= cap_reduce_seconds[:, None, None, None] * (1 + 1e-12)
+        # From a later start on no fewer layers are left: the first allowed start is the least.
+        by_time = np.where(allowed.any(axis=2), allowed.argmax(axis=2), size)  # [cases, options, e]
+        ends = np.arange(size)
+        nothing = np.where(ends == 0, 0.0, np.inf)
+        beyond = np.full((cases, rows, 1), np.inf)  # where no start is allowed
+        later = np.broadcast_to(nothing, (cases, rows, size))
+        place = (size + 1) * np.arange(cases * rows).reshape(cases, rows, 1, 1)  # in onwards
+        priced = self._priced[None, :, :, None]
+        num_before, first = 0, by_time
+        for in_flight in reversed(self._in_flight):
+            if in_flight != num_before:
+                by_memory = _space_first_by_memory(self._space, in_flight)
+                first = np.maximum(by_time, by_memory)
+                first = np.where(first < ends, first, size)
+                num_before = in_flight
+            onwards = np.minimum.accumulate(later[:, :, ::-1], axis=2)[:, :, ::-1]
+            onwards = np.concatenate([onwards, beyond], axis=2)
+            reached = onwards.take(place + first[:, None]) + priced
+            later = np.minimum(reached.min(axis=2), nothing)
+        answer: np.ndarray = np.all(later[:, :, -1] <= self._budget, axis=1)
+        return answer
+
+
+@lru_cache(maxsize=64)
+def _space_seconds(space: Space) -> np.ndarray:
+    """``_stage_seconds`` of every option [options, starts, ends]."""
+    return np.stack([_stage_seconds(option) for option in space.options])
+
+
+@lru_cache(maxsize=4096)
+def _space_first_by_memory(space: Space, in_flight: int) -> np.ndarray:
+    """``_first_by_memory`` of every option [options, ends]."""
+    return np.stack([_first_by_memory(option, in_flight) for option in space.options])
 
 
 @lru_cache(maxsize=4096)

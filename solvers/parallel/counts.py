@@ -1,4 +1,4 @@
-"""Dealing replicas: how many of each stage's are of which type, so that the pool suffices."""
+"""Deal replicas: how many replicas of each stage are of which device type, within the pool."""
 
 from collections.abc import Sequence
 

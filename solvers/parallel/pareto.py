@@ -1,4 +1,4 @@
-"""What fewer devices would cost in time: the best plans of parts of the pool."""
+"""The time that a plan on fewer devices would take: the best plans of parts of the pool."""
 
 from dataclasses import replace
 from itertools import product

@@ -7,17 +7,20 @@ searches' nodes in one heap.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
-from ...costs.parallel_stage import bucketed_ring_seconds, transfer_seconds
+from ...costs.parallel_stage import transfer_seconds
 from ...schema.parallel import ParallelProblem
-from .bound import Completions, Prices, covers, device_prices, time_prices
+from .bound import Completions, Coverage, Prices, device_prices, time_prices
 from .counts import deal
+from .gradients import reduce_tables
 from .space import Space
 
-_HALVINGS = 5  # of the range of the slowest stage's time, for a bound
+_HALVINGS = 4  # of the range of the slowest stage's time, for a bound
+_LEVELS = 4  # of the longest all-reduce, each with a bound of its own
 _SLACK = 1 + 1e-12  # for sums of prices that meet a budget exactly
 
 
@@ -69,11 +72,15 @@ class Node:
 
 
 class Child(NamedTuple):
-    """A stage that may be placed next: its bound on the step, its mix by number, its start."""
+    """A stage that may be placed next: its bound on the step, its mix by number, its start.
+
+    ``share_of_devices`` is what the plan takes of the pool at least with it, by the dearest prices.
+    """
 
     least_seconds: float
     mix: int
     start: int
+    share_of_devices: float
 
 
 class Search:
@@ -96,42 +103,72 @@ class Search:
         self._mixes = [
             mix for mix in space.mixes if len(mix) <= num_replicas and self._is_affordable(mix)
         ]
-        self._slowest_least = 0.0
-        self._reduced: dict[tuple[int, int, tuple[int, ...]], float] = {}
+        # For each level of the longest all-reduce: its least, and the slowest stage's under it.
+        self._levels = np.zeros((2, 1))
 
-    def could_beat(self, seconds: float) -> bool:
-        """Whether the relaxation leaves room for a plan faster than ``seconds``."""
+    @cached_property
+    def least_by_capacity(self) -> float:
+        """Seconds that no plan is faster than, by what the pool can compute; no search.
+
+        Devices of type i are priced at one over the device seconds W_i that all layers take on
+        them. A replica of all layers then takes at least the sum over layers of the least price,
+        and the pool offers the sum of n_i / W_i a second.
+        """
         if self.most_stages < 1 or not self._mixes:
-            return False
-        return self._is_covered(self._cap(seconds))
+            return inf
+        slowest = self._slowest_by_capacity
+        return (self.num_microbatches - 1) * slowest + max(self.space.least_seconds[-1], slowest)
+
+    @cached_property
+    def _slowest_by_capacity(self) -> float:
+        return self.d * self.space.least_worth / self.space.worth_per_second
 
     def least_step(self, below: float) -> float:
-        """Seconds that no plan under ``below`` is faster than.
+        """Seconds that no plan under ``below`` is faster than; at least ``below`` where none is.
 
-        The slowest stage takes at least what the relaxation needs to cover all layers (bisection).
+        Plans are told apart by their longest all-reduce, in levels. Under each level's end the
+        slowest stage takes at least what the relaxation needs to cover all layers (bisection).
         """
-        low, high = 0.0, self._cap(below)
+        cap, m = self._cap(below), self.num_microbatches
+        if cap <= 0 or not self._coverage.covers(np.array([cap]), np.array([inf]))[0]:
+            return below
+        floor = self._bisected(np.array([self._slowest_by_capacity]), cap, np.array([inf]))[0]
+        starts = max(below - m * floor, 0.0) / _LEVELS * np.arange(_LEVELS)
+        ends = np.append(starts[1:], inf)
+        slowest = self._bisected(np.full(_LEVELS, floor), cap, ends)
+        self._levels = np.array([starts, slowest])
+        through = np.maximum(self.space.least_seconds[-1], slowest)
+        return float(((m - 1) * slowest + through + starts).min())
+
+    def _bisected(self, low: np.ndarray, cap_seconds: float, reduce: np.ndarray) -> np.ndarray:
+        """The longest caps found under which layers are not covered [cases].
+
+        Args:
+            low: [cases] such caps.
+            cap_seconds: A longer one.
+            reduce: [cases] the longest all-reduce that is allowed.
+        """
+        high = np.maximum(low, cap_seconds)
         for _ in range(_HALVINGS):
             middle = 0.5 * (low + high)
-            low, high = (low, middle) if self._is_covered(middle) else (middle, high)
-        self._slowest_least = low
-        through = max(self.space.least_seconds[-1], low)
-        return (self.num_microbatches - 1) * low + through
+            is_covered = self._coverage.covers(middle, reduce)
+            low, high = np.where(is_covered, low, middle), np.where(is_covered, middle, high)
+        return low
 
     def one_stage(self, below: float) -> Iterator[Found]:
         """The plans of a single stage that fit and take less than ``below`` seconds."""
         root = self._root(np.zeros(0))
-        for mix in self._mixes:
+        for number, mix in enumerate(self._mixes):
             if all(self.space.options[o].fits(0, self.size, 1) for o in mix):
                 compute = max(self.space.options[o].seconds[-1] for o in mix)
-                found = self._finish(root, mix, compute, below)
+                found = self._finish(root, number, compute, below)
                 if found is not None:
                     yield found
 
     def root(self, below: float) -> Node:
         """The node with no stage placed, its bound, and tables for plans under ``below``.
 
-        Once through all stages takes at least what the rows that count seconds say.
+        The rows that count seconds bound one microbatch's pass through all stages.
         """
         self._prices = time_prices(self.problem.pools, self.d, self.space.least_seconds[-1])
         self._table = Completions(
@@ -140,9 +177,9 @@ class Search:
         self._mix_prices = np.array([self._price(mix, self._prices) for mix in self._mixes])
         root = self._root(np.zeros(len(self._prices.budget)))
         through = float(self._through(root.price, self.size, 0))
-        low = self._slowest_least
-        least = (self.num_microbatches - 1) * low + max(through, low)
-        return replace(root, least_seconds=least)
+        starts, slowest = self._levels
+        least = (self.num_microbatches - 1) * slowest + np.maximum(through, slowest) + starts
+        return replace(root, least_seconds=float(least.min()))
 
     def expand(self, node: Node, limit: float) -> tuple[list[Child], Found | None]:
         """Stages that could come next and still lead below ``limit``.
@@ -156,8 +193,7 @@ class Search:
         allowed = allowed & (compute <= cap * _SLACK)
         price = node.price + self._mix_prices
         for number in np.flatnonzero(allowed[:, 0]):
-            mix = self._mixes[number]
-            found = self._finish(node, mix, float(compute[number, 0]), limit)
+            found = self._finish(node, int(number), float(compute[number, 0]), limit)
             if found is not None:
                 best, limit = found, found.step_seconds
         if placed + 1 >= self.most_stages or node.end < 2:
@@ -167,19 +203,28 @@ class Search:
         covered = (over[:, rows] <= 1e-9 * self._prices.budget[rows][None, :, None]).all(axis=1)
         known, output = self._known(node)
         seconds = compute + output[:, None] + self._gradients[:, : node.end]
-        slowest = np.maximum(np.maximum(seconds, known), self._slowest_least)
-        least = (self.num_microbatches - 1) * slowest + node.total_seconds + known + seconds
-        least += np.maximum(over[:, ~rows].max(axis=1), 0.0)
-        least += node.update_seconds + node.reduce_seconds
+        slowest = np.maximum(seconds, max(known, node.slowest_seconds))
+        reduced = np.maximum(self._reduced[:, : node.end, node.end], node.reduce_seconds)
+        least = self._least_of_levels(slowest, reduced) + node.total_seconds + known + seconds
+        least += np.maximum(over[:, ~rows].max(axis=1), 0.0) + node.update_seconds
         keep = allowed & covered & (least < limit)
         keep[:, 0] = False
         chosen = np.argwhere(keep)
         bounds = np.maximum(least[keep], node.least_seconds)
-        children = zip(bounds.tolist(), chosen.tolist(), strict=True)
-        return [Child(bound, i, start) for bound, (i, start) in children], best
+        shares = (1.0 + over[:, rows] / self._prices.budget[rows][:, None]).max(axis=1)[keep]
+        children = zip(bounds.tolist(), chosen.tolist(), shares.tolist(), strict=True)
+        return [Child(bound, i, start, share) for bound, (i, start), share in children], best
+
+    def _least_of_levels(self, slowest: np.ndarray, reduced: np.ndarray) -> np.ndarray:
+        """All passes of the slowest stage but one, and the all-reduce, at least as given."""
+        least = np.full_like(slowest, np.inf)
+        for start, floor in self._levels.T:
+            passes = (self.num_microbatches - 1) * np.maximum(slowest, floor)
+            np.minimum(least, passes + np.maximum(reduced, start), out=least)
+        return least
 
     def _known(self, node: Node) -> tuple[float, np.ndarray]:
-        """Seconds that the stage placed last takes at least; sending on to it [mixes]."""
+        """Least seconds of the stage placed last, and of sending a microbatch on to it [mixes]."""
         if not node.mix:
             return 0.0, np.zeros(len(self._mixes))
         options, end = self.space.options, node.end
@@ -226,22 +271,33 @@ class Search:
         return {}
 
     def _cap(self, seconds: float) -> float:
-        """The longest that a stage may take where the step is to stay under ``seconds``."""
+        """The longest time of a stage, in seconds, that a step under ``seconds`` allows."""
         m = self.num_microbatches
         left = seconds - self.space.least_seconds[-1]
         return min(seconds / m, left / (m - 1)) if m > 1 else seconds
 
-    def _is_covered(self, cap_seconds: float) -> bool:
-        """Whether stages of at most so long can cover all layers, as far as prices tell."""
-        return cap_seconds > 0 and covers(
-            self.space, self._devices, cap_seconds, self.most_stages, self.num_microbatches
+    @cached_property
+    def _tables(self) -> tuple[np.ndarray, np.ndarray]:
+        return reduce_tables(self.problem, self.space, self.d)
+
+    @cached_property
+    def _reduced(self) -> np.ndarray:
+        """All-reduce of a stage [mixes, starts, ends]."""
+        number = {mix: i for i, mix in enumerate(self.space.mixes)}
+        reduced: np.ndarray = self._tables[0][[number[mix] for mix in self._mixes]]
+        return reduced
+
+    @cached_property
+    def _coverage(self) -> Coverage:
+        return Coverage(
+            self.space, self._devices, self._tables[1], self.most_stages, self.num_microbatches
         )
 
     def _is_affordable(self, mix: tuple[int, ...]) -> bool:
         return bool((self._price(mix, self._devices) <= self._devices.budget).all())
 
     def _price(self, mix: tuple[int, ...], prices: Prices) -> np.ndarray:
-        """What one replica of a stage costs at least [rows]."""
+        """The least price of one replica of a stage [rows]."""
         options = [self.space.options[o] for o in mix]
         each = [prices.by_pool[:, o.pool] * o.tensor_parallel_size for o in options]
         least: np.ndarray = np.min(each, axis=0)
@@ -266,7 +322,7 @@ class Search:
             mix=mix,
             compute_seconds=compute,
             transfer_seconds=0.0,
-            reduce_seconds=self._reduce(start, end, mix),
+            reduce_seconds=float(self._reduced[child.mix, start, end]),
             update_seconds=self._update(start, end, mix),
         )
         return replace(
@@ -310,13 +366,14 @@ class Search:
         )
         return counted, max(options[o].output_seconds[end] for o in both)
 
-    def _finish(
-        self, node: Node, mix: tuple[int, ...], compute: float, below: float
-    ) -> Found | None:
-        """The plan whose first stage is all that is left.
+    def _finish(self, node: Node, number: int, compute: float, below: float) -> Found | None:
+        """The plan whose first stage, of the mix of that number, is all that is left.
 
         None where it takes ``below`` seconds or more, or devices do not suffice.
         """
+        if self.num_microbatches * compute >= below:
+            return None
+        mix = self._mixes[number]
         settled, output = self._settled(node, mix)
         transfer = transfer_seconds(
             self.problem.cost_rule,
@@ -332,7 +389,7 @@ class Search:
             mix=mix,
             compute_seconds=compute,
             transfer_seconds=transfer,
-            reduce_seconds=self._reduce(0, node.end, mix),
+            reduce_seconds=float(self._reduced[number, 0, node.end]),
             update_seconds=self._update(0, node.end, mix),
         )
         stages = (first, *settled.stages)
@@ -362,25 +419,3 @@ class Search:
         if self.problem.cost_rule == "sailor":
             return max(options[o].update_at[start] for o in mix)
         return max(options[o].updates[end] - options[o].updates[start] for o in mix)
-
-    def _reduce(self, start: int, end: int, mix: tuple[int, ...]) -> float:
-        key = (start, end, mix)
-        if key not in self._reduced:
-            self._reduced[key] = self._reduce_seconds(start, end, mix)
-        return self._reduced[key]
-
-    def _reduce_seconds(self, start: int, end: int, mix: tuple[int, ...]) -> float:
-        problem, options = self.problem, self.space.options
-        least_degree = min(options[o].tensor_parallel_size for o in mix)
-        if problem.cost_rule == "sailor":
-            sizes, shards = problem.sizes_of(1), min(least_degree, 4)
-        else:
-            sizes, shards = problem.sizes_of(least_degree), 1
-        assert sizes is not None  # a problem has those of degree 1, an option those of its own
-        gradient = sum(sizes.weight_bytes[start:end]) / shards
-        return max(
-            bucketed_ring_seconds(
-                gradient, self.d, problem.pools[options[o].pool].link(1), problem.bucket_bytes
-            )
-            for o in mix
-        )

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, combinations, product
+from math import inf
 
 from ...schema.parallel import ParallelPool, ParallelProblem, Recompute
 
@@ -49,7 +50,7 @@ class Option:
         return self.stage_memory(start, end, num_in_flight) <= self.memory_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # likewise
 class Space:
     """All options at one microbatch size, and the sets of them that a stage may mix."""
 
@@ -58,6 +59,11 @@ class Space:
     mixes: tuple[tuple[int, ...], ...]
     least_seconds: tuple[float, ...]
     """Prefix sums of each layer's time on the option that is fastest for it."""
+    least_worth: float
+    """What one microbatch through all layers takes at least, device seconds of each type priced at
+    one over what all layers take on that type."""
+    worth_per_second: float
+    """What the whole pool offers, at the same prices."""
 
 
 def microbatch_sizes(problem: ParallelProblem) -> list[int]:
@@ -89,7 +95,35 @@ def space_of(problem: ParallelProblem, microbatch_size: int) -> Space:
                 mixes += list(product(*chosen))
     layers = range(len(problem.layers))
     best = [min((o.seconds[i + 1] - o.seconds[i] for o in options), default=0.0) for i in layers]
-    return Space(microbatch_size, options, tuple(mixes), tuple(_prefix(best)))
+    least_worth, worth_per_second = _worths(problem, options)
+    return Space(
+        microbatch_size=microbatch_size,
+        options=options,
+        mixes=tuple(mixes),
+        least_seconds=tuple(_prefix(best)),
+        least_worth=least_worth,
+        worth_per_second=worth_per_second,
+    )
+
+
+def _worths(problem: ParallelProblem, options: tuple[Option, ...]) -> tuple[float, float]:
+    """``least_worth`` and ``worth_per_second`` of a space."""
+    layers, offered = range(len(problem.layers)), 0.0
+    least = [inf] * len(problem.layers)
+    for number, pool in enumerate(problem.pools):
+        own = [o for o in options if o.pool == number]
+        work = [
+            min(
+                ((o.seconds[i + 1] - o.seconds[i]) * o.tensor_parallel_size for o in own),
+                default=inf,
+            )
+            for i in layers
+        ]
+        whole = sum(work)
+        if 0.0 < whole < inf:
+            offered += pool.num_devices / whole
+            least = [min(old, new / whole) for old, new in zip(least, work, strict=True)]
+    return (sum(least), offered) if offered else (0.0, 1.0)
 
 
 def _options(problem: ParallelProblem, microbatch_size: int) -> Iterator[Option]:
@@ -128,7 +162,9 @@ def _option(
     ]
     outputs = [0.0, *(float(bytes_) * microbatch_size for bytes_ in problem.output_bytes)]
     curve = pool.link(degree)
-    sends = [curve.seconds(each) for each in outputs]
+    copies = 1 if problem.boundary_rule == "scattered" else degree
+    waits = 2 if problem.boundary_rule == "blocking" else 1
+    sends = [waits * curve.seconds(copies * each) for each in outputs]
     # The gradient of a stage's input is as large as the output before it; Sailor takes the
     # stage's own first output.
     gradients = sends[1:] if problem.cost_rule == "sailor" else sends[:-1]

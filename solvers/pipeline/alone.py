@@ -1,9 +1,9 @@
 """The least plan where passes cost less in a stage that holds all layers.
 
-A message costs its sender and its receiver something too: threads that wake, bytes that are copied.
-What a pass costs beside its layers was measured with a message beside it (``pass_seconds``) and,
-in one stage of all layers, without (``lone_pass_seconds``, never more). The search has one such
-cost; so plans of one stage are searched apart, at theirs.
+Sending and receiving a message takes time on both sides: threads wake and bytes are copied. The
+cost of a pass beside its layers was measured with a message beside it (``pass_seconds``) and, in
+one stage of all layers, without one (``lone_pass_seconds``, never more). The search uses a single
+such cost, so plans of one stage are searched separately, at their own cost.
 """
 
 from collections.abc import Callable

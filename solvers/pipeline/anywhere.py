@@ -1,4 +1,4 @@
-"""Stages on any devices: which shares of servers they may take, whatever the order.
+"""Placements of stages on any devices of a type, in any order.
 
 The ordered space of placements.py gives each stage a run right behind the previous one. Here
 a stage takes any devices of a type. What it costs depends only on the smallest component that
@@ -38,7 +38,7 @@ Fills = tuple[int, ...]
 
 
 def has_one_order(problem: PipelineProblem) -> bool:
-    """Whether all placements cost the same as ordered ones: no pool has several components."""
+    """Whether every placement costs the same as an ordered one: no pool has several components."""
     return all(
         sum(level.num_components > 1 for level in pool.levels) <= 1 for pool in problem.pools
     )
@@ -162,7 +162,7 @@ class _Builder:
         return Space(states_, Moves(*found), self.bandwidths, kind)
 
     def _least_moves(self) -> float:
-        """About how many moves there are; what is hopeless is not begun."""
+        """An estimate of the number of moves, to give up early where they are too many."""
         if self.is_blind:
             return 0.0
         states = prod(widths[-1] + 1 for widths in self.widths)

@@ -1,4 +1,4 @@
-"""From placed stages to a plan that says what each costs."""
+"""Build a plan from placed stages, with the cost of each stage."""
 
 from collections.abc import Sequence
 

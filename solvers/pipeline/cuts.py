@@ -1,4 +1,4 @@
-"""Where a graph of layers can be cut, and what each side of a cut sums up to.
+"""The cuts of a graph of layers, with sums of times and bytes over the layers before each cut.
 
 A cut is a set of layers that holds every predecessor of its members: the antichain of thesis
 2.4.1's branching graphs, named by all that lies before it. A stage is the difference of two
@@ -81,7 +81,7 @@ def cuts_of(problem: PipelineProblem, *, lazy_sources: bool = False, every: bool
 
 
 def _weightless(problem: PipelineProblem) -> int:
-    """Layers, as bits, that take no time and no bytes at all, such as picking an unused state.
+    """Layers, as bits, that take neither time nor bytes, such as selecting an unused state.
 
     Moving one into the stage of its last parent (the first stage where it has none) makes no
     stage slower or larger and lets no more cross a cut. A stage that it leaves empty is dropped:

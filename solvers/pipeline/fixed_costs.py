@@ -1,8 +1,8 @@
 """The least step where device types have unlike fixed costs.
 
-The search knows no fixed cost: on one type it is the same for all plans. Of plans that use several
-types the dearest counts, so for each such cost the plans of the types that cost no more are
-searched; the least of those steps, each with its cost, is the least of all.
+The search leaves out fixed costs, which are equal for all plans on one type. A plan on several
+types pays the largest fixed cost of its types. So for each distinct fixed cost we search the plans
+on the types whose fixed cost is at most that, add the cost, and take the shortest of these steps.
 """
 
 from collections.abc import Callable
@@ -55,6 +55,6 @@ def _without_dearer(problem: PipelineProblem, cost: float) -> PipelineProblem:
 
 
 def _worst(refusals: list[HetflowError]) -> HetflowError:
-    """What to say where no types have a plan: that a search was stopped, else why none exists."""
+    """The error to raise where no types have a plan: a stopped search, else why none exists."""
     stopped = [error for error in refusals if isinstance(error, BackendError)]
     return [*stopped, *refusals][0]

@@ -39,7 +39,7 @@ def explain(
 
 
 def needs(pool: DevicePool, used_bytes: float) -> str:
-    """Say what a device would have to hold, workspace and base included, beside what it has."""
+    """Say how many bytes a device would have to hold, workspace and base included, and has."""
     parts = {
         "for workspace": pool.workspace_bytes,
         "before there is a model": pool.base_memory_bytes,

@@ -1,4 +1,4 @@
-"""From counted devices to named ones: whether the chains of a placement fit the components.
+"""Assign named devices to a counted placement: pack its chains of stages into components.
 
 A placement found in a space of anywhere.py says which neighbouring stages share a
 component, not which one. Chains are packed into the components of each level, highest first
@@ -20,7 +20,7 @@ _MOST_TRIES = 20_000
 
 
 class Seats(NamedTuple):
-    """Where stages are: with the links that their devices really have, and those devices."""
+    """The stages' devices, and the stages with the links that these devices really have."""
 
     placed: list[PlacedStage]
     devices: Devices
@@ -38,7 +38,7 @@ class Seats(NamedTuple):
 class NoSeatsError(Exception):
     """The chains fit no components.
 
-    ``is_proved`` says that none exist; else the search for them gave up.
+    ``is_proved`` says that no packing exists; else the search gave up.
     """
 
     def __init__(self, *, is_proved: bool) -> None:

@@ -1,4 +1,4 @@
-"""Which devices a stage may get: states of the pools, and moves between them.
+"""The devices that a stage may get: states of the pools, and moves between the states.
 
 Stages are placed from the model's end to its start, as a stage's memory depends on the workers
 behind it. Each takes a run of devices of one type in the order of the topology, right behind the
@@ -18,7 +18,7 @@ from ...schema.pipeline import DevicePool, PipelineProblem
 
 
 class State(NamedTuple):
-    """Devices consumed so far, by pool; and what else the future depends on.
+    """The devices used so far, by pool, and all else that later moves depend on.
 
     ``workers`` counts devices in use, ``last_pool`` names the pool of the stage placed last,
     ``stages`` counts stages; each stays -1 where nothing depends on it. ``inside`` is what the

@@ -1,4 +1,4 @@
-"""What a plan's step is predicted to be: its fixed cost, its parts, and how far it may be off."""
+"""The prediction of a plan's step: fixed cost, parts, and how far it may be off."""
 
 from dataclasses import replace
 

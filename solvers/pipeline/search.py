@@ -1,4 +1,4 @@
-"""What a search for the least bottleneck is: any method that places stages under limits."""
+"""The protocol of a search for the least bottleneck: a method that places stages under limits."""
 
 from typing import Protocol
 
@@ -25,7 +25,7 @@ class Search(Protocol):
 
 
 class StoppedError(Exception):
-    """The caller's limit ended a search; ``bound`` is what it had proved."""
+    """The caller's limit ended a search; ``bound`` is the lower bound proved so far."""
 
     def __init__(self, bound: float, placed: list[PlacedStage] | None = None) -> None:
         super().__init__("stopped")

@@ -1,9 +1,9 @@
-"""Of plans that the measurements cannot tell apart, the simplest.
+"""Choose the simplest of the plans that the measurements cannot tell apart.
 
-Steps put together from measured terms may be off by ``step_error``. Plans whose predicted step is
-within that of the least one, and little slower (tolerance.py), are as good for all that is known,
-so the one of fewest stages is taken, of those the one on fewest devices: less to launch, less to
-fail, and no gain that is only on paper. One stage, replicated or on one device, is among them.
+A step that is predicted from measured terms may be off by ``step_error``. Plans whose predicted
+step is within that error of the shortest, and little slower (tolerance.py), cannot be told apart
+from it. Of them we take the plan with the fewest stages, then the fewest devices, since fewer
+processes can fail. Plans of one stage, replicated or on one device, are among them.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _EQUAL = 1e-9
 def simplest(
     problem: PipelineProblem, solve: Solve, *, most_given_up: float = MOST_GIVEN_UP
 ) -> PipelinePlan:
-    """The simplest plan that cannot be told from the least one; that one where no error is known.
+    """The simplest plan within the error of the shortest step; the shortest if no error is known.
 
     As exact as ``solve``: with a plan of every problem it is the fewest stages that have a step
     within the error, on the fewest devices that have one in so many stages. A search that is
@@ -127,7 +127,7 @@ def _within(problem: PipelineProblem, solve: Solve, most: float) -> PipelinePlan
 
 
 def _proved(chosen: PipelinePlan, best: PipelinePlan, error: float) -> PipelinePlan:
-    """The plan with what is proved of it: the least plan's bound, and how near is near enough."""
+    """The plan with its proof: the bound of the shortest plan, and the tolerance."""
     if chosen is best:
         return replace(best, proof=replace(best.proof, tolerance=error))
     claim = (

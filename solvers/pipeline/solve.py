@@ -1,11 +1,10 @@
 """Partition a graph of layers into replicated stages on unlike devices (thesis 2.4.1).
 
-The text solves level by level for one device type; so does ``solved="nested"``
-(nested/), also with the released optimizer's costs. The default is flat: a stage
-takes a run of devices in the order of the topology and pays for the links it spans, which finds
-15-1 on four servers of four, where nested levels cannot; then any devices in any order
-(anywhere.py). Memory limits and device types are part
-of the search.
+The text solves level by level for one device type; so does ``solved="nested"`` (nested/), also with
+the released optimizer's costs. The default is flat. First a stage takes consecutive devices in the
+order of the topology and pays for the links that they span; this finds the configuration 15-1 on
+four servers of four, which nested levels cannot. Then a stage may take any devices in any order
+(anywhere.py). Memory limits and device types are part of the search.
 """
 
 from dataclasses import dataclass, replace
@@ -112,7 +111,7 @@ def _least_of_passes(problem: PipelineProblem, *, method: Method, effort: Effort
 
 @dataclass
 class _Task:
-    """One problem with its tables, and what a search over them has found out."""
+    """One problem with its tables, and the results of searches over them."""
 
     problem: PipelineProblem
     tables: list[StageCosts]
@@ -135,7 +134,7 @@ class _Task:
         return [self.seated(costs, self.space, entry) for entry in found]
 
     def _first_guess(self, costs: StageCosts, found: list[list[PlacedStage]]) -> float:
-        """Seconds that some placement attains: a single stage, or cuts in the layers' own order."""
+        """Seconds that a placement attains: a single stage, or cuts in the layers' own order."""
         known = [objective(costs, placed) for placed in found]
         line = own_order(self.problem, costs.cuts)
         if line is not None and self._is_simple:
@@ -155,7 +154,7 @@ class _Task:
     def ask(
         self, search: Search, costs: StageCosts, space: Space, below: float
     ) -> list[PlacedStage] | None:
-        """A search's answer; what it has when the effort's limit comes."""
+        """A search's answer, or its best so far when the effort's limit is reached."""
         try:
             return search(self.problem, costs, space, below=below, effort=self.effort)
         except StoppedError as stopped:

@@ -74,7 +74,7 @@ class StageCosts:
         self.total_weight = float(cuts.weight_bytes[-1])
 
     def slopes(self, pool: int, num_replicas: int, span: int) -> Slopes:
-        """What a second of compute and a byte of weights cost a stage."""
+        """The factors by which compute seconds and weight bytes enter a stage's cost."""
         bandwidth, count = self.bandwidths[span], self.problem.num_microbatches
         if self.problem.stage_cost == "thesis":
             return Slopes(

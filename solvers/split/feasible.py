@@ -1,9 +1,10 @@
-"""Can devices that each take at most so many seconds share out a batch exactly?
+"""Decide whether devices can share out a batch exactly, each within a given time.
 
-The core of the batch split: for a bound T on the compute time, a device of type i can do the
-amounts ``{v s : v t_i(s) <= T}``; the question is whether the amounts of all devices can add up
-to B. Answered exactly, by subset sums on bitsets. Near the optimum the devices are almost full,
-so the sums run over what each device leaves undone: sets of a few bits in place of B.
+This is the core of the batch split. Within T seconds of compute a device of type i can do the
+amounts ``{v s : v t_i(s) <= T}`` of samples; the question is whether one amount of each device adds
+up to B. The answer is exact, by subset sums on bitsets. Near the optimum the devices are almost
+full, so the sums are taken over the samples that each device could still do: a few bits in place of
+B bits.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from .subset_sums import Folds, members, multiples, repeated, sumset
 
 @dataclass(frozen=True, slots=True)
 class TypeSums:
-    """What the devices of one type can contribute together, in steps of ``stride`` samples.
+    """The samples that the devices of one type can do together, in units of ``stride`` samples.
 
     ``folds[k]`` are the contributions of at most k devices: samples done, or left undone.
     """
@@ -105,7 +106,7 @@ def feasible_batches(pool: Pool, width: int) -> int:
 
 
 def _sums_of(pool: Pool, counts: Sequence[int], width: int) -> int:
-    """What at most so many devices of each type can do together, whatever the time."""
+    """The samples that ``counts`` devices of each type can do together, whatever the time."""
     sums = 1
     for kind, count in enumerate(counts):
         sizes = pool.sizes[pool.starts[kind] : pool.ends[kind]].tolist()

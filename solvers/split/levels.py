@@ -1,8 +1,8 @@
 """Levels of a batch split: which types and how many devices may be used, and what that adds.
 
-Synchronisation, updates and fixed costs depend on the set of used types and on the number of
-devices, never on who does what. All only grow with either, so a level stands for all plans within
-it.
+The costs of synchronisation, updates and each step's fixed part depend only on the set of used
+types and on the number of devices, not on how the batch is shared out. They never fall when a type
+or a device is added, so a level stands for all plans on a subset of its types and devices.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """At most ``num_devices`` of ``counts``; what their step has beside passes is the overhead."""
+    """At most ``num_devices`` of ``counts``; the overhead is all of their step but the passes."""
 
     counts: tuple[int, ...]
     num_devices: int
@@ -31,7 +31,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """A plan on a single device: nothing to synchronise, nobody else at work."""
+    """A plan on a single device: nothing to synchronise, and no other device busy."""
 
     step_seconds: float
     group: DeviceGroup
@@ -63,7 +63,7 @@ def single_devices(problem: SplitProblem) -> list[Alone]:
 
 
 def first_bound(pool: Pool, level: Level) -> float:
-    """Compute time if work could be divided at will: B over the best devices' rates."""
+    """Compute time if work could be divided at will: B over the fastest devices' rates."""
     rates = np.maximum.reduceat(pool.sizes / pool.seconds, pool.starts)
     total, left = 0.0, level.num_devices
     for rate, count in sorted(zip(rates.tolist(), level.counts, strict=True), reverse=True):

@@ -1,13 +1,14 @@
 """The batch split as a mixed-integer program: the readable reference.
 
-VirtualFlow 5.1.2 written down device by device. solve.py answers the same question much
-faster; both must agree. The answer is the fastest plan on paper, whatever the measurements' spread.
+VirtualFlow 5.1.2 written down device by device. solve.py answers the same question much faster, and
+tests hold that both agree. The answer is the plan of the shortest predicted step; the uncertainty
+of the measurements is not considered.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...costs.comm import sync_seconds
+from ...costs.comm import exposed_seconds, sync_seconds
 from ...costs.split import closing_seconds, predict
 from ...schema.errors import BackendError, InfeasibleError
 from ...schema.plan import DeviceGroup, Proof, SplitPlan
@@ -46,8 +47,9 @@ def solve(
 ) -> SplitPlan:
     """Minimise the predicted step time with PuLP.
 
-    Where a device was also measured alone, plans on one device are choices of their own, one for
-    each device type and size, and the others use at least two devices.
+    Where a device was also measured alone, or sizes differ in what synchronisation adds, plans on
+    one device are choices of their own, one for each device type and size, and the others use at
+    least two devices.
 
     Args:
         problem: Profiles, pool and batch, in either regime.
@@ -82,7 +84,7 @@ def _batch(problem: SplitProblem) -> int:
 
 
 def _unit_seconds(problem: SplitProblem) -> float:
-    """A time near the answer: tolerances of the backends are absolute, so times are scaled."""
+    """A time near the answer, to scale times by: the backends' tolerances are absolute."""
     together = sum(option.num_devices * _best_rate(option) for option in problem.devices)
     alone = max(_best_rate(option.measured_with(1)) for option in problem.devices)
     return _batch(problem) / max(together, alone)
@@ -94,7 +96,10 @@ def _best_rate(costs: DeviceOption | AloneDevice) -> float:
 
 def _is_apart(problem: SplitProblem) -> bool:
     """Whether a plan on one device costs something else than the same among several."""
-    return any(option.alone is not None for option in problem.devices)
+    return any(
+        option.alone is not None or (option.sync is not None and option.sync.by_batch_size)
+        for option in problem.devices
+    )
 
 
 def _known_seconds(problem: SplitProblem) -> float:
@@ -104,6 +109,7 @@ def _known_seconds(problem: SplitProblem) -> float:
         (
             _batch(problem) // (number * point.batch_size) * point.step_seconds
             + sync_seconds(option, number)
+            + (_exposed(option, point) if number > 1 else 0.0)
             + closing_seconds(option.measured_with(number))
             for option in problem.devices
             for number in range(1, option.num_devices + 1)
@@ -173,13 +179,19 @@ def _build(
             program.require(passes <= most * run)
             program.require(passes >= run)
         times = [p.step_seconds / unit for p in device.points]
-        program.require(compute >= total(list(zip(times, device.passes, strict=True))))
+        exposed = [_exposed(device.option, p) / unit for p in device.points]
+        own = [*zip(times, device.passes, strict=True), *zip(exposed, device.runs, strict=True)]
+        program.require(compute >= total([(s, one) for s, one in own if s]))
         program.require(update >= closing_seconds(device.option) / unit * used)
     _break_symmetry(program, devices)
     if devices:
         _require_sync(program, devices, sync, unit)
     alone = [(single.plan.step_seconds / unit, single.takes) for single in singles]
     return total([(1, compute), (1, sync), (1, update), *alone])
+
+
+def _exposed(option: DeviceOption, point: BatchPoint) -> float:
+    return exposed_seconds(option.sync, point.batch_size) or 0.0
 
 
 def _samples(device: _Device) -> Terms:
@@ -273,6 +285,7 @@ def _groups(devices: list[_Device], values: dict[str, float]) -> tuple[DeviceGro
             pass_seconds=entries[name, count, size][1].step_seconds,
             interpolated=size in entries[name, count, size][0].interpolated_sizes,
             measured_busy=entries[name, count, size][0].alone is not None,
+            exposed_seconds=exposed_seconds(entries[name, count, size][0].sync, size),
         )
         for (name, count, size), number in alike.items()
     )

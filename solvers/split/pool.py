@@ -3,6 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
+from ...costs.comm import exposed_seconds
 from ...schema.problem import SplitProblem
 
 Ints = npt.NDArray[np.int64]
@@ -18,6 +19,8 @@ class Pool:
         counts: Devices of each type.
         sizes: [entries] samples per pass, s.
         seconds: [entries] time per pass, t_i(s).
+        exposed: [entries] what synchronisation adds at that size beyond the least, e_i(s): once
+            for a device, however many passes it makes.
         limits: [entries] most passes of one of several devices, floor((B - 1) / s).
         starts: [types] first entry of each type.
     """
@@ -40,19 +43,33 @@ class Pool:
         self.counts = tuple(option.num_devices for option, _ in self.options)
         self.sizes = np.array([point.batch_size for point in flat], dtype=np.int64)
         self.seconds = np.array([point.step_seconds for point in flat], dtype=np.float64)
+        self.exposed = np.array(
+            [
+                exposed_seconds(option.sync, point.batch_size) or 0.0
+                for option, points in self.options
+                for point in points
+            ],
+            dtype=np.float64,
+        )
         self.limits = (self.batch - 1) // np.maximum(self.sizes, 1)
         lengths = [len(points) for _, points in self.options]
         self.starts = np.cumsum([0, *lengths])[:-1].astype(np.int64)
         self.ends = np.cumsum(lengths).astype(np.int64)
 
     def passes(self, seconds: float) -> Ints:
-        """[entries] the most passes of each size within ``seconds``."""
-        capped = np.minimum(seconds / self.seconds, self.limits)
+        """[entries] the most passes of each size within ``seconds``, what is exposed included."""
+        left = np.maximum(seconds - self.exposed, 0.0)
+        capped = np.minimum(left / self.seconds, self.limits)
         fit: Ints = capped.astype(np.int64)
-        fit += (fit + 1) * self.seconds <= seconds  # division may round across a whole number
-        fit -= fit * self.seconds > seconds
+        fit += self.device_seconds(fit + 1) <= seconds  # division may round across a whole number
+        fit -= (fit > 0) & (self.device_seconds(fit) > seconds)
         capped_fit: Ints = np.minimum(fit, self.limits)
         return capped_fit
+
+    def device_seconds(self, passes: Ints) -> npt.NDArray[np.float64]:
+        """[entries] how long a device takes for ``passes`` of each size: v t_i(s) + e_i(s)."""
+        found: npt.NDArray[np.float64] = passes * self.seconds + self.exposed
+        return found
 
     def tops(self, passes: Ints) -> list[int]:
         """[types] the most samples one device of each type can do with ``passes``."""

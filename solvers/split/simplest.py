@@ -1,13 +1,15 @@
 """The simplest of the splits whose predicted step stays within a limit, exactly.
 
-Measurements have a spread, so the fastest plan on paper is one of many that they cannot tell
-apart. Of all splits whose predicted step is at most the limit, the one is taken that has the
-fewest virtual nodes in all, then the fewest devices, then the least step; then one in which all
-devices of each used type do the same, if there is any, and types that can do most do most.
+Measurements are uncertain, so many plans cannot be told apart from the one with the shortest
+predicted step. Of all splits whose predicted step is at most the limit we take the one with the
+fewest virtual nodes in all, then the fewest devices, then the shortest step. Of those left we
+prefer one in which all devices of each used type do the same work, and the fastest types do the
+most.
 
-For one level (levels.py) the limit leaves each device so many seconds, and so a set of
-amounts it can do, each in a fewest number of passes. Adding device after device, a table over
-samples holds the fewest passes and devices that do exactly so many: a knapsack.
+For one level (levels.py) the limit fixes the seconds of each device, and so the amounts of samples
+that it can do and the fewest passes for each amount. Device after device is added to a table that
+holds, for each number of samples, the fewest passes and devices that do exactly so many: a
+knapsack.
 """
 
 from collections import Counter
@@ -36,7 +38,7 @@ Rank = tuple[int, int]  # virtual nodes in all, devices
 
 
 class TooMuchWorkError(Exception):
-    """The search would take longer than it may."""
+    """The search would need more work than its limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class _Stage:
 
 @dataclass(slots=True)
 class _Search:
-    """The tables of one problem; counts what they cost."""
+    """The tables of one problem; counts the entries that were computed."""
 
     pool: Pool
     work_left: float
@@ -86,7 +88,7 @@ class _Search:
         return self.known[key]
 
     def work(self, level: Level, seconds: float, rank: Rank) -> dict[int, Work]:
-        """Who does what, of all ways that have this rank."""
+        """How the devices share out the batch, of all ways with this rank."""
         tables = (
             self._table(level, seconds, counted=counted, alike=alike, keeps=True)
             for alike in (True, False)
@@ -157,7 +159,7 @@ class _Table:
         return None if best >= _NEVER else divmod(best, self.scale)
 
     def add(self, kind: int, moves: Sequence[_Move]) -> bool:
-        """Put a stage in front; whether that makes anything better."""
+        """Put a stage in front; returns whether any entry became better."""
         after = self.front
         best = after.copy()
         for move in moves:

@@ -1,12 +1,11 @@
 """Split a global batch over unlike devices, exactly and fast.
 
-VirtualFlow 5.1.2: least is the compute time of the slowest device, plus synchronisation, plus
-the largest update. The published solver is not described; this one searches the finite set of
-candidate compute times (times.py), asking of each by subset sums (feasible.py) whether
-the batch can be shared out. What synchronisation, updates and fixed costs add depends only on
-which types and how many devices may be used: those choices are the levels, tried in order of a
-lower bound. Where the profiles tell how far off they may be, the simplest of the plans that they
-cannot tell from the fastest is taken (simplest.py).
+VirtualFlow 5.1.2 minimises the compute time of the slowest device, plus synchronisation, plus the
+largest update. The paper does not describe its solver. This one searches the finite set of
+candidate compute times (times.py); for each, subset sums (feasible.py) decide whether the batch can
+be shared out. Synchronisation, updates and fixed costs depend only on the types in use and on the
+number of devices: these choices are the levels (levels.py), tried in order of a lower bound. Where
+the profiles state their uncertainty, the simplest plan within it is taken (simplest.py).
 """
 
 from collections.abc import Callable
@@ -34,7 +33,7 @@ _ABOVE_ROUNDING = 1 - 1e-12
 
 @dataclass(frozen=True, slots=True)
 class _Best:
-    """The best answer so far: its step, and how to get who does what."""
+    """The best answer so far: its step time, and a function that gives its groups."""
 
     step_seconds: float
     groups: Callable[[], tuple[DeviceGroup, ...]]
@@ -47,7 +46,7 @@ def solve(
     work_limit: float = WORK_LIMIT,
     most_given_up: float = MOST_GIVEN_UP,
 ) -> SplitPlan:
-    """Minimise the predicted step time; among plans that nobody can tell apart, their complexity.
+    """Minimise the predicted step; of plans within the measurements' uncertainty, the simplest.
 
     Exact in both regimes; devices of one type may differ, and devices may stay unused.
     Deterministic: of equally fast plans, the rule of ties.py. Where the fastest plan's

@@ -3,14 +3,17 @@
 Types are taken by how much one of their devices can do within the optimal time, most first.
 1. If some plan gives every device of each used type the same work, with all of the type's
    devices in use, take one: each type in turn does as much as it can.
-2. Otherwise each type in turn does as much as it can with its used devices all alike, or, where
-   that is impossible, as much as it can at all, shared as evenly as halving its devices allows.
+2. Otherwise each type in turn does as much as it can with equal work on each of its used devices.
+If
+   that is impossible it does as much as it can at all; its devices are halved again and again, and
+   each half gets a part as equal as possible.
 Of equal amounts: the fewest devices, then the fewest virtual nodes.
 """
 
 from collections import Counter
 from collections.abc import Mapping
 
+from ...costs.comm import exposed_seconds
 from ...schema.plan import DeviceGroup
 from .feasible import FeasibleSums, TypeSums
 from .pool import Pool
@@ -20,7 +23,7 @@ Work = Counter[int]  # samples per device -> number of devices
 
 
 def choose(feasible: FeasibleSums) -> dict[int, Work]:
-    """What the devices of each type do: type -> (samples -> devices).
+    """Choose the devices' work: type -> (samples a device -> number of devices).
 
     Args:
         feasible: An answer of ``feasible_sums``, so at least one plan exists.
@@ -123,7 +126,7 @@ def _halved(feasible: FeasibleSums, one: TypeSums, share: int) -> Work:
 
 
 def groups_of(pool: Pool, work: Mapping[int, Work], bound: float) -> tuple[DeviceGroup, ...]:
-    """What devices do, in the fewest passes that take at most ``bound`` seconds.
+    """The plan's groups: each device's work in the fewest passes of at most ``bound`` seconds.
 
     Args:
         pool: Sizes and times.
@@ -147,6 +150,7 @@ def groups_of(pool: Pool, work: Mapping[int, Work], bound: float) -> tuple[Devic
                     pass_seconds=times[size],
                     interpolated=size in option.interpolated_sizes,
                     measured_busy=option.alone is not None,
+                    exposed_seconds=exposed_seconds(option.sync, size),
                 )
             )
     return tuple(groups)

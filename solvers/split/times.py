@@ -20,7 +20,7 @@ def least_seconds(
         cutoff: Give up where the answer would be above this.
         floor: A known lower bound on the answer.
     """
-    ceiling = min(cutoff, float((pool.limits * pool.seconds).max()))
+    ceiling = min(cutoff, float(pool.device_seconds(pool.limits).max()))
 
     known: dict[bytes, tuple[int, ...] | None] = {}
     mine = np.repeat(np.array(level.counts) > 0, pool.ends - pool.starts)
@@ -49,7 +49,7 @@ def least_seconds(
 def least_candidate(
     pool: Pool, low: float, ceiling: float, fits: Callable[[float], bool]
 ) -> float | None:
-    """The least candidate time in [low, ceiling] that fits; ``fits`` never turns back to False."""
+    """The least candidate time in [low, ceiling] that fits; ``fits`` must be monotone in time."""
     width = low / 512
     below, above = low, low
     while not fits(above):
@@ -70,13 +70,18 @@ def bisect(times: list[float], fits: Callable[[float], bool]) -> float:
 
 
 def candidates(pool: Pool, below: float, above: float) -> list[float]:
-    """Every v t_i(s) from the last one at or under ``below`` to the last at or under ``above``."""
+    """Every v t_i(s) + e_i(s) from the last one at or under ``below`` to the last under ``above``.
+
+    One at ``above`` is among them.
+    """
     first = np.maximum(pool.passes(below), 1)
     count = pool.passes(above) - first + 1
     keep = count > 0
-    first, count, seconds = first[keep], count[keep], pool.seconds[keep]
+    first, count = first[keep], count[keep]
+    seconds, exposed = pool.seconds[keep], pool.exposed[keep]
     offsets = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    passes = np.repeat(first, count) + offsets
     times: list[float] = np.unique(
-        (np.repeat(first, count) + offsets) * np.repeat(seconds, count)
+        passes * np.repeat(seconds, count) + np.repeat(exposed, count)
     ).tolist()
     return times

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ...costs.comm import exposed_seconds
 from ...costs.split import predict
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.plan import Alternative, DeviceGroup, EstEstimate, Proof, SplitPlan
@@ -182,7 +183,7 @@ def _covers(types: list[_Type], ests: list[int], max_p: int) -> Iterator[tuple[i
 
 
 def _rounded(cost: float) -> float:
-    """Sums in another order differ in the last digits; equal costs must compare equal."""
+    """A cost without its last digits: sums in another order, which differ there, compare equal."""
     return float(f"{cost:.12e}")
 
 
@@ -236,6 +237,7 @@ def _groups(
             pass_seconds=one.seconds,
             interpolated=size in one.costs.interpolated_sizes,
             measured_busy=num_devices > 1 and one.option.alone is not None,
+            exposed_seconds=exposed_seconds(one.option.sync, size) if num_devices > 1 else None,
         )
         for devices, ests in shares
         if devices and ests

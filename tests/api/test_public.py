@@ -17,7 +17,8 @@ import hetflow
 from hetflow.cli.main import run
 from hetflow.schema import files
 from hetflow.schema.optimizer import named_optimizer
-from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync
+from hetflow.schema.profile import LayerGraph, LayerNode, Profile
+from hetflow.tests import handmade
 
 VERBS = [name for name in hetflow.__all__ if name[0].islower() and name != "plugins"]
 POOL = "2xV100,2xP100"
@@ -36,6 +37,7 @@ PIPELINE = {"strategy": "pipeline", "link_bytes_per_second": 1e9, "schedule": "g
 
 
 def profile(device_type: str, slowness: float) -> Profile:
+    """One with layers."""
     nodes = tuple(
         LayerNode(
             id=f"l{i}",
@@ -48,21 +50,9 @@ def profile(device_type: str, slowness: float) -> Profile:
         for i in range(6)
     )
     edges = tuple((f"l{i}", f"l{i + 1}") for i in range(5))
-    return Profile(
-        model="m",
-        device_type=device_type,
-        device_memory_bytes=16 << 30,
+    return replace(
+        handmade.profile(device_type, slowness, model="m"),
         weight_bytes=6 << 20,
-        update_seconds=0.004,
-        batch_curve=tuple(
-            BatchPoint(
-                batch_size=size,
-                step_seconds=slowness * (0.002 + 0.001 * size),
-                peak_memory_bytes=(1 << 30) + size * (50 << 20),
-            )
-            for size in (8, 16, 32, 64)
-        ),
-        sync=Sync(num_devices=2, sync_seconds=0.02),
         optimizer=named_optimizer("adam"),
         layers=LayerGraph(microbatch_size=8, nodes=nodes, edges=edges),
     )

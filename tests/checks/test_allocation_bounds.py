@@ -22,7 +22,7 @@ RATES = {
     "a": {"V100": 40.0, "K80": 10.0}, "b": {"V100": 12.0, "K80": 4.0},
     "c": {"V100": 100.0, "K80": 50.0},
 }  # fmt: skip
-NO_PAIRS = ("min_cost_ratio", "min_cost_per_job")
+NO_PAIRS = ("min_cost_ratio", "min_cost_per_job", "min_cost_per_job_slo")
 
 
 def problem(**changes):

@@ -7,7 +7,7 @@ import pytest
 from hetflow.checks.batch_split import check, continuous_bound
 from hetflow.schema.plan import Alternative, DeviceGroup, Prediction, Proof, SplitPlan
 from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
-from hetflow.schema.profile import BatchPoint, Sync
+from hetflow.schema.profile import BatchPoint, Sync, SyncPoint
 
 
 def option(name: str, number: int, speed: float, update: float) -> DeviceOption:
@@ -285,6 +285,32 @@ def test_terms_and_intervals_are_recomputed() -> None:
     }
     for fault, found in wrong.items():
         assert any(fault in said for said in check(found, problem)), fault
+
+
+def test_what_a_size_hides_of_synchronisation_is_recomputed() -> None:
+    from hetflow.solvers.split.solve import solve
+
+    points = tuple(
+        SyncPoint(batch_size=size, sync_seconds=seconds) for size, seconds in ((8, 0.9), (24, 0.2))
+    )
+    problem = busy_problem()
+    (device,) = problem.devices
+    sync = Sync(num_devices=2, sync_seconds=0.5, by_batch_size=points)
+    problem = replace(problem, devices=(replace(device, sync=sync),))
+    plan = solve(problem)
+    assert plan.groups[0].virtual_node_batch_size == 24
+    assert plan.groups[0].exposed_seconds == 0.0
+    assert check(plan, problem) == []
+    moved = replace(plan, groups=tuple(replace(g, exposed_seconds=0.1) for g in plan.groups))
+    assert any("exposed_seconds is 0.1" in fault for fault in check(moved, problem))
+    told = plan.predicted
+    hidden = altered(plan, sync_seconds=0.1, update_seconds=told.update_seconds + 0.1)
+    assert any("predicted.sync_seconds is 0.1" in fault for fault in check(hidden, problem))
+    small = replace(
+        plan,
+        groups=tuple(replace(g, virtual_nodes=6, virtual_node_batch_size=8) for g in plan.groups),
+    )
+    assert any("exposed_seconds is 0.0" in fault for fault in check(small, problem))
 
 
 def test_a_gap_is_optimal_only_within_its_tolerance() -> None:

@@ -116,6 +116,32 @@ def test_every_change_is_found(
     assert any(said in fault for fault in faults), faults
 
 
+def test_what_crosses_a_boundary(problem: ParallelProblem) -> None:
+    """A group of 2 sends twice the bytes without scatter/gather; blocking ends count them twice."""
+    one = problem.pools[0].times[0]
+    half = ShardSizes(tensor_parallel_size=2, weight_bytes=(50,) * 4, stashed_bytes=(5.0,) * 4)
+    pools = tuple(
+        replace(
+            pool,
+            times=(replace(one, tensor_parallel_size=2),),
+            links=(
+                *pool.links,
+                DegreeLink(tensor_parallel_size=2, curve=LinkCurve(coefficients=(50.0,))),
+            ),
+        )
+        for pool in problem.pools
+    )
+    grouped = replace(problem, pools=pools, sizes=(*problem.sizes, half))
+    transfers = []
+    for rule in ("scattered", "whole", "blocking"):
+        asked = replace(grouped, boundary_rule=rule)
+        found = solve(asked)
+        assert check(found, asked) == []
+        assert [g.tensor_parallel_size for s in found.stages for g in s.replicas] == [2, 2]
+        transfers.append(found.stages[0].transfer_seconds)
+    assert transfers == pytest.approx([10 / 50, 20 / 50, 40 / 50])
+
+
 def test_devices_and_memory_that_are_not_there(
     plan: ParallelPlan, problem: ParallelProblem
 ) -> None:

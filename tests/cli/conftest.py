@@ -8,8 +8,8 @@ import pytest
 
 from hetflow.cli.main import run
 from hetflow.schema import files
-from hetflow.schema.optimizer import named_optimizer
-from hetflow.schema.profile import BatchPoint, Profile, Sync
+from hetflow.schema.profile import Profile
+from hetflow.tests.handmade import profile
 
 
 @dataclass(frozen=True)
@@ -28,26 +28,6 @@ def hetflow(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
         return Answer(code=code, stdout=captured.out, stderr=captured.err)
 
     return call
-
-
-def profile(device_type: str, slowness: float, model: str = "resnet50") -> Profile:
-    return Profile(
-        model=model,
-        device_type=device_type,
-        device_memory_bytes=16 << 30,
-        weight_bytes=100 << 20,
-        update_seconds=0.004,
-        batch_curve=tuple(
-            BatchPoint(
-                batch_size=size,
-                step_seconds=slowness * (0.002 + 0.001 * size),
-                peak_memory_bytes=(1 << 30) + size * (50 << 20),
-            )
-            for size in (8, 16, 32, 64)
-        ),
-        sync=Sync(num_devices=2, sync_seconds=0.02),
-        optimizer=named_optimizer("sgd"),
-    )
 
 
 @pytest.fixture

@@ -73,6 +73,25 @@ def test_an_existing_output_is_kept(run, tmp_path):
     assert target.read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("device_type", "memory", "said"),
+    [
+        ("V100", "16XB", "--device-memory '16XB' is no amount of memory"),
+        ("V100", "16", "--device-memory '16' is no amount of memory"),
+        ("2xV100", "16GB", "--device-type '2xV100' is not the name of one device type"),
+        ("V 100", "16GB", "--device-type 'V 100' is not the name of one device type"),
+    ],
+)
+def test_a_device_that_cannot_be_read_is_named_by_its_own_flag(
+    run, tmp_path, device_type, memory, said
+):
+    source = tmp_path / "graph.txt"
+    source.write_text(TEXT)
+    with pytest.raises(ProblemError) as refused:
+        run("import", str(source), "--device-type", device_type, "--device-memory", memory)
+    assert refused.value.message == said
+
+
 def test_a_cycle_is_refused_and_nothing_is_written(run, tmp_path):
     source, target = tmp_path / "round.graph.txt", tmp_path / "v100.json"
     source.write_text(TEXT + "\tn3 -- n2\n")

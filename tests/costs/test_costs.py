@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetflow.costs.comm import ring_seconds, sync_seconds
+from hetflow.costs.comm import exposed_seconds, ring_seconds, sync_seconds
 from hetflow.costs.compute import point_at
 from hetflow.costs.memory import fitting_points
 from hetflow.costs.split import predict
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.plan import DeviceGroup
 from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
-from hetflow.schema.profile import BatchPoint, Sync
+from hetflow.schema.profile import BatchPoint, Sync, SyncPoint
 
 CURVE = (
     BatchPoint(batch_size=8, step_seconds=1.0, peak_memory_bytes=101),
@@ -78,6 +78,37 @@ def test_without_a_link_model_a_slow_network_is_a_floor() -> None:
 def test_more_devices_never_synchronise_faster(sync: Sync, number: int) -> None:
     one = option(sync=sync)
     assert 0 <= sync_seconds(one, number) <= sync_seconds(one, number + 1) * (1 + 1e-12) + 1e-15
+
+
+BY_SIZE = Sync(
+    num_devices=2,
+    sync_seconds=0.3,
+    by_batch_size=(
+        SyncPoint(batch_size=8, sync_seconds=0.5),
+        SyncPoint(batch_size=16, sync_seconds=0.3),
+        SyncPoint(batch_size=24, sync_seconds=0.4),
+    ),
+)
+
+
+def test_sizes_differ_in_what_their_passes_hide() -> None:
+    told = [exposed_seconds(BY_SIZE, size) for size in (4, 8, 12, 16, 24, 99)]
+    assert told == pytest.approx([0.2, 0.2, 0.1, 0.0, 0.1, 0.1])
+    assert exposed_seconds(None, 8) is None
+    assert exposed_seconds(replace(BY_SIZE, by_batch_size=()), 8) is None
+    assert sync_seconds(option(sync=BY_SIZE), 2) == pytest.approx(0.3)
+
+
+def test_the_slowest_device_is_that_whose_sums_come_last() -> None:
+    """3 x 0.9 s and little hidden after two passes of 1.5 s that hide all of it."""
+    curve = tuple(told(size, seconds) for size, seconds in ((8, 0.9), (16, 1.4)))
+    problem = problem_of(option("A", batch_curve=curve, update_seconds=0.0, sync=BY_SIZE), batch=56)
+    found = predict(problem, [group("A", 1, 3, 8), group("A", 1, 2, 16)])
+    assert found.step_seconds == pytest.approx(3 * 0.9 + 0.5)
+    assert found.sync_seconds == pytest.approx(0.5)
+    assert found.compute_seconds == pytest.approx(2.7)
+    (alone,) = [predict(problem, [group("A", 1, 7, 8)])]
+    assert (alone.step_seconds, alone.sync_seconds) == (pytest.approx(6.3), 0.0)
 
 
 def test_passes_are_linear_between_profiled_sizes() -> None:

@@ -12,7 +12,7 @@ from hetflow.costs.from_runs import Correction, correct
 from hetflow.costs.observed import Run
 from hetflow.schema.optimizer import OptimizerState
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
-from hetflow.schema.profile import BatchPoint, BusyHost, Emulation, Profile, Sync
+from hetflow.schema.profile import BatchPoint, BusyHost, Emulation, Profile, Sync, SyncPoint
 from hetflow.schema.run import DeviceRun, Generation, MeasuredTerm, RunRecord, StepTerms
 
 SGD = OptimizerState(name="sgd", state_bytes_per_weight_byte=0.0)
@@ -231,6 +231,21 @@ def test_several_devices_of_a_host_correct_the_busy_numbers_and_synchronisation(
     (after,) = corrected(before, run_of(two, *apart)).profiles
     assert after.busy is None
     assert after.batch_curve[1].step_seconds == pytest.approx(0.9)
+
+
+def test_sizes_that_differ_in_synchronisation_move_together() -> None:
+    two = plan(("A", 2, 3, 8))
+    workers = [device(n, "A", 3, 0.9, fixed=0.4, sync=0.2, update=0.1, step=3.4) for n in (0, 1)]
+    points = (SyncPoint(batch_size=8, sync_seconds=0.9), SyncPoint(batch_size=16, sync_seconds=0.5))
+    before = profile(sync=Sync(num_devices=2, sync_seconds=0.7, by_batch_size=points))
+    (after,) = corrected(before, run_of(two, *workers)).profiles
+    assert after.sync is not None
+    assert after.busy is not None
+    small, large = after.sync.by_batch_size
+    step = 3 * 0.9 + after.busy.fixed_seconds + small.sync_seconds + after.busy.update_seconds
+    assert step == pytest.approx(3.4)
+    assert (small.sync_seconds, large.sync_seconds) == pytest.approx((0.4, 0.0))
+    assert after.sync.sync_seconds == pytest.approx(0.2)
 
 
 def test_an_emulated_type_keeps_its_passes_and_says_so() -> None:

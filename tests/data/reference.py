@@ -25,7 +25,7 @@ def spot_prices() -> Path:
 
 
 def planners() -> Path:
-    """A folder with ``sailor/``; likewise."""
+    """A folder with ``sailor/``, ``vtrain/`` and ``piper/``; likewise."""
     return _unpacked("planners.tar.xz")
 
 

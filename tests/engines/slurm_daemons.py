@@ -5,6 +5,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,8 +25,8 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
+SlurmctldLogFile={logs}/slurmctld.log
+SlurmdLogFile={logs}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SwitchType=switch/none
@@ -68,12 +69,26 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
+def slurm_cluster(logs: Path) -> Iterator[dict[str, str]]:
     """Nodes ``fast0`` (2 x cpu:fast by GRES) and ``slow0`` (2 x cpu:slow by a feature).
+
+    Args:
+        logs: A folder for what the daemons say.
 
     Yields:
         The variables that Slurm's commands need.
     """
+    # Each job gets a Unix socket under slurmd's folder, and those have names of at most 107 bytes:
+    # in pytest's folder, whose name is longer under several workers, no job would ever begin.
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-", dir="/tmp") as name,
+        _serving(Path(name), logs) as variables,
+    ):
+        yield variables
+
+
+@contextmanager
+def _serving(folder: Path, logs: Path) -> Iterator[dict[str, str]]:
     host = socket.gethostname().partition(".")[0]
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     variables = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
@@ -82,7 +97,7 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
     for node in ("fast0", "slow0"):
         (folder / f"spool-{node}").mkdir()
     (folder / "slurm.conf").write_text(
-        _CONFIGURATION.format(host=host, folder=folder, ports=_free_ports(3))
+        _CONFIGURATION.format(host=host, folder=folder, logs=logs, ports=_free_ports(3))
     )
     (folder / "gres.conf").write_text(_GRES)
     key = folder / "munge.key"
@@ -90,7 +105,7 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
     key.chmod(0o400)
     commands = [
         ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket",
-         f"--key-file={key}", f"--log-file={folder}/munged.log", f"--pid-file={folder}/munged.pid",
+         f"--key-file={key}", f"--log-file={logs}/munged.log", f"--pid-file={folder}/munged.pid",
          f"--seed-file={folder}/munged.seed"],
         ["slurmctld", "-D", "-i"],
         ["slurmd", "-D", "-N", "fast0"],
@@ -99,7 +114,7 @@ def slurm_cluster(folder: Path) -> Iterator[dict[str, str]]:
     daemons: list[subprocess.Popen[bytes]] = []
     try:
         for command in commands:
-            with (folder / f"{command[0]}.out").open("ab") as output:
+            with (logs / f"{command[0]}.out").open("ab") as output:
                 daemons.append(
                     subprocess.Popen(
                         command, env=environment, stdin=subprocess.DEVNULL, stdout=output,
@@ -154,7 +169,7 @@ def _end_steps(folder: Path) -> None:
 
 
 def _until(condition: object, what: str, *, must: bool = True) -> None:
-    end = time.monotonic() + 15
+    end = time.monotonic() + 60
     while not condition():  # type: ignore[operator]
         if time.monotonic() > end:
             assert not must, f"waited in vain for {what}"

@@ -36,7 +36,7 @@ def work(folder: Path, *command: str) -> Work:
     return Work(folder=folder, command=command, directory=folder, devices=devices)
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -81,7 +81,7 @@ def test_a_lease_whose_keeper_is_killed_runs_until_it_has_saved(tmp_path: Path) 
     engine, lease = LocalEngine(POOL), tmp_path / "lease"
     engine.start(work(lease, sys.executable, "-c", SAVES))
     until(lambda: output(lease) == "ready\n")
-    os.kill(engine._keepers[lease].pid, signal.SIGKILL)
+    os.kill(engine._leases.keepers[lease].pid, signal.SIGKILL)
     until(lambda: engine.fate(lease).state == "ended")
     assert engine.fate(lease) == Fate("ended", None)
     assert output(lease) == "ready\nsaved\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hetflow.engines.keeper import claim
 from hetflow.engines.protocol import OUTPUT, Fate, UnsuitableDevicesError, Work
 from hetflow.engines.registry import ENGINES
 from hetflow.engines.slurm import (
@@ -21,7 +22,6 @@ from hetflow.engines.slurm import (
     render_script,
     submission,
 )
-from hetflow.engines.slurm_keeper import claim
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
 from hetflow.tests.engines.slurm_daemons import slurm_cluster, why_not
@@ -109,7 +109,9 @@ def test_a_controller_that_does_not_answer_loses_no_lease(
     sbatch = 'echo "$@" >> "$0.asked"; echo 12'
     answering(tmp_path, monkeypatch, squeue="exit 0", sbatch=sbatch, scancel=away)
     assert engine.fate(lease) == Fate("running")  # submitted now
-    assert engine.fate(lease) == Fate("ended")  # the queue does not have it
+    never = Fate("ended", has_begun=False)
+    assert engine.fate(lease) == never  # the queue does not have it
+    assert SlurmEngine(POOL).fate(lease) == never
     assert len((tmp_path / "sbatch.asked").read_text().splitlines()) == 1
     assert not claim(lease, "step")  # should it come after all
 
@@ -151,7 +153,7 @@ def work(engine: SlurmEngine, folder: Path, *command: str, device: int = 0) -> W
     return Work(folder=folder, command=command, directory=folder, devices=devices)
 
 
-def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 90.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,15 +16,19 @@ from hetflow.devices.backend import DEVICES
 from hetflow.devices.cpu import cpu_device
 from hetflow.devices.local import device_of_type, local_devices
 from hetflow.devices.requests import parse_requests
+from hetflow.engines.protocol import OUTPUT, Fate, Work
+from hetflow.engines.registry import ENGINES
 from hetflow.exporters.registry import EXPORTERS
-from hetflow.importers.registry import LAYER_IMPORTERS
+from hetflow.importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS
 from hetflow.launcher.devices import seat_workers, views
 from hetflow.protocol.lower_pipeline import lower_pipeline, schedule_of
 from hetflow.schedules.counting import peak_in_flight
 from hetflow.schedules.validate import validate
 from hetflow.schema import files
+from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
+from hetflow.schema.market import Market
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.profile import BatchPoint, LayerGraph, LayerNode, Profile
 from hetflow.schema.schedule_traits import SCHEDULES
@@ -207,6 +213,48 @@ def test_a_format_from_outside_is_imported(hetflow: Hetflow, site: Path, tmp_pat
     assert layers.edges == (("first", "second"),)
     assert code == 2
     assert f"{broken}: line 2: " in errors
+
+
+def test_prices_from_outside_are_imported(hetflow: Hetflow, site: Path, tmp_path: Path) -> None:
+    install(PLUGINS / "price_log", site)
+    log, broken, found = (tmp_path / name for name in ("spot.csv", "bad.csv", "market.json"))
+    log.write_text(
+        "eu-1,p3,2026-03-01T00:00:00Z,0.9\neu-2,p3,2026-03-01T00:00:00Z,0.8\n"
+        "eu-1,p3,2026-03-01T06:00:00Z,\n"
+    )
+    broken.write_text("eu-1,p3,2026-03-01T00:00:00Z,cheap\n")
+    try:
+        code, _, errors = hetflow("import", log, "--format", "price-log", "-o", found)
+        assert (code, errors.count("hetflow: error")) == (0, 0)
+        code, _, errors = hetflow("import", broken, "--format", "price-log")
+    finally:
+        forget(PRICE_IMPORTERS, "price-log", modules=("price_log",))
+    histories = files.read(found, Market).prices
+    assert [(one.zone, one.dollars_per_hour) for one in histories] == [
+        ("eu-1", (0.9, None)), ("eu-2", (0.8,)),
+    ]  # fmt: skip
+    assert code == 2
+    assert f"{broken}: line 1: " in errors
+
+
+@pytest.mark.processes
+def test_an_engine_from_outside_runs_a_launch(site: Path, tmp_path: Path) -> None:
+    install(PLUGINS / "low_priority", site)
+    lease = tmp_path / "lease"
+    lease.mkdir()
+    try:
+        engine = ENGINES.get("low-priority")(Cluster.parse("1xcpu:fast"))
+        told = (sys.executable, "-c", "import os; print(os.nice(0)); raise SystemExit(7)")
+        work = Work(folder=lease, command=told, directory=lease, devices=engine.devices())
+        engine.start(work)
+        end = time.monotonic() + 60
+        while engine.fate(lease).state != "ended":
+            assert time.monotonic() < end
+            time.sleep(0.02)
+    finally:
+        forget(ENGINES, "low-priority", modules=("low_priority",))
+    assert engine.fate(lease) == Fate("ended", 7)
+    assert (lease / OUTPUT).read_text() == "19\n"
 
 
 def test_a_broken_policy_is_one_line(

@@ -129,6 +129,20 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
         index = index_of(device)
         return torch.Stream(stream_id=number, device_index=index, device_type=1)
 
+    capturing: list[bool] = []
+
+    class CUDAGraph:
+        """Nothing is recorded, and nothing can be replayed."""
+
+    class Graph:
+        def __init__(self, _: CUDAGraph, **__: Any) -> None: ...
+
+        def __enter__(self) -> None:
+            capturing.append(True)
+
+        def __exit__(self, *_: object) -> None:
+            capturing.pop()
+
     class StreamContext:
         def __init__(self, stream: Any) -> None:
             self._stream = stream
@@ -185,6 +199,7 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
         "get_device_name": lambda device=None: properties(device).name,
         "get_device_properties": properties,
         "get_device_capability": lambda device=None: seen[index_of(device)].capability,
+        "can_device_access_peer": lambda device, peer: index_of(device) != index_of(peer),
         "current_device": lambda: index_of(None),
         "set_device": lambda device: native.set_device(index_of(device)),
         "device": DeviceContext,
@@ -197,7 +212,9 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
         ),
         "default_stream": lambda device=None: stream_of(device, 0),
         "synchronize": lambda device=None: native.synchronize(index_of(device)),
-        "is_current_stream_capturing": lambda: False,
+        "CUDAGraph": CUDAGraph,
+        "graph": Graph,
+        "is_current_stream_capturing": lambda: bool(capturing),
         "empty_cache": lambda: None,
         "mem_get_info": mem_get_info,
         "memory_allocated": used,

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from hetflow.schema import files
-from hetflow.schema.pipeline import PipelinePlan, StagePlan
-from hetflow.schema.plan import Prediction, Proof
 from hetflow.tests.fakecuda.hosts import GpuHost, Host, software_host
+from hetflow.tests.handmade import two_stages
 from hetflow.tests.launcher.elastic_runs import plan_of, wait_until
 
 from .test_launch import SCRIPT, launch, told
@@ -170,40 +169,6 @@ def test_two_hosts_train_over_nccl(tmp_path: Path, gpus: GpuHost) -> None:
     assert result["backend"] == "nccl"
     alone = told(one[0], "alone", [("V100", 8)])
     assert result["losses"] == pytest.approx(alone["losses"], rel=2e-3)
-
-
-def two_stages(types: tuple[str, str]) -> PipelinePlan:
-    stages = tuple(
-        StagePlan(
-            layers=layers,
-            num_replicas=1,
-            device_type=kind,
-            first_device=number,
-            num_in_flight=2 - number,
-            weight_versions=1,
-            seconds_per_input=0.02,
-            compute_seconds=0.02,
-            output_seconds=0.0,
-            memory_bytes=1000,
-        )
-        for number, (kind, layers) in enumerate(zip(types, (("0", "1"), ("2",)), strict=True))
-    )
-    return PipelinePlan(
-        model="small",
-        global_batch_size=8,
-        microbatch_size=2,
-        microbatches=4,
-        schedule="1f1b",
-        recompute=False,
-        stages=stages,
-        predicted=Prediction(step_seconds=0.1, samples_per_second=80.0),
-        proof=Proof(
-            termination="feasible", objective=0.02, lower_bound=None, gap=None, method="by hand"
-        ),
-        noam=2,
-        stage_cost="ring",
-        solved="flat",
-    )
 
 
 def pipeline_loss(host: Host, *options: str) -> float:

@@ -147,3 +147,28 @@ def test_local_rank_is_the_number_of_a_workers_own_gpu(gpus: GpuHost) -> None:
     assert [words[0] for words in said] == ["on", "on"]
     assert said[0][1:-1] != said[1][1:-1]  # each on its own type
     assert [words[-1] for words in said] == ["True", "True"]  # which was current from the start
+
+
+CAPTURED = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+from hetflow.schema.errors import TargetError
+
+model = nn.Linear(2, 1).cuda()
+job = hf.prepare(model)
+for batch in job.batches(DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=4)):
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            job.backward(lambda x: model(x).mean(), batch)
+    except TargetError as error:
+        print(error.message, "/", error.hint)
+    print(job.backward(lambda x: model(x).mean(), batch).isfinite().item())
+"""
+
+
+def test_a_step_is_not_captured_in_a_cuda_graph(gpus: GpuHost) -> None:
+    said = gpus(1).python(CAPTURED)
+    assert said.startswith("job.backward cannot be captured in a graph of kernels: ")
+    assert said.endswith("/ call it outside of the capture\nTrue\n")

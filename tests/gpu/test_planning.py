@@ -43,6 +43,15 @@ def test_doctor_finds_nothing_wrong(gpus: GpuHost) -> None:
     assert "nccl" in said
 
 
+def test_a_report_of_a_trial_tells_versions_and_topology(gpus: GpuHost) -> None:
+    host = gpus(2)
+    host.done("doctor", "--report", "report.json")
+    report = json.loads((host.folder / "report.json").read_text())
+    assert report["schema"] == "hetflow.report/1"
+    assert len(report["topology"]["gpus"]) >= 2
+    assert report["suite"] is None
+
+
 def test_a_profile_of_two_types(gpus: GpuHost) -> None:
     host = gpus(2, 1)
     (host.folder / "target.py").write_text(TARGET)

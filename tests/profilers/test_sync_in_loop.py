@@ -59,8 +59,8 @@ def test_steps_that_have_not_settled_do_not_count(seed: int) -> None:
     """Of the largest size a rehearsal has few steps, which once were mostly such ones."""
     found = measured(Workers(seed, settling_seconds=0.03))
     assert found.seconds == pytest.approx(SYNC[16], abs=0.001)
-    for size, seconds in found.by_size.items():
-        assert seconds == pytest.approx(SYNC[size], abs=0.05 * PASS[size] + 0.0002)
+    for size, timing in found.by_size.items():
+        assert timing.median_seconds == pytest.approx(SYNC[size], abs=0.05 * PASS[size] + 0.0002)
 
 
 def test_peaks_are_measured_once_a_size_and_apart_from_times() -> None:
@@ -74,3 +74,36 @@ def test_the_first_steps_settle_and_the_slower_worker_counts() -> None:
     workers = [[step(9.0), step(8.0), step(7.0), step(1.0), step(2.0)], [step(3.0)] * 5]
     assert slowest(workers) == 3.0
     assert slowest([[step(9.0), step(1.0), step(2.0)]]) == 1.5
+
+
+def test_sizes_are_told_apart_where_their_intervals_are() -> None:
+    found = measured(Workers(0), budget_seconds=2000.0)
+    assert set(found.told_apart) == {4, 16, 64}
+    assert found.told_apart[4] == pytest.approx(SYNC[4], abs=0.0005)
+    assert found.told_apart[4] > found.told_apart[64] >= 0.0
+
+
+def test_sizes_that_noise_is_larger_than_share_one_median() -> None:
+    class Noisy(Workers):
+        def steps(self, size: int, extra: float, num_steps: int) -> list[list[StepTimes]]:
+            late = self.draw.uniform(0.0, 0.02) if extra else 0.0
+            return super().steps(size, extra + late, num_steps)
+
+    assert measured(Noisy(1)).told_apart == {}
+
+
+def test_rounds_go_on_until_each_size_is_known_to_a_part_of_its_step() -> None:
+    """Two rounds were all that a small model got, and its synchronisation was 2 ms off."""
+
+    class Counted(Workers):
+        num_rounds = 0
+
+        def together(self, config: LaunchConfig, *, num_steps: int) -> list[list[StepTimes]]:
+            self.num_rounds += 1
+            return super().together(config, num_steps=num_steps)
+
+    quiet, hurried = Counted(0), Counted(0)
+    measured(quiet, budget_seconds=2000.0)
+    assert quiet.num_rounds == 6 * 3
+    measured(hurried, budget_seconds=0.0)
+    assert hurried.num_rounds == 2 * 3

@@ -44,6 +44,15 @@ PLAN = SplitPlan(
 )
 
 
+def test_synchronisation_names_the_size_that_hides_it_where_sizes_differ() -> None:
+    """The slowest device is the one whose sums come last: 3 x 10 ms and 12 more."""
+    late = replace(FAST, exposed_seconds=0.012)
+    found = explain_split(replace(PLAN, groups=(late, replace(SLOW, exposed_seconds=0.001))))
+    assert found.terms[0].name == "passes on the slowest A"
+    assert [t.note for t in found.terms if "synchron" in t.name] == ["behind passes of 8 samples"]
+    assert [t.note for t in explain_split(PLAN).terms if "synchron" in t.name] == [""]
+
+
 def test_terms_of_a_split_are_the_slowest_device_and_the_step() -> None:
     found = explain_split(PLAN)
     told = [(term.name, term.count, term.seconds) for term in found.terms]

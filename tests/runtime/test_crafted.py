@@ -1,9 +1,11 @@
 """Checkpoints with a valid checksum and wrong content: one clear line, and never a traceback."""
 
 import contextlib
+import copy
 import os
 import shutil
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader, TensorDataset
 
 from hetflow import runtime as hf
 from hetflow.runtime import checkpoint, parts, saving
 from hetflow.runtime.manifest import BrokenCheckpoint
+from hetflow.runtime.restoring import load_registered
 from hetflow.schema.errors import HetflowError
 from hetflow.tests.profiles import examples
 
@@ -152,6 +156,18 @@ def shrink_moment(manifest: dict[str, Any]) -> None:
     manifest["tensors"][number]["shape"] = [3, 2]  # as many bytes, another shape
 
 
+def one_cycle(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The encoded state of the first scheduler that is registered."""
+    found: dict[str, Any] = state_of(manifest, "registered")["list"][0]
+    return found
+
+
+def second_phase(manifest: dict[str, Any]) -> list[Any]:
+    """Which entry of the optimizer's groups the schedule's second part begins with."""
+    phases = entry(one_cycle(manifest), "_schedule_phases")[1]["list"]
+    return entry(phases[1], "start_lr")
+
+
 CRAFTED = {
     "header.position.step must be a whole number from 0": lambda m: m["header"]["position"].update(
         step=-1
@@ -201,6 +217,24 @@ CRAFTED = {
     "state.cycle_momentum is True there and False here": lambda m: entry(
         state_of(m, "registered")["list"][0], "cycle_momentum"
     ).__setitem__(1, True),
+    "capturable is for parameters on an accelerator": lambda m: entry(
+        group(m), "capturable"
+    ).__setitem__(1, True),
+    "(OneCycleLR) cannot take its state: KeyError: None": lambda m: second_phase(m).__setitem__(
+        1, None
+    ),
+    "(OneCycleLR) cannot take its state: KeyError: 'x'": lambda m: second_phase(m).__setitem__(
+        1, "x"
+    ),
+    "(OneCycleLR) cannot take its state: UnboundLocalError": lambda m: entry(
+        one_cycle(m), "_schedule_phases"
+    ).__setitem__(1, {"tuple": []}),
+    "(OneCycleLR) cannot take its state: ValueError: Unknown _anneal_func_type": lambda m: entry(
+        one_cycle(m), "_anneal_func_type"
+    ).__setitem__(1, None),
+    "(OneCycleLR) cannot take its state: ValueError: Tried to step": lambda m: entry(
+        one_cycle(m), "total_steps"
+    ).__setitem__(1, 0),
 }
 
 
@@ -319,3 +353,38 @@ def test_a_part_that_died_on_the_way_is_told_from_one_that_was_lost(tmp_path: Pa
         parts.reader()(whole)
     kinds = [type(caught.value).__name__ for caught in (never, lost)]
     assert kinds == ["IncompleteCheckpoint", "BrokenCheckpoint"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: lrs.OneCycleLR(o, 0.1, total_steps=4),
+        lambda o: lrs.MultiStepLR(o, [1, 2]),
+        lambda o: lrs.LambdaLR(o, lambda epoch: 0.5**epoch),
+        lambda o: lrs.CyclicLR(o, 0.01, 0.1),
+        lambda o: lrs.CosineAnnealingWarmRestarts(o, 2),
+        lambda o: lrs.ReduceLROnPlateau(o),
+        lambda o: lrs.ChainedScheduler([lrs.LinearLR(o), lrs.ExponentialLR(o, 0.9)]),
+        lambda o: lrs.SequentialLR(o, [lrs.LinearLR(o), lrs.ExponentialLR(o, 0.9)], [2]),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_scheduler_takes_its_own_state_also_at_its_end(
+    make: Callable[[torch.optim.Optimizer], Any], steps: int, tmp_path: Path
+) -> None:
+    def made() -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, momentum=0.9)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return optimizer, make(optimizer)
+
+    optimizer, trained = made()
+    for _ in range(steps):
+        optimizer.step()
+        trained.step(*([1.0] if isinstance(trained, lrs.ReduceLROnPlateau) else []))
+    again, resumed = made()
+    again.load_state_dict(optimizer.state_dict())
+    before = copy.deepcopy(again.param_groups)
+    load_registered(tmp_path, 1, resumed, copy.deepcopy(trained.state_dict()))
+    assert resumed.state_dict() == trained.state_dict()
+    assert again.param_groups == before

@@ -86,3 +86,37 @@ def test_a_large_parameter_is_reduced_in_parts() -> None:
     assert weight.grad.tolist() == [2.0] * 1003
     assert bias.grad.tolist() == [1.0] * 3
     reducer.close()
+
+
+@pytest.mark.parametrize("bucket_bytes", [8, 40, 1 << 20])
+def test_sums_travel_when_all_gradients_are_complete(bucket_bytes: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    parameters = dict(model.named_parameters())
+    reducer = GradientReducer(parameters, bucket_bytes=bucket_bytes, num_sums=7)
+    seen: list[list[int]] = []
+
+    def write(sums: torch.Tensor) -> None:
+        seen.append(reducer.unused())
+        sums.copy_(torch.arange(7.0))
+
+    for overlap in (True, False):
+        reducer.begin(write)
+        if overlap:
+            reducer.arm()
+        model[1](model[0](torch.ones(4, 3)) if overlap else torch.ones(4, 5)).sum().backward()
+        reducer.finish()
+        assert reducer.sums is not None
+        assert reducer.sums.tolist() == list(range(7))
+        assert model[1].bias.grad is not None
+        assert model[1].bias.grad.tolist() == [4.0, 4.0]
+        model.zero_grad()
+    assert seen == [[], [0, 1]]
+    reducer.close()
+
+
+def test_no_room_for_sums_among_numbers_of_another_type() -> None:
+    model = nn.Linear(3, 5, dtype=torch.float64)
+    reducer = GradientReducer(dict(model.named_parameters()), num_sums=7)
+    reducer.begin()
+    assert reducer.sums is None
+    reducer.close()

@@ -4,7 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -186,6 +188,33 @@ def test_loaders_that_cannot_be_cut(loader: object, message: str | None) -> None
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_models_that_would_train_wrongly(model: object, message: str) -> None:
     with pytest.raises(TargetError, match=message):
+        hf.prepare(model)
+
+
+@pytest.mark.slow
+def test_a_model_sharded_by_fsdp2_is_refused() -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("FSDP2 came with torch 2.6")
+    model = nn.Sequential(nn.Linear(2, 2))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fsdp.fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises(TargetError, match=r"^0.weight is a DTensor, as fully_shard \(FSDP2\)"):
+            hf.prepare(model)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_module_captured_in_graphs_is_refused() -> None:
+    def make_graphed_callables(module: nn.Module) -> None:  # torch's needs a GPU
+        def new_forward(*inputs: object) -> None: ...
+
+        module.forward = new_forward
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    make_graphed_callables(model[0])
+    with pytest.raises(TargetError, match="^0 is captured in graphs of kernels"):
         hf.prepare(model)
 
 

@@ -62,13 +62,18 @@ class FakeEngine:
     ended: dict[Path, int | None] = field(default_factory=dict)
     stopping: set[Path] = field(default_factory=set)
     heeds: bool = True
+    never_began: set[Path] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
     """Devices on which nothing can be started."""
+    servers: dict[str, str] = field(default_factory=dict)
+    """Of each type; ``here`` where it is not named."""
     name: str = "fake"
 
     def devices(self) -> tuple[EngineDevice, ...]:
         return tuple(
-            EngineDevice(f"{kind}:{i}", kind, "here", f"{kind}:{i}" not in self.down)
+            EngineDevice(
+                f"{kind}:{i}", kind, self.servers.get(kind, "here"), f"{kind}:{i}" not in self.down
+            )
             for kind in ("cpu:fast", "cpu:slow")
             for i in range(self.number)
         )
@@ -98,10 +103,16 @@ class FakeEngine:
         self.ended[folder] = code
         (folder / OUTPUT).write_text(said)
 
+    def fail_to_begin(self, folder: Path) -> None:
+        self.never_began.add(folder)
+        self.end(folder, None)
+
     def fate(self, folder: Path) -> Fate:
         if folder in self.running:
             return Fate("running")
-        return Fate("ended", self.ended[folder]) if folder in self.ended else Fate("absent")
+        if folder not in self.ended:
+            return Fate("absent")
+        return Fate("ended", self.ended[folder], has_begun=folder not in self.never_began)
 
     def jobs(self) -> dict[int, Path]:
         """The lease of each job that runs."""

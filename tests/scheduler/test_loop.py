@@ -11,8 +11,7 @@ from hetflow.engines.protocol import Fate
 from hetflow.mechanisms.rounds.rules import RoundRules
 from hetflow.scheduler.loop import MOST_FAILURES, Scheduler, Settings
 from hetflow.scheduler.store import Store
-from hetflow.scheduler.submission import Submission
-from hetflow.scheduler.view import submit
+from hetflow.scheduler.submission import Submission, submit
 from hetflow.schema.errors import ProblemError
 from hetflow.tests.profiles import examples
 
@@ -125,6 +124,47 @@ def test_a_failing_job_is_tried_again_and_held_with_its_error(
     cluster.want(1, "release")
     cluster.tick(ROUND)
     assert cluster.states() == ["running"]
+
+
+def test_a_launch_that_cannot_begin_is_no_failure_of_the_job(
+    cluster: Cluster, asked: Asked
+) -> None:
+    """The server rests, twice as long each time; a scheduler that starts meanwhile knows it."""
+    cluster.submit(asked("a"))
+    cluster.tick()
+    waits = []
+    for _ in range(MOST_FAILURES + 2):
+        [folder] = cluster.engine.running
+        cluster.engine.fail_to_begin(folder)
+        cluster.tick()
+        assert cluster.states() == ["queued"]
+        assert str(cluster.job(1)["reason"]).startswith("it could not begin on here, which is left")
+        cluster.restart()
+        before = cluster.now
+        while not cluster.engine.running:
+            cluster.tick(1.0)
+        waits.append(cluster.now - before)
+    assert waits == pytest.approx([10, 20, 40, 80, 160] + [300] * 7, abs=ROUND + 1)
+    assert cluster.job(1)["failures"] == 0
+    [folder] = cluster.engine.running
+    cluster.engine.end(folder, 1)
+    cluster.tick(ROUND)  # it began, so the server works
+    [folder] = cluster.engine.running
+    assert cluster.job(1)["failures"] == 1
+
+
+def test_others_go_on_beside_a_server_that_rests(cluster: Cluster, asked: Asked) -> None:
+    cluster.engine.servers = {"cpu:fast": "left", "cpu:slow": "right"}
+    cluster.restart()
+    cluster.submit(asked("a"), asked("b"), asked("c"))
+    cluster.tick()
+    assert len(cluster.engine.running) == 3
+    for folder in list(cluster.engine.running):
+        cluster.engine.fail_to_begin(folder)
+    cluster.tick()
+    assert cluster.store.get("rests")["left"][1] == 10.0  # three at once count once
+    held = {device.server for work in cluster.engine.running.values() for device in work.devices}
+    assert held == {"right"}
 
 
 def test_a_launch_that_makes_no_sense_is_held_at_once(cluster: Cluster, asked: Asked) -> None:

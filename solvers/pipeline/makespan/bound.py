@@ -1,15 +1,14 @@
 """A lower bound of a flushing step that adds up over stages: a sum and one maximum.
 
-The first microbatch goes through all stages and back; when its gradient is back at a stage, the
-replica that holds it has g seconds of passes left, behind which the last of its gradients still
-has to go through the stages before. So for every stage the step takes at least
+The first microbatch goes through all stages and back. When its gradient arrives at a stage, that
+stage's replica has g seconds of passes left, and the last gradient that it makes still has to go
+through the stages before it. So for every stage the step takes at least
 
     sum over stages (C + 2c)  +  g of that stage  +  all-reduce and update of the first stage
 
-with C forward + backward of a microbatch and c a transfer, what passes and messages cost themselves
-included. A replica of R microbatches that admits k before its first backward pass has
-g = (R-1) b + (R-k) f left under 1F1B. Equal stages without transfers attain the bound:
-(p + M - 1) C.
+with C forward + backward of a microbatch and c a transfer, both with their fixed costs. A replica
+of R microbatches that admits k before its first backward pass has g = (R-1) b + (R-k) f left under
+1F1B. Equal stages without transfers attain the bound: (p + M - 1) C.
 """
 
 from math import ceil
@@ -27,7 +26,7 @@ from ..stage_costs import StageCosts
 
 
 class Kind(NamedTuple):
-    """What makes moves alike but for where they lead."""
+    """All that a move's costs depend on; moves of one kind differ in their target only."""
 
     pool: int
     num_replicas: int
@@ -64,7 +63,7 @@ class StepModel:
         self._rooms: dict[tuple[int, int, int], Mask] = {}
 
     def kind(self, pool: int, num_replicas: int, span: int, workers: int, is_last: int) -> Kind:
-        """What a move's stage is like; ``workers`` from it on, ``is_last`` if nothing follows."""
+        """The kind of a move's stage; ``workers`` from it on, ``is_last`` if no stage follows."""
         problem, count = self.problem, self.problem.num_microbatches
         in_flight, versions = self.costs.stashed(num_replicas, workers)
         share = ceil(count / num_replicas)

@@ -1,10 +1,10 @@
 """Best-first search over placements for the step as the timer times it.
 
-A node is the first stages of a plan. Below it no plan is faster than its own sum, plus the least
-sum of the rest, plus the larger of its own maximum and the least that the rest can do with: the
-tables of several limits tell, as a plan whose maximum lies between two limits has at least the
-sum of the upper one. Leaves are timed. The search ends when the best node left is no better than
-the best plan, which is then the optimum, or when it has done its share of work.
+A node is the first stages of a plan. A lower bound for all plans below it is its own sum, plus the
+least sum of the other stages, plus the larger of its own maximum and the least maximum of the
+others. The tables for several caps give these: a plan whose maximum lies between two caps has at
+least the least sum under the upper one. Leaves are timed. The search ends when the best open node
+is no better than the best plan, which is then optimal, or when its limit of work is reached.
 """
 
 import heapq
@@ -70,7 +70,7 @@ class Incumbent:
     def consider(
         self, problem: PipelineProblem, costs: StageCosts, space: Space, placed: list[PlacedStage]
     ) -> None:
-        """``offer`` what may be no plan."""
+        """As ``offer``, for a placement that may have no devices."""
         with suppress(NoSeatsError):
             self.offer(problem, costs, space, placed)
 

@@ -1,8 +1,8 @@
 """Good plans of problems too large for tables of every cut and every run of devices.
 
-First some cuts, spread over the model, and runs of some whole number of devices; then the cuts
-near those of the best plan so far with finer runs, while that gains. Every plan found is a plan
-of the whole problem; nothing is proved here.
+First only some cuts, spread over the model, and runs of a multiple of some number of devices are
+tried; then the cuts near those of the best plan so far, with finer runs, as long as that improves
+the plan. Every plan found is a plan of the whole problem; no bound is proved here.
 """
 
 from collections.abc import Callable, Iterator

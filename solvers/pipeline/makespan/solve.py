@@ -1,11 +1,11 @@
 """Minimise the step of a schedule that flushes, as its timer times it.
 
-Three parts. The bound of bound.py, a sum and a maximum, is minimised by the least
-sums under one limit on the maximum after another, as DAPPLE's and Alpa's planners do: the limits
-between which the bound could still beat the best plan are halved until none is left. Every plan
-met on the way is timed. A best-first tree then closes what is left between bound and step, or
-says how much it is. Where few such tables are affordable, plans are looked for among some of the
-cuts and runs of devices first (heuristic.py).
+Three parts. First, the lower bound of bound.py, sum(a_i) + max(b_i), is minimised by bisecting on a
+cap for the maximum, as DAPPLE's and Alpa's planners do; for each cap a dynamic program finds the
+least sum, and every plan found is timed. Second, a best-first tree search closes the gap that is
+left between the bound and the best step, or reports it. Third, where few such tables are
+affordable, a heuristic looks for plans among some of the cuts and runs of devices beforehand
+(heuristic.py).
 """
 
 import heapq
@@ -179,7 +179,7 @@ def _busiest(
     effort: Effort,
     heavier: Sequence[float] = _HEAVIER,
 ) -> float:
-    """A step that no plan beats: the least work of the busiest device.
+    """A lower bound on the step: the least work of the busiest device.
 
     Transfers hide in it. Where they count too, each ``heavier`` times over, the plan is worth
     timing: it has fewer stages to fill.
@@ -201,7 +201,7 @@ def _busiest(
 
 
 def relaxed_step(problem: PipelineProblem, tables: list[StageCosts]) -> float:
-    """A step that nothing beats: all work at its best rate, spread, or one microbatch's way."""
+    """A lower bound on the step: all work at its best rate, or one microbatch's round trip."""
     passes = 1 if any(not costs.recompute for costs in tables) else 2
     compute = sum(
         min(

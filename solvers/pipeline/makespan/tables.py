@@ -123,7 +123,7 @@ class Windows:
         self.starts = np.array([model.end_start(kind) for kind in batched.kinds])
 
     def fill(self, behind: Floats, rows: Ints) -> None:
-        """Take in rows whose sources are complete."""
+        """Fill the rows whose sources are complete."""
         batched = self.batched
         values = behind[batched.row_source[rows], batched.row_need[rows]]
         values = values + self.model.closing[batched.row_pool[rows]]
@@ -289,7 +289,7 @@ class Squares:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What one limit allows.
+    """The least sums under one limit.
 
     ``behind``: [states, links, cuts] S; ``whole``: [states] the least sum of a whole plan, the
     first stage's all-reduce and update included.

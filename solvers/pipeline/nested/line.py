@@ -1,9 +1,10 @@
 """Nested levels over cuts in one line, by parametric search.
 
-A(i -> j, at most m) never falls as j grows nor rises as i does, so for a time limit the furthest
-j from i is all that matters. It is found level by level: a block of q components at level k ends
-where the level below, given q times the limit, ends, or where synchronising its weights takes too
-long. Every question is a bisection on prefix sums; answers are kept for the limit at hand.
+A(i -> j, at most m) does not fall when j grows and does not rise when i grows. So for a time limit
+only the furthest j that can be reached from each i matters. It is found level by level: a block of
+q components at level k ends where the level below, given q times the limit, ends, or where
+synchronising its weights takes too long. Every question is a bisection on prefix sums; answers are
+kept for the limit at hand.
 """
 
 from bisect import bisect_right

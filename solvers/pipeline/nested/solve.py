@@ -131,11 +131,16 @@ def _fill_level(
                 np.minimum(found[:, workers - 1], found[:, workers - 2], out=found[:, workers - 1])
             if not len(states.splits[last]):
                 continue
-            for replicas in range(1, _most(problem, workers - 1) + 1):
-                worst = float(found[:, workers - 1].max())
-                total = _split(problem, states, table, len(found), last, workers, replicas, worst)
-                if total.shape[1]:
-                    np.minimum(found[:, workers - 1], total.min(axis=1), out=found[:, workers - 1])
+            blocks = last_block(
+                problem,
+                states,
+                table,
+                states.splits[last],
+                last,
+                workers,
+                np.arange(1, _most(problem, workers - 1) + 1)[:, None],
+            )
+            _split(states, table, found, last, workers, blocks)
 
 
 def _most(problem: PipelineProblem, workers: int) -> int:
@@ -156,26 +161,27 @@ def _single(problem: PipelineProblem, states: States, table: _Level, replicas: i
 
 
 def _split(
-    problem: PipelineProblem,
-    states: States,
-    table: _Level,
-    rows: int,
-    last: int,
-    workers: int,
-    replicas: int,
-    worst: float,
-) -> Floats:
-    """[i, splits of last]: the pipeline up to a split, then one block up to ``last``.
+    states: States, table: _Level, found: Floats, last: int, workers: int, blocks: Floats
+) -> None:
+    """Lower ``found[i, workers - 1]`` to the best of a pipeline up to a split, then one block.
 
-    Splits whose last block alone takes ``worst``, which every row attains, are left out.
+    ``blocks`` [replicas, splits of last] holds the time of each block up to ``last``. Those that
+    alone take what every row attains are left out.
     """
-    splits = states.splits[last]
-    block = last_block(problem, states, table, splits, last, workers, replicas)
-    better = block < worst
-    splits, block = splits[better], block[better]
-    total = np.maximum(table.best[:rows, splits, workers - replicas - 1], block)
-    found: Floats = np.where(states.allowed[:rows, splits], total, np.inf)
-    return found
+    splits, now = states.splits[last], found[:, workers - 1]
+    if len(found) == 1:  # the top level needs one row: all replicas at once
+        before = table.best[0, splits][:, workers - 1 - np.arange(1, len(blocks) + 1)].T
+        total = np.where(states.allowed[0, splits], np.maximum(before, blocks), np.inf)
+        now[0] = min(now[0], total.min())
+        return
+    better = blocks < now.max()
+    for row in np.flatnonzero(better.any(axis=1)):
+        kept = splits[better[row]]
+        total = np.maximum(
+            table.best[: len(found), kept, workers - row - 2], blocks[row, better[row]]
+        )
+        total = np.where(states.allowed[: len(found), kept], total, np.inf)
+        np.minimum(now, total.min(axis=1), out=now)
 
 
 def last_block(
@@ -185,9 +191,9 @@ def last_block(
     splits: "np.ndarray[tuple[int], np.dtype[np.int64]]",
     last: int,
     workers: int,
-    replicas: int,
+    replicas: "int | np.ndarray[tuple[int, int], np.dtype[np.int64]]",
 ) -> Floats:
-    """[splits]: a pipeline's last block with its boundaries."""
+    """[splits]: a pipeline's last block with its boundaries; [r, splits] for replicas [r, 1]."""
     weights = states.weights[splits + 1, last]
     below = 1 if problem.stage_cost == "published" else table.devices_below
     seconds = cost(
@@ -203,7 +209,7 @@ def last_block(
             seconds = np.maximum(seconds, out)
     limit = _published_limit(problem)
     if limit is not None:
-        stashes = ceil((table.components - workers) / replicas)
+        stashes = np.ceil((table.components - workers) / replicas)
         seconds = np.where(stashes * states.stash[splits + 1, last] > limit, np.inf, seconds)
     return seconds
 
@@ -212,7 +218,7 @@ def cost(
     problem: PipelineProblem,
     compute: Floats,
     weights: Floats,
-    replicas: int,
+    replicas: "int | np.ndarray[tuple[int, int], np.dtype[np.int64]]",
     bandwidth: float,
     below: int,
 ) -> Floats:

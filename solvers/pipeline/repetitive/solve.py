@@ -220,7 +220,7 @@ def solve(model: Repetitive, cost_model: CostModel | None = None) -> tuple[Pipel
 
 
 def _least_per_sample(model: Repetitive, rows: list[Row]) -> float:
-    """Seconds per sample that no configuration beats, wherever its stages are."""
+    """A lower bound on seconds per sample of all configurations, wherever their stages are."""
     least = float("inf")
     for row in rows:
         found = model.option(row.configuration)

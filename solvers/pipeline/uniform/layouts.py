@@ -1,4 +1,4 @@
-"""Where the pipelines of a schedule with equal replicas stand: d devices at each place.
+"""The devices of pipelines whose stages all have d replicas: d devices at each place.
 
 Every layout on any devices is listed where they are few: a path through the states of
 anywhere.py with d replicas at each step. Layouts on the same types whose links are all

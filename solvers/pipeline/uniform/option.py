@@ -1,4 +1,4 @@
-"""One shape of pipelines side by side: what its cuts cost, and the least maximum over them."""
+"""One layout and schedule of equal pipelines: costs of its cuts, and the least maximum."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -52,7 +52,7 @@ class Option:
         self.bound = self.bound_of_any_order = self._bound()
 
     def _bound(self) -> float:
-        """Seconds that no cut of this shape beats."""
+        """A lower bound, in seconds, on every cut of this shape."""
         compute = self.costs.compute_seconds[self.pools]
         if self.costs.cuts.before is None:
             way = float(np.diff(compute, axis=1).min(axis=0).sum())

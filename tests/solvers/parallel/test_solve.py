@@ -1,193 +1,17 @@
 """The planner of three dimensions against every plan of small problems, counted by the checker."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from hetflow.checks.parallel import check, counted_memory, counted_step
+from hetflow.checks.parallel import check
 from hetflow.schema.errors import InfeasibleError, ProblemError
-from hetflow.schema.parallel import (
-    DegreeLink,
-    LinkCurve,
-    ParallelPlan,
-    ParallelPool,
-    ParallelPrediction,
-    ParallelProblem,
-    ParallelProof,
-    ParallelStage,
-    ReplicaGroup,
-    ShardSizes,
-    ShardTimes,
-)
+from hetflow.schema.parallel import ParallelProblem
 from hetflow.solvers.parallel.counts import deal
-from hetflow.solvers.parallel.solve import shares_of, solve
+from hetflow.solvers.parallel.solve import solve
 from hetflow.tests.profiles import examples
-
-UNPROVED = ParallelProof(
-    termination="feasible", objective=0.0, lower_bound=None, gap=None, method="", space=""
-)
-NOTHING = ParallelPrediction(step_seconds=0.0, samples_per_second=0.0, memory_bytes={})
-
-
-def compositions(total: int) -> Iterator[tuple[int, ...]]:
-    """All ways to cut so many layers into stages."""
-    if total == 0:
-        yield ()
-    for first in range(1, total + 1):
-        for rest in compositions(total - first):
-            yield (first, *rest)
-
-
-def fastest(problem: ParallelProblem) -> float | None:
-    """The least step over every plan of the stated space: each is built and counted."""
-    best = None
-    devices = sum(pool.num_devices for pool in problem.pools)
-    for size in sorted({t.microbatch_size for pool in problem.pools for t in pool.times}):
-        for replicas in range(1, min(devices, -(-problem.global_batch_size // size)) + 1):
-            for plan in plans(problem, size, replicas):
-                if fits(plan, problem):
-                    step = counted_step(plan, problem)
-                    best = step if best is None else min(best, step)
-    return best
-
-
-def plans(problem: ParallelProblem, size: int, replicas: int) -> Iterator[ParallelPlan]:
-    choices = []
-    for pool in problem.pools:
-        degrees = [
-            t.tensor_parallel_size
-            for t in pool.times
-            if t.microbatch_size == size and pool.devices_per_server % t.tensor_parallel_size == 0
-        ]
-        choices += [(pool.device_type, degree) for degree in degrees]
-    groups = [((one, replicas),) for one in choices]
-    for one, other in product(choices, repeat=2):
-        if one[0] < other[0]:
-            groups += [((one, count), (other, replicas - count)) for count in range(1, replicas)]
-    rounds = -(-problem.global_batch_size // (size * replicas))
-    if size > problem.global_batch_size:
-        return
-    for cuts in compositions(len(problem.layers)):
-        if len(cuts) * replicas > sum(pool.num_devices for pool in problem.pools):
-            continue
-        for chosen in product(product(groups, problem.recompute), repeat=len(cuts)):
-            used: dict[str, int] = {}
-            for dealt, _ in chosen:
-                for (name, degree), count in dealt:
-                    used[name] = used.get(name, 0) + degree * count
-            if any(used.get(p.device_type, 0) > p.num_devices for p in problem.pools):
-                continue
-            yield built(problem, size, rounds, cuts, chosen)
-
-
-def built(problem, size, rounds, cuts, chosen) -> ParallelPlan:  # type: ignore[no-untyped-def]
-    stages, start = [], 0
-    for length, (dealt, recompute) in zip(cuts, chosen, strict=True):
-        shares = shares_of(
-            problem.global_batch_size, tuple(count for _, count in dealt), rounds * size
-        )
-        stages.append(
-            ParallelStage(
-                layers=problem.layers[start : start + length],
-                recompute=recompute,
-                replicas=tuple(
-                    ReplicaGroup(
-                        device_type=name,
-                        tensor_parallel_size=degree,
-                        num_replicas=count,
-                        samples=share,
-                    )
-                    for ((name, degree), count), share in zip(dealt, shares, strict=True)
-                ),
-            )
-        )
-        start += length
-    return ParallelPlan(
-        model=problem.model,
-        global_batch_size=problem.global_batch_size,
-        microbatch_size=size,
-        num_microbatches=rounds,
-        schedule="1f1b",
-        num_model_chunks=1,
-        stages=tuple(stages),
-        predicted=NOTHING,
-        proof=UNPROVED,
-    )
-
-
-def fits(plan: ParallelPlan, problem: ParallelProblem) -> bool:
-    room = {pool.device_type: pool.memory_bytes for pool in problem.pools}
-    return all(
-        needed <= (room[group.device_type] or float("inf"))
-        for number, stage in enumerate(plan.stages)
-        for group, needed in zip(stage.replicas, counted_memory(plan, problem, number), strict=True)
-    )
-
-
-SECONDS = st.integers(0, 20).map(lambda value: value / 16)
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> ParallelProblem:
-    num_layers = draw(st.integers(1, 3))
-    degrees = draw(st.sampled_from([(1,), (1, 2)]))
-    sizes = draw(st.sampled_from([(1,), (1, 2)]))
-
-    def row(values: st.SearchStrategy) -> tuple:  # type: ignore[type-arg]
-        return tuple(draw(values) for _ in range(num_layers))
-
-    pools = tuple(
-        ParallelPool(
-            device_type=name,
-            num_devices=draw(st.integers(1, 4 - 2 * number)),
-            devices_per_server=2,
-            memory_bytes=draw(st.sampled_from([None, 40, 60, 100])),
-            times=tuple(
-                ShardTimes(
-                    tensor_parallel_size=degree,
-                    microbatch_size=size,
-                    forward_seconds=row(SECONDS.map(lambda value: value + 1 / 16)),
-                    backward_seconds=row(SECONDS),
-                    update_seconds=row(SECONDS),
-                )
-                for degree in degrees
-                for size in sizes
-            ),
-            links=tuple(
-                DegreeLink(
-                    tensor_parallel_size=degree,
-                    curve=LinkCurve(
-                        coefficients=(draw(st.sampled_from([8.0, 32.0])),), latency_seconds=0.125
-                    ),
-                )
-                for degree in degrees
-            ),
-        )
-        for number, name in enumerate(("A", "B")[: draw(st.integers(1, 2))])
-    )
-    return ParallelProblem(
-        model="m",
-        global_batch_size=draw(st.integers(1, 9)),
-        layers=tuple(f"l{i}" for i in range(num_layers)),
-        output_bytes=row(st.integers(0, 8)),
-        pools=pools,
-        sizes=tuple(
-            ShardSizes(
-                tensor_parallel_size=degree,
-                weight_bytes=row(st.integers(0, 8)),
-                stashed_bytes=row(st.integers(0, 12).map(float)),
-            )
-            for degree in degrees
-        ),
-        reserved_bytes=4,
-        bucket_bytes=draw(st.sampled_from([None, 5])),
-        recompute=draw(st.sampled_from([("none",), ("none", "full")])),
-        cost_rule=draw(st.sampled_from(["hetflow", "sailor"])),
-    )
+from hetflow.tests.solvers.parallel.every_plan import fastest, problems, two_types
 
 
 @settings(max_examples=examples(60))
@@ -210,40 +34,6 @@ def test_more_devices_never_hurt_and_faster_ones_scale() -> None:
     more = tuple(replace(pool, num_devices=pool.num_devices + 2) for pool in problem.pools)
     assert solve(replace(problem, pools=more)).predicted.step_seconds <= step
     assert solve(problem) == solve(problem)
-
-
-def two_types() -> ParallelProblem:
-    def pool(name: str, slowness: float) -> ParallelPool:
-        times = tuple(
-            ShardTimes(
-                tensor_parallel_size=degree,
-                microbatch_size=1,
-                forward_seconds=(slowness / degree,) * 4,
-                backward_seconds=(2 * slowness / degree,) * 4,
-                update_seconds=(0.1,) * 4,
-            )
-            for degree in (1, 2)
-        )
-        links = tuple(
-            DegreeLink(tensor_parallel_size=d, curve=LinkCurve(coefficients=(1e9,))) for d in (1, 2)
-        )
-        return ParallelPool(
-            device_type=name, num_devices=4, devices_per_server=4, times=times, links=links
-        )
-
-    return ParallelProblem(
-        model="m",
-        global_batch_size=16,
-        layers=("a", "b", "c", "d"),
-        output_bytes=(1000,) * 4,
-        pools=(pool("fast", 1.0), pool("slow", 2.0)),
-        sizes=tuple(
-            ShardSizes(
-                tensor_parallel_size=d, weight_bytes=(1 << 20,) * 4, stashed_bytes=(1e6,) * 4
-            )
-            for d in (1, 2)
-        ),
-    )
 
 
 def test_unlike_types_share_by_layers_or_degree() -> None:

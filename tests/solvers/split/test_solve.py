@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hetflow.checks.batch_split import check
 from hetflow.schema.errors import InfeasibleError
 from hetflow.schema.plan import SplitPlan
 from hetflow.schema.problem import AloneDevice, DeviceOption, SplitProblem
-from hetflow.schema.profile import BatchPoint, Sync
+from hetflow.schema.profile import BatchPoint, Sync, SyncPoint
 from hetflow.solvers.split import milp as batch_split_milp
 from hetflow.solvers.split.solve import nearest_batches, solve
 from hetflow.tests.profiles import examples
@@ -26,9 +27,12 @@ def syncs(draw: st.DrawFn) -> Sync | None:
     seconds = draw(st.floats(0, 3))
     if kind == "none":
         return None
+    sizes = sorted(draw(st.sets(st.integers(1, 12), max_size=3)))
+    points = tuple(SyncPoint(batch_size=s, sync_seconds=draw(st.floats(0, 3))) for s in sizes)
     if kind == "constant":
-        return Sync(num_devices=2, sync_seconds=seconds)
+        return Sync(num_devices=2, sync_seconds=seconds, by_batch_size=points)
     return Sync(
+        by_batch_size=points,
         num_devices=draw(st.integers(2, 4)),
         sync_seconds=seconds,
         latency_seconds=draw(st.floats(0.0, 1.0 if kind == "steep" else 0.05)),
@@ -116,7 +120,10 @@ def every_split(problem: SplitProblem) -> list[Told]:
         (0, 0, frozenset()): {(0.0, 0)}
     }
     for kind, option in enumerate(problem.devices):
-        work = device_work(problem, option.batch_curve)
+        work = [
+            (samples, passes, seconds + exposed(option, samples // passes))
+            for samples, passes, seconds in device_work(problem, option.batch_curve)
+        ]
         for _ in range(option.num_devices):
             after = {key: set(ways) for key, ways in states.items()}
             for (done, used, kinds), ways in states.items():
@@ -161,21 +168,31 @@ def overhead(problem: SplitProblem, used: int, kinds: frozenset[int]) -> float:
     return exposed + max(option.update_seconds + option.fixed_seconds for option in chosen)
 
 
+def exposed(option: DeviceOption, size: int) -> float:
+    """What a device synchronises beyond the least of any size: linear between measured ones."""
+    points = option.sync.by_batch_size if option.sync else ()
+    seconds = [point.sync_seconds for point in points]
+    if not points:
+        return 0.0
+    return float(np.interp(size, [point.batch_size for point in points], seconds)) - min(seconds)
+
+
 def synchronisation(option: DeviceOption, used: int) -> float:
     """VirtualFlow 5.1.2 and docs/decisions.md once more: nothing of the solvers' own is called."""
     sync, cap = option.sync, option.link_bytes_per_second
     if sync is None:
         return 0.0
+    known = min((point.sync_seconds for point in sync.by_batch_size), default=sync.sync_seconds)
     if sync.bytes_per_second is None:
         wire = 0.0 if cap is None else hops(used) / used * option.weight_bytes / cap
-        return max(sync.sync_seconds, wire)
+        return max(known, wire)
 
     def ring(members: int, rate: float) -> float:
         return hops(members) * (sync.latency_seconds + option.weight_bytes / members / rate)
 
     rate = sync.bytes_per_second
     grown = ring(used, rate if cap is None else min(rate, cap)) - ring(sync.num_devices, rate)
-    return max(0.0, sync.sync_seconds + grown)
+    return max(0.0, known + grown)
 
 
 def hops(members: int) -> int:

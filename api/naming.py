@@ -1,0 +1,135 @@
+"""What an error calls an option: the argument's name in Python, the flag on the command line.
+
+Messages are written with flags (``add --batch-size N``), since the parts that raise them serve
+both. Where a program called the function, the flags become the arguments of that function.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
+
+from ..schema.errors import HetflowError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_flags_are_meant: ContextVar[bool] = ContextVar("flags_are_meant", default=False)
+_QUOTED = re.compile(r"(`[^`]*`)")  # a command to run, which keeps its flags
+_FLAG = re.compile(
+    r"(?P<ask>\b(?:add|give|try|with|such as|for example) )?"
+    r"--(?P<name>[a-z][a-z0-9-]*)"
+    r"(?: (?!(?:and|or|to|too|out|both)\b)(?P<value>'[^']*'|[\w.][\w./:=|-]*\w|\w))?"
+)
+
+
+@contextmanager
+def flags_are_meant() -> Iterator[None]:
+    """Inside, errors keep the flags that they name: the command line is calling."""
+    before = _flags_are_meant.set(True)
+    try:
+        yield
+    finally:
+        _flags_are_meant.reset(before)
+
+
+def names_arguments(**renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make the errors of a public function name its arguments in place of flags.
+
+    Args:
+        renamed: Arguments of another name than their flag: ``gpus="pool"``. What is no plain name
+            (``optimizer=OptimizerState(...)``) is written as it stands.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        kinds = _kinds_of(function)
+        unknown = [new for new in renamed.values() if new.isidentifier() and new not in kinds]
+        if unknown:
+            raise TypeError(f"{function.__name__} has no argument {unknown[0]}")
+
+        @wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except HetflowError as error:
+                if not _flags_are_meant.get():
+                    error.message = _in_python(error.message, kinds, renamed)
+                    error.args = (error.message,)
+                    error.hint = error.hint and _in_python(error.hint, kinds, renamed)
+                raise
+
+        return called
+
+    return decorate
+
+
+def _kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotation of each argument, those of an unpacked TypedDict among them."""
+    found: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            for options in get_args(parameter.annotation):
+                found |= options.__annotations__
+        else:
+            found[parameter.name] = parameter.annotation
+    return found
+
+
+def _in_python(text: str, kinds: dict[str, Any], renamed: dict[str, str]) -> str:
+    parts = _QUOTED.split(text)
+    return "".join(p if p.startswith("`") else _renamed(p, kinds, renamed) for p in parts)
+
+
+def _renamed(text: str, kinds: dict[str, Any], renamed: dict[str, str]) -> str:
+    made, end, asked = "", 0, False
+    for match in _FLAG.finditer(text):
+        between = text[end : match.start()]
+        follows = between == " " and asked  # the second of: add --a --b 1
+        asked = bool(match["ask"]) or follows
+        made += (", " if follows else between) + (match["ask"] or "")
+        made += _argument(match, kinds, renamed, asked=asked)
+        end = match.end()
+    return made + text[end:]
+
+
+def _argument(
+    match: re.Match[str], kinds: dict[str, Any], renamed: dict[str, str], *, asked: bool
+) -> str:
+    """What stands for a flag, and for its value where one follows."""
+    name, value = match["name"].replace("-", "_"), match["value"]
+    name = renamed.get(name, name)
+    if name.isidentifier() and name not in kinds:  # of another command
+        return match[0].removeprefix(match["ask"] or "")
+    if name in kinds and value is not None and _is_value(value, kinds[name], asked=asked):
+        is_plain = value.startswith("'") or value.isupper() or _is_number(value)
+        return f"{name}=" + (value if is_plain else "|".join(f'"{v}"' for v in value.split("|")))
+    is_switch = asked and kinds.get(name) is bool
+    return name + ("=True" if is_switch else "") + (f" {value}" if value else "")
+
+
+def _is_value(word: str, kind: Any, *, asked: bool) -> bool:
+    """Whether the word after a flag is its value, and not the sentence's next word."""
+    if kind is bool:
+        return False
+    return (
+        asked
+        or word.startswith("'")
+        or word.isupper()
+        or _is_number(word)
+        or word in _choices_of(kind)
+    )
+
+
+def _is_number(word: str) -> bool:
+    return re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", word) is not None
+
+
+def _choices_of(kind: Any) -> Iterator[Any]:
+    if get_origin(kind) is Literal:
+        yield from get_args(kind)
+    else:
+        for part in get_args(kind):
+            yield from _choices_of(part)

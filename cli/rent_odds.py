@@ -1,0 +1,53 @@
+"""``hetflow rent odds``: how long spot machines last, and what that means."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json
+
+if TYPE_CHECKING:
+    from ..schema.odds import OddsReport
+
+
+def rent_odds(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Markets (hetflow.market/1), or windows of Can't Be Late; a folder is one zone."
+        ),
+    ],
+    checkpoint_seconds: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="What writing a checkpoint takes; says how often to write."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the report here.")
+    ] = None,
+    force: ForceFlag = False,
+    json: JsonFlag = False,
+) -> None:
+    """Estimate how long spot machines last, how prices spread, and how zones go together.
+
+    \b
+    hetflow rent odds us-west-2a us-west-2b --checkpoint-seconds 30
+    """
+    from .. import odds
+    from ..schema.files import check_writable, to_plain
+
+    if output is not None:
+        check_writable(output, force=force)
+    report = odds(sources, checkpoint_seconds=checkpoint_seconds)
+    if output is not None:
+        emit_file(report, output, force=force)
+    if json:
+        emit_json(to_plain(report))
+    else:
+        emit(_table(report))
+
+
+def _table(report: "OddsReport") -> str:
+    from ..reports.market_tables import odds_table
+
+    return odds_table(report)

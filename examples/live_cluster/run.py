@@ -1,0 +1,194 @@
+"""A queue of four jobs on two unlike emulated devices, as the shell commands a user would type.
+
+    python examples/live_cluster/run.py            under three minutes
+    python examples/live_cluster/run.py -o FOLDER  keep what it made
+
+Two jobs are the digits example, two another script; each pair is run alone first. On the cluster
+they take turns by their weights, leave in the middle of their training, and go on elsewhere. All
+must end with the parameters of the same job alone, to the last bit.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+DEVICES = ("cpu:fast=0.4", "cpu:slow=0.2")
+POOL = "1xcpu:fast,1xcpu:slow"
+LIMIT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Training:
+    """A script with its settings, and the weights of its jobs in the queue."""
+
+    name: str
+    script: Path
+    arguments: tuple[str, ...]
+    batch_size: int
+    virtual_nodes: int
+    steps: int
+    weights: tuple[int, ...]
+
+
+def trainings(times: int) -> tuple[Training, Training]:
+    """Two scripts; a step of the digits is 256 of 1,797 samples, one of the other 128 of 1,024."""
+    digits = ("--epochs", str(times))
+    return (
+        Training("digits", HERE.parent / "train_digits.py", digits, 256, 8, 8 * times, (1, 4)),
+        Training("small", HERE / "train.py", (str(10 * times),), 128, 4, 80 * times, (1, 2)),
+    )
+
+
+class Demonstration:
+    """The commands, in a folder; each is shown before it runs."""
+
+    def __init__(self, folder: Path, times: int) -> None:
+        self._folder, self._trainings = folder, trainings(times)
+        self._round_seconds = 6 * times
+        # One thread, as every emulated device has.
+        self._environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "HETFLOW_STATE": str(folder / "state")
+        }  # fmt: skip
+
+    def hetflow(self, *words: str) -> str:
+        """Run a command; what it printed."""
+        print(f"$ hetflow {shlex.join(words)}", flush=True)
+        return self._quietly(*words)
+
+    def _quietly(self, *words: str) -> str:
+        command = [sys.executable, "-m", "hetflow", *words]
+        done = subprocess.run(
+            command, cwd=self._folder, env=self._environment, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        if done.returncode:
+            sys.exit(f"{done.stderr}hetflow {words[0]} exited with {done.returncode}")
+        return done.stdout
+
+    def alone(self, one: Training) -> str:
+        """Profile a script, and run it once by itself; its parameters' digest."""
+        devices = [word for device in DEVICES for word in ("--device", device)]
+        size = str(one.batch_size // one.virtual_nodes)
+        self.hetflow("profile", f"{one.script}:workload", "--name", one.name, *devices,
+                     "--batch-sizes", size, "--sync-devices", "0", "--quick", "-o",
+                     f"profiles-{one.name}")  # fmt: skip
+        self.hetflow("solve", "split", "--profiles", f"profiles-{one.name}", "--gpus",
+                     "1xcpu:fast", "--batch-size", str(one.batch_size), "--virtual-nodes",
+                     str(one.virtual_nodes), "-o", f"{one.name}.json")  # fmt: skip
+        self.hetflow("launch", "--determinism", "elastic", "-o", f"alone-{one.name}",
+                     f"{one.name}.json", str(one.script), *one.arguments)  # fmt: skip
+        record = json.loads((self._folder / f"alone-{one.name}" / "run.json").read_text())
+        digest: str = record["parameters_digest"]
+        return digest
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        """Start the scheduler beside this program."""
+        words = ["cluster", "start", "--gpus", POOL, "--round", str(self._round_seconds)]
+        print(f"$ hetflow {shlex.join(words)} &", flush=True)
+        with (self._folder / "scheduler.log").open("ab") as log:
+            started = subprocess.Popen(
+                [sys.executable, "-m", "hetflow", *words],
+                cwd=self._folder, env=self._environment, stdout=log, stderr=log,
+            )  # fmt: skip
+        while not (self._folder / "scheduler.log").read_text():  # it says so when it schedules
+            if started.poll() is not None:
+                sys.exit("the scheduler did not start")
+            time.sleep(0.1)
+        return started
+
+    def submit(self, one: Training, weight: int) -> None:
+        """Add a job to the queue."""
+        self.hetflow("submit", "--name", f"{one.name}-{weight}", "--weight", str(weight),
+                     "--profiles", f"profiles-{one.name}", "--batch-size", str(one.batch_size),
+                     "--steps", str(one.steps), "--virtual-nodes", str(one.virtual_nodes),
+                     str(one.script), *one.arguments)  # fmt: skip
+
+    def watch(self, scheduler: "subprocess.Popen[bytes]") -> list[dict[str, Any]]:
+        """Show the queue whenever somebody moved, until all are done; the jobs at the end."""
+        seen, end = None, time.monotonic() + LIMIT_SECONDS
+        while True:
+            jobs: list[dict[str, Any]] = json.loads(self._quietly("queue", "--json"))["jobs"]
+            shown = [(job["number"], job["state"], job["devices"]) for job in jobs]
+            if shown != seen:
+                seen = shown
+                print("$ hetflow queue\n" + self._quietly("queue"), flush=True)
+            if all(job["state"] == "done" for job in jobs):
+                return sorted(jobs, key=lambda job: job["number"])
+            if scheduler.poll() is not None or time.monotonic() > end:
+                sys.exit("the queue did not come to its end")
+            time.sleep(3.0)
+
+    def run(self) -> list[dict[str, Any]]:
+        """Everything; the jobs, each with the digest that it must have (``alone``)."""
+        alone = {one.name: self.alone(one) for one in self._trainings}
+        scheduler = self.start()
+        try:
+            for one in self._trainings:
+                for weight in one.weights:
+                    self.submit(one, weight)
+            jobs = self.watch(scheduler)
+            self.hetflow("cluster", "stop")
+            scheduler.wait(60)
+        finally:
+            scheduler.kill()
+            scheduler.wait()
+        return [job | {"alone": alone[job["name"].rpartition("-")[0]]} for job in jobs]
+
+
+@contextmanager
+def preloaded(folder: Path) -> Iterator[None]:
+    """Keep a process with torch imported, of which launches fork their workers, unless one is."""
+    if "HETFLOW_PRELOAD" in os.environ:
+        yield
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # it serves processes of the same settings only
+    path = folder / "preload.sock"
+    print("$ python -m hetflow.preload preload.sock &", flush=True)
+    process = subprocess.Popen([sys.executable, "-m", "hetflow.preload", str(path)])
+    try:
+        while not path.is_socket() and process.poll() is None:
+            time.sleep(0.05)
+        os.environ["HETFLOW_PRELOAD"] = str(path)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main() -> None:
+    """Run it, and say whether all jobs ended with the bits that they have alone."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", "-o", type=Path, help="a new folder to keep")
+    parser.add_argument("--quick", action="store_true", help="half the epochs and rounds")
+    parser.add_argument("--json", type=Path, help="also write the jobs here")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="hetflow-") as name, preloaded(Path(name)):
+        folder = Path(name)
+        if arguments.output is not None:
+            arguments.output.mkdir(parents=True)
+            folder = arguments.output.resolve()
+        jobs = Demonstration(folder, 1 if arguments.quick else 2).run()
+    for job in jobs:
+        same = "the same as alone" if job["digest"] == job["alone"] else f"ALONE {job['alone']}"
+        print(f"{job['name']:9} ran in {job['leases']} parts; parameters {job['digest']}: {same}")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(jobs, indent=1) + "\n", encoding="utf-8")
+    moved = sum(job["leases"] > 1 for job in jobs)
+    print(f"{moved} of {len(jobs)} jobs left their devices and went on later")
+    if any(job["digest"] != job["alone"] for job in jobs):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""A pool whose device types have the prices of a market at one time."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..schema import files
+from ..schema.cluster import Cluster
+from ..schema.errors import ProblemError
+from ..schema.market import Market, utc_seconds, utc_text
+from ..schema.records import nearest
+from ..solvers.market.offers import Prices, prices_of, where_available, with_fixed_prices
+
+Markets = Market | Path | str | Sequence[Market | Path | str]
+"""Markets, or their files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePrice:
+    """The cheapest way to have a device of a type: dollars per hour of one, and what to rent."""
+
+    dollars_per_hour: float
+    instance_type: str
+    place: str
+    is_spot: bool
+
+    @property
+    def title(self) -> str:
+        """What to rent, in words."""
+        kind = "spot" if self.is_spot else "on demand"
+        return " ".join(word for word in (self.place, self.instance_type, kind) if word)
+
+
+def markets_of(given: Markets) -> tuple[Market, ...]:
+    """Markets as records.
+
+    Raises:
+        FileError: A file is missing or has faults.
+    """
+    each = [given] if isinstance(given, Market | Path | str) else list(given)
+    return tuple(one if isinstance(one, Market) else files.read(Path(one), Market) for one in each)
+
+
+def device_prices(markets: Sequence[Market], at: str | None = None) -> dict[str, DevicePrice]:
+    """The cheapest price of a device of each type, spot or on demand.
+
+    Args:
+        markets: Instance types with prices, and price histories.
+        at: When, in UTC; None: each history's market at the end of what is known of it.
+
+    Raises:
+        ProblemError: A history is of a machine whose devices are not described.
+    """
+    found: dict[str, DevicePrice] = {}
+    when = None if at is None else utc_seconds(at, "--at", "time")
+    for market in markets:
+        for device_type, price in _offers(market, when):
+            known = found.get(device_type)
+            if known is None or price.dollars_per_hour < known.dollars_per_hour:
+                found[device_type] = price
+    return found
+
+
+def _offers(market: Market, when: float | None) -> Iterator[tuple[str, DevicePrice]]:
+    for machine in market.instance_types:
+        place = " ".join(word for word in (machine.cloud, machine.region) if word)
+        prices = (machine.on_demand_dollars_per_hour, False), (machine.spot_dollars_per_hour, True)
+        for dollars, is_spot in prices:
+            if dollars:
+                yield (
+                    machine.device_type,
+                    DevicePrice(
+                        dollars_per_hour=dollars / machine.num_devices,
+                        instance_type=machine.name,
+                        place=place,
+                        is_spot=is_spot,
+                    ),
+                )
+    ends = [history.end_seconds() for history in market.prices]
+    for history in market.prices:
+        owner = market.instance_type_of(history)
+        if owner is None:
+            raise ProblemError(
+                f"{history.title}: the market does not say what devices it has",
+                hint="import the prices again with --instance-types FILE",
+            )
+        dollars = _price_at(history.stretches(), max(ends) if when is None else when)
+        if dollars:
+            yield (
+                owner.device_type,
+                DevicePrice(
+                    dollars_per_hour=dollars / owner.num_devices,
+                    instance_type=history.instance_type,
+                    place=f"{history.cloud} {history.place}",
+                    is_spot=True,
+                ),
+            )
+
+
+def _price_at(stretches: Sequence[tuple[float, float, float | None]], when: float) -> float | None:
+    """The price at a time; the end of the last stretch still belongs to it."""
+    for start, end, price in stretches:
+        if start <= when < end or (when == end and end == stretches[-1][1]):
+            return price
+    return None
+
+
+def priced_pool(
+    pool: Cluster, markets: Sequence[Market], at: str | None = None
+) -> tuple[Cluster, dict[str, DevicePrice]]:
+    """The pool with the markets' prices, and where each comes from; prices of its own give way.
+
+    Raises:
+        ProblemError: A device type of the pool has no price then.
+    """
+    prices = device_prices(markets, at)
+    pool = pool.spelled_as(prices)
+    for name in pool.num_devices:
+        if name not in prices:
+            guess = nearest(name, list(prices))
+            raise ProblemError(
+                f"the market has no price of {name!r}"
+                + (f" at {utc_text(utc_seconds(at, '--at', 'time'))}" if at else "")
+                + (f"; did you mean {guess!r}?" if guess else ""),
+                hint=f"it has prices of {', '.join(sorted(prices)) or 'nothing'}",
+            )
+    kinds = {
+        name: replace(kind, dollars_per_hour=prices[name].dollars_per_hour)
+        if name in pool.num_devices
+        else kind
+        for name, kind in pool.device_types.items()
+    }
+    used = {name: prices[name] for name in pool.num_devices}
+    return replace(pool, device_types=kinds), used
+
+
+def priced_by(pool: Cluster, market: Markets | None, at: str | None) -> Cluster:
+    """The pool at the prices of markets, or as it is where none are given.
+
+    Raises:
+        ProblemError: A time is given and no market, or a device type has no price then.
+        FileError: A file is missing or has faults.
+    """
+    if market is None:
+        if at is not None:
+            raise ProblemError("a time of prices is given, and no market", hint="add --market FILE")
+        return pool
+    return priced_pool(pool, markets_of(market), at)[0]
+
+
+def market_offers(
+    markets: Sequence[Market], device_types: Iterable[str], start: str | None
+) -> tuple[Prices, bool]:
+    """What can be rented from a time on: price histories, fixed prices, availability.
+
+    Args:
+        markets: Where.
+        device_types: Those that count.
+        start: In UTC; None: once as many prices are known as ever are at once.
+
+    Returns:
+        The offers, and whether the markets say when spot machines can be had.
+
+    Raises:
+        ProblemError: Nothing can be rented, or there are no prices at the start.
+    """
+    types = dict.fromkeys(device_types, 1.0)
+    has_histories = any(
+        machine is None or machine.device_type in types
+        for market in markets
+        for machine in map(market.instance_type_of, market.prices)
+    )
+    histories = prices_of(markets, types) if has_histories else None
+    begin = 0.0 if histories is None else histories.all_known_seconds()
+    if start is not None:
+        begin = utc_seconds(start, "start", "time")
+    if histories is not None:
+        histories = histories.since(begin)
+    prices, is_told = where_available(with_fixed_prices(histories, markets, types), markets)
+    return prices if histories is not None else prices.since(begin), is_told

@@ -1,0 +1,87 @@
+"""The script's model while its stages are spread over the workers: what a call of it runs."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ...schema.errors import TargetError
+from ..engine import LossFunction
+from .arguments import by_placeholder
+from .cut import CALL
+
+RunStage = Callable[[dict[str, Any]], Any]
+"""Runs this worker's stage with the model's arguments, by the names of the traced graph, and with
+the whole call under ``CALL``."""
+
+
+class StageDone(BaseException):
+    """The stage is done; the rest of the script's function belongs to the last stage."""
+
+
+class SpreadModel:
+    """Replaces a model's ``forward``: inside ``call`` it runs one stage, elsewhere it refuses.
+
+    Args:
+        model: The script's model.
+        check_call: Refuses arguments that the stages were not traced for.
+    """
+
+    def __init__(self, model: nn.Module, check_call: Callable[[dict[str, Any]], None]) -> None:
+        self._model, self._check_call = model, check_call
+        self._forward = model.forward
+        self._signature = inspect.signature(model.forward)
+        self._run_stage: RunStage | None = None
+        self.spread()
+
+    def spread(self) -> None:
+        """From here on a call of the model runs a stage, or is refused."""
+        self._model.forward = self._meet
+
+    def release(self) -> None:
+        """Give the model its own ``forward`` back."""
+        self._model.forward = self._forward
+
+    def call(self, function: LossFunction, run: RunStage, inputs: Any) -> Any:
+        """Call the script's function, with ``run`` in place of the model.
+
+        Args:
+            function: The script's function of one microbatch.
+            run: What the function's call of the model runs, once.
+            inputs: The function's arguments: a tuple or list of them, or the only one.
+
+        Returns:
+            What the function returned; None where ``run`` raised ``StageDone``.
+
+        Raises:
+            TargetError: The function called the model not at all, or twice.
+        """
+        self._run_stage = run
+        try:
+            whole = isinstance(inputs, tuple | list)
+            answer = function(*inputs) if whole else function(inputs)
+        except StageDone:
+            return None
+        finally:
+            unused, self._run_stage = self._run_stage is run, None
+        if unused:
+            raise TargetError("the function did not call the model")
+        return answer
+
+    def _meet(self, *arguments: Any, **named: Any) -> Any:
+        if self._run_stage is None:
+            raise TargetError(
+                "the model is spread over several workers",
+                hint="call it inside job.backward's function, or inside job.evaluation()",
+            )
+        run, self._run_stage = self._run_stage, self._refuse_second
+        given = by_placeholder(self._signature, arguments, named)
+        self._check_call(given)
+        return run({**given, CALL: (arguments, named)})
+
+    def _refuse_second(self, arguments: object) -> Any:
+        raise TargetError(
+            "the function calls the model twice; a pipeline runs it once a microbatch",
+            hint="join the inputs into one call",
+        )

@@ -1,0 +1,90 @@
+"""What a live cluster did, in the form that a simulator takes: jobs as they came, and what was got.
+
+Devices that went down, were drained or rested are not in it, nor what held jobs up.
+"""
+
+import json
+from dataclasses import dataclass
+
+from ..schema.cluster import Cluster
+from ..schema.errors import ProblemError
+from ..schema.files import from_json
+from ..schema.jobs import Job, ModelThroughput, Throughputs
+from .plans import as_job
+from .store import Store
+from .submission import Submission
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveJob:
+    """What a job got.
+
+    Attributes:
+        name: What its user calls it.
+        job: As mechanisms saw it; it arrived so many seconds after the first one.
+        completion_seconds: From submission to its end; None where it has not ended.
+        device_seconds: What it held.
+        target_seconds: The device-seconds that the policy's shares gave it while it was there.
+        num_leases: How often it was started.
+    """
+
+    name: str
+    job: Job
+    completion_seconds: float | None
+    device_seconds: float
+    target_seconds: float
+    num_leases: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Jobs in order of submission, and what they shared."""
+
+    jobs: tuple[LiveJob, ...]
+    throughputs: Throughputs
+    num_devices: dict[str, int]
+    policy: str
+    round_seconds: float
+
+
+def history(store: Store) -> History:
+    """All jobs that were ever let in and were not cancelled.
+
+    Raises:
+        ProblemError: There is none.
+    """
+    rows = store.rows(
+        "SELECT * FROM jobs WHERE throughput IS NOT NULL AND state != 'cancelled' "
+        "ORDER BY submitted, number"
+    )
+    if not rows:
+        raise ProblemError(
+            f"{store.folder}: no job has run there yet", hint="`hetflow submit` adds one"
+        )
+    rates = {}
+    for row in rows:
+        rate = ModelThroughput(**json.loads(row["throughput"]))
+        rates[rate.model, rate.scale_factor] = rate
+    known = store.get("started_with")
+    first = rows[0]["submitted"]
+    jobs = []
+    for row in rows:
+        asked = from_json(row["submission"], Submission, name=f"job {row['number']}")
+        done = row["state"] == "done"
+        jobs.append(
+            LiveJob(
+                name=asked.name,
+                job=as_job(row["number"], asked, row["submitted"] - first),
+                completion_seconds=row["ended"] - row["submitted"] if done else None,
+                device_seconds=row["device_seconds"],
+                target_seconds=row["target_seconds"],
+                num_leases=row["leases"],
+            )
+        )
+    return History(
+        jobs=tuple(jobs),
+        throughputs=Throughputs(models=tuple(rates.values())),
+        num_devices=dict(from_json(known["pool"], Cluster, name="the pool").num_devices),
+        policy=known["policy"],
+        round_seconds=known["round_seconds"],
+    )

@@ -1,0 +1,131 @@
+"""From windows of availability and price histories to every estimate there is."""
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from math import isfinite
+
+from ...costs.checkpoints import daly_seconds, lost_share, young_seconds
+from ...schema.market import Availability, PriceHistory
+from ...schema.odds import OddsReport, PreemptionRate, PriceOdds, Survivors, Together, ZoneOdds
+from .lifetimes import Lifetime, Rate, lifetimes, rate, rates_by_age, survival
+from .price_statistics import availability_correlation, price_correlation, price_quantiles
+
+PARTS = (0.05, 0.25, 0.5, 0.75, 0.95)
+AGES_SECONDS = (3600.0, 6 * 3600.0, 24 * 3600.0)
+
+Zone = tuple[str, str | None]
+
+
+def odds(
+    windows: Mapping[Zone, Sequence[Availability]],
+    prices: Sequence[PriceHistory],
+    checkpoint_seconds: float | None = None,
+) -> OddsReport:
+    """Estimate what can be.
+
+    Args:
+        windows: Of each zone and instance type.
+        prices: Histories; correlations are of one instance type in two places.
+        checkpoint_seconds: What writing a checkpoint takes; None: no interval is told.
+
+    Raises:
+        ProblemError: A checkpoint's time that is not > 0.
+    """
+    return OddsReport(
+        zones=tuple(
+            _zone(zone, found, checkpoint_seconds)
+            for zone, found in windows.items()
+            if any(1 in window.available for window in found)
+        ),
+        parts=PARTS,
+        prices=tuple(
+            PriceOdds(
+                cloud=one.cloud,
+                place=one.place,
+                instance_type=one.instance_type,
+                dollars_per_hour=tuple(told),
+            )
+            for one in prices
+            if (told := price_quantiles(one, PARTS)) is not None
+        ),
+        together=(*_prices_together(prices), *_windows_together(windows)),
+        checkpoint_seconds=checkpoint_seconds,
+    )
+
+
+def _zone(
+    zone: Zone, windows: Sequence[Availability], checkpoint_seconds: float | None
+) -> ZoneOdds:
+    seen: list[Lifetime] = []
+    for window in windows:
+        seen += lifetimes(window.available, window.tick_seconds)
+    ticks = [tick for window in windows for tick in window.available if tick is not None]
+    found, curve = rate(seen), survival(seen, AGES_SECONDS)
+    mean = found.mean_seconds
+    told = checkpoint_seconds is not None and isfinite(mean)
+    daly = daly_seconds(checkpoint_seconds, mean) if checkpoint_seconds and told else None
+    return ZoneOdds(
+        zone=zone[0],
+        instance_type=zone[1],
+        num_windows=len(windows),
+        available_share=sum(ticks) / len(ticks),
+        rate=_rate(None, found),
+        by_age=tuple(_rate(age, one) for age, one in rates_by_age(seen) if one is not None),
+        num_lifetimes=0 if curve is None else curve.num_lifetimes,
+        num_censored=0 if curve is None else curve.num_censored,
+        horizon_seconds=None if curve is None else curve.horizon_seconds,
+        median_seconds=None if curve is None else curve.median_seconds,
+        mean_seconds=None if curve is None else curve.mean_seconds,
+        mean_low_seconds=None if curve is None else curve.mean_interval_seconds[0],
+        mean_high_seconds=None if curve is None else curve.mean_interval_seconds[1],
+        survivors=()
+        if curve is None
+        else tuple(
+            Survivors(age_seconds=age, part=part, low=low, high=high)
+            for age, part, (low, high) in curve.surviving
+        ),
+        young_seconds=young_seconds(checkpoint_seconds, mean)
+        if checkpoint_seconds and told
+        else None,
+        daly_seconds=daly,
+        lost_share=lost_share(daly, checkpoint_seconds, mean)
+        if checkpoint_seconds and daly
+        else None,
+    )
+
+
+def _rate(age: float | None, found: Rate) -> PreemptionRate:
+    low, high = found.interval_seconds
+    return PreemptionRate(
+        from_age_seconds=age,
+        at_risk_seconds=found.at_risk_seconds,
+        num_preemptions=found.num_preemptions,
+        mean_seconds=found.mean_seconds if isfinite(found.mean_seconds) else None,
+        low_seconds=low,
+        high_seconds=high if isfinite(high) else None,
+    )
+
+
+def _prices_together(prices: Sequence[PriceHistory]) -> list[Together]:
+    return [
+        Together(of="prices", first=one.title, second=other.title, correlation=found)
+        for one, other in combinations(prices, 2)
+        if one.instance_type == other.instance_type
+        and (found := price_correlation(one, other)) is not None
+    ]
+
+
+def _windows_together(windows: Mapping[Zone, Sequence[Availability]]) -> list[Together]:
+    """Of zones with one window each; of several nobody says which go together."""
+    single = [(zone, found[0]) for zone, found in windows.items() if len(found) == 1]
+    return [
+        Together(
+            of="availability", first=_title(one), second=_title(other), correlation=correlation
+        )
+        for (one, first), (other, second) in combinations(single, 2)
+        if (correlation := availability_correlation(first, second)) is not None
+    ]
+
+
+def _title(zone: Zone) -> str:
+    return " ".join(part for part in zone if part)

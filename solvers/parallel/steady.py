@@ -1,0 +1,423 @@
+"""Plan pipelines that are always full: Piper's problem (NeurIPS'21), by a search on the bottleneck.
+
+Piper's dynamic program is over (downset of layers, devices, replicas of later stages). Here the
+slowest stage is capped instead. Under a cap, a stage's number of replicas is the least that will
+do: more take devices and put more microbatches in flight before them, and help nothing else. So for
+each downset only those pairs (devices, replicas) are kept that no other is at most in both.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil, sqrt
+from typing import NamedTuple
+
+import numpy as np
+
+from ...schema.errors import InfeasibleError, ProblemError
+from ...schema.plan import Proof
+from ...schema.steady import SteadyPlan, SteadyProblem, SteadyStage
+
+_MOST_DOWNSETS = 5_000
+_CLOSE = 1e-3  # relative; from there on every better plan is looked for
+_NEAR = 1e-9
+_FIRST_TRY = 1.2  # times the bound
+_SHORTFALLS = (_NEAR, 3e-3, 1e-2, 3e-2, 0.1, 0.3)  # below the best plan, tried for a bound
+_METHOD = "search on the slowest stage; under a cap, devices and replicas by downset"
+
+
+def solve(problem: SteadyProblem) -> SteadyPlan:
+    """The plan whose slowest stage takes least.
+
+    Stages are differences of downsets, so all orders of the layers' graph count. Which layers of a
+    stage take their slower and smaller choice (recomputation) is a knapsack: solved greedily for
+    plans and as a linear program for the bound, which leaves a gap. Deterministic.
+
+    Args:
+        problem: Layers, links and devices.
+
+    Returns:
+        A plan that ``checks.steady.check`` accepts for ``problem``.
+
+    Raises:
+        InfeasibleError: No plan fits the memory and the devices.
+        ProblemError: The layers are no acyclic graph, or one with too many downsets.
+    """
+    search = _Search(problem)
+    low = search.least_seconds
+    best = search.under(_FIRST_TRY * low) or search.under(search.most_seconds)
+    if best is None:
+        raise InfeasibleError(
+            f"no plan fits {problem.num_devices} devices of {problem.memory_bytes / 2**30:.3g} GiB",
+            hint="add devices or memory, or allow recomputation",
+        )
+    while low < best.seconds * (1 - _CLOSE):
+        middle = max(sqrt(low * best.seconds), 1e-3 * best.seconds)
+        found = search.under(middle)
+        if found is None:
+            low = middle
+        else:
+            best = found
+    while best.seconds > 0 and (found := search.under(best.seconds * (1 - _NEAR))) is not None:
+        best = found
+    bound = search.least_seconds
+    for shortfall in _SHORTFALLS:
+        cap = best.seconds * (1 - shortfall)
+        if search.under(cap, is_bound=True) is None:
+            bound = max(bound, cap)
+            break
+    return _plan(problem, search, best, bound)
+
+
+class _Stage(NamedTuple):
+    """Layers between two downsets, by number, on replicas; ``slower`` take their second choice."""
+
+    inner: int
+    outer: int
+    degree: int
+    num_replicas: int
+    slower: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Stages from the first to the last, and the slowest one's seconds a sample."""
+
+    seconds: float
+    stages: tuple[_Stage, ...]
+
+
+class _Label(NamedTuple):
+    """Later stages that end where a downset ends: devices and replicas, and how they came about."""
+
+    num_devices: int
+    num_replicas: int
+    stage: _Stage | None = None
+    later: "_Label | None" = None
+
+
+class _Knapsack(NamedTuple):
+    """What a stage's layers take more where not all fit their first choice, seconds.
+
+    ``more_seconds`` with the layers ``slower`` on their second, ``least_more_seconds`` with
+    fractions of layers too.
+    """
+
+    more_seconds: float
+    least_more_seconds: float
+    slower: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Degree:
+    """What layers take at one degree: [choices, layers] each; the first choice is the faster."""
+
+    degree: int
+    seconds: np.ndarray
+    in_flight: np.ndarray
+    fixed: np.ndarray
+    weights: np.ndarray
+    sent_out: np.ndarray  # [edges], where the source is in the stage
+    sent_in: np.ndarray  # [edges], where the target is
+
+
+class _Search:
+    """Plans under a cap on the slowest stage.
+
+    Args:
+        problem: Whose plans.
+    """
+
+    def __init__(self, problem: SteadyProblem) -> None:
+        self.problem = problem
+        self.downsets = _downsets(problem)
+        self.degrees = [_degree(problem, degree) for degree in problem.degrees]
+        batch = problem.num_microbatches
+        most = min(batch, problem.num_devices)
+        self.replicas = np.array([d for d in range(1, most + 1) if batch % d == 0])
+        self._ends = np.array([(edge.source, edge.target) for edge in problem.edges], dtype=int)
+        self._stages: dict[tuple[int, int], tuple[np.ndarray, ...]] = {}
+        self._memories: dict[tuple[int, int], np.ndarray] = {}
+        self._knapsacks: dict[tuple[int, int, int, int], _Knapsack | None] = {}
+
+    @cached_property
+    def least_seconds(self) -> float:
+        """Seconds that no plan is faster than: all layers' device seconds over all devices."""
+        return float(self._work[-1]) / self.problem.num_devices
+
+    @cached_property
+    def most_seconds(self) -> float:
+        """Seconds that no stage takes more than."""
+        rate, most = self.problem.bytes_per_second, 0.0
+        for each in self.degrees:
+            sent = 2 * (each.sent_out + each.sent_in).sum() + 4 * each.weights.sum()
+            most = max(most, float(each.seconds[1].sum() + sent / rate))
+        return most
+
+    @cached_property
+    def _work(self) -> np.ndarray:
+        """Device seconds that the layers of each downset take at least [downsets]."""
+        work = [each.degree * each.seconds[0] for each in self.degrees]
+        least: np.ndarray = self.downsets @ np.min(work, axis=0)
+        return least
+
+    @cached_property
+    def _inner(self) -> list[np.ndarray]:
+        """For each downset the downsets strictly within it, by number."""
+        sets = self.downsets
+        return [
+            np.flatnonzero(~(sets[:number] & ~outer).any(axis=1))
+            for number, outer in enumerate(sets)
+        ]
+
+    def under(self, cap_seconds: float, *, is_bound: bool = False) -> _Found | None:
+        """A plan whose stages all take at most so long; None where there is none.
+
+        Args:
+            cap_seconds: Of a sample in any stage.
+            is_bound: Whether a fraction of a layer may take its second choice. None then proves
+                that no plan is as fast.
+        """
+        last = len(self.downsets) - 1
+        labels: list[list[_Label]] = [[] for _ in range(last + 1)]
+        labels[last] = [_Label(0, 0)]
+        for outer in range(last, 0, -1):
+            for label in labels[outer]:
+                for number in range(len(self.degrees)):
+                    self._extend(labels, outer, label, number, cap_seconds, is_bound)
+        if not labels[0]:
+            return None
+        stages, label = [], labels[0][0]
+        while label.stage is not None and label.later is not None:
+            stages.append(label.stage)
+            label = label.later
+        return _Found(max(stage.seconds for stage in stages), tuple(stages))
+
+    def _extend(
+        self,
+        labels: list[list[_Label]],
+        outer: int,
+        label: _Label,
+        number: int,
+        cap_seconds: float,
+        is_bound: bool,
+    ) -> None:
+        """Put one more stage before those of a label, with the least replicas that will do."""
+        problem, degree = self.problem, self.degrees[number].degree
+        seconds, fast_in_flight, fast_fixed = self._stage_tables(outer, number)
+        most = min(
+            problem.num_microbatches - label.num_replicas,
+            (problem.num_devices - label.num_devices) // degree,
+        )
+        count = int(np.searchsorted(self.replicas, most, side="right"))
+        if count == 0:
+            return
+        replicas = self.replicas[:count]
+        in_flight = 1 - (-label.num_replicas // replicas)
+        is_fast = seconds[:, :count] <= cap_seconds
+        # The layers before need devices too: as many as do their work within the cap.
+        left = problem.num_devices - label.num_devices - replicas * degree
+        is_fast &= left * cap_seconds >= self._work[self._inner[outer], None] * (1 - 1e-12)
+        places = np.flatnonzero(is_fast.any(axis=1))
+        if not len(places):
+            return
+        is_fast, inner = is_fast[places], self._inner[outer][places]
+        room = problem.memory_bytes * (1 + 1e-12)
+        held = fast_in_flight[places, None] * in_flight + fast_fixed[places, None]
+        fits = is_fast & (held <= room)
+        could = is_fast & ~fits
+        if could.any():
+            squeezed = np.stack([self._least_memory(number, y) for y in in_flight.tolist()], axis=1)
+            could &= squeezed[outer] - squeezed[inner] <= room
+        usable = fits | could
+        rows, firsts = np.flatnonzero(usable.any(axis=1)).tolist(), usable.argmax(axis=1).tolist()
+        numbers, targets, rest = replicas.tolist(), inner.tolist(), in_flight.tolist()
+        for row in rows:
+            known = labels[targets[row]]
+            for column in range(firsts[row], count):
+                d = numbers[column]
+                devices, total = label.num_devices + d * degree, label.num_replicas + d
+                if _is_dominated(known, devices, total):
+                    break  # more replicas are, too
+                if not usable[row, column]:
+                    continue
+                more = 0.0
+                slower: tuple[int, ...] = ()
+                if not fits[row, column]:
+                    packed = self._packed(targets[row], outer, number, rest[column])
+                    if packed is None:
+                        continue
+                    more = (packed.least_more_seconds if is_bound else packed.more_seconds) / d
+                    slower = packed.slower
+                stage_seconds = float(seconds[places[row], column]) + more
+                if stage_seconds <= cap_seconds:
+                    stage = _Stage(targets[row], outer, number, d, slower, stage_seconds)
+                    _keep(known, _Label(devices, total, stage, label))
+                    break
+
+    def _stage_tables(self, outer: int, number: int) -> tuple[np.ndarray, ...]:
+        """By downset within: seconds [inner, replicas] and both kinds of memory, all fast."""
+        key = outer, number
+        if key not in self._stages:
+            each, problem = self.degrees[number], self.problem
+            inside = self.downsets[outer] & ~self.downsets[self._inner[outer]]
+            sent = np.zeros(len(inside))
+            if len(self._ends):
+                source, target = inside[:, self._ends[:, 0]], inside[:, self._ends[:, 1]]
+                sent = (source & ~target) @ each.sent_out + (target & ~source) @ each.sent_in
+            rate, d = problem.bytes_per_second, self.replicas
+            once = 2 * sent / rate + inside @ each.seconds[0]
+            reduced = 4 * (inside @ each.weights) / problem.num_microbatches / rate
+            seconds = (once[:, None] + reduced[:, None] * (d - 1)) / d
+            self._stages[key] = (seconds, inside @ each.in_flight[0], inside @ each.fixed[0])
+        return self._stages[key]
+
+    def _least_memory(self, number: int, in_flight: int) -> np.ndarray:
+        """What all layers of each downset hold on their smaller choices [downsets]."""
+        key = number, in_flight
+        if key not in self._memories:
+            each = self.degrees[number]
+            least = (each.in_flight * in_flight + each.fixed).min(axis=0)
+            self._memories[key] = self.downsets @ least
+        return self._memories[key]
+
+    def _packed(self, inner: int, outer: int, number: int, in_flight: int) -> _Knapsack | None:
+        """Which layers take their second choice so that the stage fits; None where it can't."""
+        key = inner, outer, number, in_flight
+        if key not in self._knapsacks:
+            inside = np.flatnonzero(self.downsets[outer] & ~self.downsets[inner])
+            self._knapsacks[key] = _pack(
+                self.degrees[number], inside, in_flight, self.problem.memory_bytes
+            )
+        return self._knapsacks[key]
+
+
+def _pack(
+    degree: _Degree, layers: np.ndarray, in_flight: int, memory_bytes: int
+) -> _Knapsack | None:
+    """Layers in the order of seconds for each byte saved, until the rest fits."""
+    held = degree.in_flight[:, layers] * in_flight + degree.fixed[:, layers]
+    saved, spent = held[0] - held[1], degree.seconds[1, layers] - degree.seconds[0, layers]
+    missing = float(held[0].sum() - memory_bytes)
+    order = np.argsort(spent / np.where(saved > 0, saved, np.nan), kind="stable")
+    order = order[saved[order] > 0]
+    reached = np.cumsum(saved[order])
+    needed = int(np.searchsorted(reached, missing * (1 - 1e-12)))
+    if needed >= len(order):
+        return None
+    whole = float(spent[order[:needed]].sum())
+    before = float(reached[needed - 1]) if needed else 0.0
+    last = order[needed]
+    least = whole + float(spent[last] * (missing - before) / saved[last])
+    taken, spare = order[: needed + 1].tolist(), float(reached[needed]) - missing
+    for layer in sorted(taken, key=lambda i: -spent[i]):  # the last one may make others needless
+        if saved[layer] <= spare:
+            taken.remove(layer)
+            spare -= float(saved[layer])
+    more = float(spent[taken].sum())
+    return _Knapsack(more, min(least, more), tuple(sorted(int(layers[i]) for i in taken)))
+
+
+def _is_dominated(labels: list[_Label], devices: int, replicas: int) -> bool:
+    for own in labels:  # a loop: this is asked most of all
+        if own.num_devices <= devices and own.num_replicas <= replicas:
+            return True
+    return False
+
+
+def _keep(labels: list[_Label], new: _Label) -> None:
+    labels[:] = [
+        own
+        for own in labels
+        if own.num_devices < new.num_devices or own.num_replicas < new.num_replicas
+    ]
+    labels.append(new)
+
+
+def _downsets(problem: SteadyProblem) -> np.ndarray:
+    """Sets of layers that hold what their layers need [downsets, layers], the smallest first."""
+    size = len(problem.layers)
+    needs = [0] * size
+    for edge in problem.edges:
+        needs[edge.target] |= 1 << edge.source
+    known, newest = [0], [0]
+    while newest:
+        more = {
+            downset | 1 << layer
+            for downset in newest
+            for layer in range(size)
+            if not downset >> layer & 1 and needs[layer] & ~downset == 0
+        }
+        newest = sorted(more)
+        known += newest
+        if len(known) > _MOST_DOWNSETS:
+            raise ProblemError(
+                f"the layers' graph has more than {_MOST_DOWNSETS} downsets",
+                hint="merge layers that run side by side",
+            )
+    if known[-1] != (1 << size) - 1:
+        raise ProblemError("the layers' graph has a circle; a pipeline cannot order it")
+    return np.array([[bool(downset >> i & 1) for i in range(size)] for downset in known])
+
+
+def _degree(problem: SteadyProblem, degree: int) -> _Degree:
+    place = problem.degrees.index(degree)
+    choices = [layer.degrees[place].choices for layer in problem.layers]
+    both = [sorted(each, key=lambda choice: choice.seconds) for each in choices]
+    rows = [[each[0] for each in both], [each[-1] for each in both]]
+    sync = [
+        next((s for s in edge.sync if s.tensor_parallel_size == degree), None)
+        for edge in problem.edges
+    ]
+    sent = np.array([edge.sent_bytes for edge in problem.edges])
+    return _Degree(
+        degree=degree,
+        seconds=np.array([[choice.seconds for choice in row] for row in rows]),
+        in_flight=np.array([[choice.in_flight_bytes for choice in row] for row in rows]),
+        fixed=np.array([[choice.fixed_bytes for choice in row] for row in rows]),
+        weights=np.array([choice.weight_bytes for choice in rows[0]]),
+        sent_out=sent + np.array([s.source_bytes if s else 0.0 for s in sync]),
+        sent_in=sent + np.array([s.target_bytes if s else 0.0 for s in sync]),
+    )
+
+
+def _plan(problem: SteadyProblem, search: _Search, found: _Found, bound: float) -> SteadyPlan:
+    stages, later = [], 0
+    for stage in reversed(found.stages):
+        later += stage.num_replicas
+        stages.append(_stage(problem, search, stage, ceil(later / stage.num_replicas)))
+    slowest = max(stage.sample_seconds for stage in stages)
+    is_optimal = bound >= slowest * (1 - 2 * _NEAR)
+    bound = slowest if is_optimal else bound
+    return SteadyPlan(
+        model=problem.model,
+        stages=tuple(reversed(stages)),
+        sample_seconds=slowest,
+        proof=Proof(
+            termination="optimal" if is_optimal else "feasible",
+            objective=slowest,
+            lower_bound=bound,
+            gap=(slowest - bound) / slowest if slowest else 0.0,
+            method=_METHOD,
+        ),
+    )
+
+
+def _stage(problem: SteadyProblem, search: _Search, stage: _Stage, in_flight: int) -> SteadyStage:
+    inside = search.downsets[stage.outer] & ~search.downsets[stage.inner]
+    layers, degree = np.flatnonzero(inside).tolist(), search.degrees[stage.degree]
+    names, held = [], 0.0
+    for layer in layers:
+        own = problem.layers[layer].degrees[stage.degree].choices
+        both = sorted(own, key=lambda choice: choice.seconds)
+        choice = both[-1] if layer in stage.slower else both[0]
+        names.append(choice.name)
+        held += choice.in_flight_bytes * in_flight + choice.fixed_bytes
+    return SteadyStage(
+        layers=tuple(layers),
+        choices=tuple(names),
+        tensor_parallel_size=degree.degree,
+        num_replicas=stage.num_replicas,
+        sample_seconds=stage.seconds,
+        memory_bytes=round(held),
+    )

@@ -1,0 +1,98 @@
+"""What a beginner meets: options by environment and file, and mistakes answered in plain words."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from pydantic import Field, TypeAdapter, ValidationError
+
+from hetflow.cli.main import app, run
+from hetflow.cli.usage import plain_message
+
+PROFILES = str(Path(__file__).parents[2] / "examples" / "virtualflow_6_5")
+SOLVE = ["solve", "--profiles", PROFILES, "--gpus", "2xV100,8xP100"]
+
+
+def variables_of(command: object, prefix: str) -> list[str]:
+    with typer.main.get_command(app).make_context("hetflow", ["x"], resilient_parsing=True) as top:
+        top.auto_envvar_prefix = prefix
+        context = command.make_context(command.name, [], parent=top, resilient_parsing=True)  # type: ignore[attr-defined]
+        found = [
+            parameter.envvar or f"{context.auto_envvar_prefix}_{parameter.name.upper()}"
+            for parameter in command.params  # type: ignore[attr-defined]
+        ]
+    return [name for each in found for name in ([each] if isinstance(each, str) else each)]
+
+
+def test_each_option_has_a_variable_that_a_shell_can_set() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    assert {"cluster start", "rent prices"} <= commands.keys()
+    for command in commands.values():
+        bad = [name for name in variables_of(command, "HETFLOW") if not name.isidentifier()]
+        assert not bad, command.name
+
+
+def test_a_command_of_two_words_takes_options_from_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HETFLOW_CLUSTER_STOP_STATE", str(tmp_path / "here"))
+    monkeypatch.setenv("HETFLOW_RENT_PRICES_WORK_HOURS", "7.5")
+    assert run(["rent", "prices", "m.json", "--rate", "V100=1", "--show-config"]) == 0
+    assert "work_hours = 7.5  (environment)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["split", "pipeline", "parallel"])
+def test_the_table_of_solve_counts_for_each_kind_of_plan(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hetflow.toml").write_text('[solve]\ngpus = "4xV100"\n')
+    monkeypatch.chdir(tmp_path)
+    asked = ["solve", kind, "--profiles", PROFILES, "--batch-size", "64", "--show-config"]
+    assert run(asked) == 0
+    assert "gpus = '4xV100'  (file hetflow.toml)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "said"),
+    [
+        (int, "abc", "must be a whole number, got 'abc'"),
+        (Annotated[int, Field(ge=1)], "0", "must be at least 1, got '0'"),
+        (Annotated[float, Field(le=1)], "2", "must be at most 1, got '2'"),
+        (float, "x", "must be a number, got 'x'"),
+    ],
+)
+def test_what_pydantic_says_of_a_value_is_put_in_plain_words(
+    kind: Any, value: str, said: str
+) -> None:
+    with pytest.raises(ValidationError) as found:
+        TypeAdapter(kind).validate_python(value)
+    error = typer.BadParameter(found.value.errors()[0]["msg"], param_hint="--batch-size")
+    error.__cause__ = found.value
+    assert plain_message(error) == f"Invalid value for --batch-size: {said}"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--batch-size", "abc"), ("--batch-size", "0"), ("--gap", "2")]
+)
+def test_a_bad_value_is_one_plain_line(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*SOLVE, "--batch-size", "8", option, value]) == 2
+    first, hint = capsys.readouterr().err.splitlines()
+    assert option in first
+    assert "Input should" not in first
+    assert hint == "hint: see `hetflow solve --help`"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "meant"),
+    [("--schedule", "1fb1", "1f1b"), ("--strategy", "pipelin", "pipeline")],
+)
+def test_a_name_that_is_nearly_known_is_guessed(
+    option: str, value: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*SOLVE, "--batch-size", "8192", option, value]) == 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.endswith(f"; did you mean '{meant}'?")
+    assert "Value error" not in first

@@ -1,0 +1,31 @@
+"""The example of a queue at its smallest: jobs take turns and end with the bits of each alone."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hetflow.examples
+from hetflow.tests import programs
+
+SCRIPT = Path(hetflow.examples.__file__).parent / "live_cluster" / "run.py"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_jobs_take_turns_and_end_with_the_bits_that_they_have_alone(tmp_path: Path) -> None:
+    told = tmp_path / "jobs.json"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--quick", "-o", str(tmp_path / "made"), "--json", str(told)],
+        env={**os.environ, programs.VARIABLE: programs.preloaded()},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    jobs = json.loads(told.read_text())
+    assert [job["state"] for job in jobs] == ["done"] * 4
+    assert [job["digest"] for job in jobs] == [job["alone"] for job in jobs]
+    assert jobs[0]["digest"] == jobs[1]["digest"] != jobs[2]["digest"]
+    assert any(job["leases"] > 1 for job in jobs)

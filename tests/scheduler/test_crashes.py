@@ -1,0 +1,247 @@
+"""A scheduler that dies between any two of its statements; a disk that is full; a lost node.
+
+Everything happens in one process: dying is an exception that nothing catches, and what was not
+committed is rolled back, as SQLite does for a process that was killed.
+"""
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from hetflow.engines.protocol import Fate, Work
+from hetflow.engines.registry import ENGINES
+from hetflow.scheduler.loop import Scheduler, Settings
+from hetflow.scheduler.serve import serve
+from hetflow.scheduler.store import Store
+from hetflow.scheduler.submission import submit
+from hetflow.scheduler.view import ask, drain
+from hetflow.schema.cluster import Cluster as Pool
+from hetflow.schema.errors import FileError
+
+from .conftest import FakeEngine
+from .test_loop import ROUND, RULES, Asked, Cluster
+
+
+class Died(BaseException):
+    """The scheduler was killed."""
+
+
+class Points:
+    """Counts the points at which a scheduler can die, and lets it die at one."""
+
+    def __init__(self, fatal: int | None = None) -> None:
+        self.fatal, self.passed = fatal, 0
+
+    def __call__(self) -> None:
+        self.passed += 1
+        if self.passed == self.fatal:
+            raise Died
+
+
+class MortalStore(Store):
+    """Dies before a statement that writes, before a commit, or after it."""
+
+    points = Points()
+
+    def run(self, statement: str, *values: object) -> int:
+        self.points()
+        return super().run(statement, *values)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        with super().transaction():
+            yield
+            self.points()
+        self.points()
+
+
+class MortalEngine:
+    """Dies before the engine acts, or after it."""
+
+    def __init__(self, inner: FakeEngine, points: Points) -> None:
+        self.inner, self.points, self.name = inner, points, inner.name
+
+    def devices(self) -> object:
+        return self.inner.devices()
+
+    def fate(self, folder: Path) -> Fate:
+        return self.inner.fate(folder)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def call(*given: object) -> None:
+            self.points()
+            getattr(self.inner, name)(*given)
+            self.points()
+
+        return call
+
+
+class Mortal(Cluster):
+    """A cluster whose scheduler dies at a point, and is started again."""
+
+    def __init__(self, folder: Path, points: Points) -> None:
+        self.points, self.fake = points, FakeEngine(number=1)
+        super().__init__(folder, MortalEngine(self.fake, points))  # type: ignore[arg-type]
+
+    def restart(self) -> None:
+        MortalStore.points = self.points
+        while True:
+            try:
+                self.store = MortalStore.create(self.folder)
+                Store.run(self.store, "PRAGMA synchronous = OFF")  # no power is lost here
+                self.scheduler = Scheduler(self.store, self.engine, self.settings)
+            except Died:
+                continue
+            return
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        while True:
+            try:
+                self.scheduler.tick(self.now)
+            except Died:
+                self.store.close()
+                self.now += ROUND  # nobody was there for a while
+                self.restart()
+                continue
+            break
+        self.check()
+
+    def check(self) -> None:
+        """No launch that the state does not know, and no job twice (the engine looks, too)."""
+        rows = self.store.rows("SELECT job, number FROM leases WHERE state != 'over'")
+        known = {self.store.lease_folder(row["job"], row["number"]) for row in rows}
+        assert set(self.fake.running) <= known
+        assert len(self.states()) == 4
+
+    def end_one(self, code: int | None) -> None:
+        for folder in sorted(self.fake.running)[:1]:
+            self.fake.end(folder, code, "hetflow: worker 0 failed: boom\n")
+
+
+def play(cluster: Mortal, asked: Asked) -> None:
+    """Turns, a failure, a launch that never begins, hold, cancel, release, drain, a lost node."""
+    users = Store.open(cluster.folder)  # they do not die with the scheduler
+    for job in (asked("a", priority_weight=2.0), asked("b"), asked("c"), asked("d")):
+        submit(users, job)
+    for _ in range(3):
+        cluster.tick(ROUND)
+        cluster.tick(0.1)
+    cluster.end_one(1)
+    ask(users, 2, "hold")
+    cluster.tick(1.0)
+    cluster.tick(ROUND)
+    for folder in sorted(cluster.fake.running)[:1]:
+        cluster.fake.fail_to_begin(folder)
+    ask(users, 4, "cancel")
+    cluster.tick(1.0)
+    cluster.tick(2 * ROUND)
+    drain(users, "cpu:slow", undo=False)
+    cluster.tick(ROUND)
+    ask(users, 2, "release")
+    cluster.tick(0.1)
+    cluster.end_one(None)  # its node is lost
+    cluster.fake.down = {"cpu:fast:0"}
+    cluster.tick(ROUND)
+    drain(users, "cpu:slow", undo=True)
+    cluster.fake.down = set()
+    for _ in range(8):
+        cluster.tick(ROUND)
+        cluster.tick(0.1)
+        cluster.end_one(0)
+    cluster.tick(0.1)
+    users.close()
+
+
+def dies_at(folder: Path, asked: Asked, fatal: int | None) -> int:
+    """Play it all with a death at a point; how many points there were."""
+    points = Points(fatal)
+    cluster = Mortal(folder, points)
+    play(cluster, asked)
+    assert cluster.states() == ["done", "done", "done", "cancelled"]
+    done = sorted(int(one.parent.parent.name) for one, code in cluster.fake.ended.items()
+                  if code == 0)  # fmt: skip
+    assert done == [1, 2, 3]
+    assert not cluster.fake.running
+    cluster.store.close()
+    return points.passed
+
+
+@pytest.mark.parametrize(
+    "share", [pytest.param(16), pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_a_scheduler_that_dies_at_any_statement_loses_no_job_and_runs_none_twice(
+    tmp_path: Path, asked: Asked, share: int
+) -> None:
+    number = dies_at(tmp_path / "whole", asked, None)
+    assert number > 200
+    for fatal in range(1, number + 1, share):
+        dies_at(tmp_path / str(fatal), asked, fatal)
+
+
+def test_a_full_disk_under_the_state_loses_nothing(
+    tmp_path: Path, engine: FakeEngine, asked: Asked
+) -> None:
+    """SQLite is told that its file may not grow, which is what it says of a full disk."""
+    cluster = Cluster(tmp_path / "state", engine)
+    cluster.submit(asked("before"))
+    cluster.tick()
+    others = Store.open(cluster.folder)
+    numbers = [submit(others, asked(f"job {number}")) for number in range(30)]
+    cluster.store.run("PRAGMA max_page_count = 1")  # that is: no more than there are
+    for _ in range(2):
+        with pytest.raises(FileError, match="full"):
+            cluster.tick(ROUND)
+    assert cluster.states() == ["running"] + ["submitted"] * len(numbers)
+    assert len(engine.running) == 1
+    cluster.store.close()
+    cluster.restart()
+    for _ in range(12):
+        cluster.tick(ROUND)
+        for folder in list(engine.running):
+            engine.end(folder, 0)
+        cluster.tick(0.1)
+    assert cluster.states() == ["done"] * 31
+
+
+@dataclass
+class FullEngine(FakeEngine):
+    """Its disk has no room for the first launches; the last one ends, and with it the test."""
+
+    tries: int = 0
+    state: Path = Path()
+
+    def start(self, work: Work) -> None:
+        self.tries += 1
+        if self.tries <= 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().start(work)
+
+    def fate(self, folder: Path) -> Fate:
+        if folder in self.running:
+            self.end(folder, 0)
+            store = Store.open(self.state)
+            with store.transaction():
+                store.set("stop", True)
+        return super().fate(folder)
+
+
+def test_a_scheduler_waits_for_room_and_goes_on(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetflow.scheduler.serve.AGAIN_SECONDS", 0.0)
+    engine = FullEngine(state=tmp_path / "state")
+    monkeypatch.setattr(ENGINES, "get", lambda name: lambda pool: engine)
+    store = Store.create(engine.state)
+    submit(store, asked("a"))
+    said: list[str] = []
+    serve(engine.state, Pool.parse("4xcpu:fast"), "full", Settings(rules=RULES), said.append)
+    assert [line.partition(";")[0] for line in said[1:]] == [
+        "[Errno 28] No space left on device", "the state can be written again",
+        "all jobs have saved and ended",
+    ]  # fmt: skip
+    assert [row["state"] for row in store.rows("SELECT state FROM jobs")] == ["done"]

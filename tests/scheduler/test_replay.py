@@ -1,0 +1,88 @@
+"""A live cluster's jobs in the simulator: the same mechanism decides alike."""
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from hetflow.cli.main import run
+from hetflow.scheduler.history import history
+from hetflow.scheduler.store import FILE, Store
+from hetflow.schema.cluster import Cluster as Pool
+from hetflow.schema.errors import ProblemError
+from hetflow.schema.files import to_json
+
+from .conftest import FakeEngine
+from .test_loop import ROUND, Asked, Cluster
+
+
+def started(cluster: Cluster, gpus: str) -> None:
+    """What ``serve`` notes of how a cluster was started."""
+    with cluster.store.transaction():
+        cluster.store.set(
+            "started_with",
+            {"pool": to_json(Pool.parse(gpus)), "engine": "fake", "policy": "las_weighted",
+             "round_seconds": ROUND, "grace_seconds": 5},
+        )  # fmt: skip
+
+
+def live(tmp_path: Path, asked: Asked) -> Cluster:
+    """Five jobs of 60 steps or more on two devices, in virtual time, at their predicted speed."""
+    engine = FakeEngine(number=1)
+    cluster = Cluster(tmp_path / "state", engine)
+    started(cluster, "1xcpu:fast,1xcpu:slow")
+    steps = {number: 200.0 * number for number in range(1, 6)}
+    cluster.submit(*(asked(f"job {number}", steps=steps[number]) for number in steps))
+    cluster.store.run("UPDATE jobs SET submitted = ?", cluster.now)
+    had = dict.fromkeys(steps, 0.0)
+    while any(state != "done" for state in cluster.states()):
+        cluster.tick()
+        cluster.tick()  # who was asked to leave has
+        for row in cluster.store.rows(
+            "SELECT job, predicted_steps_per_second AS rate FROM leases WHERE state = 'running'"
+        ):
+            had[row["job"]] += row["rate"] * 0.5
+            if had[row["job"]] >= steps[row["job"]]:
+                engine.end(engine.jobs()[row["job"]], 0)
+        cluster.now += 0.5
+        assert cluster.now < 2000.0
+    return cluster
+
+
+def test_live_and_simulated_rounds_decide_alike(
+    tmp_path: Path, asked: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = live(tmp_path, asked)
+    assert run(["cluster", "replay", "--state", str(cluster.folder), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_done"] == 5
+    assert found["average_jct_seconds"] == pytest.approx(
+        found["simulated_average_jct_seconds"], rel=0.05
+    )
+    assert found["makespan_seconds"] == pytest.approx(found["simulated_makespan_seconds"], rel=0.05)
+    had = [row["device_seconds"] for row in found["jobs"]]
+    target = [row["target_device_seconds"] for row in found["jobs"]]
+    assert had == pytest.approx(target, abs=3 * ROUND)
+    assert sum(had) == pytest.approx(sum(target), rel=0.05)
+    assert run(["cluster", "replay", "--state", str(cluster.folder), "--policy", "fifo"]) == 0
+    assert "of 5 jobs that are done" in capsys.readouterr().out
+
+
+def test_a_state_without_jobs_is_refused(tmp_path: Path, engine: FakeEngine) -> None:
+    cluster = Cluster(tmp_path / "state", engine)
+    with pytest.raises(ProblemError, match="no job has run there yet"):
+        history(cluster.store)
+
+
+def test_an_older_state_goes_on(tmp_path: Path, engine: FakeEngine, asked: Asked) -> None:
+    cluster = Cluster(tmp_path / "state", engine)
+    cluster.submit(asked("a"))
+    cluster.store.close()
+    with sqlite3.connect(cluster.folder / FILE) as connection:
+        connection.execute("ALTER TABLE jobs DROP COLUMN target_seconds")
+    cluster.restart()
+    cluster.tick()
+    cluster.tick(ROUND)
+    [row] = Store.open(cluster.folder).rows("SELECT state, target_seconds FROM jobs")
+    assert (row["state"], row["target_seconds"]) == ("running", ROUND)

@@ -1,0 +1,49 @@
+"""The planner's bounds against every plan of small problems, counted by the checker."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from hetflow.checks.parallel import counted_step
+from hetflow.schema.parallel import ParallelProblem
+from hetflow.solvers.parallel.gradients import reduce_tables
+from hetflow.solvers.parallel.search import Search
+from hetflow.solvers.parallel.solve import replica_counts
+from hetflow.solvers.parallel.space import microbatch_sizes, space_of
+from hetflow.tests.profiles import examples
+from hetflow.tests.solvers.parallel.every_plan import fits, plans, problems, two_types
+
+
+@settings(max_examples=examples(25))
+@given(problems())
+def test_no_plan_is_below_its_search_s_bounds(problem: ParallelProblem) -> None:
+    devices = sum(pool.num_devices for pool in problem.pools)
+    for size in microbatch_sizes(problem):
+        space = space_of(problem, size)
+        for replicas in replica_counts(problem.global_batch_size, size, devices):
+            steps = [
+                counted_step(plan, problem)
+                for plan in plans(problem, size, replicas)
+                if fits(plan, problem)
+            ]
+            if not steps:
+                continue
+            search, least = Search(problem, space, replicas), min(steps)
+            assert search.least_by_capacity <= least * (1 + 1e-9)
+            for below in (1.01 * least, 3 * least):  # bounds hold for plans under ``below``
+                assert search.least_step(below) <= least * (1 + 1e-9)
+                assert search.root(below).least_seconds <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("bucket_bytes", [None, 1_000_000])
+def test_all_reduces_of_every_stage(bucket_bytes: int | None) -> None:
+    """A ring of 3 sends 2 (3 - 1) messages of a third of each bucket, here at 1e9 bytes/s."""
+    problem = replace(two_types(), bucket_bytes=bucket_bytes)
+    space = space_of(problem, 1)
+    by_mix, by_option = reduce_tables(problem, space, 3)
+    seconds = 4 * (2 << 20) / 3 / 1e9  # two layers of 1 MiB at every degree
+    assert by_mix[:, 1, 3] == pytest.approx(seconds)
+    assert by_option[:, 1, 3] == pytest.approx(seconds)
+    assert not np.any(reduce_tables(problem, space, 1)[0])  # one replica reduces nothing
