@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .api.odds import odds
     from .api.profile import profile
     from .api.rent import rent
+    from .api.rent_machines import rent_machines
     from .api.resize import resize
     from .api.simulate import simulate, sweep
     from .api.solve import solve
@@ -67,6 +68,7 @@ _WHERE = {
     "profile": ".api.profile",
     "read": ".api.files",
     "rent": ".api.rent",
+    "rent_machines": ".api.rent_machines",
     "resize": ".api.resize",
     "simulate": ".api.simulate",
     "solve": ".api.solve",
@@ -131,6 +133,7 @@ __all__ = [
     "profile",
     "read",
     "rent",
+    "rent_machines",
     "resize",
     "simulate",
     "solve",

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin
 
-from ..schema.errors import HetflowError
+from ..schema.errors import HetflowError, LaunchError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,7 +21,7 @@ _flags_are_meant: ContextVar[bool] = ContextVar("flags_are_meant", default=False
 _QUOTED = re.compile(r"(`[^`]*`)")  # a command to run, which keeps its flags
 _FLAG = re.compile(
     r"(?P<ask>\b(?:add|give|try|with|such as|for example) )?"
-    r"--(?P<name>[a-z][a-z0-9-]*)"
+    r"(?<![\w./-])--(?P<name>[a-z][a-z0-9-]*)"
     r"(?: (?!(?:and|or|to|too|out|both)\b)(?P<value>'[^']*'|[\w.][\w./:=|-]*\w|\w))?"
 )
 
@@ -56,8 +56,9 @@ def names_arguments(**renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]
                 return function(*args, **kwargs)
             except HetflowError as error:
                 if not _flags_are_meant.get():
-                    error.message = _in_python(error.message, kinds, renamed)
-                    error.args = (error.message,)
+                    if not isinstance(error, LaunchError):  # it quotes the script's own error
+                        error.message = _in_python(error.message, kinds, renamed)
+                        error.args = (error.message,)
                     error.hint = error.hint and _in_python(error.hint, kinds, renamed)
                 raise
 

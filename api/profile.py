@@ -104,6 +104,8 @@ def profile(
             exchange_seconds=3.0,
             hold_seconds=4.0,
         )
+    elif effort == "usual" and batch_sizes:
+        options = ProfileOptions.for_stated_sizes()
     elif effort == "thorough":
         options = ProfileOptions(
             loop=LoopPolicy.thorough(), sync_seconds=30.0, exchange_seconds=30.0

@@ -38,8 +38,8 @@ def resize(
         timeout_seconds: How long.
 
     Returns:
-        What became of it: its ``status`` is ``done``, ``refused`` or ``failed``; None where
-        nobody waits.
+        What became of it: its ``status`` is ``done``, ``refused`` or ``failed``; None without
+        ``wait``.
 
     Raises:
         TargetError: There is no such run, or it has ended.

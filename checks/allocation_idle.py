@@ -48,7 +48,7 @@ def idle_faults(allocation: Allocation, pool: Pool) -> list[str]:
 
 
 def idle_devices(allocation: Allocation, pool: Pool) -> dict[str, float]:
-    """What of each resource nobody holds."""
+    """The amount of each resource that no job holds."""
     held: dict[str, list[float]] = {name: [] for name in pool.capacity}
     for name, shares in allocation.x.items():
         for column, time in shares.items():

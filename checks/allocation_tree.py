@@ -1,4 +1,4 @@
-"""The tree of shares of thesis 5.4.3, by definition: who gets what first, who stops when.
+"""The tree of shares of thesis 5.4.3, by definition: first shares, and when rows stop.
 
 Times are volumes: what has been poured into a node from the start, its share summed over time.
 """
@@ -39,7 +39,7 @@ class Tree:
                 self.first[name] = min(own + below)
 
     def first_shares(self) -> dict[str, float]:
-        """Each job's share of the whole while nobody has stopped; 0: it waits."""
+        """Each job's share of the whole before any job has stopped; 0: it waits."""
         share, answer = {TOP: 1.0}, dict.fromkeys(self.place, 0.0)
         for name in self.downwards:
             below = [child for child in self.children[name] if child in self.first]

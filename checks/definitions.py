@@ -85,7 +85,7 @@ def spread_seconds(
     passes: Sequence[tuple[float, float, float | None]],
     step_errors: Sequence[float | None],
 ) -> float | None:
-    """How far a split's step may be from its prediction, either way; None where nobody knows.
+    """How far a split's step may be from its prediction, either way; None if unknown.
 
     Args:
         step_seconds: The prediction.

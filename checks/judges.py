@@ -90,12 +90,12 @@ def judge(policy: str, definition: Judge, *, module: str) -> None:
 
 
 def judge_of(policy: str) -> Judge | None:
-    """The judge of a policy; None where nobody has stated the policy's definition."""
+    """The judge of a policy; None if its definition is not stated."""
     return JUDGES.find(policy)
 
 
 def objective_of(allocation: Allocation, pool: Pool, reached: Reached) -> float | None:
-    """The policy's objective at an allocation, by its formula; None where nobody states one.
+    """The policy's objective at an allocation, by its formula; None if none is stated.
 
     Of water filling it is that of the first level.
     """

@@ -1,4 +1,4 @@
-"""``hetflow allocate``: who runs where, for what part of the time, with a proof."""
+"""``hetflow allocate``: share device types among jobs, by parts of the time, with a proof."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal

@@ -109,7 +109,7 @@ def check(
         )
         termination = found.proof.termination
     else:
-        raise HetflowError(f"{plan}: a {found.schema} file claims nothing that can be judged")
+        raise HetflowError(f"{plan}: a {found.schema} file holds nothing that can be checked")
     if json:
         emit_json({"plan": str(plan), "valid": not faults, "faults": faults})
     elif not faults:

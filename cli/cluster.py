@@ -18,18 +18,18 @@ def start(
     gpus: Annotated[
         str | None, typer.Option(help="The devices, e.g. 2xV100,2xP100 or 1xcpu:fast,2xcpu:slow.")
     ] = None,
-    cluster: Annotated[Path | None, typer.Option(help="The pool's file, instead.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="A cluster file instead of --gpus.")] = None,
     engine: Annotated[
         str, typer.Option(help="Where jobs run: local (this host), slurm or ray (their nodes).")
     ] = "local",
     policy: Annotated[
-        str, typer.Option(help="Who gets what part of the time: a policy of `hetflow allocate`.")
+        str, typer.Option(help="How devices are shared: a policy of `hetflow allocate`.")
     ] = "las_weighted",
     round_seconds: Annotated[
         float, typer.Option("--round", min=1.0, help="Seconds between decisions.")
     ] = 360.0,
     grace: Annotated[
-        int, typer.Option(min=1, help="Seconds that a job has to save before it must leave.")
+        int, typer.Option(min=1, help="Seconds that a job has to save before it is killed.")
     ] = 30,
     state: StateOption = DEFAULT_STATE,
     print_unit: Annotated[
@@ -60,8 +60,13 @@ def start(
 
 
 def drain(
-    named: Annotated[str, typer.Argument(metavar="TYPE|SERVER", help="What jobs shall leave.")],
-    undo: Annotated[bool, typer.Option("--undo", help="Let jobs come back.")] = False,
+    named: Annotated[
+        str,
+        typer.Argument(
+            metavar="TYPE|SERVER", help="The device type or server that jobs shall leave."
+        ),
+    ],
+    undo: Annotated[bool, typer.Option("--undo", help="Let jobs use it again.")] = False,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
     """Let jobs leave a device type or a server with the next round.

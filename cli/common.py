@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ..api.naming import flags_are_meant
 from ..schema.errors import FileError, ProblemError
+from ..schema.spelling import nearest
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -40,7 +42,7 @@ class Settings:
 def one_line(text: str) -> str:
     """A message as one printable line of sane length, whatever file or option it quotes.
 
-    Control characters (an escape sequence in somebody's JSON, say) are shown, not obeyed.
+    Control characters (an escape sequence in a JSON file, say) are shown, not obeyed.
     """
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
     line = _LONG_WORD.sub(lambda word: f"{word[0][:80]}...", line)
@@ -83,7 +85,7 @@ def library_speaks() -> Iterator[None]:
 
 
 def shows_progress() -> bool:
-    """Whether a progress bar has anybody to look at it."""
+    """Whether a person may be looking at a progress bar."""
     return sys.stderr.isatty() and not Settings.quiet
 
 
@@ -213,7 +215,8 @@ def _with_common_flags(function: Callable[..., None]) -> Callable[..., None]:
         if values.pop("show_config"):
             emit(_shown_config(context, values))
             return
-        function(**values)
+        with flags_are_meant():
+            function(**values)
 
     signature = inspect.signature(function)
     parameters = [
@@ -256,11 +259,17 @@ def config_path() -> Path:
     return Path(os.environ.get("HETFLOW_CONFIG", CONFIG_FILE))
 
 
-def config_values() -> dict[str, Any]:
+def config_values(commands: Mapping[str, Any]) -> dict[str, Any]:
     """The tables of the config file, one a command, with keys as option names.
 
+    Args:
+        commands: The parser's commands by name.
+
+    Returns:
+        By command, values under the names of its parameters.
+
     Raises:
-        FileError: The file is not TOML, or a table is not one.
+        FileError: The file is not TOML, or names a command or an option that there is not.
     """
     path = config_path()
     if not path.is_file():
@@ -271,17 +280,30 @@ def config_values() -> dict[str, Any]:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise FileError(f"{path}: not valid TOML: {error}") from None
-    for command, table in tables.items():
-        if not isinstance(table, dict):
-            raise FileError(f"{path}: {command} must be a table such as [solve]")
-    values = {
-        command: {key.replace("-", "_"): value for key, value in table.items()}
-        for command, table in tables.items()
-    }
-    for kind in (
-        "solve split",
-        "solve pipeline",
-        "solve parallel",
-    ):  # what [solve] says counts for each kind
+    values = {name: _values_of(path, name, table, commands) for name, table in tables.items()}
+    for kind in ("solve split", "solve pipeline", "solve parallel"):  # [solve] counts for each
         values.setdefault(kind, values.get("solve", {}))
     return values
+
+
+def _values_of(path: Path, name: str, table: Any, commands: Mapping[str, Any]) -> dict[str, Any]:
+    """One table's values, under the names of the command's parameters."""
+    if not isinstance(table, dict):
+        raise FileError(f"{path}: {name} must be a table such as [solve]")
+    if name not in commands:
+        raise FileError(f"{path}: no command is called {name!r}", hint=_guess(name, commands))
+    parameters: dict[str, str] = {}
+    for parameter in commands[name].params:
+        spellings = (parameter.name, *(option.lstrip("-") for option in parameter.opts))
+        parameters |= {each.replace("-", "_"): parameter.name for each in spellings}
+    unknown = [key for key in table if key.replace("-", "_") not in parameters]
+    if unknown:
+        known = [each.replace("_", "-") for each in parameters]
+        message = f"{path}: [{name}] has no option {unknown[0]!r}"
+        raise FileError(message, hint=_guess(unknown[0], known) or f"see `hetflow {name} --help`")
+    return {parameters[key.replace("-", "_")]: value for key, value in table.items()}
+
+
+def _guess(name: str, known: Iterable[str]) -> str | None:
+    found = nearest(name, list(known))
+    return f"did you mean {found!r}?" if found else None

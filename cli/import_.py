@@ -48,7 +48,7 @@ def import_(
     ] = False,
     instance_types: Annotated[
         Path | None,
-        typer.Option(help="Of prices: a table of machines, Instance,GPU type,# GPUs and prices."),
+        typer.Option(help="For prices: a CSV of machines: Instance, GPU type, # GPUs, prices."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write it here, else to stdout.")

@@ -7,12 +7,12 @@ not proved optimal; ``launch`` passes on the failing worker's code; 130 and 143 
 import sys
 import traceback
 from contextlib import suppress
-from typing import Annotated
+from functools import cache
+from typing import Annotated, Any
 
 import typer
 
 from .. import __version__
-from ..api.naming import flags_are_meant
 from ..schema.errors import HetflowError
 from . import (
     allocate,
@@ -27,6 +27,7 @@ from . import (
     profile,
     queue,
     rent,
+    rent_machines,
     rent_odds,
     rent_prices,
     replay,
@@ -121,6 +122,8 @@ register(app, queue.release, short_help="Let a held job run again.")
 register(app, rent.rent, short_help="Choose spot or on-demand machines under a deadline.")
 register(app, rent_prices.rent_prices, name="rent prices",
          short_help="Choose machines at changing prices.")  # fmt: skip
+register(app, rent_machines.rent_machines, name="rent machines",
+         short_help="Choose machines that train for the fewest dollars.")  # fmt: skip
 register(app, rent_odds.rent_odds, name="rent odds",
          short_help="Estimate how long spot machines last.")  # fmt: skip
 register(app, show.show, short_help="Show any hetflow file as a table or a picture.")
@@ -135,18 +138,24 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
+@cache
+def _command() -> Any:
+    """The commands with all their options; whoever runs several builds them once."""
+    return typer.main.get_command(app)
+
+
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; errors become one line on stderr."""
     Settings.debug = False
-    command = typer.main.get_command(app)
+    command = _command()
     try:
-        with library_speaks(), flags_are_meant():
+        with library_speaks():
             answer = command.main(
                 arguments,
                 prog_name="hetflow",
                 standalone_mode=False,
                 auto_envvar_prefix=ENVIRONMENT_PREFIX,
-                default_map=config_values(),
+                default_map=config_values(command.commands),
             )
     except HetflowError as error:
         return _report(error.message, error.hint, error.exit_code)

@@ -19,14 +19,12 @@ _FOLLOW_SECONDS = 0.2
 
 
 def queue(
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second.")] = False,
-    finished: Annotated[
-        int, typer.Option(min=0, help="How many of the jobs that are over to show.")
-    ] = 10,
+    watch: Annotated[bool, typer.Option("--watch", help="Repeat every second.")] = False,
+    finished: Annotated[int, typer.Option(min=0, help="Number of ended jobs to show.")] = 10,
     state: StateOption = DEFAULT_STATE,
     json: JsonFlag = False,
 ) -> None:
-    """Show who runs on what, who waits, and what ended.
+    """Show running jobs with their devices, waiting jobs, and ended ones.
 
     \b
     hetflow queue
@@ -60,10 +58,12 @@ def queue(
 
 def logs(
     job: JobArgument,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job is over.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Keep printing until the job is over.")
+    ] = False,
     state: StateOption = DEFAULT_STATE,
 ) -> None:
-    """Print what a job's launches wrote, one after another.
+    """Print the output of a job's launches, one after another.
 
     \b
     hetflow logs 3
@@ -91,7 +91,7 @@ def logs(
 
 
 def cancel(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
-    """Take a job out of the queue; one that runs saves and ends first.
+    """Take a job out of the queue; if it runs, it saves and stops first.
 
     \b
     hetflow cancel 3
@@ -100,7 +100,7 @@ def cancel(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
 
 
 def hold(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
-    """Let a job wait until it is released; one that runs saves and ends first.
+    """Keep a job from running until it is released; if it runs, it saves and stops first.
 
     \b
     hetflow hold 3
@@ -109,7 +109,7 @@ def hold(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
 
 
 def release(job: JobArgument, state: StateOption = DEFAULT_STATE) -> None:
-    """Let a job that is held go on.
+    """Let a held job run again.
 
     \b
     hetflow release 3

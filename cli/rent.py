@@ -19,14 +19,14 @@ def rent(
         ),
     ],
     work_hours: Annotated[
-        float, typer.Option(help="Work to do, on a machine that is never lost.", min=0.0)
+        float, typer.Option(help="Hours of work, on a machine that is never lost.", min=0.0)
     ],
-    deadline_hours: Annotated[float, typer.Option(help="When it must be done.", min=0.0)],
+    deadline_hours: Annotated[float, typer.Option(help="Hours until it must be done.", min=0.0)],
     on_demand: Annotated[float, typer.Option(help="Dollars per hour on demand.", min=0.0)],
     spot: Annotated[float, typer.Option(help="Dollars per hour of a spot machine.", min=0.0)],
     restart_seconds: Annotated[
         float,
-        typer.Option(min=0.0, help="From a launch until work goes on from the last checkpoint."),
+        typer.Option(min=0.0, help="Seconds from a launch until work continues from a checkpoint."),
     ] = 300.0,
     history: Annotated[
         list[Path] | None,
@@ -47,8 +47,8 @@ def rent(
 ) -> None:
     """Choose between spot and on-demand machines for a job under a deadline.
 
-    Policies are replayed on windows of availability, beside the least that anybody could have
-    paid who knew the window in advance.
+    Policies are replayed on windows of availability. Beside them stands the least possible cost,
+    with the window known in advance.
 
     \b
     hetflow rent windows/ --history older/ --work-hours 48 --deadline-hours 52 --on-demand 3.06 --spot 0.97

@@ -17,27 +17,27 @@ def rent_prices(
     ],
     rate: Annotated[
         list[str],
-        typer.Option(help="Speed of one device, as V100=9.6; may be repeated. Others are unused."),
+        typer.Option(help="Speed of one device of a type, in any unit: V100=9.6 (repeatable)."),
     ],
     work_hours: Annotated[
         float, typer.Option(help="Work to do, in hours of the first --rate's device.", min=0.0)
     ],
     start: Annotated[
         str | None,
-        typer.Option(help="When it starts, as 2020-03-07T00:00:00Z; else once all is known."),
+        typer.Option(help="Start: 2020-03-07T00:00:00Z [default: when all prices are known]."),
     ] = None,
     cloud: Annotated[
-        str, typer.Option(help="Where the strategies that keep to one cloud are.")
+        str, typer.Option(help="The cloud of the strategies that use only one.")
     ] = "aws",
     restart_seconds: Annotated[
-        float, typer.Option(min=0.0, help="From a launch until work goes on.")
+        float, typer.Option(min=0.0, help="Seconds from a launch until work continues.")
     ] = 300.0,
     cloud_move_dollars: Annotated[
-        float, typer.Option(min=0.0, help="Egress of a move between clouds.")
+        float, typer.Option(min=0.0, help="Dollars for each move between clouds (egress).")
     ] = 0.0,
     json: JsonFlag = False,
 ) -> None:
-    """Replay strategies for one job on price histories, beside a bound on what it must cost.
+    """Replay strategies for one job on price histories, beside a lower bound on the cost.
 
     \b
     hetflow rent prices aws.json azure.json --rate V100=9.6 --rate K80=1 --work-hours 96
@@ -45,8 +45,8 @@ def rent_prices(
     from ..schema.errors import ProblemError
     from ..schema.files import read
     from ..schema.market import Market, utc_seconds
-    from ..simulator.market.price_compare import compare
-    from ..solvers.market.offers import MovingJob, prices_of
+    from ..simulator.market.price_compare import compare_from
+    from ..solvers.market.offers import MovingJob, history_of
 
     rates: dict[str, float] = {}
     for text in rate:
@@ -62,9 +62,9 @@ def rent_prices(
         restart_seconds=restart_seconds,
         cloud_move_dollars=cloud_move_dollars,
     )
-    prices = prices_of([read(path, Market) for path in markets], rates)
-    begin = prices.all_known_seconds() if start is None else utc_seconds(start, "--start", "time")
-    compared = compare(job, prices.since(begin), cloud=cloud, device_type=first)
+    history = history_of([read(path, Market) for path in markets], rates)
+    begin = history.all_known_seconds() if start is None else utc_seconds(start, "--start", "time")
+    compared = compare_from(job, history, begin, cloud=cloud, device_type=first)
     if json:
         from dataclasses import asdict
 

@@ -27,7 +27,8 @@ def replay(
     """Simulate the jobs of a live cluster as they came, and compare.
 
     Simulated jobs run at their predicted speed. What a job was to get is the sum of its shares, by
-    the policy, over the time that it was there. Jobs that were cancelled are left out.
+    the policy, over the time that it was there. Jobs that were cancelled or are held are
+    left out.
 
     \b
     hetflow cluster replay

@@ -26,16 +26,16 @@ def show(
         bool, typer.Option("--per-device", help="Draw prices per device, not per machine.")
     ] = False,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="Draw a pipeline plan's schedule here.")
+        bool, typer.Option("--timeline", help="Draw a pipeline plan's schedule in the terminal.")
     ] = False,
     html: Annotated[
         Path | None, typer.Option(help="Write a pipeline plan's timeline as one HTML file.")
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write it as a trace that Perfetto opens.")
+        Path | None, typer.Option(help="Write the timeline as a trace file for Perfetto.")
     ] = None,
     explain: Annotated[
-        bool, typer.Option("--explain", help="The terms that a plan's predicted step is made of.")
+        bool, typer.Option("--explain", help="List the terms of a plan's predicted step.")
     ] = False,
     csv: Annotated[
         Path | None,

@@ -95,7 +95,7 @@ def simulate(
     ] = None,
     server_failure_hours: Annotated[
         float | None,
-        typer.Option(help="Mean time between failures of a server with all its devices."),
+        typer.Option(help="Mean time between failures of a whole server, in hours."),
     ] = None,
     repair_hours: Annotated[
         float, typer.Option(help="Hours until a failed device or server works again.")
@@ -139,7 +139,7 @@ def simulate(
     ] = None,
     csv: Annotated[
         Path | None,
-        typer.Option(help="Write a table here: a row a job, of several runs a row a run."),
+        typer.Option(help="Write a table here: one row for each job, or for each run of a sweep."),
     ] = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
@@ -149,7 +149,7 @@ def simulate(
     \b
     hetflow simulate continuous-single --throughputs t.json --gpus 36xv100,36xp100 --loads 4,5.6
 
-    Who held which devices is kept for one run with -o, --json or --plot; keeping it takes longer.
+    With -o, --json or --plot a single run records which job held which devices; that takes longer.
     """
     from ..schema.files import check_writable
     from ..schema.simulation import frame_of_runs

@@ -123,7 +123,7 @@ def solve(
     chunks_per_device: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Stages a device with interleaved; else 2 to 4.", rich_help_panel=PIPELINE
+            min=2, help="Stages of each device, for interleaved [2 to 4].", rich_help_panel=PIPELINE
         ),
     ] = None,
     repetitive: Annotated[
@@ -170,7 +170,11 @@ def solve(
     ] = None,
     link_bytes_per_second: Annotated[
         float | None,
-        typer.Option(min=1.0, help="Links that the pool does not state.", rich_help_panel=PIPELINE),
+        typer.Option(
+            min=1.0,
+            help="Bandwidth of links that the pool does not state.",
+            rich_help_panel=PIPELINE,
+        ),
     ] = None,
     recompute: Annotated[
         bool,
@@ -188,7 +192,9 @@ def solve(
     ] = None,
     state_bytes_per_weight_byte: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Instead: what it keeps for each byte of weights; Adam's is 2."),
+        typer.Option(
+            min=0.0, help="Instead: bytes that it keeps for each byte of weights; Adam: 2."
+        ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan here, else to stdout.")

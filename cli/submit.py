@@ -17,30 +17,37 @@ def submit(
     arguments: Annotated[
         list[str] | None, typer.Argument(help="The script's own arguments.")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="What to call it [the script's name].")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="The job's name [default: the script's].")
+    ] = None,
     profiles: Annotated[Path | None, typer.Option(help="Profiles of its model.")] = None,
-    model: Annotated[str | None, typer.Option(help="Which model, where there are several.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The model, where profiles hold several.")
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Global batch: samples of a step.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps that it makes in all.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the whole job.")] = None,
     devices: Annotated[
-        int | None, typer.Option(min=1, help="Devices, all of one type [default: 1].")
+        int | None, typer.Option(min=1, help="Number of devices, all of one type [default: 1].")
     ] = None,
     virtual_nodes: Annotated[
         int | None,
-        typer.Option(min=1, help="Virtual nodes: the same result wherever it was moved to."),
+        typer.Option(
+            min=1, help="Number of virtual nodes; the result then does not depend on devices."
+        ),
     ] = None,
     determinism: Annotated[
         str | None,
         typer.Option(help="As for `hetflow launch` [default: elastic with --virtual-nodes]."),
     ] = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(min=0, help="Steps between checkpoints [default: when it leaves].")
+        int | None,
+        typer.Option(min=0, help="Steps between checkpoints [default: only when it has to stop]."),
     ] = None,
     weight: Annotated[float | None, typer.Option(help="Priority weight [default: 1].")] = None,
     deadline: Annotated[
-        float | None, typer.Option(help="Seconds from now within which it shall be done.")
+        float | None, typer.Option(help="Seconds from now until it should be done.")
     ] = None,
     state: StateOption = DEFAULT_STATE,
     json: JsonFlag = False,
@@ -69,8 +76,8 @@ def submit(
     if script.suffix == ".toml":
         if arguments:
             raise ProblemError(
-                f"{' '.join(arguments)}: stands behind {script}",
-                hint="hetflow's options stand before it, a script's arguments in the file",
+                f"{' '.join(arguments)}: comes after {script}",
+                hint="write hetflow's options before it, and the script's arguments in it",
             )
         asked = read_submission(script, given)
     else:

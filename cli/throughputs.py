@@ -130,7 +130,7 @@ def _batches(text: str, models: list[str]) -> dict[str, int]:
 def _scales(text: str) -> list[int]:
     scales = [_positive(part, "--scale-factors") for part in text.split(",")]
     if len(set(scales)) < len(scales):
-        raise ProblemError(f"--scale-factors {text}: a number stands there twice")
+        raise ProblemError(f"--scale-factors {text}: a number appears twice")
     return scales
 
 

@@ -120,6 +120,34 @@ def flops_per_batch(
     return 96 * global_batch_size * sequence_length * num_layers * h**2 * extra
 
 
+def flops_without_full_recomputation(
+    global_batch_size: int,
+    sequence_length: int,
+    num_layers: int,
+    hidden_size: int,
+    vocabulary_size: int,
+    *,
+    selective: bool,
+) -> float:
+    """As ``flops_per_batch``, where passes are not all recomputed; counted as in 4.5.1.
+
+    Forward and backward are three passes of 24 s h^2 + 4 s^2 h a layer and sample, and 6 s h V for
+    the logits.
+
+    Args:
+        global_batch_size: B.
+        sequence_length: s.
+        num_layers: l.
+        hidden_size: h.
+        vocabulary_size: V.
+        selective: Whether the products of the attention's core, 4 s^2 h, are computed again.
+    """
+    core = 4 * sequence_length**2 * hidden_size
+    layer = 3 * (24 * sequence_length * hidden_size**2 + core) + (core if selective else 0)
+    logits = 6 * sequence_length * hidden_size * vocabulary_size
+    return float(global_batch_size * (num_layers * layer + logits))
+
+
 def num_parameters(
     num_layers: int, hidden_size: int, vocabulary_size: int, sequence_length: int
 ) -> float:

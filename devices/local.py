@@ -111,7 +111,7 @@ def device_of_type(device_type: str, local_rank: int) -> "torch.device | None":
 
 
 def own_type(local_rank: int, known: Collection[str]) -> str | None:
-    """The device type of this process where nobody stated it: an accelerator's, else the CPU.
+    """The device type of this process where it is not stated: an accelerator's, else the CPU.
 
     Args:
         local_rank: This process's number on its host.

@@ -108,7 +108,7 @@ def _accelerators(pool: Cluster) -> Mapping[str, tuple[str, str]]:
         here = len(have[name][1]) if name in have else 0
         if here < count:
             raise ProblemError(
-                f"the pool has {count} x {name}, this host {here}",
+                f"the pool has {count} x {name}, this host has {here}",
                 hint=f"`hetflow devices` lists what it has; emulated types are {GRAMMAR}",
             )
     return {

@@ -100,7 +100,7 @@ class RayEngine:
             ]
             if len(have) < wanted:
                 raise ProblemError(
-                    f"the pool has {wanted} x {device_type}, Ray's nodes {len(have)}",
+                    f"the pool has {wanted} x {device_type}, Ray's nodes have {len(have)}",
                     hint="`ray status` lists what they have; a node's own devices are named by "
                     f"ray start --resources '{{\"{device_type}\": {wanted}}}'",
                 )

@@ -117,7 +117,7 @@ def parse_queue(text: str) -> dict[str, list[tuple[str, str]]]:
 
 
 def job_name(folder: Path) -> str:
-    """The Slurm name of a lease's job: the same for whoever knows its folder, and no other's."""
+    """The Slurm name of a lease's job: unique, and computed from its folder alone."""
     return "hetflow-" + hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:24]
 
 
@@ -193,7 +193,7 @@ class SlurmEngine:
             if len(have) < wanted:
                 known = ", ".join(sorted({name for one in nodes for name in one.types}))
                 raise ProblemError(
-                    f"the pool has {wanted} x {device_type}, Slurm's nodes {len(have)}",
+                    f"the pool has {wanted} x {device_type}, Slurm's nodes have {len(have)}",
                     hint=f"their GPUs are: {known or 'none'} (sinfo -N -o '%N %G %f')",
                 )
             found += have[:wanted]

@@ -1,7 +1,8 @@
 """``python -m hetflow.engines.slurm_keeper FOLDER``: a Slurm job's step, which runs one lease.
 
-A lease runs once, whatever became of the messages between hetflow and Slurm: who makes the folder's
-``claim`` has it, be it the step (to run it) or the engine (so that nobody ever does).
+A lease runs at most once, also when messages between hetflow and Slurm are lost: whichever creates
+the folder's ``claim`` first decides, the step (which then runs it) or the engine (so that it never
+runs).
 """
 
 import signal

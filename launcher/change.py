@@ -1,4 +1,4 @@
-"""A resize in progress: who joins, who leaves, and what the workers are told."""
+"""A resize in progress: joining and leaving workers, and the messages to all workers."""
 
 import time
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from .history import devices_of
 
 @dataclass(slots=True, kw_only=True)
 class Change:
-    """The next mapping, before it is the mapping.
+    """The next mapping of virtual nodes, until all workers have changed to it.
 
     ``ranks`` has the workers of the next generation by name; ``request`` is None where the
     controller asked by itself.
@@ -37,7 +37,7 @@ class Change:
         return self.ready >= set(self.joining)
 
     def announcement(self, now: Mapping[str, int], generation: int) -> Resize:
-        """What all workers are told, running and joining ones.
+        """The message to all workers, running and joining ones.
 
         Each joining worker gets the state from a donor, the staying workers in turn. If no worker
         stays, the first one is the guest: it meets the joining workers once, and leaves.
@@ -59,7 +59,7 @@ class Change:
         )
 
     def answer(self, generation: int, pause_seconds: float) -> ResizeAnswer:
-        """What to say when all have met."""
+        """The answer to send when all workers have met."""
         return ResizeAnswer(
             status="done",
             detail=f"{devices_of(self.config)} from now on",

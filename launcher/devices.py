@@ -1,4 +1,4 @@
-"""Which local device each worker of this host gets."""
+"""Assign local devices to the workers of this host."""
 
 import os
 from collections import Counter
@@ -31,7 +31,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a worker sees of its host.
+    """The devices of its host that a worker sees.
 
     Its own device is the one at place ``local_rank`` of ``devices``, so that scripts find it as
     under torchrun: ``torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))``.
@@ -47,7 +47,7 @@ class View:
         return None if self.seat.is_host else f"{self.seat.kind}:{self.local_rank}"
 
     def environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """What the worker is started with.
+        """The worker's environment variables for its devices.
 
         Args:
             inherited: The environment that it gets anyway.
@@ -57,7 +57,7 @@ class View:
 
 
 def views(seats: Sequence[Seat]) -> list[View]:
-    """What each worker sees, where these start together on one host.
+    """The view of each worker, for workers that start together on one host.
 
     Workers with accelerators are numbered first, in order of ranks: each sees those of all of them.
     Where a host has accelerators of two kinds, each kind is numbered by itself.
@@ -76,7 +76,7 @@ def views(seats: Sequence[Seat]) -> list[View]:
 
 
 def view_alone(seat: Seat) -> View:
-    """What a worker sees that is started while others train: its accelerator, and no other."""
+    """The view of a worker that is started while others train: its own accelerator alone."""
     return View(seat, seat.slot.rank if seat.is_host else 0, (seat.device,))
 
 
@@ -89,8 +89,8 @@ def seat_workers(
     share the cores (see ``crowding``).
 
     Args:
-        slots: Who needs a device.
-        config: The launch they are of.
+        slots: The slots that need a device.
+        config: Their launch.
         taken: Devices that other workers of the launch hold.
 
     Raises:
@@ -153,7 +153,7 @@ def _too_few(device_type: str, needed: int, present: int) -> HetflowError:
 def remarks(
     slots: Sequence[WorkerSlot], config: LaunchConfig, environment: Mapping[str, str]
 ) -> list[str]:
-    """What to know of the devices that these slots get here, though it does not end the launch.
+    """Warnings about the devices that these slots get here.
 
     Args:
         slots: Of this host.

@@ -69,7 +69,7 @@ class Failure:
         return self.precedence > 0
 
     def sentence(self) -> str:
-        """One line: who, how, and its own error."""
+        """One line: the worker, how it ended, and its own error."""
         if self.sentence_of_ours is not None:
             return self.sentence_of_ours
         if self.rank is None:
@@ -111,7 +111,7 @@ class RemoteTraceback(Exception):
 
 
 def silence(waiting: Failure, silent: Sequence[Failure]) -> Failure:
-    """What is to be said where a worker waited in vain: who it is that gives no sign.
+    """The message after a worker's wait timed out: names the silent workers.
 
     Args:
         waiting: The worker whose wait came to its time limit.
@@ -143,7 +143,7 @@ def _is_signal(code: int) -> bool:
 
 
 def exit_code_of(returncode: int) -> int:
-    """What a shell would say: 128 + n for a death by signal n."""
+    """The exit code as a shell reports it: 128 + n for a death by signal n."""
     return 128 - returncode if returncode < 0 else returncode
 
 
@@ -194,7 +194,7 @@ def interruption(number: int, detail: str | None = None) -> Failure:
 
 
 def _of_watchdog(log: Path) -> FailureNote | None:
-    """What an aborted worker would have written down, had the watchdog let it; may be nothing."""
+    """The failure note of a worker that NCCL's watchdog aborted, from its log; may be empty."""
     found = find_abort(tail_of(log, NUM_LINES).splitlines())
     if found is None:
         return None

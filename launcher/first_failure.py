@@ -9,7 +9,7 @@ from .supervisor import Launched
 
 
 class FirstFailure:
-    """This host's part of it: nobody joins, nobody is replaced.
+    """This host's part of it: no worker joins or is replaced.
 
     Args:
         launched: The launch.

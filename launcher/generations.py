@@ -41,7 +41,7 @@ from .supervisor import Launched
 
 
 class Generations:
-    """Decides who runs what, and tells the workers.
+    """Decides the mapping of each generation, and tells the workers.
 
     Args:
         launched: The launch; its workers' names are their first ranks.
@@ -238,7 +238,7 @@ class Generations:
             self._inbox.answer(change.request, change.answer(self.number, pause))
 
     def _cancel(self, why: str) -> None:
-        """Give a resize up; the job goes on as it was."""
+        """Give a resize up; the job continues unchanged."""
         change, self._change = self._change, None
         if change is None:
             return
@@ -276,14 +276,16 @@ class Generations:
         return f"worker {name} ({self.config.workers[self._ranks[name]].device_type})"
 
     def _bury(self) -> Failure | None:
-        """Take note of the dead; the first failure that the launch cannot survive."""
+        """Record dead workers; returns the first failure that the launch cannot survive."""
         # Who died comes before who only lost it.
         for failure in sorted(self._workers.failures(), key=lambda failure: failure.precedence):
             name = str(failure.rank)
             if name not in self._workers.lines():  # given up together with another
                 continue
             cause = failure
-            if failure.by_signal and failure.lost_peer:  # NCCL aborted it, for lack of another
+            # It followed from another, whose end may be told a moment later.
+            is_alone = failure.is_echo and not self._losses.dead
+            if is_alone or (failure.by_signal and failure.lost_peer):
                 cause = self._launched.cause(self.config, self._ranks) or failure
                 if not cause.is_echo:
                     return None  # which comes first at the next look
@@ -337,7 +339,7 @@ class Generations:
         return self._restarts and is_lost and self._tries.take(self.restarted_at)
 
     def _restart_all(self, cause: str) -> None:
-        """Start everybody anew; they go on from the last checkpoint."""
+        """Restart all workers; they continue from the last checkpoint."""
         self._cancel("a worker was lost meanwhile")
         left = tuple(self._ranks)
         for name in filter(self._workers.is_held, left):
@@ -358,7 +360,7 @@ class Generations:
         return [name for name in self._ranks if name not in self._losses.dead]
 
     def _break_off(self) -> None:
-        """End the generation; those who are left report how far they are."""
+        """End the generation; the surviving workers report their positions."""
         if self._phase != "breaking":
             self._losses.begin(is_again=self._phase == "forming")
             self._phase = "breaking"
@@ -366,7 +368,7 @@ class Generations:
             self._tell(self._alive(), Abort(generation=self._highest))
 
     def _recover_if_known(self) -> Failure | None:
-        """Tell those who are left who runs what now, as soon as they have said where they are."""
+        """Send the survivors their new mapping, as soon as all have reported their positions."""
         alive = self._alive()
         if any(self._workers.is_done(name) for name in alive):
             return Failure(exit_code=1, error=f"{self._losses.sentence} while others were done")
@@ -386,7 +388,7 @@ class Generations:
         return None
 
     def _replace(self) -> None:
-        """Start a replacement of who was lost, beside the others."""
+        """Start a replacement for the lost worker, beside the others."""
         wanted, self._wanted = self._wanted, None
         if self._on_failure != "replace" or not self._survives or wanted is None:
             return

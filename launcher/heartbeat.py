@@ -1,4 +1,4 @@
-"""Which workers hang: those without heartbeats, and those that others wait for in vain."""
+"""Find hanging workers: those without heartbeats, and those that others wait for too long."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,9 +44,9 @@ class Watch:
     def look(self, names: Iterable[str]) -> None:
         """End those of some workers that hang.
 
-        How long one takes to start is its own affair, as long as it beats; what it imports may
-        keep its heart from beating for a while, so only a stopped one is given up soon. So is one
-        that has finished: how long its interpreter takes to end is its own affair too.
+        There is no limit on a worker's start while it sends heartbeats. Imports may delay
+        heartbeats, so during the start only a worker that a signal has stopped is ended soon. The
+        same holds for a worker that has finished: its interpreter may take any time to end.
         """
         lines = self._workers.lines()
         watched = {name: lines[name] for name in names if name in lines}
@@ -63,7 +63,7 @@ class Watch:
             self._workers.kill(name, f"{why} and was killed")
 
     def _stopped(self, name: str, now: float, doing: str) -> str | None:
-        """What to say of a worker that a signal has stopped for too long."""
+        """The message about a worker that a signal has stopped for too long."""
         since = self._stopped_since.setdefault(name, now)
         if not self._workers.is_stopped(name):
             del self._stopped_since[name]
@@ -72,7 +72,7 @@ class Watch:
         return None
 
     def _stuck(self, name: str, line: Line, now: float) -> str | None:
-        """What to say of a worker that has not come to ``hf.prepare`` and does not move."""
+        """The message about a worker that has not reached ``hf.prepare`` and makes no progress."""
         quiet = now - (line.began if line.heard_at is None else line.heard_at)
         if why := self._stopped(name, now, "started"):
             return why

@@ -1,4 +1,4 @@
-"""What a launch remembers of its generations."""
+"""The generations of a launch, for its run record."""
 
 import time
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ class History:
         left: tuple[str, ...] = (),
         pause_seconds: float | None = None,
     ) -> None:
-        """A generation has come together: ``ranks`` names its workers."""
+        """Record a generation that has started; ``ranks`` names its workers."""
         by_rank = {rank: name for name, rank in ranks.items()}
         workers = tuple(
             GenerationWorker(

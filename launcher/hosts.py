@@ -1,4 +1,4 @@
-"""What the controllers of one or several hosts tell each other through the store."""
+"""Messages between the controllers of one or several hosts, through the store."""
 
 import contextlib
 import hashlib
@@ -128,33 +128,33 @@ class Alone:
         self._store.set(key, value)
 
     def failure_elsewhere(self) -> Failure | None:
-        """There is no elsewhere."""
+        """None: there is no other host."""
         return None
 
     def tell_failure(self, failure: Failure) -> Failure:
-        """Nobody else to tell: this host's failure is the first."""
+        """No other host: this host's failure is the first."""
         return failure
 
     def tell_stop(self, number: int) -> None:
-        """Nobody else to ask."""
+        """No other host to ask."""
 
     def stop_elsewhere(self, *, at_once: bool = False) -> int | None:
-        """There is no elsewhere."""
+        """None: there is no other host."""
         return None
 
     def stop_behind(self, failure: Failure) -> int | None:
-        """There is no elsewhere."""
+        """None: there is no other host."""
         return None
 
     def wait_until_saved(self, goes_on: Callable[[], bool], until: float) -> None:
-        """Nobody to wait for."""
+        """No other host to wait for."""
 
     def wait_for_others(self, watch: Watch) -> Failure | None:
-        """Nobody to wait for."""
+        """No other host to wait for."""
         return None
 
     def leave(self) -> None:
-        """Nobody to leave; a store that was never made needs no socket."""
+        """No other host to leave; a store that was never made needs no socket."""
         if self._thread.ident is None:
             self._socket.close()
 
@@ -165,7 +165,7 @@ class Alone:
 
 
 class Together:
-    """One of several hosts. Node 0 holds the store, deals the slots, and collects reports.
+    """One of several hosts. Node 0 runs the store, assigns the slots, and collects reports.
 
     Args:
         config: The launch.
@@ -423,7 +423,7 @@ class Together:
         return found == b"yes"
 
     def why_not(self, cause: Failure) -> Failure:
-        """Why they do not: a host that was lost as well says more than a worker of it that was."""
+        """Why the hosts do not start again; a lost host explains more than a lost worker."""
         try:
             return self.lost_host(SILENCE_AFTER_A_LOSS_SECONDS) or cause
         except Unreachable as error:

@@ -1,8 +1,8 @@
 """Requests to a running launch: files in its folder, each written whole, each with an answer.
 
 ``control/`` holds a lock that the controller keeps while it runs, the mapping as it is
-(``current.json``), requests and answers. Whoever may write to the run's folder may ask. Nothing
-is unpickled, and it works from another host that sees the folder.
+(``current.json``), requests and answers. Every user who may write to the run's folder may ask.
+Nothing is unpickled, and it works from another host that sees the folder.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class Inbox:
                 files.write(_answer_to(request), answer, force=True)
 
     def close(self) -> None:
-        """The launch is over: leave nothing behind but answers that somebody waits for."""
+        """The launch is over: remove all files but answers that a client still waits for."""
         while (waiting := self.next()) is not None:
             self.answer(waiting[0], ResizeAnswer(status="refused", detail="the run has ended"))
         for path in [*self.folder.glob("*.json"), self.folder / "lock"]:
@@ -135,7 +135,7 @@ def wait_for(folder: Path, request: Path, timeout_seconds: float) -> ResizeAnswe
                 raise LaunchError(f"{folder}: the run ended before it was resized")
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"no answer within {timeout_seconds:g} s; the resize goes on without us",
+                    f"no answer within {timeout_seconds:g} s; the resize continues",
                     hint="run.json lists it when it is done; --timeout waits longer",
                 )
             time.sleep(POLL_SECONDS)

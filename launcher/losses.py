@@ -57,7 +57,7 @@ class Losses:
         return all_said and (bool(self.dead) or time.monotonic() - self._since > CAUSE_SECONDS)
 
     def check(self, alive: Sequence[str]) -> dict[str, int]:
-        """The operation of each who is left.
+        """The operation of each remaining worker.
 
         Raises:
             LaunchError: They cannot go on.

@@ -1,4 +1,4 @@
-"""Who runs which virtual node after a change: pure, and always the same virtual nodes."""
+"""Map the same virtual nodes to other workers after a change: pure functions."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a launch is asked to do, and the folder it writes to."""
+"""The request of a launch, and the folder that it writes to."""
 
 import re
 import shutil
@@ -95,7 +95,7 @@ class LaunchRequest:
 
     @property
     def policy(self) -> OnFailure:
-        """What to do when a worker dies, with the default resolved."""
+        """The action when a worker dies, with the default resolved."""
         if self.on_failure is not None:
             return self.on_failure
         if self._bound is None:
@@ -104,7 +104,7 @@ class LaunchRequest:
 
     @property
     def _bound(self) -> str | None:
-        """What keeps workers from coming and going one by one; None for a split on one host."""
+        """Why workers cannot join or leave one by one; None for a split on one host."""
         if self.config.pipeline is not None:
             return "pipeline"
         return None if self.rendezvous is None else "launch on several hosts"

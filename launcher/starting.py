@@ -84,7 +84,7 @@ class Starter:
         joining: Sequence[str],
         restarted_at: int,
     ) -> None:
-        """Start workers that join those who train, on devices that nobody holds.
+        """Start workers that join the running ones, on free devices.
 
         Args:
             config: The mapping with them.

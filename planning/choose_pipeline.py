@@ -24,7 +24,7 @@ def check_flags(request: SolveRequest) -> None:
     """
     flags = request.pipeline
     if request.split.objective == "waste":
-        raise ProblemError("--objective waste is a split's", hint="add --strategy split")
+        raise ProblemError("--objective waste is for splits", hint="add --strategy split")
     if not flags.repetitive:
         if flags.cost_model != "profiled" or flags.runs is not None:
             raise ProblemError(

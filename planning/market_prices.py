@@ -17,10 +17,11 @@ Markets = Market | Path | str | Sequence[Market | Path | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePrice:
-    """The cheapest way to have a device of a type: dollars per hour of one, and what to rent."""
+    """A way to have a device of a type: dollars per hour of one, and the machine that has it."""
 
     dollars_per_hour: float
     instance_type: str
+    num_devices: int
     place: str
     is_spot: bool
 
@@ -51,13 +52,19 @@ def device_prices(markets: Sequence[Market], at: str | None = None) -> dict[str,
     Raises:
         ProblemError: A history is of a machine whose devices are not described.
     """
-    found: dict[str, DevicePrice] = {}
+    found = all_prices(markets, at)
+    return {
+        name: min(each, key=lambda price: price.dollars_per_hour) for name, each in found.items()
+    }
+
+
+def all_prices(markets: Sequence[Market], at: str | None = None) -> dict[str, list[DevicePrice]]:
+    """Every price of each device type, as ``device_prices``; in the order of the markets."""
+    found: dict[str, list[DevicePrice]] = {}
     when = None if at is None else utc_seconds(at, "--at", "time")
     for market in markets:
         for device_type, price in _offers(market, when):
-            known = found.get(device_type)
-            if known is None or price.dollars_per_hour < known.dollars_per_hour:
-                found[device_type] = price
+            found.setdefault(device_type, []).append(price)
     return found
 
 
@@ -72,6 +79,7 @@ def _offers(market: Market, when: float | None) -> Iterator[tuple[str, DevicePri
                     DevicePrice(
                         dollars_per_hour=dollars / machine.num_devices,
                         instance_type=machine.name,
+                        num_devices=machine.num_devices,
                         place=place,
                         is_spot=is_spot,
                     ),
@@ -91,6 +99,7 @@ def _offers(market: Market, when: float | None) -> Iterator[tuple[str, DevicePri
                 DevicePrice(
                     dollars_per_hour=dollars / owner.num_devices,
                     instance_type=history.instance_type,
+                    num_devices=owner.num_devices,
                     place=f"{history.cloud} {history.place}",
                     is_spot=True,
                 ),

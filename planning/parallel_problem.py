@@ -161,6 +161,7 @@ def _pool(
         memory_bytes=cluster.device_types[name].memory_bytes or profile.device_memory_bytes,
         times=tuple(_times(profile, degree, table, names) for degree, table in tables),
         links=tuple(DegreeLink(tensor_parallel_size=d, curve=curve) for d in degrees),
+        dollars_per_hour=cluster.device_types[name].dollars_per_hour,
     )
 
 
@@ -210,5 +211,5 @@ def _node(table: LayerGraph, name: str) -> LayerNode:
 
 
 def _stashed(node: LayerNode) -> int:
-    """What a pass keeps of a layer; where nobody measured it, the layer's output."""
+    """What a pass keeps of a layer; if it was not measured, the layer's output."""
     return node.activation_bytes if node.stashed_bytes is None else node.stashed_bytes

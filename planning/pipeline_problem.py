@@ -113,7 +113,7 @@ def pipeline_problem(
 
 
 def optimizer_of(profiles: Sequence[Profile]) -> OptimizerState:
-    """The optimizer that profiles were made with, which somebody chose.
+    """The optimizer that profiles were made with, if it was chosen and no default.
 
     Raises:
         ProblemError: A profile does not say, or two say unlike things; names the flags.
@@ -281,7 +281,7 @@ def _message_seconds(profiles: Sequence[Profile]) -> float:
 
 
 def _step_error(profiles: Sequence[Profile]) -> float | None:
-    """The largest of those known, an estimated profile's with it; None where nobody knows one."""
+    """The largest of those known, an estimated profile's with it; None if none is known."""
     found = [profile.pipeline.step_error for profile in profiles if profile.pipeline is not None]
     found += [profile.estimate.step_error for profile in profiles if profile.estimate is not None]
     return max((error for error in found if error is not None), default=None)

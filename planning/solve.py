@@ -60,7 +60,9 @@ def _plan(request: SolveRequest) -> Plan:
     if request.strategy == "parallel":
         return best_parallel(request)
     if request.split.objective == "bottleneck":
-        raise ProblemError("--objective bottleneck is a pipeline's", hint="add --strategy pipeline")
+        raise ProblemError(
+            "--objective bottleneck is for pipelines", hint="add --strategy pipeline"
+        )
     if request.strategy == "split" or not _could_be_pipeline(request):
         _check_limits(request)
         return _split(request)

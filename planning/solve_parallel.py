@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, ProblemError
-from ..schema.parallel import ParallelPlan, ParallelPrediction, ParallelStage
+from ..schema.parallel import ParallelPlan, ParallelPrediction, ParallelProblem, ParallelStage
 from .limits import Clock
 from .request import PipelineOptions, SolveRequest, SplitOptions
 from .solve_pipeline import trace_for
@@ -22,7 +22,7 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         BackendError: The plan fails its own check.
     """
     from ..checks.parallel import check
-    from ..solvers.parallel.pareto import alternatives
+    from ..solvers.parallel.pareto import alternatives, gains
     from ..solvers.parallel.solve import solve
     from .parallel_problem import parallel_problem
 
@@ -41,6 +41,8 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
     faults = check(plan, problem)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
+    for line in _unused_degrees(problem):
+        _log.warning(line)
     others = alternatives(problem, plan, request.parallel.top - 1)
     degrees = {size.tensor_parallel_size for size in problem.sizes}
     if degrees == {1}:
@@ -53,11 +55,29 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         alternatives=tuple(
             replace(o, predicted=_with_dollars(o.predicted, o.stages, request.pool)) for o in others
         ),
+        with_more_devices=gains(problem, plan) if request.parallel.top > 1 else (),
         link_bytes_per_second=asked.link_bytes_per_second,
         trace=trace_for(request.profiles, request.pool),
         cluster=request.pool,  # always: degrees depend on the servers, which devices in use hide
         provenance={"pool": request.pool_name},
     )
+
+
+def _unused_degrees(problem: ParallelProblem) -> list[str]:
+    """What a person should know of profiled degrees that no server can hold."""
+    lines = []
+    for pool in problem.pools:
+        width, known = pool.devices_per_server, {t.tensor_parallel_size for t in pool.times}
+        unused = sorted(degree for degree in known if width % degree)
+        if unused:
+            fitting = ", ".join(str(degree) for degree in sorted(known - set(unused)))
+            nearest = -(-width // unused[0]) * unused[0]
+            lines.append(
+                f"{pool.device_type}: tensor-parallel degrees {', '.join(map(str, unused))} do not "
+                f"divide servers of {width}; planned: {fitting or 'none'} (servers of {nearest} "
+                f"would take {unused[0]})"
+            )
+    return lines
 
 
 def _check_flags(request: SolveRequest) -> None:

@@ -81,6 +81,7 @@ def _take_over(request: ForkRequest) -> None:
     sys.orig_argv = list(request.command)
     set_title(request.command)
     _set_signals(request)
+    _leave_inherited_libraries()
 
 
 def _place(descriptors: list[int], numbers: list[int], kept: int) -> int:
@@ -93,6 +94,21 @@ def _place(descriptors: list[int], numbers: list[int], kept: int) -> int:
         os.close(source)
     os.closerange(moved[-1] + 1, os.sysconf("SC_OPEN_MAX"))
     return moved[-1]
+
+
+def _leave_inherited_libraries() -> None:
+    """Let the process end without the exit handlers of libraries that it was forked with.
+
+    They give back memory that goes with the process anyway: torch's take longer than a short
+    program, as each page is copied first. Libraries that the program itself loads registered their
+    handlers later than this, so these run, before it. What C has buffered is written.
+    """
+    libc = ctypes.CDLL(None)
+    # Where one was put before all others, as tools that measure are, it writes its results then.
+    if os.environ.get("LD_PRELOAD") or not hasattr(libc, "on_exit"):
+        return
+    libc.on_exit(libc._exit, None)  # with the exit code
+    libc.on_exit(libc.fcloseall, None)  # the last one registered is the first to run
 
 
 def _set_signals(request: ForkRequest) -> None:

@@ -18,7 +18,7 @@ _FLAT_GAIN = 1.05
 _FLAT_FLOOR_SECONDS = 0.1  # below it another size costs next to nothing
 
 # Enough to tell what fits and what a pass takes about.
-SCOUT_REPEATS = RepeatPolicy(max_repeats=5, min_repeats=2, tolerance=0.1, budget_seconds=0.5)
+SCOUT_REPEATS = RepeatPolicy(max_repeats=4, min_repeats=1, tolerance=0.1, budget_seconds=0.25)
 
 StopReason = Literal[
     "out of memory",

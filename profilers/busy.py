@@ -1,6 +1,6 @@
 """Costs of steps while the host's other devices train too, and of synchronising them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -8,6 +8,7 @@ from ..devices.backend import DeviceRequest
 from ..schema.errors import HetflowError
 from ..schema.profile import Sync, SyncPoint
 from . import links
+from .carried import Carried, a_few, measured_and_carried
 from .crew import Crew
 from .loop_costs import LoopCosts, LoopPolicy, Rounds
 from .process import ChildDied
@@ -34,23 +35,28 @@ class BusyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy:
-    """``costs`` with ``num_devices`` training at once, and ``sync``; None where unmeasured.
+    """``carried`` with ``num_devices`` training at once, and ``sync``; None where unmeasured.
 
     ``peak_bytes`` are [sizes] the peaks of workers that synchronise, where those were measured.
     """
 
     num_devices: int
-    costs: LoopCosts | None
+    carried: Carried | None
     costs_skipped: str | None
     sync: Sync | None
     sync_provenance: dict[str, Any]
     peak_bytes: dict[int, int]
 
+    @property
+    def costs(self) -> LoopCosts | None:
+        """Measured and carried."""
+        return None if self.carried is None else self.carried.costs
+
 
 def measure_busy(
     target: Target,
     request: DeviceRequest,
-    pass_seconds: dict[int, float],
+    alone: LoopCosts,
     sync: links.SyncOptions,
     options: BusyOptions,
     clock: Callable[[], float],
@@ -63,39 +69,48 @@ def measure_busy(
     Args:
         target: What they train.
         request: The device type; emulated types share their base's.
-        pass_seconds: About how long a pass of each size takes, alone.
+        alone: What each size costs a device alone.
         sync: Over how many devices to synchronise, and how to where the loop fails.
         options: How.
         clock: Wall seconds.
         progress: Told what is being measured now, and how many seconds it takes at most.
     """
     number = _num_busy(request, sync.num_devices)
-    costs: LoopCosts | None = None
+    pass_seconds = {point.batch_size: point.step_seconds for point in alone.points}
+    found: Carried | None = None
     skipped: str | None = "emulated types are held to their table"
     with Crew(target, request, max(number, 2), sync.optimizer) as crew:
         if number < 2 or sync.num_devices < 2:
             skipped = "not asked for" if sync.num_devices < 2 else "one device of the type here"
         elif options.with_curve:
-            rounds = Rounds(
-                crew.beside,
-                pass_seconds,
-                options.policy,
-                clock,
-                lambda text, left: progress(f"{text}, {number} devices busy", left),
-            )
+
+            def rehearsed(sizes: Sequence[int]) -> LoopCosts:
+                return Rounds(
+                    crew.beside,
+                    {size: pass_seconds[size] for size in sizes},
+                    options.policy,
+                    clock,
+                    lambda text, left: progress(f"{text}, {number} devices busy", left),
+                ).run()
+
             try:
                 crew.start()  # or it would spend the budget of the rounds
-                costs, skipped = rounds.run(), None
+                if options.policy.carries:
+                    own = {point.batch_size: point.timing for point in alone.points}
+                    found = measured_and_carried(own, a_few(pass_seconds), rehearsed)
+                else:
+                    found = Carried(costs=rehearsed(list(pass_seconds)))
+                skipped = None
             except (HetflowError, ChildDied, MemoryError) as error:
                 skipped = f"the workers failed: {links.said(error)}"
-        found, provenance, peaks = _sync_of(
+        measured, provenance, peaks = _sync_of(
             crew, target, request, pass_seconds, sync, options, clock, progress
         )
     return Busy(
         num_devices=number,
-        costs=costs,
+        carried=found,
         costs_skipped=skipped,
-        sync=found,
+        sync=measured,
         sync_provenance=provenance,
         peak_bytes=peaks,
     )

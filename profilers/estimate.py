@@ -140,7 +140,7 @@ def _measured_spec(measured: Profile) -> DeviceSpec:
         except ProblemError:
             continue
     raise ProblemError(
-        f"the profile was measured on {measured.device_type}, which the device table has not",
+        f"the profile was measured on {measured.device_type}, which is not in the device table",
         hint="leave --from-profile out: the devices are then estimated from their data sheets",
     )
 

@@ -75,7 +75,7 @@ def _allocations(events: Iterable[Any]) -> list[tuple[int, int]]:
 
 
 class Ledger:
-    """Who made each storage of a model's passes, and which of them autograd keeps.
+    """The layer that made each storage of a model's passes, and the storages that autograd keeps.
 
     Args:
         standing: Tensors that are there anyway: parameters and buffers.

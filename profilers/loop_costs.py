@@ -25,6 +25,7 @@ _REHEARSAL_SECONDS = 0.08
 _MOST_STEPS = 25
 _EMPTY_NODES, _EMPTY_STEPS = 6, 8
 _CHECKED_NODES = (1, 6)
+_HALVINGS = 40
 _CHECK_SHARE = 0.2  # of the budget, at most, for one check
 
 
@@ -52,30 +53,70 @@ class LoopPolicy:
         most_seconds: Of one size: its part of the budget, at most.
         least_seconds: Of one size: its part of the budget, at least.
         most_samples: Of one size: passes to time at most; None for no limit.
+        least_total_seconds: Of all sizes together: a few get more than their parts.
+        most_total_seconds: Of all sizes together, where nobody has stated them; None for no limit.
+        carries: Whether some sizes may be carried between those that are rehearsed (``carried``).
     """
 
     tolerance: float = 0.02
     most_passes: int = 60
     most_seconds: float = 4.0
-    least_seconds: float = 0.3
+    least_seconds: float = 0.2
     most_samples: int | None = None
+    least_total_seconds: float = 0.0
+    most_total_seconds: float | None = 6.0
+    carries: bool = True
 
     @classmethod
     def quick(cls) -> "LoopPolicy":
         """Within a minute for a handful of sizes."""
-        return cls(tolerance=0.05, most_passes=30, most_seconds=1.0, least_seconds=0.2)
+        return cls(
+            tolerance=0.05,
+            most_passes=30,
+            most_seconds=1.0,
+            least_seconds=0.2,
+            most_total_seconds=None,
+        )
 
     @classmethod
     def thorough(cls) -> "LoopPolicy":
         """As narrow as a quiet machine allows."""
-        return cls(tolerance=0.01, most_passes=600, most_seconds=40.0, least_seconds=2.0)
-
-    def budget_seconds(self, pass_seconds: Sequence[float]) -> float:
-        """For sizes whose passes take so long."""
-        return sum(
-            max(self.least_seconds, min(self.most_seconds, self.most_passes * seconds))
-            for seconds in pass_seconds
+        return cls(
+            tolerance=0.01,
+            most_passes=600,
+            most_seconds=40.0,
+            least_seconds=2.0,
+            most_total_seconds=None,
+            carries=False,
         )
+
+    def parts(self, pass_seconds: Sequence[float], visit_seconds: Sequence[float]) -> list[float]:
+        """[sizes] seconds of the budget, for sizes whose passes and visits take so long.
+
+        Every size has room for a visit. Where all together would take too long, the parts of those
+        that have most are cut to one length; where they take less than the least, all are longer.
+        """
+        parts = self._own_parts(pass_seconds, visit_seconds)
+        longer = max(1.0, self.least_total_seconds / max(sum(parts), 1e-9))
+        return [part * longer for part in parts]
+
+    def _own_parts(
+        self, pass_seconds: Sequence[float], visit_seconds: Sequence[float]
+    ) -> list[float]:
+        least = [max(self.least_seconds, visit) for visit in visit_seconds]
+        wanted = [self.most_passes * seconds for seconds in pass_seconds]
+
+        def cut(most: float) -> list[float]:
+            return [max(low, min(most, want)) for low, want in zip(least, wanted, strict=True)]
+
+        limit = self.most_total_seconds
+        if limit is None or sum(cut(self.most_seconds)) <= limit:
+            return cut(self.most_seconds)
+        low, high = 0.0, self.most_seconds
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if sum(cut(middle)) <= limit else (low, middle)
+        return cut(low)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +199,7 @@ class _Size:
     pass_seconds: float
     nodes: list[float] = field(default_factory=list)
     loads: list[float] = field(default_factory=list)
+    seconds_left: float = 0.0  # of its part of the budget
 
     @property
     def is_long(self) -> bool:
@@ -208,7 +250,13 @@ class Rounds:
         self._rehearse, self._policy, self._clock = rehearse, policy, clock
         self._progress = progress
         self._sizes = [_Size(size, pass_seconds[size]) for size in sorted(pass_seconds)]
-        self._budget_seconds = policy.budget_seconds(list(pass_seconds.values()))
+        parts = policy.parts(
+            [size.pass_seconds for size in self._sizes],
+            [size.rehearsal_seconds for size in self._sizes],
+        )
+        for size, part in zip(self._sizes, parts, strict=True):
+            size.seconds_left = part
+        self._budget_seconds = sum(parts)
         self._fixed: list[float] = []
         self._updates: list[float] = []
         self._empty: list[float] = []
@@ -227,6 +275,8 @@ class Rounds:
             wanted = [s for s in self._sizes if not s.is_done(self._policy)]
             if self._num_rounds and (not wanted or self._clock() >= end):
                 break
+            # What sizes that are done have left of their parts is for the others.
+            wanted = [s for s in wanted if s.seconds_left >= s.rehearsal_seconds] or wanted
             shift = self._num_rounds % max(len(wanted), 1)
             for size in wanted[shift:] + wanted[:shift]:
                 late = self._clock() + size.rehearsal_seconds > end
@@ -241,12 +291,13 @@ class Rounds:
         return self._summary()
 
     def _visit(self, size: _Size) -> None:
-        nodes = [size.batch_size] * size.num_nodes
+        nodes, began = [size.batch_size] * size.num_nodes, self._clock()
         try:
             workers = self._rehearse(nodes, num_steps=size.num_steps)
         except MemoryError:
             self._drop_from(size.batch_size)
             return
+        size.seconds_left -= self._clock() - began
         for steps in workers:
             for number, step in enumerate(steps):
                 later = [after[1] - before[1] for before, after in pairwise(step.passes)]

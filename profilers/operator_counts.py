@@ -69,7 +69,7 @@ class Tally:
         self._calls[name, dtype, flops, num_bytes] += 1
 
     def allocated(self, storage: Any, inputs: set[int]) -> None:
-        """Count a storage that is not one of the inputs' until nobody holds it."""
+        """Count a storage that is not one of the inputs' until it is freed."""
         key = storage._cdata
         if key in self._held or key in inputs:
             return
@@ -188,7 +188,7 @@ def count_model(
         sizes: Batch sizes, ascending.
         layers_at: Microbatch sizes to count the layers at.
         optimizer: One of ``schema.optimizer.NAMES``, where the target brings none.
-        is_default: Whether nobody chose that optimizer.
+        is_default: Whether that optimizer is only the default.
         is_enough: Asked after each size, with the bytes that stand between steps and the passes
             so far, whether larger sizes may be left out.
 

@@ -19,6 +19,7 @@ from ..schema.step_costs import Links, PipelineCosts
 from . import emulated, links
 from .batch_curve import Curve, CurveLimits, measure_curve
 from .busy import Busy, BusyOptions, Progress, measure_busy
+from .carried import Carried, every_second, measured_and_carried
 from .layers import as_in_the_loop, graph_of
 from .loop_costs import LoopCosts, LoopPolicy, Rounds
 from .measurer import Measurer
@@ -38,8 +39,8 @@ class ProfileOptions:
     ``optimizer`` None measures with DEFAULT_OPTIMIZER where the target brings none, and the
     profile says that nobody chose it.
     ``limits`` say which sizes there are, ``loop`` how well each is measured; ``sync_seconds``,
-    ``exchange_seconds`` and ``hold_seconds`` are for synchronisation in the loop at most, for
-    all-reduces over sizes and for pipelines each, and for held passes of each emulated type.
+    ``exchange_seconds`` and ``hold_seconds`` are for synchronisation in the loop, for all-reduces
+    by themselves and pipelines each, and for held passes of each emulated type.
     ``layers_at`` are the microbatch sizes to profile layers at; none leaves them out.
     ``links`` measures links and all-reduces over sizes; None links alone, where layers are
     profiled.
@@ -47,7 +48,7 @@ class ProfileOptions:
 
     limits: CurveLimits = CurveLimits()
     loop: LoopPolicy = LoopPolicy()
-    sync_seconds: float = 12.0
+    sync_seconds: float = 6.0
     exchange_seconds: float = 6.0
     hold_seconds: float = 12.0
     optimizer: str | None = None
@@ -56,13 +57,19 @@ class ProfileOptions:
     command: str = ""
     layers_at: tuple[int, ...] = ()
 
+    @classmethod
+    def for_stated_sizes(cls) -> "ProfileOptions":
+        """Each of them is measured whole; few leave time to measure all better."""
+        loop = LoopPolicy(least_total_seconds=4.0, most_total_seconds=None)
+        return cls(loop=loop, sync_seconds=12.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Base:
     """What was measured on a real device; emulated types of it share it."""
 
     curve: Curve
-    costs: LoopCosts
+    alone: Carried
     no_loading: str | None
     optimizer: OptimizerState
     facts: dict[str, Any]
@@ -75,6 +82,11 @@ class _Base:
     update_workspace_bytes: int | None
     group_workspace_bytes: int | None
     seconds: float
+
+    @property
+    def costs(self) -> LoopCosts:
+        """Of a device alone, measured and carried."""
+        return self.alone.costs
 
 
 def profile_target(
@@ -166,13 +178,8 @@ def _measure(
             lambda size: say(f"looking at batch size {size}"),
         )
         kept = measurer.optimizer_state(curve.results[0].batch_size)
-        costs = Rounds(
-            measurer.rehearse,
-            {result.batch_size: result.wall_seconds for result in curve.results},
-            options.loop,
-            clock,
-            say,
-        ).run()
+        carried = _measured_alone(curve, measurer, options, say)
+        costs = carried.costs
         repeats = min(limits.repeats.max_repeats, LAYER_REPEATS)
         layers = []
         for size in options.layers_at:
@@ -192,7 +199,7 @@ def _measure(
     busy = measure_busy(
         target,
         request,
-        {point.batch_size: point.step_seconds for point in costs.points},
+        costs,
         _sync_options(options, curve),
         BusyOptions(policy=options.loop, sync_seconds=options.sync_seconds, with_curve=is_real),
         clock,
@@ -201,7 +208,7 @@ def _measure(
     link, links_provenance = _measure_links(request, options, layers, say)
     return _Base(
         curve=_fitting(curve, costs),
-        costs=costs,
+        alone=carried,
         no_loading=measurer.no_loading,
         optimizer=_optimizer(kept, facts["weight_bytes"], options),
         facts=facts,
@@ -215,6 +222,23 @@ def _measure(
         group_workspace_bytes=_group_workspace(curve, kept["workspace_bytes"] or 0, busy),
         seconds=time.monotonic() - start,
     )
+
+
+def _measured_alone(
+    curve: Curve, measurer: Measurer, options: ProfileOptions, progress: Progress
+) -> Carried:
+    """All sizes in the loop, by themselves; of sizes that nobody stated, some are carried."""
+    walls = {result.batch_size: result.wall_seconds for result in curve.results}
+
+    def rehearsed(sizes: Sequence[int]) -> LoopCosts:
+        known = {size: walls[size] for size in sizes}
+        return Rounds(measurer.rehearse, known, options.loop, time.monotonic, progress).run()
+
+    if options.limits.sizes is not None or not options.loop.carries:
+        return Carried(costs=rehearsed(list(walls)))
+    own = {result.batch_size: result.timing for result in curve.results}
+    chosen = {*every_second(walls), *(size for size in options.layers_at if size in own)}
+    return measured_and_carried(own, sorted(chosen), rehearsed)
 
 
 def _pass_seconds(
@@ -446,11 +470,11 @@ def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) ->
         "curve_stopped": base.curve.stopped,
         "died_of": base.death,
         "loading": base.no_loading or "measured",
-        "alone": _as_provenance(base.costs),
+        "alone": _as_provenance(base.alone),
         "busy": (
             {"skipped": base.busy.costs_skipped}
-            if base.busy.costs is None
-            else {"num_devices": base.busy.num_devices, **_as_provenance(base.busy.costs)}
+            if base.busy.carried is None
+            else {"num_devices": base.busy.num_devices, **_as_provenance(base.busy.carried)}
         ),
         "passes_alone": [
             {
@@ -466,9 +490,12 @@ def _provenance(request: DeviceRequest, options: ProfileOptions, base: _Base) ->
     }
 
 
-def _as_provenance(costs: LoopCosts) -> dict[str, Any]:
+def _as_provenance(carried: Carried) -> dict[str, Any]:
     """How well the parts of a step are known; times in seconds."""
+    costs = carried.costs
     return {
+        "carried_batch_sizes": list(carried.sizes),
+        "carried_error": carried.error,
         "rounds": costs.num_rounds,
         "tolerance": costs.tolerance,
         "wide_batch_sizes": list(costs.wide),

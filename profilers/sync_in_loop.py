@@ -25,9 +25,10 @@ from .rehearsal import config_of
 from .timing import Timing
 
 _NUM_NODES = 2
-_LONG_SECONDS = 0.15  # a pass: of larger sizes noise is more than what is looked for
+_LONG_SECONDS = 0.5  # a pass: larger sizes are left out, and those that are both
+_SHORT_SECONDS, _SPAN = 0.05, 4  # longer than this, and so many times as long as the smallest
 _TOLERANCE = 0.02  # half the width of a median's interval, relative to the step
-_REHEARSAL_SECONDS = 0.2
+_REHEARSAL_SECONDS = 0.1  # rehearsals differ by more than their steps: many short ones
 _MOST_STEPS = 40
 _SETTLING_STEPS = 3  # the first of a rehearsal: a launch's first steps are not in its median either
 _FEWEST_ROUNDS, _MOST_ROUNDS = 2, 20
@@ -121,9 +122,13 @@ def _is_known(samples: Sequence[float], steps: Sequence[float]) -> bool:
 
 
 def sizes_to_measure(pass_seconds: dict[int, float]) -> list[int]:
-    """The smallest, the largest and one between, without those whose passes are long."""
+    """The smallest, the largest and one between, without those whose passes are long.
+
+    The noise of long passes is more than what is looked for, and they take most of the budget.
+    """
     sizes = sorted(pass_seconds)
-    short = [size for size in sizes if pass_seconds[size] < _LONG_SECONDS] or sizes[:1]
+    limit = min(_LONG_SECONDS, max(_SHORT_SECONDS, _SPAN * pass_seconds[sizes[0]]))
+    short = [size for size in sizes if pass_seconds[size] < limit] or sizes[:1]
     return [short[index] for index in sorted({0, len(short) // 2, len(short) - 1})]
 
 

@@ -85,7 +85,7 @@ class Closed:
 
 @record
 class Fragile:
-    """The others cannot go on without a worker that dies: nobody could tell where they stand."""
+    """The others cannot continue without a worker that dies: no process knows their positions."""
 
     kind: Literal["fragile"] = "fragile"
 
@@ -134,7 +134,7 @@ class Resize:
 
 @record
 class Recover:
-    """Who goes on after a loss; those ``behind`` get the result they lack from ``donor``."""
+    """The workers that continue after a loss: ``behind`` get missing results from ``donor``."""
 
     generation: Index
     config: LaunchConfig

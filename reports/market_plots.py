@@ -14,7 +14,7 @@ _MOST_PANELS = 40
 
 
 def prices_image(market: Market, file_format: str, *, per_device: bool = False) -> bytes:
-    """Prices over time; where nobody knows them, lines have gaps.
+    """Prices over time; lines have gaps where prices are unknown.
 
     Args:
         market: With price histories.

@@ -2,7 +2,13 @@
 
 from dataclasses import asdict
 
-from ..schema.parallel import ParallelAlternative, ParallelPlan, ParallelPrediction, ParallelStage
+from ..schema.parallel import (
+    ParallelAlternative,
+    ParallelGain,
+    ParallelPlan,
+    ParallelPrediction,
+    ParallelStage,
+)
 from .grid import grid, mebibytes, milliseconds
 from .parallel_terms import step_terms
 
@@ -38,6 +44,7 @@ def parallel_table(plan: ParallelPlan) -> str:
     ]
     if plan.alternatives:
         lines.append(_points(plan))
+    lines += [_gain(plan, gain) for gain in plan.with_more_devices]
     return "\n".join([*lines, *map(str, plan.estimates)])
 
 
@@ -88,6 +95,12 @@ def _points(plan: ParallelPlan) -> str:
     ]
     headers = ("step", "devices", "fullest device", "$/hour", "slower by", "layers: replicas")
     return grid(headers, rows)
+
+
+def _gain(plan: ParallelPlan, gain: ParallelGain) -> str:
+    saved = 1.0 - gain.step_seconds / plan.predicted.step_seconds
+    effect = f"the step is {saved:.1%} shorter" if saved > 0 else "no faster plan was found"
+    return f"with {gain.num_devices} more {gain.device_type}: {effect}"
 
 
 def _what_grew(best: ParallelAlternative, other: ParallelAlternative) -> str:

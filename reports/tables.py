@@ -70,7 +70,7 @@ def profile_table(profile: Profile) -> str:
 
 
 def plan_table(plan: SplitPlan) -> str:
-    """Who gets how much, how long a step takes, and how good that is."""
+    """The batch of each device, the predicted step, and the proof."""
     emulated = {device.device_type for device in plan.emulated}
     estimated = {estimate.device_type for estimate in plan.estimates}
     names = {
@@ -229,7 +229,7 @@ def launch_table(config: LaunchConfig) -> str:
 
 
 def run_table(run: RunRecord) -> str:
-    """Predicted beside measured, per device and for the step."""
+    """How the run ended, its events, and predicted beside measured times of devices and step."""
     rows = [
         (
             device.rank,
@@ -242,10 +242,16 @@ def run_table(run: RunRecord) -> str:
         )
         for device in run.devices
     ]
+    code = f" (exit code {run.exit_code})" if run.exit_code else ""
     error = "-" if run.step_seconds_error is None else f"{100 * run.step_seconds_error:+.1f} %"
     return "\n".join(
         [
-            f"{run.plan.model}: {run.status}, {run.num_steps} steps in {run.wall_seconds:.1f} s",
+            f"{run.plan.model}: {run.status}{code}, {run.num_steps} steps in "
+            f"{run.wall_seconds:.1f} s",
+            *(
+                f"{event.kind} after {event.at_seconds:.1f} s: {event.detail}"
+                for event in run.events
+            ),
             grid(
                 ("rank", "device", "compute predicted", "measured", "sync", "step", "peak memory"),
                 rows,

@@ -58,7 +58,7 @@ class BufferSlot:
         self.left, self.version = value, value._version
 
     def was_written(self) -> bool:
-        """Whether somebody wrote to it since it was put in place."""
+        """Whether it was written to since it was put in place."""
         current = self.current()
         return current is not self.left or current._version != self.version
 

@@ -45,8 +45,27 @@ class Checkpoint:
     state: Any
 
 
-def encode(value: Any, tensors: list[Tensor], at: str = "state", depth: int = 0) -> Any:
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """A contiguous copy on the host; waits for the tensor's device."""
+    return tensor.detach().to(TORCH_DEVICE, copy=True).contiguous()
+
+
+def encode(
+    value: Any,
+    tensors: list[Tensor],
+    at: str = "state",
+    depth: int = 0,
+    *,
+    copy: Callable[[Tensor], Tensor] = copy_to_host,
+) -> Any:
     """A nest of plain values as JSON; its tensors go to the list, on the host.
+
+    Args:
+        value: The nest.
+        tensors: Takes the tensors, in the order in which they are met.
+        at: Where the value stands, for messages.
+        depth: In how many others it is.
+        copy: Makes a tensor's copy on the host.
 
     Raises:
         TargetError: A value that is not plain data (a function, an object); says where.
@@ -57,17 +76,19 @@ def encode(value: Any, tensors: list[Tensor], at: str = "state", depth: int = 0)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        tensors.append(value.detach().to(TORCH_DEVICE, copy=True).contiguous())
+        tensors.append(copy(value))
         return {"tensor": len(tensors) - 1}
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [encode(item, tensors, f"{at}[{n}]", depth) for n, item in enumerate(value)]}
+        items = enumerate(value)
+        return {kind: [encode(i, tensors, f"{at}[{n}]", depth, copy=copy) for n, i in items]}
     if isinstance(value, Mapping):
         kind = "counter" if isinstance(value, Counter) else "dict"
         pairs = [
-            [encode(k, tensors), encode(v, tensors, f"{at}.{k}", depth)] for k, v in value.items()
+            [encode(k, tensors), encode(v, tensors, f"{at}.{k}", depth, copy=copy)]
+            for k, v in value.items()
         ]
         return {kind: pairs}
     raise TargetError(
@@ -319,7 +340,7 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what writers left half done that were killed; call it where nobody writes."""
+    """Remove the partial files of killed writers; call it while no checkpoint is written."""
     for path in [*folder.glob(".making-*"), *folder.glob("step-*/.making-*")]:
         _discard(path)
 

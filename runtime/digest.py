@@ -1,19 +1,37 @@
 """A digest that two runs share when, and only when, they ended with the same bits."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class InPieces(NamedTuple):
+    """A tensor whose values come a piece at a time, in order, on any device."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Iterable[Tensor]
+
+
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over names, dtypes, shapes and bytes, in order of names."""
+    return digest_of_pieces(
+        InPieces(name, tensors[name].dtype, tuple(tensors[name].shape), [tensors[name]])
+        for name in sorted(tensors)
+    )
+
+
+def digest_of_pieces(tensors: Iterable[InPieces]) -> str:
+    """The same, of tensors that are given in order of names; one piece is held at a time."""
     digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach()
-        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(_bytes_of(tensor))
+    for tensor in tensors:
+        digest.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\0".encode())
+        for piece in tensor.pieces:
+            digest.update(_bytes_of(piece.detach()))
     return digest.hexdigest()
 
 

@@ -126,6 +126,9 @@ class StepEngine(Protocol):
     def is_drained(self) -> bool:
         """Whether nothing is in flight: each parameter has its newest value only."""
 
+    def digest(self) -> str:
+        """The digest of all that is trained, after buffers are merged. Call it on all workers."""
+
     def gather(self) -> None:
         """Bring the parameters of the whole model to every worker, on one device or the host.
 

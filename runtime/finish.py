@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 from typing import Protocol
@@ -16,12 +17,10 @@ from ..protocol.messages import Finished
 from ..protocol.record import WorkerReport, assemble, parse_report, report_text
 from ..schema import files
 from ..schema.errors import FileError, TargetError
-from .digest import digest_of
 from .group import Place, leave
 from .measurements import peak_memory_bytes
 from .runner import Runner
 from .session import Session
-from .setup import final_tensors
 from .telling import log
 from .worker import ScriptRun, fail_at_exit
 
@@ -42,8 +41,8 @@ class Ending(Protocol):
     def world_size(self) -> int:
         """How many workers there are."""
 
-    def finish(self) -> None:
-        """End the job."""
+    def finish(self, *, whole: bool) -> None:
+        """End the job; ``whole`` where the script can still use the model."""
 
 
 def at_exit(job: Ending) -> None:
@@ -66,7 +65,7 @@ def at_exit(job: Ending) -> None:
 def _end(job: Ending) -> None:
     if not Outcome.failed:
         try:
-            job.finish()
+            job.finish(whole=False)
         except BaseException as error:
             # Python would print it and leave with exit code 0.
             code = fail_at_exit(error)
@@ -96,10 +95,15 @@ def meet_all(session: Session, runner: Runner) -> None:
         runner.run(lambda: _meet(session.place))
 
 
-def report(session: Session) -> None:
-    """Tell the controller what was measured, and the digest of what was trained."""
+def report(session: Session, digest: Callable[[], str]) -> None:
+    """Tell the controller what was measured, and the digest of what was trained.
+
+    Args:
+        session: The job's.
+        digest: Takes it; called on all workers, or on none.
+    """
     if session.place.start.config is not None:
-        _publish(session.place, _report_of(session))
+        _publish(session.place, _report_of(session, digest()))
 
 
 def part(session: Session) -> None:
@@ -122,7 +126,7 @@ def _meet(place: Place) -> None:
     place.store.wait(signs, timedelta(seconds=place.start.timeout_seconds))
 
 
-def _report_of(session: Session) -> WorkerReport:
+def _report_of(session: Session, digest: str) -> WorkerReport:
     timings, place, holder = session.clock.timings(), session.place, session.holder
     assert place.slot is not None
     return WorkerReport(
@@ -139,7 +143,7 @@ def _report_of(session: Session) -> WorkerReport:
         step_seconds_spread=timings.spread,
         peak_memory_bytes=peak_memory_bytes(place.device),
         final_loss=_finite(session.last_loss),
-        parameters_digest=digest_of(final_tensors(session.model, session.parameters)),
+        parameters_digest=digest,
         emulated_passes=holder.num_passes if holder else 0,
         emulated_overruns=holder.num_overruns if holder else 0,
         worst_overrun_seconds=holder.worst_overrun_seconds if holder else 0.0,

@@ -228,18 +228,21 @@ class Job:
         or evaluating the model between steps; ``evaluation`` and ``finish`` do so themselves.
         Virtual nodes keep their own.
         """
-        session, buffers = self._session, self._engine.buffers
-        if session.is_finished:
+        if self._session.is_finished:
             self._engine.drain()
         self._runner.join()
         if self._runner.is_behind:
             return
+        self._merge_buffers()
+        self._engine.gather()
+
+    def _merge_buffers(self) -> None:
+        session, buffers = self._session, self._engine.buffers
         buffers.begin_step()
         merged = self._runner.meet(
             lambda: buffers.merged(peers.all_reduce if session.place.distributed else None)
         )
         buffers.install(merged)
-        self._engine.gather()
 
     @contextmanager
     def evaluation(self) -> Iterator[nn.Module]:
@@ -303,11 +306,16 @@ class Job:
             on_all=on_all,
         )
 
-    def finish(self) -> None:
+    def finish(self, *, whole: bool = True) -> None:
         """End the job: report measurements and the digest, and leave the process group.
 
-        Called at the end of the script by itself; call it to leave earlier. Every worker's model is
-        whole afterwards, on its device or, under a pipeline, on its host where it does not fit.
+        Called at the end of the script by itself; call it to leave earlier, or to use the model
+        afterwards.
+
+        Args:
+            whole: Under a pipeline, bring the whole model to every worker, to its device or, where
+                it does not fit, to its host. Else a worker keeps its own stages, and the model
+                cannot be called any more; so it is where the script has ended.
 
         Raises:
             TargetError: Workers have diverged, or nobody can tell: the script destroyed the group.
@@ -321,8 +329,12 @@ class Job:
         finish.meet_all(session, self._runner)
         self.compare()
         self._checkpoints.finish()
-        self.sync_buffers()
-        finish.report(session)
+        self._engine.drain()
+        if not self._runner.is_behind:
+            self._merge_buffers()
+        finish.report(session, self._engine.digest)
+        if whole and not self._runner.is_behind:
+            self._engine.gather()
         self._engine.close()
         self._agreement.close()
         finish.part(session)

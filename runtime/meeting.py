@@ -28,7 +28,7 @@ class Meeting:
     Args:
         store: Theirs.
         device_types: The device type of each rank.
-        limit_seconds: How long to wait for anybody.
+        limit_seconds: How long to wait for any worker.
         late_seconds: How long to wait for a worker that came, and without a word for one that
             did not.
     """

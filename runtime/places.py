@@ -1,4 +1,4 @@
-"""What a worker's place says: who holds which virtual node, and how its sums are made."""
+"""A worker's place: the holders of all virtual nodes, and how its sums are made."""
 
 from ..schema.errors import TargetError
 from .determinism import is_invariant

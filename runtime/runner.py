@@ -74,7 +74,7 @@ class Alone:
         self._engine = engine
 
     def join(self) -> None:
-        """Nobody comes later."""
+        """No worker joins later."""
 
     def run(self, function: Callable[[], Answer]) -> Answer:
         """See ``Runner``."""
@@ -90,14 +90,14 @@ class Alone:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Nobody asks who waits."""
+        """Nothing: no other worker waits."""
         yield
 
     def boundary(self) -> None:
-        """Nobody comes or goes."""
+        """No worker joins or leaves."""
 
     def order_of(
         self, call: int, loader: "DataLoader[Any]", draw: Callable[[], list[int]]
     ) -> Sequence[int]:
-        """See ``Runner``; nobody is behind, so it is as drawn."""
+        """See ``Runner``; no worker lags, so it is as drawn."""
         return draw()

@@ -20,6 +20,7 @@ from .agreement.agreement import Agreement
 from .checkpoint import Checkpoint
 from .engine import StepEngine
 from .handing_over import Handover
+from .host_copies import HostCopies
 from .manifest import BrokenCheckpoint, IncompleteCheckpoint
 from .progress import Progress
 from .runner import Runner
@@ -192,9 +193,11 @@ class Checkpoints:
             return
         header = self._progress.header()
         tensors: list[Tensor] = []
-        encoded = checkpoint.encode(state, tensors)
+        copies = HostCopies()
+        encoded = checkpoint.encode(state, tensors, copy=copies.take)
+        copies.close()
         self._settle()
-        work = threading.Thread(target=self._write, args=(header, encoded, tensors))
+        work = threading.Thread(target=self._write, args=(header, encoded, tensors, copies))
         self._writing = work
         work.start()
         if wait:
@@ -269,8 +272,11 @@ class Checkpoints:
         self._settle()
         self._stops.close()
 
-    def _write(self, header: dict[str, Any], encoded: Any, tensors: list[Tensor]) -> None:
+    def _write(
+        self, header: dict[str, Any], encoded: Any, tensors: list[Tensor], copies: HostCopies
+    ) -> None:
         try:
+            copies.wait()
             self._engine.state.write(self._folder, header, encoded, tensors, self._broken)
             self._failed = None
             self._broken.discard(self._folder / checkpoint.name_of(header["step"]))

@@ -18,6 +18,7 @@ from .buffers import VirtualNodeBuffers
 from .checkpoint import Checkpoint
 from .data import Pass
 from .determinism import refusal_of
+from .digest import digest_of
 from .engine import Step
 from .gradients import GradientReducer
 from .group import Place
@@ -26,6 +27,7 @@ from .optimizers import state_of
 from .places import invariant_of
 from .restoring import load_optimizers, load_parameters
 from .session import Session
+from .setup import final_tensors
 from .streams import seed_streams
 from .totals import StepTotals, packed_sums
 
@@ -156,6 +158,10 @@ class SplitEngine:
 
     def drain(self) -> None:
         """Nothing is in flight."""
+
+    def digest(self) -> str:
+        """See ``StepEngine``."""
+        return digest_of(final_tensors(self._session.model, self._session.parameters))
 
     def gather(self) -> None:
         """Nothing is elsewhere."""

@@ -1,4 +1,4 @@
-"""The one tree that gradients are summed along, whoever holds which virtual node. Pure.
+"""The tree that gradients are summed along, the same for every mapping of virtual nodes. Pure.
 
 The virtual nodes 0, 1, 2, ... are the leaves of one binary tree, aligned at powers of two.
 """

@@ -48,13 +48,13 @@ class History:
 
 
 def history(store: Store) -> History:
-    """All jobs that were ever let in and were not cancelled.
+    """All jobs that were ever let in, and were neither cancelled nor are held.
 
     Raises:
         ProblemError: There is none.
     """
     rows = store.rows(
-        "SELECT * FROM jobs WHERE throughput IS NOT NULL AND state != 'cancelled' "
+        "SELECT * FROM jobs WHERE throughput IS NOT NULL AND state NOT IN ('cancelled', 'held') "
         "ORDER BY submitted, number"
     )
     if not rows:

@@ -60,7 +60,7 @@ class Scheduler:
         """Go on where the state is.
 
         Args:
-            store: The state; nobody else may schedule by it.
+            store: The state; no other scheduler may use it.
             engine: Where jobs run.
             settings: How.
 
@@ -144,6 +144,8 @@ class Scheduler:
                 leases.drop_planned(self._store, lease.job, now)
                 leases.ask_to_stop(self._store, lease, now)
             self._store.set("round_ends", None)
+            self._aim(now)
+            self._store.set(_AIMED, None)  # nobody is to get anything until it is started again
         self._round_ends = None
         self._act(now)
         return not leases.open_leases(self._store)

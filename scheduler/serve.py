@@ -35,7 +35,7 @@ def serve(
     settings: Settings,
     say: Callable[[str], None],
 ) -> None:
-    """Schedule until somebody asks to stop.
+    """Schedule until a user asks to stop.
 
     After ``request_stop`` all jobs save and end, and stay queued. After SIGTERM or ctrl-C jobs go
     on without a scheduler; the next one adopts them.

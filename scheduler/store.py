@@ -115,8 +115,9 @@ class Store:
     def _refuse_others(self) -> None:
         try:
             found = self.get("format")
-        except (sqlite3.Error, ValueError) as error:
-            raise FileError(f"{self.folder / FILE}: not a cluster's state: {error}") from None
+        except (FileError, sqlite3.Error, ValueError) as error:
+            cause = error.__cause__ or error
+            raise FileError(f"{self.folder / FILE}: not a cluster's state: {cause}") from None
         if found != FORMAT:
             raise FileError(
                 f"{self.folder / FILE}: its format is {found!r}, this hetflow knows {FORMAT!r}",

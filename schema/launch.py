@@ -133,7 +133,7 @@ class PipelineWork:
 
 @record
 class LaunchConfig:
-    """Who runs what. Ranks follow the plan's order of groups, never the order of hosts.
+    """The work of each rank. Ranks follow the plan's order of groups, not the order of hosts.
 
     ``optimizer`` is the one whose state the plan counted; workers hold the script's to it.
     """

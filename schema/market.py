@@ -4,6 +4,7 @@ Times are absolute and in UTC. What is unknown is None, never zero and never fil
 """
 
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -76,7 +77,7 @@ class PriceHistory:
 
     def start_seconds(self) -> list[float]:
         """Each time as seconds since 1970-01-01T00:00:00Z."""
-        return [utc_seconds(text, self.title, "times") for text in self.times]
+        return list(_start_seconds(self.times, self.title))
 
     def stretches(self) -> list[tuple[float, float, float | None]]:
         """Start, end (seconds since 1970 in UTC) and dollars per hour of each, in order."""
@@ -180,6 +181,11 @@ class RentReport:
     expected_dollars: Dollars | None = None
 
 
+@lru_cache(maxsize=1024)  # read once to be checked, and once to be used
+def _start_seconds(times: tuple[str, ...], title: str) -> tuple[float, ...]:
+    return tuple(utc_seconds(text, title, "times") for text in times)
+
+
 def utc_seconds(text: str, owner: str, key: str) -> float:
     """A UTC time as seconds since 1970-01-01T00:00:00Z.
 
@@ -192,12 +198,12 @@ def utc_seconds(text: str, owner: str, key: str) -> float:
         ProblemError: It is no time, or not in UTC.
     """
     try:
-        parsed = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        parsed = datetime.fromisoformat(text)
     except ValueError:
         raise ProblemError(
             f"{owner}: {key} must be a time such as 2022-10-26T00:00:00Z, got {text[:60]!r}"
         ) from None
-    if parsed.utcoffset() != timedelta(0):
+    if parsed.tzinfo is not UTC and parsed.utcoffset() != timedelta(0):
         raise ProblemError(f"{owner}: {key} {text[:60]!r} is not in UTC; end it with Z")
     return parsed.timestamp()
 

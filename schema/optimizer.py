@@ -12,7 +12,7 @@ class OptimizerState:
         name: Which one; None where only the bytes were stated.
         state_bytes_per_weight_byte: Bytes of its state tensors for each byte of trainable weights;
             gradients and the weights themselves are counted apart.
-        is_default: Nobody said which optimizer will train: it only served to measure.
+        is_default: The user did not choose it: it only served to measure.
     """
 
     name: Name | None = None

@@ -115,7 +115,8 @@ class ParallelPool:
     """Devices of one type, how fast the model is on them, and how they are linked.
 
     Groups of ``tensor_parallel_size`` devices lie within a server of ``devices_per_server``; only
-    degrees that divide it are planned, so that groups fill servers.
+    degrees that divide it are planned, so that groups fill servers. ``dollars_per_hour`` is of one
+    device.
     """
 
     device_type: Name
@@ -124,6 +125,7 @@ class ParallelPool:
     memory_bytes: PositiveBytes | None = None
     times: tuple[ShardTimes, ...]
     links: tuple[DegreeLink, ...]
+    dollars_per_hour: NonNegative | None = None
 
     def link(self, tensor_parallel_size: int) -> LinkCurve:
         """The curve of a group of that degree.
@@ -180,7 +182,7 @@ class ParallelProblem:
                 raise ProblemError(f"{name}: {len(table)} values for {size} layers; give one each")
 
     def sizes_of(self, tensor_parallel_size: int) -> ShardSizes | None:
-        """The bytes at a degree; None where nobody knows them."""
+        """The bytes at a degree; None if unknown."""
         for sizes in self.sizes:
             if sizes.tensor_parallel_size == tensor_parallel_size:
                 return sizes
@@ -276,6 +278,15 @@ class ParallelAlternative:
 
 
 @record
+class ParallelGain:
+    """What the best plan found takes with ``num_devices`` more of a type, seconds a step."""
+
+    device_type: Name
+    num_devices: Count
+    step_seconds: Seconds
+
+
+@record
 class ParallelPlan:
     """A model cut into stages, each on replicas of tensor-parallel groups.
 
@@ -297,6 +308,7 @@ class ParallelPlan:
     predicted: ParallelPrediction
     proof: ParallelProof
     alternatives: tuple[ParallelAlternative, ...] = ()
+    with_more_devices: tuple[ParallelGain, ...] = ()
     optimizer: OptimizerState | None = None
     link_bytes_per_second: NonNegative | None = None
     cluster: Cluster | None = None
@@ -348,5 +360,6 @@ class ParallelPlan:
 
 register_keys(
     LinkCurve, ShardTimes, ShardSizes, DegreeLink, ParallelPool, ParallelProblem, ReplicaGroup,
-    ParallelStage, ParallelPrediction, ParallelProof, ParallelAlternative, ParallelPlan,
+    ParallelStage, ParallelPrediction, ParallelProof, ParallelAlternative, ParallelGain,
+    ParallelPlan,
 )  # fmt: skip

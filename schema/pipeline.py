@@ -256,7 +256,7 @@ class PipelineProblem:
 
 
 def _check_microbatches(number: int) -> None:
-    """Refuse a schedule that nobody could list: its events are as many as its microbatches."""
+    """Refuse a schedule that is too long to list: it has an event for each microbatch."""
     if number > MAX_MICROBATCHES:
         raise ProblemError(
             f"{number} microbatches in a step; at most {MAX_MICROBATCHES}",
@@ -436,7 +436,7 @@ class NestedBlock:
 
 @record
 class StagePlan:
-    """One stage: its layers, who runs it, and what that costs.
+    """One stage: its layers, its devices, and its costs.
 
     ``first_device`` counts the pool's devices in the order of the topology. ``devices`` names all
     of them where they are no run from ``first_device`` on; ``held`` does always. ``num_in_flight``

@@ -8,7 +8,7 @@ entry point in the kind's group: the entry point's name is the thing's name, its
     [project.entry-points."hetflow.policies"]
     even_progress = "my_package.even_progress"
 
-Nothing is imported before somebody asks for a name, and then only what that name needs, so a
+Nothing is imported before a name is asked for, and then only what that name needs, so a
 broken plug-in hurts only those who ask for it.
 """
 
@@ -109,7 +109,7 @@ class Registry(Generic[T]):
         return (*registered, *declared)
 
     def loaded(self, name: str) -> T | None:
-        """The thing of a name, unless it is a plug-in's that nobody has asked for yet."""
+        """The thing of a name, unless it is a plug-in's that was not loaded yet."""
         found = self._entries.get(name)
         return None if found is None else found[1]
 

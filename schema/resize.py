@@ -10,7 +10,7 @@ from .records import Index, Name, Seconds, record, register_keys
 class ResizeRequest:
     """Run the same virtual nodes on other devices from now on.
 
-    Without ``wants_answer`` nobody waits for what becomes of it.
+    Without ``wants_answer`` no client waits for its result.
     """
 
     schema: Literal["hetflow.resize/1"] = "hetflow.resize/1"

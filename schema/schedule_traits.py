@@ -1,4 +1,4 @@
-"""What everybody must know of a pipeline schedule, stated once by the schedule itself.
+"""Traits of a pipeline schedule that other rooms need, stated once by the schedule itself.
 
 The planner, the judges, the launcher and the records ask for these traits and never for a name,
 so a schedule is added in one file: see docs/schedules.md. The generator stands beside the traits

@@ -1,4 +1,4 @@
-"""What a simulated cluster did: one outcome a job, who held what, and the figures of the run."""
+"""The result of a simulated cluster: outcomes of jobs, spans of devices, and figures."""
 
 from collections.abc import Iterable
 from dataclasses import fields

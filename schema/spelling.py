@@ -1,4 +1,4 @@
-"""Which known name somebody may have meant."""
+"""Guess the known name that a mistyped one meant."""
 
 import difflib
 

@@ -154,7 +154,7 @@ class Case:
         for what, is_given in unheard.items():
             if is_given:
                 raise ProblemError(
-                    f"{what}: for rounds only, {self.scheduler} would not heed it; leave it out"
+                    f"{what}: is for rounds only, {self.scheduler} would ignore it; leave it out"
                 )
 
 
@@ -287,7 +287,7 @@ def sweep(cases: Sequence[Case], processes: int = 1) -> Iterator[SimulationRun]:
     No process is left behind when it is interrupted or killed.
 
     Raises:
-        BackendError: A process died, for want of memory perhaps.
+        BackendError: A process died, perhaps for lack of memory.
     """
     if processes <= 1 or len(cases) == 1:
         yield from map(_reported, cases)
@@ -302,7 +302,7 @@ def sweep(cases: Sequence[Case], processes: int = 1) -> Iterator[SimulationRun]:
             yield future.result()
     except BrokenProcessPool:
         raise BackendError(
-            "a process of the sweep died, for want of memory perhaps; use fewer processes"
+            "a process of the sweep died, perhaps for lack of memory; use fewer processes"
         ) from None
     except BaseException:
         for child in multiprocessing.active_children():

@@ -1,6 +1,6 @@
 """Loops compiled by numba, where it is installed (the extra ``fast``).
 
-Modules of compiled loops are imported by whoever runs them, and only if ``can_compile()``: numba
+Modules of compiled loops are imported by their callers, and only if ``can_compile()``, since numba
 takes 0.15 s to import. What they compute is computed elsewhere in numpy too, to the same digits.
 """
 
@@ -19,9 +19,9 @@ def can_compile() -> bool:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of scalars and arrays; once for all processes that share a cache.
 
-    Sums are added up in the order written and products are not fused with them, so that the
-    digits are those of numpy. Numba's cache heeds changes of the function's own file only: what
-    other files define comes as an argument, and functions do not call themselves (cached, that
+    Sums are added up in the order written and products are not fused with them, so that the digits
+    are those of numpy. Numba's cache notices changes of the function's own file only. So what other
+    files define is passed as an argument, and functions do not call themselves (cached, that
     crashes).
     """
     from numba import njit

@@ -1,7 +1,7 @@
-"""How much a search may do before it ends with the best plan so far and a bound.
+"""Limits on the work of a search, which then ends with its best plan and a bound.
 
-A solver has no clock: whoever calls it says when to stop, as a value. Without one, a search
-ends by the work it has done, which is the same on every machine.
+A solver reads no clock: its caller passes a function that says when to stop. Without one, a search
+ends after a fixed amount of work, which is the same on every machine.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ class Effort:
     most_limits: int = 24
 
     def until(self, should_stop: Callable[[], bool]) -> "Effort":
-        """The same search, ended by whoever calls instead of by its work.
+        """The same search, ended by the caller instead of by its work.
 
         What one table may cost stays as it is: it bounds the memory.
         """

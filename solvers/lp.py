@@ -1,8 +1,8 @@
 """The only module that touches LP and MILP libraries: build, solve, read back.
 
-Traps it closes: PuLP calls a run stopped by its time limit Optimal (only ``sol_status`` tells);
-HiGHS stops at a gap of 1e-4 and CBC ignores gains under 1e-5, unless told otherwise; NaN passes
-both in silence; infeasible models still carry values.
+It works around these traps: PuLP reports a run stopped by its time limit as Optimal (only
+``sol_status`` differs); by default HiGHS stops at a gap of 1e-4 and CBC ignores gains under 1e-5;
+both accept NaN silently; infeasible models still carry values.
 """
 
 import math
@@ -17,7 +17,7 @@ Backend = Literal["cbc", "highs"]
 
 @dataclass(frozen=True, slots=True)
 class Solved:
-    """A backend's answer in our words.
+    """A backend's answer, its status translated.
 
     ``values`` is empty unless there is a solution. ``lower_bound`` is None where the backend
     does not tell it.
@@ -168,7 +168,7 @@ class LinearSession:
     """
 
     def __init__(self, *, generates_columns: bool = False) -> None:
-        """Start with nothing.
+        """Start with an empty program.
 
         Args:
             generates_columns: Whether columns are added to an optimum to improve it; then the

@@ -1,7 +1,7 @@
-"""Which rate the links of a pipeline's devices have: stated, said, or measured; never inferred.
+"""The bandwidths of a pipeline's links: stated by the pool or the user, or measured.
 
-Gradient synchronisation tells nothing of a link: what it costs besides the bytes, for a tiny model
-all of it, would count as the link's (docs/decisions.md).
+They are never inferred from gradient synchronisation: its costs beside the bytes, which for a tiny
+model are all of it, would be counted as the link's (docs/decisions.md).
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class PoolLinks:
 def links_of(
     profiles: Sequence[Profile], cluster: Cluster, link_bytes_per_second: float | None
 ) -> PoolLinks:
-    """The links between a pool's devices: of the pool, else as said, else as profiled.
+    """The links between a pool's devices: the pool's, else the user's, else the profiles'.
 
     Inside a server of one type it is that type's measured link, between types the slowest of
     theirs, and so between servers; where no profile measured any, the user is asked.
@@ -41,7 +41,7 @@ def links_of(
         link_bytes_per_second: What links that it does not state were said to do.
 
     Raises:
-        ProblemError: A link that nobody stated or measured.
+        ProblemError: A link was neither stated nor measured.
     """
     source = _Source(profiles, link_bytes_per_second)
     between = None

@@ -1,9 +1,9 @@
-"""How much slower on paper a plan may be for being simpler.
+"""How much slower a simpler plan may be by its prediction.
 
-Plans of one profile are off together: its errors shift them alike, so two plans can be told apart
-where neither's step is known so well. An interval says how far the step may be from the truth; as
-the measure of what a simpler plan may cost it is too wide (a ResNet-18 pipeline 7 % slower on paper
-within an interval of 8 % was 21 % slower in truth: docs/decisions.md).
+An error of a profile shifts the predictions of all its plans in the same direction. So two plans
+can be told apart even where neither step is known that well: the interval of a prediction is too
+wide as a limit on what a simpler plan may cost (a ResNet-18 pipeline 7 % slower on paper within an
+interval of 8 % was 21 % slower in truth: docs/decisions.md).
 """
 
 MOST_GIVEN_UP = 0.02

@@ -1,5 +1,6 @@
 """What holds for every test: examples to draw, signals, and who shares the two cores with whom."""
 
+import os
 import signal
 
 import pytest
@@ -7,6 +8,11 @@ import pytest
 from hetflow.tests import profiles
 
 profiles.register()
+
+# What a launch sets for workers on a CPU: programs of tests and workers that these start are then
+# forked from one preloaded process, not each kind from its own.
+for name in ("MKL_NUM_THREADS", "PYTHONUNBUFFERED"):
+    os.environ.setdefault(name, "1")
 
 # Under nohup, or in the background of a script, SIGINT is ignored; all that the tests start would
 # inherit that. A handled signal is not inherited: they start with the default.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,12 @@ LIBRARIES_OF_FEW_FILES = {
 }
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """A file's tree; several tests read all of them."""
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def modules(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
@@ -74,7 +81,7 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     """(imported folder of ours or library, whether at module level) of one file."""
     package = path.relative_to(ROOT).parts[:-1]
     found = []
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     at_import = {id(node) for node in tree.body}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -109,7 +116,7 @@ def dependencies() -> dict[str, set[str]]:
 def _named(path: Path, modules_of_ours: Collection[str]) -> set[str]:
     package = path.relative_to(ROOT).parts[:-1]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if not isinstance(node, ast.ImportFrom):
             continue
         parts = node.module.split(".") if node.module else []
@@ -159,11 +166,7 @@ def private_names(tree: ast.Module) -> set[str]:
 
 def test_nobody_reaches_into_another_modules_objects() -> None:
     rooms = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
-    trees = {
-        path: ast.parse(path.read_text(encoding="utf-8"))
-        for room in rooms
-        for path in room.rglob("*.py")
-    }
+    trees = {path: parsed(path) for room in rooms for path in room.rglob("*.py")}
     own = {path: private_names(tree) for path, tree in trees.items()}
     ours = set().union(*own.values()) - OTHERS_PRIVATE
     foreign = {path: ours - names for path, names in own.items()}
@@ -214,7 +217,7 @@ def kinds_named(path: Path) -> list[str]:
 
     A comparison with a colon is one: that is how emulated types are spelled.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     prose = {
         id(part)
         for node in ast.walk(tree)
@@ -288,7 +291,7 @@ def test_every_exchange_of_the_runtime_goes_through_peers() -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in modules("runtime")
         if path.name != "peers.py"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute)
         and node.attr in exchanges
         and isinstance(node.value, ast.Name)

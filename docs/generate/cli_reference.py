@@ -14,7 +14,19 @@ HEAD = """# Command line
 
 This page is generated from the commands themselves; `hetflow COMMAND --help` prints the same.
 Every option can also be set by the environment variable that `--help` names, such as
-`HETFLOW_SOLVE_GPUS`.
+`HETFLOW_SOLVE_GPUS`, or in `hetflow.toml` in the current folder (another file: `HETFLOW_CONFIG`),
+with a table for each command:
+
+    [solve]
+    gpus = "2xV100,8xP100"
+    batch-size = 8192
+
+    ["rent prices"]
+    cloud = "azure"
+
+A flag counts before the environment, and the environment before the file; `--show-config` prints
+each value and where it comes from. `[solve]` counts for `solve split`, `solve pipeline` and
+`solve parallel` too.
 
 Exit codes: 0 done; 1 a bug; 2 bad usage or input; 3 no feasible plan; 4 a usable plan that is not
 proved within the `--gap` or by the `--time-limit` asked for; `launch` passes on the failing

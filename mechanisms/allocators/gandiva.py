@@ -11,7 +11,7 @@ from .shares import Shares
 class Gandiva:
     """Random pairs, kept while they gain; equal time for every pair and job alone.
 
-    While all jobs fit in the cluster nobody shares. Otherwise jobs that are in no pair are paired
+    While all jobs fit in the cluster no jobs share. Otherwise jobs that are in no pair are paired
     at random, where their scale factors are equal; a pair is broken up when it makes less than
     one of its jobs alone would: when the sum of both rates, each relative to alone, is below 1 on
     average over the types that run both.

@@ -1,4 +1,4 @@
-"""Where devices stand: which of them are on one server."""
+"""The layout of devices on servers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ Sizes = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where devices stand: ``sizes`` [types][servers], devices of a type where it has any.
+    """Devices on servers: ``sizes`` [types][servers], devices of a type on each server with any.
 
     ``servers`` [types][servers] numbers the server of each entry, so that one that holds several
     types fails as a whole.

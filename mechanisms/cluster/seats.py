@@ -1,8 +1,8 @@
-"""Which devices a placement sits on: every device gets a name, and who stays keeps his.
+"""The named devices of each placement; a job that stays keeps its devices.
 
-Mechanisms count devices (by type, or by type and server); this says which ones they are, for
-spans. It chooses nothing that a result depends on: where jobs are placed on servers the devices
-are on those; elsewhere jobs take the lowest free ones, on one server if one has enough.
+Mechanisms count devices (by type, or by type and server); spans need their names. No result depends
+on the names chosen here. Where jobs are placed on servers, their devices are on those servers;
+elsewhere jobs take the lowest free devices, on one server if one has enough.
 """
 
 from collections import Counter
@@ -75,8 +75,9 @@ def seat(
 ) -> list[Seat]:
     """Devices of each placement; no device is in two of them, or down.
 
-    Who held devices keeps them, as far as his number (on each server, where it is given) allows;
-    what a pair had that parts goes to the first of them. The rest is filled up in order.
+    A job that held devices keeps them, as far as its number of devices (on each server, where
+    given) allows. When a pair separates, its devices go to the first job. The rest is filled up in
+    order.
 
     Args:
         sizes: Devices of each type on each server [types][servers].
@@ -105,7 +106,7 @@ _Free = dict[tuple[int, int], list[int]]
 
 @dataclass(slots=True)
 class _Need:
-    """What a placement still lacks, by type (place None) or by type and server."""
+    """The devices that a placement still needs, by type (place None) or by type and server."""
 
     lacks: dict[tuple[int, int | None], int]
     taken: list[Device]
@@ -139,7 +140,7 @@ class _Need:
                 self._take((kind, place), [(kind, at, i) for i in lowest])
 
     def _server(self, kind: int, number: int, free: _Free) -> int:
-        """Where it sits already, else the fullest server that has enough, else the emptiest."""
+        """The server that it is on already, else the fullest that has enough, else the emptiest."""
         rows = [(place, len(row)) for (k, place), row in free.items() if k == kind and row]
         if len(rows) <= 1:
             return rows[0][0] if rows else 0

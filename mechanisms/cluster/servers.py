@@ -1,9 +1,9 @@
-"""Which servers the jobs of a round sit on (thesis 5.3.1, 5.5: placement).
+"""The servers that the jobs of a round are placed on (thesis 5.3.1, 5.5: placement).
 
 Jobs are placed in decreasing order of the devices they ask for; of equals those that hold a lease
-first, then the earlier job. A job keeps the devices it had if they are still free and it cannot sit
-closer together; otherwise it takes the server where fewest devices are reserved by leases of
-others, of these the fullest that fits, or, larger than any, the emptiest servers one after
+first, then the earlier job. A job keeps the devices it had if they are still free and no placement
+on fewer servers exists; otherwise it takes the server where fewest devices are reserved by leases
+of others, of these the fullest that fits, or, larger than any, the emptiest servers one after
 another. It is consolidated where it uses as few servers as its type allows.
 """
 
@@ -17,7 +17,7 @@ Held = tuple[int, dict[int, int]]  # device type, server -> devices
 
 @dataclass(slots=True)
 class Servers:
-    """Servers by device type, and who sat where in the last round.
+    """Servers by device type, and the placement of the last round.
 
     ``sizes`` holds the devices of a type on each server that has it [types][servers].
     """

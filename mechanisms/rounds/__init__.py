@@ -1,1 +1,1 @@
-"""Gavel's mechanism: each round to the jobs furthest behind their shares (thesis 5.5)."""
+"""Gavel's mechanism: each round runs the jobs that lack most of their shares (thesis 5.5)."""

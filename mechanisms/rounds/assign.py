@@ -1,4 +1,4 @@
-"""From types to devices: which ones each job of the next round holds (thesis 5.5)."""
+"""Assign devices to the jobs of the next round (thesis 5.5)."""
 
 from collections.abc import Collection, Mapping, Sequence
 

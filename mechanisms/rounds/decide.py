@@ -1,6 +1,6 @@
-"""Gavel's mechanism: each round to the jobs furthest behind their shares (thesis 5.5).
+"""Gavel's mechanism: each round runs the jobs that lack most of their shares (thesis 5.5).
 
-Two conventions. ``text`` is the thesis: devices that nobody has a share of are given to the jobs
+Two conventions. ``text`` is the thesis: devices that no job has a share of are given to the jobs
 that are relatively fastest there. ``published`` is what Gavel's simulator does: ties by
 accumulated deficit. Both start a job's time at half a round after each allocation, count it once
 for all its devices, and serve device types one after another, fastest first (at random under
@@ -28,7 +28,7 @@ _NEAR = 1e-6  # apart, so that sums kept from job to job tell types' order
 
 
 def is_due(state: RoundState, now_seconds: float, rules: RoundRules) -> bool:
-    """Whether the pool has to be shared anew: something changed, and not too short a time ago."""
+    """Whether a new allocation is due: jobs or devices changed, and the last one is old enough."""
     last = state.last_reset
     return state.changed and (last is None or now_seconds - last >= rules.reset_seconds)
 
@@ -56,7 +56,7 @@ def share_anew(
 
 
 def choose_alone(state: RoundState, allocator: Allocator, rules: RoundRules) -> Ints:
-    """Who runs in the next round: the type of each job, ``NOWHERE`` for who waits [jobs]."""
+    """Choose the jobs of the next round: each job's type, ``NOWHERE`` for waiting jobs [jobs]."""
     active, free = state.active, state.up
     joint = rules.selection == "joint"
     # All of one type have the same sum of t, so it orders types among each other only.
@@ -126,7 +126,7 @@ def seat_on_servers(
     standing: Sizes | None,
     apart: Sequence[bool] = (),
 ) -> tuple[Bools, Bools]:
-    """Place who runs on servers: who is consolidated, and who moved [placements].
+    """Place jobs on servers; whether each is consolidated, and whether it moved [placements].
 
     Args:
         state: Its servers remember who sat where.

@@ -1,4 +1,4 @@
-"""Policies see what is up: who fits in it shares it, the others wait."""
+"""Policies share the devices that are up among the jobs that fit; the others wait."""
 
 from dataclasses import replace
 

@@ -68,7 +68,7 @@ class PairShares:
 
 @dataclass(slots=True)
 class Chosen:
-    """What runs in a round: job ``first``, beside it ``second`` (-1: nobody).
+    """The jobs of a round: job ``first``, beside it ``second`` (-1: none).
 
     ``column`` is what they were chosen for, ``placed`` what they hold: the same, the type of an
     unconsolidated column, or a mix that has it and leftover devices besides. ``pair`` is the place

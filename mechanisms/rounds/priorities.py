@@ -1,4 +1,4 @@
-"""Who runs in the next round, on which device type (thesis 5.5, algorithm 2).
+"""Choose the jobs of the next round, and their device types (thesis 5.5, algorithm 2).
 
 Arrays stand types first: [types, jobs].
 """

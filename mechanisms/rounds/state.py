@@ -1,4 +1,4 @@
-"""What rounds remember between two decisions."""
+"""The state of rounds between two decisions."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from .pairs import PairShares
 
 @dataclass(slots=True)
 class RoundState:
-    """Jobs and what they received, devices and what of them is up.
+    """Jobs with the time they received, and the devices that are up.
 
     ``up`` [types] are devices that work; ``worker_seconds`` [columns] the sum of the seconds
     received there since the last allocation, at ``last_reset`` (None: there was none).
@@ -79,7 +79,7 @@ class RoundState:
         self.changed, self.order = True, None
 
     def leave(self, ids: Collection[str]) -> None:
-        """Let jobs out, whatever became of them."""
+        """Remove jobs, whatever became of them."""
         places = [place for place, job in enumerate(self.active.jobs) if job.id in ids]
         if not places:
             return

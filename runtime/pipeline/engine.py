@@ -17,8 +17,10 @@ from ...schedules.operations import Kind, Operation
 from ...schema.errors import ProblemError, TargetError
 from ...schema.launch import PipelineWork
 from ..agreement.agreement import SharedTensors
+from ..digest import InPieces, digest_of_pieces
 from ..engine import Step
 from ..session import Session
+from ..setup import final_tensors
 from ..streams import seed_streams
 from ..tensor.lanes import Lanes
 from ..tensor.roles import Sharing, check_degree, check_pairs, check_shared, sharing_of
@@ -355,6 +357,17 @@ class PipelineEngine:
 
     # The whole model
 
+    def digest(self) -> str:
+        """See ``StepEngine``; no worker needs the parameters of the others for it."""
+        session, ownership = self._session, self._ownership
+        final = final_tensors(session.model, session.parameters)
+        return digest_of_pieces(
+            ownership.values_of(name)
+            if name in ownership.parameters
+            else InPieces(name, final[name].dtype, tuple(final[name].shape), [final[name]])
+            for name in sorted(final)
+        )
+
     def gather(self) -> None:
         """Bring the parameters of all stages to every worker. Call it on all."""
         self._ownership.gather()
@@ -382,7 +395,9 @@ class PipelineEngine:
         )
 
     def close(self) -> None:
-        """No further step; the model is the script's again."""
+        """No further step; the model is the script's again, where all of it is here."""
+        if not self._ownership.is_whole:
+            return
         self._model.release()
         self._sharded.remove()
         if self._ownership.device_of_whole != self._session.device:

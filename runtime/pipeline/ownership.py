@@ -6,7 +6,7 @@ by ``clip_grad_norm_(model.parameters(), limit)`` clips by the norm over all sta
 alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,12 +18,13 @@ from ...devices.collectives import wire_device
 from ...devices.host import TORCH_DEVICE as HOST
 from ...devices.out_of_memory import is_out_of_memory
 from ..buffers import BufferSlot, VirtualNodeBuffers, find_slots
+from ..digest import InPieces
 from ..group import Place
 from ..manifest import shapes_of
 from ..telling import log
 from ..tensor.lanes import Lanes
 from .cut import StageModule
-from .pieces import broadcast
+from .pieces import broadcast, stream
 
 Holders = tuple[int, ...]
 
@@ -144,11 +145,34 @@ class Ownership:
         parts = []
         for source in self.lanes.group(first):
             shape = self.lanes.part_shape(name, self._shapes[name], source)
-            own = self.parameters[name].data
+            own = self.own_part(name, self.parameters[name].data)
             part = own if source == rank else own.new_empty(shape, device=value.device)
             broadcast(part, wire, src=source, sends=source == rank, keeps=True)
             parts.append(part.to(value.device))
         value.copy_(self.lanes.whole(name, parts))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters of all workers are here."""
+        return self._is_whole
+
+    def values_of(self, name: str) -> InPieces:
+        """A parameter's values, from the first worker that holds it. Read them on all workers."""
+        parameter, first = self.parameters[name], self.holders[name][0]
+        shape, wire = self._shapes[name], wire_device(self._place.device)
+        if self.lanes.is_cut(name, first):
+            return InPieces(name, parameter.dtype, tuple(shape), self._joined(name, wire))
+        sent = parameter if self._place.rank == first else None
+        pieces = stream(sent, parameter.dtype, shape, wire, src=first)
+        if not self._place.distributed:
+            pieces = iter([parameter])
+        return InPieces(name, parameter.dtype, tuple(shape), pieces)
+
+    def _joined(self, name: str, wire: torch.device) -> Iterator[Tensor]:
+        """A parameter that is cut, whole, for as long as it is read."""
+        value = torch.empty(self._shapes[name], dtype=self.parameters[name].dtype, device=wire)
+        self._spread(name, value, wire)
+        yield value
 
     def _room_for_rest(self) -> dict[str, Tensor]:
         """Memory for other workers' parameters, by name. Each worker decides where by itself."""

@@ -1,5 +1,8 @@
 """Tensors that pass over the wire a piece at a time, so that no device need hold them whole."""
 
+from collections.abc import Iterator, Sequence
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -34,3 +37,30 @@ def broadcast(tensor: Tensor, wire: torch.device, *, src: int, sends: bool, keep
             piece.copy_(passing)
     if not sends and dense is not None and dense.data_ptr() != tensor.data_ptr():
         tensor.copy_(dense)
+
+
+def stream(
+    tensor: Tensor | None, dtype: torch.dtype, shape: Sequence[int], wire: torch.device, *, src: int
+) -> Iterator[Tensor]:
+    """Show all workers a worker's values, a piece at a time. Read it to its end on all of them.
+
+    Args:
+        tensor: The values, on any device; None on the other workers.
+        dtype: Of the values.
+        shape: Of the tensor.
+        wire: Where what is sent must stand.
+        src: The rank whose values they are.
+
+    Yields:
+        Flat parts, in order.
+    """
+    flat = None if tensor is None else tensor.detach().contiguous().view(-1)
+    length = max(1, PIECE_BYTES // dtype.itemsize)
+    for start in range(0, prod(shape), length):
+        number = min(length, prod(shape) - start)
+        if flat is None:
+            passing = torch.empty(number, dtype=dtype, device=wire)
+        else:
+            passing = flat[start : start + number].to(wire)
+        peers.broadcast(passing, src=src)
+        yield passing

@@ -318,7 +318,7 @@ class Synchroniser:
                 sums[name] = total
 
     def share_loss_late(self) -> Tensor:
-        """The mean loss of the batch before, so that nobody waits for the last stage."""
+        """The mean loss of the batch before, so that no worker waits for the last stage."""
         sums = torch.tensor(self._loss_sums(), dtype=torch.float64, device=self._place.device)
         work = peers.all_reduce(sums, async_op=True) if self._place.distributed else None
         before, self._late = self._late or (work, sums), (work, sums)

@@ -45,7 +45,9 @@ class FailureOptions:
         if self.mean_seconds is None and self.server_mean_seconds is None:
             raise ProblemError("failures need a mean time between those of a device or a server")
         if not 0 <= self.repair_seconds < math.inf:
-            raise ProblemError(f"repairs must last >= 0 s and end, got {self.repair_seconds} s")
+            raise ProblemError(
+                f"a repair must take a finite time of >= 0 s, got {self.repair_seconds} s"
+            )
 
     def refuse_hopeless(self, round_seconds: float = 0.0) -> None:
         """Refuse failures so frequent that a run would hardly ever end.
@@ -141,7 +143,7 @@ class Failures:
     def strike(self, seats: Sequence[Seats], now_seconds: float, round_seconds: float) -> Ints:
         """Let servers and devices fail during a round; returns the holders they hit.
 
-        Every device that works fails with the same chance, whoever holds it.
+        Every device that works fails with the same chance, whatever job holds it.
 
         Args:
             seats: What each holder holds [holders].

@@ -57,7 +57,9 @@ class EventCluster:
         records_spans: bool = True,
     ) -> None:
         if not 0 <= resize_seconds < float("inf"):
-            raise ProblemError(f"a resize must last >= 0 s and end, got {resize_seconds} s")
+            raise ProblemError(
+                f"a resize must take a finite time of >= 0 s, got {resize_seconds} s"
+            )
         self.queue, self.pool, self.resize_seconds = Queue(jobs, pool), pool, resize_seconds
         self.none: Counts = (0,) * len(pool.types)
         self.running: list[Entry] = []
@@ -95,7 +97,7 @@ class EventCluster:
         return float("inf") if self.failures is None else self.failures.next_seconds
 
     def free(self) -> list[int]:
-        """Devices by type that nobody holds."""
+        """Free devices by type."""
         free = self.capacity()
         for entry in self.running:
             free = [left - held for left, held in zip(free, entry.counts, strict=True)]
@@ -225,7 +227,7 @@ class EventCluster:
         self.waiting = sorted([entry, *self.waiting], key=lambda e: e.job.arrival_seconds)
 
     def _hold(self, book: SpanBook, until: float) -> None:
-        """Keep who holds what from now on."""
+        """Record the jobs' devices from now on."""
         placements = [
             Placement(
                 (entry.job.id,),

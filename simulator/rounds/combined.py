@@ -33,7 +33,7 @@ class CombinedRounds(Rounds):
     """Rounds over combinations: jobs alone on a column, and pairs."""
 
     def begin(self) -> None:
-        """Nobody has moved yet."""
+        """Start with no job moved."""
         self.moved: Bools = np.zeros(0, dtype=bool)
 
     def run_round(self) -> None:

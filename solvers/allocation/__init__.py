@@ -1,4 +1,4 @@
-"""Cluster policies: who runs where, for what part of the time (thesis chapter 5, 6.4).
+"""Cluster policies: each job's part of the time on each device type (thesis chapter 5, 6.4).
 
 ``allocate`` answers a problem file; ``solve`` with an ``Instance`` is the same without records,
 for callers that allocate thousands of times.

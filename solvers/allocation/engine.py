@@ -35,7 +35,7 @@ NO_PAIRS = PairTimes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LevelProof:
-    """Prices that prove who is stuck at a level of water filling, by weak duality.
+    """Prices that prove, by weak duality, which jobs stop at a level of water filling.
 
     ``job_prices`` [jobs] is None where each job simply pays the least that its throughput costs
     at ``resource_prices``; with space sharing it and ``time_prices`` are explicit.

@@ -36,7 +36,7 @@ class Policy:
         unit: Of its figure.
         goal: What to optimise for an instance.
         report: Turns the program's objective (and its bound) into the policy's own figure.
-        leaves_idle: Why devices that the optimum gives to nobody stay idle on purpose, in a
+        leaves_idle: Why devices that the optimum gives to no job stay idle on purpose, in a
             simulator's rounds too; empty where they may be given away.
         single_use: Why it means nothing for jobs that come and go, as in "spends one budget on
             the jobs of one allocation"; empty where it does.

@@ -8,7 +8,7 @@ times at which a price changes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import isfinite, nan
 
@@ -72,12 +72,14 @@ class Prices:
     Attributes:
         offers: [offers].
         edges: [stretches + 1] seconds since 1970 in UTC; prices are constant in between.
-        dollars_per_second: [stretches, offers] of one device; NaN where nobody knows it.
+        dollars_per_second: [stretches, offers] of one device; NaN where unknown.
+        goes_on: Whether there are prices after the last edge, which are left out.
     """
 
     offers: tuple[Offer, ...]
     edges: NDArray[np.float64]
     dollars_per_second: NDArray[np.float64]
+    goes_on: bool = False
 
     @cached_property
     def seconds(self) -> NDArray[np.float64]:
@@ -88,6 +90,33 @@ class Prices:
         """The first time at which the number of offers with a known price is at its maximum."""
         known = np.isfinite(self.dollars_per_second).sum(axis=1)
         return float(self.edges[int(np.argmax(known))])
+
+    @cached_property
+    def clouds(self) -> NDArray[np.str_]:
+        """[offers] where each is."""
+        return np.array([offer.cloud for offer in self.offers])
+
+    @cached_property
+    def device_types(self) -> NDArray[np.str_]:
+        """[offers] what each has."""
+        return np.array([offer.device_type for offer in self.offers])
+
+    @cached_property
+    def is_one_device(self) -> NDArray[np.bool_]:
+        """[offers] whether the machine has just one."""
+        return np.array([offer.num_devices == 1 for offer in self.offers])
+
+    def until(self, end_seconds: float) -> "Prices":
+        """The same up to a time."""
+        if end_seconds >= self.edges[-1]:
+            return self
+        last = int(np.searchsorted(self.edges, end_seconds, side="left"))
+        return Prices(
+            offers=self.offers,
+            edges=np.concatenate([self.edges[:last], [end_seconds]]),
+            dollars_per_second=self.dollars_per_second[:last],
+            goes_on=True,
+        )
 
     def since(self, start_seconds: float) -> "Prices":
         """These prices from ``start_seconds`` on.
@@ -102,6 +131,57 @@ class Prices:
             offers=self.offers,
             edges=np.concatenate([[start_seconds], self.edges[first + 1 :]]),
             dollars_per_second=self.dollars_per_second[first:],
+            goes_on=self.goes_on,
+        )
+
+
+Steps = list[tuple[float, float, float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Offers with the stretches of their prices, as they stand: start, end, dollars of a machine.
+
+    A year of many machines has so many stretches in common that a table of them is too large;
+    ``between`` makes one of what a job may see.
+    """
+
+    offers: tuple[Offer, ...]
+    steps: tuple[Steps, ...]
+
+    @property
+    def end_seconds(self) -> float:
+        """When the last price ends."""
+        return max(step[-1][1] for step in self.steps)
+
+    def all_known_seconds(self) -> float:
+        """When, at the earliest, the prices of as many offers are known as ever are at once."""
+        known = [
+            one for step in self.steps for one in step if one[2] is not None and one[0] < one[1]
+        ]
+        times, row = np.unique(
+            [time for start, end, _ in known for time in (start, end)], return_inverse=True
+        )
+        if not len(times):
+            raise ProblemError("no price is known at any time")
+        turns = np.tile([1, -1], len(known))
+        return float(times[int(np.argmax(np.cumsum(np.bincount(row, turns))))])
+
+    def between(self, start_seconds: float, end_seconds: float) -> Prices:
+        """The prices of a time, on common stretches.
+
+        Raises:
+            ProblemError: There are none at the start.
+        """
+        cut = [
+            [one for one in step if one[1] > start_seconds and one[0] < end_seconds]
+            for step in self.steps
+        ]
+        if not any(cut):
+            raise ProblemError(f"there are no prices at {utc_text(start_seconds)}")
+        return replace(
+            _table(self.offers, cut).since(start_seconds).until(end_seconds),
+            goes_on=end_seconds < self.end_seconds,
         )
 
 
@@ -111,8 +191,18 @@ def prices_of(markets: Sequence[Market], device_types: Mapping[str, float]) -> P
     Raises:
         ProblemError: A machine's devices are not known, or no machine has such devices.
     """
+    history = history_of(markets, device_types)
+    return _table(history.offers, history.steps)
+
+
+def history_of(markets: Sequence[Market], device_types: Mapping[str, float]) -> History:
+    """The same, as the stretches of each offer.
+
+    Raises:
+        ProblemError: A machine's devices are not known, or no machine has such devices.
+    """
     offers: list[Offer] = []
-    steps: list[list[tuple[float, float, float | None]]] = []
+    steps: list[Steps] = []
     for market in markets:
         for history in market.prices:
             machine = market.instance_type_of(history)
@@ -134,10 +224,17 @@ def prices_of(markets: Sequence[Market], device_types: Mapping[str, float]) -> P
                 steps.append(history.stretches())
     if not offers:
         raise ProblemError(f"no machine with prices has one of {', '.join(device_types)}")
+    return History(tuple(offers), tuple(steps))
+
+
+def _table(offers: Sequence[Offer], steps: Sequence[Steps]) -> Prices:
+    """Prices on common stretches; an offer without any is unknown throughout."""
     edges = np.unique([time for step in steps for start, end, _ in step for time in (start, end)])
     dollars = np.full((len(edges) - 1, len(offers)), nan)
     for column, (offer, step) in enumerate(zip(offers, steps, strict=True)):
-        starts = [start for start, _, _ in step]
+        if not step:
+            continue
+        starts = np.array([start for start, _, _ in step])
         row = np.searchsorted(starts, edges[:-1], side="right") - 1
         told = np.array([nan if price is None else price for _, _, price in step])
         known = (row >= 0) & (edges[:-1] < step[-1][1])

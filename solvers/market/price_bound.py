@@ -6,7 +6,14 @@ answer. For any value v of a unit of work, dollars >= v * work + min over ways t
 the one with the greatest bound is taken. Ways to hold offers move at the start of a stretch only,
 as all strategies do. A launch loses the work of one restart, or of the whole stretch where that is
 shorter; this never counts too much.
+
+Ends are looked at in order of time, until a job that holds the cheapest offers all along would have
+paid the bound already. Where there are more than 64 offers, those of one device type in one cloud
+are taken for one at the lowest of their prices, between which moves are free: still a lower bound,
+if a looser one.
 """
+
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -14,6 +21,15 @@ from ...schema.errors import ProblemError
 from .offers import MovingJob, Prices
 
 _VALUES = 96  # of a unit of work; more sharpen the bound, any are valid
+_MOST_OFFERS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """At least so many dollars; ``is_final``: prices after the last edge would change nothing."""
+
+    dollars: float
+    is_final: bool
 
 
 def least_dollars(job: MovingJob, prices: Prices) -> float:
@@ -22,6 +38,17 @@ def least_dollars(job: MovingJob, prices: Prices) -> float:
     Raises:
         ProblemError: The job cannot end before the prices do.
     """
+    return bound(job, prices).dollars
+
+
+def bound(job: MovingJob, prices: Prices) -> Bound:
+    """The same, and whether prices that go on could lower it; what they could is taken off.
+
+    Raises:
+        ProblemError: The job cannot end before the prices do.
+    """
+    if len(prices.offers) > _MOST_OFFERS:
+        prices = _grouped(prices)
     rates = np.array([job.work_per_second[offer.device_type] for offer in prices.offers])
     known = np.isfinite(prices.dollars_per_second)
     cost = np.where(known, prices.dollars_per_second, np.inf)
@@ -30,7 +57,8 @@ def least_dollars(job: MovingJob, prices: Prices) -> float:
     groups = [clouds == name for name in dict.fromkeys(clouds)]
     away = job.cloud_move_dollars
     held = np.full((len(value), len(rates)), np.inf)
-    bound, most_work = np.inf, 0.0
+    least, most_work, spent = np.inf, 0.0, 0.0
+    is_final = not prices.goes_on
     for stretch, length in enumerate(prices.seconds):
         lost = value * rates * min(job.restart_seconds, length)
         entered = held.copy()
@@ -48,11 +76,32 @@ def least_dollars(job: MovingJob, prices: Prices) -> float:
         most_work += float(np.max(rates * known[stretch])) * length
         if most_work >= job.work * (1 - 1e-9):  # the job can have ended by the end of this stretch
             last = (usable + np.minimum(step, 0.0)).min(axis=1) + value[:, 0] * job.work
-            bound = min(bound, float(last.max()))
+            least = min(least, float(last.max()))
         held = usable + step
-    if not np.isfinite(bound):
+        cheapest = float(cost[stretch].min())
+        spent += cheapest * length if np.isfinite(cheapest) else 0.0
+        if spent >= least:
+            is_final = True
+            break
+    if not np.isfinite(least):
         raise ProblemError("the job cannot end before its prices do", hint="give less work")
-    return max(bound, 0.0)
+    if not is_final:
+        least = min(least, spent)
+    return Bound(max(least, 0.0), is_final)
+
+
+def _grouped(prices: Prices) -> Prices:
+    """One offer for each cloud and device type, at the lowest price."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for place, offer in enumerate(prices.offers):
+        groups.setdefault((offer.cloud, offer.device_type), []).append(place)
+    cost = np.where(np.isnan(prices.dollars_per_second), np.inf, prices.dollars_per_second)
+    least = np.stack([cost[:, places].min(axis=1) for places in groups.values()], axis=1)
+    return replace(
+        prices,
+        offers=tuple(prices.offers[places[0]] for places in groups.values()),
+        dollars_per_second=np.where(np.isfinite(least), least, np.nan),
+    )
 
 
 def _values(cost: np.ndarray, rates: np.ndarray) -> np.ndarray:

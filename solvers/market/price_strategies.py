@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from ...schema.errors import ProblemError
 from ...schema.spelling import nearest
-from .offers import MovingJob, Offer, Prices
+from .offers import MovingJob, Prices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +24,14 @@ class PriceStrategy:
     is_one_device: bool
     moves: bool = False
 
-    def may_take(self, offer: Offer) -> bool:
-        """Whether the offer is one of its own."""
-        return (
-            self.cloud in (None, offer.cloud)
-            and self.device_type in (None, offer.device_type)
-            and (offer.num_devices == 1 or not self.is_one_device)
-        )
+    def may_take(self, prices: Prices) -> NDArray[np.bool_]:
+        """[offers] which are its own."""
+        allowed = prices.is_one_device | (not self.is_one_device)
+        if self.cloud is not None:
+            allowed &= prices.clouds == self.cloud
+        if self.device_type is not None:
+            allowed &= prices.device_types == self.device_type
+        return allowed
 
 
 def strategies(*, cloud: str = "aws", device_type: str = "V100") -> dict[str, PriceStrategy]:
@@ -87,8 +88,7 @@ def best_offer(
     if held is not None and not strategy.moves:
         return held
     dollars = _rest_dollars(job, prices, stretch, held, pending_seconds, work_left)
-    allowed = np.array([strategy.may_take(offer) for offer in prices.offers])
-    dollars = np.where(allowed & np.isfinite(dollars), dollars, np.inf)
+    dollars = np.where(strategy.may_take(prices) & np.isfinite(dollars), dollars, np.inf)
     best = int(np.argmin(dollars))
     if not np.isfinite(dollars[best]):
         return None
@@ -112,6 +112,6 @@ def _rest_dollars(
     dollars = prices.dollars_per_second[stretch] * (work_left / rates + launches)
     if held is not None:
         home = prices.offers[held].cloud
-        away = np.array([offer.cloud != home for offer in prices.offers])
+        away = prices.clouds != home
         dollars = dollars + away * job.cloud_move_dollars
     return np.asarray(dollars)

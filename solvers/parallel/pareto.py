@@ -1,10 +1,16 @@
-"""The time that a plan on fewer devices would take: the best plans of parts of the pool."""
+"""What fewer devices would cost in time, and what more would save."""
 
 from dataclasses import replace
 from itertools import product
 
 from ...schema.errors import InfeasibleError
-from ...schema.parallel import ParallelAlternative, ParallelPlan, ParallelPool, ParallelProblem
+from ...schema.parallel import (
+    ParallelAlternative,
+    ParallelGain,
+    ParallelPlan,
+    ParallelPool,
+    ParallelProblem,
+)
 from .solve import solve
 
 _SHARES = (1.0, 0.5, 0.25, 0.0)
@@ -14,7 +20,9 @@ _MOST_POOLS = 32  # parts of a pool that are solved
 def alternatives(
     problem: ParallelProblem, plan: ParallelPlan, most: int
 ) -> tuple[ParallelAlternative, ...]:
-    """Plans that no other found is at least as good as in time, devices and memory at once.
+    """Plans that no other found is at least as good as in every figure at once.
+
+    Figures are time, devices, memory and, where every device has a price, dollars an hour.
 
     The best plan of each part of the pool that keeps all, half, a quarter or none of each type's
     devices, in whole servers: as good as ``solve`` proves it.
@@ -26,16 +34,46 @@ def alternatives(
     """
     if most < 1:
         return ()
+    prices = {pool.device_type: pool.dollars_per_hour for pool in problem.pools}
     found = [_as_alternative(plan)]
     for pools in _parts(problem):
         try:
             found.append(_as_alternative(solve(replace(problem, pools=pools))))
         except InfeasibleError:
             continue
-    kept = [one for one in found if not any(_beats(other, one) for other in found)]
-    unlike = {_figures(one): one for one in reversed(kept)}
-    ordered = sorted(unlike.values(), key=_figures)
-    return tuple(one for one in ordered if _figures(one) != _figures(found[0]))[:most]
+    figures = {_figures(one, prices): one for one in reversed(found)}
+    kept = {
+        mine: one
+        for mine, one in figures.items()
+        if not any(other != mine and _is_no_worse(other, mine) for other in figures)
+    }
+    kept.pop(_figures(found[0], prices), None)
+    return tuple(kept[mine] for mine in sorted(kept))[:most]
+
+
+def gains(problem: ParallelProblem, plan: ParallelPlan) -> tuple[ParallelGain, ...]:
+    """What one more device of each type would buy, and one more server of it.
+
+    Never more than the plan's own step, which stays possible.
+
+    Args:
+        problem: The pool's.
+        plan: Its plan.
+    """
+    found = []
+    for number, pool in enumerate(problem.pools):
+        for more in sorted({1, pool.devices_per_server}):
+            pools = list(problem.pools)
+            pools[number] = replace(pool, num_devices=pool.num_devices + more)
+            step = solve(replace(problem, pools=tuple(pools))).predicted.step_seconds
+            found.append(
+                ParallelGain(
+                    device_type=pool.device_type,
+                    num_devices=more,
+                    step_seconds=min(step, plan.predicted.step_seconds),
+                )
+            )
+    return tuple(found)
 
 
 def _parts(problem: ParallelProblem) -> list[tuple[ParallelPool, ...]]:
@@ -62,12 +100,20 @@ def _as_alternative(plan: ParallelPlan) -> ParallelAlternative:
     )
 
 
-def _figures(one: ParallelAlternative) -> tuple[float, int, int]:
-    """Seconds, devices, and bytes of the fullest device."""
-    devices = sum(group.num_devices for stage in one.stages for group in stage.replicas)
-    return one.predicted.step_seconds, devices, max(one.predicted.memory_bytes.values())
+def _figures(one: ParallelAlternative, prices: dict[str, float | None]) -> tuple[float, ...]:
+    """Seconds, devices, bytes of the fullest device, dollars an hour (0 where a price lacks)."""
+    groups = [group for stage in one.stages for group in stage.replicas]
+    dollars = 0.0
+    if all(price is not None for price in prices.values()):
+        dollars = sum(g.num_devices * (prices[g.device_type] or 0.0) for g in groups)
+    devices = sum(group.num_devices for group in groups)
+    return (
+        one.predicted.step_seconds,
+        devices,
+        max(one.predicted.memory_bytes.values()),
+        dollars,
+    )
 
 
-def _beats(one: ParallelAlternative, other: ParallelAlternative) -> bool:
-    mine, its = _figures(one), _figures(other)
-    return mine != its and all(a <= b for a, b in zip(mine, its, strict=True))
+def _is_no_worse(mine: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return all(a <= b for a, b in zip(mine, other, strict=True))

@@ -7,6 +7,7 @@ searches' nodes in one heap.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -105,6 +106,7 @@ class Search:
         ]
         # For each level of the longest all-reduce: its least, and the slowest stage's under it.
         self._levels = np.zeros((2, 1))
+        self._mix_prices = np.zeros((len(self._mixes), 0))  # none before ``root``
 
     @cached_property
     def least_by_capacity(self) -> float:
@@ -164,6 +166,52 @@ class Search:
                 found = self._finish(root, number, compute, below)
                 if found is not None:
                     yield found
+
+    def balanced(self, below: float) -> Iterator[Found]:
+        """Plans of one type and degree whose stages take about as long; under ``below`` seconds.
+
+        For a limit early: what a person would try first. Each stage recomputes only if it must.
+        """
+        options = self.space.options
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number, mix in enumerate(self._mixes):
+            if len(mix) == 1:
+                option = options[mix[0]]
+                alike.setdefault((option.pool, option.tensor_parallel_size), []).append(number)
+        for (pool, degree), numbers in alike.items():
+            numbers.sort(key=lambda number: options[self._mixes[number][0]].seconds[-1])
+            devices = self.problem.pools[pool].num_devices
+            most = min(self.most_stages, devices // (self.d * degree))
+            for num_stages in sorted({most, *(2**i for i in range(most.bit_length()))} - {0}):
+                if num_stages <= most:
+                    found = self._balanced(numbers, num_stages, below)
+                    if found is not None:
+                        below = found.step_seconds
+                        yield found
+
+    def _balanced(self, numbers: list[int], num_stages: int, below: float) -> Found | None:
+        """That plan, where each stage fits one of the mixes of these numbers."""
+        seconds = np.array(self.space.options[self._mixes[numbers[0]][0]].seconds)
+        targets = seconds[-1] * np.arange(1, num_stages) / num_stages
+        cuts = np.abs(seconds[None, :] - targets[:, None]).argmin(axis=1)
+        bounds = sorted({0, self.size, *cuts.tolist()})
+        longest = float(np.diff(seconds[bounds]).max())
+        if (self.num_microbatches - 1) * longest + float(seconds[-1]) >= below:
+            return None
+        node = self._root(np.zeros(self._mix_prices.shape[1]))
+        for placed, (start, end) in enumerate(reversed(list(pairwise(bounds)))):
+            in_flight = min(placed + 1, self.num_microbatches)
+            number = next((n for n in numbers if self._has_room(n, start, end, in_flight)), None)
+            if number is None:
+                return None
+            if start == 0:
+                option = self.space.options[self._mixes[number][0]]
+                return self._finish(node, number, option.seconds[end] - option.seconds[0], below)
+            node = self.placed(node, Child(0.0, number, start, 0.0))
+        return None
+
+    def _has_room(self, number: int, start: int, end: int, in_flight: int) -> bool:
+        return all(self.space.options[o].fits(start, end, in_flight) for o in self._mixes[number])
 
     def root(self, below: float) -> Node:
         """The node with no stage placed, its bound, and tables for plans under ``below``.

@@ -5,7 +5,7 @@ exact over a stated space. The step is that of 1F1B with unlike stages (costs/pa
 equation 4.1 where stages are equal.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from heapq import heappop, heappush
 from itertools import count, pairwise
 
@@ -20,7 +20,8 @@ from ...schema.parallel import (
 )
 from ..effort import DEFAULT, Effort
 from .search import Child, Found, Node, Search, StageChoice
-from .space import MOST_TYPES, Space, microbatch_sizes, space_of
+from .shortfall import missing_bytes, smallest_pools
+from .space import MOST_TYPES, Space, microbatch_sizes, replica_counts, space_of
 
 WORK_OF_A_NODE = 7.5e3
 """What expanding a node takes of ``Effort.tree_work``: 2,000 nodes by default."""
@@ -52,8 +53,10 @@ def solve(problem: ParallelProblem, *, effort: Effort = DEFAULT) -> ParallelPlan
     """
     sizes = microbatch_sizes(problem)
     if not sizes:
+        timed = sorted({t.microbatch_size for pool in problem.pools for t in pool.times})
         raise ProblemError(
-            f"no microbatch size was timed that a batch of {problem.global_batch_size} can hold",
+            f"no microbatch size was timed that a batch of {problem.global_batch_size} can hold "
+            f"(timed: {', '.join(map(str, timed))})",
             hint="profile smaller microbatches, or take a larger batch",
         )
     spaces = {size: space_of(problem, size) for size in sizes}
@@ -61,20 +64,6 @@ def solve(problem: ParallelProblem, *, effort: Effort = DEFAULT) -> ParallelPlan
     if best is None:
         raise _infeasible(problem, spaces)
     return _plan(problem, best, bound)
-
-
-def replica_counts(batch: int, microbatch_size: int, most: int) -> Iterator[int]:
-    """Numbers of replicas worth trying: for each number of microbatches the fewest replicas.
-
-    More replicas that run as many microbatches take more devices and a longer all-reduce.
-    """
-    units = -(-batch // microbatch_size)
-    seen = set()
-    for replicas in range(1, min(most, units) + 1):
-        rounds = -(-units // replicas)
-        if rounds not in seen:
-            seen.add(rounds)
-            yield replicas
 
 
 def _search(
@@ -91,6 +80,7 @@ def _search(
     for search in searches:
         if search.least_by_capacity < tree.limit:
             tree.offer(search.one_stage(tree.limit))
+            tree.offer(search.balanced(tree.limit))
     for search in searches[:NUM_TRIED_FIRST]:
         if search.least_step(tree.limit) < tree.limit:
             tree.dive(search, search.root(tree.limit), None, keep_others=False)
@@ -214,12 +204,16 @@ def _infeasible(problem: ParallelProblem, spaces: dict[int, Space]) -> Infeasibl
             "device has",
             hint="profile higher tensor-parallel degrees, or take devices with more memory",
         )
-    weights = min(option.weights[-1] * option.tensor_parallel_size for option in options)
     memory = sum(pool.num_devices * (pool.memory_bytes or 0) for pool in problem.pools)
+    weights = min(option.weights[-1] * option.tensor_parallel_size for option in options)
+    missing, pools = missing_bytes(problem), smallest_pools(problem)
+    alone = ", or ".join(f"{number} {name}" for name, number in pools.items())
     return InfeasibleError(
         f"no plan fits: weights, gradients and optimizer take {weights / 2**30:.1f} GiB and "
-        f"activations come on top, the pool has {memory / 2**30:.1f} GiB",
-        hint="add devices, take smaller microbatches, or allow recomputation",
+        f"activations come on top, the pool has {memory / 2**30:.1f} GiB"
+        + ("" if missing is None else f"; every device lacks at least {missing:,} bytes"),
+        hint=(f"take {alone} (the fewest that do)" if alone else "add devices")
+        + ("" if "full" in problem.recompute else ", or allow recomputation"),
     )
 
 

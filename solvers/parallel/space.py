@@ -72,6 +72,20 @@ def microbatch_sizes(problem: ParallelProblem) -> list[int]:
     return sorted(size for size in sizes if size <= problem.global_batch_size)
 
 
+def replica_counts(batch: int, microbatch_size: int, most: int) -> Iterator[int]:
+    """Numbers of replicas worth trying: for each number of microbatches the fewest replicas.
+
+    More replicas that run as many microbatches take more devices and a longer all-reduce.
+    """
+    units = -(-batch // microbatch_size)
+    seen = set()
+    for replicas in range(1, min(most, units) + 1):
+        rounds = -(-units // replicas)
+        if rounds not in seen:
+            seen.add(rounds)
+            yield replicas
+
+
 def space_of(problem: ParallelProblem, microbatch_size: int) -> Space:
     """The options of every type, and their mixes of at most ``MOST_TYPES`` types.
 

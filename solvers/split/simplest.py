@@ -183,7 +183,7 @@ class _Table:
         return move.passes * self.scale + move.num_devices
 
     def work(self) -> dict[int, Work]:
-        """Who does what: from the front, each stage as much as it can."""
+        """The devices' work: from the front, each stage does as much as it can."""
         found: dict[int, Work] = {}
         row, left = self.limit, self.target
         behind = [self.last, *(stage.costs for stage in self.stages[:-1])]

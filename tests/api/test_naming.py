@@ -8,7 +8,7 @@ import pytest
 import hetflow
 from hetflow.api.naming import flags_are_meant, names_arguments
 from hetflow.cli.main import run
-from hetflow.schema.errors import HetflowError, ProblemError
+from hetflow.schema.errors import HetflowError, LaunchError, ProblemError
 
 
 class Options(TypedDict, total=False):
@@ -45,6 +45,7 @@ def verb(
         ("--num-stages 3: too many", "num_stages=3: too many"),
         ("give --on-failure replace: start", 'give on_failure="replace": start'),
         ("add --layers, or run `hetflow a --gap`", "add --layers, or run `hetflow a --gap`"),
+        ("my--gap.json and a/--gap stay", "my--gap.json and a/--gap stay"),
         ("say --schedule a|b, or --state-bytes", "say schedule a|b, or optimizer=State(...)"),
     ],
 )
@@ -55,6 +56,17 @@ def test_flags_become_arguments_where_a_program_calls(written: str, said: str) -
     with flags_are_meant(), pytest.raises(HetflowError) as kept:
         verb(written)
     assert [kept.value.message, kept.value.hint] == [written, None]
+
+
+def test_what_a_script_says_of_its_own_flags_stays() -> None:
+    @names_arguments()
+    def launch(gap: float = 0) -> None:
+        raise LaunchError("worker 0 failed: no argument --gap 3", hint="leave --gap out")
+
+    with pytest.raises(LaunchError) as caught:
+        launch()
+    assert str(caught.value) == caught.value.message == "worker 0 failed: no argument --gap 3"
+    assert caught.value.hint == "leave gap out"
 
 
 def test_a_public_function_and_its_command_name_their_own_options(

@@ -53,6 +53,45 @@ def test_the_table_of_solve_counts_for_each_kind_of_plan(
     assert "gpus = '4xV100'  (file hetflow.toml)" in capsys.readouterr().out
 
 
+def test_a_table_takes_options_under_their_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hetflow.toml").write_text(
+        '["cluster start"]\nround = 45\n[import]\nformat = "aws-spot-prices"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    assert run(["cluster", "start", "--show-config"]) == 0
+    assert "round_seconds = 45.0  (file hetflow.toml)" in capsys.readouterr().out
+    assert run(["import", "x", "--show-config"]) == 0
+    assert "source = 'aws-spot-prices'  (file hetflow.toml)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "hint"),
+    [
+        ("[solv]\ngpus = 'a'", "no command is called 'solv'", "did you mean 'solve'?"),
+        ("[solve]\nbatchsize = 8", "[solve] has no option 'batchsize'", "mean 'batch-size'?"),
+        ("[solve]\nxyzzy = 8", "[solve] has no option 'xyzzy'", "see `hetflow solve --help`"),
+        ("solve = 8", "solve must be a table such as [solve]", None),
+    ],
+)
+def test_what_a_config_file_misspells_is_named(
+    text: str,
+    said: str,
+    hint: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "hetflow.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert run(["devices"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"hetflow: hetflow.toml: {said}"
+    assert len(lines) == (1 if hint is None else 2)
+    assert hint is None or hint in lines[1]
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "said"),
     [

@@ -62,7 +62,7 @@ def test_a_file_is_submitted_and_options_go_before_it(
     [job] = rows(capsys)
     assert job["priority_weight"] == 3.0
     assert run(["submit", "sub/job.toml", "--weight", "3"]) == 2
-    assert "stand before it" in capsys.readouterr().err
+    assert "hetflow's options before it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

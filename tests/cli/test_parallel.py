@@ -105,6 +105,16 @@ def test_what_fewer_devices_would_cost(hetflow: Hetflow, folder: Path) -> None:
     steps += [one["predicted"]["step_seconds"] for one in document["alternatives"]]
     assert 1 < len(steps) <= 4
     assert steps == sorted(steps)
+    more = {
+        (g["device_type"], g["num_devices"]): g["step_seconds"]
+        for g in document["with_more_devices"]
+    }
+    assert more.keys() == {("V100", 1), ("V100", 4), ("P100", 1), ("P100", 4)}
+    assert all(step <= steps[0] for step in more.values())
+    wider = ("--gpus", "8xV100,4xP100", "--batch-size", 32, "--profiles", folder, *LINK)
+    eight = json.loads(hetflow("solve", "parallel", *wider, "--json").stdout)
+    assert more["V100", 4] == pytest.approx(eight["predicted"]["step_seconds"])
+    assert more["V100", 4] < steps[0]
     plan = files.from_json(answer.stdout, ParallelPlan)
     assert [p for p in plan.alternatives if p.stages == plan.stages] == []
     for num_microbatches, stages, predicted in [
@@ -170,4 +180,22 @@ def test_a_pool_too_small_says_what_to_relax(hetflow: Hetflow, folder: Path) -> 
     pool = ("--gpus", "V100:1:600MB", "--batch-size", 32, "--profiles", folder, *LINK)
     answer = hetflow("solve", "parallel", *pool)
     assert answer.code == 3
-    assert "GiB" in answer.stderr
+    assert "every device lacks at least" in answer.stderr
+    assert "take 2 V100 (the fewest that do)" in answer.stderr
+    enough = ("--gpus", "V100:2:600MB", *pool[2:])
+    assert hetflow("solve", "parallel", *enough).code == 0
+
+
+def test_degrees_that_do_not_divide_a_server_are_named(hetflow: Hetflow, folder: Path) -> None:
+    pool = ("--gpus", "2x(3xV100)", "--batch-size", 32, "--profiles", folder, *LINK)
+    answer = hetflow("solve", "parallel", *pool)
+    assert answer.code == 0
+    assert "V100: tensor-parallel degrees 2 do not divide servers of 3" in answer.stderr
+    assert "planned: 1 (servers of 4 would take 2)" in answer.stderr
+
+
+def test_a_batch_that_holds_no_microbatch(hetflow: Hetflow, folder: Path) -> None:
+    pool = ("--gpus", "4xV100", "--batch-size", 1, "--profiles", folder, *LINK)
+    answer = hetflow("solve", "parallel", *pool, "--microbatch-size", 2)
+    assert answer.code == 2
+    assert "a batch of 1 can hold (timed: 2)" in answer.stderr

@@ -1,13 +1,14 @@
 """A Slurm cluster of fake nodes on this host, in a folder and on ports of its own."""
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -140,7 +141,30 @@ def _serving(folder: Path, logs: Path) -> Iterator[dict[str, str]]:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-        _end_steps(folder)
+        for process in _processes(folder, b"slurm"):
+            os.kill(process, signal.SIGKILL)
+
+
+def kill_slurmd(variables: Mapping[str, str], node: str) -> None:
+    """SIGKILL a node's daemon; its jobs go on."""
+    [process] = _processes(Path(variables["SLURM_CONF"]).parent, b"-N\0" + node.encode())
+    os.kill(process, signal.SIGKILL)
+
+
+def start_slurmd(variables: Mapping[str, str], node: str) -> None:
+    """Start a node's daemon again, and wait until it listens; it ends with the cluster."""
+    subprocess.run(
+        ["slurmd", "-N", node], env={**os.environ, **variables}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True,
+    )  # fmt: skip
+    configuration = Path(variables["SLURM_CONF"]).read_text()
+    port = int(re.findall(rf"NodeName={node} .* Port=(\d+) ", configuration)[0])
+    _until(lambda: _listens(port), f"slurmd of {node}")
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _are_idle(environment: dict[str, str]) -> bool:
@@ -158,14 +182,16 @@ def _jobs(environment: dict[str, str]) -> str:
     return done.stdout
 
 
-def _end_steps(folder: Path) -> None:
-    """End what serves this cluster's jobs and was left behind: it names the folder."""
+def _processes(folder: Path, what: bytes) -> list[int]:
+    """Processes of this cluster, whose environment names its folder, with such a command line."""
+    found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             with suppress(OSError):
-                is_step = b"slurmstepd" in (entry / "cmdline").read_bytes()
-                if is_step and os.fsencode(folder) in (entry / "environ").read_bytes():
-                    os.kill(int(entry.name), signal.SIGKILL)
+                is_such = what in (entry / "cmdline").read_bytes()
+                if is_such and os.fsencode(folder) in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return found
 
 
 def _until(condition: object, what: str, *, must: bool = True) -> None:

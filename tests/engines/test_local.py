@@ -110,7 +110,7 @@ def test_a_program_that_is_not_there_ends_and_says_so(tmp_path: Path) -> None:
 def test_devices_are_named_and_servers_refused() -> None:
     names = [device.name for device in ENGINES.get("local")(POOL).devices()]
     assert names == ["cpu:fast:0", "cpu:slow:0", "cpu:slow:1"]
-    with pytest.raises(ProblemError, match="this host 0"):
+    with pytest.raises(ProblemError, match="this host has 0"):
         LocalEngine(Cluster.parse("1xNoSuchDevice"))
     with pytest.raises(ProblemError, match="2 servers"):
         LocalEngine(Cluster.parse("2x(1xcpu:fast)"))

@@ -118,7 +118,7 @@ def test_a_lease_runs_on_its_devices_and_ends_with_its_code(
     assert not (tmp_path / "x").exists()
     with pytest.raises(UnsuitableDevicesError, match="one node"):
         engine.start(work(engine, tmp_path / "c", "true", device=1, number=2))
-    with pytest.raises(ProblemError, match="3 x cpu:slow, Ray's nodes 2"):
+    with pytest.raises(ProblemError, match="3 x cpu:slow, Ray's nodes have 2"):
         RayEngine(Cluster.parse("3xcpu:slow"))
 
 

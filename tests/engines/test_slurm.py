@@ -24,7 +24,12 @@ from hetflow.engines.slurm import (
 )
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
-from hetflow.tests.engines.slurm_daemons import slurm_cluster, why_not
+from hetflow.tests.engines.slurm_daemons import (
+    kill_slurmd,
+    slurm_cluster,
+    start_slurmd,
+    why_not,
+)
 
 # As Slurm 22.05.8 wrote them; the third node is in two partitions, as a cluster's may be.
 NODES = """\
@@ -126,7 +131,7 @@ def test_a_job_that_slurm_refuses_says_why(tmp_path: Path, monkeypatch: pytest.M
     both = (*given.devices, *engine.devices()[-1:])
     with pytest.raises(UnsuitableDevicesError, match="one node"):
         engine.start(Work(folder=given.folder, command=("true",), directory=tmp_path, devices=both))
-    with pytest.raises(ProblemError, match="3 x cpu:slow, Slurm's nodes 2"):
+    with pytest.raises(ProblemError, match="3 x cpu:slow, Slurm's nodes have 2"):
         SlurmEngine(Cluster.parse("3xcpu:slow"))
 
 
@@ -261,3 +266,21 @@ def test_what_heeds_no_signal_is_killed_and_what_waits_never_begins(
     until(lambda: slurm.fate(deaf).state == "ended")
     assert slurm.fate(deaf) == Fate("ended", None)
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_killed_slurmd_costs_no_lease(
+    slurm: SlurmEngine, variables: dict[str, str], tmp_path: Path
+) -> None:
+    lease = tmp_path / "lease"
+    slurm.start(work(slurm, lease, sys.executable, "-c", SAVES, device=2))
+    until(lambda: output(lease) == "ready\n")
+    kill_slurmd(variables, "slow0")
+    time.sleep(1.0)
+    assert slurm.fate(lease) == Fate("running")
+    start_slurmd(variables, "slow0")
+    slurm.stop(lease)
+    until(lambda: slurm.fate(lease).state == "ended")
+    assert slurm.fate(lease) == Fate("ended", 143)
+    assert output(lease).splitlines()[1].startswith("saved ")

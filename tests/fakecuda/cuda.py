@@ -267,6 +267,15 @@ def _offer_nccl(native: Any) -> None:
                     f"{other} both on CUDA device {facts.pci_bus_id:x}000"
                 )
 
+    register = c10d.ProcessGroup._register_backend
+
+    def register_staged(group: Any, device: Any, kind: Any, backend: Any = None) -> None:
+        if device.type == "cuda" and isinstance(backend, c10d.ProcessGroupGloo):
+            # Under its own kind torch would take the one that it has for the host.
+            kind, backend = c10d.ProcessGroup.BackendType.CUSTOM, native.StagedGloo(backend)
+        register(group, device, kind, backend)
+
+    c10d.ProcessGroup._register_backend = register_staged  # type: ignore[method-assign]
     for module in (c10d, dist):
         module.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[attr-defined]
         module.is_nccl_available = lambda: True  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from hetflow.tests.fakecuda.hosts import GpuHost, Host
 from hetflow.tests.launcher.elastic_runs import plan_of
 
 SCRIPT = Path(__file__).with_name("training.py")
+SLICES = "A100MIG12"  # the type of halves of an A100
 LAYERS = """
 import torch
 from torch import nn
@@ -70,6 +71,14 @@ def test_two_types_train_over_nccl(gpus: GpuHost) -> None:
     alone = told(host, "b", [(first, 8)])
     assert alone["backend"] is None
     assert found["losses"] == pytest.approx(alone["losses"], rel=2e-3)
+
+
+def test_two_slices_of_one_gpu_train_over_gloo(software: GpuHost) -> None:
+    host, level = software("A100/2"), "elastic"
+    found = told(host, "a", [(SLICES, 5), (SLICES, 3)], "--determinism", level)
+    assert (found["backend"], found["device"]) == ("gloo", "cuda:0")
+    alone = told(host, "b", [(SLICES, 8)], "--determinism", level)
+    assert found["digest"] == alone["digest"]
 
 
 @pytest.mark.parametrize("level", ["static", "elastic", "heterogeneous"])

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,77 +10,98 @@ import pytest
 from hetflow.schema import files
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.tests.fakecuda.hosts import GpuHost
+from hetflow.tests.launcher.elastic_runs import plan_of
 
 from .test_changes import two_stages
 
-LAYERS_PER_STAGE, STAGES, MIB = 4, 3, 1 << 20
-# Each layer has 4 MiB of weights: 48 MiB in all, 16 MiB a stage, and gradients of the same size.
+# Weights take twice a device's memory. A stage of 8 layers needs 8 MiB for weights and 8 for
+# gradients.
+MIB, LIMIT, LAYERS = 1 << 20, 20 << 20, 40
+CUT, OTHER_CUT = (8, 8, 8, 8, 8), (9, 7, 8, 9, 7)
 SCRIPT = """
 import os
+import sys
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from hetflow import runtime as hf
 torch.manual_seed(int(os.environ.get("RANK", "0")))
-model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(40)))
+for layer in model:
+    layer.weight.data.mul_(3**0.5)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001, foreach=False)
 job = hf.prepare(model, optimizer)
 torch.manual_seed(1)
-data = TensorDataset(torch.randn(16, 1024), torch.randn(16, 1024))
-for batch in job.batches(DataLoader(data, batch_size=8)):
-    loss = job.backward(lambda x, y: nn.functional.mse_loss(model(x), y), batch)
-    optimizer.step()
-    optimizer.zero_grad()
-print("loss", loss.item(), flush=True)
+data = TensorDataset(torch.randn(16, 512), torch.randn(16, 512))
+loader = DataLoader(data, batch_size=8)
+
+def train():
+    for batch in job.batches(loader):
+        loss = job.backward(lambda x, y: nn.functional.mse_loss(model(x), y), batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        print("loss", loss.item(), flush=True)
+
+train()
 print("peak", torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0, flush=True)
+if sys.argv[1] == "whole":
+    job.sync_buffers()
+    train()
+    with job.evaluation() as whole:
+        where = next(whole.parameters()).device
+        seen = whole(data.tensors[0].to(where)).square().mean().item()
+        print("seen", where.type, seen, flush=True)
+    train()
+    job.finish()
+    print("trained", sum(p.detach().double().square().sum().item() for p in model.parameters()))
 """
-END = """
-job.sync_buffers()
-for batch in job.batches(DataLoader(data, batch_size=8)):
-    job.backward(lambda x, y: nn.functional.mse_loss(model(x), y), batch)
-    optimizer.step()
-    optimizer.zero_grad()
-with job.evaluation() as whole:
-    where = next(whole.parameters()).device
-    print("seen", where.type, whole(data.tensors[0].to(where)).square().mean().item(), flush=True)
-for batch in job.batches(DataLoader(data, batch_size=8)):
-    job.backward(lambda x, y: nn.functional.mse_loss(model(x), y), batch)
-    optimizer.step()
-    optimizer.zero_grad()
-job.finish()
-print("trained", sum(p.detach().double().square().sum().item() for p in model.parameters()))
-"""
+ON_THE_HOST = "is too small for the whole model, which is on the host outside of steps"
 
 
-def three_stages(kind: str) -> PipelinePlan:
-    plan = two_stages((kind, kind))
+def stages(kind: str, layers: Sequence[int]) -> PipelinePlan:
+    """A plan with so many layers in each stage."""
+    plan, ends = two_stages((kind, kind)), [sum(layers[: n + 1]) for n in range(len(layers))]
     return replace(
         plan,
         stages=tuple(
             replace(
                 plan.stages[0],
-                layers=tuple(str(4 * number + layer) for layer in range(LAYERS_PER_STAGE)),
-                first_device=number,
-                num_in_flight=STAGES - number,
+                layers=tuple(str(layer) for layer in range(end - number, end)),
+                first_device=stage,
+                num_in_flight=len(layers) - stage,
             )
-            for number in range(STAGES)
+            for stage, (number, end) in enumerate(zip(layers, ends, strict=True))
         ),
     )
 
 
-def test_a_model_larger_than_any_device_trains(software: GpuHost) -> None:
-    host = software(",".join(["V100:40MiB"] * STAGES))
-    (host.folder / "script.py").write_text(SCRIPT + END)
-    files.write(host.folder / "plan.json", three_stages("V100"))
-    found = host.run("launch", "-o", "run", "plan.json", "script.py")
-    assert found.returncode == 0, found.stderr
-    logs = [(host.folder / f"run/logs/rank{rank}.out").read_text() for rank in range(STAGES)]
-    for log in logs:
-        assert int(re.search(r"peak (\d+)", log)[1]) < 40 * MIB
-    alone = host.also(CUDA_VISIBLE_DEVICES="").python(SCRIPT + END)
-    for said in (r"loss (\S+)", r"seen cpu (\S+)", r"trained (\S+)"):
-        found = [float(re.search(said, log)[1]) for log in (*logs, alone)]
-        assert found == pytest.approx([found[-1]] * 4, rel=1e-4)
-    record = json.loads((host.folder / "run/run.json").read_text())
-    assert record["parameters_digest"]
-    assert "events" not in record
+def test_a_model_twice_as_large_as_any_device_trains_and_goes_on_under_another_cut(
+    software: GpuHost,
+) -> None:
+    host = software(",".join([f"V100:{LIMIT // MIB}MiB"] * len(CUT) + ["A100"]))
+    (host.folder / "script.py").write_text(SCRIPT)
+    for name, cut in (("first", CUT), ("second", OTHER_CUT)):
+        files.write(host.folder / f"{name}.json", stages("V100", cut))
+    files.write(host.folder / "alone.json", plan_of([4], ["A100"], samples=2))
+    said, digests = {}, {}
+    for name, how in (("first", "parts"), ("second", "whole"), ("alone", "whole")):
+        saving = [] if name == "alone" else ["--checkpoint", host.folder / "saved"]
+        plan = f"{name}.json"
+        found = host.run("launch", *saving, "-o", name, plan, "script.py", how)
+        assert found.returncode == 0, found.stderr
+        # Neither steps, checkpoints nor the digest bring the whole model anywhere.
+        assert (ON_THE_HOST in found.stderr) == (name == "second"), found.stderr
+        logs = sorted((host.folder / name / "logs").glob("rank*.out"))
+        said[name] = [log.read_text() for log in logs]
+        record = json.loads((host.folder / name / "run.json").read_text())
+        digests[name] = record["parameters_digest"]
+        assert "events" not in record
+    assert [len(said[name]) for name in said] == [len(CUT), len(CUT), 1]
+    for log in said["first"] + said["second"]:
+        assert int(re.search(r"peak (\d+)", log)[1]) <= LIMIT
+    for text in (r"seen cpu (\S+)", r"trained (\S+)"):
+        alone = float(re.search(text.replace("cpu", "cuda"), said["alone"][0])[1])
+        assert [float(re.search(text, log)[1]) for log in said["second"]] == [
+            pytest.approx(alone, rel=1e-4)
+        ] * len(CUT)
+    assert digests["second"] == digests["alone"] != digests["first"]

@@ -56,3 +56,33 @@ def test_no_step_waits_for_the_device(gpus: GpuHost, losses: str, level: str) ->
     assert "waits 0\n" in found.stdout  # the first worker's
     if level == "none":  # the sums of a step travel with its one bucket of gradients
         assert "collectives 1.0\n" in found.stdout
+
+
+COPIES = """
+import sys
+import torch
+from hetflow.runtime.host_copies import HostCopies
+
+software = sys.modules.get("_fakecuda")
+made = [torch.full((3, 5), float(n), device="cuda").t() for n in range(20)] + [torch.ones(2)]
+copies = HostCopies()
+torch.cuda.synchronize()
+if software is None:
+    torch.cuda.set_sync_debug_mode("error")
+else:
+    software.reset_counts()
+found = [copies.take(tensor) for tensor in made]
+copies.close()
+for tensor in made:
+    tensor.zero_()  # as the next step would
+print("waits", 0 if software is None else software.counts().get("host_sync", 0))
+copies.wait()
+print([int(copy.mean()) for copy in found] == [*range(20), 1], {copy.shape for copy in found})
+"""
+
+
+def test_a_checkpoint_is_copied_without_a_wait(gpus: GpuHost) -> None:
+    said = gpus(1).python(COPIES).splitlines()
+    assert said[0] == "waits 0"
+    assert said[1].startswith("True")
+    assert "[5, 3]" in said[1]

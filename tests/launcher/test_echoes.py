@@ -14,7 +14,7 @@ from hetflow.launcher.inbox import Inbox
 from hetflow.launcher.line import Line
 from hetflow.launcher.request import LaunchRequest
 from hetflow.launcher.supervisor import Launched
-from hetflow.protocol.messages import FromWorker
+from hetflow.protocol.messages import FromWorker, Joined
 from hetflow.schema.launch import LaunchConfig
 
 from .test_dealing import config_of
@@ -114,15 +114,17 @@ def test_who_keeps_the_others_waiting_under_nccl_is_named(
 class Processes:
     """Two workers under a supervisor, without processes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, checkpoint: Path | None) -> None:
         config = config_of("V100", "V100")
+        self.checkpoint = checkpoint
+        self.heard: list[tuple[str, FromWorker]] = []
         self.held = {str(rank): Line() for rank in range(2)}
         self.dead: dict[str, Failure] = {}
         self.inbox = Inbox(folder)
         self.told: list[str] = []
         request = LaunchRequest(
             plan=plan_of(("V100", 2, 4)), config=config, script=("t.py",), folder=folder,
-            checkpoint=folder / "saved", on_failure="replace",
+            checkpoint=checkpoint, on_failure="replace",
         )  # fmt: skip
         launched = Launched(
             request=request, slots=config.workers, workers=self, inbox=self.inbox,  # type: ignore[arg-type]
@@ -137,7 +139,8 @@ class Processes:
         return self.held
 
     def hear(self) -> list[tuple[str, FromWorker]]:
-        return []
+        heard, self.heard = self.heard, []
+        return heard
 
     def failures(self) -> list[Failure]:
         return [failure for name, failure in self.dead.items() if name in self.held]
@@ -164,10 +167,13 @@ class Processes:
         self.held |= {name: Line() for name in ranks}
 
 
-@pytest.fixture
-def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
+@pytest.fixture(params=[True])
+def processes(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Processes]:
+    """With a checkpoint, unless the test says otherwise."""
     monkeypatch.setattr(cause, "CAUSE_SECONDS", 0.5)
-    made = Processes(tmp_path)
+    made = Processes(tmp_path, checkpoint=tmp_path / "saved" if request.param else None)
     yield made
     made.inbox.close()
     for line in made.held.values():
@@ -195,3 +201,27 @@ def test_a_restart_after_an_abort_says_who_hung(tmp_path: Path, processes: Proce
     assert said.startswith("worker 1 (V100) hangs: worker 0 (V100) waited for it in vain: Watchdog")
     assert said.endswith("; starting again from the last checkpoint")
     assert list(processes.held) == ["2", "3"]
+
+
+@pytest.mark.parametrize("processes", [True, False], indirect=True)
+def test_a_death_that_is_told_after_what_followed_from_it_comes_first(
+    tmp_path: Path, processes: Processes
+) -> None:
+    """A worker's exchange outside of a step broke; that the other was killed is heard later."""
+    for line in processes.held.values():
+        line.theirs.close()
+    processes.heard = [(name, Joined(generation=0, pause_seconds=0.0)) for name in ("0", "1")]
+    assert processes.supervisor.tick(0.0) is None
+    processes.dead["0"] = failed(tmp_path, 0, "", 1, error="reset", may_be_echo=True)
+    killed = failed(tmp_path, 1, "", -9)
+    threading.Timer(0.1, lambda: processes.dead.update({"1": killed})).start()
+    assert processes.supervisor.tick(0.0) is None
+    found = processes.supervisor.tick(0.0)
+    death = "worker 1 (V100) was killed by SIGKILL"
+    if found is None:
+        lost = "worker 0 (V100) failed with exit code 1: reset"
+        assert processes.told == [f"{death}; {lost}; starting again from the last checkpoint"]
+    else:
+        outside = "worker 0 (V100) could not go on without it outside of a step"
+        assert (found.exit_code, found.sentence()) == (1, f"{death}; {outside}")
+    assert (found is None) == (tmp_path / "saved" == processes.checkpoint)

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hetflow.schema import files
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 from hetflow.schema.run import RunRecord
+from hetflow.tests import programs
 
 pytestmark = pytest.mark.processes
 
@@ -76,6 +78,17 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _controller(
+    prefix: list[str], arguments: list[str], **options: Any
+) -> "programs.Program | subprocess.Popen[str]":
+    """One host's ``hetflow launch``; a forked one would not be where a prefix puts it."""
+    command = [sys.executable, "-m", "hetflow.cli.main", "launch", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if prefix:
+        return subprocess.Popen([*prefix, *command], text=True, **pipes, **options)
+    return programs.start(command, **pipes, **options)
+
+
 def agents(
     folder: Path,
     endpoint: str,
@@ -86,24 +99,13 @@ def agents(
 ) -> list[tuple[int, str]]:
     """Run both nodes; (exit code, stderr) of each."""
     processes = [
-        subprocess.Popen(
-            [*prefixes[node], sys.executable, "-m", "hetflow.cli.main", "launch"]
-            + ["--nnodes", "2", "--node-rank", str(node), "--rdzv-endpoint", endpoint]
-            + [
-                "--devices",
-                devices[node],
-                "-o",
-                f"run{node}",
-                "--force",
-                "plan.json",
-                script,
-                *arguments,
-            ],
+        _controller(
+            prefixes[node],
+            ["--nnodes", "2", "--node-rank", str(node), "--rdzv-endpoint", endpoint]
+            + ["--devices", devices[node], "-o", f"run{node}", "--force", "plan.json", script]
+            + list(arguments),
             cwd=folder,
             env={**os.environ, "HERE": str(folder), "NODE": str(node)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
         for node in range(2)
     ]

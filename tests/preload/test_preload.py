@@ -209,6 +209,25 @@ def test_a_forked_process_ends_as_a_fresh_one_does(here: Path, text: str, code: 
         assert errors.endswith("ValueError: wrong\n")
 
 
+def test_what_a_forked_process_loads_itself_ends_in_full(here: Path) -> None:
+    """Exit handlers of inherited libraries are left out; its own run, and C streams are written."""
+    path = script(
+        here,
+        "import ctypes, sys\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.strdup.restype = libc.fopen.restype = ctypes.c_void_p\n"
+        "stream = libc.fopen(sys.path[0].encode() + b'/stream', b'w')\n"
+        "libc.fputs(b'buffered', ctypes.c_void_p(stream))\n"
+        "libc.on_exit(libc.dprintf, ctypes.c_void_p(libc.strdup(b'handled')))  # (code, text)\n"
+        "sys.exit(1)\n",
+    )
+    with forked(path) as process:
+        assert process.stdout is not None
+        assert process.stdout.read() == b"handled"
+        assert process.wait(30) == 1
+    assert (here / "stream").read_text() == "buffered"
+
+
 def test_a_forked_process_answers_to_signals(here: Path) -> None:
     path = script(here, "import time; print('up', flush=True); time.sleep(60)")
     with forked(path) as process:

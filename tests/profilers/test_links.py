@@ -19,6 +19,7 @@ from hetflow.profilers.links import (
     message_sizes,
 )
 from hetflow.profilers.targets import parse
+from hetflow.schema.step_costs import Links
 
 LATENCY = st.floats(1e-6, 1e-2)
 BANDWIDTH = st.floats(1e7, 1e11)
@@ -147,15 +148,25 @@ def test_all_reduces_end_at_the_model(weight_bytes: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.processes
 def test_two_real_processes_send_messages_of_every_size() -> None:
     cpu = cpu_device()
     request = DeviceRequest(device_type="cpu", local=cpu, torch_device="cpu")
-    links, provenance = measure_links(request, (100_000,))
+    for _ in range(3):  # what a busy machine disturbs for seconds is measured again
+        links, provenance = measure_links(request, (100_000,))
+        if links is not None and _are_the_fits_own(links):
+            break
     assert links is not None, provenance
     assert [point.num_bytes for point in links.points] == list(message_sizes((100_000,)))
-    longest = links.points[-1]
-    assert min(longest.there_seconds, longest.back_seconds) > links.points[0].both_seconds / 2
-    # Not how fast, which a busy machine decides, but that the largest is the fit's own.
-    told = links.latency_seconds + longest.num_bytes / links.bytes_per_second
-    assert longest.both_seconds / 4 < told < 4 * longest.both_seconds
+    assert _are_the_fits_own(links), links
     assert provenance["repeats"] >= 9
+
+
+def _are_the_fits_own(links: Links) -> bool:
+    """Whether large messages take longer than small ones, and about as long as the fit says."""
+    longest = links.points[-1]
+    told = links.latency_seconds + longest.num_bytes / links.bytes_per_second
+    return (
+        min(longest.there_seconds, longest.back_seconds) > links.points[0].both_seconds / 2
+        and longest.both_seconds / 4 < told < 4 * longest.both_seconds
+    )

@@ -121,6 +121,28 @@ def test_the_budget_is_kept_but_for_one_rehearsal() -> None:
     assert device.now <= 3 * 30.0 + 10.0
 
 
+def test_sizes_that_nobody_stated_share_a_budget() -> None:
+    many, visits = [0.001, *[0.2] * 9], [0.08] * 10
+    assert LoopPolicy(most_total_seconds=9.0).parts(many[:3], visits[:3]) == pytest.approx(
+        [0.2, 4.0, 4.0]
+    )
+    assert LoopPolicy().parts(many, visits) == pytest.approx([0.2, *[5.8 / 9] * 9])
+    assert LoopPolicy().parts(many, [0.08, *[2.0] * 9]) == pytest.approx([0.2, *[2.0] * 9])
+    few = LoopPolicy(least_total_seconds=4.0)
+    assert few.parts([0.001, 0.005], visits[:2]) == pytest.approx([1.6, 2.4])
+    whole = LoopPolicy(most_total_seconds=None)
+    assert whole.parts(many, visits) == pytest.approx([0.2, *[4.0] * 9])
+
+
+def test_long_passes_leave_short_ones_their_part_of_the_budget() -> None:
+    """Sizes of long passes took all of it, and short ones were visited once."""
+    device = Device(noise=[0.5, 1.5, 0.9, 1.1, 0.7])
+    costs = device.costs([1, 260, 280], LoopPolicy(most_total_seconds=9.0))
+    repeats = {point.batch_size: point.timing.repeats for point in costs.points}
+    assert repeats[1] >= 20
+    assert repeats[260] >= 4
+
+
 def test_the_most_samples_asked_for_end_a_size() -> None:
     device = Device(noise=[0.5, 1.5])
     few = LoopPolicy(most_seconds=1e9, most_passes=1000, most_samples=2)
@@ -152,5 +174,7 @@ def test_a_size_that_a_launch_could_not_train_is_left_out_with_those_above() -> 
 
 def test_synchronisation_is_measured_at_small_middle_and_large_sizes() -> None:
     times = {size: size * 0.01 for size in (1, 2, 4, 8, 16, 32, 64, 128)}
-    assert sizes_to_measure(times) == [1, 4, 8]
+    assert sizes_to_measure(times) == [1, 2, 4]
+    assert sizes_to_measure({size: size * 0.04 for size in (1, 2, 3, 6)}) == [1, 2, 3]
+    assert sizes_to_measure({size: size * 0.3 for size in (1, 2, 3)}) == [1]
     assert sizes_to_measure({8: 5.0, 16: 9.0}) == [8]

@@ -1,5 +1,7 @@
 """Tables say everything that matters, and always when a device is emulated."""
 
+from dataclasses import replace
+
 from hetflow.reports.plots import curves_image, split_image
 from hetflow.reports.tables import plan_table, profile_table, table_of
 from hetflow.schema.cluster import Cluster
@@ -12,6 +14,7 @@ from hetflow.schema.plan import (
     SplitPlan,
 )
 from hetflow.schema.profile import BatchPoint, Emulation, Profile
+from hetflow.schema.run import RunEvent, RunRecord
 
 PROFILE = Profile(
     model="digits",
@@ -80,3 +83,26 @@ def test_a_pool_shows_its_counts() -> None:
 def test_the_same_input_gives_the_same_picture() -> None:
     assert split_image(PLAN, "svg") == split_image(PLAN, "svg")
     assert b"emulated" in curves_image([PROFILE], "svg")
+
+
+def test_a_run_says_how_it_ended_and_what_happened() -> None:
+    run = RunRecord(
+        plan=PLAN,
+        status="failed",
+        exit_code=3,
+        world_size=2,
+        wall_seconds=7.5,
+        num_steps=4,
+        predicted_step_seconds=0.5,
+        measured_step_seconds=None,
+        step_seconds_error=None,
+        final_loss=None,
+        parameters_digest=None,
+        devices=(),
+        events=(RunEvent(kind="failure", at_seconds=2.25, detail="worker 1 was killed"),),
+    )
+    first, second = table_of(run).splitlines()[:2]
+    assert first == "digits: failed (exit code 3), 4 steps in 7.5 s"
+    assert second == "failure after 2.2 s: worker 1 was killed"
+    done = replace(run, status="done", exit_code=0, events=())
+    assert table_of(done).splitlines()[0] == "digits: done, 4 steps in 7.5 s"

@@ -37,11 +37,11 @@ class Counting:
         return self.line.receive(part)
 
 
-def gloo_pair(store: dist.Store) -> list[dist.ProcessGroup]:
+def gloo_pair(store: dist.Store, *, limit_seconds: float = 5.0) -> list[dist.ProcessGroup]:
     """Both members of a group of two; each connects as the other does."""
 
     def member(rank: int) -> dist.ProcessGroup:
-        return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=5))
+        return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=limit_seconds))
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(member, range(2)))
@@ -174,7 +174,7 @@ def test_a_message_of_another_size_than_its_values_is_refused(channel) -> None:
 
 
 def test_waiting_ends() -> None:
-    hosts = gloo_pair(dist.HashStore())
+    hosts = gloo_pair(dist.HashStore(), limit_seconds=2.0)
     frames, aside = (Line(hosts[1], 0, tag) for tag in (1, 3))
     inbox = Inbox(Lines(frames, aside, aside, CPU))
     with pytest.raises(PeerLostError, match=r"(?i)timed? ?out"):

@@ -1,7 +1,6 @@
 """Checkpoints: whole or not there, and a run that goes on ends as if it had never stopped."""
 
 import errno
-import importlib.util
 import os
 import re
 import shutil
@@ -21,10 +20,7 @@ from hetflow.runtime.job import Job
 from hetflow.schema.errors import FileError, TargetError
 from hetflow.tests import programs
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "digest_table.py"
-spec = importlib.util.spec_from_file_location("digest_table", BENCHMARK)
-digest_table = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(digest_table)
+from . import digests
 
 NUM_SAMPLES, BATCH = 22, 8
 WRITE_FOLDER = checkpoint.write_folder
@@ -503,20 +499,15 @@ def test_checkpoints_need_a_folder_and_things_with_state() -> None:
 
 
 @pytest.mark.processes
-def test_sigterm_saves_and_another_mapping_ends_with_the_same_digest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(programs.VARIABLE, programs.preloaded())
-    mappings = digest_table.MAPPINGS
-    whole = digest_table.launch(mappings["1 worker"], "elastic", tmp_path / "whole")
+def test_sigterm_saves_and_another_mapping_ends_with_the_same_digest(tmp_path: Path) -> None:
     saving = ["--checkpoint", str(tmp_path / "saved")]
-    stopped = digest_table.run(
-        mappings["2 workers"], "elastic", tmp_path / "a", saving, ["--stop-after", "4"]
+    stopped = digests.run(
+        "2 workers", "elastic", tmp_path / "a", *saving, arguments=["--stop-after", "4"]
     )
     assert stopped.returncode == 143, stopped.stderr
     assert "asked to stop; saved" in stopped.stderr
     assert not list((tmp_path / "saved").glob(".making*"))
-    resumed = digest_table.run(mappings["2 types"], "elastic", tmp_path / "b", saving)
+    resumed = digests.run("2 types", "elastic", tmp_path / "b", *saving)
     assert resumed.returncode == 0, resumed.stderr
     assert "going on from" in resumed.stderr
-    assert digest_table.json.loads((tmp_path / "b" / "digests.json").read_text()) == whole
+    assert digests.written(tmp_path / "b") == digests.undisturbed("1 worker", "elastic")

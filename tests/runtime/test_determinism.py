@@ -1,6 +1,5 @@
 """Levels of determinism: the tree of sums, refusals, and one digest over mappings."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -25,12 +24,9 @@ from hetflow.schema.errors import ProblemError, TargetError
 from hetflow.schema.plan import SplitPlan
 from hetflow.tests import programs
 
-pytestmark = pytest.mark.processes
+from . import digests
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "digest_table.py"
-spec = importlib.util.spec_from_file_location("digest_table", BENCHMARK)
-digest_table = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(digest_table)
+pytestmark = pytest.mark.processes
 
 # How a sum was made, as nested pairs: floats cannot tell, and need not here.
 Term = object
@@ -176,32 +172,26 @@ def test_an_unknown_level_is_refused() -> None:
         check_name("exact")
 
 
-def digests(names: Sequence[str], level: str, folder: Path) -> list[dict[str, str]]:
-    return [
-        digest_table.launch(digest_table.MAPPINGS[name], level, folder / name.replace(" ", ""))
-        for name in names
-    ]
-
-
-def test_elastic_gives_one_digest_on_one_worker_and_on_unlike_ones(tmp_path: Path) -> None:
-    first, second = digests(["1 worker", "2 types"], "elastic", tmp_path)
+def test_elastic_gives_one_digest_on_one_worker_and_on_unlike_ones() -> None:
+    first, second = (digests.undisturbed(name, "elastic") for name in ("1 worker", "2 types"))
     assert set(first) == {"CNN", "transformer", "embeddings"}
     assert first == second
 
 
 @pytest.mark.slow
-def test_elastic_gives_one_digest_on_every_mapping(tmp_path: Path) -> None:
-    found = digests(list(digest_table.MAPPINGS), "elastic", tmp_path)
+def test_elastic_gives_one_digest_on_every_mapping() -> None:
+    found = [digests.undisturbed(name, "elastic") for name in digests.MAPPINGS]
     assert all(each == found[0] for each in found)
 
 
 @pytest.mark.slow
 def test_static_repeats_itself_and_heterogeneous_holds_on_every_mapping(tmp_path: Path) -> None:
-    again = [digests(["3 uneven"], "static", tmp_path / str(n))[0] for n in range(2)]
+    again = [digests.launch("3 uneven", "static", tmp_path / str(n)) for n in range(2)]
     assert again[0] == again[1]
-    alone = digests(["1 worker"], "static", tmp_path / "alone")[0]
+    alone = digests.undisturbed("1 worker", "static")
     assert alone["transformer"] != again[0]["transformer"]
-    found = digests(["1 worker", "3 uneven", "2 types"], "heterogeneous", tmp_path / "hetero")
+    names = ("1 worker", "3 uneven", "2 types")
+    found = [digests.undisturbed(name, "heterogeneous") for name in names]
     assert all(each == found[0] for each in found)
 
 

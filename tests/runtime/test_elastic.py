@@ -1,6 +1,8 @@
 """The parts of changing workers: the mirror of buffers, connections, messages, transfers."""
 
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -8,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from hetflow.protocol.messages import (
@@ -26,6 +27,7 @@ from hetflow.runtime.elastic.control import Control
 from hetflow.runtime.elastic.mirror import Mirror
 from hetflow.runtime.elastic.sockets import Connections
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
+from hetflow.tests import programs
 
 pytestmark = pytest.mark.processes
 
@@ -140,9 +142,8 @@ def test_cutting_wakes_who_waits_and_leaves_other_connections() -> None:
         listening = socket.create_server(("127.0.0.1", 0))
     timer = threading.Timer(0.1, connections.cut)
     timer.start()
-    began = time.monotonic()
+    own[0].settimeout(60)  # else it waits for ever
     assert own[0].recv(1) == b""
-    assert time.monotonic() - began < 5
     kept[0].sendall(b"x")
     assert kept[1].recv(1) == b"x"
     socket.create_connection(listening.getsockname()).close()
@@ -212,5 +213,19 @@ def carry(rank: int, folder: str) -> None:
 
 def test_a_value_travels_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(carry, args=(str(tmp_path),), nprocs=2)
+    script = tmp_path / "carrying.py"
+    script.write_text(
+        "import sys\nfrom hetflow.tests.runtime.test_elastic import carry\n"
+        "carry(int(sys.argv[1]), sys.argv[2])\n"
+    )
+    ends = [
+        programs.start(
+            [sys.executable, script, str(rank), tmp_path],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    said = [end.communicate(timeout=120)[1] for end in ends]
+    assert [end.returncode for end in ends] == [0, 0], said
     assert (tmp_path / "done").exists()

@@ -172,7 +172,7 @@ def dies_at(folder: Path, asked: Asked, fatal: int | None) -> int:
 
 
 @pytest.mark.parametrize(
-    "share", [pytest.param(16), pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"]
+    "share", [pytest.param(16), pytest.param(2, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 def test_a_scheduler_that_dies_at_any_statement_loses_no_job_and_runs_none_twice(
     tmp_path: Path, asked: Asked, share: int

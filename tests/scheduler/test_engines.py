@@ -15,7 +15,7 @@ from hetflow.tests import programs
 from hetflow.tests.engines import ray_nodes, slurm_daemons
 
 from .conftest import profile
-from .test_live import SCRIPT, hetflow, left_over
+from .test_live import SCRIPT, hetflow, left_over, until_it_schedules
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 START = ["cluster", "start", "--gpus", "1xcpu:fast,1xcpu:slow", "--round", "3", "--grace", "20"]
@@ -57,10 +57,7 @@ def run_two_jobs(folder: Path, engine: str) -> None:
     scheduler = start(folder, engine)
     try:
         end = time.monotonic() + LIMIT_SECONDS
-        while not (folder / "state" / "state.sqlite").exists():
-            time.sleep(0.05)
-            assert time.monotonic() < end, (folder / "scheduler.log").read_text()
-        time.sleep(0.5)
+        until_it_schedules(folder)
         for weight in ("1", "2"):
             hetflow("submit", "--name", f"job {weight}'s $(touch x)", "--profiles", "profiles",
                     "--batch-size", "16", "--steps", str(STEPS), "--virtual-nodes", "4", "--weight",

@@ -77,10 +77,7 @@ def test_jobs_moved_and_orphaned_end_as_the_same_job_alone(folder: Path) -> None
     scheduler = start(folder)
     try:
         end = time.monotonic() + LIMIT_SECONDS
-        while not (folder / "state" / "state.sqlite").exists():
-            time.sleep(0.05)
-            assert time.monotonic() < end
-        time.sleep(0.5)
+        until_it_schedules(folder)
         for weight in ("1", "2", "3"):
             hetflow("submit", "--name", f"job {weight}'s $(touch x)", "--profiles", "profiles",
                     "--batch-size", "16", "--steps", "200", "--virtual-nodes", "4", "--weight",
@@ -110,6 +107,14 @@ def test_jobs_moved_and_orphaned_end_as_the_same_job_alone(folder: Path) -> None
         scheduler.kill()
         scheduler.wait()
     assert not left_over(folder)
+
+
+def until_it_schedules(folder: Path) -> None:
+    """Wait until a scheduler says that it takes jobs."""
+    end = time.monotonic() + LIMIT_SECONDS
+    while "devices on" not in (folder / "scheduler.log").read_text():
+        time.sleep(0.05)
+        assert time.monotonic() < end
 
 
 def kill_a_launch(store: Store) -> bool:

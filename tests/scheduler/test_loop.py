@@ -244,7 +244,8 @@ def test_stop_ends_all_leases_and_keeps_all_jobs(cluster: Cluster, asked: Asked)
     assert cluster.scheduler.stop(cluster.now + 0.1)
     assert cluster.states() == ["queued"] * 9
     cluster.restart()
-    cluster.tick(1.0)
+    cluster.tick(10_000.0)
+    assert cluster.job(1)["target_seconds"] == pytest.approx(0.0, abs=1.0)  # while it was off
     assert len(cluster.engine.running) == 8
 
 

@@ -1,14 +1,12 @@
 """A live cluster's jobs in the simulator: the same mechanism decides alike."""
 
 import json
-import sqlite3
 from pathlib import Path
 
 import pytest
 
 from hetflow.cli.main import run
 from hetflow.scheduler.history import history
-from hetflow.scheduler.store import FILE, Store
 from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.files import to_json
@@ -73,16 +71,3 @@ def test_a_state_without_jobs_is_refused(tmp_path: Path, engine: FakeEngine) -> 
     cluster = Cluster(tmp_path / "state", engine)
     with pytest.raises(ProblemError, match="no job has run there yet"):
         history(cluster.store)
-
-
-def test_an_older_state_goes_on(tmp_path: Path, engine: FakeEngine, asked: Asked) -> None:
-    cluster = Cluster(tmp_path / "state", engine)
-    cluster.submit(asked("a"))
-    cluster.store.close()
-    with sqlite3.connect(cluster.folder / FILE) as connection:
-        connection.execute("ALTER TABLE jobs DROP COLUMN target_seconds")
-    cluster.restart()
-    cluster.tick()
-    cluster.tick(ROUND)
-    [row] = Store.open(cluster.folder).rows("SELECT state, target_seconds FROM jobs")
-    assert (row["state"], row["target_seconds"]) == ("running", ROUND)

@@ -80,7 +80,7 @@ def centre(
 def _limits(
     open_: list[set[int]], asks: list[float], capacity: Sequence[float]
 ) -> dict[frozenset[int], float]:
-    """How high each union of the classes' types lets z be."""
+    """The upper limit on z for each union of the classes' types."""
     unions: set[frozenset[int]] = set()
     for mine in {frozenset(one) for one in open_}:
         unions |= {mine | other for other in unions} | {mine}

@@ -1,8 +1,8 @@
-"""LAS again and again as jobs come and go: one program over classes of equal jobs, kept warm.
+"""LAS solved repeatedly as jobs come and go: one program over classes of equal jobs.
 
-A simulator allocates thousands of times, each time with a job more or less. The program has a
-row of time and a row of demand for each class that ever appeared; a job that arrives or leaves
-changes two numbers of its class, and the simplex method goes on from its last basis.
+A simulator allocates thousands of times, each time with one job more or less. The program has a row
+of time and a row of demand for each class that ever appeared. A job that arrives or leaves changes
+two numbers of its class, and the simplex method starts from its last basis (a warm start).
 """
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Programs with space sharing: columns that two rows hold together, generated as they pay.
+"""Programs with space sharing: columns for pairs of rows, generated when their reduced cost pays.
 
 Rows that differ only in what they demand are solved as one group (``groups``). The simplex method
 of HiGHS solves the program over the columns and constraints at hand (``master``); constraints
@@ -111,7 +111,7 @@ class PairProgram:
             master.add_pairs(fresh)
 
     def _bounded(self) -> None:
-        """Solve, adding constraints until none is broken."""
+        """Solve, adding constraints until none is violated."""
         try:
             self._separated()
         except BackendError:
@@ -154,7 +154,7 @@ def _triples(
 def _pairs_for_floors(
     program: Program, pairing: Pairing, groups: Groups
 ) -> set[tuple[int, int, int]]:
-    """Pairs with which all floors can be met, where they can: those of a max-min program."""
+    """Pairs with which all floors can be met, if that is possible: those of a max-min program."""
     lift = replace(
         program,
         gain=np.zeros_like(program.gain),

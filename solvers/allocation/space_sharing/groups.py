@@ -1,4 +1,4 @@
-"""Rows that differ only in what they demand, solved as one group and told apart afterwards.
+"""Rows that differ only in their demands, solved as one group and separated afterwards.
 
 Rows of a group run at the same rates r, so what matters is the total time t_k that the group has
 at each rate. It can be dealt out so that each of its n jobs has at most all its time and at least
@@ -258,7 +258,7 @@ def _side_by_side(
 
 
 def _folded(parts: list[tuple[int, float]], half: float) -> Iterator[tuple[int, int, float]]:
-    """A list of (row, time) beside itself, shifted by half its length: nobody meets itself."""
+    """A list of (row, time) beside itself, shifted by half its length: no row meets itself."""
     first: list[tuple[int, float]] = []
     second: list[tuple[int, float]] = []
     left = half

@@ -1,6 +1,6 @@
 """The linear program over the times of groups of rows.
 
-Its pairs and its constraints join as they count; ``groups`` says which constraints there are.
+Pairs and constraints are added when needed; ``groups`` defines the constraints.
 """
 
 import numpy as np
@@ -82,7 +82,7 @@ class Master:
         self._add_columns(m, None, c, self.rate_a, self.rate_b)
 
     def ask(self, program: Program) -> None:
-        """Go on with other levels, floors and demands, from the last basis."""
+        """Change levels, floors and demands; the next solve starts from the last basis."""
         before = self.low
         self.program = program
         self._measure()

@@ -1,4 +1,4 @@
-"""Fill in the pairs of a throughput table that nobody measured (thesis 5.3.3, 5.6).
+"""Estimate the pairs of a throughput table that were not measured (thesis 5.3.3, 5.6).
 
 Pairs that the table holds are known, also those of rate 0 (they do not fit together); pairs that
 it lacks are not. For each scale factor and device type the reference models are those whose pairs

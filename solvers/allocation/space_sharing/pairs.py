@@ -1,4 +1,4 @@
-"""Who may share devices with whom, and what a pair would earn at given prices.
+"""The pairs that may share devices, and what each pair would earn at given prices.
 
 Members (rows of equal jobs, or groups of rows) of one kind have the same rates beside any other
 kind; they differ in what their time and throughput are worth. So the best pair of two kinds is
@@ -14,7 +14,7 @@ from ..program import Bools, Floats, Ints
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
-    """Who may share, and what it earns.
+    """The rows that may share, and what sharing earns.
 
     ``kind`` [rows]; ``rate`` [kinds, kinds, columns] of the first kind beside the second;
     ``worth`` [rows, columns] of a step to the objective; ``charge`` [columns] is what holding
@@ -130,7 +130,7 @@ class Partners:
         return best, who[self.of]
 
     def _companion(self, value: Floats, member: Ints, partner: Ints, column: Ints) -> Ints:
-        """Who earns most beside members, at these partners and columns [some]."""
+        """The companions that earn most beside members, at these partners and columns [some]."""
         kind = self.of[member]
         other, back = self.partner[kind, partner], self.back[kind, partner]
         if self.single:

@@ -1,1 +1,1 @@
-"""Lexicographic max-min: all rise together until some cannot (thesis 5.4.3)."""
+"""Lexicographic max-min fairness by water filling (thesis 5.4.3)."""

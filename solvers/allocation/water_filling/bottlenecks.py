@@ -1,4 +1,4 @@
-"""Which levels can be had together, and whom a shared bottleneck stops, with prices that say so.
+"""Feasible levels, and the rows that a shared bottleneck stops, with prices that prove both.
 
 Without space sharing prices of resources are enough: each row pays the least cost of its
 throughput, and can rise as far as columns without a price carry it. With it rows live on each
@@ -55,7 +55,7 @@ AnyCut = TypeVar("AnyCut", bound=Cut)
 
 
 class Limits(Protocol[AnyCut]):
-    """What levels can be had together, and who is stuck at them."""
+    """Decides which levels are feasible together, and which rows cannot rise above them."""
 
     stride: int
     precision: float
@@ -81,11 +81,11 @@ class Limits(Protocol[AnyCut]):
         ...
 
     def binds_already(self, cut: AnyCut) -> bool:
-        """Whether a cut tells nothing about those still rising, but for rounding."""
+        """Whether a cut gives no new bound for rows that still rise, up to rounding."""
         ...
 
     def settle(self, levels: Floats, cut: AnyCut, active: Bools) -> tuple[Bools, AnyCut]:
-        """Who of the active would pay for more than levels at which ``cut`` binds, and proof."""
+        """The active rows that cannot rise above levels at which ``cut`` binds, and the proof."""
         ...
 
 
@@ -109,7 +109,7 @@ class LimitsAlone:
         self.price, self.priced = np.zeros(len(small.capacity)), 0
 
     def base(self, levels: Floats) -> Floats:
-        """Programs ask for whole levels from nothing."""
+        """Start programs from zero levels."""
         return np.zeros_like(levels)
 
     def caps(self) -> Floats:
@@ -202,7 +202,7 @@ class LimitsWithPairs:
         self._open: PairProgram | None = None
 
     def base(self, levels: Floats) -> Floats:
-        """Programs ask for the way from the levels had last."""
+        """Start programs from the last feasible levels."""
         return levels
 
     def caps(self) -> Floats:
@@ -235,11 +235,11 @@ class LimitsWithPairs:
         )  # fmt: skip
 
     def binds_already(self, cut: "Linear") -> bool:
-        """Each cut stops somebody, or tells nothing new."""
+        """Always true: each cut stops a row, or gives no new bound."""
         return True
 
     def settle(self, levels: Floats, cut: "Linear", active: Bools) -> tuple[Bools, "Linear"]:
-        """Whoever has nothing, and to whom every column would cost something, gets nothing."""
+        """Rows at level 0 for which every column has a price stay at 0."""
         share = np.where(active, cut.share(self.best), 0.0)
         stuck: Bools = (share > 0) & (share >= STUCK_PART * share.max())
         small = self.merged.small
@@ -264,7 +264,7 @@ class Linear:
         return each
 
     def excess(self, levels: Floats) -> float:
-        """What the levels are worth, beyond what can be."""
+        """By how much the levels' worth exceeds its bound."""
         return float(self.share(levels).sum()) - 1.0
 
     def pays(self, levels: Floats) -> Floats:

@@ -1,4 +1,4 @@
-"""What an optimum leaves idle, shared out: lexicographic max-min past the bottleneck (5.4.3).
+"""Share out what an optimum leaves idle: lexicographic max-min past the bottleneck (5.4.3).
 
 The optimum of a max-min policy asks a throughput of every job and says nothing of what is left.
 Water filling from there raises all throughputs together, each in proportion to what the optimum
@@ -62,7 +62,7 @@ def filled(instance: Instance, goal: MaxMin | LeastCurve, bare: Outcome) -> Outc
 
 
 def _asked(goal: MaxMin | LeastCurve, objective: float) -> Floats:
-    """Throughputs that the optimum asks of the jobs, but for a factor [jobs]."""
+    """Throughputs that the optimum demands of the jobs, up to a common factor [jobs]."""
     return goal.level if isinstance(goal, MaxMin) else goal.needed(objective)
 
 

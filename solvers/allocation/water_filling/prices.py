@@ -1,4 +1,4 @@
-"""What throughput costs a row at given prices of resources, and what a little more would.
+"""Least and marginal costs of a row's throughput at given prices of resources.
 
 At prices a column costs rent; time may be split over columns, so the least cost of a
 throughput d is the lower convex hull of the points (rate, rent) and the origin. A row can rise
@@ -14,7 +14,7 @@ SAME = 1e-11
 
 
 def rents(program: Program, prices: Floats) -> Floats:
-    """What a row pays for all its time on a column [rows, columns], one member of the row."""
+    """The price of all of a row member's time on a column [rows, columns]."""
     paid: Floats = program.usage * (prices @ program.resources)
     return paid
 
@@ -45,7 +45,7 @@ def least_cost(rate: Floats, rent: Floats, throughput: Floats) -> Floats:
 def marginal_cost(
     rate: Floats, rent: Floats, throughput: Floats, cost: Floats
 ) -> tuple[Floats, Floats]:
-    """What a step less saves and a step more costs, at the least cost [rows] each.
+    """The saving of one step less and the cost of one step more, at the least cost [rows] each.
 
     More is infinite where the row cannot be faster.
     """

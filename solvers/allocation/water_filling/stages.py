@@ -1,4 +1,4 @@
-"""What water filling proves stage by stage: who had to stop there, by which prices."""
+"""The proof of water filling: for each stage, the rows that had to stop, and the prices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def unproved(
     reached: Floats,
     gap: float,
 ) -> Bools:
-    """Rows of which no stage shows that they could not rise further [rows].
+    """Rows for which no stage proves that they could not rise further [rows].
 
     Args:
         small: The program over rows.

@@ -1,4 +1,4 @@
-"""Water filling one level at a time: slow, and with nothing to lose its way in (thesis 5.4.3).
+"""Water filling one level at a time: slow but numerically robust (thesis 5.4.3).
 
 Each program raises all active rows along their shares as far as they go together; the rows whose
 demand has a price at its optimum can go no further, whatever the others do. That is one program

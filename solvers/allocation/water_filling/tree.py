@@ -1,9 +1,9 @@
 """How levels rise together through a tree of shares, as a path over time (thesis 5.4.3).
 
-A fair node passes its share on to its active children, jobs and nodes, by weight; a FIFO node
-gives all of it to the first active child in order of arrival (nodes: of their first job). A row
-stops at its cap and leaves its share to the others. Within a node all rows see one tide: a row
-has risen by its weight times the tide since it began. So an event (a row reaches its cap)
+A fair node passes its share on to its active children, jobs and nodes, by weight; a FIFO node gives
+all of it to the first active child in order of arrival (nodes: of their first job). A row stops at
+its cap and leaves its share to the others. All rows of a node share one counter, the tide: a row
+has risen by its weight times the tide since the row began. So an event (a row reaches its cap)
 touches its own node alone, unless that runs empty: N events cost O(N log N), plus the number of
 nodes for each node that runs empty.
 """
@@ -60,7 +60,7 @@ class Tree:
 
 
 class _Node:
-    """A node while its jobs rise: who is left, its share, and its tide over time."""
+    """A node while its jobs rise: the rows that still rise, its share, and its tide over time."""
 
     __slots__ = ("arrival", "arrived", "first", "line", "living", "log", "place", "rate",
                  "share", "since", "stamp", "tide", "weights")  # fmt: skip

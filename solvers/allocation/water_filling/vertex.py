@@ -1,4 +1,4 @@
-"""Time fractions at prices that bind: nearly every row has no choice left.
+"""Time fractions at binding prices, where nearly every row has only one choice left.
 
 At binding prices a row spends its time only where its throughput costs least. Where that is one
 column, or two that its time and throughput determine, nothing is left to decide; only rows for

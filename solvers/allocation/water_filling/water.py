@@ -99,7 +99,7 @@ def fill(instance: Instance, goal: WaterFilling) -> Outcome:
 
 
 def _quick_ways(merged: MergedProgram) -> list[Callable[[Tree], RaisedLevels]]:
-    """Ways along the path; where bases of programs before lead astray, each starts from none."""
+    """Ways along the path; the second try starts each program without the last one's basis."""
     if merged.pairing is None:
         return [lambda tree: _rise(merged, tree, LimitsAlone(merged.small))]
     return [
@@ -149,7 +149,7 @@ def _rise(merged: MergedProgram, tree: Tree, limits: Limits[AnyCut]) -> RaisedLe
         stuck, proof = limits.settle(level, cut, rising)
         rising &= ~stuck
         if not fresh and (rising == active).all():
-            raise BackendError("water filling lost its way: prices that bind stop nobody")
+            raise BackendError("water filling failed: no row stops at binding prices")
         stages.append(Stage(proof=proof, level=level, active=active))
         active = rising
     assert found is not None
@@ -161,7 +161,7 @@ def _rise(merged: MergedProgram, tree: Tree, limits: Limits[AnyCut]) -> RaisedLe
 
 
 def _alike(goal: WaterFilling) -> Ints:
-    """Which jobs the tree does not tell apart; one that waits its turn is like no other."""
+    """Number jobs that are equal in the tree; a job that waits in a FIFO node equals no other."""
     table = np.column_stack((goal.entity, goal.weight))
     group: Ints = np.unique(table, axis=0, return_inverse=True)[1].reshape(-1)
     fifo = np.array([node.policy == "fifo" for node in goal.entities] + [False])

@@ -1,6 +1,6 @@
 // A CUDA device in software, under CUDA's own dispatch key in a CPU build of torch. docs/gpus.md says
 // what it models.
-#include "nccl.hpp"
+#include "gloo.hpp"
 
 #include <pybind11/stl.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
@@ -101,4 +101,6 @@ PYBIND11_MODULE(_fakecuda, m) {
   m.def("set_random_state", [](int device, const at::Tensor& state) { generator_of(device).set_state(state); });
   py::class_<FakeNCCL, c10d::Backend, c10::intrusive_ptr<FakeNCCL>>(m, "FakeNCCL")
       .def(py::init<int, int, c10::intrusive_ptr<c10d::Backend>>());
+  py::class_<StagedGloo, c10d::Backend, c10::intrusive_ptr<StagedGloo>>(m, "StagedGloo")
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>>());
 }

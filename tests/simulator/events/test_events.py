@@ -230,11 +230,16 @@ def test_devices_fail_at_their_own_rate() -> None:
     assert kinds.count(1) == pytest.approx(10_000, rel=0.03)
 
 
-def test_failures_that_let_nothing_end_are_refused(single: Pool, job: MakeJob) -> None:
+def test_failures_that_let_nothing_end_are_refused(
+    single: Pool, job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetflow.simulator.events.events._MOST_FAILURES", 1000)
     often = FailureOptions(mean_seconds=1e-9, repair_seconds=1.0)
     with pytest.raises(InfeasibleError, match="1e-07 % of the time .* make failures rarer"):
         simulate_fair_share([job(0)], single, FairShareOptions(failures=often))
     often = FailureOptions(mean_seconds=1000.0, repair_seconds=0.0)
     options = FairShareOptions(failures=often, resize_seconds=1e5)
-    with pytest.raises(InfeasibleError, match="no job that ended between them"):
+    with pytest.raises(
+        InfeasibleError, match="1000 failures of devices and no job that ended between them"
+    ):
         simulate_fair_share([job(0, steps=1e6)], single, options)

@@ -1,5 +1,6 @@
 """Price strategies: hand-made markets whose answer is known, and a bound that none is below."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.market import InstanceType, Market, PriceHistory, utc_text
+from hetflow.simulator.market.price_compare import compare, compare_from
 from hetflow.simulator.market.price_replay import replay
-from hetflow.solvers.market.offers import MovingJob, Prices, prices_of
+from hetflow.solvers.market.offers import MovingJob, Prices, history_of, prices_of
 from hetflow.solvers.market.price_bound import least_dollars
 from hetflow.solvers.market.price_strategies import strategies, strategy_of
 
@@ -180,3 +182,46 @@ def test_with_devices_alike_and_free_moves_the_bound_is_the_optimum() -> None:
     cheapest = [min(pair) for pair in zip(*table.values(), strict=True)]
     assert least_dollars(job(40.0), prices) == pytest.approx(sum(cheapest[:10]), rel=1e-9)
     assert costs(job(40.0), prices)["dynamic"] == pytest.approx(sum(cheapest[:10]))
+
+
+@given(data=st.data())
+def test_many_offers_taken_together_bound_what_each_costs(data: Any) -> None:
+    """What is done beyond 64 offers is a bound on few, and never above the sharper one."""
+    names = [("aws", "v1"), ("aws", "v8"), ("azure", "v1")]
+    prices = prices_of(
+        [market({name: data.draw(st.lists(dollars, min_size=5, max_size=5)) for name in names})],
+        RATES,
+    )
+    one = job(data.draw(st.floats(0.5, 8.0)), restart_seconds=1800.0, cloud_move_dollars=0.5)
+    least = Held(one, prices).least()
+    many = replace(prices, offers=prices.offers * 22, dollars_per_second=np.tile(
+        prices.dollars_per_second, 22))  # fmt: skip
+    if np.isfinite(least):
+        assert least_dollars(one, many) <= least * (1 + 1e-9) + 1e-9
+        assert least_dollars(one, many) <= least_dollars(one, prices) * (1 + 1e-9) + 1e-9
+
+
+@given(data=st.data())
+def test_a_part_of_the_history_says_what_all_of_it_says(data: Any) -> None:
+    names = [("aws", "v1"), ("aws", "k1"), ("azure", "k8")]
+    known = st.floats(0.2, 4.0)
+    markets = [
+        market({name: data.draw(st.lists(known, min_size=60, max_size=60)) for name in names})
+    ]
+    one = job(data.draw(st.floats(0.5, 12.0)), restart_seconds=300.0)
+    start = HOUR * data.draw(st.integers(0, 5))
+    asked = {"cloud": "aws", "device_type": "V100"}
+    whole = compare(one, prices_of(markets, RATES).since(start), **asked)
+    part = compare_from(one, history_of(markets, RATES), start, **asked)
+    assert part.outcomes == whole.outcomes
+    assert part.start_seconds == whole.start_seconds
+    assert part.bound_dollars <= min(outcome.dollars for outcome in whole.outcomes.values()) + 1e-9
+    assert part.bound_dollars > 0
+
+
+def test_when_all_prices_are_known() -> None:
+    late = market({("aws", "v1"): [None, None, 1.0, 1.0], ("aws", "k1"): [1.0, 1.0, 1.0, None]})
+    table = prices_of([late], RATES)
+    assert history_of([late], RATES).all_known_seconds() == table.all_known_seconds() == 2 * HOUR
+    with pytest.raises(ProblemError, match="there are no prices at 1970-01-02"):
+        history_of([late], RATES).between(24 * HOUR, 25 * HOUR)

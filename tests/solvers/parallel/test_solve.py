@@ -7,9 +7,18 @@ from hypothesis import given, settings
 
 from hetflow.checks.parallel import check
 from hetflow.schema.errors import InfeasibleError, ProblemError
-from hetflow.schema.parallel import ParallelProblem
+from hetflow.schema.parallel import (
+    DegreeLink,
+    LinkCurve,
+    ParallelPool,
+    ParallelProblem,
+    ShardSizes,
+    ShardTimes,
+)
 from hetflow.solvers.parallel.counts import deal
+from hetflow.solvers.parallel.shortfall import missing_bytes, smallest_pools
 from hetflow.solvers.parallel.solve import solve
+from hetflow.solvers.parallel.space import microbatch_sizes
 from hetflow.tests.profiles import examples
 from hetflow.tests.solvers.parallel.every_plan import fastest, problems, two_types
 
@@ -53,6 +62,85 @@ def test_a_model_too_big_says_so() -> None:
     large = replace(problem, pools=(replace(problem.pools[0], times=times),))
     with pytest.raises(ProblemError, match="no microbatch size"):
         solve(large)
+
+
+def test_many_equal_layers_are_split_equally() -> None:
+    """32 layers on 64 devices: descents alone found 11 unequal stages, twice as slow as 8 equal."""
+    times = tuple(
+        ShardTimes(
+            tensor_parallel_size=degree,
+            microbatch_size=size,
+            forward_seconds=((0.12 / degree + 0.001) * size,) * 32,
+            backward_seconds=((0.24 / degree + 0.001) * size,) * 32,
+            update_seconds=(0.05 / degree,) * 32,
+        )
+        for degree in (1, 2, 4, 8)
+        for size in (1, 2, 4, 8)
+    )
+    pool = ParallelPool(
+        device_type="A",
+        num_devices=64,
+        devices_per_server=8,
+        memory_bytes=80_000,
+        times=times,
+        links=tuple(
+            DegreeLink(tensor_parallel_size=d, curve=LinkCurve(coefficients=(20_000.0 * d,)))
+            for d in (1, 2, 4, 8)
+        ),
+    )
+    problem = ParallelProblem(
+        model="m",
+        global_batch_size=128,
+        layers=tuple(f"l{i}" for i in range(32)),
+        output_bytes=(84,) * 32,
+        pools=(pool,),
+        sizes=tuple(
+            ShardSizes(
+                tensor_parallel_size=d,
+                weight_bytes=(10_066 // d,) * 32,
+                stashed_bytes=(420 + 3_690 / d,) * 32,
+            )
+            for d in (1, 2, 4, 8)
+        ),
+        bytes_per_weight_byte=9.0,
+        recompute=("none", "full"),
+    )
+    plan = solve(problem)
+    assert check(plan, problem) == []
+    # 8 stages of 4 layers on groups of 8: 128 + 7 microbatches, with the messages of two ends.
+    layer = 0.36 / 8 + 0.002
+    slowest, message = 4 * layer, 84 / 160_000
+    equal = 127 * (slowest + 2 * message) + 8 * slowest + 14 * message + 4 * 0.05 / 8
+    assert plan.predicted.step_seconds <= equal * (1 + 1e-9)
+
+
+@settings(max_examples=examples(60))
+@given(problems())
+def test_what_a_pool_lacks(problem: ParallelProblem) -> None:
+    """The fewest devices of a type are the fewest that ``solve`` finds a plan for."""
+    pool = replace(problem.pools[0], devices_per_server=1)
+    degree_1 = tuple(t for t in pool.times if t.tensor_parallel_size == 1)
+    alone = replace(problem, pools=(replace(pool, times=degree_1),))
+    fewest = smallest_pools(alone).get(pool.device_type)
+
+    def is_enough(number: int, more_bytes: int = 0) -> bool:
+        memory = None if pool.memory_bytes is None else pool.memory_bytes + more_bytes
+        pools = (replace(alone.pools[0], num_devices=number, memory_bytes=memory),)
+        try:
+            solve(replace(alone, pools=pools))
+        except InfeasibleError:
+            return False
+        return True
+
+    if not microbatch_sizes(alone):
+        return
+    most = 3 * problem.global_batch_size
+    assert fewest == next((n for n in range(1, most + 1) if is_enough(n)), None)
+    if not is_enough(1) and problem.recompute == ("none",):  # where the relaxation is exact
+        missing = missing_bytes(replace(alone, pools=(replace(alone.pools[0], num_devices=1),)))
+        assert missing is not None
+        assert is_enough(1, missing)
+        assert not is_enough(1, missing - 1)
 
 
 def test_dealing_takes_what_the_pool_has() -> None:

@@ -1,0 +1,226 @@
+"""The live scheduler beside the simulator, on the same jobs: as Gavel's table 5.3, on a stub.
+
+    python benchmarks/live_against_simulated.py [--quick] [--json FILE]
+
+The live loop with its state, plans, leases and transitions runs on a clock of its own, on devices
+that only count steps: each start costs some seconds, as a real one does, and then steps are made
+at the predicted speed. A static trace (all jobs at once) and a continuous one (Poisson arrivals).
+``hetflow cluster replay`` computes the same of a real cluster.
+"""
+
+import argparse
+import json
+import os
+import random
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from hetflow.engines.protocol import EngineDevice, Fate, Work
+from hetflow.mechanisms.rounds.rules import RoundRules
+from hetflow.scheduler.history import history
+from hetflow.scheduler.loop import Scheduler, Settings
+from hetflow.scheduler.store import Store
+from hetflow.scheduler.submission import Submission, submit
+from hetflow.schema.cluster import Cluster
+from hetflow.schema.files import read_plan, to_json
+from hetflow.simulator import Case, run_case
+from hetflow.tests.scheduler.conftest import profile
+
+TYPES = (("V100", 0.02), ("P100", 0.05))
+EACH = 4
+POLICY = "las_weighted"
+TICK_SECONDS = 1.0
+START = 1_000_000.0
+
+
+@dataclass
+class CountingEngine:
+    """Devices that make steps at the predicted speed; a start costs ``start_seconds``."""
+
+    start_seconds: float
+    now: float = START
+    left: dict[str, float] = field(default_factory=dict)
+    """Steps of each job."""
+    running: dict[Path, tuple[float, float]] = field(default_factory=dict)
+    """When the first step begins, and steps a second."""
+    ended: dict[Path, int] = field(default_factory=dict)
+    name: str = "counting"
+
+    def devices(self) -> tuple[EngineDevice, ...]:
+        """All of them, on one server."""
+        return tuple(
+            EngineDevice(f"{kind}:{i}", kind, "here") for kind, _ in TYPES for i in range(EACH)
+        )
+
+    def start(self, work: Work) -> None:
+        """Begin after the time that a start costs."""
+        if work.folder not in self.running and work.folder not in self.ended:
+            rate = 1.0 / read_plan(work.folder / "plan.json").predicted.step_seconds
+            self.running[work.folder] = (self.now + self.start_seconds, rate)
+
+    def stop(self, folder: Path) -> None:
+        """Save and end at once."""
+        self._end(folder, 143)
+
+    def kill(self, folder: Path) -> None:
+        """As ``stop``; nobody is deaf here."""
+        self._end(folder, 137)
+
+    def fate(self, folder: Path) -> Fate:
+        """Whether it runs."""
+        return Fate("running") if folder in self.running else Fate("ended", self.ended[folder])
+
+    def advance(self, now: float) -> None:
+        """Make the steps up to a time."""
+        for folder, (begins, rate) in list(self.running.items()):
+            job = folder.parent.parent.name
+            self.left[job] -= max(0.0, now - max(begins, self.now)) * rate
+            if self.left[job] <= 0.0:
+                self._end(folder, 0)
+        self.now = now
+
+    def _end(self, folder: Path, code: int) -> None:
+        if self.running.pop(folder, None) is not None:
+            self.ended[folder] = code
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One trace, live and simulated; deficits are device-seconds below the target, and mean."""
+
+    trace: str
+    jobs: int
+    round_seconds: float
+    start_seconds: float
+    live_jct_seconds: float
+    simulated_jct_seconds: float
+    live_makespan_seconds: float
+    simulated_makespan_seconds: float
+    mean_deficit: float
+    mean_device_seconds: float
+
+
+def prepare(folder: Path) -> None:
+    """Write a script, and profiles of four models."""
+    (folder / "train.py").write_text("")
+    for model in range(4):
+        place = folder / f"model{model}"
+        place.mkdir()
+        for kind, seconds in TYPES:
+            document = profile(kind, seconds * (1 + model) ** (0.5 if kind == "P100" else 1.0), 1.0)
+            del document["emulation"]
+            (place / f"{kind}.json").write_text(json.dumps(document))
+
+
+def trace(folder: Path, jobs: int, mean_gap: float) -> list[tuple[float, Submission]]:
+    """Jobs and when they arrive; all at once where the gap is 0."""
+    draws, arrival, found = random.Random(0), START, []
+    for number in range(jobs):
+        found.append(
+            (arrival, Submission(
+                name=f"job {number}", script=str(folder / "train.py"), directory=str(folder),
+                profiles=str(folder / f"model{number % 4}"), batch_size=16, virtual_nodes=4,
+                steps=float(draws.randrange(1_000, 10_000)), devices=draws.choice((1, 1, 1, 2)),
+                priority_weight=float(draws.choice((1, 1, 2))),
+            ))
+        )  # fmt: skip
+        arrival += draws.expovariate(1.0 / mean_gap) if mean_gap else 0.0
+    return found
+
+
+def live(folder: Path, jobs: list[tuple[float, Submission]], engine: CountingEngine,
+         round_seconds: float) -> Store:  # fmt: skip
+    """Run them through the live scheduler; its state at the end."""
+    store = Store.create(folder)
+    store.run("PRAGMA synchronous = OFF")
+    pool = Cluster.parse(",".join(f"{EACH}x{kind}" for kind, _ in TYPES))
+    with store.transaction():
+        told = {"pool": to_json(pool), "engine": engine.name, "policy": POLICY}
+        store.set("started_with", told | {"round_seconds": round_seconds, "grace_seconds": 30})
+    rules = RoundRules(round_seconds=round_seconds, reset_seconds=0.0)
+    scheduler = Scheduler(store, engine, Settings(policy=POLICY, rules=rules))
+    waiting, now = list(jobs), START
+    while waiting or engine.running or _are_open(store):
+        while waiting and waiting[0][0] <= now:
+            arrival, asked = waiting.pop(0)
+            number = submit(store, asked)
+            engine.left[str(number)] = asked.steps
+            store.run("UPDATE jobs SET submitted = ? WHERE number = ?", arrival, number)
+        scheduler.tick(now)
+        scheduler.tick(now)  # who was asked to leave has
+        now += TICK_SECONDS
+        engine.advance(now)
+    return store
+
+
+def _are_open(store: Store) -> bool:
+    return bool(store.rows("SELECT 1 FROM jobs WHERE state != 'done' LIMIT 1"))
+
+
+def compared(name: str, store: Store, round_seconds: float, start_seconds: float) -> Compared:
+    """Simulate what the state has, and put it beside."""
+    done = history(store)
+    case = Case(
+        throughputs=done.throughputs, num_devices=done.num_devices, policy=POLICY,
+        round_seconds=round_seconds, reset_seconds=0.0, restart_seconds=start_seconds,
+    )  # fmt: skip
+    run = run_case(case, [one.job for one in done.jobs])
+    number = len(done.jobs)
+    took = [one.completion_seconds or 0.0 for one in done.jobs]
+    ends = [one.job.arrival_seconds + time for one, time in zip(done.jobs, took, strict=True)]
+    deficits = [max(0.0, one.target_seconds - one.device_seconds) for one in done.jobs]
+    return Compared(
+        trace=name,
+        jobs=number,
+        round_seconds=round_seconds,
+        start_seconds=start_seconds,
+        live_jct_seconds=sum(took) / number,
+        simulated_jct_seconds=sum(one.completion_seconds for one in run.jobs) / number,
+        live_makespan_seconds=max(ends),
+        simulated_makespan_seconds=max(one.finish_seconds for one in run.jobs),
+        mean_deficit=sum(deficits) / number,
+        mean_device_seconds=sum(one.device_seconds for one in done.jobs) / number,
+    )
+
+
+def line_of(row: Compared) -> str:
+    """One trace as a line."""
+    jct = row.simulated_jct_seconds / row.live_jct_seconds - 1
+    makespan = row.simulated_makespan_seconds / row.live_makespan_seconds - 1
+    return (
+        f"{row.trace:10} {row.jobs} jobs, a start {row.start_seconds:.0f} s: "
+        f"JCT {row.live_jct_seconds:.1f} s live, {row.simulated_jct_seconds:.1f} simulated "
+        f"({100 * jct:+.2f} %); makespan {row.live_makespan_seconds:.0f}, "
+        f"{row.simulated_makespan_seconds:.0f} ({100 * makespan:+.2f} %); "
+        f"short of the target by {row.mean_deficit:.0f} of {row.mean_device_seconds:.0f} device-s"
+    )
+
+
+def main() -> None:
+    """Compare, and print a line a trace."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer jobs")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    os.fsync = lambda descriptor: None  # the clock is not the machine's
+    jobs, rows = 8 if arguments.quick else 24, []
+    for name, gap in (("static", 0.0), ("continuous", 60.0)):
+        for start_seconds in (0.0, 5.0):
+            with tempfile.TemporaryDirectory() as place:
+                folder = Path(place)
+                prepare(folder)
+                engine = CountingEngine(start_seconds)
+                store = live(folder / "state", trace(folder, jobs, gap), engine, 60.0)
+                rows.append(compared(name, store, 60.0, start_seconds))
+                store.close()
+            print(line_of(rows[-1]), flush=True)
+    if arguments.json is not None:
+        document = {"rows": [asdict(row) for row in rows]}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""The takeaways of PTD-P (thesis 4.3) and the shapes of its figures, out of the cost model.
+
+A cluster of servers of 8 A100 is described by a few figures of data sheets (below), not measured
+and not fitted. So figures have shapes to compare, not values: which degrees win, and where the
+order turns. Plans of a figure are counted by the checker; plans that are not asked for are solved.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetflow.checks.parallel import counted_memory, counted_step
+from hetflow.costs import parallel
+from hetflow.schema.parallel import (
+    DegreeLink,
+    LinkCurve,
+    ParallelPlan,
+    ParallelPool,
+    ParallelPrediction,
+    ParallelProblem,
+    ParallelProof,
+    ParallelStage,
+    ReplicaGroup,
+    ShardSizes,
+    ShardTimes,
+)
+from hetflow.solvers.parallel.solve import solve
+
+SEQUENCE, VOCABULARY, SERVER = 2048, 51_200, 8
+MEMORY_BYTES = 80 * 10**9
+MATRIX_FLOPS = 0.6 * 312e12  # a second, of large products
+MEMORY_BYTES_PER_SECOND = 0.7 * 2.0e12
+LAUNCH_SECONDS = 0.4e-3  # of a block's kernels, forward: it takes no less
+NVLINK_BYTES_PER_SECOND = 0.65 * 300e9  # within a server
+NETWORK_BYTES_PER_SECOND = 0.8 * 25e9  # of each device, between servers
+BYTES_PER_WEIGHT_BYTE = 9.0  # weights and gradients in 2 bytes, Adam and a copy in 14
+MICROBATCHES, DEGREES = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Gpt:
+    """A GPT by its size."""
+
+    layers: int
+    hidden: int
+    heads: int
+
+    @property
+    def block_weights(self) -> int:
+        """Bytes of a block, 2 a weight."""
+        return 2 * 12 * self.hidden**2
+
+
+def block_seconds(model: Gpt, microbatch: int, degree: int) -> tuple[float, float]:
+    """Forward and backward of a block on a tensor-parallel group.
+
+    Products by 4.5.1, what norms and dropouts read and write, the attention's scores, and two
+    all-reduces a pass (4.3.2), within a server or between servers.
+    """
+    tokens, h = microbatch * SEQUENCE, model.hidden
+    flops = (24 * tokens * h**2 + 4 * tokens * SEQUENCE * h) / degree
+    scores = 2 * 5 * microbatch * model.heads * SEQUENCE**2 / degree
+    moved = 2 * (10 + 24 / degree) * tokens * h + scores
+    computed = max(flops / MATRIX_FLOPS + moved / MEMORY_BYTES_PER_SECOND, LAUNCH_SECONDS)
+    rate = NVLINK_BYTES_PER_SECOND if degree <= SERVER else NETWORK_BYTES_PER_SECOND
+    reduced = 2 * 2 * (degree - 1) / degree * 2 * tokens * h / rate
+    return computed + reduced, 2 * computed + reduced
+
+
+def problem_of(model: Gpt, num_devices: int, batch: int) -> ParallelProblem:
+    """A model on servers of 8; the embedding and the logits are left out."""
+    times = []
+    for microbatch in MICROBATCHES:
+        for degree in DEGREES:
+            forward, backward = block_seconds(model, microbatch, degree)
+            update = BYTES_PER_WEIGHT_BYTE * model.block_weights / degree / MEMORY_BYTES_PER_SECOND
+            times.append(
+                ShardTimes(
+                    tensor_parallel_size=degree,
+                    microbatch_size=microbatch,
+                    forward_seconds=(forward,) * model.layers,
+                    backward_seconds=(backward,) * model.layers,
+                    update_seconds=(update,) * model.layers,
+                )
+            )
+    network = LinkCurve(coefficients=(NETWORK_BYTES_PER_SECOND,), latency_seconds=10e-6)
+    pool = ParallelPool(
+        device_type="A100",
+        num_devices=num_devices,
+        devices_per_server=SERVER,
+        memory_bytes=MEMORY_BYTES,
+        times=tuple(times),
+        links=tuple(
+            DegreeLink(
+                tensor_parallel_size=degree,
+                curve=LinkCurve(
+                    coefficients=(NETWORK_BYTES_PER_SECOND * min(degree, SERVER),),
+                    latency_seconds=10e-6,
+                ),
+            )
+            if degree > 1
+            else DegreeLink(tensor_parallel_size=1, curve=network)
+            for degree in DEGREES
+        ),
+    )
+    tokens_bytes = 2 * SEQUENCE * model.hidden
+    stashed = [
+        (10 + 24 / degree) * SEQUENCE * model.hidden + 5 * model.heads * SEQUENCE**2 / degree
+        for degree in DEGREES
+    ]
+    return ParallelProblem(
+        model="gpt",
+        global_batch_size=batch,
+        layers=tuple(f"block{i}" for i in range(model.layers)),
+        output_bytes=(tokens_bytes,) * model.layers,
+        pools=(pool,),
+        sizes=tuple(
+            ShardSizes(
+                tensor_parallel_size=degree,
+                weight_bytes=(model.block_weights // degree,) * model.layers,
+                stashed_bytes=(kept,) * model.layers,
+            )
+            for degree, kept in zip(DEGREES, stashed, strict=True)
+        ),
+        bytes_per_weight_byte=BYTES_PER_WEIGHT_BYTE,
+        recompute=("none", "full"),
+    )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A configuration (p, t, d) with its microbatch."""
+
+    pipeline: int
+    tensor: int
+    data: int
+    microbatch: int = 1
+    recompute: bool = True
+
+
+def plan_of(model: Gpt, batch: int, shape: Shape) -> ParallelPlan:
+    """The plan of equal stages."""
+    group = ReplicaGroup(
+        device_type="A100",
+        tensor_parallel_size=shape.tensor,
+        num_replicas=shape.data,
+        samples=batch,
+    )
+    each = model.layers // shape.pipeline
+    stages = tuple(
+        ParallelStage(
+            layers=tuple(f"block{i}" for i in range(start, start + each)),
+            recompute="full" if shape.recompute else "none",
+            replicas=(group,),
+        )
+        for start in range(0, model.layers, each)
+    )
+    return ParallelPlan(
+        model="gpt",
+        global_batch_size=batch,
+        microbatch_size=shape.microbatch,
+        num_microbatches=batch // (shape.microbatch * shape.data),
+        schedule="1f1b",
+        num_model_chunks=1,
+        stages=stages,
+        predicted=ParallelPrediction(step_seconds=0.0, samples_per_second=0.0, memory_bytes={}),
+        proof=ParallelProof(
+            termination="feasible", objective=0.0, lower_bound=None, gap=None, method="", space=""
+        ),
+    )
+
+
+def teraflops(model: Gpt, num_devices: int, batch: int, shape: Shape) -> float:
+    """Of a device, by the FLOPs of 4.2 (recomputation included, whether it is done or not)."""
+    step = counted_step(plan_of(model, batch, shape), problem_of(model, num_devices, batch))
+    flops = parallel.flops_per_batch(batch, SEQUENCE, model.layers, model.hidden, VOCABULARY)
+    return flops / step / num_devices / 1e12
+
+
+def figures() -> dict[str, dict[str, list[float]]]:
+    """Figures 4.13 to 4.17 by batch size: teraFLOP/s a device, in 4.17 sequences a second."""
+    large, small = Gpt(32, 20480, 128), Gpt(32, 3840, 32)
+    found: dict[str, dict[str, list[float]]] = {}
+    halves = [(2**i, 64 >> i) for i in range(1, 6)]  # (2, 32) ... (32, 2)
+    for batch in (32, 128):
+        found.setdefault("4.13: (p, t) = (2, 32) ... (32, 2)", {})[f"batch {batch}"] = [
+            teraflops(large, 64, batch, Shape(p, t, 1)) for p, t in halves
+        ]
+    for batch in (32, 128, 512):
+        found.setdefault("4.14: (p, d) = (2, 32) ... (32, 2)", {})[f"batch {batch}"] = [
+            teraflops(small, 64, batch, Shape(p, 1, d)) for p, d in halves
+        ]
+        found.setdefault("4.15: (t, d) = (2, 32) ... (32, 2)", {})[f"batch {batch}"] = [
+            teraflops(small, 64, batch, Shape(1, t, d)) for t, d in halves
+        ]
+    middle = Gpt(72, 10240, 80)  # 91 billion parameters
+    for batch in (128, 512):
+        found.setdefault("4.16: microbatch 1, 2, 4, 8 at (t, p) = (8, 8)", {})[f"batch {batch}"] = [
+            teraflops(middle, 64, batch, Shape(8, 8, 1, b)) for b in MICROBATCHES
+        ]
+    found["4.17: batch 1, 2, ... 256 at (t, p) = (8, 16), sequences a second"] = {
+        name: _sequences_per_second(recompute)
+        for name, recompute in (("recomputing", True), ("not recomputing (0: no memory)", False))
+    }
+    return found
+
+
+def _sequences_per_second(recompute: bool) -> list[float]:
+    model, rates = Gpt(80, 12288, 96), []
+    for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        shape = Shape(16, 8, 1, 1, recompute)
+        plan, problem = plan_of(model, batch, shape), problem_of(model, 128, batch)
+        fits = max(counted_memory(plan, problem, 0)) <= MEMORY_BYTES
+        rates.append(batch / counted_step(plan, problem) if fits else 0.0)
+    return rates
+
+
+def takeaways() -> dict[str, str]:
+    """What the planner itself chooses on 64 devices."""
+    asked = {
+        "1, 162 billion parameters": (Gpt(32, 20480, 128), 128),
+        "2, 5.9 billion parameters": (Gpt(32, 3840, 32), 512),
+        "3, 91 billion parameters": (Gpt(72, 10240, 80), 512),
+    }
+    chosen = {}
+    for name, (model, batch) in asked.items():
+        plan = solve(problem_of(model, 64, batch))
+        stage = plan.stages[0]
+        degrees = sorted({s.replicas[0].tensor_parallel_size for s in plan.stages})
+        chosen[name] = (
+            f"p {len(plan.stages)}, t {'/'.join(map(str, degrees))}, d {stage.num_replicas}, "
+            f"microbatch {plan.microbatch_size}, gap {100 * (plan.proof.gap or 0):.0f} %"
+        )
+    return chosen
+
+
+def main() -> None:
+    """Print both; ``--json FILE`` keeps them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="the same: it takes seconds")
+    parser.add_argument("--json", type=Path, help="write the results here")
+    arguments = parser.parse_args()
+    drawn = figures()
+    for name, series in drawn.items():
+        print(name)
+        for label, values in series.items():
+            print(f"  {label}: {', '.join(f'{value:.3g}' for value in values)}")
+    chosen = takeaways()
+    for name, plan in chosen.items():
+        print(f"takeaway {name}: {plan}")
+    if arguments.json is not None:
+        results = {"figures": drawn, "takeaways": chosen}
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

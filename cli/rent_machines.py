@@ -1,0 +1,88 @@
+"""``hetflow rent machines``: which machines to rent for a training that stays on them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .common import JsonFlag, emit, emit_json, note
+
+if TYPE_CHECKING:
+    from ..planning.static_choice import StaticChoice
+
+
+def rent_machines(
+    markets: Annotated[list[Path], typer.Argument(help="Markets with prices: hetflow.market/1.")],
+    profiles: Annotated[Path, typer.Option(help="Profiles of the model, a folder.")],
+    batch_size: Annotated[int, typer.Option(min=1, help="The global batch.")],
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the whole training.")],
+    most_devices: Annotated[int, typer.Option(min=1, help="Devices of each type at most.")] = 8,
+    model: Annotated[
+        str | None, typer.Option(help="The model, where profiles hold several.")
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(help="When, as 2020-03-07T00:00:00Z; else the market's last prices."),
+    ] = None,
+    deadline_hours: Annotated[
+        float | None, typer.Option(help="Take the cheapest that ends by then.")
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Take the fastest for so many dollars.")
+    ] = None,
+    top: Annotated[
+        int,
+        typer.Option(min=0, help="Show so many of the cheapest, beside the Pareto front."),
+    ] = 0,
+    json: JsonFlag = False,
+) -> None:
+    """Say which machines train a model for the fewest dollars, and what faster ones would cost.
+
+    The table has every choice that no other one beats in both time and dollars.
+
+    \b
+    hetflow rent machines aws.json azure.json --profiles profiles --batch-size 1024 --steps 90000
+    """
+    from dataclasses import asdict
+
+    from .. import rent_machines as choices_of
+    from ..planning.static_choice import chosen
+
+    found = choices_of(
+        markets,
+        profiles,
+        batch_size=batch_size,
+        steps=steps,
+        most_devices=most_devices,
+        model=model,
+        at=at,
+    )
+    best = chosen(found, deadline_hours=deadline_hours, budget_dollars=budget)
+    shown = [one for place, one in enumerate(found) if one.is_pareto or place < top]
+    if json:
+        emit_json({"choice": asdict(best), "choices": [asdict(one) for one in shown]})
+        return
+    emit(_table(shown))
+    note(f"take {_machines(best)}: {best.dollars:.2f} $, {best.hours:.4g} h")
+
+
+def _machines(one: "StaticChoice") -> str:
+    return ", ".join(f"{number} x {title}" for title, number in one.machines.items())
+
+
+def _table(shown: "list[StaticChoice]") -> str:
+    from ..reports.grid import grid
+
+    heads = ("$", "hours", "$/million samples", "devices", "rent", "")
+    rows = [
+        (
+            f"{one.dollars:.2f}",
+            f"{one.hours:.4g}",
+            f"{one.dollars_per_million_samples:.4g}",
+            ", ".join(f"{number}x{name}" for name, number in one.devices.items()),
+            _machines(one),
+            "" if one.is_pareto else "dearer or slower",
+        )
+        for one in shown
+    ]
+    return grid(heads, rows)

@@ -1,0 +1,210 @@
+"""Which machines to rent for a training, if nothing is to move: dollars beside hours.
+
+A choice is so many devices of one type or of two, and the machines that have them for the fewest
+dollars an hour at one time, with spot machines or on demand only. The step is what the batch split
+solver predicts for these devices, so the price of a choice is per sample, not per hour.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+
+from ..checks.batch_split import check
+from ..schema.cluster import Cluster
+from ..schema.errors import BackendError, InfeasibleError, ProblemError
+from ..schema.market import Market
+from ..schema.profile import Profile
+from ..solvers.split.solve import solve
+from .market_prices import DevicePrice, all_prices
+from .split_problem import split_problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticChoice:
+    """Machines to rent from start to end.
+
+    Attributes:
+        devices: Number by type; all are used.
+        machines: Number by what to rent.
+        is_spot: Whether some of the machines may be taken away.
+        step_seconds: Predicted.
+        hours: Of the whole work.
+        dollars: Of the whole work.
+        dollars_per_million_samples: What counts, whatever the work is.
+        is_pareto: Whether no other choice is both as fast and as cheap.
+    """
+
+    devices: Mapping[str, int]
+    machines: Mapping[str, int]
+    is_spot: bool
+    step_seconds: float
+    hours: float
+    dollars: float
+    dollars_per_million_samples: float
+    is_pareto: bool = False
+
+
+def static_choices(
+    profiles: Sequence[Profile],
+    markets: Sequence[Market],
+    *,
+    batch_size: int,
+    steps: int,
+    most_devices: int = 8,
+    at: str | None = None,
+) -> tuple[StaticChoice, ...]:
+    """Every choice, cheapest first.
+
+    Args:
+        profiles: Of one model; types without one are not rented.
+        markets: Prices.
+        batch_size: The global batch.
+        steps: Of the whole work.
+        most_devices: Of each type.
+        at: When, in UTC; None: the end of what each market knows.
+
+    Raises:
+        ProblemError: No machine has a profiled device, or a number is not >= 1.
+        InfeasibleError: No choice has a plan for the batch.
+    """
+    if steps < 1 or most_devices < 1:
+        raise ProblemError(f"steps and devices must be >= 1, got {steps} and {most_devices}")
+    prices = all_prices(markets, at)
+    known = list(dict.fromkeys(profile.device_type for profile in profiles))
+    names = [name for name in known if name in prices]
+    if not names:
+        raise ProblemError(
+            f"no machine with a price has one of {', '.join(known)}",
+            hint=f"the market has {', '.join(sorted(prices)) or 'nothing'} then",
+        )
+    found: list[StaticChoice] = []
+    held = {
+        (name, spot): _cheapest([one for one in prices[name] if spot or not one.is_spot],
+                                most_devices)
+        for name in names
+        for spot in (True, False)
+    }  # fmt: skip
+    for devices in _pools(names, most_devices):
+        step = _step_seconds(profiles, devices, batch_size)
+        if step is None:
+            continue
+        offers: dict[tuple[str, ...], list[DevicePrice]] = {}
+        for spot in (True, False):
+            parts = [held[name, spot].get(number) for name, number in devices.items()]
+            machines = [one for part in parts if part is not None for one in part]
+            if None not in parts:  # where spot is no cheaper, both are the same machines
+                offers.setdefault(tuple(sorted(one.title for one in machines)), machines)
+        for machines in offers.values():
+            hourly = sum(one.dollars_per_hour * one.num_devices for one in machines)
+            dollars = hourly * step * steps / 3600
+            found.append(
+                StaticChoice(
+                    devices=devices,
+                    machines=dict(Counter(one.title for one in machines)),
+                    is_spot=any(one.is_spot for one in machines),
+                    step_seconds=step,
+                    hours=step * steps / 3600,
+                    dollars=dollars,
+                    dollars_per_million_samples=dollars / (steps * batch_size) * 1e6,
+                )
+            )
+    if not found:
+        raise InfeasibleError(
+            f"no choice of up to {most_devices} devices a type has a plan for batch {batch_size}",
+            hint="allow more devices, or another batch",
+        )
+    return _marked(found)
+
+
+def chosen(
+    choices: Sequence[StaticChoice],
+    *,
+    deadline_hours: float | None = None,
+    budget_dollars: float | None = None,
+) -> StaticChoice:
+    """The cheapest by the deadline; with a budget alone the fastest within it.
+
+    Raises:
+        InfeasibleError: None is; it says what the nearest would be.
+    """
+    soonest = min(choices, key=lambda one: (one.hours, one.dollars))
+    if deadline_hours is not None and soonest.hours > deadline_hours:
+        raise InfeasibleError(
+            f"no choice ends within {deadline_hours:g} h; the soonest takes "
+            f"{soonest.hours:.4g} h and {soonest.dollars:.2f} $",
+            hint="allow more devices, or a later deadline",
+        )
+    in_time = [one for one in choices if deadline_hours is None or one.hours <= deadline_hours]
+    cheapest = min(in_time, key=lambda one: (one.dollars, one.hours))
+    if budget_dollars is None:
+        return cheapest
+    if cheapest.dollars > budget_dollars:
+        raise InfeasibleError(
+            f"no choice costs {budget_dollars:g} $ or less"
+            + (f" within {deadline_hours:g} h" if deadline_hours is not None else "")
+            + f"; the cheapest is {cheapest.dollars:.2f} $ and {cheapest.hours:.4g} h",
+            hint="raise the budget",
+        )
+    if deadline_hours is not None:
+        return cheapest
+    affordable = [one for one in in_time if one.dollars <= budget_dollars]
+    return min(affordable, key=lambda one: (one.hours, one.dollars))
+
+
+def _pools(names: Sequence[str], most: int) -> Iterator[dict[str, int]]:
+    """Of one type, then of two."""
+    for name in names:
+        yield from ({name: number} for number in range(1, most + 1))
+    for first, second in combinations(names, 2):
+        for a, b in product(range(1, most + 1), repeat=2):
+            yield {first: a, second: b}
+
+
+def _step_seconds(
+    profiles: Sequence[Profile], devices: Mapping[str, int], batch_size: int
+) -> float | None:
+    """The predicted step on all of the devices; None without a plan that uses them all.
+
+    What a plan leaves unused belongs to a choice without it.
+
+    Raises:
+        BackendError: The solver's plan fails its check.
+    """
+    pool = Cluster.parse(",".join(f"{number}x{name}" for name, number in devices.items()))
+    try:
+        problem = split_problem(profiles, pool, batch_size)
+        plan = solve(problem, fastest=True)
+    except InfeasibleError:
+        return None
+    faults = check(plan, problem)
+    if faults:
+        raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
+    used: Counter[str] = Counter()
+    for group in plan.groups:
+        used[group.device_type] += group.num_devices
+    return plan.predicted.step_seconds if used == Counter(devices) else None
+
+
+def _cheapest(prices: Sequence[DevicePrice], most: int) -> dict[int, list[DevicePrice]]:
+    """The machines that have just so many devices for the fewest dollars, for each number."""
+    best: dict[int, tuple[float, list[DevicePrice]]] = {0: (0.0, [])}
+    for number in range(1, most + 1):
+        ways = [
+            (before[0] + one.dollars_per_hour * one.num_devices, [*before[1], one])
+            for one in prices
+            if (before := best.get(number - one.num_devices)) is not None
+        ]
+        if ways:
+            best[number] = min(ways, key=lambda way: way[0])
+    return {number: machines for number, (_, machines) in best.items() if number}
+
+
+def _marked(found: Sequence[StaticChoice]) -> tuple[StaticChoice, ...]:
+    """Cheapest first, with the Pareto front over hours and dollars marked."""
+    ordered = sorted(found, key=lambda one: (one.dollars, one.hours))
+    soonest, marked = float("inf"), []
+    for one in ordered:
+        marked.append(replace(one, is_pareto=one.hours < soonest))
+        soonest = min(soonest, one.hours)
+    return tuple(marked)

@@ -1,0 +1,38 @@
+"""Copies of tensors on the host, which arrive while the worker goes on."""
+
+import torch
+from torch import Tensor
+
+from ..devices.backend import Mark, backend_of
+from .checkpoint import copy_to_host
+
+
+class HostCopies:
+    """Copies what is on a device through pinned memory, in the order of the device's own work.
+
+    What is done to a tensor afterwards does not change its copy, and the host does not wait for
+    the device until somebody reads the copies.
+    """
+
+    def __init__(self) -> None:
+        self._devices: set[torch.device] = set()
+        self._arrive: list[tuple[torch.device, Mark]] = []
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy on the host; its values are there after ``wait``."""
+        if backend_of(tensor.device).is_host:
+            return copy_to_host(tensor)
+        source = tensor.detach().contiguous()
+        copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        copy.copy_(source, non_blocking=True)
+        self._devices.add(tensor.device)
+        return copy
+
+    def close(self) -> None:
+        """All copies are asked for. Call it where ``take`` was called."""
+        self._arrive = [(device, backend_of(device).mark(device)) for device in self._devices]
+
+    def wait(self) -> None:
+        """Wait until all copies are there; from any thread."""
+        for device, mark in self._arrive:
+            backend_of(device).wait_for(mark)

@@ -1,0 +1,129 @@
+"""What a pool lacks in which no plan fits: bytes on each device, and how many devices would do."""
+
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+
+from ...schema.parallel import ParallelPool, ParallelProblem
+from .bound import Coverage, device_prices
+from .space import Option, Space, microbatch_sizes, replica_counts, space_of
+
+_MOST_BYTES = 1 << 60
+
+
+def missing_bytes(problem: ParallelProblem) -> int | None:
+    """Bytes that every device would need more, at least, so that a plan fits.
+
+    By the relaxation that bounds devices, so less is not enough; with a single device type and one
+    replica it is exact but for inputs of recomputing stages.
+
+    Args:
+        problem: In which no plan fits.
+
+    Returns:
+        None where no memory would help: there are too few devices for any group.
+    """
+    low, high = 0, 1
+    while not _might_fit(problem, high):
+        low, high = high, 2 * high
+        if high > _MOST_BYTES:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _might_fit(problem, middle) else (middle, high)
+    return high
+
+
+def smallest_pools(problem: ParallelProblem) -> dict[str, int]:
+    """For each device type the fewest devices that hold the model on their own, whole servers.
+
+    Exact over the space of plans. Types that cannot hold a layer are left out.
+
+    Args:
+        problem: Whose layers and types; its numbers of devices do not count.
+    """
+    found = {}
+    for pool in problem.pools:
+        fewest = _fewest_devices(problem, pool)
+        if fewest is not None:
+            found[pool.device_type] = -(-fewest // pool.devices_per_server) * (
+                pool.devices_per_server
+            )
+    return found
+
+
+def _might_fit(problem: ParallelProblem, more_bytes: int) -> bool:
+    pools = tuple(
+        pool
+        if pool.memory_bytes is None
+        else replace(pool, memory_bytes=pool.memory_bytes + more_bytes)
+        for pool in problem.pools
+    )
+    larger = replace(problem, pools=pools)
+    devices = sum(pool.num_devices for pool in pools)
+    for size in microbatch_sizes(problem):
+        space = space_of(larger, size)
+        if not space.options:
+            continue
+        for replicas in replica_counts(problem.global_batch_size, size, devices):
+            rounds = -(-problem.global_batch_size // (size * replicas))
+            most = min(len(problem.layers), devices // replicas, problem.most_stages or devices)
+            if replicas > 1 and rounds >= most:
+                continue  # as many in flight as with one replica, which takes fewer devices
+            prices = device_prices(pools, replicas)
+            free = np.zeros((len(space.options), len(problem.layers) + 1, len(problem.layers) + 1))
+            coverage = Coverage(space, prices, free, most, rounds)
+            if coverage.covers(np.array([inf]), np.array([inf]))[0]:
+                return True
+    return False
+
+
+def _fewest_devices(problem: ParallelProblem, pool: ParallelPool) -> int | None:
+    size, best = len(problem.layers), None
+    most_stages = min(size, problem.most_stages or size)
+    many = replace(pool, num_devices=max(t.tensor_parallel_size for t in pool.times))
+    alone = replace(problem, pools=(many,))
+    for microbatch in microbatch_sizes(alone):
+        space = space_of(alone, microbatch)
+        for replicas in replica_counts(
+            problem.global_batch_size, microbatch, problem.global_batch_size
+        ):
+            if not space.options or (best is not None and replicas >= best):
+                break
+            rounds = -(-problem.global_batch_size // (microbatch * replicas))
+            path = _least_path(space, most_stages, rounds)
+            if path is not None and (best is None or path * replicas < best):
+                best = path * replicas
+    return best
+
+
+def _least_path(space: Space, most_stages: int, num_microbatches: int) -> int | None:
+    """The fewest devices of one replica of all stages; None where no stages fit."""
+    size = len(space.least_seconds)
+    least = np.where(np.arange(size) == 0, 0.0, inf)  # of layers before ``end``, by end
+    for placed in range(most_stages - 1, -1, -1):
+        in_flight = min(placed + 1, num_microbatches)
+        reached = np.where(np.arange(size) == 0, 0.0, inf)
+        for option in space.options:
+            needed = np.where(_fits(option, in_flight), least[:, None], inf).min(axis=0)
+            reached = np.minimum(reached, needed + option.tensor_parallel_size)
+        least = reached
+    return None if np.isinf(least[-1]) else int(least[-1])
+
+
+def _fits(option: Option, in_flight: int) -> np.ndarray:
+    """Whether a device holds stages [starts, ends]; empty ones are none."""
+    weights, stashed = np.array(option.weights), np.array(option.stashed)
+    kept = stashed[None, :] - stashed[:, None]
+    if option.recompute == "none":
+        activations = in_flight * kept
+    else:
+        activations = in_flight * np.array(option.inputs)[:, None] + kept
+    held = option.reserved_bytes + weights[None, :] - weights[:, None] + activations
+    places = np.arange(len(weights))
+    is_stage = places[None, :] > places[:, None]
+    fits: np.ndarray = is_stage & (
+        held <= (inf if option.memory_bytes is None else option.memory_bytes)
+    )
+    return fits

@@ -1,0 +1,30 @@
+"""``hetflow rent machines`` on the command line."""
+
+import json
+from pathlib import Path
+
+from hetflow.schema import files
+from hetflow.schema.market import InstanceType, Market
+
+PROFILES = Path(__file__).parents[2] / "examples" / "virtualflow_6_5"
+
+
+def test_the_front_and_the_choice(hetflow, tmp_path: Path) -> None:
+    machines = (
+        InstanceType(name="v", device_type="V100", on_demand_dollars_per_hour=3.0),
+        InstanceType(name="p", device_type="P100", on_demand_dollars_per_hour=1.5),
+    )
+    files.write(tmp_path / "market.json", Market(instance_types=machines))
+    asked = ("rent", "machines", tmp_path / "market.json", "--profiles", PROFILES,
+             "--batch-size", 8192, "--steps", 1000, "--most-devices", 2)  # fmt: skip
+    answer = hetflow(*asked, "--json")
+    assert answer.code == 0, answer.stderr
+    told = json.loads(answer.stdout)
+    assert told["choice"] == told["choices"][0]
+    assert all(one["is_pareto"] for one in told["choices"])
+    table = hetflow(*asked, "--top", 20).stdout
+    assert "dearer or slower" in table
+    assert "1 x v on demand" in table
+    late = hetflow(*asked, "--deadline-hours", "0.001")
+    assert late.code == 3
+    assert "no choice ends within 0.001 h; the soonest takes" in late.stderr

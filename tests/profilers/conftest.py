@@ -1,0 +1,21 @@
+"""Measuring processes of the tests here are forked, as those of ``hetflow profile`` are."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from hetflow.profilers.process import started_like_workers
+from hetflow.tests import programs
+
+
+@pytest.fixture(autouse=True)
+def forked_children(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Tests that measure share the preloaded process of this pytest process."""
+    if request.node.get_closest_marker("processes") is None:
+        yield
+        return
+    monkeypatch.setenv(programs.VARIABLE, programs.preloaded())
+    with started_like_workers():
+        yield

@@ -1,0 +1,32 @@
+"""The state's file: what is refused, and what is brought up to date."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from hetflow.scheduler.store import FILE, Store
+from hetflow.schema.errors import FileError
+
+from .conftest import FakeEngine
+from .test_loop import ROUND, Asked, Cluster
+
+
+def test_another_database_is_no_state(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / FILE) as connection:
+        connection.execute("CREATE TABLE other (x)")
+    with pytest.raises(FileError, match=f"{FILE}: not a cluster's state: no such table: meta"):
+        Store.open(tmp_path)
+
+
+def test_an_older_state_goes_on(tmp_path: Path, engine: FakeEngine, asked: Asked) -> None:
+    cluster = Cluster(tmp_path / "state", engine)
+    cluster.submit(asked("a"))
+    cluster.store.close()
+    with sqlite3.connect(cluster.folder / FILE) as connection:
+        connection.execute("ALTER TABLE jobs DROP COLUMN target_seconds")
+    cluster.restart()
+    cluster.tick()
+    cluster.tick(ROUND)
+    [row] = Store.open(cluster.folder).rows("SELECT state, target_seconds FROM jobs")
+    assert (row["state"], row["target_seconds"]) == ("running", ROUND)
