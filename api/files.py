@@ -3,13 +3,10 @@
 from pathlib import Path
 
 from ..importers.jobs_files import read_jobs, read_throughputs
-from ..protocol.lower import launchable
 from ..schema import files
 from ..schema.errors import FileError
 from ..schema.files import Plan, Record
 from ..schema.jobs import Jobs, Throughputs
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import SplitPlan
 from .naming import names_arguments
 
 
@@ -53,17 +50,16 @@ def write(path: Path | str, record: Record, *, force: bool = False) -> None:
     files.write(Path(path), record, force=force)
 
 
-def plan_of(given: Plan | Path | str) -> SplitPlan | PipelinePlan:
-    """A plan that can be launched, or the one in a file.
+def plan_of(given: Plan | Path | str) -> Plan:
+    """A plan, or the one in a file.
 
     Raises:
         FileError: It is missing, has faults, or holds something else.
-        ProblemError: There is no runtime for a plan of its kind.
     """
     found = files.read_any(Path(given)) if isinstance(given, Path | str) else given
     if not isinstance(found, Plan):
         raise FileError(f"{given}: must be hetflow.plan/1, got {found.schema}")
-    return launchable(found)
+    return found
 
 
 def jobs_of(given: Jobs | Path | str) -> Jobs:

@@ -64,8 +64,8 @@ def solve(
         pool: ``"2xV100,8xP100"``, a ``Cluster``, or the ``Path`` of a cluster's file.
         batch_size: Global batch, samples of one optimizer step over all devices.
         model: Which one, where the profiles are of several.
-        strategy: Kind of plan; ``auto`` compares those that can be launched, where the profiles
-            hold layers; ``parallel`` plans cannot be launched yet.
+        strategy: Kind of plan; ``auto`` compares splits and pipelines, where the profiles hold
+            layers.
         objective: ``step_seconds``; ``waste`` for splits (EasyScale 3.4); ``bottleneck`` for
             pipelines (thesis 2.4.1).
         optimizer: The one that will train, by name or by what it keeps; None: the profiles'.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def launch(
-    plan: Annotated[Path, typer.Argument(help="A split or pipeline plan (hetflow.plan/1).")],
+    plan: Annotated[Path, typer.Argument(help="A plan (hetflow.plan/1).")],
     script: Annotated[str, typer.Argument(help="The training script: file.py, or -m MODULE.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(help="The script's own arguments, passed on untouched.")

@@ -37,7 +37,7 @@ def solve(
         Literal["auto", "split", "pipeline", "parallel"],
         typer.Option(
             help="Kind of plan; auto takes the faster of split and pipeline where profiles hold "
-            "layers; parallel plans cannot be launched yet."
+            "layers; it leaves parallel plans out."
         ),
     ] = "auto",
     objective: Annotated[
@@ -249,8 +249,7 @@ def solve(
     emit_file(plan, output, force=force, json=json)
     note(table_of(plan))
     if output is not None:
-        then = f"show {output}" if plan.kind == "parallel" else f"launch {output} SCRIPT"
-        note(f"plan written to {output}; next: hetflow {then}")
+        note(f"plan written to {output}; next: hetflow launch {output} SCRIPT")
     if Limits(time_limit, gap).is_missed(plan):
         raise typer.Exit(4)
 
@@ -320,8 +319,7 @@ solve_parallel = _of_kind(
     """Plan pipeline, tensor and data parallelism together over unlike devices, with proof.
 
     Each stage has its layers, tensor-parallel degree, recomputation and replicas, which may be of
-    two device types. Profiles must hold layers; degrees above 1 need tensor_layers. Such plans can
-    be checked and shown; there is no runtime for them yet.
+    two device types. Profiles must hold layers; degrees above 1 need tensor_layers.
 
     \b
     hetflow solve parallel --profiles profiles --gpus 4xA100,8xV100 --batch-size 256

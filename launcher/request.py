@@ -9,9 +9,8 @@ from typing import Literal
 
 from ..schema.cluster import Cluster
 from ..schema.errors import FileError, TargetError
+from ..schema.files import Plan
 from ..schema.launch import LaunchConfig
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import SplitPlan
 
 RUNS_FOLDER = "hetflow-runs"
 HANDOVER = "handover"  # a pipeline's parts while its plan changes
@@ -72,7 +71,7 @@ class LaunchRequest:
     ``("-m", module, args...)``.
     """
 
-    plan: SplitPlan | PipelinePlan
+    plan: Plan
     config: LaunchConfig
     script: tuple[str, ...]
     folder: Path

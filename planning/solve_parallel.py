@@ -8,6 +8,7 @@ from ..schema.errors import BackendError, ProblemError
 from ..schema.parallel import ParallelPlan, ParallelPrediction, ParallelProblem, ParallelStage
 from .limits import Clock
 from .request import PipelineOptions, SolveRequest, SplitOptions
+from .solve_pipeline import trace_for
 
 _log = logging.getLogger("hetflow")
 
@@ -56,6 +57,7 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         ),
         with_more_devices=gains(problem, plan) if request.parallel.top > 1 else (),
         link_bytes_per_second=asked.link_bytes_per_second,
+        trace=trace_for(request.profiles, request.pool),
         cluster=request.pool,  # always: degrees depend on the servers, which devices in use hide
         provenance={"pool": request.pool_name},
     )

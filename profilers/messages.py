@@ -72,7 +72,7 @@ class _End:
 
         start = Start(rank=rank, world_size=2, timeout_seconds=TIMEOUT.total_seconds())
         place = Place(start=start, slot=None, device=device, rank=rank, world_size=2)
-        transport = transport_of(place, [[0], [1]])
+        transport = transport_of(place, [[[0]], [[1]]])
         assert transport is not None
         mine, theirs = (0, 1, True), (1, 0, False)
         if rank == 1:

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ..schema.files import Plan
+from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
 from ..schema.run import DeviceRun, TermComparison
@@ -12,7 +14,7 @@ OFF_FRACTION = 0.05
 
 
 def compared(
-    plan: SplitPlan | PipelinePlan, devices: Sequence[DeviceRun], step_seconds: float
+    plan: Plan, devices: Sequence[DeviceRun], step_seconds: float
 ) -> tuple[TermComparison, ...]:
     """The terms of a plan's predicted step beside those of its run.
 
@@ -23,8 +25,10 @@ def compared(
     """
     if isinstance(plan, SplitPlan):
         found = _of_split(plan, devices)
-    else:
+    elif isinstance(plan, PipelinePlan):
         found = _of_pipeline(plan, devices)
+    else:
+        found = _of_parallel(plan, devices)
     return tuple(_marked(entry, step_seconds) for entry in found)
 
 
@@ -127,5 +131,26 @@ def _of_pipeline(plan: PipelinePlan, devices: Sequence[DeviceRun]) -> Iterator[T
         yield TermComparison(
             term="update",
             predicted_seconds=max(known, default=None),
+            measured_seconds=max(updates),
+        )
+
+
+def _of_parallel(plan: ParallelPlan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
+    """Each stage's passes of a microbatch, forward and backward as one, of its slowest replica."""
+    for number, stage in enumerate(plan.stages):
+        runs = [run for device in devices for run in device.stages if run.stage == number]
+        if runs:
+            yield TermComparison(
+                term=f"stage {number} passes",
+                device_type=stage.replicas[0].device_type,
+                predicted_seconds=stage.compute_seconds,
+                measured_seconds=max(run.forward.seconds + run.backward.seconds for run in runs),
+                times=plan.num_microbatches,
+            )
+    updates = [device.terms.update.seconds for device in devices if device.terms is not None]
+    if updates:
+        yield TermComparison(
+            term="update",
+            predicted_seconds=plan.predicted.update_seconds,
             measured_seconds=max(updates),
         )

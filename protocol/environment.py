@@ -15,11 +15,9 @@ from typing import Literal
 
 from ..schema import files
 from ..schema.errors import FileError, TargetError
+from ..schema.files import Plan
 from ..schema.launch import Determinism, LaunchConfig
-from ..schema.parallel import ParallelPlan
-from ..schema.pipeline import PipelinePlan
-from ..schema.plan import SplitPlan
-from .lower import check_level, launchable, lower
+from .lower import check_level, lower
 
 PLAN = "HETFLOW_PLAN"
 SLOT = "HETFLOW_SLOT"
@@ -61,7 +59,7 @@ class Start:
     """
 
     config: LaunchConfig | None = None
-    plan: SplitPlan | PipelinePlan | None = None
+    plan: Plan | None = None
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
@@ -135,13 +133,11 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
 
 def read_plan(
     path: Path, seed: int, determinism: Determinism = "none"
-) -> tuple[LaunchConfig, SplitPlan | PipelinePlan | None]:
+) -> tuple[LaunchConfig, Plan | None]:
     """Read a plan, lowered, or a launch config as it stands."""
     found = files.read_any(path)
-    if isinstance(found, SplitPlan | PipelinePlan):
+    if isinstance(found, Plan):
         return lower(found, seed, determinism), found
-    if isinstance(found, ParallelPlan):
-        launchable(found)  # raises: there is no runtime for it
     if isinstance(found, LaunchConfig):
         return found, None
     raise FileError(f"{path}: must be hetflow.plan/1 or hetflow.launch/1, got {found.schema}")

@@ -7,9 +7,9 @@ from typing import cast, get_args
 from ..schema.errors import ProblemError
 from ..schema.files import Plan
 from ..schema.launch import Determinism, LaunchConfig, VirtualNode, WorkerSlot
-from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import SplitPlan
+from .lower_parallel import lower_parallel
 from .lower_pipeline import lower_pipeline
 
 
@@ -38,40 +38,28 @@ def check_pipeline_level(level: Determinism) -> None:
         )
 
 
-def launchable(plan: Plan) -> SplitPlan | PipelinePlan:
-    """The plan, where there is a runtime for its kind.
-
-    Raises:
-        ProblemError: There is none.
-    """
-    if isinstance(plan, ParallelPlan):
-        raise ProblemError(
-            "the runtime for parallel plans is not there yet: they can be solved, checked and "
-            "shown, not launched",
-            hint="to train now, solve with --strategy split or pipeline",
-        )
-    return plan
-
-
-def lower(
-    plan: SplitPlan | PipelinePlan, seed: int = 0, determinism: Determinism = "none"
-) -> LaunchConfig:
+def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> LaunchConfig:
     """Turn a plan into who runs what.
 
     Pure: the same plan and seed give the same config. Virtual node 0 is the first of rank 0,
     and numbering goes on through the devices of each group and through the groups.
 
     Args:
-        plan: The split of the global batch, or a pipeline's stages.
+        plan: The split of the global batch, or the stages of a pipeline or a parallel plan.
         seed: Seed of every random stream of the run.
         determinism: What must end in the same bits (runtime/determinism.py).
 
     Raises:
-        ProblemError: A pipeline whose schedule cannot run as planned, or cannot hold the level.
+        ProblemError: A pipeline or parallel plan that cannot run as planned, or cannot hold the
+            level.
     """
-    if isinstance(plan, PipelinePlan):
+    if not isinstance(plan, SplitPlan):
         check_pipeline_level(determinism)
-        return replace(lower_pipeline(plan, seed), determinism=determinism)
+        if isinstance(plan, PipelinePlan):
+            lowered = lower_pipeline(plan, seed)
+        else:
+            lowered = lower_parallel(plan, seed)
+        return replace(lowered, determinism=determinism)
     rank, index = count(), count()
     workers = tuple(
         WorkerSlot(

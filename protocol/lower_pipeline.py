@@ -8,6 +8,7 @@ from ..schedules.operations import Kind, Schedule
 from ..schedules.registry import generate
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
+from ..schema.layer_trace import LayerTrace
 from ..schema.pipeline import PipelinePlan, StagePlan
 
 
@@ -19,7 +20,7 @@ def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
     Raises:
         ProblemError: The schedule cannot run as planned; says which rule.
     """
-    _check_trace(plan)
+    check_trace(plan.model, plan.trace)
     ranks_of_stage = _ranks_of_stages(plan)
     work = PipelineWork(
         schedule=plan.schedule,
@@ -63,23 +64,23 @@ def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
 def schedule_of(work: PipelineWork, num_microbatches: int) -> Schedule:
     """The schedule that a lowered plan runs, for one batch or a run without flushes.
 
+    Its ranks are the numbers of tensor-parallel groups (``PipelineWork.groups``).
+
     Raises:
         ProblemError: A shape that the schedule cannot have, or one with another placement.
     """
-    stages = work.stages
-    first = stages[0].ranks[0]
+    stages, planned = work.stages, work.placement
     is_two_way = work.traits.placement == "both-ways"
-    chunks = 1 if is_two_way else sum(first in stage.ranks for stage in stages)
+    chunks = 1 if is_two_way else sum(planned[0][0] in groups for groups in planned)
     size = len(stages) // chunks
     schedule = generate(
         work.schedule,
         pipeline_parallel_size=size,
         num_microbatches=num_microbatches,
         num_model_chunks=chunks,
-        replicas=None if is_two_way else [len(stage.ranks) for stage in stages[:size]],
+        replicas=None if is_two_way else [len(groups) for groups in planned[:size]],
         microbatches_per_update=work.num_microbatches if work.traits.is_double_buffered else None,
     )
-    planned = tuple(stage.ranks for stage in stages)
     if schedule.placement != planned:
         raise ProblemError(
             f"{work.schedule} places its stages on ranks {schedule.placement}, the plan on "
@@ -88,12 +89,16 @@ def schedule_of(work: PipelineWork, num_microbatches: int) -> Schedule:
     return schedule
 
 
-def _check_trace(plan: PipelinePlan) -> None:
-    """What hooks on modules have seen of one pass cannot be run piece by piece."""
-    obstacle = None if plan.trace is None else plan.trace.obstacle
+def check_trace(model: str, trace: LayerTrace | None) -> None:
+    """What hooks on modules have seen of one pass cannot be run piece by piece.
+
+    Raises:
+        ProblemError: The layers were found like that.
+    """
+    obstacle = None if trace is None else trace.obstacle
     if obstacle is not None:
         raise ProblemError(
-            f"{plan.model} cannot be cut into stages: its layers were {obstacle}",
+            f"{model} cannot be cut into stages: its layers were {obstacle}",
             hint="keep control flow on tensor values inside submodules and profile again, or "
             "solve with --strategy split",
         )

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from ..devices.emulated import is_emulated
-from ..schema.files import to_json
+from ..schema.files import Plan, to_json
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import DeviceGroup, SplitPlan
 from ..schema.records import Bytes, Index, Name, Seconds, record
@@ -55,7 +55,7 @@ def parse_report(text: bytes | str) -> WorkerReport:
 
 
 def assemble(
-    plan: SplitPlan | PipelinePlan,
+    plan: Plan,
     reports: Sequence[WorkerReport],
     *,
     status: Status,
@@ -101,7 +101,7 @@ def assemble(
 
 
 def _device_run(
-    plan: SplitPlan | PipelinePlan, report: WorkerReport, num_host_devices: int, *, as_planned: bool
+    plan: Plan, report: WorkerReport, num_host_devices: int, *, as_planned: bool
 ) -> DeviceRun:
     if as_planned:
         predicted, emulated = _prediction(plan, report)
@@ -128,11 +128,11 @@ def _device_run(
     )
 
 
-def _world_size(plan: SplitPlan | PipelinePlan) -> int:
-    return plan.num_devices if isinstance(plan, SplitPlan) else lower(plan).world_size
+def _world_size(plan: Plan) -> int:
+    return lower(plan).world_size if isinstance(plan, PipelinePlan) else plan.num_devices
 
 
-def _prediction(plan: SplitPlan | PipelinePlan, report: WorkerReport) -> tuple[float | None, bool]:
+def _prediction(plan: Plan, report: WorkerReport) -> tuple[float | None, bool]:
     """What a worker's passes of a step should take, and whether its device is emulated."""
     if isinstance(plan, SplitPlan):
         group = group_of(plan, report.rank)
@@ -143,7 +143,7 @@ def _prediction(plan: SplitPlan | PipelinePlan, report: WorkerReport) -> tuple[f
     assert config.pipeline is not None
     passes = len(config.workers[report.rank].virtual_nodes)
     stages = config.pipeline.stages_of_rank[report.rank]
-    seconds = sum(plan.stages[stage].compute_seconds for stage in stages)
+    seconds = sum(plan.stages[stage].compute_seconds or 0.0 for stage in stages)
     return seconds * passes or None, is_emulated(report.device_type)
 
 

@@ -16,14 +16,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .job import Job
     from .start import prepare
+    from .tensor.roles import tensor_parallel
 
-__all__ = ["Job", "prepare"]
+__all__ = ["Job", "prepare", "tensor_parallel"]
 
 
 def __getattr__(name: str) -> object:
     """Load the job, and torch with it, when first asked for: planning starts without torch."""
     if name in __all__:
         from . import job, start
+        from .tensor import roles
 
-        return job.Job if name == "Job" else start.prepare
+        found = {"Job": job.Job, "prepare": start.prepare}
+        return found.get(name, roles.tensor_parallel)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

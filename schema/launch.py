@@ -1,5 +1,6 @@
 """LaunchConfig: a plan lowered to ranks; what the launcher hands to every worker."""
 
+from itertools import accumulate
 from typing import Literal
 
 from .errors import ProblemError
@@ -43,12 +44,32 @@ class PipelineStage:
     """One stage: its layers and the ranks that hold it.
 
     ``forward_seconds`` and ``backward_seconds`` are what an emulated device holds a pass to.
+    Of a parallel plan, ``tensor_parallel_sizes`` says how many of the ranks, in order, are each
+    replica; empty, each rank is one. ``recompute`` is the stage's own; None is the work's.
     """
 
     layers: tuple[Name, ...]
     ranks: tuple[Index, ...]
     forward_seconds: Seconds | None = None
     backward_seconds: Seconds | None = None
+    tensor_parallel_sizes: tuple[Count, ...] = ()
+    recompute: bool | None = None
+
+    def __post_init__(self) -> None:
+        total = sum(self.tensor_parallel_sizes)
+        if self.tensor_parallel_sizes and total != len(self.ranks):
+            raise ProblemError(f"tensor_parallel_sizes add up to {total}, not {len(self.ranks)}")
+
+    @property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica: a tensor-parallel group."""
+        if not self.tensor_parallel_sizes:
+            return tuple((rank,) for rank in self.ranks)
+        ends = tuple(accumulate(self.tensor_parallel_sizes))
+        return tuple(
+            self.ranks[end - size : end]
+            for size, end in zip(self.tensor_parallel_sizes, ends, strict=True)
+        )
 
 
 @record
@@ -74,6 +95,31 @@ class PipelineWork:
     def traits(self) -> ScheduleTraits:
         """What is to know of the schedule."""
         return traits(self.schedule)
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each tensor-parallel group, in order of their first ranks.
+
+        A schedule runs groups: its rank number i is group i. Without tensor parallelism that is
+        rank i.
+        """
+        return tuple(sorted({group for stage in self.stages for group in stage.replicas}))
+
+    @property
+    def placement(self) -> tuple[tuple[int, ...], ...]:
+        """[stages] the groups that are its replicas, by number."""
+        numbers = {group: number for number, group in enumerate(self.groups)}
+        return tuple(tuple(numbers[group] for group in stage.replicas) for stage in self.stages)
+
+    def recomputes(self, stage: int) -> bool:
+        """Whether a stage computes its activations again in its backward passes."""
+        own = self.stages[stage].recompute
+        return self.recompute if own is None else own
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether it was lowered from a parallel plan, of whatever degrees."""
+        return any(stage.tensor_parallel_sizes for stage in self.stages)
 
     @property
     def stages_of_rank(self) -> dict[int, list[int]]:
@@ -111,7 +157,11 @@ class LaunchConfig:
         for stage in self.pipeline.stages:
             if max(stage.ranks) >= len(self.workers):
                 raise ProblemError(f"a stage names rank {max(stage.ranks)}, which does not exist")
-            self._check_nodes(tuple(self.workers[rank] for rank in stage.ranks))
+            for group in stage.replicas:
+                nodes = {self.workers[rank].virtual_nodes for rank in group}
+                if len(nodes) > 1:
+                    raise ProblemError(f"ranks {group} share layers, and run unlike virtual nodes")
+            self._check_nodes(tuple(self.workers[group[0]] for group in stage.replicas))
 
     def _check_nodes(self, workers: tuple[WorkerSlot, ...]) -> None:
         nodes = [(n.index, n.batch_size) for slot in workers for n in slot.virtual_nodes]

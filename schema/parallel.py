@@ -6,6 +6,7 @@ from typing import Any, Literal
 from .cluster import Cluster
 from .errors import ProblemError
 from .estimate import Estimate
+from .layer_trace import LayerTrace
 from .optimizer import OptimizerState
 from .plan import Proof
 from .records import (
@@ -291,7 +292,8 @@ class ParallelPlan:
 
     Each of a stage's replicas runs at most ``num_microbatches`` of ``microbatch_size`` samples; of
     the last group the last ones may be smaller. ``estimates`` are of the types in use whose
-    profiles were computed, not measured.
+    profiles were computed, not measured. ``trace`` says how the layers' names were found, so that
+    a launch finds them again; None is torch.fx.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -312,6 +314,7 @@ class ParallelPlan:
     cluster: Cluster | None = None
     assumptions: tuple[str, ...] = ()
     estimates: tuple[Estimate, ...] = ()
+    trace: LayerTrace | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from .frames import frame_of
+from .parallel import ParallelPlan
 from .pipeline import PipelinePlan
 from .plan import SplitPlan
 from .records import Bytes, Count, Index, Name, Seconds, record, register_keys
@@ -151,7 +152,7 @@ class RunRecord:
     """
 
     schema: Literal["hetflow.run/1"] = "hetflow.run/1"
-    plan: SplitPlan | PipelinePlan
+    plan: SplitPlan | PipelinePlan | ParallelPlan
     status: Literal["done", "failed", "interrupted"]
     exit_code: int
     world_size: Count

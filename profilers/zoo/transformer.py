@@ -16,16 +16,18 @@ class _Attention(nn.Module):
     def __init__(self, channels: int, num_heads: int, *, causal: bool) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.head_channels = channels // num_heads
         self.causal = causal
         self.project_in = nn.Linear(channels, 3 * channels)
         self.project_out = nn.Linear(channels, channels)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        B, T, C = x_BTC.shape
-        qkv = self.project_in(x_BTC).view(B, T, 3, self.num_heads, C // self.num_heads)
+        B, T, _ = x_BTC.shape
+        # As many heads as there are: a tensor-parallel worker has some of them.
+        qkv = self.project_in(x_BTC).view(B, T, 3, -1, self.head_channels)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         y_BHTc = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        out: Tensor = self.project_out(y_BHTc.transpose(1, 2).reshape(B, T, C))
+        out: Tensor = self.project_out(y_BHTc.transpose(1, 2).reshape(B, T, -1))
         return out
 
 

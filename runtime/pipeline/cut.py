@@ -26,7 +26,7 @@ class StageModule:
     hold them, and places in the model (``refresh_buffers``).
     """
 
-    module: fx.GraphModule
+    module: "fx.GraphModule | WholeModel"
     arguments: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -38,10 +38,40 @@ class StageModule:
         self.refresh_buffers()
         return self.answer(self.module(*values))
 
+    @property
+    def nodes(self) -> Sequence[fx.Node]:
+        """Of its graph; of a whole model, which is not traced, none."""
+        return () if isinstance(self.module, WholeModel) else tuple(self.module.graph.nodes)
+
     def refresh_buffers(self) -> None:
         """Read the buffers that stand in the model now: each virtual node has its own."""
         for (holder, name), (owner, own_name) in self.buffers:
             holder._buffers[name] = owner._buffers[own_name]
+
+
+CALL = "the call"
+"""The argument under which a whole model gets its call, as (arguments, named arguments)."""
+
+
+class WholeModel(nn.Module):
+    """The only stage of a model, which needs no graph."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._forward = model.forward  # the model's own is put aside while it trains
+
+    def forward(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Call the model as the script did."""
+        arguments, named = call
+        return self._forward(*arguments, **named)
+
+
+def whole(model: nn.Module) -> StageModule:
+    """A model that is one stage, as it stands."""
+    return StageModule(
+        module=WholeModel(model), arguments=(CALL,), inputs=(), outputs=(), answer=as_it_is
+    )
 
 
 def cut(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> list[StageModule]:

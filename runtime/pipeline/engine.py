@@ -6,11 +6,11 @@ left there, on the last stage it goes on to the loss. So whatever the function d
 model (autocast, preparation of inputs) holds on every stage.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...protocol.lower_pipeline import microbatches_of, schedule_of
 from ...schedules.operations import Kind, Operation
@@ -22,13 +22,15 @@ from ..engine import Step
 from ..session import Session
 from ..setup import final_tensors
 from ..streams import seed_streams
-from .cut import check_crossing, cut
+from ..tensor.lanes import Lanes
+from ..tensor.roles import Sharing, check_degree, check_pairs, check_shared, sharing_of
+from ..tensor.sharded import ShardedModel, tensor_group
+from .cut import StageModule, check_crossing, cut, whole
 from .executor import Executor, held
-from .layered import LayeredModel
 from .messages import Message
 from .microbatches import StepMicrobatches
 from .optimizer import OwnShare
-from .ownership import Ownership, StageBuffers
+from .ownership import Holders, Ownership, StageBuffers
 from .placing import (
     broadcast_parts,
     check_same_model,
@@ -43,8 +45,24 @@ from .stage import Stage, parameters_of
 from .state import StageState
 from .synchronise import Synchroniser
 from .trace import layers_of
-from .transport import transport_of
+from .transport import Routes, transport_of
 from .unflushed import Unflushed
+
+
+def _any_call(arguments: Mapping[str, Any]) -> None:
+    """A model that is not traced takes every call."""
+
+
+def _sharing_of(model: nn.Module, work: PipelineWork) -> Sharing:
+    """What of the model is shared, where some group is of more than one worker."""
+    degrees = {len(group) for group in work.groups}
+    if degrees == {1}:
+        return Sharing({}, {}, {})
+    sharing = sharing_of(model)
+    for degree in sorted(degrees):
+        check_degree(model, sharing, degree)
+    check_pairs([(s.layers, {len(ranks) for ranks in s.replicas}) for s in work.stages], sharing)
+    return sharing
 
 
 class PipelineEngine:
@@ -65,8 +83,11 @@ class PipelineEngine:
         self._session, model, place = session, session.model, session.place
         optimizer = next(iter(session.optimizers), None)
         self._work = work
-        layered = self._layers()
-        parts = cut(layered, [stage.layers for stage in work.stages])
+        groups = work.groups
+        group = next(n for n, ranks in enumerate(groups) if place.rank in ranks)
+        sharing = _sharing_of(model, work)
+        parts, check_call = self._parts()
+        check_shared(parts, sharing, model)
         self._last_stage = len(parts) - 1
         held_here = {number: parts[number] for number in work.stages_of_rank[place.rank]}
         self._schedule = schedule_of(work, work.num_microbatches)
@@ -75,11 +96,12 @@ class PipelineEngine:
             parameters_of(parts),
             [stage.ranks for stage in work.stages],
             place,
+            Lanes(groups, sharing.cuts, sharing.inner),
         )
         self.flushes = self._schedule.weight_semantics == "flush"
         self._check_semantics()
         own = self._ownership.own
-        share = OwnShare(optimizer, self._ownership.parameters, own) if optimizer else None
+        share = OwnShare(optimizer, self._ownership) if optimizer else None
         place_own(
             [p for name, p in self._ownership.parameters.items() if name in own],
             list(held_here.values()),
@@ -88,8 +110,11 @@ class PipelineEngine:
         )
         broadcast_parts(model, session.parameters, own, place)
         self._ownership.strip()
+        tensor = tensor_group(place, groups)
+        self._sharded = ShardedModel(model, sharing, tensor)
+        self._sharded.install()
         self._stages = {
-            number: Stage(part, recompute=work.recompute, device=place.device)
+            number: Stage(part, recompute=work.recomputes(number), device=place.device)
             for number, part in held_here.items()
         }
         self.buffers = StageBuffers(
@@ -97,14 +122,15 @@ class PipelineEngine:
             session.local_nodes,
             session.batch_sizes,
             [
-                (part, microbatches_of(self._schedule, place.rank, number))
+                (part, microbatches_of(self._schedule, group, number))
                 for number, part in held_here.items()
             ],
+            tells=self._ownership.lanes.lane(place.rank) == 0,
         )
-        transport = transport_of(place, [stage.ranks for stage in work.stages])
+        transport = transport_of(place, [stage.replicas for stage in work.stages])
         self._synchroniser = Synchroniser(self._ownership, place, work, transport)
-        self._executor = Executor(place.rank, transport)
-        self._model = SpreadModel(model, layered.check_call)
+        self._executor = Executor(group, transport, Routes(place.rank, groups))
+        self._model = SpreadModel(model, check_call)
         self._microbatches: StepMicrobatches | None = None  # of the step under way
         # Without flushes the stages read versions, and never the parameters themselves.
         self._strangers = {
@@ -113,7 +139,7 @@ class PipelineEngine:
             if name not in own or not self.flushes
         }
         self.state = StageState(
-            session, work, self.buffers, self._ownership, share, self._synchroniser
+            session, work, self.buffers, self._ownership, share, self._synchroniser, tensor
         )
         self._unflushed: Unflushed | None = None
         if not self.flushes and optimizer is not None:
@@ -121,12 +147,18 @@ class PipelineEngine:
                 work, self._stages, self._executor, self._synchroniser, optimizer
             )
 
-    def _layers(self) -> LayeredModel:
-        """The layers of the model; its parameters are where they were."""
+    def _parts(self) -> tuple[list[StageModule], Callable[[Mapping[str, Any]], None]]:
+        """The model's parts, and what checks its calls; its parameters are where they were.
+
+        A parallel plan of one stage needs no graph, so its model need not be traceable.
+        """
         session, work = self._session, self._work
         check_same_model(session.model, session.parameters, session.place)
+        if work.is_tensor_parallel and len(work.stages) == 1:
+            return [whole(session.model)], _any_call
         with shapes_on(session.device, session.model, session.parameters.values()):
-            return layers_of(session.model, work.trace)
+            layered = layers_of(session.model, work.trace)
+        return cut(layered, [stage.layers for stage in work.stages]), layered.check_call
 
     def _check_semantics(self) -> None:
         if self.flushes:
@@ -145,14 +177,14 @@ class PipelineEngine:
     def shared(self) -> list[SharedTensors]:
         """What several workers hold alike: a stage's replicas, and stages with a tied weight."""
         ownership = self._ownership
-        found = []
-        for holders in sorted({h for h in ownership.holders.values() if len(h) > 1}):
-            names = [n for n in ownership.parameters if ownership.holders[n] == holders]
-            own: dict[str, Tensor] = {
-                n: ownership.parameters[n] for n in names if n in ownership.own
-            }
-            found.append(SharedTensors(holders, own))
-        return found
+        sets: dict[Holders, dict[str, Tensor]] = {}
+        for name, parameter in ownership.parameters.items():
+            for label, holders in ownership.lanes.alike(name, ownership.holders[name]):
+                if len(holders) > 1:
+                    held = sets.setdefault(holders, {})
+                    if self._session.rank in holders:
+                        held[label] = parameter
+        return [SharedTensors(holders, held) for holders, held in sorted(sets.items())]
 
     @property
     def weight_versions(self) -> int:
@@ -345,11 +377,13 @@ class PipelineEngine:
         """The whole model after ``gather``; stages again afterwards."""
         model = self._session.model
         self._model.release()
+        self._sharded.remove()
         buffers = move_buffers(model, self._ownership.device_of_whole)
         try:
             yield
         finally:
             self._model.spread()
+            self._sharded.install()
             put_back(buffers)
             self._ownership.strip()
 
@@ -365,5 +399,6 @@ class PipelineEngine:
         if not self._ownership.is_whole:
             return
         self._model.release()
+        self._sharded.remove()
         if self._ownership.device_of_whole != self._session.device:
             move_buffers(self._session.model, self._ownership.device_of_whole)

@@ -10,7 +10,7 @@ from ...schedules.operations import ACTIVATIONS, RECEIVES, SENDS, Kind, Operatio
 from ...schema.errors import ProblemError
 from .channels import Inbox, Outbox
 from .messages import Message
-from .transport import Channel, Lines, Transport
+from .transport import Channel, Lines, Routes, Transport
 
 NOTHING: Message = ((), ())
 
@@ -80,12 +80,20 @@ _SENT_BY = {
 
 
 class Executor:
-    """One rank of a pipeline: its channels, and its place in the list."""
+    """One rank of a pipeline: its channels, and its place in the list.
 
-    def __init__(self, rank: int, transport: Transport | None) -> None:
-        self._rank, self._transport = rank, transport
+    A rank of a schedule is a tensor-parallel group, of which this is one worker.
+
+    Args:
+        rank: The group's number.
+        transport: None for one worker.
+        routes: Whom this worker sends to of another group, and whom it receives from.
+    """
+
+    def __init__(self, rank: int, transport: Transport | None, routes: Routes) -> None:
+        self._rank, self._transport, self._routes = rank, transport, routes
         self._inboxes: dict[tuple[int, bool], Inbox] = {}
-        self._outboxes: dict[tuple[int, bool], Outbox] = {}
+        self._outboxes: dict[tuple[int, bool], list[Outbox]] = {}
         self._program: _Program | None = None
         self._next = 0
         self._activations: dict[tuple[int, int], Message] = {}
@@ -107,7 +115,7 @@ class Executor:
         if self._program is None or self._program.schedule is not schedule:
             self._program = _Program(schedule, self._rank)
             for peer, activation in self._program.channels - self._inboxes.keys():
-                lines = self._lines((peer, self._rank, activation))
+                lines = self._lines(self._routes.incoming(peer, activation))
                 self._inboxes[peer, activation] = Inbox(lines)
         self._next = 0
         return schedule.ranks[self._rank]
@@ -135,8 +143,9 @@ class Executor:
                 return
             self._next += 1
             step.run(self, step, passes)
-        for outbox in self._outboxes.values():
-            outbox.flush()
+        for outboxes in self._outboxes.values():
+            for outbox in outboxes:
+                outbox.flush()
 
     def _receive_activation(self, step: _Step, _: Passes) -> None:
         self._activations[step.place] = self._inboxes[step.channel].take()
@@ -153,9 +162,10 @@ class Executor:
     def _send(self, step: _Step, values: tuple[Any, ...]) -> None:
         assert self._program is not None
         if step.channel not in self._outboxes:
-            peer, activation = step.channel
-            self._outboxes[step.channel] = Outbox(self._lines((self._rank, peer, activation)))
-        self._outboxes[step.channel].send(values, limit=self._program.most_under_way)
+            channels = self._routes.outgoing(*step.channel)
+            self._outboxes[step.channel] = [Outbox(self._lines(channel)) for channel in channels]
+        for outbox in self._outboxes[step.channel]:
+            outbox.send(values, limit=self._program.most_under_way)
 
     def _lines(self, channel: Channel) -> Lines:
         assert self._transport is not None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ...schema.errors import PeerLostError, TargetError
 from ..group import Place
+from ..tensor.lanes import Lanes
 
 # In this order in all tables.
 NORMS = (2.0, 1.0, math.inf)
@@ -63,6 +64,10 @@ class ToldNorms:
             self._ratios[norm] = found.tolist()
         return self._ratios[norm][index]
 
+    def told(self, index: int, norm: float) -> tuple[float, float]:
+        """A parameter's 2-norm and another norm, as they were told; ask for the ratio before."""
+        return float(self._table[1, index]), float(self._table[1 + NORMS.index(norm), index])
+
     def _meet(self, norm: float) -> None:
         """Wait until all workers ask, so that one which does not is named and not waited for.
 
@@ -85,6 +90,48 @@ class ToldNorms:
                 f"and {PATIENCE_SECONDS:g} s later worker {', '.join(absent)} does not",
                 hint="ask on every worker, or for the 2-norm, which all are told in each step",
             ) from None
+
+
+class Columns:
+    """The columns of a table: of each parameter one, or one for each of its parts.
+
+    Args:
+        parameters: By number: the name, and the first rank that holds it. That rank tells the norm,
+            or every rank of its group that of its part.
+        lanes: Which workers share layers.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[str, int]], lanes: Lanes) -> None:
+        self._columns = [
+            (index, teller)
+            for index, (name, first) in enumerate(parameters)
+            for teller in (lanes.group(first) if lanes.is_cut(name, first) else (first,))
+        ]
+        self._num_parameters = len(parameters)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def of_rank(self, rank: int) -> list[tuple[int, int]]:
+        """The columns that a rank tells, and the parameters that they are of."""
+        return [(n, index) for n, (index, teller) in enumerate(self._columns) if teller == rank]
+
+    def joined(self, table: Table) -> Table:
+        """[NUM_ROWS, parameters] the norms of whole gradients from those of parts."""
+        if len(self._columns) == self._num_parameters:
+            return table
+        numbers = np.array([index for index, _ in self._columns])
+        whole: Table = np.zeros((NUM_ROWS, self._num_parameters))
+        np.maximum.at(whole[0], numbers, table[0])
+        for row, norm in enumerate(NORMS, start=1):
+            if norm == math.inf:
+                np.maximum.at(whole[row], numbers, table[row])
+            elif norm == 1.0:
+                np.add.at(whole[row], numbers, table[row])
+            else:
+                np.add.at(whole[row], numbers, table[row] ** 2)
+                whole[row] = np.sqrt(whole[row])
+        return whole
 
 
 def norms_of(gradients: Sequence[Tensor], norms: Sequence[float]) -> Tensor:

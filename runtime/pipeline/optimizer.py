@@ -4,12 +4,15 @@ Parameters are numbered as in the script's whole optimizer, through its groups. 
 under these numbers, so the shares of all workers together are the state of the whole.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...schema.errors import TargetError
+from .ownership import Ownership
+
+_MIX_A_PARAMETER = ("Adafactor", "Muon")
 
 
 class OwnShare:
@@ -17,29 +20,32 @@ class OwnShare:
 
     Args:
         optimizer: The script's; changed in place.
-        parameters: All of the model's, by name.
-        own: The names of this worker's.
+        ownership: The model's parameters, and which are this worker's. Call it before these are
+            cut.
 
     Raises:
-        TargetError: It holds parameters that are not the model's, or mixes all of them.
+        TargetError: It holds parameters that are not the model's, or mixes all of them, or those
+            of a parameter that is cut.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: dict[str, nn.Parameter],
-        own: set[str],
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, ownership: Ownership) -> None:
+        parameters, own = ownership.parameters, ownership.own
         if isinstance(optimizer, torch.optim.LBFGS):
             raise TargetError(
                 "LBFGS needs all gradients at once, and a pipeline has them on several workers",
                 hint="use an optimizer that treats each parameter by itself, such as Adam",
             )
+        if ownership.cut and type(optimizer).__name__ in _MIX_A_PARAMETER:
+            raise TargetError(
+                f"{type(optimizer).__name__} needs whole parameters, and a tensor-parallel group "
+                f"cuts {min(ownership.cut)}",
+                hint="use an optimizer that treats each element by itself, such as AdamW",
+            )
         names = {id(parameter): name for name, parameter in parameters.items()}
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(id(parameter) not in names for parameter in held):
             raise TargetError("under a pipeline the optimizer may hold the model's parameters only")
-        self._optimizer = optimizer
+        self._optimizer, self._ownership = optimizer, ownership
         self.order = [names[id(parameter)] for parameter in held]
         self._own = [index for index, name in enumerate(self.order) if name in own]
         self._groups: list[list[int]] = []
@@ -52,12 +58,27 @@ class OwnShare:
                 if names[id(parameter)] not in own:
                     optimizer.state.pop(parameter, None)
             group["params"] = [p for p in group["params"] if names[id(p)] in own]
+            for parameter in group["params"]:
+                if parameter in optimizer.state:
+                    values = optimizer.state[parameter]
+                    optimizer.state[parameter] = self._cut(names[id(parameter)], values)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As the whole optimizer's, with the state of this worker's parameters only."""
-        state = self._optimizer.state_dict()
+    def state_dict(self, join: Callable[[str, Any], Any]) -> dict[str, Any]:
+        """As the whole optimizer's, with the state of this worker's parameters only.
+
+        Args:
+            join: Makes a value of a parameter's state whole, by the parameter's name. Of workers
+                that share a parameter, the first alone has its state.
+        """
+        state, found = self._optimizer.state_dict(), {}
+        for local, values in state["state"].items():
+            index = self._own[local]
+            name = self.order[index]
+            joined = {key: join(name, value) for key, value in values.items()}
+            if self._ownership.is_first_to_share(name):
+                found[index] = joined
         return {
-            "state": {self._own[local]: value for local, value in state["state"].items()},
+            "state": found,
             "param_groups": [
                 {**group, "params": indices}
                 for group, indices in zip(state["param_groups"], self._groups, strict=True)
@@ -78,13 +99,23 @@ class OwnShare:
         local = {index: number for number, index in enumerate(self._own)}
         self._optimizer.load_state_dict(
             {
-                "state": {local[i]: v for i, v in whole["state"].items() if i in local},
+                "state": {
+                    local[i]: self._cut(self.order[i], values)
+                    for i, values in whole["state"].items()
+                    if i in local
+                },
                 "param_groups": [
                     {**group, "params": [local[i] for i in group["params"] if i in local]}
                     for group in whole["param_groups"]
                 ],
             }
         )
+
+    def _cut(self, name: str, values: Any) -> Any:
+        """What belongs to this worker's part of a parameter."""
+        if name not in self._ownership.cut or not isinstance(values, dict):
+            return values
+        return {key: self._ownership.own_part(name, value) for key, value in values.items()}
 
 
 class ScheduledSteps:

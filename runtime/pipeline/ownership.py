@@ -6,7 +6,7 @@ by ``clip_grad_norm_(model.parameters(), limit)`` clips by the norm over all sta
 alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..digest import InPieces
 from ..group import Place
 from ..manifest import shapes_of
 from ..telling import log
+from ..tensor.lanes import Lanes
 from .cut import StageModule
 from .pieces import broadcast, stream
 
@@ -32,8 +33,11 @@ class Ownership:
     """Parameters by name, the ranks that hold each, and stand-ins for the rest.
 
     Attributes:
+        lanes: Which workers share layers, and how parameters are cut over them.
         own: The names of this worker's parameters.
         first: Of those that it is the first to hold.
+        cut: Of its own, those of which it holds a part.
+        sums: By name, the sets of ranks each of which adds up its gradients.
         described: Types and shapes of all, by name.
         device_of_whole: Where the model stands after ``gather``.
     """
@@ -44,10 +48,12 @@ class Ownership:
         used: Sequence[set[nn.Parameter]],
         ranks: Sequence[tuple[int, ...]],
         place: Place,
+        lanes: Lanes,
     ) -> None:
-        rank, self._place = place.rank, place
+        """Take all parameters, and what each stage uses and who holds it; see ``Lanes``."""
+        rank, self._place, self.lanes = place.rank, place, lanes
         self.device_of_whole, self._has_told = place.device, False
-        self._on_device: list[tuple[nn.Parameter, Tensor, Tensor | None]] = []
+        self._on_device: list[tuple[str, Tensor, Tensor | None]] = []
         self.parameters = parameters
         self.holders: dict[str, Holders] = {}
         for name, parameter in parameters.items():
@@ -58,7 +64,9 @@ class Ownership:
         self.first = {name for name, holders in self.holders.items() if rank == holders[0]}
         self.described = shapes_of(parameters)
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
-        self._is_whole = True
+        self._is_whole, self._is_cut = True, False
+        self.cut = {name for name in self.own if lanes.is_cut(name, rank)}
+        self.sums = {name: lanes.sums(name, holders) for name, holders in self.holders.items()}
         self.tied = [
             name
             for name, parameter in parameters.items()
@@ -69,8 +77,10 @@ class Ownership:
         """Leave only this worker's parameters in memory, on its device."""
         if not self._is_whole:
             return
-        for parameter, value, gradient in self._on_device:
-            value.copy_(parameter.data)  # the script may have written to it meanwhile
+        for name, value, gradient in self._on_device:
+            parameter = self.parameters[name]
+            # The script may have written to it meanwhile.
+            value.copy_(self.own_part(name, parameter.data))
             parameter.data = value
             parameter.grad = gradient
         self._on_device.clear()
@@ -79,7 +89,27 @@ class Ownership:
             if name not in self.own:
                 parameter.grad = None
                 parameter.data = torch.zeros(1, dtype=parameter.dtype, device=self._place.device)
-        self._is_whole = False
+            elif name in self.cut and not self._is_cut:
+                gradient, parameter.grad = parameter.grad, None
+                parameter.data = self.own_part(name, parameter.data)
+                if gradient is not None:
+                    parameter.grad = self.own_part(name, gradient)
+        self._is_whole, self._is_cut = False, True
+
+    def own_part(self, name: str, value: Any) -> Any:
+        """This worker's part of a parameter, or of what an optimizer keeps of its shape."""
+        is_whole = isinstance(value, Tensor) and value.shape == self._shapes[name]
+        if name not in self.cut or not is_whole:
+            return value
+        return self.lanes.part(name, value, self._place.rank)
+
+    def is_first_to_share(self, name: str) -> bool:
+        """Whether this worker is the first of those that hold one replica of its parameter."""
+        return name not in self.cut or self.lanes.lane(self._place.rank) == 0
+
+    def whole_shape(self, name: str) -> torch.Size:
+        """Of a parameter, whoever holds it."""
+        return self._shapes[name]
 
     def gather(self) -> None:
         """Bring the whole model to every worker: to its device, or to its host if it is too large.
@@ -90,16 +120,36 @@ class Ownership:
             return
         rest, wire = self._room_for_rest(), wire_device(self._place.device)
         for name, parameter in self.parameters.items():
-            first, value = self.holders[name][0], rest.get(name, parameter.data)
-            broadcast(value, wire, src=first, sends=self._place.rank == first, keeps=True)
-            if name in rest:
+            value = rest.get(name, parameter.data)
+            self._spread(name, value, wire)
+            if name in rest or self.device_of_whole != self._place.device:
+                if name in self.own:
+                    self._on_device.append((name, parameter.data, parameter.grad))
                 parameter.grad = None
-                parameter.data = value
-            elif self.device_of_whole != self._place.device:
-                self._on_device.append((parameter, parameter.data, parameter.grad))
-                parameter.grad = None
-                parameter.data = parameter.data.to(self.device_of_whole)
+                parameter.data = value.to(self.device_of_whole)
         self._is_whole = True
+
+    def _spread(self, name: str, value: Tensor, wire: torch.device) -> None:
+        """Give all workers a parameter, from the first that hold it. Call it on all.
+
+        Args:
+            name: Of the parameter.
+            value: Where to write it whole; of who has it whole, the parameter itself.
+            wire: Where what is sent must stand.
+        """
+        first, rank = self.holders[name][0], self._place.rank
+        if not self.lanes.is_cut(name, first):
+            # Who has the parameter whole may be another kind of replica than who holds a part.
+            broadcast(value, wire, src=first, sends=rank == first, keeps=True)
+            return
+        parts = []
+        for source in self.lanes.group(first):
+            shape = self.lanes.part_shape(name, self._shapes[name], source)
+            own = self.own_part(name, self.parameters[name].data)
+            part = own if source == rank else own.new_empty(shape, device=value.device)
+            broadcast(part, wire, src=source, sends=source == rank, keeps=True)
+            parts.append(part.to(value.device))
+        value.copy_(self.lanes.whole(name, parts))
 
     @property
     def is_whole(self) -> bool:
@@ -110,11 +160,19 @@ class Ownership:
         """A parameter's values, from the first worker that holds it. Read them on all workers."""
         parameter, first = self.parameters[name], self.holders[name][0]
         shape, wire = self._shapes[name], wire_device(self._place.device)
+        if self.lanes.is_cut(name, first):
+            return InPieces(name, parameter.dtype, tuple(shape), self._joined(name, wire))
         sent = parameter if self._place.rank == first else None
         pieces = stream(sent, parameter.dtype, shape, wire, src=first)
         if not self._place.distributed:
             pieces = iter([parameter])
         return InPieces(name, parameter.dtype, tuple(shape), pieces)
+
+    def _joined(self, name: str, wire: torch.device) -> Iterator[Tensor]:
+        """A parameter that is cut, whole, for as long as it is read."""
+        value = torch.empty(self._shapes[name], dtype=self.parameters[name].dtype, device=wire)
+        self._spread(name, value, wire)
+        yield value
 
     def _room_for_rest(self) -> dict[str, Tensor]:
         """Memory for other workers' parameters, by name. Each worker decides where by itself."""
@@ -139,7 +197,7 @@ class Ownership:
         return {
             name: torch.empty(self._shapes[name], dtype=parameter.dtype, device=device)
             for name, parameter in self.parameters.items()
-            if name not in self.own
+            if name not in self.own or name in self.cut
         }
 
 
@@ -152,10 +210,15 @@ class StageBuffers(VirtualNodeBuffers):
         local: Sequence[int],
         batch_sizes: Sequence[int],
         own: Sequence[tuple[StageModule, Sequence[int]]],
+        *,
+        tells: bool,
     ) -> None:
-        """As ``VirtualNodeBuffers``; ``own`` are this worker's stages and what each runs here."""
+        """As ``VirtualNodeBuffers``; ``own`` are this worker's stages and what each runs here.
+
+        ``tells`` is off where another worker runs the same passes and has the same buffers.
+        """
         super().__init__(model, local, batch_sizes)
-        self.slots = find_slots(model)
+        self.slots, self._tells = find_slots(model), tells
         # Where two pipelines run in opposite directions, unlike stages run unlike microbatches.
         self._nodes_of: dict[str, set[int]] = {}
         for part, microbatches in own:
@@ -199,7 +262,7 @@ class StageBuffers(VirtualNodeBuffers):
 
     def _merged(self, slot: BufferSlot, all_reduce: "object") -> Tensor:
         local = self._local
-        self._local = tuple(sorted(self._nodes_of.get(slot.name, ())))
+        self._local = tuple(sorted(self._nodes_of.get(slot.name, ()))) if self._tells else ()
         try:
             return super()._merged(slot, all_reduce)  # type: ignore[arg-type]
         finally:

@@ -9,9 +9,11 @@ from torch import nn
 from ...schema.errors import TargetError
 from ..engine import LossFunction
 from .arguments import by_placeholder
+from .cut import CALL
 
 RunStage = Callable[[dict[str, Any]], Any]
-"""Runs this worker's stage with the model's arguments, under the names of the traced graph."""
+"""Runs this worker's stage with the model's arguments, by the names of the traced graph, and with
+the whole call under ``CALL``."""
 
 
 class StageDone(BaseException):
@@ -76,7 +78,7 @@ class SpreadModel:
         run, self._run_stage = self._run_stage, self._refuse_second
         given = by_placeholder(self._signature, arguments, named)
         self._check_call(given)
-        return run(given)
+        return run({**given, CALL: (arguments, named)})
 
     def _refuse_second(self, arguments: object) -> Any:
         raise TargetError(

@@ -42,7 +42,7 @@ class Stage:
         self.most_in_flight = 0
         modules = list(part.module.modules())
         self._in_place = any(getattr(module, "inplace", False) for module in modules) or any(
-            writes(node) for node in part.module.graph.nodes
+            writes(node) for node in part.nodes
         )
         self._buffered = [m for m in modules if any(b is not None for b in m._buffers.values())]
 

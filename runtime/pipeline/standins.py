@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...schema.errors import TargetError
+from ..tensor.gradients import PartGradient, companions, plain, scale_companions
 from .norms import NORMS, Table, ToldNorms
 
 _TAKE_NORMS = {
@@ -57,14 +58,16 @@ class NormOnly(Tensor):
         kwargs = kwargs or {}
         if func in _TAKE_NORMS:
             order = kwargs.get("ord", kwargs.get("p", args[1] if len(args) > 1 else 2.0))
-            if isinstance(args[0], Tensor):
-                return _norm(args[0], order)
-            return [_norm(gradient, order) for gradient in args[0]]
+            given = companions(args[0])
+            if isinstance(given, Tensor):
+                return _norm(given, order)
+            return [_norm(gradient, order) for gradient in given]
         if getattr(func, "__name__", "") in _NEED_ALL:
             raise TargetError(
                 f"{func.__name__} of a gradient that another worker of the pipeline has",
                 hint="only norms are known here: use clip_grad_norm_ or clip_grad_value_",
             )
+        scale_companions(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -82,7 +85,39 @@ def _norm(gradient: Tensor, order: Any) -> Tensor:
             hint=f"norms {known} are known everywhere",
         )
     found: Tensor = plain.abs().squeeze()
-    return found if order == 2 else found * gradient._told.ratio(gradient._index, order)
+    if order == 2:
+        return found
+    scaled = found * gradient._told.ratio(gradient._index, order)
+    # Not scaled yet, it is as told, to the last bit: a tied weight's workers clip alike.
+    two, exact = gradient._told.told(gradient._index, order)
+    return torch.where(found == two, torch.full_like(found, exact), scaled)
+
+
+class PartNorms:
+    """Lets one worker's parts of gradients answer with the norms that all are told.
+
+    Where another replica holds a parameter whole, its gradient does so too: a norm that it took by
+    itself would be rounded otherwise, and the replicas would clip by unlike numbers.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, nn.Parameter]], told: ToldNorms) -> None:
+        """Take the parameters with their numbers in tables of norms."""
+        self._parts, self._told = list(parts), told
+
+    def show(self, table: Table, loss_scale: float) -> None:
+        """Give each that has a gradient a companion with the norm of the whole.
+
+        Args:
+            table: Of gradients whose scale is taken off.
+            loss_scale: What a GradScaler will take off both, the part and its companion.
+        """
+        for index, parameter in self._parts:
+            if parameter.grad is None:
+                continue
+            part = plain(parameter.grad)
+            norm = float(table[1, index]) * loss_scale
+            number = torch.full((1,), norm, dtype=part.dtype, device=part.device)
+            parameter.grad = PartGradient.of(part, NormOnly.of(number, self._told, index))
 
 
 class StandIns:

@@ -22,6 +22,7 @@ from .. import checkpoint, parts
 from ..checkpoint import Checkpoint
 from ..restoring import load_optimizers, load_parameters
 from ..session import Session
+from ..tensor.operators import TensorGroup, parts_of_all
 from .optimizer import OwnShare
 from .ownership import Ownership, StageBuffers
 from .synchronise import Synchroniser
@@ -37,6 +38,7 @@ class StageState:
         ownership: Which parameters are this worker's.
         share: Its share of the optimizer, if there is one.
         synchroniser: Keeps the loss of the batch before, without flushes.
+        group: The workers that share layers with this one.
     """
 
     is_in_parts = True
@@ -49,9 +51,10 @@ class StageState:
         ownership: Ownership,
         share: OwnShare | None,
         synchroniser: Synchroniser,
+        group: TensorGroup,
     ) -> None:
         self._session, self._buffers, self._ownership = session, buffers, ownership
-        self._share, self._synchroniser = share, synchroniser
+        self._share, self._synchroniser, self._group = share, synchroniser, group
         self._stages = [[list(stage.layers), list(stage.ranks)] for stage in work.stages]
         self._registered_sha256 = ""
 
@@ -83,24 +86,48 @@ class StageState:
     def capture(
         self, registered: Sequence[Any], share: Callable[[Callable[[], Any]], Any]
     ) -> dict[str, Any]:
-        """See ``StateParts``; no worker waits for another."""
+        """See ``StateParts``; workers wait only for those that they share layers with."""
         session, tensors = self._session, list[Tensor]()
         states = [thing.state_dict() for thing in registered]
         self._registered_sha256 = parts.digest_of(checkpoint.encode(states, tensors), tensors)
         return {
-            "parameters": {name: session.parameters[name] for name in self._ownership.first},
-            "optimizer": self._share.state_dict() if self._share else None,
+            "parameters": self._parameters(),
+            "optimizer": self._share.state_dict(self._joined) if self._share else None,
             "buffers": self._buffers.capture_own(is_first=session.is_main),
             "registered": states,
             "last_weight": None,
             "late_loss": self._synchroniser.late_loss,
         }
 
+    def _parameters(self) -> dict[str, Tensor]:
+        """Those that this worker is the first to hold; of cut ones the whole."""
+        ownership, found = self._ownership, dict[str, Tensor]()
+        for name, parameter in self._session.parameters.items():
+            if ownership.holders[name][0] in self._group.ranks:
+                value = self._joined(name, parameter)
+                if name in ownership.first:
+                    found[name] = value
+        return found
+
+    def _joined(self, name: str, value: Any) -> Any:
+        """A parameter of this worker, or what an optimizer keeps of it, whole. Call it on a group.
+
+        Parts are joined on the host, so that no device needs memory for what is whole.
+        """
+        ownership = self._ownership
+        is_part = isinstance(value, Tensor) and value.shape == ownership.parameters[name].shape
+        if name not in ownership.cut or not is_part:
+            return value
+        lanes, shape = ownership.lanes, ownership.whole_shape(name)
+        shapes = [lanes.part_shape(name, shape, rank) for rank in self._group.ranks]
+        return lanes.whole(name, parts_of_all(value, self._group, shapes))
+
     def restore(self, path: Path, state: dict[str, Any]) -> None:
         """See ``StateParts``."""
-        session, share = self._session, self._share
-        own = {name: session.parameters[name] for name in self._ownership.own}
-        load_parameters(own, state["parameters"])
+        session, share, ownership = self._session, self._share, self._ownership
+        own = {name: session.parameters[name] for name in ownership.own}
+        saved = {name: ownership.own_part(name, state["parameters"][name]) for name in own}
+        load_parameters(own, saved)
         if share is not None:
             loads = [share.load_state_dict]
             load_optimizers(path, session.optimizers, loads, state["optimizer"])

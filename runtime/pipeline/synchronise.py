@@ -18,11 +18,12 @@ from ...schema.errors import TargetError
 from ...schema.launch import PipelineWork
 from .. import peers
 from ..group import Place, subgroup
+from ..tensor.gradients import plain
 from ..totals import loss_and_weight
 from .exchange import Exchange
-from .norms import NORMS, NUM_ROWS, Table, ToldNorms, norms_of
+from .norms import NORMS, NUM_ROWS, Columns, Table, ToldNorms, norms_of
 from .ownership import Holders, Ownership
-from .standins import StandIns
+from .standins import PartNorms, StandIns
 from .transport import Transport
 
 BUCKET_BYTES = 25 << 20
@@ -51,29 +52,51 @@ class Synchroniser:
             [i for i, (name, _) in enumerate(self._parameters) if rank not in self._holders(name)]
             for rank in range(place.world_size)
         ]
-        self._apart_of = apart
-        self._is_apart = any(apart)
-        length = _HEAD + NUM_ROWS * len(self._parameters) if self._is_apart else _NUM_TOLD
+        self._columns = Columns(
+            [(name, ownership.holders[name][0]) for name, _ in self._parameters], ownership.lanes
+        )
+        # Whose norms a worker is told: of parameters elsewhere, and of all that some hold in parts.
+        self._asks_of = [
+            apart[rank]
+            + [
+                i
+                for i, (name, _) in enumerate(self._parameters)
+                if rank in self._holders(name)
+                and ownership.lanes.is_told_by_parts(name, self._holders(name))
+            ]
+            for rank in range(place.world_size)
+        ]
+        self._tells = any(self._asks_of)
+        length = _HEAD + NUM_ROWS * len(self._columns) if self._tells else _NUM_TOLD
         self._exchange = Exchange(transport, place.world_size, length)
         self._transport = transport
-        # A parameter's norm is told by the first of its holders.
         self._told = [
-            (i, parameter)
-            for i, (name, parameter) in enumerate(self._parameters)
-            if self._holders(name)[0] == place.rank
+            (column, self._parameters[i][1]) for column, i in self._columns.of_rank(place.rank)
         ]
         self._norms = ToldNorms(lambda: self._tell(NORMS), place)
         here = [(i, self._parameters[i][1]) for i in apart[place.rank]]
         self._stand_ins = StandIns(here, self._norms)
+        parts = [
+            (i, p)
+            for i, (name, p) in enumerate(self._parameters)
+            if name in ownership.own and ownership.lanes.is_told_by_parts(name, self._holders(name))
+        ]
+        self._parts = PartNorms(parts, self._norms)
         self._own = [(n, p) for n, p in self._parameters if n in ownership.own]
         self._groups: dict[Holders, dist.ProcessGroup] = {}
         self._stage_ranks = [tuple(sorted(stage.ranks)) for stage in work.stages]
-        sets = set(ownership.holders.values()) | set(self._stage_ranks)
-        for holders in sorted(sets):
+        sums = {ranks for found in ownership.sums.values() for ranks in found}
+        self._sum_of = {
+            name: next(ranks for ranks in ownership.sums[name] if place.rank in ranks)
+            for name in ownership.own
+        }
+        for holders in sorted(sums | set(self._stage_ranks)):
             if len(holders) > 1 and place.distributed:
                 self._groups[holders] = subgroup(place, holders)
         self._carried: dict[str, Tensor] = {}
         self._late: tuple[peers.Transfer | None, Tensor] | None = None
+        # Of a group that shares layers, all have the same losses.
+        self._tells_loss = ownership.lanes.lane(place.rank) == 0
         self.wants_stop = False
         self.stops = torch.zeros(())
         self.settings_number = 0
@@ -91,7 +114,7 @@ class Synchroniser:
         self._carried = {}
         for name, parameter in self._own:
             if parameter.grad is not None:
-                self._carried[name] = parameter.grad
+                self._carried[name] = plain(parameter.grad)
                 parameter.grad = None
 
     def expect(self) -> None:
@@ -127,11 +150,11 @@ class Synchroniser:
             torch._foreach_mul_(gradients, scale)
         for name in self._carried:
             self._add_carried(name)
-        if self._is_apart:
+        if self._tells:
             self._norms.wanted = {2.0} | {
                 norm for norm, asked in zip(NORMS, head[_ASKED:], strict=True) if asked
             }
-            table = sums.numpy()[_HEAD:].reshape(NUM_ROWS, -1)
+            table = self._columns.joined(sums.numpy()[_HEAD:].reshape(NUM_ROWS, -1))
             # The largest entry tells it; the other norms may overflow by themselves.
             if self.checks_overflow:
                 self.is_finite = bool(np.isfinite(table[1 + NORMS.index(math.inf)]).all())
@@ -153,7 +176,7 @@ class Synchroniser:
         """
         used = table[0] > 0
         # Later questions are answered together, so they need a stand-in on every worker.
-        all_ask = all(any(used[index] for index in apart) for apart in self._apart_of)
+        all_ask = all(any(used[index] for index in asks) for asks in self._asks_of)
         if not all_ask and known != set(NORMS):
             table, known = self._tell(NORMS), set(NORMS)
         elif adds:
@@ -164,6 +187,7 @@ class Synchroniser:
         table[1:] /= self.loss_scale
         self._norms.take(table, known)
         self._stand_ins.show(table)
+        self._parts.show(table, self.loss_scale)
 
     def _add_carried(self, name: str) -> None:
         parameter, carried = self._ownership.parameters[name], self._carried.get(name)
@@ -174,11 +198,11 @@ class Synchroniser:
         return self._ownership.holders[name]
 
     def _sum_over(self, holders: Holders, group: dist.ProcessGroup) -> None:
-        """Sum the gradients that exactly these workers hold, types apart, a bucket at a time.
+        """Sum the gradients that exactly these workers add up, types apart, a bucket at a time.
 
         A buffer for all of them at once would be one more copy of the stage's gradients.
         """
-        named = [n for n, _ in self._parameters if self._ownership.holders[n] == holders]
+        named = [n for n, _ in self._parameters if self._sum_of.get(n) == holders]
         for dtype in sorted({self._ownership.parameters[n].dtype for n in named}, key=str):
             of_type = [n for n in named if self._ownership.parameters[n].dtype == dtype]
             for bucket in self._buckets(of_type):
@@ -189,8 +213,7 @@ class Synchroniser:
         bucket: list[str] = []
         filled = 0
         for name in names:
-            parameter = self._ownership.parameters[name]
-            size = parameter.numel() * parameter.element_size()
+            size = self._num_summed(name) * self._ownership.parameters[name].element_size()
             if bucket and filled + size > BUCKET_BYTES:
                 yield bucket
                 bucket, filled = [], 0
@@ -202,15 +225,14 @@ class Synchroniser:
     def _sum_flat(self, names: list[str], group: dist.ProcessGroup) -> None:
         parameters = [self._ownership.parameters[name] for name in names]
         used = parameters[0].new_tensor([float(p.grad is not None) for p in parameters])
-        flat = torch.cat(
-            [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in parameters]
-            + [used]
-        )
+        given = [self._given(name) for name in names]
+        flat = torch.cat([gradient.reshape(-1) for gradient in given] + [used])
         peers.all_reduce(flat, group=group)
         start = 0
-        for parameter, flag in zip(parameters, flat[-len(parameters) :].tolist(), strict=True):
-            part = flat[start : start + parameter.numel()].view(parameter.shape)
-            start += parameter.numel()
+        flags = flat[-len(parameters) :].tolist()
+        for name, parameter, own, flag in zip(names, parameters, given, flags, strict=True):
+            part = self._taken(name, flat[start : start + own.numel()].view(own.shape))
+            start += own.numel()
             if not flag:
                 continue
             if parameter.grad is None:
@@ -218,19 +240,41 @@ class Synchroniser:
             else:
                 parameter.grad.copy_(part)
 
+    def _num_summed(self, name: str) -> int:
+        """Elements of a parameter in its sum: all workers of it count alike."""
+        if self._ownership.lanes.adds_whole(name, self._holders(name)):
+            return self._ownership.whole_shape(name).numel()
+        return self._ownership.parameters[name].numel()
+
+    def _given(self, name: str) -> Tensor:
+        """What this worker adds to a parameter's sum."""
+        ownership, parameter = self._ownership, self._ownership.parameters[name]
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if not ownership.lanes.adds_whole(name, self._holders(name)):
+            return gradient
+        whole = ownership.whole_shape(name)
+        return ownership.lanes.expanded(name, gradient, whole, self._place.rank)
+
+    def _taken(self, name: str, total: Tensor) -> Tensor:
+        """What of a sum is this worker's."""
+        lanes, rank = self._ownership.lanes, self._place.rank
+        if lanes.adds_whole(name, self._holders(name)) and lanes.is_cut(name, rank):
+            return lanes.part(name, total, rank)
+        return total
+
     def _write_own(self, known: set[float]) -> None:
         """Loss and weights; where parameters are apart, also this worker's part of the table."""
         own = self._exchange.own.zero_().numpy()
         own[:_NUM_SUMS] = self._loss_sums()
         own[_WORKERS], own[_SETTINGS] = 1.0, self.settings_number
         own[_SQUARED] = self.settings_number**2
-        if self._is_apart:
+        if self._tells:
             own[_ADDS] = float(bool(self._carried))
             own[_ASKED:_HEAD] = [float(norm in self._norms.asked) for norm in NORMS]
             self._fill(own[_HEAD:].reshape(NUM_ROWS, -1), known)
 
     def _fill(self, table: Table, norms: Collection[float]) -> None:
-        used = [(i, p.grad) for i, p in self._told if p.grad is not None]
+        used = [(i, plain(p.grad)) for i, p in self._told if p.grad is not None]
         if used:
             places = [index for index, _ in used]
             rows = [number for number, norm in enumerate(NORMS, start=1) if norm in norms]
@@ -241,17 +285,17 @@ class Synchroniser:
 
     def _tell(self, norms: Collection[float]) -> Table:
         """A table of these norms, as gradients are now. Call it on all workers."""
-        table: Table = np.zeros((NUM_ROWS, len(self._parameters)))
+        table: Table = np.zeros((NUM_ROWS, len(self._columns)))
         self._fill(table, norms)
         assert self._transport is not None
         peers.all_reduce(torch.from_numpy(table), group=self._transport.up)
-        return table
+        return self._columns.joined(table)
 
     def _loss_sums(self) -> list[float]:
         """Losses * weights, weights, how many losses came with one, and whether to stop."""
         sums = [0.0] * _NUM_SUMS
         sums[_STOP] = float(self.wants_stop)
-        if not self._losses:
+        if not self._losses or not self._tells_loss:
             return sums
         losses = [loss.reshape(()) for loss, _, _ in self._losses]
         # One wait for a device; from the CPU's memory each is read as it stands.

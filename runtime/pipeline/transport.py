@@ -96,12 +96,46 @@ class Transport:
         return Lines(frames, aside, payloads, self.device)
 
 
-def transport_of(place: Place, stages: Sequence[Sequence[int]]) -> Transport | None:
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Which workers of two groups talk to each other.
+
+    What crosses stages is whole on every worker of a group. A receiver has one source: the worker
+    of the other group at its own place, or in proportion where degrees differ.
+
+    Attributes:
+        rank: This worker.
+        groups: The ranks of each group.
+    """
+
+    rank: int
+    groups: tuple[tuple[int, ...], ...]
+
+    def incoming(self, group: int, activation: bool) -> Channel:
+        """The channel on which this worker hears from a group."""
+        own = next(ranks for ranks in self.groups if self.rank in ranks)
+        return (_source(self.groups[group], own, self.rank), self.rank, activation)
+
+    def outgoing(self, group: int, activation: bool) -> list[Channel]:
+        """The channels on which this worker sends to a group; may be none."""
+        own = next(ranks for ranks in self.groups if self.rank in ranks)
+        return [
+            (self.rank, peer, activation)
+            for peer in self.groups[group]
+            if _source(own, self.groups[group], peer) == self.rank
+        ]
+
+
+def _source(senders: Sequence[int], receivers: Sequence[int], receiver: int) -> int:
+    return senders[receivers.index(receiver) * len(senders) // len(receivers)]
+
+
+def transport_of(place: Place, stages: Sequence[Sequence[Sequence[int]]]) -> Transport | None:
     """The transport of this worker; None where there is one worker only. Call it on all.
 
     Args:
         place: This worker.
-        stages: [stages] the ranks that hold each.
+        stages: [stages] the groups that hold each.
     """
     if not place.distributed:
         return None
@@ -125,12 +159,17 @@ def connect(
     return payloads
 
 
-def channels_of(stages: Sequence[Sequence[int]]) -> list[Channel]:
-    """Every channel that a schedule over these stages may use, sorted."""
+def channels_of(stages: Sequence[Sequence[Sequence[int]]]) -> list[Channel]:
+    """Every channel that a schedule over these stages may use, sorted.
+
+    Args:
+        stages: [stages] the groups that hold each.
+    """
     found: set[Channel] = set()
     for here, there in zip(stages[:-1], stages[1:], strict=True):
         for lower in here:
             for upper in there:
                 if lower != upper:
-                    found |= {(lower, upper, True), (upper, lower, False)}
+                    found |= {(_source(lower, upper, rank), rank, True) for rank in upper}
+                    found |= {(_source(upper, lower, rank), rank, False) for rank in lower}
     return sorted(found)

@@ -144,13 +144,14 @@ def test_the_table_says_which_term_made_a_plan_slower(hetflow: Hetflow, folder: 
         assert f"passes +{milliseconds(passes - own)}" in row
 
 
-def test_a_parallel_plan_is_not_launched_yet(hetflow: Hetflow, folder: Path) -> None:
-    plan = folder.parent / "plan.json"
+def test_a_dry_run_shows_a_worker_a_device(hetflow: Hetflow, folder: Path) -> None:
+    plan, script = folder.parent / "plan.json", folder.parent / "train.py"
     assert solve(hetflow, folder, *LINK, "-o", plan).code == 0
-    for flags in ((), ("--dry-run",)):
-        answer = hetflow("launch", *flags, plan, "train.py")
-        assert answer.code == 2
-        assert "the runtime for parallel plans is not there yet" in answer.stderr
+    script.write_text("")
+    answer = hetflow("launch", "--dry-run", plan, script, "--devices", "4xV100,4xP100")
+    assert answer.code == 0, answer.stderr
+    found = files.read(plan, ParallelPlan)
+    assert len(answer.stdout.splitlines()) == found.num_devices
 
 
 @pytest.mark.parametrize(

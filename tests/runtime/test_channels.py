@@ -13,6 +13,7 @@ from hetflow.runtime.pipeline.exchange import Exchange
 from hetflow.runtime.pipeline.transport import (
     Line,
     Lines,
+    Routes,
     Transport,
     channels_of,
 )
@@ -216,11 +217,31 @@ def test_devices_on_nccl_send_to_each_other(device, default, backend) -> None:
 
 def test_every_channel_has_a_queue_of_its_own() -> None:
     # 2-1 replicas, then two stages on the same ranks in turn, then both directions of DualPipe.
-    assert channels_of([(0, 1), (2,)]) == [(0, 2, True), (1, 2, True), (2, 0, False), (2, 1, False)]
-    assert channels_of([(0,), (1,), (1,), (0,)]) == [
+    found = channels_of([((0,), (1,)), ((2,),)])
+    assert found == [(0, 2, True), (1, 2, True), (2, 0, False), (2, 1, False)]
+    assert channels_of([((0,),), ((1,),), ((1,),), ((0,),)]) == [
         (0, 1, False), (0, 1, True), (1, 0, False), (1, 0, True),
     ]  # fmt: skip
-    assert len(channels_of([(0, 1), (0, 1)])) == 4
+    assert len(channels_of([((0,), (1,)), ((0,), (1,))])) == 4
+
+
+@pytest.mark.parametrize(
+    ("groups", "forward"),
+    [
+        (((0, 1), (2, 3)), [(0, 2), (1, 3)]),
+        (((0, 1), (2,)), [(0, 2)]),
+        (((0,), (1, 2)), [(0, 1), (0, 2)]),
+        (((0, 1, 2, 3), (4, 5)), [(0, 4), (2, 5)]),
+    ],
+)
+def test_each_worker_of_a_group_hears_from_one_of_another(groups, forward) -> None:
+    routes = [Routes(rank, groups) for group in groups for rank in group]
+    sent = [channel for rank in groups[0] for channel in routes[rank].outgoing(1, True)]
+    assert sent == [(*pair, True) for pair in forward]
+    assert sent == sorted(routes[rank].incoming(0, True) for rank in groups[1])
+    back = [channel for rank in groups[1] for channel in routes[rank].outgoing(0, False)]
+    assert sorted(back) == sorted(routes[rank].incoming(1, False) for rank in groups[0])
+    assert channels_of([[groups[0]], [groups[1]]]) == sorted(sent + back)
 
 
 def test_lines_lead_to_the_other_end_by_the_group_of_their_way() -> None:

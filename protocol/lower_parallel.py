@@ -1,0 +1,119 @@
+"""Lower a parallel plan: each replica of a stage becomes a tensor-parallel group of ranks."""
+
+from itertools import count
+
+from ..devices.emulated import is_emulated
+from ..schema.errors import ProblemError
+from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
+from ..schema.parallel import ParallelPlan, ParallelStage
+from .lower_pipeline import check_trace, microbatches_of, schedule_of
+
+
+def lower_parallel(plan: ParallelPlan, seed: int = 0) -> LaunchConfig:
+    """Turn a parallel plan into who runs what.
+
+    Ranks go through the stages, their replicas, and the devices of each. A stage's replicas take
+    microbatches in turn, so where these do not divide evenly the first ones take one more.
+
+    Raises:
+        ProblemError: What the runtime cannot do of it, in a line.
+    """
+    if plan.num_model_chunks > 1:
+        raise ProblemError(
+            f"the runtime does not interleave parallel plans yet, and this one has "
+            f"{plan.num_model_chunks} chunks a device",
+            hint="launch a plan with num_model_chunks 1",
+        )
+    if len(plan.stages) > 1:
+        check_trace(plan.model, plan.trace)
+    num_microbatches = -(-plan.global_batch_size // plan.microbatch_size)
+    most = max(stage.num_replicas for stage in plan.stages)
+    if num_microbatches < most:
+        raise ProblemError(
+            f"a global batch of {plan.global_batch_size} is {num_microbatches} microbatch(es) of "
+            f"{plan.microbatch_size}, too few for {most} replicas",
+            hint=f"give a global batch of at least {most * plan.microbatch_size}",
+        )
+    rank = count()
+    work = PipelineWork(
+        schedule=plan.schedule,
+        num_microbatches=num_microbatches,
+        recompute=False,
+        stages=tuple(_stage_of(stage, rank) for stage in plan.stages),
+        trace=plan.trace,
+    )
+    schedule = schedule_of(work, num_microbatches)
+    last = plan.global_batch_size - (num_microbatches - 1) * plan.microbatch_size
+    sizes = [plan.microbatch_size] * (num_microbatches - 1) + [last]
+    group_of = {rank: number for number, ranks in enumerate(work.groups) for rank in ranks}
+    types, devices = _types_of(plan), _devices_of(plan)
+    return LaunchConfig(
+        model=plan.model,
+        global_batch_size=plan.global_batch_size,
+        seed=seed,
+        pipeline=work,
+        optimizer=plan.optimizer,
+        workers=tuple(
+            WorkerSlot(
+                rank=rank,
+                device_type=types[rank],
+                device=devices[rank],
+                virtual_nodes=tuple(
+                    VirtualNode(index=index, batch_size=sizes[index])
+                    for index in microbatches_of(schedule, group_of[rank])
+                ),
+            )
+            for rank in range(len(types))
+        ),
+    )
+
+
+def _stage_of(stage: ParallelStage, rank: "count[int]") -> PipelineStage:
+    degrees = tuple(
+        group.tensor_parallel_size for group in stage.replicas for _ in range(group.num_replicas)
+    )
+    recomputes = stage.recompute == "full"
+    forward = backward = None
+    if all(is_emulated(group.device_type) for group in stage.replicas) and stage.compute_seconds:
+        # The plan does not tell forward from backward, which takes twice as long.
+        forward = stage.compute_seconds * (0.25 if recomputes else 1 / 3)
+        backward = stage.compute_seconds - forward
+    return PipelineStage(
+        layers=stage.layers,
+        ranks=tuple(next(rank) for _ in range(sum(degrees))),
+        forward_seconds=forward,
+        backward_seconds=backward,
+        tensor_parallel_sizes=degrees,
+        recompute=recomputes,
+    )
+
+
+def _types_of(plan: ParallelPlan) -> list[str]:
+    """[ranks] the device type of each."""
+    return [
+        group.device_type
+        for stage in plan.stages
+        for group in stage.replicas
+        for _ in range(group.num_devices)
+    ]
+
+
+def _devices_of(plan: ParallelPlan) -> list[int]:
+    """[ranks] its device, among those of the type: no group lies across two servers.
+
+    A degree divides a server's devices. Groups are dealt from the largest degree down, so each
+    begins at a multiple of its own degree.
+    """
+    degrees = [
+        (group.device_type, group.tensor_parallel_size)
+        for stage in plan.stages
+        for group in stage.replicas
+        for _ in range(group.num_devices)
+    ]
+    free: dict[str, int] = {}
+    found = [0] * len(degrees)
+    for rank in sorted(range(len(degrees)), key=lambda rank: -degrees[rank][1]):
+        device_type = degrees[rank][0]
+        found[rank] = free.get(device_type, 0)
+        free[device_type] = found[rank] + 1
+    return found

@@ -1,0 +1,1 @@
+"""Tensor parallelism: layers whose weights a group of workers shares (thesis 4.2.3)."""

@@ -1,0 +1,90 @@
+"""The gradient of a parameter that is cut: a worker's part, which answers for the whole's norms.
+
+``clip_grad_norm_(model.parameters(), limit)`` must clip by the norm of all gradients on every
+worker, also where one holds a part only. So the part has a companion, the whole gradient's norm as
+other workers' gradients have one (pipeline/standins.py), and answers with it. What scales the part
+scales the companion too.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_TAKE_NORMS = {
+    torch.linalg.vector_norm,
+    torch.linalg.norm,
+    torch.norm,
+    Tensor.norm,
+    torch._foreach_norm,
+}
+_SCALE = {
+    "mul_", "div_", "zero_", "_foreach_mul_", "_foreach_div_", "_foreach_zero_",
+    "_amp_foreach_non_finite_check_and_unscale_",
+}  # fmt: skip
+
+
+class PartGradient(Tensor):
+    """A part of a gradient; asked for a norm, it gives the whole gradient's."""
+
+    _companion: Tensor
+
+    @staticmethod
+    def of(part: Tensor, companion: Tensor) -> "PartGradient":
+        """The part, in its own memory; ``companion`` knows the norms of the whole."""
+        made: PartGradient = part.as_subclass(PartGradient)
+        made._companion = companion
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Norms are the companion's, scaling is done to both, all else to the part."""
+        kwargs = kwargs or {}
+        if func in _TAKE_NORMS:
+            return func(companions(args[0]), *args[1:], **kwargs)
+        scale_companions(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def plain(gradient: Tensor) -> Tensor:
+    """The part itself, of whatever kind a gradient is."""
+    if isinstance(gradient, PartGradient):
+        return gradient.as_subclass(Tensor)
+    return gradient
+
+
+def companions(given: Any) -> Any:
+    """A gradient or a list of them, with companions in the place of parts."""
+    if isinstance(given, PartGradient):
+        return given._companion
+    if isinstance(given, list | tuple):
+        return [companions(entry) for entry in given]
+    return given
+
+
+def scale_companions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Where a function scales gradients in place, scale the companions of parts too."""
+    if getattr(func, "__name__", "") not in _SCALE:
+        return
+    first = args[0]
+    if isinstance(first, PartGradient):
+        func(first._companion, *args[1:], **kwargs)
+        return
+    if not isinstance(first, list | tuple):
+        return
+    places = [n for n, entry in enumerate(first) if isinstance(entry, PartGradient)]
+    if not places:
+        return
+    rest = [
+        [given[n] for n in places] if isinstance(given, list | tuple) else given
+        for given in args[1:]
+    ]
+    func([first[n]._companion for n in places], *rest, **kwargs)

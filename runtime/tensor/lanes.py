@@ -1,0 +1,106 @@
+"""Which workers share layers, and which part of a parameter each of them holds."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .cuts import Cut
+
+Ranks = tuple[int, ...]
+
+
+class Lanes:
+    """The tensor-parallel groups of a launch. A worker's lane is its place in its own.
+
+    Args:
+        groups: The ranks of each; every worker is in one.
+        cuts: How parameters are cut over a group, by name; others are whole on every worker.
+        inner: Whole parameters of whose gradient each worker of a group makes a share.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Ranks],
+        cuts: Mapping[str, Cut],
+        inner: Collection[str] = (),
+    ) -> None:
+        self._cuts, self._inner = cuts, inner
+        self._groups = {rank: group for group in groups for rank in group}
+
+    def group(self, rank: int) -> Ranks:
+        """The ranks that share layers with one, itself included."""
+        return self._groups[rank]
+
+    def lane(self, rank: int) -> int:
+        """A worker's place in its group."""
+        return self._groups[rank].index(rank)
+
+    def degree(self, rank: int) -> int:
+        """How many workers are in its group."""
+        return len(self._groups[rank])
+
+    def is_cut(self, name: str, rank: int) -> bool:
+        """Whether a worker that has this parameter holds a part of it only."""
+        return name in self._cuts and self.degree(rank) > 1
+
+    def part(self, name: str, whole: Tensor, rank: int) -> Tensor:
+        """What a worker holds of a parameter that is cut."""
+        return self._cuts[name].own(whole, self.lane(rank), self.degree(rank))
+
+    def part_shape(self, name: str, whole: torch.Size, rank: int) -> torch.Size:
+        """Of what a worker holds of a parameter that is cut."""
+        return self.part(name, torch.empty(whole, device="meta"), rank).shape
+
+    def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """A parameter from the parts of one group, in order."""
+        return self._cuts[name].whole(parts)
+
+    def sums(self, name: str, holders: Ranks) -> tuple[Ranks, ...]:
+        """The sets of workers that add up the gradients of a parameter, each for itself.
+
+        Of a parameter that is cut, each worker adds to its like in other groups. Otherwise, and
+        where groups are of unlike degrees, all holders add up whole gradients (``expanded``).
+        """
+        if self.adds_whole(name, holders):
+            return (holders,)
+        return tuple(
+            tuple(rank for rank in holders if self.lane(rank) == lane)
+            for lane in range(self.degree(holders[0]))
+        )
+
+    def adds_whole(self, name: str, holders: Ranks) -> bool:
+        """Whether what is added up are whole gradients, of which each worker gives its share.
+
+        All workers of a group compute the gradient of a parameter that is not cut, but products
+        may be rounded otherwise where memory is aligned otherwise. So one's is taken for all.
+        """
+        degrees = {self.degree(rank) for rank in holders}
+        return len(degrees) > 1 or (degrees != {1} and name not in self._cuts)
+
+    def is_told_by_parts(self, name: str, holders: Ranks) -> bool:
+        """Whether the norm of a parameter's gradient is put together from those of parts."""
+        return any(self.is_cut(name, rank) for rank in holders)
+
+    def alike(self, name: str, holders: Ranks) -> list[tuple[str, Ranks]]:
+        """The sets of workers that must hold the same of a parameter, and what they hold."""
+        sets: dict[str, list[int]] = {}
+        for rank in holders:
+            is_cut = self.is_cut(name, rank)
+            part = f" (part {self.lane(rank) + 1} of {self.degree(rank)})" if is_cut else ""
+            sets.setdefault(f"{name}{part}", []).append(rank)
+        return [(label, tuple(ranks)) for label, ranks in sets.items()]
+
+    def expanded(self, name: str, part: Tensor, whole: torch.Size, rank: int) -> Tensor:
+        """A worker's share in a sum of whole gradients: zeros but for what no other has."""
+        if not self.is_cut(name, rank):
+            counts = self.lane(rank) == 0 or name in self._inner
+            return part if counts else torch.zeros_like(part)
+        degree, lane = self.degree(rank), self.lane(rank)
+        parts = [
+            part
+            if other == lane
+            else part.new_zeros(self.part_shape(name, whole, self._groups[rank][other]))
+            for other in range(degree)
+        ]
+        return self.whole(name, parts)

@@ -1,0 +1,106 @@
+"""Layers whose weights are cut over a group: each worker calls them with its own part.
+
+What goes in and comes out whole is the same on every worker. A column-parallel layer leaves its
+output cut, for a row-parallel one that takes it so: nothing is exchanged between the two.
+
+Shape suffixes: O outputs, I inputs, V vocabulary, C channels, B batch (any leading dimensions);
+``o``, ``i``, ``v`` are a worker's part.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .operators import TensorGroup, bounds, copy_to, join_from, largest_over, sum_from
+
+
+def column_linear(
+    x_BI: Tensor, weight_oI: Tensor, bias_o: Tensor | None, group: TensorGroup
+) -> Tensor:
+    """A linear layer cut by outputs: [B, o], this worker's outputs."""
+    return functional.linear(copy_to(x_BI, group), weight_oI, bias_o)
+
+
+def row_linear(
+    x_Bi: Tensor, weight_Oi: Tensor, bias_O: Tensor | None, group: TensorGroup
+) -> Tensor:
+    """A linear layer cut by inputs, of which each worker has its own: [B, O], whole."""
+    total_BO = sum_from(functional.linear(x_Bi, weight_Oi), group)
+    return total_BO if bias_O is None else total_BO + bias_O
+
+
+def joined_linear(
+    x_BI: Tensor, weight_oI: Tensor, bias_o: Tensor | None, group: TensorGroup, num_outputs: int
+) -> Tensor:
+    """A linear layer cut by outputs, with all of them on every worker: [B, O]."""
+    return join_from(column_linear(x_BI, weight_oI, bias_o, group), group, num_outputs)
+
+
+def vocabulary_embedding(
+    ids_B: Tensor,
+    weight_vC: Tensor,
+    group: TensorGroup,
+    *,
+    vocabulary: int,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """An embedding cut by vocabulary: [B, C], whole."""
+    first, last = bounds(vocabulary, group.lane, group.degree)
+    strange_B = (ids_B < first) | (ids_B >= last)
+    own_B = (ids_B - first).masked_fill(strange_B, 0)
+    has_padding = padding_idx is not None and first <= padding_idx < last
+    padding = padding_idx - first if has_padding and padding_idx is not None else None
+    found_BC = functional.embedding(own_B, weight_vC, padding)
+    return sum_from(found_BC.masked_fill(strange_B.unsqueeze(-1), 0.0), group)
+
+
+def vocabulary_cross_entropy(
+    logits_Bv: Tensor,
+    targets_B: Tensor,
+    group: TensorGroup,
+    *,
+    vocabulary: int,
+    ignore_index: int = -100,
+) -> Tensor:
+    """The mean cross-entropy of logits that are cut by vocabulary.
+
+    Only a few numbers a sample are exchanged, and never the logits (4.2.3).
+
+    Args:
+        logits_Bv: Of this worker's part of the vocabulary, as ``column_linear`` leaves them.
+        targets_B: Of the whole vocabulary.
+        group: The workers.
+        vocabulary: How many there are in all.
+        ignore_index: Targets that do not count.
+    """
+    first, last = bounds(vocabulary, group.lane, group.degree)
+    most_B = largest_over(logits_Bv.amax(-1), group)
+    shifted_Bv = logits_Bv - most_B.unsqueeze(-1)
+    sums_B = sum_from(shifted_Bv.exp().sum(-1), group)
+    strange_B = (targets_B < first) | (targets_B >= last)
+    own_B = (targets_B - first).masked_fill(strange_B, 0)
+    named_B = shifted_Bv.gather(-1, own_B.unsqueeze(-1)).squeeze(-1)
+    named_B = sum_from(named_B.masked_fill(strange_B, 0.0), group)
+    counts_B = targets_B != ignore_index
+    losses_B = (sums_B.log() - named_B).masked_fill(~counts_B, 0.0)
+    return losses_B.sum() / counts_B.sum()
+
+
+def sharded_dropout(
+    x: Tensor, probability: float, group: TensorGroup, *, dim: int, size: int
+) -> Tensor:
+    """Dropout of a tensor that is cut in a dimension, by the mask that the whole would get.
+
+    Args:
+        x: This worker's part.
+        probability: Of an element to be dropped.
+        group: The workers; their random streams must be alike.
+        dim: The dimension that is cut.
+        size: Of the whole dimension.
+    """
+    shape = list(x.shape)
+    shape[dim] = size
+    whole = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - probability)
+    first, last = bounds(size, group.lane, group.degree)
+    own = whole.narrow(dim, first, last - first)
+    return x * own.div(1 - probability) if probability < 1 else x * own

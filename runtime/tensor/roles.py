@@ -1,0 +1,357 @@
+"""Which modules of a model a tensor-parallel group shares, and how.
+
+The families that are known by their modules' names are GPT-2, Llama and Qwen of transformers, and
+the transformers of the zoo. Any other model says it itself (``tensor_parallel``).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, cast, get_args
+
+from torch import nn
+
+from ...schema.errors import TargetError
+from .cuts import Cut
+
+Style = Literal["column", "row", "vocabulary", "output", "inner"]
+_NOTE = "_hetflow_tensor_parallel"
+
+# What a module's name ends in, in models that say nothing. GPT-2; Llama and Qwen; the zoo's.
+_KNOWN = {
+    "attn.c_attn": "column:3", "mlp.c_fc": "column", "c_proj": "row", "wte": "vocabulary",
+    "q_proj": "column", "k_proj": "column", "v_proj": "column", "o_proj": "row",
+    "gate_proj": "column", "up_proj": "column", "down_proj": "row", "embed_tokens": "vocabulary",
+    "attention.project_in": "column:3", "attention.project_out": "row",
+    "feed_forward.0": "column", "feed_forward.2": "row", "lm_head": "output",
+    "q_norm": "inner", "k_norm": "inner",
+}  # fmt: skip
+# Sizes that a forward reads of its module, which are a worker's own where layers are cut.
+_KNOWN_SIZES = {"attn": ("split_size",)}
+_HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "n_head")
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """How a module is shared.
+
+    Attributes:
+        style: A linear layer cut by outputs (``column``), by inputs (``row``), by outputs that are
+            joined again (``output``), or an embedding cut by ``vocabulary``. An ``inner`` module
+            stands between column and row layers and is whole: each worker uses it for its share.
+        parts: How many layers are fused in it (3 of queries, keys and values).
+    """
+
+    style: Style
+    parts: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Role":
+        """``STYLE`` or ``STYLE:PARTS``.
+
+        Raises:
+            TargetError: No such style, or a number of parts that makes no sense.
+        """
+        style, _, parts = text.partition(":")
+        number = int(parts) if parts.isdecimal() else 0 if parts else 1
+        if style not in get_args(Style) or number < 1 or (number > 1 and style != "column"):
+            raise TargetError(
+                f"{text!r} is no way to share a layer",
+                hint="choose from column, column:PARTS, row, output, vocabulary",
+            )
+        return cls(cast(Style, style), number)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What is shared of one model.
+
+    Attributes:
+        roles: By module name.
+        sizes: Attributes of modules to divide by the degree, by module name.
+        cuts: How parameters are cut, by parameter name; the others are whole on every worker.
+        inner: Parameters that are whole, and of whose gradient each worker makes a share.
+    """
+
+    roles: Mapping[str, Role]
+    sizes: Mapping[str, Sequence[str]]
+    cuts: Mapping[str, Cut]
+    inner: frozenset[str] = frozenset()
+
+
+def tensor_parallel(
+    model: nn.Module, roles: Mapping[str, str], *, sizes: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Say how the workers of a tensor-parallel group share a model's layers.
+
+    Call it before ``prepare``. It changes nothing by itself: a plan says how many workers share.
+
+    Args:
+        model: The model.
+        roles: By module name (``*`` stands for any part of one): ``column`` and ``row`` for two
+            linear layers between which each worker computes its own share, ``column:3`` where
+            queries, keys and values are fused, ``vocabulary`` for an embedding, ``output`` for a
+            linear layer whose whole output every worker needs, ``inner`` for a module with
+            parameters between column and row layers (a norm of each head).
+        sizes: By module name: attributes such as ``num_heads`` that the module's forward reads,
+            and that are divided among the workers.
+
+    Raises:
+        TargetError: No such style, or a name that no module has.
+
+    Example:
+        >>> import torch
+        >>> from hetflow.runtime.tensor.roles import tensor_parallel
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)
+        ... )
+        >>> tensor_parallel(model, {"0": "column", "2": "row"})
+    """
+    names = [name for name, _ in model.named_modules()]
+    for pattern in (*roles, *(sizes or {})):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise TargetError(f"{type(model).__name__} has no module {pattern!r}")
+    for text in roles.values():
+        Role.parse(text)
+    setattr(model, _NOTE, (dict(roles), dict(sizes or {})))
+
+
+def sharing_of(model: nn.Module) -> Sharing:
+    """What the model said of itself, or what its modules' names tell.
+
+    Raises:
+        TargetError: Nothing of it can be shared, or one of its modules not as asked.
+    """
+    noted = getattr(model, _NOTE, None)
+    patterns, attributes = noted if noted is not None else (None, {})
+    roles: dict[str, Role] = {}
+    sizes: dict[str, Sequence[str]] = {}
+    for name, module in model.named_modules():
+        if patterns is None:
+            text = _by_ending(name, _KNOWN)
+            if text != "inner" and not _is_shareable(module):
+                text = None
+            attributes_here = _by_ending(name, _KNOWN_SIZES) or ()
+        else:
+            text = next((t for p, t in patterns.items() if fnmatchcase(name, p)), None)
+            found = [s for p, s in attributes.items() if fnmatchcase(name, p)]
+            attributes_here = found[0] if found else ()
+        if text is not None:
+            roles[name] = Role.parse(text)
+        own = [a for a in attributes_here if patterns is not None or hasattr(module, a)]
+        if own:
+            sizes[name] = own
+    if not any(role.style == "row" for role in roles.values()):
+        raise TargetError(
+            f"no layers of {type(model).__name__} are known that a tensor-parallel group could "
+            "share",
+            hint="say which with hetflow.runtime.tensor_parallel(model, {...})",
+        )
+    if patterns is None:
+        _check_known(model, roles)
+    inner = [name for name, role in roles.items() if role.style == "inner"]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    shared = {names[id(p)] for name in inner for p in model.get_submodule(name).parameters()}
+    return Sharing(roles, sizes, _cuts(model, roles), frozenset(shared))
+
+
+def _check_known(model: nn.Module, roles: Mapping[str, Role]) -> None:
+    """Refuse parameters beside a column layer that no name explains: they may be used in shares.
+
+    Raises:
+        TargetError: Names the module.
+    """
+    parents = {name.rpartition(".")[0] for name, role in roles.items() if role.style == "column"}
+    for name, module in model.named_modules():
+        is_inside = any(name == parent or name.startswith(f"{parent}.") for parent in parents)
+        if is_inside and name not in roles and any(True for _ in module.parameters(recurse=False)):
+            raise TargetError(
+                f"{name} stands beside layers that a tensor-parallel group cuts, and it is not "
+                "known whether each worker uses it for its share",
+                hint="say how all are shared with hetflow.runtime.tensor_parallel(model, {...})",
+            )
+
+
+def _by_ending(name: str, table: Mapping[str, Any]) -> Any:
+    for ending, found in table.items():
+        if name == ending or name.endswith(f".{ending}"):
+            return found
+    return None
+
+
+def _is_shareable(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.Embedding) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether it is GPT-2's linear layer, whose weight is [inputs, outputs]."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def num_outputs(module: nn.Module) -> int:
+    """Of a whole linear layer."""
+    return int(module.nf if is_transposed(module) else module.out_features)  # type: ignore[arg-type]
+
+
+def _num_inputs(module: nn.Module) -> int:
+    return int(module.nx if is_transposed(module) else module.in_features)  # type: ignore[arg-type]
+
+
+def _cuts(model: nn.Module, roles: Mapping[str, Role]) -> dict[str, Cut]:
+    """By the parameters' names; a tied one is cut once.
+
+    Raises:
+        TargetError: A module cannot be shared like this, or a tied parameter not by all.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    cuts: dict[str, Cut] = {}
+    for name, role in roles.items():
+        for attribute, cut in _cuts_of(name, model.get_submodule(name), role).items():
+            parameter = names[id(getattr(model.get_submodule(name), attribute))]
+            if cuts.setdefault(parameter, cut) != cut:
+                raise TargetError(f"{parameter} is tied, and {name} would cut it otherwise")
+    for name, module in model.named_modules():
+        for own in module.parameters(recurse=False):
+            if names[id(own)] in cuts and name not in roles:
+                raise TargetError(
+                    f"{names[id(own)]} is cut over the group, and {name} reads it whole",
+                    hint=f"give {name} a way to share it too, or leave the other whole",
+                )
+    return cuts
+
+
+def _cuts_of(name: str, module: nn.Module, role: Role) -> dict[str, Cut]:
+    """By attribute of the module."""
+    if role.style == "inner":
+        return {}
+    if role.style == "vocabulary":
+        if not isinstance(module, nn.Embedding):
+            raise _no_such(name, module, role)
+        if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
+            raise TargetError(
+                f"{name} cannot be cut by vocabulary: max_norm, sparse and scale_grad_by_freq need "
+                "the whole embedding"
+            )
+        return {"weight": Cut(0)}
+    if not isinstance(module, nn.Linear) and not is_transposed(module):
+        raise _no_such(name, module, role)
+    outputs, inputs = (1, 0) if is_transposed(module) else (0, 1)
+    if role.style == "row":
+        return {"weight": Cut(inputs)}
+    found = {"weight": Cut(outputs, role.parts)}
+    if module.bias is not None:
+        found["bias"] = Cut(0, role.parts)
+    return found
+
+
+def _no_such(name: str, module: nn.Module, role: Role) -> TargetError:
+    return TargetError(
+        f"{name} is a {type(module).__name__}, which cannot be shared by {role.style}",
+        hint="column, row and output take linear layers, vocabulary an embedding",
+    )
+
+
+def check_degree(model: nn.Module, sharing: Sharing, degree: int) -> None:
+    """Refuse a degree that does not divide what must be equal on all workers of a group.
+
+    Raises:
+        TargetError: Which module or number of heads, and the nearest degrees that would do.
+    """
+    if degree == 1:
+        return
+    sizes: list[tuple[str, int]] = []
+    for holder in (getattr(model, "config", None), *model.modules()):
+        for name in _HEADS:
+            number = getattr(holder, name, None)
+            if isinstance(number, int) and number > 0:
+                sizes.append((f"{number} ({name})", number))
+    for name, role in sharing.roles.items():
+        module = model.get_submodule(name)
+        if role.style == "column":
+            number = num_outputs(module) // role.parts
+            sizes.append((f"{number} outputs of {name}", number))
+            if num_outputs(module) % role.parts:
+                raise TargetError(
+                    f"{name} has {num_outputs(module)} outputs, which are no {role.parts} parts"
+                )
+        elif role.style == "row":
+            sizes.append((f"{_num_inputs(module)} inputs of {name}", _num_inputs(module)))
+    for said, number in sizes:
+        if number % degree:
+            raise TargetError(
+                f"a tensor-parallel degree of {degree} does not divide the {said}",
+                hint=f"degrees that do: {_nearest([n for _, n in sizes], degree)}",
+            )
+
+
+def check_pairs(stages: Sequence[tuple[Sequence[str], set[int]]], sharing: Sharing) -> None:
+    """Refuse a cut between a column- and its row-parallel layer where degrees differ.
+
+    What crosses there is a worker's share, which has no meaning at another degree.
+
+    Args:
+        stages: Each one's layers, and the degrees of its replicas.
+        sharing: What is shared.
+
+    Raises:
+        TargetError: Names both layers.
+    """
+    layers = [
+        (name.partition("#")[0], stage, degrees)
+        for stage, (names, degrees) in enumerate(stages)
+        for name in names
+    ]
+    column: tuple[str, int, set[int]] | None = None
+    for name, stage, degrees in layers:
+        style = sharing.roles[name].style if name in sharing.roles else None
+        if style == "column":
+            column = (name, stage, degrees)
+        elif style == "row" and column is not None:
+            if column[1] != stage and len(column[2] | degrees) > 1:
+                raise TargetError(
+                    f"{column[0]} and {name} are in two stages, whose tensor-parallel degrees are "
+                    f"{', '.join(str(d) for d in sorted(column[2] | degrees))}",
+                    hint="a cut between the two needs one degree on both sides",
+                )
+            column = None
+
+
+def check_shared(stages: Sequence[Any], sharing: Sharing, model: nn.Module) -> None:
+    """Refuse stages whose graph reads a cut parameter elsewhere than in the module that shares it.
+
+    Args:
+        stages: Each with its ``module``.
+        sharing: What is shared.
+        model: The model.
+
+    Raises:
+        TargetError: Names the parameter; torch.export takes modules apart into operators.
+    """
+    if not sharing.cuts:
+        return
+    parameters = dict(model.named_parameters())
+    for stage in stages:
+        used = {id(parameter) for parameter in stage.module.parameters()}
+        there = {id(module) for module in stage.module.modules()}
+        shared = [model.get_submodule(name) for name in sharing.roles]
+        owned = {
+            id(parameter)
+            for module in shared
+            if id(module) in there
+            for parameter in module.parameters(recurse=False)
+        }
+        for name in sharing.cuts:
+            if id(parameters[name]) not in used - owned:
+                continue
+            raise TargetError(
+                f"{name} is cut over a tensor-parallel group, and the model's layers were found by "
+                "torch.export, which reads it outside of its module",
+                hint="launch a plan of one stage, or one whose tensor-parallel degrees are 1",
+            )
+
+
+def _nearest(numbers: Sequence[int], degree: int) -> str:
+    """The next degrees below and above that divide all numbers."""
+    fit = [d for d in range(1, min(numbers) + 1) if not any(n % d for n in numbers)]
+    below, above = [d for d in fit if d < degree], [d for d in fit if d > degree]
+    return " and ".join(str(d) for d in (*below[-1:], *above[:1]))

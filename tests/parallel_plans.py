@@ -1,0 +1,52 @@
+"""Small parallel plans, made by hand."""
+
+from collections.abc import Sequence
+
+from hetflow.schema.parallel import (
+    ParallelPlan,
+    ParallelPrediction,
+    ParallelProof,
+    ParallelStage,
+    ReplicaGroup,
+)
+
+GLOBAL_BATCH_SIZE = 8
+
+
+def parallel_plan(
+    stages: Sequence[tuple[tuple[str, ...], tuple[int, ...]]], *, microbatch_size: int = 2
+) -> ParallelPlan:
+    """A plan of a batch of 8 samples; (layers, the degree of each replica) for each stage."""
+    return ParallelPlan(
+        model="m",
+        global_batch_size=GLOBAL_BATCH_SIZE,
+        microbatch_size=microbatch_size,
+        num_microbatches=-(-GLOBAL_BATCH_SIZE // microbatch_size),
+        schedule="1f1b",
+        num_model_chunks=1,
+        stages=tuple(
+            ParallelStage(
+                layers=layers,
+                recompute="none",
+                replicas=tuple(
+                    ReplicaGroup(
+                        device_type="cpu:x",
+                        tensor_parallel_size=degree,
+                        num_replicas=1,
+                        samples=GLOBAL_BATCH_SIZE // len(degrees),
+                    )
+                    for degree in degrees
+                ),
+            )
+            for layers, degrees in stages
+        ),
+        predicted=ParallelPrediction(step_seconds=0.1, samples_per_second=80.0, memory_bytes={}),
+        proof=ParallelProof(
+            termination="feasible",
+            objective=0.1,
+            lower_bound=None,
+            gap=None,
+            method="by hand",
+            space="this plan",
+        ),
+    )

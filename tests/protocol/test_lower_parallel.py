@@ -1,0 +1,54 @@
+"""A parallel plan lowered: ranks, groups, microbatches, devices, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+
+from hetflow.protocol.lower import lower
+from hetflow.schema.errors import ProblemError
+from hetflow.schema.parallel import ParallelPlan
+
+from ..parallel_plans import parallel_plan
+
+
+def test_ranks_go_through_stages_replicas_and_devices() -> None:
+    plan = parallel_plan([(("a",), (2, 2)), (("b",), (1, 1))], microbatch_size=2)
+    config = lower(plan, seed=5)
+    assert config.pipeline is not None
+    first, second = config.pipeline.stages
+    assert (first.replicas, second.replicas) == (((0, 1), (2, 3)), ((4,), (5,)))
+    assert config.pipeline.placement == ((0, 1), (2, 3))
+    held = [[node.index for node in slot.virtual_nodes] for slot in config.workers]
+    assert held == [[0, 2], [0, 2], [1, 3], [1, 3], [0, 2], [1, 3]]
+    assert (config.seed, config.world_size) == (5, plan.num_devices)
+
+
+def test_the_last_microbatch_may_be_smaller() -> None:
+    config = lower(parallel_plan([(("a",), (2,))], microbatch_size=3))
+    assert [node.batch_size for node in config.workers[1].virtual_nodes] == [3, 3, 2]
+
+
+def test_groups_begin_at_multiples_of_their_degree() -> None:
+    plan = parallel_plan([(("a",), (1,)), (("b",), (2,)), (("c",), (1,))])
+    assert [slot.device for slot in lower(plan).workers] == [2, 0, 1, 3]
+
+
+def test_a_stage_recomputes_by_itself() -> None:
+    plan = parallel_plan([(("a",), (2,)), (("b",), (2,))])
+    again = replace(plan, stages=(replace(plan.stages[0], recompute="full"), plan.stages[1]))
+    work = lower(again).pipeline
+    assert work is not None
+    assert [work.recomputes(number) for number in range(2)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_model_chunks": 2}, "does not interleave parallel plans yet"),
+        ({"microbatch_size": 8, "num_microbatches": 4}, "too few for 2 replicas"),
+    ],
+)
+def test_what_cannot_be_launched(changes: dict[str, int], said: str) -> None:
+    plan: ParallelPlan = replace(parallel_plan([(("a",), (1, 2))]), **changes)  # type: ignore[arg-type]
+    with pytest.raises(ProblemError, match=said):
+        lower(plan)

@@ -1,0 +1,238 @@
+"""Trainings under parallel plans. A script for the launcher, not a test.
+
+Usage: tensor_cases.py FOLDER NUMBER=CASE...: each case trains under FOLDER/NUMBER.json, one after
+another in the same processes; every worker writes what came out.
+"""
+
+import math
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from hetflow import runtime as hf
+from hetflow.profilers.zoo.transformer import GPT
+from hetflow.runtime.pipeline import synchronise
+from hetflow.runtime.tensor.cuts import Cut
+from hetflow.runtime.tensor.layers import (
+    column_linear,
+    joined_linear,
+    row_linear,
+    sharded_dropout,
+    vocabulary_cross_entropy,
+    vocabulary_embedding,
+)
+from hetflow.runtime.tensor.operators import TensorGroup
+from hetflow.schema.errors import HetflowError
+
+GLOBAL_BATCH_SIZE, NUM_SAMPLES, EPOCHS, VOCABULARY, TOKENS = 8, 20, 2, 18, 6
+
+
+def zoo():
+    return GPT(vocabulary=VOCABULARY, max_tokens=TOKENS, depth=2, num_heads=4, channels=16)
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=TOKENS,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY - 1, n_positions=TOKENS, n_embd=16, n_layer=2, n_head=4,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def qwen():
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=4, max_position_embeddings=TOKENS,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+MODELS = {"zoo": zoo, "llama": llama, "gpt2": gpt2, "qwen": qwen}
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "adam": lambda p: torch.optim.AdamW(p, lr=0.02),
+}
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(VOCABULARY - 1, (NUM_SAMPLES, TOKENS + 1), generator=generator)
+    return TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+
+
+def build(name):
+    torch.manual_seed(int(os.environ.get("RANK", "0")))  # the first worker's values are taken
+    return MODELS[name]().double()
+
+
+def logits_of(model, ids):
+    answer = model(ids) if isinstance(model, GPT | nn.Sequential) else model(input_ids=ids).logits
+    return answer
+
+
+def train(case):
+    """``model:optimizer:options``, options out of clip, inf; save=DIR and load=DIR.
+
+    ``save`` leaves a checkpoint behind the first epoch; ``load`` goes on from a copy of it.
+    """
+    name, kind, options = case.split(":")
+    checkpoints = options.partition("=")[2]
+    os.environ.pop("HETFLOW_CHECKPOINT", None)
+    if checkpoints:
+        os.environ["HETFLOW_CHECKPOINT"] = checkpoints
+    synchronise.BUCKET_BYTES = 3000
+    model = build(name)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    job = hf.prepare(model, optimizer, seed=3)
+    loader, losses, norms = DataLoader(data(), batch_size=GLOBAL_BATCH_SIZE, shuffle=True), [], []
+    order = math.inf if "inf" in options else 2.0
+
+    def loss_of(ids, targets):
+        logits = logits_of(model, ids)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    for _ in range(EPOCHS):
+        for batch in job.batches(loader):
+            losses.append(float(job.backward(loss_of, batch)))
+            if "clip" in options:
+                norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5, order)))
+            optimizer.step()
+            optimizer.zero_grad()
+        with job.evaluation() as whole:
+            losses.append(float(logits_of(whole, data().tensors[0]).square().sum()))
+        if "save" in options:
+            job.checkpoint()
+            break
+    held = sum(p.numel() for p in model.parameters())
+    job.finish()
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return {"state": state, "losses": losses, "norms": norms, "held": held}
+
+
+def layers():
+    """How far each layer of a group is from the whole layer: outputs and gradients, float64."""
+    torch.distributed.init_process_group("gloo")
+    rank, degree = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    group = TensorGroup(degree, rank, tuple(range(degree)), torch.distributed.group.WORLD)
+    torch.manual_seed(4)
+
+    def drawn(*shape):
+        return torch.randn(*shape, dtype=torch.float64)
+
+    def leaf(value):
+        return value.clone().requires_grad_()
+
+    found = {}
+
+    def compare(name, whole_of, own_of, x, weights, cuts):
+        """``weights`` and the input must get the whole layer's gradients, cut where it is."""
+        whole_x, own_x = (leaf(x), leaf(x)) if x.is_floating_point() else (x, x)
+        whole = [leaf(weight) for weight in weights]
+        own = [
+            leaf(weight if cut is None else cut.own(weight, rank, degree))
+            for weight, cut in zip(weights, cuts, strict=True)
+        ]
+        expected, answer = whole_of(whole_x, *whole), own_of(own_x, *own)
+        torch.manual_seed(5)
+        direction = torch.randn_like(expected)
+        (expected * direction).sum().backward()
+        (answer * direction).sum().backward()
+        errors = [answer - expected]
+        errors += [own_x.grad - whole_x.grad] if x.is_floating_point() else []
+        for one, other, cut in zip(own, whole, cuts, strict=True):
+            grad = other.grad if cut is None else cut.own(other.grad, rank, degree)
+            errors.append(one.grad - grad)
+        found[name] = max(float(error.abs().max()) for error in errors)
+
+    def mlp(x, up, bias, down, more):
+        return functional.linear(torch.tanh(functional.linear(x, up, bias)), down, more)
+
+    def own_mlp(x, up, bias, down, more):
+        return row_linear(torch.tanh(column_linear(x, up, bias, group)), down, more, group)
+
+    weights = [drawn(12, 6), drawn(12), drawn(6, 12), drawn(6)]
+    cuts = [Cut(0), Cut(0), Cut(1), None]
+    compare("column, row", mlp, own_mlp, drawn(3, 5, 6), weights, cuts)
+
+    def attend(x, qkv, bias, out):
+        q, k, v = functional.linear(x, qkv, bias).view(3, 5, 3, 6, 2).permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return functional.linear(mixed.transpose(1, 2).reshape(3, 5, -1), out)
+
+    def own_attend(x, qkv, bias, out):
+        made = column_linear(x, qkv, bias, group).view(3, 5, 3, -1, 2)
+        q, k, v = made.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return row_linear(mixed.transpose(1, 2).reshape(3, 5, -1), out, None, group)
+
+    weights, cuts = [drawn(36, 12), drawn(36), drawn(12, 12)], [Cut(0, 3), Cut(0, 3), Cut(1)]
+    compare("attention", attend, own_attend, drawn(3, 5, 12), weights, cuts)
+
+    ids = torch.randint(11, (3, 5))
+    compare(
+        "embedding",
+        lambda x, w: functional.embedding(x, w, 7),
+        lambda x, w: vocabulary_embedding(x, w, group, vocabulary=11, padding_idx=7),
+        ids, [drawn(11, 6)], [Cut(0)],
+    )  # fmt: skip
+    compare(
+        "output",
+        functional.linear,
+        lambda x, w, b: joined_linear(x, w, b, group, 11),
+        drawn(3, 5, 6), [drawn(11, 6), drawn(11)], [Cut(0), Cut(0)],
+    )  # fmt: skip
+    targets = ids.clone().masked_fill(ids == 3, -100)
+    compare(
+        "cross-entropy",
+        lambda x, w: functional.cross_entropy((x @ w.t()).flatten(0, 1), targets.flatten()),
+        lambda x, w: vocabulary_cross_entropy(
+            column_linear(x, w, None, group), targets, group, vocabulary=11
+        ),
+        drawn(3, 5, 6) * 30, [drawn(11, 6)], [Cut(0)],
+    )  # fmt: skip
+
+    def dropped(x, dim):
+        torch.manual_seed(6)
+        own = x.tensor_split(degree, dim)[rank]
+        return sharded_dropout(own, 0.4, group, dim=dim, size=x.shape[dim])
+
+    x, errors = drawn(4, 6, 5), []
+    for dim in (1, 2):
+        torch.manual_seed(6)
+        whole = functional.dropout(x, 0.4).tensor_split(degree, dim)[rank]
+        errors.append(float((dropped(x, dim) - whole).abs().max()))
+    found["dropout"] = max(errors)
+    torch.distributed.destroy_process_group()
+    return found
+
+
+if __name__ == "__main__":
+    folder, results = Path(sys.argv[1]), {}
+    for case in sys.argv[2:]:
+        number, text = case.split("=", 1)
+        os.environ["HETFLOW_PLAN"] = str(folder / f"{number}.json")
+        try:
+            results[number] = layers() if text == "layers" else train(text)
+        except HetflowError as error:
+            results[number] = {"error": f"{error} ({error.hint})"}
+    torch.save(results, folder / f"rank{os.environ['RANK']}.pt")
