@@ -128,7 +128,8 @@ class GradientReducer:
                 once, when all gradients of this worker are complete.
         """
         self._rebuild_if_changed()
-        self._write_sums = write_sums
+        # Held no longer than it is of use: it knows this reducer, which is to be freed at once.
+        self._write_sums = write_sums if self.sums is not None else None
         self._used.clear()
         self._works.clear()
         self._carried.clear()
@@ -344,6 +345,7 @@ class GradientReducer:
         if self.sums is not None and self._num_launched == self._first_with_sums:
             assert self._write_sums is not None
             self._write_sums(self.sums)
+            self._write_sums = None
         self._num_launched += 1
         if self._invariant is not None:
             self._invariant.launch(*bucket.place)
