@@ -206,7 +206,7 @@ def placed_columns(problem):
 
 
 def test_no_policy_goes_unconfirmed():
-    """Each is in a test here; levels of water filling, and sums of ratios, have one of their own."""
+    """Each is in a test here or, levels of water filling and sums of ratios, in a file of its own."""
     here = Path(__file__)
     elsewhere = (
         here.parent / "water_filling" / "test_water.py",
