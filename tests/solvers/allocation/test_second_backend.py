@@ -206,7 +206,7 @@ def placed_columns(problem):
 
 
 def test_no_policy_goes_unconfirmed():
-    """Each is in a test here or, levels of water filling and sums of ratios, in a file of its own."""
+    """Each is in a test here; water filling and sums of ratios are in files of their own."""
     here = Path(__file__)
     elsewhere = (
         here.parent / "water_filling" / "test_water.py",
