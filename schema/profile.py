@@ -82,10 +82,10 @@ class LayerNode:
     """One layer: T_l, a_l and w_l of thesis 2.4.1, per microbatch of the stated size.
 
     Args:
-        activation_bytes: Outputs of the layer that later layers need. weight_bytes: Parameters that
-        no earlier layer holds, so that the layers' sum is the model's. stashed_bytes: What autograd
-        keeps for the backward pass, without parameters and the layer's
-            inputs. The layer's output is included if any layer saves it.
+        activation_bytes: Outputs of the layer that later layers need.
+        weight_bytes: Parameters that no earlier layer holds; summed over layers, the model's.
+        stashed_bytes: What autograd keeps for the backward pass, without parameters and the
+            layer's inputs. The layer's output is included if any layer saves it.
         workspace_bytes: Most temporary memory of a pass, beyond inputs, outputs and what is kept.
         shared_with: Earlier layers whose parameters this layer uses too.
         shared_weight_bytes: Bytes of those parameters.
