@@ -134,7 +134,7 @@ class Resize:
 
 @record
 class Recover:
-    """The workers that continue after a loss; those in ``behind`` get lost results from ``donor``."""
+    """The workers that continue after a loss; those in ``behind`` get results from ``donor``."""
 
     generation: Index
     config: LaunchConfig
