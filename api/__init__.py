@@ -1,1 +1,1 @@
-"""What ``import hetflow`` offers, one file a verb; the command line calls these too."""
+"""The public functions of ``import hetflow``, one file each; the command line calls them too."""

@@ -26,26 +26,32 @@ def allocate(
     market: Markets | None = None,
     at: str | None = None,
 ) -> Allocation:
-    """Share a pool among jobs as a policy asks; the allocation carries its proof.
+    """Share a pool among jobs according to a policy (thesis 5.3); the allocation carries its proof.
 
     Args:
         jobs: Jobs, or their file (hetflow.jobs/1, .csv, or a Gavel .trace).
         throughputs: Throughputs, or their file (hetflow.throughputs/1, .csv, or Gavel's table).
         pool: ``"36xV100,36xP100"``, a ``Cluster``, or the ``Path`` of a cluster's file.
-        policy: Its name (docs/policies.md).
-        space_sharing: Let pairs of jobs share devices.
-        agnostic: Ignore what device types differ in.
-        placement: Which throughputs of jobs with several devices count.
-        budget_dollars: For ``makespan_budget``.
-        fill: Share out what a max-min policy's optimum leaves idle, lexicographically.
-        market: Markets, or their files, whose cheapest prices of a device the cost policies use.
-        at: The time of those prices, such as ``2020-03-07T00:00:00Z``; None: the last known.
+        policy: Name of the policy (docs/policies.md).
+        space_sharing: Whether pairs of jobs may share devices.
+        agnostic: Whether to ignore differences between device types.
+        placement: Which throughputs of jobs with several devices count: with the devices on one
+            server (``consolidated``), on several (``unconsolidated``), or both (``mixed``).
+        budget_dollars: The budget of the policy ``makespan_budget`` (thesis 6.4.3).
+        fill: Whether to share out the devices that a max-min policy's optimum leaves idle,
+            lexicographically.
+        market: Markets, or their files. The cost policies use their cheapest price of each type.
+        at: The time of those prices, such as ``2020-03-07T00:00:00Z``; None takes the last known.
 
-    Raises:
-        ProblemError: No such policy, jobs that do not fit the pool, or a device type without a
-            price in the market.
-        InfeasibleError: Nothing satisfies the policy's constraints.
+        rns:
+        The time fractions of each job on each device type, with a certificate of their optimality.
+
+        es:
+        ProblemError: There is no such policy, the jobs do not fit the pool, or a device type has
+            no price in the market.
+        InfeasibleError: No allocation satisfies the policy's constraints.
         FileError: A file is missing or has faults.
+        BackendError: The solver's allocation fails its check, which is a bug.
 
     Example:
         >>> import hetflow

@@ -40,31 +40,33 @@ def check(
     market: Markets | None = None,
     at: str | None = None,
 ) -> list[str]:
-    """Judge a plan or an allocation, with code that shares nothing with the solvers.
+    """Check a plan or an allocation with code that is independent of the solvers.
 
-    Plans and allocations say themselves what they were made for; what is given here wins.
+    Plans and allocations state the options that they were made with. An option that is given here
+    takes precedence.
 
     Args:
         claim: A plan or an allocation.
-        profiles: Plan: profiles to judge it against, or their folder. None judges a split plan's
-            inner consistency alone.
-        pool: The devices; None: those that a plan says it was solved for, or just those it uses.
-        model: Plan: the profiles' model, where it is not the plan's.
-        link_bytes_per_second: Pipeline: links that the pool does not state.
-        optimizer: Plan: the one that will train.
-        jobs: Allocation: the jobs it is for, or their file.
-        throughputs: Allocation: the throughputs it is for, or their file.
-        space_sharing: Allocation: whether pairs of jobs may share devices.
-        placement: Allocation: which throughputs count.
-        budget_dollars: Allocation: its budget.
-        market: Allocation: markets, or their files, whose prices it was made at.
-        at: Allocation: the time of those prices; None: the last known.
+        profiles: For a plan: its profiles, or their folder. None checks only whether the plan's own
+            values agree with each other; this works for split plans only.
+        pool: The devices. None takes the pool that a plan states, else the devices that it uses; an
+            allocation needs a pool.
+        model: For a plan: the profiles' model, if it has another name in the plan.
+        link_bytes_per_second: For a pipeline: bandwidth of links that the pool does not state.
+        optimizer: For a plan: the optimizer that will train, by name or by its state.
+        jobs: For an allocation: its jobs, or their file.
+        throughputs: For an allocation: its throughputs, or their file.
+        space_sharing: For an allocation: whether pairs of jobs may share devices.
+        placement: For an allocation: which throughputs count (see ``allocate``).
+        budget_dollars: For an allocation: its budget.
+        market: For an allocation: the markets whose prices it was made with, or their files.
+        at: For an allocation: the time of those prices; None takes the last known.
 
     Returns:
-        A sentence for each fault; none where the claim holds.
+        One sentence per fault; empty if the plan or allocation is valid.
 
     Raises:
-        ProblemError: What the claim is to be judged against is missing, or does not fit it.
+        ProblemError: Something that the check needs is missing, or does not fit the claim.
         FileError: A file is missing or has faults.
 
     Example:

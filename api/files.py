@@ -1,4 +1,4 @@
-"""``hetflow.read`` and ``hetflow.write``; what verbs take as a record or as its file."""
+"""``hetflow.read`` and ``hetflow.write``; also arguments given as a record or as its file."""
 
 from pathlib import Path
 
@@ -11,13 +11,17 @@ from .naming import names_arguments
 
 
 def read(path: Path | str) -> Record:
-    """Read any hetflow file; its ``schema`` says what it is.
+    """Read any hetflow file; the file's ``schema`` key states its format.
 
     Args:
         path: The file.
 
-    Raises:
-        FileError: It is missing, of no format of ours, or has faults; all are named at once.
+        rns:
+        The record in the file.
+
+        es:
+        FileError: The file is missing, is not a hetflow file, or has faults; the message lists all
+            faults.
 
     Example:
         >>> import hetflow, pathlib, tempfile
@@ -31,12 +35,12 @@ def read(path: Path | str) -> Record:
 
 @names_arguments()
 def write(path: Path | str, record: Record, *, force: bool = False) -> None:
-    """Write a record as JSON, whole or not at all.
+    """Write a record as JSON, atomically: a failed write leaves no partial file.
 
     Args:
-        path: Where to.
-        record: A profile, cluster, plan, allocation, run, ...
-        force: Overwrite what is there.
+        path: The file to write.
+        record: A profile, cluster, plan, allocation, run record, ...
+        force: Whether to overwrite an existing file.
 
     Raises:
         FileError: The file exists and ``force`` is off, or it cannot be written.
@@ -51,10 +55,10 @@ def write(path: Path | str, record: Record, *, force: bool = False) -> None:
 
 
 def plan_of(given: Plan | Path | str) -> Plan:
-    """A plan, or the one in a file.
+    """Return a plan, reading it from its file if needed.
 
     Raises:
-        FileError: It is missing, has faults, or holds something else.
+        FileError: The file is missing, has faults, or holds no plan.
     """
     found = files.read_any(Path(given)) if isinstance(given, Path | str) else given
     if not isinstance(found, Plan):
@@ -63,7 +67,7 @@ def plan_of(given: Plan | Path | str) -> Plan:
 
 
 def jobs_of(given: Jobs | Path | str) -> Jobs:
-    """Jobs, or those in a file of any form that is read.
+    """Return jobs, reading them from a file of any supported format if needed.
 
     Raises:
         FileError: The file is missing or has faults.
@@ -72,11 +76,11 @@ def jobs_of(given: Jobs | Path | str) -> Jobs:
 
 
 def throughputs_of(given: Throughputs | Path | str, *, pairs: bool) -> Throughputs:
-    """Throughputs, or those in a file of any form that is read.
+    """Return throughputs, reading them from a file of any supported format if needed.
 
     Args:
         given: Throughputs or their file.
-        pairs: Whether pairs of models are needed.
+        pairs: Whether to read the throughputs of pairs of models too.
 
     Raises:
         FileError: The file is missing or has faults.

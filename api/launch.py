@@ -27,18 +27,27 @@ _names_arguments = names_arguments(
 
 
 class LaunchOptions(TypedDict, total=False):
-    """How to launch.
+    """Options of a launch.
 
-    ``folder`` gets the record, the plan and the logs (default: ``hetflow-runs/<model>-<time>``);
-    ``force`` lets it hold something already. ``seed`` is that of order, dropout and augmentation.
-    ``determinism`` says what must end in the same bits: ``none``, ``static``, ``elastic`` or
-    ``heterogeneous``. ``checkpoint`` is the folder of checkpoints, to go on from the newest, one
-    every ``checkpoint_every`` steps (0: at SIGTERM and the end); with ``from_scratch`` what is
-    there is kept aside. Parameters are compared every ``compare_every`` steps. ``on_failure``
-    says what follows a worker's death: ``stop``, ``shrink`` or ``replace``. ``grace_seconds`` are
-    for a checkpoint after SIGTERM, ``timeout_seconds`` for any wait for other workers,
-    ``heartbeat_seconds`` of silence get a worker killed. ``rendezvous`` is where several hosts
-    meet. ``stdout_to_stderr`` keeps stdout free of the script's output.
+    Attributes:
+        folder: Folder for the run record, the plan and the logs; None takes
+            ``hetflow-runs/<model>-<time>``.
+        force: Whether the folder may already hold files.
+        seed: Seed of sample order, dropout and augmentation.
+        determinism: Which runs must end in the same bits: ``none``, ``static``, ``elastic`` or
+            ``heterogeneous`` (docs/determinism.md).
+        checkpoint: Folder of checkpoints; training continues from the newest one in it. None
+            writes none.
+        checkpoint_every: Steps between checkpoints; 0 writes them at SIGTERM and at the end only.
+        from_scratch: Whether to set existing checkpoints aside and start at step 0.
+        compare_every: Steps between comparisons of all workers' parameters; None takes 50; 0
+            compares only after changes of workers, before checkpoints and at the end.
+        on_failure: What to do when a worker dies: ``stop``, ``shrink`` or ``replace``.
+        grace_seconds: Seconds that workers have to write a checkpoint after SIGTERM.
+        timeout_seconds: Most seconds that a worker waits for others.
+        heartbeat_seconds: A worker that sends no heartbeat for so many seconds is killed.
+        rendezvous: Where the launchers of several hosts meet.
+        stdout_to_stderr: Whether to send the script's output to stderr, to keep stdout free.
     """
 
     folder: Path | None
@@ -64,22 +73,22 @@ def launch(
     arguments: Sequence[str] = (),
     **options: Unpack[LaunchOptions],
 ) -> RunRecord | None:
-    """Train under a plan: one worker a device, the result of one device.
+    """Train under a plan, with one worker per device; the result is that of training on one device.
 
-    It returns when training is over. Signals are taken meanwhile, so call it from the main
-    thread.
+    The call returns when training has ended. It handles signals meanwhile, so it must be made in
+    the main thread.
 
     Args:
         plan: A plan, or its file.
         script: The training script, or ``"-m"`` with a module as the first argument.
-        arguments: The script's own.
-        options: As ``LaunchOptions`` says.
+        arguments: Arguments of the script.
+        options: See ``LaunchOptions``.
 
     Returns:
-        What was predicted and what was measured; None on hosts other than the first.
+        The run record, with predicted and measured times; None on hosts other than the first.
 
     Raises:
-        LaunchError: A worker failed, with its own exit code, or a signal came.
+        LaunchError: A worker failed (carries the worker's exit code), or a signal arrived.
         HetflowError: The script, the folder or this machine's devices do not fit the plan, or
             torch is too old.
 
@@ -103,13 +112,16 @@ def dry_run(
     arguments: Sequence[str] = (),
     **options: Unpack[LaunchOptions],
 ) -> "list[WorkerCommand]":
-    """The command and environment of each worker that a launch would start; nothing is run.
+    """List the command and environment of each worker that a launch would start, without running.
 
     Args:
         plan: A plan, or its file.
         script: The training script, or ``"-m"`` with a module as the first argument.
-        arguments: The script's own.
-        options: As ``LaunchOptions`` says.
+        arguments: Arguments of the script.
+        options: See ``LaunchOptions``.
+
+    Returns:
+        One command per worker, in order of ranks.
 
     Raises:
         HetflowError: The script does not fit the plan.

@@ -1,7 +1,7 @@
-"""What an error calls an option: the argument's name in Python, the flag on the command line.
+"""Name options in errors by their Python argument if the caller is a program, else by their flag.
 
-Messages are written with flags (``add --batch-size N``), since the parts that raise them serve
-both. Where a program called the function, the flags become the arguments of that function.
+Messages are written with flags (``add --batch-size N``), because the code that raises them serves
+both. If a program called the function, the flags are replaced by the function's arguments.
 """
 
 import inspect
@@ -18,7 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _flags_are_meant: ContextVar[bool] = ContextVar("flags_are_meant", default=False)
-_QUOTED = re.compile(r"(`[^`]*`)")  # a command to run, which keeps its flags
+_QUOTED = re.compile(r"(`[^`]*`)")  # a command to type, which keeps its flags
 _FLAG = re.compile(
     r"(?P<ask>\b(?:add|give|try|with|such as|for example) )?"
     r"(?<![\w./-])--(?P<name>[a-z][a-z0-9-]*)"
@@ -28,7 +28,7 @@ _FLAG = re.compile(
 
 @contextmanager
 def flags_are_meant() -> Iterator[None]:
-    """Inside, errors keep the flags that they name: the command line is calling."""
+    """Keep flags in errors inside this context, because the command line is the caller."""
     before = _flags_are_meant.set(True)
     try:
         yield
@@ -37,11 +37,14 @@ def flags_are_meant() -> Iterator[None]:
 
 
 def names_arguments(**renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make the errors of a public function name its arguments in place of flags.
+    """Make the errors of a public function name its arguments instead of flags.
 
     Args:
-        renamed: Arguments of another name than their flag: ``gpus="pool"``. What is no plain name
-            (``optimizer=OptimizerState(...)``) is written as it stands.
+        renamed: Flags whose argument has another name: ``gpus="pool"``. A value that is no plain
+            name (``optimizer=OptimizerState(...)``) is written as it is.
+
+    Returns:
+        A decorator for the function.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -56,7 +59,7 @@ def names_arguments(**renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]
                 return function(*args, **kwargs)
             except HetflowError as error:
                 if not _flags_are_meant.get():
-                    if not isinstance(error, LaunchError):  # it quotes the script's own error
+                    if not isinstance(error, LaunchError):  # that quotes the script's error
                         error.message = _in_python(error.message, kinds, renamed)
                         error.args = (error.message,)
                     error.hint = error.hint and _in_python(error.hint, kinds, renamed)
@@ -68,7 +71,7 @@ def names_arguments(**renamed: str) -> Callable[[Callable[P, R]], Callable[P, R]
 
 
 def _kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotation of each argument, those of an unpacked TypedDict among them."""
+    """Return the annotation of each argument, including those of an unpacked TypedDict."""
     found: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -99,10 +102,10 @@ def _renamed(text: str, kinds: dict[str, Any], renamed: dict[str, str]) -> str:
 def _argument(
     match: re.Match[str], kinds: dict[str, Any], renamed: dict[str, str], *, asked: bool
 ) -> str:
-    """What stands for a flag, and for its value where one follows."""
+    """Return the Python text that replaces a flag, and its value if one follows."""
     name, value = match["name"].replace("-", "_"), match["value"]
     name = renamed.get(name, name)
-    if name.isidentifier() and name not in kinds:  # of another command
+    if name.isidentifier() and name not in kinds:  # a flag of another command
         return match[0].removeprefix(match["ask"] or "")
     if name in kinds and value is not None and _is_value(value, kinds[name], asked=asked):
         is_plain = value.startswith("'") or value.isupper() or _is_number(value)
@@ -112,7 +115,7 @@ def _argument(
 
 
 def _is_value(word: str, kind: Any, *, asked: bool) -> bool:
-    """Whether the word after a flag is its value, and not the sentence's next word."""
+    """Whether the word after a flag is its value, rather than the sentence's next word."""
     if kind is bool:
         return False
     return (

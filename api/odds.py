@@ -15,15 +15,19 @@ from ..solvers.market.odds import odds as estimate
 def odds(
     sources: Sequence[Market | Path | str], *, checkpoint_seconds: float | None = None
 ) -> OddsReport:
-    """Say what a market's past tells: how long spot machines last, prices, how zones go together.
+    """Estimate from a market's past how long spot machines last, their prices, and correlations.
 
     Args:
-        sources: Markets, their files, or folders of windows of one zone (the folder's name).
-        checkpoint_seconds: What writing a checkpoint takes (a run record's, or measured); then
-            the report says how often to write one in each zone.
+        sources: Markets, their files, or folders of availability files of one zone, which is named
+            after the folder.
+        checkpoint_seconds: Seconds to write a checkpoint, as measured or from a run record. If
+            given, the report says how often to write one in each zone.
+
+    Returns:
+        Lifetimes by zone, quantiles of prices, and correlations between zones.
 
     Raises:
-        ProblemError: Nothing is there to estimate from, or a checkpoint's time is not > 0.
+        ProblemError: There is nothing to estimate from, or ``checkpoint_seconds`` is not > 0.
         FileError: A file is missing or has faults.
 
     Example:
@@ -56,7 +60,7 @@ def odds(
 
 
 def _read(path: Path) -> tuple[tuple[Availability, ...], Market | None]:
-    """Windows of availability, and the market that they are in, where it is one."""
+    """Read windows of availability, and the market that holds them (None for a folder)."""
     if path.is_file():
         data = files.read_text(path)
         if '"hetflow.market/1"' in data[:1000]:

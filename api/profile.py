@@ -41,36 +41,37 @@ def profile(
 ) -> tuple[Profile, ...]:
     """Measure a model's step time and memory over batch sizes, on each local device type.
 
-    Devices named ``spec:NAME`` need not be here: they are estimated from counted operators and
-    a table of data sheets, and their profiles say so.
+    Devices named ``spec:NAME`` need not be present. Their profiles are estimated from counted
+    operators and a table of data sheets, and are marked as estimates.
 
     Args:
         target: ``file.py:factory``, ``zoo:NAME``, ``hf:CONFIG_OR_DIR`` or ``torchvision:NAME``.
-        devices: Device types: ``V100``, ``cuda:0``, ``cpu``, or an emulated one such as
-            ``cpu:slow=0.25``, or ``spec:H100`` to estimate; none: every CUDA type, or the CPU
-            where there is none.
-        name: What to call the model; None: as the target does.
-        batch_sizes: Sizes, or a range such as ``"8-256"``; None grows from 1.
-        max_batch_size: Grow no further.
-        effort: How narrow the intervals must be, and how long that may take.
-        steps: Most repeats of one size.
-        optimizer: The one that will train, where the target brings none.
-        links: Measure links and all-reduces over sizes; None: links where layers are profiled.
-        layers: Profile each layer too, for pipelines.
-        microbatch_sizes: Samples of a microbatch, for layers.
-        sync_devices: Devices to synchronise over; 0 leaves it unmeasured.
+        devices: Device types: ``V100``, ``cuda:0``, ``cpu``, an emulated one such as
+            ``cpu:slow=0.25``, or ``spec:H100`` to estimate. Empty: every CUDA type, or the CPU if
+            there is none.
+        name: Name of the model; None takes the target's.
+        batch_sizes: Sizes, or a range such as ``"8-256"``; None tries growing sizes from 1.
+        max_batch_size: Largest size to try.
+        effort: How narrow the confidence intervals must be, and how long measuring may take.
+        steps: Most repetitions per size.
+        optimizer: Name of the optimizer that will train, if the target has none.
+        links: Whether to measure links and all-reduces over message sizes; None measures links if
+            layers are profiled.
+        layers: Whether to profile each layer too, for pipelines.
+        microbatch_sizes: Samples per microbatch at which to profile layers.
+        sync_devices: Devices over which to measure synchronisation; 0 does not measure it.
         precision: With ``spec:``, how products of 32-bit tensors are computed; None as torch does
             by default.
-        from_profile: With ``spec:``, a measured profile of the target to carry to the devices.
-        command: How the user asked, for the provenance.
-        progress: Told what is being measured, and how many seconds it may take at most.
+        from_profile: With ``spec:``, a measured profile of the target to scale to the devices.
+        command: The user's command line, for the provenance.
+        progress: Called with what is being measured, and the most seconds it may take.
 
     Returns:
-        One profile a device type, in order.
+        One profile per device type, in the order of ``devices``.
 
     Raises:
-        TargetError: The workload is at fault, or does not fit a device at its first size.
-        ProblemError: A device that this machine has not, or sizes that make no sense.
+        TargetError: The workload fails, or does not fit a device at its first size.
+        ProblemError: This machine does not have a device, or the sizes are invalid.
 
     Example:
         >>> import hetflow
@@ -90,7 +91,7 @@ def profile(
     from ..profilers.profile import ProfileOptions, profile_target
 
     if optimizer is not None:
-        named_optimizer(optimizer)  # refuses a name that there is not
+        named_optimizer(optimizer)  # raises for an unknown name
     if layers and not microbatch_sizes:
         raise ProblemError("layers are profiled at a microbatch size", hint="give at least one")
     parsed = targets.parse(target)

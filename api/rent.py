@@ -23,21 +23,25 @@ def rent(
     history: Windows = (),
     policies: Sequence[str] | None = None,
 ) -> RentReport:
-    """Say how to rent one machine for a job under a deadline: spot, on demand, or both in turn.
+    """Compare policies for renting one machine for a job with a deadline: spot, on demand, or both.
 
-    Policies are replayed on windows of availability; each window's least possible cost, with the
-    window known in advance, stands beside them.
+    Policies are replayed on windows of availability. Their costs are compared with the least
+    possible cost of each window, which needs to know the window in advance.
 
     Args:
         windows: Availability to replay on: records, files, or folders of files.
-        work_seconds: What is to be done, on a machine that is never lost.
-        deadline_seconds: When it must be done.
-        on_demand_dollars_per_hour: Price of a machine on demand.
+        work_seconds: Duration of the job on a machine that is never preempted.
+        deadline_seconds: Time from the start by which the job must be done.
+        on_demand_dollars_per_hour: Price of an on-demand machine.
         spot_dollars_per_hour: Price of a spot machine.
-        restart_seconds: From a launch until work goes on from the last checkpoint.
-        history: What ``dynamic_program`` learns how machines come and go from, beside no window.
-        policies: ``on_demand``, ``greedy``, ``uniform_progress``, ``dynamic_program``; None for all
-            that can be used.
+        restart_seconds: Time from a launch until work continues from the last checkpoint.
+        history: Availability from which ``dynamic_program`` learns how machines come and go. It
+            should not contain any of ``windows``.
+        policies: Out of ``on_demand``, ``greedy``, ``uniform_progress`` and ``dynamic_program``;
+            None takes all that can be used.
+
+    Returns:
+        The cost of each policy on each window, and the cheapest policy that missed no deadline.
 
     Raises:
         ProblemError: A number, a window or a policy's name cannot be used.

@@ -15,19 +15,22 @@ def rent_machines(
     model: str | None = None,
     at: str | None = None,
 ) -> tuple[StaticChoice, ...]:
-    """Say which machines would train a model, and for how many dollars; cheapest first.
+    """List the machines that could train a model, with hours and dollars; cheapest first.
 
-    Each choice has so many devices of one type or of two; the batch split solver predicts its step,
-    and whole machines are paid, at the prices of one time, spot or on demand.
+    Each choice has a number of devices of one or two types. The batch split solver predicts its
+    step. Whole machines are paid for, spot or on demand, at the prices of one time.
 
     Args:
         market: Markets, or their files.
         profiles: Profiles, or their folder.
-        batch_size: The global batch.
-        steps: Of the whole training.
-        most_devices: Of each type.
-        model: Whose profiles; None where there is one model.
-        at: The time of the prices, such as ``2020-03-07T00:00:00Z``; None: the last known.
+        batch_size: Global batch, samples per step.
+        steps: Steps of the whole training.
+        most_devices: Most devices of each type.
+        model: Name of the model; None if all profiles are of one model.
+        at: The time of the prices, such as ``2020-03-07T00:00:00Z``; None takes the last known.
+
+    Returns:
+        The choices, those of the Pareto front over hours and dollars marked.
 
     Raises:
         ProblemError: No machine has a profiled device, or a number is not >= 1.

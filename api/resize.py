@@ -27,24 +27,24 @@ def resize(
     wait: bool = True,
     timeout_seconds: float = 600.0,
 ) -> ResizeAnswer | None:
-    """Change the devices of a running launch; it trains on, with the same result.
+    """Change the devices of a running launch. Training continues and has the same result.
 
     Args:
         run: The folder of a running launch, or its name in ``hetflow-runs``.
-        pool: All devices from now on.
-        plan: Instead: a plan of the same virtual nodes or microbatches, or its file.
-        profiles: With ``pool``: solve for the best mapping. A pipeline needs them.
-        wait: Wait until it is done.
-        timeout_seconds: How long.
+        pool: All devices that the launch has from now on.
+        plan: Instead of ``pool``: a plan of the same virtual nodes or microbatches, or its file.
+        profiles: With ``pool``: profiles to solve for the best mapping by. A pipeline needs them.
+        wait: Whether to wait until the change is done.
+        timeout_seconds: Most seconds to wait.
 
     Returns:
-        What became of it: its ``status`` is ``done``, ``refused`` or ``failed``; None without
+        The answer of the launch, with ``status`` ``done``, ``refused`` or ``failed``; None without
         ``wait``.
 
     Raises:
         TargetError: There is no such run, or it has ended.
-        ProblemError: What is asked would change what the job computes.
-        LaunchError: The run ended, or no answer came in time.
+        ProblemError: The change would change what the job computes.
+        LaunchError: The run ended, or it did not answer in time.
 
     Example:
         >>> import hetflow
@@ -71,7 +71,7 @@ def _mapping(
     plan: SplitPlan | PipelinePlan | Path | str | None,
     profiles: Profiles | None,
 ) -> LaunchConfig:
-    """The launch's own virtual nodes on the devices asked for."""
+    """Map the launch's virtual nodes to the requested devices."""
     from ..launcher.inbox import current
     from ..launcher.mapping import renumbered, spread
     from ..protocol.lower import lower
@@ -94,7 +94,7 @@ def _mapping(
 def _plan_of(
     given: SplitPlan | PipelinePlan | Path | str, kind: type[SplitPlan] | type[PipelinePlan]
 ) -> SplitPlan | PipelinePlan:
-    """A plan, or the one in a file, which must be of this kind."""
+    """Return a plan of one kind, reading it from its file if needed."""
     if isinstance(given, Path | str):
         return files.read(Path(given), kind)
     if not isinstance(given, kind):
@@ -109,7 +109,7 @@ def _recut(
     plan: SplitPlan | PipelinePlan | Path | str | None,
     profiles: Profiles | None,
 ) -> LaunchConfig:
-    """Another pipeline plan of the same microbatches, given or solved for the devices."""
+    """Lower another pipeline plan of the same microbatches, given or solved for the devices."""
     from ..protocol.lower import lower
 
     found: SplitPlan | PipelinePlan

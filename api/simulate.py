@@ -27,22 +27,28 @@ KINDS: tuple[str, ...] = get_args(TraceKind)
 
 
 class SimulationOptions(TypedDict, total=False):
-    """What to simulate; what is left out is as ``hetflow simulate`` has it.
+    """Options of a simulation; the defaults, in parentheses, are those of ``hetflow simulate``.
 
-    ``policy`` (las) counts under ``scheduler`` rounds. ``agnostic`` ignores what device types
-    differ in, ``space_sharing`` lets pairs of jobs share devices, ``placement`` mixed weighs
-    spread devices too, ``optimum`` says which of LAS's optima is taken. ``round_seconds`` (360)
-    is a round's length, ``restart_seconds`` (0) are lost by a job that restarts.
-    ``failure_seconds`` and ``server_failure_seconds`` are mean times between failures (None:
-    never), ``repair_seconds`` (3600) how long what failed is gone. ``window`` (4000, 5000)
-    averages over these jobs of the trace only. ``seed`` (0) is that of all that is drawn, and
-    ``num_jobs`` (1000) the length of a drawn trace.
+    Jobs: ``policy`` (las) is used by the ``scheduler`` rounds only. ``agnostic`` ignores
+    differences between device types. ``space_sharing`` lets pairs of jobs share devices. The
+    ``placement`` mixed considers devices on several servers too. ``optimum`` selects one of LAS's
+    optimal allocations. ``round_seconds`` (360) is the length of a round, ``restart_seconds`` (0)
+    the time that a job loses when it restarts.
 
-    With ``market`` (markets, or their files) jobs rent machines at its prices within the pool as
-    quota, from ``start`` on (None: once as many prices are known as ever are); a spot machine is
-    taken away after ``preemption_seconds`` on average (None: only where the market says so), and
-    the work since the last checkpoint, every ``checkpoint_seconds`` (0: when notice is given), is
-    lost; a move to another cloud costs ``cloud_move_dollars``.
+    Failures: ``failure_seconds`` and ``server_failure_seconds`` are the mean times between failures
+    of a device and of a server (None: no failures); ``repair_seconds`` (3600) is the time until
+    what failed is back.
+
+    Traces and results: ``window``, such as (4000, 5000), averages over these jobs of the trace
+    only. ``seed`` (0) is the seed of all random numbers, ``num_jobs`` (1000) the length of a drawn
+    trace.
+
+    With ``market`` (markets, or their files), jobs rent machines at the market's prices, at most as
+    many devices as the pool has. The simulation begins at ``start`` (None: the first time at which
+    the largest number of prices is known at once). A spot machine is preempted after
+    ``preemption_seconds`` on average (None: only when the market's availability says so). The work
+    since the last checkpoint is then lost; checkpoints are written every ``checkpoint_seconds``
+    (0: when a preemption is announced). Moving to another cloud costs ``cloud_move_dollars``.
     """
 
     policy: str
@@ -81,21 +87,24 @@ def simulate(
     progress: Callable[[int, float], None] | None = None,
     **options: Unpack[SimulationOptions],
 ) -> SimulationRun:
-    """Simulate a cluster in virtual time; the same seed gives the same digits.
+    """Simulate a cluster in virtual time; the same seed gives exactly the same results.
 
     Args:
-        trace: Jobs, their file, or a kind to draw: ``continuous-single``, ``continuous-multiple``,
-            ``static-single`` or ``static-multiple``.
+        trace: Jobs, their file, or a kind of random trace: ``continuous-single``,
+            ``continuous-multiple``, ``static-single`` or ``static-multiple``.
         throughputs: Throughputs, or their file.
         pool: ``"36xV100,36xP100"``, a ``Cluster``, or the ``Path`` of a cluster's file.
-        jobs_per_hour: Load of a trace that is drawn.
-        with_jobs: Whether every job's outcome is kept.
-        with_spans: Whether it is kept who held which devices; takes longer.
-        progress: Told how many jobs are done, and the virtual seconds.
-        options: As ``SimulationOptions`` says.
+        jobs_per_hour: Load of a random trace.
+        with_jobs: Whether to keep the outcome of every job.
+        with_spans: Whether to keep which job held which devices when; takes longer.
+        progress: Called with the number of completed jobs and the virtual seconds.
+        options: See ``SimulationOptions``.
+
+    Returns:
+        The simulated run: its metrics and, if asked for, its jobs and spans.
 
     Raises:
-        ProblemError: Options, jobs and pool that do not go together.
+        ProblemError: Options, jobs and pool do not fit together.
         FileError: A file is missing or has faults.
 
     Example:
@@ -133,19 +142,22 @@ def sweep(
     processes: int = 1,
     **options: Unpack[SimulationOptions],
 ) -> Iterator[SimulationRun]:
-    """Simulate drawn traces of several loads and seeds, in order of these.
+    """Simulate random traces of several loads and seeds.
 
     Args:
-        trace: A kind to draw.
+        trace: A kind of random trace; see ``simulate``.
         throughputs: Throughputs, or their file.
-        pool: The devices.
-        loads: Jobs per hour.
-        seeds: So many of each load, from ``seed`` on.
-        processes: How many run at a time.
-        options: As ``SimulationOptions`` says.
+        pool: The devices, in any form that ``simulate`` takes.
+        loads: Loads in jobs per hour.
+        seeds: Number of seeds for each load, counted from the option ``seed``.
+        processes: Number of processes that simulate at the same time.
+        options: See ``SimulationOptions``.
+
+    Returns:
+        An iterator over the runs, in order of loads and then seeds.
 
     Raises:
-        ProblemError: Options and pool that do not go together, or a trace that is not drawn.
+        ProblemError: Options and pool do not fit together, or the trace is not a random one.
         BackendError: A process died.
 
     Example:
@@ -182,7 +194,7 @@ def _case(throughputs: Throughputs | Path | str, pool: Pool, options: Simulation
 
 
 def _market(options: SimulationOptions, devices: Cluster) -> dict[str, Any]:
-    """What a case says of its market; nothing where there is none."""
+    """Return the fields of a case that describe its market; empty without a market."""
     if "market" not in options:
         for name in _OF_MARKETS:
             if options.get(name):
@@ -209,7 +221,7 @@ def _market(options: SimulationOptions, devices: Cluster) -> dict[str, Any]:
 def _drawn(
     base: Case, trace: Jobs | Path | str, seeds: int, loads: Sequence[float], num_jobs: int
 ) -> list[Case]:
-    """The case with each recipe of a trace; as it is where the trace is given."""
+    """Return a case per load and seed of a random trace; only ``base`` if the trace is given."""
     kind = next((kind for kind in get_args(TraceKind) if trace == kind), None)
     if kind is None:
         if seeds > 1 or loads:
@@ -238,7 +250,7 @@ def _drawn(
 
 
 def _read(path: Path, case: Case) -> tuple[Iterable[Job], tuple[Entity, ...]]:
-    """A trace as a stream, and the entities of its hierarchy."""
+    """Read a trace as a stream of jobs, and the entities of its hierarchy."""
     if path.suffix == ".trace":
         return read_gavel_trace(path), ()  # a stream: it may be larger than memory
     if path.name.startswith("cluster_job_log"):

@@ -57,43 +57,47 @@ def solve(
     cost_model: CostModelName = "profiled",
     recompute: bool = True,
 ) -> Plan:
-    """Find the best plan for a model on a pool: proved, checked, ready to launch.
+    """Find the best plan for a model on a pool; the plan carries its proof and has been checked.
 
     Args:
         profiles: Profiles, or the folder that ``hetflow profile`` wrote.
         pool: ``"2xV100,8xP100"``, a ``Cluster``, or the ``Path`` of a cluster's file.
         batch_size: Global batch, samples of one optimizer step over all devices.
-        model: Which one, where the profiles are of several.
-        strategy: Kind of plan; ``auto`` compares splits and pipelines, where the profiles hold
-            layers.
+        model: Name of the model; None if all profiles are of one model.
+        strategy: Kind of plan; ``auto`` compares splits and, if the profiles have layers,
+            pipelines.
         objective: ``step_seconds``; ``waste`` for splits (EasyScale 3.4); ``bottleneck`` for
             pipelines (thesis 2.4.1).
-        optimizer: The one that will train, by name or by what it keeps; None: the profiles'.
-        fastest: The fastest plan on paper, also where the measurements cannot tell a simpler one
-            from it.
-        time_limit_seconds: Wall seconds for a pipeline's searches or the MILP.
-        gap: Stop at a pipeline proved within this fraction of the best.
-        runs: Folder of run records: those of the model correct the profiles first; with
-            ``cost_model="measured"`` they are the costs.
-        virtual_nodes: Split into N equal virtual nodes of B/N samples.
-        interpolate: Allow split sizes between profiled ones.
+        optimizer: The optimizer that will train, by name or by its state; None takes the
+            profiles'.
+        fastest: Whether to take the plan with the least predicted time, even if a simpler plan is
+            as fast within the accuracy of the measurements.
+        time_limit_seconds: Most wall seconds for a pipeline's searches or the MILP.
+        gap: Stop when a pipeline is proved to be within this fraction of the best.
+        runs: Folder of run records. Those of the model first correct the profiles; with
+            ``cost_model="measured"``, costs are taken from them instead.
+        virtual_nodes: Split the batch B into N equal virtual nodes of B/N samples.
+        interpolate: Whether to allow split sizes between profiled ones.
         method: The exact method for splits, or its MILP by ``cbc`` or ``highs``.
         top: With ``objective="waste"``: keep the K best configurations. With
             ``strategy="parallel"``: up to K points of time against devices and memory.
-        schedule: Of a pipeline; ``auto`` takes the fastest of those that flush.
-        microbatch_size: Samples of a microbatch; None takes the fastest profiled.
-        num_stages: Exactly so many stages.
+        schedule: Schedule of a pipeline; ``auto`` takes the fastest of those that flush.
+        microbatch_size: Samples per microbatch; None takes the fastest profiled size.
+        num_stages: Exact number of stages; None lets the solver choose.
         replication: Whether stages may have replicas.
-        num_model_chunks: Stages a device with ``interleaved``; None tries 2 to 4.
+        num_model_chunks: Stages per device, for ``interleaved``; None tries 2 to 4.
         link_bytes_per_second: Bandwidth of links that the pool does not state.
-        stage_cost: How a stage is priced (docs/pipeline.md).
+        stage_cost: How a stage's cost is computed (docs/pipeline.md).
         repetitive: Plan equal stages of repeating layers, schedule ``2bw`` (thesis 3.3).
-        cost_model: With ``repetitive``: whose costs.
+        cost_model: With ``repetitive``: which costs to use.
         recompute: With ``strategy="parallel"``: whether stages may recompute activations.
 
-    Raises:
-        ProblemError: Profiles, pool and options that do not go together.
-        InfeasibleError: No plan exists; says what to relax.
+        rns:
+        A plan that ``hetflow.check`` accepts for these profiles and this pool.
+
+        es:
+        ProblemError: Profiles, pool and options do not fit together.
+        InfeasibleError: No plan exists; the message says what to relax.
         FileError: A file is missing or has faults.
         BackendError: A solver's plan fails its check, which is a bug.
 

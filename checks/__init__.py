@@ -1,1 +1,1 @@
-"""Judges: they verify a plan from the definitions and never import the solvers."""
+"""Checkers: they verify plans and allocations from the definitions and never import a solver."""

@@ -1,7 +1,8 @@
-"""Judge an allocation from the definitions (thesis 5.3.1): slow, obvious, no solver.
+"""Check an allocation against the definitions (thesis 5.3.1), without any code of the solvers.
 
-Constraints 5.1 to 5.3 hold to the last bit (sums are exact, by fsum); effective throughputs and
-the objective are computed anew; the bound is proved anew from the certificate's prices.
+Constraints 5.1 to 5.3 must hold without a tolerance; sums use ``fsum``, which rounds only once.
+The effective throughputs and the objective are recomputed, and the bound is derived again from
+the certificate's prices. The code is slow and simple on purpose.
 """
 
 from collections import defaultdict
@@ -18,9 +19,17 @@ TOLERANCE = 1e-6
 
 
 def check(allocation: Allocation, problem: AllocationProblem) -> list[str]:
-    """Find every fault of an allocation; none means that it is valid for the problem.
+    """List every fault of an allocation; an empty list means that it is valid for the problem.
 
-    Of a policy without a judge only what every allocation must keep is checked, not its objective.
+    If no judge is registered for the policy, only the constraints that every allocation must keep
+    are checked, and the objective is not.
+
+    Args:
+        allocation: The allocation to check.
+        problem: The jobs, throughputs and devices that it claims to be for.
+
+    Returns:
+        One sentence per fault.
     """
     pool = Pool(problem)
     faults = _names(allocation, pool) + _lacks(allocation, pool)
@@ -64,7 +73,7 @@ def _names(allocation: Allocation, pool: Pool) -> list[str]:
 
 
 def _lacks(allocation: Allocation, pool: Pool) -> list[str]:
-    """What the policy's objective is made of and the problem does not say."""
+    """List the prices or the budget that the policy needs and the problem does not state."""
     faults: list[str] = []
     if not pool.jobs:
         return faults
@@ -79,7 +88,10 @@ def _lacks(allocation: Allocation, pool: Pool) -> list[str]:
 
 
 def _times(allocation: Allocation, pool: Pool) -> list[str]:
-    """5.1 (also held by the schema), 5.2, and no time where a job does not run."""
+    """Check constraints 5.1 (which the schema checks too) and 5.2.
+
+    Also, a job may spend no time on a column on which its throughput is 0.
+    """
     spent: dict[str, list[float]] = defaultdict(list)
     faults = []
     for name, shares in allocation.x.items():
@@ -100,7 +112,7 @@ def _times(allocation: Allocation, pool: Pool) -> list[str]:
 
 
 def _devices(allocation: Allocation, pool: Pool) -> list[str]:
-    """5.3 for every resource."""
+    """Check constraint 5.3, the number of devices, for every resource."""
     used: dict[str, list[float]] = defaultdict(list)
     for name, shares in allocation.x.items():
         for column, time in shares.items():
@@ -118,7 +130,11 @@ def _devices(allocation: Allocation, pool: Pool) -> list[str]:
 
 
 def effective_throughputs(allocation: Allocation, pool: Pool) -> dict[str, float]:
-    """throughput(m, X) of every job by definition (5.3.1), in steps per second."""
+    """Compute throughput(m, X) of every job m by its definition (thesis 5.3.1).
+
+    Returns:
+        Job id -> steps per second.
+    """
     terms: dict[str, list[float]] = {name: [] for name in pool.jobs}
     for name, shares in allocation.x.items():
         terms[name] += [pool.rate(name, column) * time for column, time in shares.items()]
@@ -139,7 +155,7 @@ def _throughputs(allocation: Allocation, pool: Pool) -> list[str]:
 
 
 def _floors(allocation: Allocation, pool: Pool) -> list[str]:
-    """SLOs (6.4.3), of a policy that keeps them, where it sees true throughputs."""
+    """Check the SLOs (thesis 6.4.3); skipped for agnostic policies, which see flat throughputs."""
     if allocation.heterogeneity == "agnostic":
         return []
     reached = effective_throughputs(allocation, pool)
@@ -156,7 +172,10 @@ def _floors(allocation: Allocation, pool: Pool) -> list[str]:
 
 
 def _budget(allocation: Allocation, pool: Pool) -> list[str]:
-    """The budget of 6.4.3, where the policy sees true throughputs: dollars until all are done."""
+    """Check the dollars spent until all jobs are done against the budget (thesis 6.4.3).
+
+    Skipped for agnostic policies, which see flat throughputs.
+    """
     budget = pool.problem.budget_dollars
     if allocation.heterogeneity == "agnostic":
         return []
@@ -167,7 +186,7 @@ def _budget(allocation: Allocation, pool: Pool) -> list[str]:
 
 
 def _objective(allocation: Allocation, pool: Pool, known: Judge) -> list[str]:
-    """Objective and bound anew from the definitions."""
+    """Recompute the objective and the bound from the definitions and compare them."""
     certificate, sense = allocation.certificate, known.sense
     if certificate.sense != sense:
         return [f"{allocation.policy} is a {sense}, not a {certificate.sense}"]

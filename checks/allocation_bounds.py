@@ -1,7 +1,7 @@
-"""What an allocation's prices prove, by weak duality; for the checker of allocations.
+"""Bounds that an allocation's dual prices prove by weak duality.
 
 For any prices of throughput, devices and time, no allocation is worth more than the pool and all
-jobs' time together. Every bound below applies that sentence to a policy's objective.
+jobs' time together. Every bound below applies this inequality to a policy's objective.
 """
 
 from math import fsum, inf
@@ -12,9 +12,10 @@ from .judges import Judge, judge_of
 
 
 def bound_of(allocation: Allocation, pool: Pool) -> float | None:
-    """The bound that the certificate's prices prove, by weak duality.
+    """Compute the bound on the objective that the certificate's prices prove, by weak duality.
 
-    None for a policy that the checker does not know.
+    Returns:
+        The bound in the objective's unit; None for a policy without a registered judge.
     """
     known = judge_of(allocation.policy)
     if known is None:
@@ -33,7 +34,10 @@ def bound_of(allocation: Allocation, pool: Pool) -> float | None:
 def _of_levels(
     certificate: Certificate, pool: Pool, known: Judge, level: dict[str, float]
 ) -> float:
-    """Max-min: z * level <= throughput, and with a budget dollars <= z * budget (6.4.3)."""
+    """Bound a max-min policy, which maximises z where z * level <= throughput for every job.
+
+    With a budget, also dollars <= z * budget (thesis 6.4.3).
+    """
     price = budget = 0.0
     if known.keeps_budget:
         price = certificate.resource_prices.get("budget", 0.0)
@@ -46,12 +50,12 @@ def _of_levels(
 
 
 def owed(certificate: Certificate, pool: Pool) -> float:
-    """What the throughputs that SLOs ask for are worth at the prices."""
+    """Value the throughputs that the SLOs require at the certificate's job prices."""
     return fsum(y * floor(pool, name) for name, y in certificate.job_prices.items())
 
 
 def floor(pool: Pool, name: str) -> float:
-    """The throughput that a job's SLO asks for; 0 without one."""
+    """Return the least throughput that meets a job's SLO, in steps per second; 0 without an SLO."""
     job = pool.jobs.get(name)
     return 0.0 if job is None or job.slo_seconds is None else job.steps / job.slo_seconds
 
@@ -62,9 +66,13 @@ def priced_capacity(
     worth: dict[tuple[str, str], float] | None = None,
     charge: float = 0.0,
 ) -> float:
-    """What the pool and all jobs' time are worth at prices: no throughputs are worth more.
+    """Value the pool and all jobs' time at dual prices: an upper bound on any allocation's worth.
 
-    Throughputs count less ``charge`` for each dollar per hour that is held.
+    Args:
+        prices: Dual prices of throughputs, resources and time.
+        pool: The problem's jobs and devices.
+        worth: (job, column) -> what one step is worth in the objective; 0 where absent.
+        charge: What the objective loses for each dollar per hour of devices held.
     """
     worth = worth or {}
     y = {name: prices.job_prices.get(name, 0.0) for name in pool.jobs}
@@ -96,10 +104,10 @@ def _largest_pair_profit(
     rent: dict[tuple[str, str], float],
     time: dict[str, float],
 ) -> float:
-    """The most that two jobs leave over on a column beside their time and its rent.
+    """Find the largest profit of a pair: worth of its throughputs minus rent and time prices.
 
-    Jobs of one model and scale factor have the same rates, so of each only the two that leave
-    most beside a given partner can be in the best pair.
+    Jobs of one model and scale factor have the same rates. So for a given partner model, only the
+    two jobs of a group with the largest profit can be in the best pair.
     """
     kinds: dict[tuple[str, int], list[str]] = {}
     for name, job in pool.jobs.items():

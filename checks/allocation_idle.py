@@ -1,8 +1,9 @@
-"""Devices that an allocation leaves idle, from the definition; for the checker of allocations.
+"""Devices that an allocation leaves idle, counted from the definition.
 
-What jobs could use of an idle type, everything else staying as it is: the time that a job has
-left, and the time that it spends on slower columns (or in slower company, where its partner is
-no worse off alone), on the column that takes most of the type.
+An idle device is usable if a job could run faster on it while everything else stays as it is. A
+job could move there the time that it does not use, and the time that it spends on slower columns
+or in a slower pair (if its partner does not lose by running alone). Of the columns that hold a
+device type, the one that uses most idle devices of the type counts.
 """
 
 from math import fsum, inf
@@ -11,17 +12,17 @@ from ..schema.jobs import Allocation, PairShare
 from .allocation_policies import Pool
 from .judges import judge_of
 
-# Smaller parts of a job's time, and smaller parts of a type's devices, are rounding.
+# Smaller fractions of a job's time, and of the devices of a type, are rounding errors.
 NEGLIGIBLE_TIME = 1e-5
 NEGLIGIBLE_PART = 1e-6
-# A column on which a job runs slower than this part of its best rate is of no use to it.
+# A column on which a job runs slower than this fraction of its best rate is of no use to it.
 NEGLIGIBLE_RATE = 1e-6
-# Figures that differ by less than this part of the type's devices are the same.
+# Numbers of devices that differ by less than this fraction of the type's devices are the same.
 SAME_PART = 2e-5
 
 
 def idle_faults(allocation: Allocation, pool: Pool) -> list[str]:
-    """Faults of what is said of idle devices, and devices left idle that filling should share."""
+    """List wrong counts of idle devices, and usable devices that filling should have shared."""
     idle = idle_devices(allocation, pool)
     usable = usable_devices(allocation, pool, idle)
     types = pool.problem.num_devices
@@ -38,7 +39,7 @@ def idle_faults(allocation: Allocation, pool: Pool) -> list[str]:
     if allocation.fill is None:
         return faults
     known = judge_of(allocation.policy)
-    if known is not None and known.sees is not None:  # what it shuts is left idle on purpose
+    if known is not None and known.sees is not None:  # other columns stay idle on purpose
         usable = usable_devices(allocation, known.sees(pool), idle)
     return faults + [
         f"called filled, but {number} idle {name} could speed jobs up"
@@ -48,7 +49,7 @@ def idle_faults(allocation: Allocation, pool: Pool) -> list[str]:
 
 
 def idle_devices(allocation: Allocation, pool: Pool) -> dict[str, float]:
-    """The amount of each resource that no job holds."""
+    """Count the devices of each resource that no job holds, on average over time."""
     held: dict[str, list[float]] = {name: [] for name in pool.capacity}
     for name, shares in allocation.x.items():
         for column, time in shares.items():
@@ -66,7 +67,7 @@ def idle_devices(allocation: Allocation, pool: Pool) -> dict[str, float]:
 
 
 def usable_devices(allocation: Allocation, pool: Pool, idle: dict[str, float]) -> dict[str, float]:
-    """How many of the idle devices of each type jobs could use, each type looked at alone."""
+    """Count the idle devices of each type that jobs could use, each type considered alone."""
     answer = {}
     shared: dict[str, list[tuple[str, PairShare]]] = {name: [] for name in pool.jobs}
     for pair in allocation.pairs:
@@ -98,7 +99,7 @@ def _movable(
     column: str,
     shared: list[tuple[str, PairShare]],
 ) -> float:
-    """The part of its time that a job would rather spend on a column."""
+    """Return the fraction of its time that a job could move to a column and run faster."""
     rate = pool.rate(name, column)
     if rate <= NEGLIGIBLE_RATE * max(pool.rate(name, c) for c in pool.columns):
         return 0.0

@@ -1,8 +1,9 @@
-"""Whether every level of water filling is as high as it can be (thesis 5.4.3), by weak duality.
+"""Check by weak duality that water filling raised every level as far as possible (thesis 5.4.3).
 
 A job was stopped correctly if it has reached its maximum, or if some prices of the certificate
-prove it: at these prices the whole pool costs no more than the throughputs of this job and of the
-jobs that had stopped before it; so more for this job would have to be taken from one of them.
+prove it. Prices prove it if the whole pool costs no more at these prices than the throughputs of
+this job and of the jobs that stopped before it. More for this job would then have to be taken
+from one of them.
 """
 
 from bisect import bisect_right
@@ -15,16 +16,23 @@ from .allocation_bounds import priced_capacity
 from .allocation_policies import Pool
 from .judges import has_levels, judge_of, rising
 
-# No job could have risen by more than this part of its throughput (or twice it of its best).
+# No job could have risen by more than this fraction of its throughput, or than twice this fraction
+# of its best throughput.
 TOLERANCE = 1e-5
-# ... or only by what costs this part (or twice the certificate's gap) of the pool's worth.
+# The pool's worth at the prices must be paid up to this fraction, or twice the certificate's gap.
 SLACK = 2e-9
-# Jobs whose times differ by less than this part stopped together.
+# Jobs whose stopping times differ by less than this fraction stopped together.
 TOGETHER = 1e-6
 
 
 def unproved_levels(allocation: Allocation, pool: Pool, reached: dict[str, float]) -> list[str]:
-    """Faults of filling: jobs of which nothing shows that they could not rise further."""
+    """List the jobs for which no prices of the certificate prove that they could rise no further.
+
+    Args:
+        allocation: The allocation with its certificate.
+        pool: The problem as the policy sees it.
+        reached: Effective throughput of each job, steps per second.
+    """
     if not has_levels(allocation) or allocation.certificate.bound is None:
         return []
     policy = judge_of(allocation.policy)
@@ -46,7 +54,11 @@ def unproved_levels(allocation: Allocation, pool: Pool, reached: dict[str, float
 
 @dataclass(frozen=True)
 class _Proof:
-    """What the pool is ``worth`` at prices, and what jobs pay by the time they have theirs."""
+    """The pool's ``worth`` at one level's prices, and what jobs pay for their throughputs.
+
+    ``times`` are the volumes at which jobs reach their levels, ascending; ``paid_by[i]`` is what
+    the first i of these jobs pay together.
+    """
 
     prices: LevelPrices
     pool: Pool
@@ -76,9 +88,9 @@ class _Proof:
         return cls(prices, pool, worth, pays, [has[name] for name in order], paid_by, slack)
 
     def stops(self, name: str, throughput: float, time: float) -> bool:
-        """Whether a little more would cost more than the others leave."""
+        """Whether slightly more throughput costs more than the other jobs leave over."""
         before = self.paid_by[bisect_right(self.times, time * (1 + TOGETHER))]
-        # A job that has next to nothing is measured against its best.
+        # For a job with almost no throughput, the increase is relative to its best one.
         more = max(throughput * (1 + TOLERANCE), 2 * TOLERANCE * self.pool.best(name))
         if self.pool.problem.space_sharing:
             wanted = self.prices.job_prices.get(name, 0.0) * more
@@ -90,7 +102,10 @@ class _Proof:
 
 
 def least_cost(pool: Pool, name: str, prices: LevelPrices, throughput: float) -> float:
-    """The least that a throughput costs, time split over two columns or a column and idling."""
+    """Return the lowest cost of a throughput at the prices.
+
+    A cheapest way splits the job's time over at most two columns, or a column and idling.
+    """
     points = [(0.0, 0.0)]
     for column in pool.columns:
         held = pool.holds(name, column).items()

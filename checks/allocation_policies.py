@@ -1,7 +1,6 @@
-"""An allocation problem by definition, for the judges of policies.
+"""The quantities of an allocation problem by definition, for the judges of policies.
 
-Every figure is written from the thesis's formula over one job at a time; nothing is shared
-with the solvers.
+Each function follows the thesis's formula for a single job. Nothing is shared with the solvers.
 """
 
 from dataclasses import dataclass, replace
@@ -15,9 +14,10 @@ _APART, _TOGETHER = "/unconsolidated", "/consolidated"
 
 @dataclass(frozen=True)
 class Pool:
-    """A problem seen one job and one column at a time; ``is_flat`` as an agnostic eye does.
+    """An allocation problem, accessed one job and one column at a time.
 
-    ``is_cheapest`` shuts every column where a job gets less for a dollar than on its best.
+    ``is_flat`` gives each job one throughput for all columns, as heterogeneity-agnostic policies
+    see it. ``is_cheapest`` leaves a job only the columns with its most steps per dollar.
     """
 
     problem: AllocationProblem
@@ -25,11 +25,11 @@ class Pool:
     is_cheapest: bool = False
 
     def flat(self) -> "Pool":
-        """The same pool to a heterogeneity-agnostic eye."""
+        """Return the pool as a heterogeneity-agnostic policy sees it."""
         return replace(self, is_flat=True)
 
     def cheapest(self) -> "Pool":
-        """The same pool where each job keeps to its cheapest columns (6.4.2)."""
+        """Return the pool with each job limited to its cheapest columns (thesis 6.4.2)."""
         return replace(self, is_cheapest=True)
 
     @cached_property
@@ -38,12 +38,12 @@ class Pool:
 
     @cached_property
     def jobs(self) -> dict[str, Job]:
-        """The jobs that fit somewhere by id, in order of arrival."""
+        """Jobs that fit the pool, by id, in order of arrival."""
         return {name: job for name, job in self._all_jobs.items() if self._fits(name)}
 
     @cached_property
     def misfits(self) -> set[str]:
-        """The jobs that fit nowhere, however empty the pool is."""
+        """Ids of the jobs that do not fit the pool even if it is empty."""
         return self._all_jobs.keys() - self.jobs.keys()
 
     def _fits(self, name: str) -> bool:
@@ -60,7 +60,7 @@ class Pool:
 
     @cached_property
     def columns(self) -> tuple[str, ...]:
-        """Where a job may spend time."""
+        """Names of the columns: device types, unconsolidated types and mixes."""
         types = tuple(self.problem.num_devices)
         apart = tuple(name + _APART for name in types) if self._offers_both else ()
         return (*types, *apart, *self._mixes)
@@ -71,7 +71,7 @@ class Pool:
 
     @cached_property
     def capacity(self) -> dict[str, int]:
-        """How many of each resource there are."""
+        """Number of devices of each resource."""
         limits = self.problem.consolidated_devices if self._offers_both else {}
         together = {name + _TOGETHER: number for name, number in limits.items()}
         return {**self.problem.num_devices, **together}
@@ -95,7 +95,7 @@ class Pool:
         }
 
     def holds(self, name: str, column: str) -> dict[str, float]:
-        """What a job holds of each resource while it runs on a column."""
+        """Return the devices of each resource that a job holds while it runs on a column."""
         if column in self._mixes:
             return {device: float(number) for device, number in self._mixes[column].items()}
         scale = float(self._all_jobs[name].scale_factor)
@@ -105,7 +105,7 @@ class Pool:
         return dict.fromkeys([column, *together], scale)
 
     def true_rate(self, name: str, column: str) -> float:
-        """T_mj in steps per second; 0 where the job does not run or does not fit."""
+        """Return T_mj in steps per second; 0 where the job does not run or does not fit."""
         job = self._all_jobs[name]
         if any(number > self.capacity[r] for r, number in self.holds(name, column).items()):
             return 0.0
@@ -114,14 +114,14 @@ class Pool:
         alone, apart = self._entries.get((job.model, job.scale_factor), ({}, {}))
         if column.endswith(_APART):
             device = column.removesuffix(_APART)
-            if job.scale_factor == 1:  # consolidated anywhere, also beside the limit
+            if job.scale_factor == 1:  # always consolidated, so no limit applies
                 return alone.get(device, 0.0) if device + _TOGETHER in self.capacity else 0.0
             return apart.get(device, 0.0)
         only_apart = self.problem.placement == "unconsolidated" and job.scale_factor > 1
         return (apart if only_apart else alone).get(column, 0.0)
 
     def rate(self, name: str, column: str) -> float:
-        """T_mj as this pool's eye sees it."""
+        """Return T_mj in steps per second as the policy sees it (flat, cheapest or true)."""
         true = self.true_rate(name, column)
         seen = self.equal(name) if self.is_flat and true > 0 else true
         return 0.0 if self.is_cheapest and column not in self._cheapest[name] else seen
@@ -137,7 +137,7 @@ class Pool:
         return answer
 
     def pair_rates(self, jobs: tuple[str, str], column: str) -> tuple[float, float]:
-        """Steps per second of two jobs on the same devices; (0, 0) where they cannot share."""
+        """Return two jobs' steps per second on the same devices; (0, 0) if they cannot share."""
         first, second = (self.jobs[name] for name in jobs)
         key = (first.model, second.model, first.scale_factor)
         if first.scale_factor != second.scale_factor or key not in self._pairs:
@@ -158,7 +158,7 @@ class Pool:
 
     @cached_property
     def _pairs(self) -> dict[tuple[str, str, int], dict[str, tuple[float, float]]]:
-        """By both models; only on types where each of them runs alone too."""
+        """(model, model, scale factor) -> column -> rates, if both models also run alone there."""
         table = self.problem.throughputs
         alone = {(row.model, row.scale_factor): row.steps_per_second for row in table.models}
         found: dict[tuple[str, str, int], dict[str, tuple[float, float]]] = {}
@@ -176,14 +176,17 @@ class Pool:
         return found
 
     def equal(self, name: str) -> float:
-        """throughput(m, X^equal): the same share of time on every device."""
+        """Return throughput(m, X^equal): the same share of time on every device (thesis 5.4.1)."""
         types = self.problem.num_devices
         total = sum(types.values())
         value = fsum(self.true_rate(name, c) * number / total for c, number in types.items())
         return value if value > 0 else max(self.true_rate(name, c) for c in self.columns)
 
     def isolated(self, name: str) -> float:
-        """throughput(m, X^isolated): 1/n of every type, scaled to a time of at most 1."""
+        """Return throughput(m, X^isolated) (thesis 5.4.2), in steps per second.
+
+        The job holds 1/n of the devices of every type, for a total time fraction of at most 1.
+        """
         types, job = self.problem.num_devices, self.jobs[name]
         shares = {c: n / len(self.jobs) / job.scale_factor for c, n in types.items()}
         room = max(fsum(shares.values()), 1.0)
@@ -193,11 +196,11 @@ class Pool:
         return value if value > 0 else self.best(name) / len(self.jobs)
 
     def best(self, name: str) -> float:
-        """The job's throughput on its fastest column."""
+        """Return the job's throughput on its fastest column, alone, in steps per second."""
         return max(self.rate(name, column) for column in self.columns)
 
     def best_in_company(self, name: str) -> float:
-        """The job's throughput on its fastest column, alone or beside another."""
+        """Return the job's highest throughput on any column, alone or in a pair."""
         if not self.problem.space_sharing:
             return self.best(name)
         job = self.jobs[name]
@@ -210,38 +213,38 @@ class Pool:
         return max(self.best(name), *beside) if beside and not self.is_flat else self.best(name)
 
     def dollars(self, name: str, column: str) -> float:
-        """Dollars per hour while a job holds a column."""
+        """Return the dollars per hour of the devices that a job holds on a column."""
         types = self.problem.num_devices
         held = {c: n for c, n in self.holds(name, column).items() if c in types}
         return fsum(number * self.problem.dollars_per_hour[c] for c, number in held.items())
 
     def unit_dollars(self, name: str, column: str) -> float:
-        """c_j: dollars per hour of one device of a column (of the whole mix)."""
+        """Return c_j, the dollars per hour of one device of a column (of a mix: of all devices)."""
         scale = 1 if column in self._mixes else self.jobs[name].scale_factor
         return self.dollars(name, column) / scale
 
 
 def inverse(value: float) -> float:
-    """1 / value, infinite at 0."""
+    """Return 1 / value, infinite if the value is not positive."""
     return 1.0 / value if value > 0 else inf
 
 
 def finish_time_ratio(pool: Pool, name: str, throughput: float) -> float:
-    """The finish-time ratio rho of thesis 5.4.2."""
+    """Return the finish-time ratio rho of thesis 5.4.2 at a throughput in steps per second."""
     job = pool.jobs[name]
     alone = job.isolated_seconds + job.steps / pool.isolated(name)
     return (job.elapsed_seconds + job.steps / max(throughput, 1e-300)) / alone
 
 
 def needed_throughput(pool: Pool, name: str, rho: float) -> float:
-    """The throughput at which a job's finish-time ratio is rho."""
+    """Return the throughput, in steps per second, at which a job's finish-time ratio is rho."""
     job = pool.jobs[name]
     alone = job.isolated_seconds + job.steps / pool.isolated(name)
     return job.steps / max(rho * alone - job.elapsed_seconds, 1e-300)
 
 
 def spent_dollars(allocation: Allocation, pool: Pool) -> float:
-    """Dollars per hour of all that is held."""
+    """Return the dollars per hour of all devices that jobs hold, on average over time."""
     alone = [
         pool.dollars(name, column) * time
         for name, shares in allocation.x.items()

@@ -1,11 +1,15 @@
-"""A sum of ratios under SLOs (thesis 6.4.2, 6.4.3), and what its certificate proves.
+"""Bound a sum of throughput-per-dollar ratios under SLOs (thesis 6.4.2, 6.4.3).
 
-A job at more than its SLO's throughput has the same ratio as at exactly that throughput, at which
-it holds less. So a job's ways are the fractions y of its work done on each column, and its ratio is
-floor / dollars(y), a convex function. At any prices of devices the sum of ratios is at most the
-worth of the pool and, of each job, the most that a ratio can exceed the price of what it holds;
-being convex, that is largest at a corner. A certificate may say so once for all allocations, or for
-parts of them; then the parts must leave none out.
+Running a job faster than its SLO requires, with the same mix of columns, does not change its ratio
+but takes more devices. So each job runs at exactly its SLO's throughput, called its floor. The
+vector y holds the fractions of the job's work done on each column; its ratio is
+floor / dollars(y), a convex function of y.
+
+For any device prices, the sum of ratios is at most the pool's value plus, for each job, the
+maximum over y of its ratio minus the price of the devices it holds. That difference is convex in
+y, so its maximum lies at a corner of the feasible set. A certificate may state prices once for
+all allocations, or one set of prices for each of several regions; the regions must then cover all
+allocations.
 """
 
 from collections import defaultdict
@@ -25,14 +29,21 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True)
 class _Way:
-    """A corner: its ratio, and the devices that the job holds on average."""
+    """A corner of a job's feasible set: its ratio, and the devices it holds on average.
+
+    ``ratio`` is in steps per second per dollar an hour; ``holds`` maps resources to devices.
+    """
 
     ratio: float
     holds: dict[str, float]
 
 
 def sum_of_ratios(allocation: Allocation, pool: Pool, reached: Mapping[str, float]) -> float:
-    """The objective: a job that does not run counts with its cheapest column, if it may wait."""
+    """Compute the objective, the sum over jobs of throughput per dollar an hour.
+
+    A job that does not run counts with the ratio of its cheapest column if it has no SLO, else
+    the sum is minus infinity.
+    """
     terms = []
     for name in pool.jobs:
         spent = fsum(
@@ -46,7 +57,7 @@ def sum_of_ratios(allocation: Allocation, pool: Pool, reached: Mapping[str, floa
 
 
 def bound_by_regions(certificate: Certificate, pool: Pool) -> float:
-    """What the certificate's regions prove; infinite where they leave something out."""
+    """Compute the bound that the certificate's regions prove; infinite if they do not cover all."""
     regions = certificate.regions
     if not covers([region.cuts for region in regions]):
         return inf
@@ -76,7 +87,11 @@ def bound_by_regions(certificate: Certificate, pool: Pool) -> float:
 
 
 def covers(regions: Sequence[Sequence[DollarCut]]) -> bool:
-    """Whether regions are together everything: the leaves of a tree of cuts in two."""
+    """Whether the regions cover all allocations: they must be the leaves of a binary tree of cuts.
+
+    Args:
+        regions: The cuts of each region, from the root of the tree down.
+    """
     if not regions:
         return False
     if any(not cuts for cuts in regions):
@@ -107,7 +122,10 @@ def _best(pool: Pool, name: str) -> float:
 
 
 def _ways(pool: Pool, name: str, low: float, high: float) -> Iterator[_Way]:
-    """The corners of a job's ways with a cost within a range."""
+    """Yield the corners of a job's feasible set with a cost from ``low`` to ``high``.
+
+    Costs are in dollars per hour.
+    """
     needed = floor(pool, name)
     columns = [c for c in pool.columns if pool.rate(name, c) > 0]
     time = {c: needed / pool.rate(name, c) for c in columns}
@@ -127,10 +145,10 @@ def _corners(
     low: float,
     high: float,
 ) -> Iterator[dict[str, float]]:
-    """Corners of {y >= 0, sum y = 1, time . y <= 1, low <= dollars . y <= high}.
+    """Yield the corners of {y >= 0, sum y = 1, time . y <= 1, low <= dollars . y <= high}.
 
-    They lie on the simplex's corners, on its edges where one limit is met exactly, and inside its
-    triangles where time and one end of the range are.
+    A corner is a vertex of the simplex, a point of one of its edges at which one limit is tight,
+    or a point of one of its triangles at which the time and one end of the range are tight.
     """
     ends = [end for end in (low, high) if 0 < end < inf]
     limits = [(time, 1.0), *((dollars, end) for end in ends)]
@@ -142,7 +160,7 @@ def _corners(
                 found.append({a: part, b: 1 - part})
     for a, b, c in combinations(columns, 3):
         for end in ends:
-            # Cramer's rule, with the third column taken off.
+            # Cramer's rule, after eliminating the third column by sum y = 1.
             p, q = time[a] - time[c], time[b] - time[c]
             r, s = dollars[a] - dollars[c], dollars[b] - dollars[c]
             det = p * s - q * r

@@ -1,6 +1,7 @@
-"""The tree of shares of thesis 5.4.3, by definition: first shares, and when rows stop.
+"""The tree of shares of thesis 5.4.3, by definition: first shares, and when each job stops rising.
 
-Times are volumes: what has been poured into a node from the start, its share summed over time.
+Water filling raises the levels of jobs over time. Times are measured in volumes: the volume of a
+node is its share of the resources, summed over the time since the start.
 """
 
 from bisect import bisect_right
@@ -15,7 +16,7 @@ SAME_VOLUME = 1e-9
 
 
 class Tree:
-    """Jobs under their entities, in order of arrival; jobs without one stand at the top."""
+    """Jobs under their entities, in order of arrival; jobs without an entity are at the root."""
 
     def __init__(self, jobs: Iterable[Job], entities: Iterable[Entity]) -> None:
         self.nodes = {TOP: Entity(name="top")} | {e.name: e for e in entities}
@@ -39,7 +40,7 @@ class Tree:
                 self.first[name] = min(own + below)
 
     def first_shares(self) -> dict[str, float]:
-        """Each job's share of the whole before any job has stopped; 0: it waits."""
+        """Return each job's fraction of the whole before any job has stopped; 0 if it waits."""
         share, answer = {TOP: 1.0}, dict.fromkeys(self.place, 0.0)
         for name in self.downwards:
             below = [child for child in self.children[name] if child in self.first]
@@ -58,10 +59,16 @@ class Tree:
         return answer
 
     def times(self, level: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        """When each job has its level, and when it stops there, in volume of the top.
+        """Compute when each job reaches its level, and when it stops there, in volumes of the root.
 
-        A job that waits for its turn again in a FIFO node stops only when that turn comes and
-        leaves it no higher.
+        A job in a FIFO node may reach its level and then wait for its next turn. It stops only when
+        that turn comes and does not raise it.
+
+        Args:
+            level: The level that each job has in the end.
+
+        Returns:
+            Job id -> volume when it reaches its level, and job id -> volume when it stops.
         """
         ends: dict[str, list[_End]] = {}
         for name in reversed(self.downwards):
@@ -74,7 +81,7 @@ class Tree:
     def _together(
         self, name: str, level: dict[str, float], below: dict[str, list["_End"]]
     ) -> list["_End"]:
-        """All members rise by weight: at height h a member holds weight * min(h, its height)."""
+        """Raise all members by weight: at height h a member holds weight * min(h, its height)."""
         own = {job: level[job] / entry.priority_weight for job, entry in self.jobs[name].items()}
         tops = [(height, self.jobs[name][job].priority_weight) for job, height in own.items()]
         for child, inner in below.items():
@@ -98,7 +105,7 @@ class Tree:
     def _in_turn(
         self, name: str, level: dict[str, float], below: dict[str, list["_End"]]
     ) -> list["_End"]:
-        """All goes to the member whose first job still running came first, until that stops."""
+        """Fill members in FIFO order: the one whose earliest running job arrived first gets all."""
         left = {job: [_End(job, level[job], level[job])] for job in self.jobs[name]} | below
         ends, has = [], dict[str, float]()
         poured, held = 0.0, dict.fromkeys(left, 0.0)
@@ -109,7 +116,7 @@ class Tree:
             for end in left[head]:
                 if end.has <= until * (1 + SAME_VOLUME):
                     has.setdefault(end.job, poured + max(min(end.has, until) - held[head], 0.0))
-            # Who stops at the same volume as the first may only wait for its turn.
+            # A job that stops at the same volume as the first may only be waiting for its turn.
             done = [e for e in left[head] if e is first or e.stops < until * (1 - SAME_VOLUME)]
             for end in done:
                 stops = poured + max(end.stops - held[head], 0.0)
@@ -122,7 +129,7 @@ class Tree:
 
 
 class _End(NamedTuple):
-    """Volumes of a node at which a job has its level and at which it stops."""
+    """The volumes of a node at which a job reaches its level (``has``) and at which it stops."""
 
     job: str
     has: float

@@ -1,6 +1,6 @@
 """Check a batch split from its definition (VirtualFlow 5.1.2, EasyScale 3.4).
 
-Slow and obvious on purpose; shares no code with the solvers.
+The code is slow and simple on purpose, and shares nothing with the solvers.
 """
 
 from collections import Counter
@@ -17,11 +17,15 @@ TOLERANCE = 1e-9
 
 
 def check(plan: SplitPlan, problem: SplitProblem | None) -> list[str]:
-    """List every fault of a plan; an empty list means that it holds.
+    """List every fault of a plan; an empty list means that it is valid.
 
     Args:
-        plan: The plan to judge.
-        problem: What it claims to answer. None judges the plan's own consistency only.
+        plan: The plan to check.
+        problem: The problem that the plan claims to answer. None checks only whether the plan's
+            own values agree with each other.
+
+    Returns:
+        One sentence per fault.
     """
     faults = [*_own_faults(plan), *_proof_faults(plan), *est_faults(plan, problem)]
     if problem is not None:
@@ -30,7 +34,7 @@ def check(plan: SplitPlan, problem: SplitProblem | None) -> list[str]:
 
 
 def differ(left: float, right: float, rounding: float = 0.0) -> bool:
-    """Whether two numbers differ by more than 1e-9, relative to the larger, and than rounding."""
+    """Whether two numbers differ by more than both ``rounding`` and 1e-9 of the larger one."""
     return abs(left - right) > max(TOLERANCE * max(abs(left), abs(right)), rounding)
 
 
@@ -81,7 +85,7 @@ def _own_faults(plan: SplitPlan) -> Iterator[str]:
 
 
 def _device_seconds(predicted: Prediction) -> float:
-    """What the slowest device does before synchronisation."""
+    """Return the slowest device's seconds before synchronisation."""
     parts = (
         predicted.compute_seconds, predicted.load_seconds, predicted.virtual_node_seconds
     )  # fmt: skip
@@ -132,7 +136,7 @@ def _against_problem(plan: SplitPlan, problem: SplitProblem) -> list[str]:
             )
         ]
     faults += _count_faults(plan, options)
-    if not faults:  # the rest needs known types and sizes
+    if not faults:  # the next checks need known types and sizes
         faults += _prediction_faults(plan, options)
         faults += _bound_faults(plan, problem)
     return faults
@@ -238,7 +242,7 @@ def _prediction_faults(plan: SplitPlan, options: dict[str, DeviceOption]) -> Ite
 
 
 def _work(group: DeviceGroup, costs: DeviceOption | AloneDevice) -> tuple[float, BatchPoint]:
-    """All passes of one of a group's devices: their seconds, and what was measured of one."""
+    """Return the seconds of all passes of one device of a group, and its measured point."""
     point = definitions.point(costs, group.virtual_node_batch_size)
     if point is None:
         raise AssertionError("judged before: the size is one of the curve")
@@ -248,7 +252,7 @@ def _work(group: DeviceGroup, costs: DeviceOption | AloneDevice) -> tuple[float,
 def _closing_faults(
     found: Prediction, costs: list[DeviceOption | AloneDevice], closing: float
 ) -> Iterator[str]:
-    """Update and fixed cost are those of one type in use, whose sum is the largest."""
+    """Check that update and fixed cost are those of a type in use with the largest sum."""
     claimed = (found.update_seconds or 0.0, found.fixed_seconds or 0.0)
     true = [
         (cost.update_seconds, cost.fixed_seconds)
@@ -262,7 +266,7 @@ def _closing_faults(
 
 
 def _part_faults(found: Prediction, slowest: list[tuple[int, BatchPoint]]) -> Iterator[str]:
-    """Passes, loading and virtual nodes are those of one of the slowest devices."""
+    """Check that the compute, load and virtual node times are those of one slowest device."""
     names = ("compute_seconds", "load_seconds", "virtual_node_seconds")
     claimed = tuple(getattr(found, name) or 0.0 for name in names)
     true = []
@@ -276,12 +280,12 @@ def _part_faults(found: Prediction, slowest: list[tuple[int, BatchPoint]]) -> It
 
 
 def _alike(left: tuple[float, ...], right: tuple[float, ...], scale: float = 0.0) -> bool:
-    whole = max(sum(left), sum(right), scale)  # small parts of a sum have its rounding
+    whole = max(sum(left), sum(right), scale)  # small terms carry the rounding of their sum
     return not any(differ(a, b, 1e-12 * whole) for a, b in zip(left, right, strict=True))
 
 
 def _bound_faults(plan: SplitPlan, problem: SplitProblem) -> Iterator[str]:
-    """Hold the proof against a bound that cannot be beaten and plans that are easy to see."""
+    """Compare the proof with a bound that no plan can beat, and with simple plans."""
     if plan.objective != "step_seconds":
         return
     floor = continuous_bound(problem)
@@ -304,7 +308,7 @@ def _bound_faults(plan: SplitPlan, problem: SplitProblem) -> Iterator[str]:
 def _tolerance_faults(
     plan: SplitPlan, problem: SplitProblem, obvious: list["_Obvious"]
 ) -> Iterator[str]:
-    """No spread of the profiles is as wide, or a simpler plan is within it."""
+    """List faults of the tolerance: wider than any measured spread, or a simpler plan fits it."""
     proof = plan.proof
     tolerance, best = proof.tolerance or 0.0, proof.lower_bound or 0.0
     widest = _widest_spread(problem)
@@ -322,7 +326,7 @@ def _tolerance_faults(
 
 
 def _widest_spread(problem: SplitProblem) -> float:
-    """No interval of any plan is wider than this, relative to its step."""
+    """Return the largest relative error in the profiles; no plan's interval can be wider."""
     errors = [option.step_error for option in problem.devices]
     for option in problem.devices:
         for costs in (option, definitions.terms(option, 1)):
@@ -331,9 +335,11 @@ def _widest_spread(problem: SplitProblem) -> float:
 
 
 def continuous_bound(problem: SplitProblem) -> float:
-    """Seconds per step that no split can beat: all devices at their best rate, work divided
-    at will, nothing to synchronise, the cheapest update and fixed cost; or one device alone.
-    """  # noqa: D205
+    """Seconds per step that no split can beat.
+
+    Either all devices work at their best rate on any fractions of the batch, without
+    synchronisation, or the best device works alone. Both with the cheapest update and fixed cost.
+    """
     together = sum(option.num_devices * _best_rate(option) for option in problem.devices)
     alone = [definitions.terms(option, 1) for option in problem.devices]
     closing = min(c.update_seconds + c.fixed_seconds for c in [*problem.devices, *alone])
@@ -346,7 +352,10 @@ def _best_rate(costs: DeviceOption | AloneDevice) -> float:
 
 @dataclass(frozen=True)
 class _Obvious:
-    """A plan that is easy to see: its step, its virtual nodes and devices, and its words."""
+    """A simple plan to compare with.
+
+    ``rank`` is (virtual nodes, devices): fewer is simpler. ``what`` describes it in a fault.
+    """
 
     step_seconds: float
     rank: tuple[int, int]
@@ -354,7 +363,7 @@ class _Obvious:
 
 
 def _obvious_plans(problem: SplitProblem) -> Iterator[_Obvious]:
-    """Plans on equal devices of one type with equal work."""
+    """Yield the plans on devices of one type that all do equal work."""
     batch = problem.global_batch_size
     share = batch // problem.virtual_nodes if problem.virtual_nodes else None
     for option in problem.devices:

@@ -1,7 +1,7 @@
-"""The papers' equations once more, for the judges alone.
+"""A second, independent version of the papers' equations, used only by the checkers.
 
-Judges import neither solvers nor costs, so that an error in an equation there is caught by this
-second version of it. Slow and plain on purpose; nothing is shared but the records.
+Checkers import neither solvers nor costs, so an error in an equation there is caught by the
+version here. The code is slow and simple on purpose; only the record classes are shared.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,21 +18,22 @@ from ..schema.schedule_traits import traits
 
 
 def ring_seconds(num_bytes: float, num_members: int, bytes_per_second: float) -> float:
-    """An all-reduce by a ring, without latency.
+    """Seconds of a ring all-reduce over n members, without latency.
 
-    Each member passes on a share of 1/n in every hop: n - 1 hops gather the sums, as many more
-    spread them. All links are busy in each hop.
+    In each hop every member sends 1/n of the bytes to the next one. n - 1 hops form the sums, and
+    n - 1 more distribute them.
     """
     share_seconds = num_bytes / num_members / bytes_per_second
     return (num_members - 1) * share_seconds + (num_members - 1) * share_seconds
 
 
 def split_sync_seconds(option: DeviceOption, num_devices: int) -> float:
-    """Exposed synchronisation of a split over so many devices of all types (VirtualFlow 5.1.2).
+    """Exposed synchronisation seconds of a split over ``num_devices`` devices (VirtualFlow 5.1.2).
 
-    What was measured, on the devices that it was measured with; where links were fitted, plus how
-    much longer the ring of these devices over this link takes than the ring that was measured:
-    a difference of two rings, so what rounding leaves is in proportion to them, and not to it.
+    The measured time on the measured number of devices. If link rates were fitted, the predicted
+    ring time of these devices over this link is added, and that of the measured ring is
+    subtracted. The result may be much smaller than the two ring times, so its rounding error is
+    relative to them.
     """
     measured = option.sync
     if num_devices == 1 or measured is None:
@@ -51,15 +52,21 @@ def split_sync_seconds(option: DeviceOption, num_devices: int) -> float:
 
 
 def _least_sync_seconds(sync: Sync) -> float:
-    """Where sizes are told apart, what is exposed at the size that hides most."""
+    """The measured seconds; if measured per batch size, the least over the sizes."""
     return min([point.sync_seconds for point in sync.by_batch_size] or [sync.sync_seconds])
 
 
 def exposed_seconds(option: DeviceOption, num_devices: int, size: int) -> float | None:
-    """What a device's last virtual node leaves exposed beyond the least of any size.
+    """Synchronisation seconds exposed at a batch size, beyond the least of all sizes.
 
-    None where sizes are not told apart. What was measured at the sizes around it, each counting
-    for as much as it is near.
+    Args:
+        option: The device type.
+        num_devices: Devices in the whole plan.
+        size: Samples of the device's last virtual node.
+
+    Returns:
+        A linear interpolation between the nearest measured sizes; None if synchronisation was not
+        measured per size, or there is only one device.
     """
     known = {p.batch_size: p.sync_seconds for p in option.sync.by_batch_size} if option.sync else {}
     if num_devices == 1 or not known:
@@ -71,12 +78,12 @@ def exposed_seconds(option: DeviceOption, num_devices: int, size: int) -> float 
 
 
 def terms(option: DeviceOption, num_devices: int) -> DeviceOption | AloneDevice:
-    """What holds for a device in a plan on so many: measured alone if it is the only one."""
+    """Select a type's measurements: those made alone if the plan has one device, else busy ones."""
     return option if num_devices > 1 or option.alone is None else option.alone
 
 
 def point(costs: DeviceOption | AloneDevice, size: int) -> BatchPoint | None:
-    """What was measured of a virtual node of that size; None where nothing was."""
+    """Return the measured point of a virtual node of ``size`` samples; None if there is none."""
     return next((entry for entry in costs.batch_curve if entry.batch_size == size), None)
 
 
@@ -85,13 +92,13 @@ def spread_seconds(
     passes: Sequence[tuple[float, float, float | None]],
     step_errors: Sequence[float | None],
 ) -> float | None:
-    """How far a split's step may be from its prediction, either way; None if unknown.
+    """Seconds by which a split's step may differ from its prediction; None if unknown.
 
     Args:
-        step_seconds: The prediction.
-        passes: Of each group all passes' seconds, what synchronisation exposes at their size, and
-            the half width of the passes' interval, relative.
-        step_errors: Of each group's type, how far steps were from their terms, relative.
+        step_seconds: The predicted step.
+        passes: For each group: seconds of all its passes, exposed synchronisation seconds at their
+            size, and the relative half width of the passes' confidence interval.
+        step_errors: For each group's type, the relative error of steps computed from their terms.
     """
     ways = []
     if None not in step_errors:
@@ -103,7 +110,7 @@ def spread_seconds(
 
 
 def fitted_ring_seconds(option: DeviceOption) -> float:
-    """The ring that was measured, by the links that were fitted; 0 where none were."""
+    """Seconds of the measured ring by its fitted link rates; 0 if none were fitted."""
     measured = option.sync
     if measured is None or measured.bytes_per_second is None:
         return 0.0
@@ -112,13 +119,13 @@ def fitted_ring_seconds(option: DeviceOption) -> float:
 
 
 def _hop_seconds(option: DeviceOption, num_members: int) -> float:
-    """Latency of a ring's hops, there and back."""
+    """Seconds of latency of all 2 (n - 1) hops of a ring."""
     latency = option.sync.latency_seconds if option.sync is not None else None
     return 2 * (num_members - 1) * (latency or 0.0)
 
 
 def link_between(levels: Sequence[TopologyLevel], one: int, other: int) -> float:
-    """Bytes per second of the slowest link on the way between two devices of a pool."""
+    """Bytes per second of the slowest link on the path between two devices of a pool."""
     slowest, width = float("inf"), 1
     for level in levels:
         if one // width == other // width:
@@ -135,10 +142,10 @@ def reduce_seconds(
     num_replicas: int,
     bytes_per_second: float,
 ) -> float:
-    """One all-reduce of a stage's gradients, hop by hop of its ring.
+    """Seconds of one ring all-reduce of a stage's gradients.
 
-    Where all-reduces between devices of the type were measured, no hop is faster than theirs, and
-    each begins with their latency. The papers' prices know the link alone.
+    If all-reduces between devices of the type were measured, each hop has their latency and at most
+    their rate. The papers' stage costs use the link's bandwidth only.
     """
     rate, latency = bytes_per_second, 0.0
     if problem.stage_cost == "ring" and pool.reduce_bytes_per_second is not None:
@@ -152,7 +159,7 @@ def reduce_seconds(
 def slowest_link(problem: PipelineProblem) -> float:
     """Bytes per second of the slowest hop of a ring over all devices of the problem.
 
-    The slowest link that any two of them have, or the slowest all-reduce that was measured.
+    The minimum of all links and of all measured all-reduce rates.
     """
     rates = [level.bytes_per_second for pool in problem.pools for level in pool.levels]
     if problem.stage_cost == "ring":
@@ -164,17 +171,18 @@ def slowest_link(problem: PipelineProblem) -> float:
 
 
 def microbatches_of_busiest(num_microbatches: int, num_replicas: int) -> int:
-    """Microbatches of a batch that the first replica gets: they are dealt out in turn."""
+    """Microbatches of the first replica, which has the most: replicas take them in turn."""
     return len(range(0, num_microbatches, num_replicas))
 
 
 def in_flight(
     schedule: str, workers_from_here: int, num_replicas: int, num_microbatches: int
 ) -> int:
-    """Microbatches that a replica has begun and not ended, at most (2.4.2, 3.2.1).
+    """Most microbatches in flight on one replica of a stage (thesis 2.4.2, 3.2.1).
 
-    1F1B keeps a microbatch for every worker from this stage on, dealt to the stage's replicas in
-    turn. GPipe begins all of a batch. Where a schedule flushes there are no more than a batch's.
+    1F1B keeps one microbatch in flight for every worker from this stage on; the stage's replicas
+    take them in turn. GPipe starts all microbatches of a batch. A schedule that flushes has at most
+    one batch in flight.
     """
     own = microbatches_of_busiest(num_microbatches, num_replicas)
     known = traits(schedule)
@@ -185,7 +193,7 @@ def in_flight(
 
 
 def weight_versions(schedule: str, num_in_flight: int) -> int:
-    """Versions of its weights that a replica keeps (2.4.3, 3.2.1)."""
+    """Number of weight versions that a replica keeps (thesis 2.4.3, 3.2.1)."""
     semantics = traits(schedule).weight_semantics
     if semantics == "stashing":
         return num_in_flight
@@ -201,15 +209,15 @@ def replica_bytes(
     *,
     recompute: bool,
 ) -> float:
-    """Memory of one replica of a stage, part by part.
+    """Bytes of memory of one replica of a stage.
 
     Args:
-        weight_bytes: Its weights, copies of tied ones included.
-        kept_bytes: What its layers keep of one microbatch.
-        input_bytes: What it receives of one microbatch.
+        weight_bytes: Bytes of its weights, copies of tied weights included.
+        kept_bytes: Bytes that its layers keep for the backward pass of one microbatch.
+        input_bytes: Bytes that it receives for one microbatch.
         held: Microbatches in flight, and weight versions.
-        state_bytes_per_weight_byte: Of the optimizer.
-        recompute: Whether only inputs wait for the backward pass.
+        state_bytes_per_weight_byte: Optimizer state per byte of weights.
+        recompute: Whether the stage keeps only its inputs and recomputes activations.
     """
     num_in_flight, versions = held
     all_versions = versions * weight_bytes
@@ -227,11 +235,12 @@ def stage_seconds(
     num_replicas: int,
     all_reduce_seconds: float,
 ) -> float:
-    """The default price: seconds per input of a stage in the steady state (docs/pipeline.md).
+    """The default stage cost: seconds per input in the steady state (docs/pipeline.md).
 
-    Compute and updates of the busiest replica, or the rings of a step where those take longer,
-    over the step's inputs. A schedule that flushes has the first round in the pipeline's filling;
-    PipeDream's endless stream deals evenly and updates after each round.
+    The maximum of the busiest replica's compute and updates in a step, and of the step's
+    all-reduces, divided by the inputs of a step. With a flush, the first round of inputs is not
+    counted, because it belongs to the pipeline's startup. PipeDream never flushes: its inputs are
+    dealt evenly, and it updates after each round.
     """
     count = problem.num_microbatches
     if problem.traits.updates_each_round:
@@ -248,7 +257,7 @@ def stage_seconds(
 def thesis_seconds(
     compute_seconds: float, weight_bytes: float, num_replicas: int, bytes_per_second: float
 ) -> float:
-    """The text's price (2.4.1): max(C, 2(m-1) w / B) / m."""
+    """The stage cost of the thesis's text (2.4.1), in seconds: max(C, 2(m-1) w / B) / m."""
     others = num_replicas - 1
     return max(compute_seconds, 2 * others * weight_bytes / bytes_per_second) / num_replicas
 
@@ -260,7 +269,7 @@ def published_seconds(
     bytes_per_second: float,
     devices_below: int,
 ) -> float:
-    """The released optimizer's price: (C + 4(m-1) w / (B m) / g) / m."""
+    """The stage cost of PipeDream's published code, seconds: (C + 4(m-1) w / (B m) / g) / m."""
     per_link = 4 * (num_replicas - 1) * weight_bytes / (bytes_per_second * num_replicas)
     return (compute_seconds + per_link / devices_below) / num_replicas
 
@@ -272,7 +281,7 @@ def nested_ring_seconds(
     bytes_per_second: float,
     devices_below: int,
 ) -> float:
-    """A ring over a level's components, each of which sends for its devices below together."""
+    """Stage cost at one level, in seconds; the devices of a component share its ring traffic."""
     ring = ring_seconds(weight_bytes, num_replicas, bytes_per_second)
     return max(compute_seconds, ring / devices_below) / num_replicas
 
@@ -280,27 +289,30 @@ def nested_ring_seconds(
 def boundary_seconds(
     activation_bytes: float, bytes_per_second: float, message_seconds: float
 ) -> float:
-    """An activation there and its gradient back, two messages beyond their bytes."""
+    """Seconds to send an activation and return its gradient, with two messages' fixed cost."""
     one_way = message_seconds + activation_bytes / bytes_per_second
     return one_way + one_way
 
 
 def counts_overheads(problem: PipelineProblem) -> bool:
-    """Whether passes, messages and steps cost something themselves: not in the papers' prices."""
+    """Whether passes, messages and steps have a fixed cost; the papers' stage costs have none."""
     return problem.stage_cost == "ring"
 
 
 def message_seconds(problem: PipelineProblem) -> float:
-    """What a message between two stages costs beyond its bytes."""
+    """Fixed seconds of a message between two stages, whatever its size."""
     return problem.message_seconds if counts_overheads(problem) else 0.0
 
 
 def own_seconds(problem: PipelineProblem, pool: DevicePool, num_stages: int) -> tuple[float, float]:
-    """What a microbatch's forward pass, and its backward passes, cost a stage beyond its layers.
+    """Fixed seconds of a stage's forward pass, and of its backward passes, for one microbatch.
 
-    The runtime makes one backward pass, or two where the schedule splits it; what is computed
-    again is done inside one of these. Where a single stage was measured, which has no messages, and
-    the schedule flushes, a plan of one stage has its own cost.
+    The runtime makes one backward pass, or two if the schedule splits it; recomputation is part of
+    one of these. A plan with one stage and a schedule that flushes uses the cost measured for a
+    single stage, if there is one.
+
+    Returns:
+        Seconds of the forward pass, and of all backward passes together.
     """
     if not counts_overheads(problem):
         return 0.0, 0.0
@@ -312,18 +324,22 @@ def own_seconds(problem: PipelineProblem, pool: DevicePool, num_stages: int) -> 
 
 
 def step_overhead(problem: PipelineProblem, device_types: Collection[str]) -> float:
-    """What a step costs beside its passes, messages and updates: that of the slowest type used."""
+    """Fixed seconds of a step besides passes, messages and updates, of the slowest type used."""
     if not counts_overheads(problem):
         return 0.0
     return max(pool.fixed_seconds for pool in problem.pools if pool.device_type in device_types)
 
 
 def tied_bytes(layers: Sequence[PipelineLayer], inside: set[str]) -> tuple[int, int]:
-    """Bytes of tied weights that a stage of these layers has beside its own.
+    """Count the bytes of tied weights that a stage shares with other stages.
+
+    Args:
+        layers: All layers of the model.
+        inside: Ids of the stage's layers.
 
     Returns:
-        Of which it keeps a copy, as it uses but does not hold them all; and of which some users
-        are in other stages, so that a flush sums their gradients.
+        Bytes of which the stage keeps a copy, because it uses weights that other stages hold; and
+        bytes whose gradients a flush must add up over several stages.
     """
     users: dict[frozenset[str], set[str]] = {}
     sizes: dict[frozenset[str], int] = {}

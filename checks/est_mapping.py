@@ -1,4 +1,4 @@
-"""Judge EasyScale's estimates of a plan and of its alternatives (3.4, equations 1a-1d)."""
+"""Check EasyScale's estimates of a plan and of its alternatives (3.4, equations 1a-1d)."""
 
 from collections.abc import Iterator
 
@@ -10,11 +10,12 @@ TOLERANCE = 1e-9
 
 
 def est_faults(plan: SplitPlan, problem: SplitProblem | None) -> Iterator[str]:
-    """Every fault of a plan's ``est`` and ``alternatives``.
+    """Yield every fault of a plan's ``est`` and ``alternatives``, as a sentence.
 
     Args:
-        plan: The plan to judge.
-        problem: What it answers, or None for the plan's own consistency only.
+        plan: The plan to check.
+        problem: The problem that the plan answers. None checks only whether the plan's own
+            values agree with each other.
     """
     if plan.objective == "waste" and plan.est is None:
         yield "est: missing from a plan whose objective is waste"
@@ -35,7 +36,7 @@ def est_faults(plan: SplitPlan, problem: SplitProblem | None) -> Iterator[str]:
 
 
 def differ(left: float, right: float, scale: float = 0.0) -> bool:
-    """Whether two numbers differ by more than 1e-9, relative to the largest of all."""
+    """Whether two numbers differ by more than 1e-9 of the largest of ``scale`` and both."""
     return abs(left - right) > TOLERANCE * max(abs(left), abs(right), scale)
 
 

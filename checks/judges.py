@@ -1,8 +1,8 @@
-"""What the checker must know of a policy: its objective and its bound, from the definition.
+"""Judges of policies: each policy's objective and bound, from the definition.
 
-A policy states its goal once for the solver; its judge states it a second time, in the thesis's
-words and over one job at a time, and shares no code with the solver. A policy without a judge is
-held only to what every allocation must keep.
+A policy states its objective for the solver. Its judge states the objective a second time, by
+the thesis's formula for a single job, and shares no code with the solver. Without a judge, an
+allocation is checked only against the constraints that every allocation must keep.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,25 +22,31 @@ Reached = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
-    """A policy by definition.
+    """The definition of a policy, for the checker.
 
-    Give ``level`` for a max-min policy, ``worth`` for one that adds up; objective and bound then
-    follow. Any other policy gives both itself.
+    State ``level`` for a max-min policy, or ``worth`` for a policy whose objective is a sum over
+    jobs and columns. Objective and bound then follow. Any other policy states both
+    ``objective`` and ``bound``.
 
     Attributes:
-        sense: Whether the objective is a ``max`` or a ``min``; of a max-min policy that is a
-            ``min`` it is 1 / the least level.
-        level: The throughput that one unit of the objective asks of each job.
-        worth: What a step of a job on a column is worth.
-        objective: The objective at an allocation.
-        bound: What the certificate's prices prove, by weak duality.
-        rises: What one unit of level asks of each job, and the tree through which levels rise,
-            where an optimum is filled; by default ``level``, for all jobs alike.
-        fills_itself: Whether the policy goes on after the first bottleneck (thesis 5.4.3).
-        sees: The part of a pool that the policy lets jobs use; None is all of it.
+        sense: Whether the objective is maximised (``max``) or minimised (``min``). The objective
+            of a max-min policy with ``min`` is 1 / the lowest level.
+        level: Pool -> the throughput that each job needs per unit of the objective, steps per
+            second.
+        worth: Pool -> (job, column) -> what one step contributes to the objective.
+        objective: The objective's value at an allocation.
+        bound: The bound that the certificate's prices prove, by weak duality.
+        rises: For filling after the optimum: the throughput that each job needs per unit of
+            level, and the tree in which levels rise. None uses ``level`` with equal weights.
+        fills_itself: Whether the policy continues after the first bottleneck (thesis 5.4.3).
+        sees: Pool -> the pool limited to the columns that the policy lets jobs use; None allows
+            all.
         counts_dollars: Whether every device type needs a price.
-        keeps_slos: Whether every job's SLO is kept.
-        keeps_budget: Whether the problem's budget is kept.
+        keeps_slos: Whether the policy must meet every job's SLO.
+        keeps_budget: Whether the policy must keep the problem's budget.
+
+    Raises:
+        ProblemError: Neither ``level`` nor ``worth`` is given, and objective or bound is missing.
     """
 
     sense: Literal["max", "min"] = "max"
@@ -63,7 +69,7 @@ class Judge:
             )
 
     def worths(self, pool: Pool) -> dict[tuple[str, str], float] | None:
-        """What a step of each job on each column is worth; None where nothing is added up."""
+        """Tabulate (job, column) -> worth of a step; None if the objective is not such a sum."""
         if self.worth is None:
             return None
         of = self.worth(pool)
@@ -82,22 +88,30 @@ def judge(policy: str, definition: Judge, *, module: str) -> None:
     """Register the judge of a policy.
 
     Args:
-        policy: Its name.
-        definition: What its allocations are held to.
-        module: The module that says so (``__name__``).
+        policy: The policy's name.
+        definition: The policy's definition, which its allocations are checked against.
+        module: The module that registers it (``__name__``).
+
+    Raises:
+        ProblemError: Another module has registered a judge of that name.
     """
     JUDGES.add(policy, definition, module)
 
 
 def judge_of(policy: str) -> Judge | None:
-    """The judge of a policy; None if its definition is not stated."""
+    """Return the judge of a policy; None if none is registered."""
     return JUDGES.find(policy)
 
 
 def objective_of(allocation: Allocation, pool: Pool, reached: Reached) -> float | None:
-    """The policy's objective at an allocation, by its formula; None if none is stated.
+    """Compute the policy's objective at an allocation; None if the policy has no judge.
 
-    Of water filling it is that of the first level.
+    For water filling this is the objective of the first level.
+
+    Args:
+        allocation: The allocation; names the policy.
+        pool: The problem as the policy sees it.
+        reached: Effective throughput of each job, steps per second.
     """
     known = judge_of(allocation.policy)
     if known is None:
@@ -113,16 +127,17 @@ def objective_of(allocation: Allocation, pool: Pool, reached: Reached) -> float 
 
 
 def has_levels(allocation: Allocation) -> bool:
-    """Whether an allocation goes on after the first bottleneck (5.4.3)."""
+    """Whether an allocation was filled beyond the first bottleneck (thesis 5.4.3)."""
     known = judge_of(allocation.policy)
     return allocation.fill is not None or (known is not None and known.fills_itself)
 
 
 def rising(allocation: Allocation, pool: Pool) -> tuple[dict[str, float], Tree] | None:
-    """What one unit of level asks of each job, and the tree through which levels rise.
+    """Describe how levels rise when an allocation is filled.
 
-    Where an optimum was filled: the throughputs that the policy's objective asks for, risen
-    together. None where the checker does not know these.
+    Returns:
+        The throughput that each job needs per unit of level (steps per second), and the tree in
+        which levels rise. None if the policy's judge does not define them.
     """
     known = judge_of(allocation.policy)
     if known is None:
@@ -133,7 +148,7 @@ def rising(allocation: Allocation, pool: Pool) -> tuple[dict[str, float], Tree] 
 
 
 def tree_of_equals(pool: Pool) -> Tree:
-    """All jobs side by side with one weight."""
+    """Build a tree with all jobs at the root and with equal weights."""
     jobs: list[Job] = [replace(job, entity=None, priority_weight=1.0) for job in pool.jobs.values()]
     return Tree(jobs, ())
 

@@ -15,12 +15,12 @@ _HALVINGS = 200
 
 
 def _level(of: Callable[[Pool, Job], float]) -> Callable[[Pool], dict[str, float]]:
-    """The throughput that one unit of the objective asks of each job."""
+    """Make a judge's ``level`` from the throughput one job needs per unit of the objective."""
     return lambda pool: {name: of(pool, job) for name, job in pool.jobs.items()}
 
 
 def _fair(pool: Pool, job: Job) -> float:
-    """One unit of normalised throughput of a job (5.4.1)."""
+    """Return one unit of a job's normalised throughput (5.4.1), in steps per second."""
     return pool.equal(job.id) / job.scale_factor
 
 
@@ -52,7 +52,7 @@ def _rise_alike(_: Allocation, pool: Pool) -> tuple[dict[str, float], Tree]:
 
 
 def _in_order(names: list[str], pool: Pool) -> Callable[[str, str], float]:
-    """(M - place) / throughput on the fastest column (5.4.2)."""
+    """Worth of a step: (M - place) / throughput on the job's fastest column (5.4.2)."""
     place = {name: len(names) - i for i, name in enumerate(names)}
     best = {name: pool.best(name) for name in names}
     return lambda m, c: place[m] / best[m]
@@ -96,7 +96,10 @@ def _own_per_dollar(allocation: Allocation, pool: Pool, name: str, reached: floa
 
 
 def _least_rho(certificate: Certificate, pool: Pool) -> float:
-    """Finish-time fairness: the rho whose throughputs are worth just what can be had (5.4.2)."""
+    """Bound finish-time fairness (5.4.2): the rho at which the jobs' throughputs cost the pool.
+
+    At the prices, the throughputs that a smaller rho needs are worth more than the pool.
+    """
     alone = 0.0
     if not pool.problem.space_sharing:
         alone = max(finish_time_ratio(pool, name, pool.best(name)) for name in pool.jobs)
@@ -128,17 +131,17 @@ def _least_rho(certificate: Certificate, pool: Pool) -> float:
 
 
 def _shortest(_: Certificate, pool: Pool) -> float:
-    """SJF: no job is faster than always at its best (5.4.2)."""
+    """Bound SJF (5.4.2): no job is faster than on its fastest column all the time."""
     return min(job.steps / pool.best(name) for name, job in pool.jobs.items())
 
 
 def _least_dollars(certificate: Certificate, pool: Pool) -> float:
-    """Least spending under SLOs: dollars pay for the floors at the prices (6.4.3)."""
+    """Bound from below the dollars per hour that the SLOs need, at the prices (6.4.3)."""
     return owed(certificate, pool) - priced_capacity(certificate, pool, charge=1.0)
 
 
 def _per_dollar(pool: Pool) -> dict[str, float]:
-    """Steps per second per dollar an hour of each job on its cheapest column."""
+    """Return each job's steps per second per dollar an hour, on its cheapest column."""
     return {
         name: max(
             pool.rate(name, column) / pool.dollars(name, column)
@@ -150,17 +153,20 @@ def _per_dollar(pool: Pool) -> dict[str, float]:
 
 
 def _best_ratio(_: Certificate, pool: Pool) -> float:
-    """Without SLOs or pairs no ratio of totals passes that of the best single column (5.4.2)."""
+    """Bound the ratio of totals (5.4.2) without SLOs and pairs: the best job on its best column."""
     return max(each / pool.best(name) for name, each in _per_dollar(pool).items())
 
 
 def _sum_of_ratios(_: Certificate, pool: Pool) -> float:
-    """A job's ratio is at most that of its cheapest column (6.4.2)."""
+    """Bound the sum of ratios (6.4.2): each job's ratio is at most that of its cheapest column."""
     return fsum(_per_dollar(pool).values())
 
 
 def _ratio_under_slos(certificate: Certificate, pool: Pool) -> float:
-    """With N - q D <= excess for all allocations and D >= least, N / D <= q + excess / least."""
+    """Bound the ratio N / D of throughput and dollars under SLOs by q + excess / least.
+
+    This holds if N - q D <= excess and D >= least for all allocations; q is the stated objective.
+    """
     q = certificate.objective
     worth = {(m, c): 1.0 / pool.best(m) for m in pool.jobs for c in pool.columns}
     excess = priced_capacity(certificate, pool, worth, charge=q) - owed(certificate, pool)
@@ -171,7 +177,7 @@ def _ratio_under_slos(certificate: Certificate, pool: Pool) -> float:
 
 
 def _cheapest_steps(pool: Pool) -> dict[str, float]:
-    """The least that a step per second costs each job an hour; in a pair it pays half."""
+    """Return each job's lowest cost of a step per second, in dollars an hour; in a pair, half."""
     alone = {name: 1.0 / each for name, each in _per_dollar(pool).items()}
     if not pool.problem.space_sharing:
         return alone

@@ -1,7 +1,7 @@
-"""Judge a plan of three dimensions from the definitions, with arithmetic of its own.
+"""Check a plan with pipeline, tensor and data parallelism against the definitions.
 
-Nothing is shared with the solver or with costs: every stage is summed layer by layer, every
-message and all-reduce is counted anew, and the step is put together from them (docs/parallel.md).
+Nothing is shared with the solver or with costs. Every stage is summed layer by layer, every
+message and all-reduce is recomputed, and the step follows from them (docs/parallel.md).
 """
 
 from collections import Counter
@@ -21,20 +21,26 @@ _NEAR = 1e-9
 
 
 def check(plan: ParallelPlan, problem: ParallelProblem) -> list[str]:
-    """Every fault of a plan, as sentences; none where it holds.
+    """List every fault of a plan; an empty list means that it is valid.
 
     Args:
-        plan: What is claimed.
-        problem: What it answers.
+        plan: The plan to check.
+        problem: The problem that the plan claims to answer.
+
+    Returns:
+        One sentence per fault.
     """
     faults = [*_shape_faults(plan, problem), *_device_faults(plan, problem)]
     if faults:
-        return faults  # nothing can be counted for layers or degrees that nobody timed
+        return faults  # costs need layers and degrees that were timed
     return [*_memory_faults(plan, problem), *_time_faults(plan, problem), *_proof_faults(plan)]
 
 
 def counted_step(plan: ParallelPlan, problem: ParallelProblem) -> float:
-    """Seconds of a step: all stages once, and the slowest m - 1 times more, then the rest."""
+    """Seconds of a step of 1F1B, counted from the problem.
+
+    All stages once, the slowest stage m - 1 times more, then the slowest update and all-reduce.
+    """
     stages = [
         _compute(plan, problem, number) + _transfer(plan, problem, number)
         for number in range(len(plan.stages))
@@ -46,9 +52,14 @@ def counted_step(plan: ParallelPlan, problem: ParallelProblem) -> float:
 
 
 def counted_memory(plan: ParallelPlan, problem: ParallelProblem, number: int) -> list[float]:
-    """Bytes on a device of each group of a stage, in the groups' order.
+    """Bytes on one device of each replica group of a stage, in the groups' order.
 
     A stage holds at most as many microbatches in flight as there are stages from it on.
+
+    Args:
+        plan: The plan to check.
+        problem: Gives the bytes of each layer.
+        number: The stage, from 0.
     """
     stage = plan.stages[number]
     in_flight = min(len(plan.stages) - number, plan.num_microbatches)
@@ -240,7 +251,10 @@ def _update(plan: ParallelPlan, problem: ParallelProblem, number: int) -> float:
 
 
 def _transfer(plan: ParallelPlan, problem: ParallelProblem, number: int) -> float:
-    """Output to the next stage, gradient to the one before; Sailor's rule counts some twice."""
+    """Seconds of a microbatch's messages: output to the next stage, gradient to the previous one.
+
+    Sailor's rule counts some messages twice.
+    """
     size, last = plan.microbatch_size, len(plan.stages) - 1
     if last == 0:
         return 0.0
@@ -263,10 +277,10 @@ def _transfer(plan: ParallelPlan, problem: ParallelProblem, number: int) -> floa
 def _message(
     plan: ParallelPlan, problem: ParallelProblem, stages: tuple[int, int], size: float
 ) -> float:
-    """A message between two stages, on the slowest of all their replicas.
+    """Seconds of a message between two stages, over the slowest link of their replicas.
 
-    Without scatter/gather a group sends a copy from each device; where receiving blocks, the same
-    message costs the stage at its other end as much again.
+    Without scatter/gather, each device of a tensor-parallel group sends a full copy. If receiving
+    blocks, the message also costs the receiving stage the same time.
     """
     slowest = 0.0
     for number in stages:
@@ -280,7 +294,7 @@ def _message(
 
 
 def _reduce(plan: ParallelPlan, problem: ParallelProblem, number: int) -> float:
-    """A ring all-reduce of the largest shard among all replicas, in buckets."""
+    """Seconds of a stage's ring all-reduce, in buckets, of the largest shard of any replica."""
     stage, start = plan.stages[number], _start(plan, number)
     replicas = sum(group.num_replicas for group in stage.replicas)
     if replicas == 1:

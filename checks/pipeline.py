@@ -1,7 +1,7 @@
-"""Judge a pipeline plan from the definitions: the graph, the links, the memory, the prices.
+"""Check a pipeline plan against the definitions: graph, links, memory and stage costs.
 
-Everything is recounted from the problem's layers and edges; nothing here knows how plans are
-found. Slow and plain on purpose.
+Everything is recomputed from the problem's layers and edges, independently of how solvers find
+plans. The code is slow and simple on purpose.
 """
 
 from dataclasses import replace
@@ -39,14 +39,14 @@ _STAGE_TIMES = (
 
 
 def check(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
-    """Find every fault of a plan for a problem.
+    """List every fault of a plan for a problem.
 
     Args:
-        plan: What a solver or a file claims.
-        problem: What was asked.
+        plan: The plan to check, from a solver or a file.
+        problem: The problem that it claims to answer.
 
     Returns:
-        One line a fault; empty when the plan holds.
+        One line per fault; empty if the plan is valid.
     """
     faults = _header_faults(plan, problem) + _layer_faults(plan, problem)
     if faults:
@@ -132,7 +132,7 @@ def _layer_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
 def _tied_faults(
     plan: PipelinePlan, problem: PipelineProblem, stage_of: dict[str, int]
 ) -> list[str]:
-    """Without a flush each stage updates at its own time, so tied weights need one stage."""
+    """List tied weights over several stages without a flush: their stages update separately."""
     if plan.traits.flushes:
         return []
     return [
@@ -164,13 +164,13 @@ def _device_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
 
 
 def _one_of_each_device(stages: list[StagePlan]) -> list[StagePlan]:
-    """One stage of those that share their devices, in the order of the devices."""
+    """Select one stage of each set of stages on the same devices, in the order of the devices."""
     held = {stage.first_device: stage for stage in stages}
     return [held[first] for first in sorted(held)]
 
 
 def _held_faults(stages: list[StagePlan], pool: DevicePool) -> list[str]:
-    """Devices that two stages hold, or that do not exist; stages may hold any, in any order."""
+    """List devices that two stages hold or that do not exist; the order of devices is free."""
     taken: set[int] = set()
     faults = []
     for stage in stages:
@@ -202,7 +202,7 @@ def _memory_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
         if pool is None or pool.memory_bytes is None:
             continue
         needed = used + pool.workspace_bytes + (pool.base_memory_bytes or 0)
-        # The released optimizer's own test is laxer; its plans are for comparison.
+        # The published optimizer checks memory less strictly; its plans serve comparison only.
         if needed > pool.memory_bytes + 1 and problem.stage_cost != "published":
             faults.append(
                 f"{names} needs {needed:.0f} bytes on a {stage.device_type} of "
@@ -212,11 +212,11 @@ def _memory_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
 
 
 def _schedule_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
-    """Dependencies, deadlocks, bounds and weight versions of what the plan would run."""
+    """Validate the schedule that the plan would run, and its in-flight and version counts."""
     try:
         schedule = schedule_of(plan)
     except ProblemError as error:
-        # A plan that is not to be launched may be one of its steady state alone.
+        # A plan that need not be launched may describe only the steady state.
         return [f"schedule: {error.message}"] if problem.launchable else []
     return [f"schedule: {fault}" for fault in validate(schedule)]
 
@@ -253,7 +253,7 @@ def _claim_faults(plan: PipelinePlan, problem: PipelineProblem) -> list[str]:
 
 
 def _timed_step(plan: PipelinePlan) -> float:
-    """The timer's makespan of a plan that flushes, all-reduces and updates included."""
+    """Seconds of a step with a flush, timed event by event, with all-reduces and updates."""
     return time_schedule(schedule_of(plan), times_of(plan)).makespan_seconds
 
 

@@ -1,4 +1,4 @@
-"""Judge what a pipeline plan predicts of its step beside the times of its stages."""
+"""Check a pipeline plan's predicted parts of a step, its interval and its tolerance."""
 
 from collections.abc import Iterator
 from math import isclose
@@ -23,12 +23,12 @@ _PARTS = (
 def prediction_faults(
     plan: PipelinePlan, expected: PipelinePlan, problem: PipelineProblem
 ) -> list[str]:
-    """Faults of a plan's parts, interval and tolerance.
+    """List the faults of a plan's predicted parts, interval and tolerance.
 
     Args:
-        plan: What is claimed.
-        expected: The same with its stages' times and its step recounted.
-        problem: What was asked.
+        plan: The plan to check.
+        expected: The same plan with the stages' times and the step recomputed.
+        problem: The problem that the plan claims to answer.
     """
     return [
         *_own_faults(plan, problem),
@@ -54,9 +54,12 @@ def _own_faults(plan: PipelinePlan, problem: PipelineProblem) -> Iterator[str]:
 
 
 def _part_faults(got: Prediction, expected: PipelinePlan) -> Iterator[str]:
-    """Parts that are none, or that do not add up; where the stages tell them, each one."""
+    """Yield the parts that differ from those recomputed from the stages' times.
+
+    If the stages' times do not determine the parts, the step must be compute and fixed cost only.
+    """
     if all(getattr(got, name) is None for name in _PARTS):
-        return  # parts are not claimed
+        return  # the plan states no parts
     fixed = expected.predicted.fixed_seconds or 0.0
     step = expected.predicted.step_seconds
     wanted = {name: 0.0 for name in _PARTS}
@@ -92,7 +95,7 @@ def _interval_faults(got: Prediction, problem: PipelineProblem) -> Iterator[str]
 
 
 def _proof_faults(plan: PipelinePlan, problem: PipelineProblem) -> Iterator[str]:
-    """An optimum is its bound, or within what the measurements cannot tell apart."""
+    """Check that an optimal plan meets its bound, within the tolerance of the measurements."""
     proof, error = plan.proof, problem.step_error
     if proof.tolerance is not None and (error is None or proof.tolerance > error):
         yield f"proof.tolerance is {proof.tolerance}, the problem's steps are off by {error}"

@@ -1,4 +1,4 @@
-"""What a pipeline plan's stages cost by the definitions, recounted from layers and edges."""
+"""The costs of a pipeline plan's stages by definition, recomputed from layers and edges."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -17,12 +17,15 @@ from . import definitions
 
 
 def pool_of(problem: PipelineProblem, stage: StagePlan) -> DevicePool | None:
-    """The pool of a stage's device type."""
+    """Find the pool of a stage's device type; None if the problem has none."""
     return next((p for p in problem.pools if p.device_type == stage.device_type), None)
 
 
 def planned_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
-    """What a plan must say that a stage takes: the first of a device has the worker's own too."""
+    """Bytes that a plan must state for a stage.
+
+    Of the stages on one device, the first also counts what the worker itself holds.
+    """
     stage = plan.stages[index]
     used, pool = stage_memory(plan, problem, index), pool_of(problem, stage)
     if pool is None or pool.base_memory_bytes is None:
@@ -34,7 +37,7 @@ def planned_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> 
 
 
 def stage_memory(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
-    """Bytes of one replica of a stage under the plan's schedule, by definition."""
+    """Bytes of memory of one replica of a stage under the plan's schedule."""
     stage = plan.stages[index]
     in_flight, versions = _held(plan, problem, index)
     inside = set(stage.layers)
@@ -62,7 +65,10 @@ def _held(plan: PipelinePlan, problem: PipelineProblem, index: int) -> tuple[int
 
 
 def crossing_bytes(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
-    """What flows into stage ``index`` or past it: outputs of earlier layers needed from it on."""
+    """Bytes sent into or past stage ``index`` per microbatch.
+
+    These are the outputs of all earlier layers that stage ``index`` or a later stage needs.
+    """
     before = {name for stage in plan.stages[:index] for name in stage.layers}
     if problem.cut_rule == "released" or problem.stage_cost == "published":
         return _released_crossing(problem, before)
@@ -75,7 +81,10 @@ def crossing_bytes(plan: PipelinePlan, problem: PipelineProblem, index: int) -> 
 
 
 def _released_crossing(problem: PipelineProblem, before: set[str]) -> float:
-    """The released optimizer's reading: last layers, and ancestors that feed past one of them."""
+    """Bytes that cross a cut as the published optimizer counts them.
+
+    The last layers before the cut, and their ancestors that feed a layer beyond one of them.
+    """
     inside = {i for i, layer in enumerate(problem.layers) if layer.id in before}
     if not inside or len(inside) == len(problem.layers):
         return 0.0
@@ -94,7 +103,7 @@ def _released_crossing(problem: PipelineProblem, before: set[str]) -> float:
 
 
 def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> StagePlan:
-    """A stage with the times that its layers, its links and its pool give."""
+    """Return a stage with its times recomputed from its layers, links and pool."""
     stage = plan.stages[index]
     pool = pool_of(problem, stage)
     assert pool is not None
@@ -129,7 +138,10 @@ def timed_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> Sta
 
 
 def _tied_seconds(problem: PipelineProblem, stage: StagePlan) -> float | None:
-    """A ring over the stage's replicas and one more, at the slowest link there is."""
+    """Seconds of the all-reduce of tied weights; None if the model has none.
+
+    Counted as a ring over the stage's replicas and one more member, at the slowest link.
+    """
     if not any(layer.shared_with for layer in problem.layers):
         return None
     _, split = definitions.tied_bytes(problem.layers, set(stage.layers))
@@ -138,7 +150,7 @@ def _tied_seconds(problem: PipelineProblem, stage: StagePlan) -> float | None:
 
 
 def seconds_per_input(plan: PipelinePlan, problem: PipelineProblem) -> float:
-    """The objective of a plan's stages: the slowest stage or boundary, by definition."""
+    """Seconds per input of the slowest stage or boundary of a plan (thesis 2.4.1)."""
     if plan.solved == "nested":
         return _nested_seconds(plan, problem, list(range(len(plan.stages))), 0)
     return max(
@@ -148,10 +160,10 @@ def seconds_per_input(plan: PipelinePlan, problem: PipelineProblem) -> float:
 
 
 def _sums(plan: PipelinePlan, problem: PipelineProblem, stages: list[int]) -> tuple[float, float]:
-    """Compute seconds and weight bytes of one or more stages, on the first one's device type.
+    """Sum the compute seconds and weight bytes of stages, on the first one's device type.
 
-    What passes cost themselves is that of one stage: where there are several, a lower level of
-    nesting has counted it.
+    The fixed cost of passes is counted for a single stage only; for several stages it is counted at
+    a lower level of nesting.
     """
     names = {name for index in stages for name in plan.stages[index].layers}
     pool = pool_of(problem, plan.stages[stages[0]])
@@ -166,7 +178,7 @@ def _sums(plan: PipelinePlan, problem: PipelineProblem, stages: list[int]) -> tu
 
 
 def _slowest_link(pool: DevicePool, devices: Iterable[int]) -> float:
-    """Bytes per second between the two of some devices that are farthest apart."""
+    """Bytes per second of the slowest link between any two of the devices."""
     pairs = combinations(tuple(devices), 2)
     rates = (definitions.link_between(pool.levels, one, two) for one, two in pairs)
     return min(rates, default=float("inf"))
@@ -193,7 +205,10 @@ def _flat_stage(plan: PipelinePlan, problem: PipelineProblem, index: int) -> flo
 
 
 def _boundary_link(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
-    """The slowest link that any pair of replicas of stage index - 1 and index has."""
+    """Bytes per second of the slowest link between stages ``index`` - 1 and ``index``.
+
+    Every pair of their replicas counts.
+    """
     before, after = plan.stages[index - 1], plan.stages[index]
     if before.device_type == after.device_type:
         pool = pool_of(problem, after)
@@ -204,7 +219,7 @@ def _boundary_link(plan: PipelinePlan, problem: PipelineProblem, index: int) -> 
 
 
 def _flat_boundary(plan: PipelinePlan, problem: PipelineProblem, index: int) -> float:
-    """What a boundary weighs in the bottleneck."""
+    """Seconds per input of the boundary before stage ``index``, in a flat plan's bottleneck."""
     if not problem.count_boundaries:
         return 0.0
     bandwidth = _boundary_link(plan, problem, index)
@@ -219,7 +234,10 @@ def _flat_boundary(plan: PipelinePlan, problem: PipelineProblem, index: int) -> 
 def _nested_seconds(
     plan: PipelinePlan, problem: PipelineProblem, stages: list[int], depth: int
 ) -> float:
-    """A(i -> j) of the blocks at one level, each with the level below inside."""
+    """Seconds per input of the slowest block at one level, A(i -> j) of thesis 2.4.1.
+
+    The compute time of each block comes from the level below.
+    """
     levels = problem.pools[0].levels
     number = len(levels) - 1 - depth
     blocks: dict[int, list[int]] = {}
@@ -262,7 +280,7 @@ def _nested_boundaries(
     replicas: int,
     number: int,
 ) -> float:
-    """What a block pays for its input and, in the released code, its output too."""
+    """Seconds per input to transfer a block's input; in the published code, its output too."""
     if order == 0 or not problem.count_boundaries:
         return 0.0
     bandwidth = problem.pools[0].levels[number].bytes_per_second

@@ -1,7 +1,7 @@
-"""Hold plans and problems to the profiles and the pool that they come from.
+"""Check plans and problems against the profiles and the pool that they come from.
 
-Solvers see a problem that was built from profiles. A judge that trusted that problem would miss
-errors made in building it. So memory, layers and times are read from the profiles again.
+Solvers get a problem that was built from profiles. A checker that trusted this problem would
+miss errors made in building it. So memory, layers and times are read from the profiles again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,23 +20,27 @@ def split_faults(
     cluster: Cluster,
     optimizer: OptimizerState | None,
 ) -> list[str]:
-    """Every group whose passes do not fit its devices, or take another time than was measured.
+    """List the groups whose passes do not fit their devices, or differ from the measured time.
 
-    A plan on one device goes by what was measured alone; one on more by the busy host, where the
-    type was measured on one, a server of the pool holds it with others, and a size fits.
+    A plan on one device uses the measurements made on one device alone. A plan on several devices
+    uses those made on a busy host, if the type has such measurements, some server of the pool holds
+    the type together with other devices, and a measured size fits the memory.
 
     Args:
-        plan: The plan to judge.
-        profiles: Of its model.
-        cluster: The pool; its memory counts where it states one, else the profiled device's.
-        optimizer: The one that will train; None takes the profiles'.
+        plan: The plan to check.
+        profiles: Profiles of the plan's model.
+        cluster: The pool. Device memory is the pool's if stated, else the profiled device's.
+        optimizer: The optimizer that will train; None takes the profiles' optimizer.
+
+    Returns:
+        One sentence per fault.
     """
     by_type = {profile.device_type: profile for profile in profiles}
     faults = []
     for index, group in enumerate(plan.groups):
         profile = by_type.get(group.device_type)
         if profile is None or group.device_type not in cluster.device_types:
-            continue  # the judge of the split says so
+            continue  # checks.batch_split reports it
         has = _device_bytes(cluster, profile)
         more = _more_bytes(profile, optimizer)
         curve = profile.batch_curve
@@ -68,7 +72,7 @@ def _device_bytes(cluster: Cluster, profile: Profile) -> int:
 
 
 def _more_bytes(profile: Profile, optimizer: OptimizerState | None) -> int:
-    """What another optimizer keeps beyond the one that peaks were measured with."""
+    """Bytes that the optimizer keeps beyond the one that peak memory was measured with."""
     if optimizer is None or profile.optimizer is None:
         return 0
     more = optimizer.state_bytes_per_weight_byte - profile.optimizer.state_bytes_per_weight_byte
@@ -76,7 +80,7 @@ def _more_bytes(profile: Profile, optimizer: OptimizerState | None) -> int:
 
 
 def _has_company(cluster: Cluster, device_type: str) -> bool:
-    """Whether devices of a type share a host with any other device."""
+    """Whether a server of the pool holds this type together with other devices."""
     return any(
         device_type in group.devices and sum(group.devices.values()) >= 2
         for group in cluster.servers
@@ -84,7 +88,7 @@ def _has_company(cluster: Cluster, device_type: str) -> bool:
 
 
 def _around(curve: Sequence[BatchPoint], size: int) -> tuple[BatchPoint, BatchPoint] | None:
-    """The points at a size, or below and above it; None outside of what was profiled."""
+    """Find the nearest measured points at or below, and at or above, a size; None if outside."""
     below = [point for point in curve if point.batch_size <= size]
     above = [point for point in curve if point.batch_size >= size]
     return (below[-1], above[0]) if below and above else None
@@ -93,7 +97,7 @@ def _around(curve: Sequence[BatchPoint], size: int) -> tuple[BatchPoint, BatchPo
 def _between(
     around: tuple[BatchPoint, BatchPoint], values: Sequence[float], group: DeviceGroup
 ) -> float:
-    """The value on the line between two points, at a group's size."""
+    """Interpolate linearly between the values of two points, at a group's size."""
     low, high = around
     if low is high:
         return values[0]
@@ -104,12 +108,15 @@ def _between(
 def pipeline_faults(
     problem: PipelineProblem, profiles: Sequence[Profile], cluster: Cluster
 ) -> list[str]:
-    """Everything in which a pipeline's problem is not what profiles and pool say.
+    """List the differences between a pipeline's problem and its profiles and pool.
 
     Args:
-        problem: What was solved.
-        profiles: Of its model, with layers.
+        problem: The problem that was solved.
+        profiles: Profiles of its model, with layers.
         cluster: The pool.
+
+    Returns:
+        One sentence per fault.
     """
     by_type = {profile.device_type: profile for profile in reversed(profiles)}  # the first counts
     faults: list[str] = []
@@ -137,7 +144,7 @@ def _shares_host(cluster: Cluster, device_type: str) -> bool:
 
 
 def _slowed(profile: Profile, batch_size: int) -> float:
-    """A pass with the host's other devices at work, to one alone, on the line between sizes."""
+    """Ratio of a pass's time on a busy host to its time alone, interpolated between sizes."""
     assert profile.busy is not None
     alone = {point.batch_size: point.pass_seconds for point in profile.batch_curve}
     busy = {point.batch_size: point.pass_seconds for point in profile.busy.batch_curve}
@@ -172,7 +179,7 @@ def _pool_faults(
         slow = (slowed * node.forward_seconds, slowed * node.backward_seconds)
         if not all(map(_is_same, (forward, backward), slow)):
             yield f"{layer.id}: its times are not the profile's"
-    # Bytes are the model's; they were taken from the first type's profile.
+    # Bytes do not depend on the device type; the problem takes them from the first profile.
     if pool is problem.pools[0]:
         for layer in problem.layers:
             node = nodes[layer.id]
@@ -212,7 +219,7 @@ def _is_same(one: float, other: float) -> bool:
 
 
 def _workspace_bytes(graph: LayerGraph) -> int:
-    """Most that one layer's passes need for a while, gradients of its output and inputs too."""
+    """Most temporary bytes of one layer's passes, gradients of its output and inputs included."""
     nodes = {node.id: node for node in graph.nodes}
     beside = {name: node.activation_bytes for name, node in nodes.items()}
     for source, target in graph.edges:

@@ -1,4 +1,4 @@
-"""Judge a plan of an always full pipeline from Piper's definitions, with arithmetic of its own."""
+"""Check a steady-state pipeline plan against Piper's definitions, sharing no solver code."""
 
 from collections.abc import Iterator
 from math import ceil, isclose
@@ -9,11 +9,14 @@ _NEAR = 1e-9
 
 
 def check(plan: SteadyPlan, problem: SteadyProblem) -> list[str]:
-    """Every fault of a plan, as sentences; none where it holds.
+    """List every fault of a plan; an empty list means that it is valid.
 
     Args:
-        plan: What is claimed.
-        problem: What it answers.
+        plan: The plan to check.
+        problem: The problem that the plan claims to answer.
+
+    Returns:
+        One sentence per fault.
     """
     faults = list(_shape_faults(plan, problem))
     if faults:
@@ -22,10 +25,11 @@ def check(plan: SteadyPlan, problem: SteadyProblem) -> list[str]:
 
 
 def counted_seconds(plan: SteadyPlan, problem: SteadyProblem, number: int) -> float:
-    """Seconds of a sample in a stage: messages, the all-reduce's share, and compute.
+    """Seconds that a stage takes per sample: messages, all-reduce and compute.
 
-    Every edge that crosses the stage's boundary is sent forward and back; the all-reduce of
-    4 (d - 1) / d times the weights is shared by the batch's microbatches.
+    Each edge that crosses the stage's boundary costs its bytes twice, forward and back. The
+    all-reduce of a batch sends 4 (d - 1) / d times the weight bytes, for d replicas, and is divided
+    by the number of microbatches.
     """
     stage = plan.stages[number]
     replicas, own = stage.num_replicas, set(stage.layers)
@@ -46,7 +50,10 @@ def counted_seconds(plan: SteadyPlan, problem: SteadyProblem, number: int) -> fl
 
 
 def counted_memory(plan: SteadyPlan, problem: SteadyProblem, number: int) -> float:
-    """Bytes on a device: in flight are ceil(replicas from this stage on / its replicas)."""
+    """Bytes on one device of a stage.
+
+    In flight are ceil(replicas of this and all later stages / replicas of this stage) microbatches.
+    """
     later = sum(stage.num_replicas for stage in plan.stages[number:])
     in_flight = ceil(later / plan.stages[number].num_replicas)
     return sum(

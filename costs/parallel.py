@@ -11,7 +11,7 @@ from math import sqrt
 def bubble_fraction(
     pipeline_parallel_size: int, num_microbatches: int, num_model_chunks: int = 1
 ) -> float:
-    """Idle over ideal time of a pipeline that flushes, (p - 1) / (v m); 4.2.2."""
+    """Idle time over ideal time of a pipeline that flushes, (p - 1) / (v m); 4.2.2."""
     return (pipeline_parallel_size - 1) / (num_model_chunks * num_microbatches)
 
 
@@ -25,13 +25,14 @@ def bubble_of_data_parallel(
 def boundary_elements(
     microbatch_size: int, sequence_length: int, hidden_size: int, scattered_over: int = 1
 ) -> float:
-    """What two consecutive stages exchange a microbatch and direction, b s h; 4.3.2.
+    """Elements sent between two consecutive stages per microbatch and direction, b s h; 4.3.2.
 
     Args:
         microbatch_size: b.
-        sequence_length: s.
+        sequence_length: s, in tokens.
         hidden_size: h.
-        scattered_over: t where the scatter/gather optimization is on (4.4.1): b s h / t a device.
+        scattered_over: t with the scatter/gather optimization (4.4.1), which sends b s h / t
+            elements per device; 1 without it.
     """
     return microbatch_size * sequence_length * hidden_size / scattered_over
 
@@ -43,16 +44,19 @@ def tensor_parallel_elements(
     hidden_size: int,
     tensor_parallel_size: int,
 ) -> float:
-    """All-reduced a device and microbatch in a stage, l_stage 8 b s h (t - 1) / t; 4.3.2."""
+    """Elements sent per device and microbatch in a stage, l_stage 8 b s h (t - 1) / t; 4.3.2.
+
+    The communication of the tensor-parallel all-reduces of ``num_layers`` layers (l_stage).
+    """
     share = (tensor_parallel_size - 1) / tensor_parallel_size
     return num_layers * 8 * microbatch_size * sequence_length * hidden_size * share
 
 
 def data_parallel_elements(num_parameters: float, data_parallel_size: int) -> float:
-    """What a device sends in a ring all-reduce of gradients, 2 P (d - 1) / d; 4.3.3.
+    """Elements that a device sends in a ring all-reduce of gradients, 2 P (d - 1) / d; 4.3.3.
 
     Args:
-        num_parameters: Those that the device holds.
+        num_parameters: P, the parameters that the device holds.
         data_parallel_size: d.
     """
     return 2 * num_parameters * (data_parallel_size - 1) / data_parallel_size
@@ -64,7 +68,7 @@ def batch_seconds(
     forward_seconds: float,
     backward_seconds: float,
 ) -> float:
-    """Compute time of a batch, (b'/b + p - 1) (t_f(b) + t_b(b)); equation 4.1.
+    """Compute seconds of a batch, (b'/b + p - 1) (t_f(b) + t_b(b)); equation 4.1.
 
     Args:
         microbatches_of_pipeline: b'/b, where b' = B / d.
@@ -79,7 +83,7 @@ def batch_seconds(
 def checkpointed_bytes(
     num_checkpoints: float, num_layers: int, input_bytes: float, intermediate_bytes: float
 ) -> float:
-    """Activations of a stage with c checkpoints, c A_input + l/c A_intermediate; 4.3.5."""
+    """Activation bytes of a stage with c checkpoints, c A_input + l/c A_intermediate; 4.3.5."""
     return num_checkpoints * input_bytes + num_layers / num_checkpoints * intermediate_bytes
 
 
@@ -91,16 +95,16 @@ def best_num_checkpoints(num_layers: int, input_bytes: float, intermediate_bytes
 def stage_activation_bytes(
     num_in_flight: int, input_bytes: float, stashed_bytes: float, *, recompute: bool
 ) -> float:
-    """Activations that a stage holds for its microbatches in flight; 4.2.2, 4.3.5.
+    """Activation bytes that a stage holds for its microbatches in flight; 4.2.2, 4.3.5.
 
-    Without recomputation all of each is kept. With it each keeps its input alone, and the one
-    whose backward pass runs has all of its own again.
+    Without recomputation, every microbatch in flight keeps all its activations. With recomputation,
+    each keeps only its input, and the one whose backward pass runs has all its activations too.
 
     Args:
         num_in_flight: Microbatches whose backward pass is outstanding.
-        input_bytes: The stage's input, of one microbatch.
-        stashed_bytes: What the passes keep for the backward pass, of one microbatch.
-        recompute: Whether the stage recomputes.
+        input_bytes: Bytes of the stage's input for one microbatch.
+        stashed_bytes: Bytes of activations kept for the backward pass of one microbatch.
+        recompute: Whether the stage recomputes activations.
     """
     if not recompute:
         return num_in_flight * stashed_bytes
@@ -129,10 +133,10 @@ def flops_without_full_recomputation(
     *,
     selective: bool,
 ) -> float:
-    """As ``flops_per_batch``, where passes are not all recomputed; counted as in 4.5.1.
+    """Floating-point operations of a batch without full recomputation; counted as in 4.5.1.
 
-    Forward and backward are three passes of 24 s h^2 + 4 s^2 h a layer and sample, and 6 s h V for
-    the logits.
+    For each sample, the forward and backward passes of a layer take 3 (24 s h^2 + 4 s^2 h)
+    operations, and those of the logits 6 s h V.
 
     Args:
         global_batch_size: B.
@@ -140,7 +144,7 @@ def flops_without_full_recomputation(
         num_layers: l.
         hidden_size: h.
         vocabulary_size: V.
-        selective: Whether the products of the attention's core, 4 s^2 h, are computed again.
+        selective: Whether the products of the attention's core, 4 s^2 h, are recomputed.
     """
     core = 4 * sequence_length**2 * hidden_size
     layer = 3 * (24 * sequence_length * hidden_size**2 + core) + (core if selective else 0)
@@ -160,7 +164,7 @@ def num_parameters(
 def training_seconds(
     num_tokens: float, parameters: float, num_devices: int, flops_per_second: float
 ) -> float:
-    """8 T P / (n X), with recomputation and P >> s, V; equation 4.4.
+    """Seconds of a training run, 8 T P / (n X), with recomputation and P >> s, V; equation 4.4.
 
     Args:
         num_tokens: T.

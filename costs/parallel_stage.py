@@ -1,4 +1,4 @@
-"""What a stage of a plan of three dimensions costs beside its compute: messages and gradients."""
+"""Seconds of a stage's messages and all-reduces, with pipeline, tensor and data parallelism."""
 
 from ..schema.parallel import CostRule, LinkCurve
 
@@ -6,13 +6,15 @@ from ..schema.parallel import CostRule, LinkCurve
 def bucketed_ring_seconds(
     gradient_bytes: float, num_replicas: int, curve: LinkCurve, bucket_bytes: int | None
 ) -> float:
-    """A ring all-reduce, bucket by bucket: 2(d - 1) messages of 1/d of each; thesis 4.3.3.
+    """Seconds of a ring all-reduce in buckets; thesis 4.3.3.
+
+    Each bucket takes 2(d - 1) messages of 1/d of its bytes.
 
     Args:
-        gradient_bytes: Of one device of each replica.
+        gradient_bytes: Bytes of gradients on one device of each replica.
         num_replicas: d.
-        curve: The slowest link of the ring.
-        bucket_bytes: Largest bucket; None reduces all at once.
+        curve: Bandwidth of the slowest link of the ring.
+        bucket_bytes: Largest size of a bucket; None reduces everything at once.
     """
     if num_replicas < 2:
         return 0.0
@@ -33,19 +35,20 @@ def transfer_seconds(
     is_last: bool,
     num_stages: int,
 ) -> float:
-    """A stage's messages of one microbatch.
+    """Seconds of a stage's messages for one microbatch.
 
-    ``hetflow``: its output to the next stage, and its input's gradient to the one before.
-    ``sailor``: the same for inner stages; the last counts its gradient twice, and so does the
-    first its output where there are more than three stages, as Sailor's simulator does.
+    With ``hetflow``, a stage sends its output to the next stage and its input's gradient to the
+    previous one. With ``sailor``, inner stages do the same, but the last stage counts its gradient
+    twice, and with more than three stages the first counts its output twice, as Sailor's simulator
+    does.
 
     Args:
-        rule: Whose convention.
-        output_seconds: Sending the output on.
-        gradient_seconds: Sending the input's gradient back.
-        is_first: Whether no stage is before it.
-        is_last: Whether none is behind it.
-        num_stages: Of the pipeline, p.
+        rule: Which convention to follow.
+        output_seconds: Seconds to send the output.
+        gradient_seconds: Seconds to send the input's gradient.
+        is_first: Whether it is the first stage.
+        is_last: Whether it is the last stage.
+        num_stages: p, stages of the pipeline.
     """
     if is_first and is_last:
         return 0.0
@@ -62,15 +65,16 @@ def step_seconds(
     update_seconds: list[float],
     reduce_seconds: list[float],
 ) -> float:
-    """A step of 1F1B: (m - 1) times the slowest stage, once through all, update, all-reduce.
+    """Seconds of a step of 1F1B with unlike stages.
 
-    Equation 4.1 with unlike stages: of p equal ones it is (m + p - 1)(t_f + t_b).
+    The sum of all stages, (m - 1) times the slowest stage, the longest update and the longest
+    all-reduce. This generalises equation 4.1: p equal stages take (m + p - 1)(t_f + t_b).
 
     Args:
         num_microbatches: m of each pipeline.
-        stage_seconds: Compute and messages of a microbatch, by stage.
-        update_seconds: By stage; the longest counts.
-        reduce_seconds: By stage; the longest counts.
+        stage_seconds: [stages] compute and messages of one microbatch.
+        update_seconds: [stages] optimizer update; the longest counts.
+        reduce_seconds: [stages] all-reduce of the gradients; the longest counts.
     """
     slowest = (num_microbatches - 1) * max(stage_seconds)
     return slowest + sum(stage_seconds) + max(update_seconds) + max(reduce_seconds)

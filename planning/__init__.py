@@ -1,1 +1,1 @@
-"""From profiles, a pool and options to a plan that has been checked and can be launched."""
+"""Turn profiles, a pool and options into a plan that is checked and ready to launch."""

@@ -1,4 +1,4 @@
-"""Jobs, throughputs and a pool to a checked allocation; and judging one."""
+"""Build an allocation problem from jobs, throughputs and a pool, and solve it with a check."""
 
 from dataclasses import replace
 from typing import Literal
@@ -27,19 +27,21 @@ def allocation_problem(
     placement: Placement = "consolidated",
     budget_dollars: float | None = None,
 ) -> AllocationProblem:
-    """What an allocation answers.
+    """Build the problem of sharing a pool among jobs (thesis 5.3).
 
     Args:
-        jobs: Who shares.
-        throughputs: Steps per second of their models on each device type.
-        pool: The devices, with prices where policies need them.
-        heterogeneity: Whether device types count for what they differ in.
+        jobs: The jobs that share the pool.
+        throughputs: Steps per second of the jobs' models on each device type.
+        pool: The devices, with dollars per hour if the policy needs prices.
+        heterogeneity: ``aware`` uses each device type's own throughputs; ``agnostic`` gives a job
+            one throughput on all types.
         space_sharing: Whether pairs of jobs may share devices.
-        placement: Which throughputs of jobs with several devices count.
-        budget_dollars: For the policy ``makespan_budget``.
+        placement: Which throughputs of jobs with several devices count: with the devices on one
+            server (``consolidated``), on several (``unconsolidated``), or both (``mixed``).
+        budget_dollars: The budget of the policy ``makespan_budget`` (thesis 6.4.3).
 
     Raises:
-        ProblemError: Jobs or throughputs that do not fit the pool.
+        ProblemError: Jobs or throughputs do not fit the pool.
     """
     pool = spelled_as(pool, throughputs)
     together: dict[str, int] = {}
@@ -61,17 +63,20 @@ def allocation_problem(
 
 
 def allocate(problem: AllocationProblem, policy: str, *, fills: bool = True) -> Allocation:
-    """Share a pool among jobs as a policy asks; the allocation says what it was made for.
+    """Share a pool among jobs according to a policy.
 
     Args:
         problem: Jobs, throughputs and devices.
-        policy: Its name.
-        fills: Whether what a max-min policy's optimum leaves idle is shared out too.
+        policy: Name of the policy (docs/policies.md).
+        fills: Whether to share out the devices that a max-min policy's optimum leaves idle.
+
+    Returns:
+        The allocation, which has passed its check; it records the options of the problem.
 
     Raises:
-        ProblemError: No such policy, or one that the problem does not fit.
-        InfeasibleError: Nothing satisfies the policy's constraints.
-        BackendError: The solver's allocation fails its check.
+        ProblemError: There is no such policy, or the problem lacks what it needs.
+        InfeasibleError: No allocation satisfies the policy's constraints.
+        BackendError: The solver's allocation fails its check, which is a bug.
     """
     from ..solvers.allocation import allocate as solve
 

@@ -1,4 +1,4 @@
-"""Which schedule, microbatch and planner a pipeline is asked for, and their comparison."""
+"""Choose the planner, schedule and microbatch size of a pipeline by comparing their plans."""
 
 import dataclasses
 import logging
@@ -17,10 +17,11 @@ _log = logging.getLogger("hetflow")
 
 
 def check_flags(request: SolveRequest) -> None:
-    """Refuse flags of a pipeline that do not go together.
+    """Refuse pipeline flags that contradict each other.
 
     Raises:
-        ProblemError: Says which flag to leave out or to add.
+        ProblemError: Two flags contradict each other, or one needs another; the hint names which
+            flag to remove or to add.
     """
     flags = request.pipeline
     if request.split.objective == "waste":
@@ -48,11 +49,14 @@ def check_flags(request: SolveRequest) -> None:
 
 
 def best_pipeline(request: SolveRequest) -> PipelinePlan:
-    """The plan of the schedule asked for, or of the best that flushes.
+    """Find the best pipeline plan for the requested schedule.
+
+    With the schedule ``auto``, the best of all schedules that flush.
 
     Raises:
-        ProblemError: Profiles, pool and flags that do not go together.
-        InfeasibleError: No plan fits.
+        ProblemError: Profiles, pool and flags do not fit together.
+        InfeasibleError: No plan fits the devices' memory or number.
+        BackendError: A solver's plan fails its check, which is a bug.
     """
     check_flags(request)
     plan = _best(request)
@@ -111,7 +115,7 @@ def _repetitive(request: SolveRequest, sizes: list[int]) -> PipelinePlan:
 
 
 def _best_schedule(request: SolveRequest, sizes: list[int], clock: Clock) -> PipelinePlan:
-    """The best schedule of one semantics: those that flush train alike."""
+    """Find the best plan over all schedules that flush, which all train to the same result."""
     plans: list[PipelinePlan] = []
     refusals: list[HetflowError] = []
     tried = [known for known in SCHEDULES.all() if known.plannable and known.flushes]
@@ -147,7 +151,10 @@ def _scheduled(
     clock: Clock,
     others_left: int = 0,
 ) -> PipelinePlan:
-    """The best microbatch size of one schedule; ``others_left`` searches come after it."""
+    """Find the best plan of one schedule over microbatch sizes.
+
+    ``others_left`` is the number of searches that follow and must share the time limit.
+    """
     plans: dict[int, PipelinePlan] = {}
     refusals: list[HetflowError] = []
     for number, size in enumerate(sizes):
@@ -173,10 +180,10 @@ def _scheduled(
 
 
 def _microbatch_sizes(request: SolveRequest) -> list[int]:
-    """The one asked for, or the nearest profiled to it; else all that are profiled everywhere.
+    """List the microbatch sizes to try, out of those profiled on all device types of the pool.
 
-    Raises:
-        ProblemError: Device types without layers, or none at a common size.
+    If a size was requested, the nearest profiled one; else all. Without a common profiled size, the
+    requested one (or 1), so that the solver reports what is missing.
     """
     in_pool = [p for p in request.profiles if p.device_type in request.pool.num_devices]
     tables = [{table.microbatch_size for table in p.layer_tables} for p in in_pool]
@@ -194,7 +201,7 @@ def _microbatch_sizes(request: SolveRequest) -> list[int]:
 
 
 def _say_links(request: SolveRequest) -> None:
-    """What links between devices were taken for, where the pool does not state them."""
+    """Log which bandwidths were assumed for links that the pool does not state."""
     said = request.pipeline.link_bytes_per_second
     links = links_between(request.profiles, request.pool, said)
     for sentence in links.measured:

@@ -1,4 +1,4 @@
-"""Run folders and profiles from files, folded together."""
+"""Correct profiles by the records of past runs, read from files."""
 
 import logging
 import time
@@ -19,20 +19,20 @@ _log = logging.getLogger("hetflow")
 
 
 def read_run(path: Path) -> Run:
-    """The record of a run's folder, or a record itself.
+    """Read a run record, given as its file or as the run's folder.
 
     Raises:
-        FileError: There is none, or it cannot be read.
+        FileError: There is no record, or it has faults.
     """
     found = path / "run.json" if path.is_dir() else path
     return Run(name=str(path), record=files.read(found, RunRecord))
 
 
 def read_runs(folder: Path) -> tuple[Run, ...]:
-    """The records of all run folders in a folder, at any depth.
+    """Read the records of all run folders in a folder, at any depth.
 
     Raises:
-        FileError: There is no such folder, no record in it, or a broken one.
+        FileError: The folder does not exist, holds no record, or holds one with faults.
     """
     if not folder.is_dir():
         raise FileError(f"{folder}: no such folder", hint="give the one that holds runs")
@@ -43,10 +43,11 @@ def read_runs(folder: Path) -> tuple[Run, ...]:
 
 
 def corrected(profiles: Sequence[Profile], runs: Sequence[Run]) -> Correction:
-    """One model's profiles with what runs have measured.
+    """Correct one model's profiles by what its runs measured.
 
     Raises:
-        ProblemError: None of the runs can correct them; says why the first one cannot.
+        ProblemError: None of the runs can correct the profiles; the message says why the first one
+            cannot.
     """
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     found = correct(profiles, runs, corrected_at=now, retime=retimed)
@@ -61,10 +62,13 @@ def corrected(profiles: Sequence[Profile], runs: Sequence[Run]) -> Correction:
 def corrected_by_runs(
     profiles: tuple[Profile, ...], folder: Path
 ) -> tuple[tuple[Profile, ...], tuple[str, ...]]:
-    """One model's profiles with what the runs of it in a folder have measured, and which they are.
+    """Correct one model's profiles by the run records of the model in a folder.
+
+    Returns:
+        The corrected profiles, and the runs that were used.
 
     Raises:
-        FileError: There is no such folder, no record in it, or a broken one.
+        FileError: The folder does not exist, holds no record, or holds one with faults.
         ProblemError: None of the model's runs can correct its profiles.
     """
     model = profiles[0].model
@@ -80,7 +84,10 @@ def corrected_by_runs(
 
 
 def retimed(plan: PipelinePlan, profiles: Sequence[Profile]) -> float | None:
-    """What a flushing pipeline's step takes with these profiles' numbers; None for others."""
+    """Predict the step of a pipeline plan from other profiles, in seconds.
+
+    None if the schedule does not flush, or if the plan does not state all that is needed.
+    """
     from ..checks.pipeline import timed_stage
     from ..schedules.of_plan import schedule_of, times_of
     from ..schedules.timing import time_schedule
@@ -91,7 +98,7 @@ def retimed(plan: PipelinePlan, profiles: Sequence[Profile]) -> float | None:
     try:
         problem = problem_of_plan(plan, profiles, pool_of_plan(plan), link, optimizer)
     except ProblemError:
-        return None  # a link that an older plan's cluster stated, and the plan does not repeat
+        return None  # an older plan does not repeat the links that its cluster stated
     stages = tuple(timed_stage(plan, problem, index) for index in range(len(plan.stages)))
     timed = replace(plan, stages=stages)
     types = {stage.device_type for stage in stages}

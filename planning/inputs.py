@@ -1,4 +1,4 @@
-"""Profiles and pools in every form that callers have them in, as records."""
+"""Read profiles and pools from any form in which callers give them."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -24,10 +24,10 @@ Pool = Cluster | Path | str
 
 
 def pool_of(given: Pool) -> Cluster:
-    """The devices of a pool.
+    """Return a pool as a ``Cluster``; see ``Pool`` for the forms.
 
     Raises:
-        ProblemError: The specification is wrong.
+        ProblemError: The text does not follow the grammar of ``--gpus``.
         FileError: The cluster's file is missing or has faults.
     """
     if isinstance(given, Cluster):
@@ -36,27 +36,28 @@ def pool_of(given: Pool) -> Cluster:
 
 
 def name_of(given: Pool) -> str:
-    """How the user named a pool; a cluster by its devices."""
+    """Return the text by which the user named a pool; for a ``Cluster``, a list of its devices."""
     if isinstance(given, Cluster):
         return ",".join(f"{n}x{name}" for name, n in given.num_devices.items())
     return str(given)
 
 
 def flat(pool: Cluster) -> Cluster:
-    """The pool of these devices of which nothing else is said: no memory, servers or links."""
+    """Return a pool of the same devices without memory, servers, links and prices."""
     return Cluster.parse(",".join(f"{n}x{name}" for name, n in pool.num_devices.items()))
 
 
 def profiles_of(given: Profiles, model: str | None = None) -> tuple[Profile, ...]:
-    """The profiles of one model.
+    """Return the profiles of one model.
 
     Args:
         given: Profiles, or the folder that holds them.
-        model: Whose; None where there is only one.
+        model: Name of the model; None if all profiles are of one model.
 
     Raises:
-        ProblemError: The model is unknown, or several are there and none is named.
-        FileError: The folder holds none, or one with faults.
+        ProblemError: There is no profile of the model, or there are several models and ``model`` is
+            None.
+        FileError: The folder holds no profile, or one with faults.
     """
     if isinstance(given, str | Path):
         found, where = files.read_profiles(Path(given)), f"{given} holds"
@@ -79,7 +80,7 @@ def profiles_of(given: Profiles, model: str | None = None) -> tuple[Profile, ...
 
 
 def types_of(plan: files.Plan) -> tuple[str, ...]:
-    """The device types that a plan uses."""
+    """List the device types that a plan uses."""
     if isinstance(plan, ParallelPlan):
         return tuple(plan.devices_by_type)
     parts = plan.groups if isinstance(plan, SplitPlan) else plan.stages
@@ -87,13 +88,17 @@ def types_of(plan: files.Plan) -> tuple[str, ...]:
 
 
 def under_todays_names(profiles: Sequence[Profile], types: Iterable[str]) -> tuple[Profile, ...]:
-    """Profiles that were written when unlike GPUs still had one name, under the names of today.
+    """Add profiles under new device type names for types that older versions named differently.
 
-    A profile is taken for a type that has none, and that was called so, and a warning says it.
+    Older versions gave unlike GPUs the same name. If a type has no profile, but exactly one profile
+    has its former name, that profile is used for the type, with a warning in the log.
 
     Args:
-        profiles: Of one model.
+        profiles: Profiles of one model.
         types: The device types to plan for.
+
+    Returns:
+        The given profiles, followed by the renamed ones.
     """
     asked = list(types)
     known = {profile.device_type.lower() for profile in profiles}
@@ -122,10 +127,10 @@ def _driver_name(profile: Profile) -> str | None:
 
 
 def spelled_as(pool: Cluster, throughputs: Throughputs) -> Cluster:
-    """The pool with its device types spelled as the throughputs spell them: case does not matter.
+    """Return the pool with device types spelled as in the throughputs; case does not matter.
 
     Raises:
-        ProblemError: No throughput is for a type of the pool, whatever its case.
+        ProblemError: A device type of the pool has no throughput in any spelling.
     """
     tables: list[Iterable[str]] = [entry.steps_per_second for entry in throughputs.models]
     tables += [pair.steps_per_second for pair in throughputs.pairs]

@@ -1,4 +1,4 @@
-"""Judging a plan: the problem that it answers, made again from profiles and a pool."""
+"""Check a plan against the problem that it answers, rebuilt from profiles and a pool."""
 
 from collections.abc import Sequence
 
@@ -18,19 +18,22 @@ def faults_of_plan(
     link_bytes_per_second: float | None = None,
     optimizer: OptimizerState | None = None,
 ) -> list[str]:
-    """Judge a plan, against profiles and a pool where they are given.
+    """List the faults of a plan, checked against profiles and a pool if they are given.
 
     Args:
         plan: A plan of any kind.
-        profiles: Of the plan's model; None judges the plan's inner consistency alone.
-        pool: The devices; by default those that the plan was solved for, as far as it says so,
-            else just those that it uses.
-        link_bytes_per_second: Links of a pipeline that the pool does not state; None takes what
-            the plan says, or else the profiles.
-        optimizer: The one that will train; None takes what the plan says, or else the profiles.
+        profiles: Profiles of the plan's model. None checks only whether the plan's own values
+            agree with each other; this works for split plans only.
+        pool: The devices. None takes the pool that the plan states, else the devices that it uses.
+        link_bytes_per_second: Bandwidth of links that the pool does not state, for pipelines. None
+            takes the plan's, else the profiles'.
+        optimizer: The optimizer that will train. None takes the plan's, else the profiles'.
+
+    Returns:
+        One sentence per fault; empty if the plan is valid.
 
     Raises:
-        ProblemError: The profiles do not fit the plan, or a pipeline is to be judged without.
+        ProblemError: The profiles do not fit the plan, or a pipeline is checked without profiles.
     """
     optimizer = optimizer or plan.optimizer
     if isinstance(plan, PipelinePlan):
@@ -104,7 +107,7 @@ def _parallel_faults(
 
 
 def pool_of_plan(plan: PipelinePlan) -> Cluster:
-    """The pool that a pipeline was solved for; where it does not say, just what it uses."""
+    """Return the pool that a pipeline was solved for; if not stated, the devices that it uses."""
     if plan.cluster is not None:
         return plan.cluster
     held = {(stage.device_type, stage.first_device): stage for stage in plan.stages}
@@ -119,14 +122,14 @@ def problem_of_plan(
     link: float | None,
     optimizer: OptimizerState | None,
 ) -> PipelineProblem:
-    """What a pipeline answers, with these profiles' numbers.
+    """Rebuild the problem that a pipeline plan answers, with the numbers of these profiles.
 
     Args:
-        plan: The answer; its schedule, prices and shape are the problem's.
-        profiles: Of its model.
+        plan: The plan; gives the problem's schedule, stage cost and shape.
+        profiles: Profiles of its model.
         pool: The devices.
-        link: Bandwidth of links that the pool does not state.
-        optimizer: The one that will train; None takes the profiles'.
+        link: Bytes per second of links that the pool does not state.
+        optimizer: The optimizer that will train; None takes the profiles'.
 
     Raises:
         ProblemError: The profiles do not fit the plan.

@@ -10,22 +10,25 @@ from ..solvers.effort import DEFAULT, Effort
 
 @dataclass(frozen=True)
 class Limits:
-    """What ``hetflow solve`` was asked: wall seconds for all its searches, and a fraction."""
+    """The limits of ``hetflow solve``: wall seconds for all searches together, and a relative gap.
+
+    None sets no limit.
+    """
 
     time_limit_seconds: float | None = None
     gap: float | None = None
 
     @property
     def are_asked(self) -> bool:
-        """Whether any was given."""
+        """Whether a time limit or a gap was given."""
         return self != Limits()
 
     def is_missed(self, plan: Plan) -> bool:
-        """Whether a plan is not proved within the gap that was asked for: exit code 4.
+        """Whether a plan is not proved within the requested gap, which ends in exit code 4.
 
-        A time limit alone asks for a gap of 0. Without limits nothing was asked: the gap of the
-        plan says what its search left open. What is optimal is not missed: the gap to the fastest
-        plan on paper may then be as wide as its proof's tolerance.
+        A time limit alone requests a gap of 0. Without limits no gap is requested. An optimal plan
+        always meets the request, even if its gap to the plan with the least predicted time is as
+        wide as its proof's tolerance.
         """
         if not self.are_asked or plan.proof.termination == "optimal":
             return False
@@ -34,11 +37,11 @@ class Limits:
 
 
 class Clock:
-    """Shares the time limit among the searches of a command, one after another.
+    """Shares the time limit among the searches of a command, which run one after another.
 
     Args:
-        limits: What was asked.
-        now: Seconds of a clock that only goes forward.
+        limits: The command's limits.
+        now: Returns the seconds of a monotonic clock.
     """
 
     def __init__(self, limits: Limits, now: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +49,7 @@ class Clock:
         self._end = now() + (limits.time_limit_seconds or 0.0)
 
     def effort(self, searches_left: int = 1) -> Effort:
-        """What the next search may do, if so many are left with it."""
+        """Return the limits of the next search, if ``searches_left`` are left including it."""
         asked = Effort(gap=self._limits.gap) if self._limits.gap else DEFAULT
         if self._limits.time_limit_seconds is None:
             return asked

@@ -1,4 +1,4 @@
-"""A pool whose device types have the prices of a market at one time."""
+"""Prices of device types from markets at one time, for pools and for simulations."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ Markets = Market | Path | str | Sequence[Market | Path | str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DevicePrice:
-    """A way to have a device of a type: dollars per hour of one, and the machine that has it."""
+    """An offer of devices of one type: dollars per hour of one device, and the machine to rent."""
 
     dollars_per_hour: float
     instance_type: str
@@ -27,13 +27,13 @@ class DevicePrice:
 
     @property
     def title(self) -> str:
-        """What to rent, in words."""
+        """Place, instance type, and ``spot`` or ``on demand``, for messages and tables."""
         kind = "spot" if self.is_spot else "on demand"
         return " ".join(word for word in (self.place, self.instance_type, kind) if word)
 
 
 def markets_of(given: Markets) -> tuple[Market, ...]:
-    """Markets as records.
+    """Return markets as records, reading files if needed.
 
     Raises:
         FileError: A file is missing or has faults.
@@ -43,14 +43,18 @@ def markets_of(given: Markets) -> tuple[Market, ...]:
 
 
 def device_prices(markets: Sequence[Market], at: str | None = None) -> dict[str, DevicePrice]:
-    """The cheapest price of a device of each type, spot or on demand.
+    """Find the cheapest price of a device of each type, spot or on demand.
 
     Args:
         markets: Instance types with prices, and price histories.
-        at: When, in UTC; None: each history's market at the end of what is known of it.
+        at: The time in UTC, such as ``2020-03-07T00:00:00Z``. None takes the last time that each
+            market's histories know.
+
+    Returns:
+        Device type -> its cheapest offer.
 
     Raises:
-        ProblemError: A history is of a machine whose devices are not described.
+        ProblemError: A history is of an instance type that the market does not describe.
     """
     found = all_prices(markets, at)
     return {
@@ -59,7 +63,7 @@ def device_prices(markets: Sequence[Market], at: str | None = None) -> dict[str,
 
 
 def all_prices(markets: Sequence[Market], at: str | None = None) -> dict[str, list[DevicePrice]]:
-    """Every price of each device type, as ``device_prices``; in the order of the markets."""
+    """List every price of each device type, in the order of the markets; see ``device_prices``."""
     found: dict[str, list[DevicePrice]] = {}
     when = None if at is None else utc_seconds(at, "--at", "time")
     for market in markets:
@@ -107,7 +111,7 @@ def _offers(market: Market, when: float | None) -> Iterator[tuple[str, DevicePri
 
 
 def _price_at(stretches: Sequence[tuple[float, float, float | None]], when: float) -> float | None:
-    """The price at a time; the end of the last stretch still belongs to it."""
+    """Return the price at a time; the last interval includes its end. None if unknown."""
     for start, end, price in stretches:
         if start <= when < end or (when == end and end == stretches[-1][1]):
             return price
@@ -117,10 +121,18 @@ def _price_at(stretches: Sequence[tuple[float, float, float | None]], when: floa
 def priced_pool(
     pool: Cluster, markets: Sequence[Market], at: str | None = None
 ) -> tuple[Cluster, dict[str, DevicePrice]]:
-    """The pool with the markets' prices, and where each comes from; prices of its own give way.
+    """Replace a pool's prices by the markets' cheapest ones.
+
+    Args:
+        pool: The devices.
+        markets: Instance types with prices, and price histories.
+        at: The time in UTC; None takes the last known prices.
+
+    Returns:
+        The pool with the new prices, and device type -> the offer that gives the price.
 
     Raises:
-        ProblemError: A device type of the pool has no price then.
+        ProblemError: A device type of the pool has no price at that time.
     """
     prices = device_prices(markets, at)
     pool = pool.spelled_as(prices)
@@ -144,10 +156,10 @@ def priced_pool(
 
 
 def priced_by(pool: Cluster, market: Markets | None, at: str | None) -> Cluster:
-    """The pool at the prices of markets, or as it is where none are given.
+    """Replace a pool's prices by those of markets; without markets, return it unchanged.
 
     Raises:
-        ProblemError: A time is given and no market, or a device type has no price then.
+        ProblemError: A time is given without a market, or a device type has no price at that time.
         FileError: A file is missing or has faults.
     """
     if market is None:
@@ -160,18 +172,19 @@ def priced_by(pool: Cluster, market: Markets | None, at: str | None) -> Cluster:
 def market_offers(
     markets: Sequence[Market], device_types: Iterable[str], start: str | None
 ) -> tuple[Prices, bool]:
-    """What can be rented from a time on: price histories, fixed prices, availability.
+    """Collect what can be rented from a start time on: histories, fixed prices, availability.
 
     Args:
-        markets: Where.
-        device_types: Those that count.
-        start: In UTC; None: once as many prices are known as ever are at once.
+        markets: The markets to rent in.
+        device_types: The device types to rent.
+        start: The start time in UTC. None takes the first time at which the largest number of
+            prices is known at once.
 
     Returns:
-        The offers, and whether the markets say when spot machines can be had.
+        The offers, and whether the markets state when spot machines were available.
 
     Raises:
-        ProblemError: Nothing can be rented, or there are no prices at the start.
+        ProblemError: Nothing can be rented, or no price is known at the start.
     """
     types = dict.fromkeys(device_types, 1.0)
     has_histories = any(

@@ -1,4 +1,4 @@
-"""Build the problem of three dimensions from profiles of layers and a cluster."""
+"""Build the problem of pipeline, tensor and data parallelism from layer profiles and a cluster."""
 
 from collections.abc import Sequence
 from math import ceil, gcd
@@ -31,26 +31,26 @@ def parallel_problem(
     optimizer: OptimizerState | None = None,
     most_stages: int | None = None,
 ) -> ParallelProblem:
-    """Match profiles with layers to a cluster's devices.
+    """Build the problem from the profiles of a cluster's device types.
 
-    Layers are taken in topological order; what a boundary sends is everything that layers before
-    it made and layers behind it need. An update takes the profile's time in proportion to the
-    weights that a device holds. Every link of a type is taken for its slowest.
+    Layers are in topological order. A boundary sends every output of the layers before it that a
+    layer after it needs. A device's update time is the profile's, in proportion to the weights that
+    the device holds. All links of a device type have the bandwidth of the slowest one.
 
     Args:
-        profiles: Of one model; those of types that the cluster lacks are ignored.
+        profiles: Profiles of one model with layers; types that the cluster lacks are ignored.
         cluster: The pool.
         global_batch_size: Samples per step.
-        microbatch_size: Take layers profiled at this size only; None takes all.
-        link_bytes_per_second: Bandwidth of links that the cluster does not state; None takes
-            what the profiles measured.
-        recompute: Whether stages may recompute.
-        optimizer: Whose state every replica keeps; None takes the one that the profiles say.
-        most_stages: Of a pipeline.
+        microbatch_size: Use only layers profiled at this size; None uses all sizes.
+        link_bytes_per_second: Bandwidth of links that the cluster does not state; None takes the
+            profiles' measurements.
+        recompute: Whether stages may recompute activations.
+        optimizer: The optimizer whose state every replica keeps; None takes the profiles'.
+        most_stages: Most stages of the pipeline; None sets no limit.
 
     Raises:
-        ProblemError: A type without a profile or without layers, unlike layers, a microbatch size
-            nobody profiled, or a bandwidth or an optimizer that is nowhere stated.
+        ProblemError: A device type has no profile or no layers, the layers differ between types,
+            the microbatch size is not profiled, or a bandwidth or the optimizer is unknown.
     """
     chosen = [_profile_of(name, profiles) for name in cluster.num_devices]
     graphs = [_first_graph(profile) for profile in chosen]
@@ -112,7 +112,7 @@ def _check_size(profiles: Sequence[Profile], microbatch_size: int | None) -> Non
 
 
 def _tables(profile: Profile) -> list[tuple[int, LayerGraph]]:
-    """Every table of layers with its degree."""
+    """List the layer tables of a profile, each with its tensor-parallel degree."""
     ones = [(1, table) for table in profile.layer_tables]
     return ones + [(t.tensor_parallel_size, t.layers) for t in profile.tensor_layers]
 
@@ -120,7 +120,7 @@ def _tables(profile: Profile) -> list[tuple[int, LayerGraph]]:
 def _crossing(
     order: Sequence[LayerNode], edges: Sequence[tuple[int, int]], microbatch_size: int
 ) -> tuple[int, ...]:
-    """What is sent on behind each layer, bytes of a sample; each tensor once."""
+    """[layers] bytes per sample that cross the boundary after each layer; each tensor once."""
     last_use = list(range(len(order)))
     for source, target in edges:
         last_use[source] = max(last_use[source], target)
@@ -129,7 +129,7 @@ def _crossing(
         made = [
             order[layer].activation_bytes for layer in range(place + 1) if last_use[layer] > place
         ]
-        # A last layer has no reader; its own output is what a loss outside would need.
+        # No layer reads the last layer's output, but a loss outside of the model does.
         whole = sum(made) if made else order[place].activation_bytes
         sent.append(ceil(whole / microbatch_size))
     return tuple(sent)
@@ -171,7 +171,7 @@ def _slowest(levels: tuple[TopologyLevel, ...], between_types: float | None) -> 
 
 
 def _width(cluster: Cluster, name: str) -> int:
-    """Devices of a type in each server that has it; where servers differ, what divides all."""
+    """Devices of a type per server that has it; the greatest common divisor if servers differ."""
     return gcd(*(group.devices[name] for group in cluster.servers if name in group.devices))
 
 
@@ -189,7 +189,7 @@ def _times(profile: Profile, degree: int, table: LayerGraph, names: Sequence[str
 
 
 def _sizes(profiles: Sequence[Profile], names: Sequence[str]) -> tuple[ShardSizes, ...]:
-    """Bytes by degree: of all tables at a degree the largest of each layer."""
+    """Collect each layer's bytes per tensor-parallel degree, the largest over all tables."""
     by_degree: dict[int, list[LayerGraph]] = {}
     for profile in profiles:
         for degree, table in _tables(profile):
@@ -211,5 +211,5 @@ def _node(table: LayerGraph, name: str) -> LayerNode:
 
 
 def _stashed(node: LayerNode) -> int:
-    """What a pass keeps of a layer; if it was not measured, the layer's output."""
+    """Bytes that a forward pass keeps of a layer; the bytes of its output if not measured."""
     return node.activation_bytes if node.stashed_bytes is None else node.stashed_bytes

@@ -1,4 +1,4 @@
-"""Build the pipeline partition's problem from profiles of layers and a cluster."""
+"""Build the problem of a pipeline partition from layer profiles and a cluster."""
 
 from collections.abc import Sequence
 from math import isclose
@@ -43,34 +43,36 @@ def pipeline_problem(
     num_model_chunks: int | None = None,
     launchable: bool = False,
 ) -> PipelineProblem:
-    """Match profiles with layers to a cluster's devices.
+    """Build the problem from the profiles of a cluster's device types.
 
     All profiles must hold the same layers at the same microbatch size, which the pipeline uses.
-    Devices of a type form one pool: alike servers give two levels; servers that differ in how
-    many devices of the type they hold are taken as one flat level at the slower link.
+    The devices of a type form one ``DevicePool``. If all servers with the type hold equally many
+    devices of it, the pool has two levels; else one level with the slower link's bandwidth.
 
     Args:
-        profiles: Profiles of one model; those of types that the cluster lacks are ignored.
+        profiles: Profiles of one model with layers; types that the cluster lacks are ignored.
         cluster: The pool.
         global_batch_size: Samples per step; a multiple of the profiled microbatch size.
-        microbatch_size: Take the layers profiled nearest to this size; None takes ``layers``.
-        link_bytes_per_second: Bandwidth of links that the cluster does not state; None takes
-            what the profiles measured (``pipeline_links``).
-        schedule: As in ``PipelineProblem``, like all that follow.
-        stage_cost: Named prices.
-        solved: Flat or nested.
-        workers: At most or exactly all devices.
+        microbatch_size: Use the layers profiled nearest to this size; None uses the profiles'
+            ``layers``.
+        link_bytes_per_second: Bandwidth of links that the cluster does not state; None takes the
+            profiles' measurements (``pipeline_links``).
+        schedule: Name of the schedule. This and the following are as in ``PipelineProblem``.
+        stage_cost: Name of the stage cost (docs/pipeline.md).
+        solved: ``flat`` or ``nested``.
+        workers: Whether to use at most or exactly all devices.
         replication: Whether stages may have replicas.
-        recompute: None lets the solver choose.
-        num_stages: Exactly so many stages.
-        optimizer: Whose state every replica keeps; None takes the one that the profiles say.
-        objective: None takes the step where there is one.
-        num_model_chunks: Stages on a device of ``interleaved``.
-        launchable: Only what ``hetflow launch`` runs.
+        recompute: Whether stages recompute activations; None lets the solver choose.
+        num_stages: Exact number of stages; None lets the solver choose.
+        optimizer: The optimizer whose state every replica keeps; None takes the profiles'.
+        objective: ``step`` or ``bottleneck``; None takes ``step`` if the schedule has one.
+        num_model_chunks: Stages per device, for ``interleaved``; None tries several.
+        launchable: Whether to allow only plans that ``hetflow launch`` can run.
 
     Raises:
-        ProblemError: A type without a profile or without layers, unlike layers, a bandwidth or
-            an optimizer that is nowhere stated, or a batch that the microbatch does not divide.
+        ProblemError: A device type has no profile or no layers, the layers differ between types,
+            a bandwidth or the optimizer is unknown, or the microbatch size does not divide the
+            batch.
     """
     chosen = [_profile_of(name, profiles) for name in cluster.num_devices]
     graphs = [_graph_of(profile, microbatch_size) for profile in chosen]
@@ -113,10 +115,11 @@ def pipeline_problem(
 
 
 def optimizer_of(profiles: Sequence[Profile]) -> OptimizerState:
-    """The optimizer that profiles were made with, if it was chosen and no default.
+    """Return the optimizer that the profiles were made with, if the user chose it.
 
     Raises:
-        ProblemError: A profile does not say, or two say unlike things; names the flags.
+        ProblemError: A profile does not state a chosen optimizer, or two profiles state different
+            ones; the hint names the flags.
     """
     flags = f"say which one trains: --optimizer {'|'.join(NAMES)}, or --state-bytes-per-weight-byte"
     for profile in profiles:
@@ -150,13 +153,14 @@ def _keep_alike(one: OptimizerState, other: OptimizerState) -> bool:
 def layers_of_graph(
     graph: LayerGraph,
 ) -> tuple[tuple[PipelineLayer, ...], Edges, tuple[LayerNode, ...]]:
-    """Order a graph's layers so that no edge goes backwards, the given order where it can be.
+    """Sort a graph's layers topologically, keeping the given order as far as possible.
 
     Returns:
-        The layers, the edges as positions, and the profile's nodes in the same order.
+        The layers, the edges as pairs of positions in them, and the profile's nodes in the same
+        order.
 
     Raises:
-        ProblemError: The graph has a cycle; names a layer on it.
+        ProblemError: The graph has a cycle; the message names a layer on it.
     """
     parents: dict[str, set[str]] = {node.id: set() for node in graph.nodes}
     for source, target in graph.edges:
@@ -265,12 +269,12 @@ def _pool(
 
 
 def _busy(profile: Profile, cluster: Cluster) -> BusyHost | None:
-    """What a type does while others of its host work; None where its devices have hosts alone."""
+    """Return a type's busy-host measurements; None if each of its servers has one device only."""
     return profile.busy if cluster.shares_servers(profile.device_type) else None
 
 
 def _message_seconds(profiles: Sequence[Profile]) -> float:
-    """Of the type with the dearest messages: as rehearsed, else the latency of its link."""
+    """Fixed seconds of a message, on the slowest type: as measured, else its link's latency."""
     found = [0.0]
     for profile in profiles:
         if profile.pipeline is not None:
@@ -281,18 +285,21 @@ def _message_seconds(profiles: Sequence[Profile]) -> float:
 
 
 def _step_error(profiles: Sequence[Profile]) -> float | None:
-    """The largest of those known, an estimated profile's with it; None if none is known."""
+    """The largest relative step error of the profiles, estimated ones included; None if unknown."""
     found = [profile.pipeline.step_error for profile in profiles if profile.pipeline is not None]
     found += [profile.estimate.step_error for profile in profiles if profile.estimate is not None]
     return max((error for error in found if error is not None), default=None)
 
 
 def _workspace(profile: Profile, graph: LayerGraph, total: int) -> int:
-    """What is set aside of a device's memory of ``total`` bytes.
+    """Bytes of a device's ``total`` bytes of memory to reserve for temporary use, for any stage.
 
-    Where workspaces were measured, the dearest layer's, with the gradients of its output and
-    inputs, which live beside it during its backward pass; and the update's, where the allocator
-    keeps it apart; and what exchanging with other workers takes. One for all stages: a bound.
+    The sum of the largest layer's workspace, if measured, with the gradients of its output and
+    inputs, which exist at the same time in its backward pass; the optimizer update's workspace, if
+    the allocator keeps it apart; and the workspace for communication with other workers.
+
+    Raises:
+        InfeasibleError: These bytes alone fill the device.
     """
     made = {node.id: node.activation_bytes for node in graph.nodes}
     inputs = dict.fromkeys(made, 0)

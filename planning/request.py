@@ -1,4 +1,4 @@
-"""Everything a plan depends on: profiles, a pool, and what is asked of the plan."""
+"""The request for a plan: profiles, a pool, and options."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ CostModelName = Literal["profiled", "closed-form", "measured"]
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """What is asked of a batch split; ``top`` counts for the objective ``waste``."""
+    """Options of a batch split; ``top`` is used with the objective ``waste`` only."""
 
     objective: AnyObjective = "step_seconds"
     method: Method = "exact"
@@ -30,15 +30,15 @@ class SplitOptions:
 
 @dataclass(frozen=True)
 class PipelineOptions:
-    """What is asked of a pipeline; the fields are those of ``PipelineProblem``.
+    """Options of a pipeline; the fields are those of ``PipelineProblem``.
 
-    ``schedule`` auto takes the fastest of those that flush. With ``repetitive`` PipeDream-2BW's
-    planner chooses, by ``cost_model``; its ``measured`` costs come from the run records in
-    ``runs``.
+    The schedule ``auto`` takes the fastest of the schedules that flush. With ``repetitive``,
+    PipeDream-2BW's planner chooses the plan (thesis 3.3), using ``cost_model``. The cost model
+    ``measured`` takes its costs from the run records in the folder ``runs``.
     """
 
     schedule: str = DEFAULT_SCHEDULE
-    """A planned schedule's name, or ``auto``: the fastest of those that flush."""
+    """Name of a schedule that solvers plan, or ``auto``: the fastest of those that flush."""
     stage_cost: StageCost = "ring"
     num_stages: int | None = None
     replication: bool = True
@@ -53,9 +53,10 @@ class PipelineOptions:
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """What is asked of a plan of three dimensions, beside a pipeline's links and microbatch.
+    """Options of a plan with pipeline, tensor and data parallelism.
 
-    ``recompute`` lets stages recompute; ``top`` counts the points of its Pareto table.
+    Links and microbatch size are in ``PipelineOptions``. ``recompute`` lets stages recompute
+    activations; ``top`` is the most points of the Pareto table.
     """
 
     recompute: bool = True
@@ -64,12 +65,12 @@ class ParallelOptions:
 
 @dataclass(frozen=True)
 class SolveRequest:
-    """Everything a plan depends on.
+    """Everything that a plan depends on.
 
-    ``pool_name`` is how the user named the pool, for the plan's provenance; ``corrected_by`` are
-    the runs that the profiles were corrected by. ``optimizer`` is the one that will train; None
-    takes what the profiles say. With ``fastest`` the fastest plan on paper is taken, also where
-    the measurements cannot tell a simpler one from it.
+    ``pool_name`` is the text by which the user named the pool, for the plan's provenance.
+    ``corrected_by`` names the runs by which the profiles were corrected. ``optimizer`` is the one
+    that will train; None takes the profiles'. ``fastest`` takes the plan with the least predicted
+    time, even if a simpler plan is as fast within the accuracy of the measurements.
     """
 
     profiles: tuple[Profile, ...]

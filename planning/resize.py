@@ -1,4 +1,4 @@
-"""Another plan for a running job, of the same virtual nodes or microbatches."""
+"""Plan other devices for a running job, keeping its virtual nodes or microbatches."""
 
 from dataclasses import replace
 from typing import cast
@@ -14,16 +14,16 @@ from .solve import solve
 
 
 def split_again(now: LaunchConfig, profiles: Profiles, pool: Pool) -> SplitPlan | PipelinePlan:
-    """The best split of a job's equal virtual nodes over other devices, by the profiles.
+    """Find the best split of a job's equal virtual nodes over other devices.
 
     Args:
-        now: The running launch.
+        now: The config of the running launch.
         profiles: Profiles of its model, or their folder.
-        pool: All devices from now on.
+        pool: All devices that the job has from now on.
 
     Raises:
         ProblemError: The job's virtual nodes differ in size.
-        InfeasibleError: They do not fit these devices.
+        InfeasibleError: The virtual nodes do not fit these devices.
     """
     sizes = _batch_sizes(now)
     if len(set(sizes)) > 1:
@@ -39,17 +39,17 @@ def split_again(now: LaunchConfig, profiles: Profiles, pool: Pool) -> SplitPlan 
 def cut_again(
     now: LaunchConfig, before: PipelinePlan, profiles: Profiles, pool: Pool
 ) -> SplitPlan | PipelinePlan:
-    """The best cut for the same schedule, microbatches, links and optimizer, by the profiles.
+    """Find the best pipeline plan with the same schedule, microbatches, links and optimizer.
 
     Args:
-        now: The running launch of a pipeline.
-        before: The plan that it started with.
+        now: The config of the running launch of a pipeline.
+        before: The plan that the launch started with.
         profiles: Profiles of its model, or their folder.
-        pool: All devices from now on.
+        pool: All devices that the job has from now on.
 
     Raises:
-        ProblemError: The schedule is one that no solver plans.
-        InfeasibleError: No cut fits these devices.
+        ProblemError: No solver plans the schedule.
+        InfeasibleError: No plan fits these devices.
     """
     if now.pipeline is None:
         raise ProblemError("only pipelines are cut again, this run has a split plan")
@@ -68,11 +68,14 @@ def cut_again(
 
 
 def seconds_a_sample(now: LaunchConfig, plan: SplitPlan) -> dict[str, float]:
-    """What a run's plan knows of the speed of each device type [type -> seconds].
+    """Compute the seconds per sample of each device type from a run's plan.
 
     Args:
-        now: The running launch; of emulated types it holds the measured times.
-        plan: The plan that it started with.
+        now: The config of the running launch; gives the measured times of emulated types.
+        plan: The plan that the launch started with.
+
+    Returns:
+        Device type -> seconds per sample; types without known times are missing.
     """
     found: dict[str, float] = {}
     largest = max(_batch_sizes(now))
@@ -86,7 +89,7 @@ def seconds_a_sample(now: LaunchConfig, plan: SplitPlan) -> dict[str, float]:
 
 
 def _request(now: LaunchConfig, profiles: Profiles, pool: Pool) -> SolveRequest:
-    """The launch's own model and batch, on other devices."""
+    """Request a plan for the launch's model and batch on other devices."""
     devices = pool_of(pool)
     return SolveRequest(
         profiles=under_todays_names(profiles_of(profiles, now.model), devices.num_devices),

@@ -1,4 +1,4 @@
-"""Which solver answers which request, and the comparison of kinds of plans."""
+"""Choose the solver for a request, and compare kinds of plans."""
 
 import dataclasses
 import logging
@@ -19,14 +19,15 @@ _log = logging.getLogger("hetflow")
 
 
 def solve(request: SolveRequest) -> Plan:
-    """The best plan of the kind asked for, checked; ``auto`` takes the faster of those that run.
+    """Find and check the best plan of the requested kind.
 
-    What a person should know beside the plan goes to the logger ``hetflow``.
+    The kind ``auto`` takes the fastest of the kinds of plans that can be launched. Notes and
+    warnings for the user go to the logger ``hetflow``.
 
     Raises:
-        ProblemError: Options that do not go together.
-        InfeasibleError: No plan of the kind asked for exists; with ``auto``, of no kind.
-        BackendError: A solver's plan fails its check.
+        ProblemError: Options contradict each other or do not fit the profiles and the pool.
+        InfeasibleError: No plan of the requested kind exists; with ``auto``, no plan of any kind.
+        BackendError: A solver's plan fails its check, which is a bug.
     """
     plan = _with_estimates(_plan(request), request)
     if request.pool != flat(request.pool):
@@ -38,7 +39,7 @@ def solve(request: SolveRequest) -> Plan:
 
 
 def _with_estimates(plan: Plan, request: SolveRequest) -> Plan:
-    """The plan with what says that types in use were estimated, not measured."""
+    """Add to the plan the estimates of the types in use whose profiles were not measured."""
     if isinstance(plan, SplitPlan):
         used = {group.device_type for group in plan.groups}
     elif isinstance(plan, PipelinePlan):
@@ -70,7 +71,7 @@ def _plan(request: SolveRequest) -> Plan:
 
 
 def _check_limits(request: SolveRequest) -> None:
-    """Refuse limits of a search that has none: the exact split takes milliseconds."""
+    """Refuse search limits for the exact split, which takes milliseconds and has none."""
     flags, limits = request.split, request.limits
     if limits.time_limit_seconds is not None and (
         flags.method == "exact" or flags.objective == "waste"
@@ -87,7 +88,7 @@ def _check_limits(request: SolveRequest) -> None:
 
 
 def _could_be_pipeline(request: SolveRequest) -> bool:
-    """Whether all types are profiled by layer, to be launched, and no flag is a split's."""
+    """Whether all types have layers that can be launched, and no flag is for splits only."""
     in_pool = [p for p in request.profiles if p.device_type in request.pool.num_devices]
     layered = bool(in_pool) and all(profile.layers is not None for profile in in_pool)
     if not layered or request.split != SplitOptions():
@@ -164,7 +165,7 @@ def _say_what_is_simpler(plan: SplitPlan) -> None:
 
 
 def _warn_about_update_time(request: SolveRequest) -> None:
-    """Another optimizer than the profiled one keeps other state, and takes another time too."""
+    """Warn if another optimizer than the profiled one will train: its update time is unknown."""
     asked = request.optimizer
     in_pool = [p for p in request.profiles if p.device_type in request.pool.num_devices]
     measured = {p.optimizer.name for p in in_pool if p.optimizer is not None}
@@ -211,7 +212,7 @@ def _solve_waste(problem: SplitProblem, flags: SplitOptions) -> SplitPlan:
 
 
 def _with_origin(plan: SplitPlan, request: SolveRequest) -> SplitPlan:
-    """Add what a launch needs of emulated devices, and where the plan came from."""
+    """Add the emulated devices' times, which a launch needs, and the plan's provenance."""
     used = {group.device_type for group in plan.groups}
     emulated = tuple(
         EmulatedDevice(

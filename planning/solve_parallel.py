@@ -1,4 +1,4 @@
-"""Solve a problem of three dimensions, and check the answer."""
+"""Plan pipeline, tensor and data parallelism, and check the plan."""
 
 import logging
 from dataclasses import replace
@@ -14,12 +14,12 @@ _log = logging.getLogger("hetflow")
 
 
 def best_parallel(request: SolveRequest) -> ParallelPlan:
-    """The plan of the shortest step, checked; with ``top`` the points of the Pareto table too.
+    """Find and check the plan with the shortest step; with ``top``, the Pareto table too.
 
     Raises:
-        ProblemError: Profiles, pool and flags that do not go together.
+        ProblemError: Profiles, pool and flags do not fit together.
         InfeasibleError: No plan fits the memory.
-        BackendError: The plan fails its own check.
+        BackendError: The plan fails its check, which is a bug.
     """
     from ..checks.parallel import check
     from ..solvers.parallel.pareto import alternatives, gains
@@ -58,13 +58,13 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         with_more_devices=gains(problem, plan) if request.parallel.top > 1 else (),
         link_bytes_per_second=asked.link_bytes_per_second,
         trace=trace_for(request.profiles, request.pool),
-        cluster=request.pool,  # always: degrees depend on the servers, which devices in use hide
+        cluster=request.pool,  # always stated: degrees depend on the servers
         provenance={"pool": request.pool_name},
     )
 
 
 def _unused_degrees(problem: ParallelProblem) -> list[str]:
-    """What a person should know of profiled degrees that no server can hold."""
+    """Say which profiled tensor-parallel degrees no server can hold."""
     lines = []
     for pool in problem.pools:
         width, known = pool.devices_per_server, {t.tensor_parallel_size for t in pool.times}
@@ -81,7 +81,7 @@ def _unused_degrees(problem: ParallelProblem) -> list[str]:
 
 
 def _check_flags(request: SolveRequest) -> None:
-    """Refuse options of other kinds of plans, which would be ignored."""
+    """Refuse options of other kinds of plans, which would have no effect."""
     kept = PipelineOptions(
         microbatch_size=request.pipeline.microbatch_size,
         link_bytes_per_second=request.pipeline.link_bytes_per_second,
@@ -101,7 +101,7 @@ def _check_flags(request: SolveRequest) -> None:
 def _with_dollars(
     predicted: ParallelPrediction, stages: tuple[ParallelStage, ...], pool: Cluster
 ) -> ParallelPrediction:
-    """With what the devices cost, where every price is known."""
+    """Add the cost of the devices in use, if every price is known."""
     total = 0.0
     for stage in stages:
         for group in stage.replicas:

@@ -1,4 +1,4 @@
-"""The pipeline side of ``hetflow solve``: files and flags in, one checked plan out."""
+"""Plan a pipeline for ``hetflow solve``, and check the plan."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -41,32 +41,35 @@ def solve_pipeline(
     effort: Effort = DEFAULT,
     fastest: bool = False,
 ) -> PipelinePlan:
-    """Cut a profiled model into stages and check the plan.
+    """Cut a profiled model into pipeline stages and check the plan.
 
     Args:
         profiles: One model's profiles, each with layers.
         pool: The devices.
-        batch_size: Global batch B.
-        pool_name: How the user named the pool, for the provenance.
-        microbatch_size: Take the layers profiled nearest to this size; None the first.
-        link_bytes_per_second: Bandwidth of links that the pool does not state.
-        schedule: As in ``PipelineProblem``; so are the next ones but ``solved``.
-        stage_cost: Named prices.
-        workers: At most or exactly all devices.
+        batch_size: Global batch B, samples per step.
+        pool_name: The text by which the user named the pool, for the provenance.
+        microbatch_size: Use the layers profiled nearest to this size; None uses the profiles'
+            ``layers``.
+        link_bytes_per_second: Bandwidth of links that the pool does not state; None takes the
+            profiles' measurements.
+        schedule: Name of the schedule. This and the following are as in ``PipelineProblem``.
+        stage_cost: Name of the stage cost (docs/pipeline.md).
+        workers: Whether to use at most or exactly all devices.
         replication: Whether stages may have replicas.
-        num_stages: Exactly so many stages.
-        optimizer: The one that will train; None takes what the profiles say.
-        objective: The whole step or the bottleneck; None takes the step where there is one.
-        num_model_chunks: Stages on a device of ``interleaved``; None tries several.
+        num_stages: Exact number of stages; None lets the solver choose.
+        optimizer: The optimizer that will train; None takes the profiles'.
+        objective: ``step`` or ``bottleneck``; None takes ``step`` if the schedule has one.
+        num_model_chunks: Stages per device, for ``interleaved``; None tries several.
         effort: How much to search, and when to stop.
-        fastest: The least plan on paper, also where a simpler one cannot be told from it.
-        solved: None takes ``flat``, or ``nested`` for the published prices.
-        recompute: None lets the solver choose.
+        fastest: Whether to take the plan with the least predicted time, even if a simpler plan is
+            as fast within the accuracy of the measurements.
+        solved: None takes ``flat``, or ``nested`` for the stage cost of the published code.
+        recompute: Whether stages recompute activations; None lets the solver choose.
 
     Raises:
-        ProblemError: Profiles, pool and flags that do not go together.
-        InfeasibleError: No partition fits.
-        BackendError: The plan fails its own check.
+        ProblemError: Profiles, pool and flags do not fit together.
+        InfeasibleError: No partition fits the devices.
+        BackendError: The plan fails its check, which is a bug.
     """
     from ..checks.pipeline import check
     from ..checks.profiled import pipeline_faults
@@ -106,7 +109,10 @@ def solve_pipeline(
 
 
 def trace_for(profiles: Sequence[Profile], pool: Cluster) -> LayerTrace | None:
-    """How to cut the model: as on all device types, but one that cannot be launched stands out."""
+    """Return how the layers were traced, which is alike on all device types of the pool.
+
+    If a type was traced in a way that cannot be launched, that trace is returned.
+    """
     found = [p.layers.trace for p in profiles if p.device_type in pool.num_devices and p.layers]
     blocked = [trace for trace in found if trace is not None and trace.obstacle is not None]
     return [*blocked, *found][0]
@@ -115,7 +121,10 @@ def trace_for(profiles: Sequence[Profile], pool: Cluster) -> LayerTrace | None:
 def links_between(
     profiles: Sequence[Profile], pool: Cluster, link_bytes_per_second: float | None
 ) -> PoolLinks:
-    """What the links of the pool's devices are taken for; of a type's profiles the first counts."""
+    """Return the bandwidths of the pool's links, measured or assumed.
+
+    If a type has several profiles, the first one counts.
+    """
     by_type = {profile.device_type: profile for profile in reversed(profiles)}
     chosen = [by_type[name] for name in pool.num_devices]
     return links_of(chosen, pool, link_bytes_per_second)

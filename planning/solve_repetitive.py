@@ -1,4 +1,4 @@
-"""``hetflow solve --repetitive``: PipeDream-2BW's planner on profiles and a pool."""
+"""``hetflow solve --repetitive``: PipeDream-2BW's planner (thesis 3.3) on profiles and a pool."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,24 +27,25 @@ def solve_repetitive(
     runs: Path | None,
     optimizer: OptimizerState | None = None,
 ) -> PipelinePlan:
-    """Choose degrees, microbatch and recomputation for a model whose layers repeat.
+    """Choose degrees, microbatch size and recomputation for a model with repeating layers.
 
     Args:
         profiles: One model's profiles, each with layers.
-        pool: The devices, of one type.
-        batch_size: Global batch B.
+        pool: The devices, all of one type.
+        batch_size: Global batch B, samples per step.
         microbatch_sizes: Profiled sizes to try.
-        pool_name: How the user named the pool.
-        schedule: A double-buffered one.
-        link_bytes_per_second: Bandwidth of links that the pool does not state.
-        cost_model: Whose THROUGHPUT(.) and MEMORY(.).
-        runs: Folder of run records, for ``measured``.
-        optimizer: The one that will train; None takes what the profiles say.
+        pool_name: The text by which the user named the pool, for the provenance.
+        schedule: Name of a double-buffered schedule.
+        link_bytes_per_second: Bandwidth of links that the pool does not state; None takes the
+            profiles' measurements.
+        cost_model: Which implementation of the thesis's THROUGHPUT(.) and MEMORY(.) to use.
+        runs: Folder of run records, for the cost model ``measured``.
+        optimizer: The optimizer that will train; None takes the profiles'.
 
     Raises:
-        ProblemError: Profiles, pool and flags that do not go together.
-        InfeasibleError: No configuration fits.
-        BackendError: The plan fails its own check.
+        ProblemError: Profiles, pool and flags do not fit together.
+        InfeasibleError: No configuration fits the memory.
+        BackendError: The plan fails its check, which is a bug.
     """
     from ..checks.pipeline import check
     from ..checks.profiled import pipeline_faults
@@ -106,7 +107,7 @@ def _row(row: Row) -> dict[str, object]:
 
 
 def _measured(folder: Path | None, model: str) -> Measured:
-    """Configurations that ran under 2BW plans of this model, by their run records."""
+    """Read the configurations that ran under 2BW plans of this model from their run records."""
     from ..schema import files
     from ..schema.run import RunRecord
 

@@ -1,4 +1,4 @@
-"""Build the batch split's problem from profiles and a cluster."""
+"""Build the problem of a batch split from profiles and a cluster."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,29 +24,30 @@ def split_problem(
     interpolate: bool = False,
     optimizer: OptimizerState | None = None,
 ) -> SplitProblem:
-    """Match profiles to a cluster's devices and drop what does not fit their memory.
+    """Build the problem from the profiles of a cluster's device types (VirtualFlow 5.1.2).
 
-    The memory limit is the cluster's where it states one, else the profiled device's own. A
-    type on which no profiled size fits is left out. Where a server that has a type holds several
-    devices, plans on several devices take what was measured on a busy host, where it was and a
-    size of it fits; plans on one device always take what was measured alone. Between servers the
-    slower of the measured link and the cluster's ``inter_bytes_per_second`` counts.
+    Sizes that do not fit a device's memory are dropped, and so is a type on which no size fits. The
+    memory is the cluster's if stated, else the profiled device's. A plan on one device uses the
+    measurements made on one device alone. A plan on several devices uses those made on a busy host,
+    if some server holds the type with other devices, the type was measured so, and a measured size
+    fits. Between servers, the slower of the measured link and the cluster's
+    ``inter_bytes_per_second`` counts.
 
-    With ``interpolate``, sizes between profiled ones join, their time and memory linear between
-    their neighbours: in the uniform regime the one size that is asked for; in the free regime
-    every multiple of the greatest common divisor of the batch and all profiled sizes, or of its
-    2, 4, 8, ... fold where those would be more than 512 on a type.
+    With ``interpolate``, sizes between profiled ones are allowed; their time and memory are linear
+    between the neighbours'. In the uniform regime this is the one size that the plan needs. In the
+    free regime it is every multiple of the greatest common divisor of the batch and all profiled
+    sizes. If these are more than 512 on a type, the divisor is doubled until they are not.
 
-    Profiled peaks hold the state of the optimizer they were measured with. Where another one will
-    train, the difference of the two states is added.
+    Profiled peak memory includes the state of the optimizer used for profiling. If another
+    optimizer will train, the difference of the two states is added.
 
     Args:
         profiles: Profiles of one model; those of types that the cluster lacks are ignored.
         cluster: The pool.
         global_batch_size: Samples per step, B.
         virtual_nodes: N of the uniform regime, None for the free regime.
-        interpolate: Allow sizes that were not profiled.
-        optimizer: The one that will train; None takes what the profiles were measured with.
+        interpolate: Whether to allow sizes that were not profiled.
+        optimizer: The optimizer that will train; None takes the profiles'.
 
     Raises:
         ProblemError: A device type has no profile, the profiles are of several models or
@@ -116,7 +117,7 @@ def _profile_of(name: str, by_type: dict[str, Profile]) -> Profile:
 
 
 def _measured_optimizer(profiles: Sequence[Profile]) -> OptimizerState | None:
-    """What peaks hold the state of; None where a profile does not say."""
+    """Return the optimizer used for profiling; None if a profile does not state it."""
     said = [profile.optimizer for profile in profiles]
     names = {entry.name for entry in said if entry is not None}
     if len(names) > 1:
@@ -128,7 +129,7 @@ def _measured_optimizer(profiles: Sequence[Profile]) -> OptimizerState | None:
 
 
 def _with_state(profile: Profile, optimizer: OptimizerState) -> Profile:
-    """The profile with another optimizer's state in its peaks."""
+    """Return the profile with another optimizer's state in its peak memory."""
     if profile.optimizer is None:
         raise ProblemError(
             f"the profile of {profile.model} on {profile.device_type} does not say which "
@@ -151,7 +152,10 @@ def _with_state(profile: Profile, optimizer: OptimizerState) -> Profile:
 
 
 def _busy_host(profile: Profile, limit: int, cluster: Cluster) -> BusyHost | None:
-    """What plans on several devices go by; None where they go by what was measured alone."""
+    """Select the busy-host measurements for plans on several devices; None if there are none.
+
+    Without them, such plans use the measurements made on one device alone.
+    """
     if profile.busy is None or not cluster.shares_servers(profile.device_type):
         return None
     curve = fitting_points(profile.busy.batch_curve, limit)
@@ -218,7 +222,7 @@ def _option_between(problem: SplitProblem, option: DeviceOption) -> DeviceOption
 def _curve_between(
     problem: SplitProblem, curve: tuple[BatchPoint, ...]
 ) -> tuple[tuple[BatchPoint, ...], tuple[int, ...]]:
-    """A curve with the sizes between its profiled ones, and which those are."""
+    """Interpolate a curve: all its points, and the sizes that are interpolated."""
     profiled = {point.batch_size for point in curve}
     added = tuple(size for size in _sizes_between(problem, curve) if size not in profiled)
     points = [*curve, *(point_at(curve, size) for size in added)]

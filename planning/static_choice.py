@@ -1,8 +1,8 @@
-"""Which machines to rent for a training, if nothing is to move: dollars beside hours.
+"""Choose machines to rent for a whole training, comparing dollars and hours.
 
-A choice is so many devices of one type or of two, and the machines that have them for the fewest
-dollars an hour at one time, with spot machines or on demand only. The step is what the batch split
-solver predicts for these devices, so the price of a choice is per sample, not per hour.
+A choice is a number of devices of one or two types, and the cheapest machines that have them, at
+one time, either with spot machines or on demand only. The batch split solver predicts the step on
+these devices, so choices are compared by their price per sample, not per hour.
 """
 
 from collections import Counter
@@ -22,16 +22,16 @@ from .split_problem import split_problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticChoice:
-    """Machines to rent from start to end.
+    """Machines to rent for the whole training.
 
     Attributes:
-        devices: Number by type; all are used.
-        machines: Number by what to rent.
-        is_spot: Whether some of the machines may be taken away.
-        step_seconds: Predicted.
-        hours: Of the whole work.
-        dollars: Of the whole work.
-        dollars_per_million_samples: What counts, whatever the work is.
+        devices: Device type -> number; all are used.
+        machines: Name of what to rent -> number.
+        is_spot: Whether some of the machines are spot machines, which may be preempted.
+        step_seconds: Predicted time of one step.
+        hours: Hours of the whole training.
+        dollars: Dollars of the whole training.
+        dollars_per_million_samples: Price that does not depend on the length of the training.
         is_pareto: Whether no other choice is both as fast and as cheap.
     """
 
@@ -54,19 +54,20 @@ def static_choices(
     most_devices: int = 8,
     at: str | None = None,
 ) -> tuple[StaticChoice, ...]:
-    """Every choice, cheapest first.
+    """List every choice, cheapest first.
 
     Args:
-        profiles: Of one model; types without one are not rented.
-        markets: Prices.
-        batch_size: The global batch.
-        steps: Of the whole work.
-        most_devices: Of each type.
-        at: When, in UTC; None: the end of what each market knows.
+        profiles: Profiles of one model; types without a profile are not rented.
+        markets: Instance types with prices, and price histories.
+        batch_size: Global batch, samples per step.
+        steps: Steps of the whole training.
+        most_devices: Most devices of each type.
+        at: The time of the prices, in UTC; None takes the last that each market knows.
 
     Raises:
         ProblemError: No machine has a profiled device, or a number is not >= 1.
         InfeasibleError: No choice has a plan for the batch.
+        BackendError: A solver's plan fails its check, which is a bug.
     """
     if steps < 1 or most_devices < 1:
         raise ProblemError(f"steps and devices must be >= 1, got {steps} and {most_devices}")
@@ -93,7 +94,7 @@ def static_choices(
         for spot in (True, False):
             parts = [held[name, spot].get(number) for name, number in devices.items()]
             machines = [one for part in parts if part is not None for one in part]
-            if None not in parts:  # where spot is no cheaper, both are the same machines
+            if None not in parts:  # if spot is not cheaper, both are the same machines
                 offers.setdefault(tuple(sorted(one.title for one in machines)), machines)
         for machines in offers.values():
             hourly = sum(one.dollars_per_hour * one.num_devices for one in machines)
@@ -123,10 +124,10 @@ def chosen(
     deadline_hours: float | None = None,
     budget_dollars: float | None = None,
 ) -> StaticChoice:
-    """The cheapest by the deadline; with a budget alone the fastest within it.
+    """Select the cheapest choice within the deadline; with only a budget, the fastest within it.
 
     Raises:
-        InfeasibleError: None is; it says what the nearest would be.
+        InfeasibleError: No choice keeps the deadline or the budget; the message names the nearest.
     """
     soonest = min(choices, key=lambda one: (one.hours, one.dollars))
     if deadline_hours is not None and soonest.hours > deadline_hours:
@@ -153,7 +154,7 @@ def chosen(
 
 
 def _pools(names: Sequence[str], most: int) -> Iterator[dict[str, int]]:
-    """Of one type, then of two."""
+    """Yield the pools of one device type, then those of two."""
     for name in names:
         yield from ({name: number} for number in range(1, most + 1))
     for first, second in combinations(names, 2):
@@ -164,12 +165,12 @@ def _pools(names: Sequence[str], most: int) -> Iterator[dict[str, int]]:
 def _step_seconds(
     profiles: Sequence[Profile], devices: Mapping[str, int], batch_size: int
 ) -> float | None:
-    """The predicted step on all of the devices; None without a plan that uses them all.
+    """Predict the step on all of the devices; None if the best plan does not use them all.
 
-    What a plan leaves unused belongs to a choice without it.
+    A plan that leaves devices unused belongs to the choice without these devices.
 
     Raises:
-        BackendError: The solver's plan fails its check.
+        BackendError: The solver's plan fails its check, which is a bug.
     """
     pool = Cluster.parse(",".join(f"{number}x{name}" for name, number in devices.items()))
     try:
@@ -187,7 +188,7 @@ def _step_seconds(
 
 
 def _cheapest(prices: Sequence[DevicePrice], most: int) -> dict[int, list[DevicePrice]]:
-    """The machines that have just so many devices for the fewest dollars, for each number."""
+    """Find, for each number of devices, the cheapest machines that have exactly so many."""
     best: dict[int, tuple[float, list[DevicePrice]]] = {0: (0.0, [])}
     for number in range(1, most + 1):
         ways = [
@@ -201,7 +202,7 @@ def _cheapest(prices: Sequence[DevicePrice], most: int) -> dict[int, list[Device
 
 
 def _marked(found: Sequence[StaticChoice]) -> tuple[StaticChoice, ...]:
-    """Cheapest first, with the Pareto front over hours and dollars marked."""
+    """Sort choices by dollars and mark the Pareto front over hours and dollars."""
     ordered = sorted(found, key=lambda one: (one.dollars, one.hours))
     soonest, marked = float("inf"), []
     for one in ordered:

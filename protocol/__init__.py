@@ -1,1 +1,1 @@
-"""What launcher and workers agree on, without torch: lowered plans, environment, run record."""
+"""The interface of launcher and workers, without torch: lowered plans, environment, records."""

@@ -1,4 +1,4 @@
-"""Which terms of a prediction were off: each beside what the run measured of it."""
+"""Compare each term of a prediction with the run's measurement."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,17 +10,17 @@ from ..schema.plan import SplitPlan
 from ..schema.run import DeviceRun, TermComparison
 
 OFF_FRACTION = 0.05
-"""Of the measured step: terms further off than this are marked."""
+"""Terms that differ by more than this fraction of the measured step are marked as off."""
 
 
 def compared(
     plan: Plan, devices: Sequence[DeviceRun], step_seconds: float
 ) -> tuple[TermComparison, ...]:
-    """The terms of a plan's predicted step beside those of its run.
+    """Compare the terms of a plan's predicted step with those of its run.
 
     Args:
-        plan: What was predicted.
-        devices: Every worker's measurements, by rank.
+        plan: The plan, with its prediction.
+        devices: Measurements of every worker, by rank.
         step_seconds: The measured step.
     """
     if isinstance(plan, SplitPlan):
@@ -40,7 +40,7 @@ def _marked(entry: TermComparison, step_seconds: float) -> TermComparison:
 
 
 def _of_split(plan: SplitPlan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
-    """Virtual nodes of each group's slowest worker; the rest of the step's slowest worker."""
+    """Compare each group's slowest worker's virtual nodes, and the slowest worker's other terms."""
     known = {device.rank: device for device in devices if device.terms is not None}
     first, slowest = 0, None
     for group in plan.groups:
@@ -65,7 +65,7 @@ def _of_split(plan: SplitPlan, devices: Sequence[DeviceRun]) -> Iterator[TermCom
 
 
 def _own_seconds(device: DeviceRun) -> float:
-    """A worker's virtual nodes and fixed cost."""
+    """Seconds of a worker's virtual nodes and fixed cost."""
     terms = device.terms
     return 0.0 if terms is None else terms.step.seconds - terms.sync.seconds - terms.update.seconds
 
@@ -78,7 +78,10 @@ def _nodes_seconds(device: DeviceRun, virtual_nodes: int) -> float:
 def _of_step(
     plan: SplitPlan, device: DeviceRun, virtual_nodes: int, *, is_alone: bool
 ) -> Iterator[TermComparison]:
-    """A worker that trains alone has nothing to synchronise: its sums are fixed cost."""
+    """Compare a worker's terms of the whole step.
+
+    A worker that trains alone does not synchronise; the time of its sums is fixed cost.
+    """
     terms, predicted = device.terms, plan.predicted
     assert terms is not None
     sync = terms.sync.seconds
@@ -107,7 +110,7 @@ def _of_step(
 
 
 def _of_pipeline(plan: PipelinePlan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
-    """Each stage's passes of a microbatch, of its slowest replica; then the slowest update."""
+    """Compare each stage's passes of a microbatch on its slowest replica, and the update."""
     for number, stage in enumerate(plan.stages):
         runs = [run for device in devices for run in device.stages if run.stage == number]
         if not runs:
@@ -136,7 +139,7 @@ def _of_pipeline(plan: PipelinePlan, devices: Sequence[DeviceRun]) -> Iterator[T
 
 
 def _of_parallel(plan: ParallelPlan, devices: Sequence[DeviceRun]) -> Iterator[TermComparison]:
-    """Each stage's passes of a microbatch, forward and backward as one, of its slowest replica."""
+    """Compare each stage's forward + backward pass of a microbatch, on its slowest replica."""
     for number, stage in enumerate(plan.stages):
         runs = [run for device in devices for run in device.stages if run.stage == number]
         if runs:

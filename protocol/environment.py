@@ -1,9 +1,10 @@
-"""How a worker learns its place: from hetflow's launcher, torchrun, srun or a Kubernetes job.
+"""Read a worker's rank, device and plan from the environment that its launcher set.
 
-``HETFLOW_PLAN`` names the plan (or launch config). hetflow's own launcher has decided which
-worker fills which slot (``HETFLOW_SLOT``); under any other launcher ranks say nothing about
-device types (torchrun sorts hosts), so each process states its type and slots are dealt by type.
-Nothing here imports torch or touches the network.
+The launcher is hetflow's own, torchrun, srun or a Kubernetes job. ``HETFLOW_PLAN`` is the path of
+the plan or launch config. hetflow's launcher assigns each worker its position in the plan
+(``HETFLOW_SLOT``). Under any other launcher, a rank does not determine the device type (torchrun
+sorts hosts). So each process states its type, and positions are assigned by type. Nothing here
+imports torch or uses the network.
 """
 
 import os
@@ -24,23 +25,23 @@ SLOT = "HETFLOW_SLOT"
 SEED = "HETFLOW_SEED"
 RUN = "HETFLOW_RUN"
 DEVICE_TYPE = "HETFLOW_DEVICE_TYPE"
-DEVICE = "HETFLOW_DEVICE"  # torch's name, in this process, of the accelerator that is its own
+DEVICE = "HETFLOW_DEVICE"  # torch's name, in this process, of its own accelerator
 FAILURE = "HETFLOW_FAILURE"
 TIMEOUT = "HETFLOW_TIMEOUT"
-TOKEN = "HETFLOW_TOKEN"  # what the keys in the store stand behind
+TOKEN = "HETFLOW_TOKEN"  # the prefix of keys in the store is derived from it
 DETERMINISM = "HETFLOW_DETERMINISM"
 CHECKPOINT = "HETFLOW_CHECKPOINT"
 CHECKPOINT_EVERY = "HETFLOW_CHECKPOINT_EVERY"
 FROM_SCRATCH = "HETFLOW_RESTART_FROM_SCRATCH"  # "1": set checkpoints aside and start at step 0
 COMPARE_EVERY = "HETFLOW_COMPARE_EVERY"  # steps between comparisons of all parameters
-CONTROL = "HETFLOW_CONTROL"  # descriptor of the line to the controller
-WORKER = "HETFLOW_WORKER"  # this worker's name there
-CHANNEL = "HETFLOW_CHANNEL"  # what the line to the controller is for: a `Channel`
-JOINS = "HETFLOW_JOINS"  # the generation that a worker started later will join
-HANDOVER = "HETFLOW_HANDOVER"  # where a pipeline writes its parts when its plan changes
+CONTROL = "HETFLOW_CONTROL"  # file descriptor of the control channel
+WORKER = "HETFLOW_WORKER"  # this worker's name on the control channel
+CHANNEL = "HETFLOW_CHANNEL"  # what the control channel is for: a `Channel`
+JOINS = "HETFLOW_JOINS"  # the generation that a joining worker will join
+HANDOVER = "HETFLOW_HANDOVER"  # folder in which a pipeline saves its parts for a new plan
 FOLLOWS = "HETFLOW_FOLLOWS"  # whether others train until this worker is ready
-# What a worker and its controller tell each other, each with what stands before it: signs of life;
-# that workers come and go while the job trains; that it goes on when workers die.
+# What the control channel carries; each value includes those before it: heartbeats; changes of
+# workers while the job trains; continuing after workers die.
 Channel = Literal["heartbeats", "changes", "losses"]
 DEFAULT_TIMEOUT_SECONDS = 600.0
 DEFAULT_COMPARE_EVERY = 50
@@ -48,14 +49,14 @@ DEFAULT_COMPARE_EVERY = 50
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a process was told when it started.
+    """The settings that a process was started with.
 
-    ``rank`` is the launcher's; it equals the slot only where ``is_slot`` says so. ``config`` is
-    None in a plain ``python`` run. ``plan`` is None where only a launch config was given.
-    ``from_scratch`` says to keep what the folder for checkpoints holds aside, and start at step 0.
-    ``joins`` is the generation to join, of a worker that was started while the others train.
-    ``follows`` says that it takes a pipeline over from them; ``handover_folder`` is where a
-    pipeline that has no folder for checkpoints writes its parts then.
+    ``rank`` is the launcher's rank; it is the worker's index in the config only if ``is_slot``.
+    ``config`` is None in a plain ``python`` run. ``plan`` is None if only a launch config was
+    given. ``from_scratch`` means to set existing checkpoints aside and to start at step 0.
+    ``joins`` is the generation that a worker joins if it was started while others train.
+    ``follows`` means that it takes over a pipeline from running workers; ``handover_folder`` is
+    where these save their parts if there is no checkpoint folder.
     """
 
     config: LaunchConfig | None = None
@@ -81,11 +82,11 @@ class Start:
 
 
 def read_environment(environment: Mapping[str, str] | None = None) -> Start:
-    """Read where this process stands.
+    """Read the settings of this process from its environment.
 
     Raises:
-        TargetError: Several processes but no plan, a plan for another number of processes, or a
-            value that is not a number.
+        TargetError: There are several processes but no plan, the plan is for another number of
+            processes, or a value is not a number.
         FileError: The plan cannot be read.
     """
     env = os.environ if environment is None else environment
@@ -134,7 +135,11 @@ def read_environment(environment: Mapping[str, str] | None = None) -> Start:
 def read_plan(
     path: Path, seed: int, determinism: Determinism = "none"
 ) -> tuple[LaunchConfig, Plan | None]:
-    """Read a plan, lowered, or a launch config as it stands."""
+    """Read a plan and lower it, or read a launch config.
+
+    Returns:
+        The config, and the plan (None for a launch config).
+    """
     found = files.read_any(path)
     if isinstance(found, Plan):
         return lower(found, seed, determinism), found
@@ -144,20 +149,20 @@ def read_plan(
 
 
 def assign_slots(config: LaunchConfig, types: Sequence[str | None]) -> list[int]:
-    """Deal slots to processes by device type, in order of the planned devices.
+    """Assign the config's workers to processes by device type, in order of the planned devices.
 
-    Launchers number the processes of a host one after another, so stages that the plan puts on
-    one server are on one host, if each host starts as many processes as the plan uses there.
+    Launchers give the processes of a host consecutive ranks. So stages that the plan puts on one
+    server are on one host, if each host starts as many processes as the plan uses there.
 
     Args:
-        config: The slots.
-        types: Device type of each process, by the launcher's rank; None fits any slot.
+        config: Gives the workers.
+        types: Device type of each process, by the launcher's rank; None fits any worker.
 
     Returns:
-        The slot of each process.
+        For each process, the index of its worker in the config.
 
     Raises:
-        TargetError: The types on hand are not those of the plan.
+        TargetError: The device types of the processes are not those of the plan.
     """
     free = list(range(len(types)))
     slot_of: dict[int, int] = {}
@@ -194,13 +199,13 @@ def _ranks(env: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def _is_on_its_own(env: Mapping[str, str], world_size: int) -> bool:
-    """One task of srun or Kubernetes: there is nobody to meet, and nobody who holds a store."""
+    """Whether this is the only task of srun or Kubernetes, which needs no rendezvous."""
     has_store = SLOT in env or env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return world_size == 1 and not has_store
 
 
 def _endpoint(env: Mapping[str, str]) -> tuple[str | None, int | None]:
-    """Where the store is: MASTER_ADDR and MASTER_PORT, else derived from the Slurm job."""
+    """Return the store's host and port: MASTER_ADDR and MASTER_PORT, else from the Slurm job."""
     if "RANK" not in env and "SLURM_PROCID" in env:
         nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
         address = env.get("MASTER_ADDR") or _first_host(nodes) or "127.0.0.1"
@@ -213,13 +218,13 @@ def _endpoint(env: Mapping[str, str]) -> tuple[str | None, int | None]:
 
 
 def _first_host(nodes: str) -> str | None:
-    """The first host of a Slurm node list such as ``gpu[03-07,9],cpu1``."""
+    """Return the first host of a Slurm node list such as ``gpu[03-07,9],cpu1``."""
     match = re.match(r"^([^\[,]+)(?:\[(\d+))?", nodes)
     return f"{match[1]}{match[2] or ''}" if match else None
 
 
 def _stated_type(env: Mapping[str, str], config: LaunchConfig) -> str | None:
-    """The type this process says it is: HETFLOW_DEVICE_TYPE, else torchrun's role."""
+    """Return the type that this process states: HETFLOW_DEVICE_TYPE, else torchrun's role."""
     if env.get(DEVICE_TYPE):
         return env[DEVICE_TYPE]
     known = {slot.device_type for slot in config.workers}
@@ -236,7 +241,7 @@ def _refuse_many_without_plan(env: Mapping[str, str]) -> None:
 
 
 def _is_from_scratch(env: Mapping[str, str]) -> bool:
-    """What starts again within a launch goes on from the launch's own checkpoints."""
+    """Whether to start at step 0; a restart within a launch uses the launch's checkpoints."""
     return env.get(FROM_SCRATCH) == "1" and not _integer(env, "TORCHELASTIC_RESTART_COUNT", 0)
 
 

@@ -1,7 +1,7 @@
-"""What a worker writes down of its own failure, before the others can notice that it is gone.
+"""A worker's note of its own failure, written before the others notice that it is gone.
 
-It stays in the run's folder as ``logs/rank<name>.failed.json``. A failing process writes it, in
-whatever state it is, so nothing here validates what is written; what is read may be torn.
+It is kept in the run's folder as ``logs/rank<name>.failed.json``. The failing process may be in
+any state, so writing validates nothing, and a note that is read may be incomplete.
 """
 
 import json
@@ -12,18 +12,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailureNote:
-    """One worker's failure in its own words.
+    """One worker's report of its own failure.
 
-    ``at_seconds`` is the host's monotonic clock. ``lost_peer`` says that the worker failed only
-    because another was gone, ``timed_out`` that it waited for it in vain, ``may_be_echo`` that its
-    own error may follow from such a loss.
+    ``at_seconds`` is the host's monotonic clock. ``lost_peer`` means that the worker failed only
+    because another one was lost, ``timed_out`` that it waited for the other until the time limit,
+    ``may_be_echo`` that its own error may be a consequence of such a loss.
     """
 
     error: str = ""
     traceback: str = ""
     exit_code: int = 1
     hint: str | None = None
-    # One that wrote nothing died too suddenly to; it can hardly have died of the others.
+    # A worker without a note died suddenly, so its failure is hardly a consequence of others'.
     at_seconds: float = 0.0
     lost_peer: bool = False
     may_be_echo: bool = False
@@ -34,9 +34,9 @@ _NOTHING = FailureNote()
 
 
 def read_note(path: Path) -> FailureNote | None:
-    """What a worker wrote; None where there is nothing, or no whole note.
+    """Read a worker's note; None if there is none or it is incomplete.
 
-    An entry of another type than a note's counts as not written.
+    Entries of a wrong type are ignored.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What the controllers of several hosts tell each other when they meet, through the store."""
+"""The messages that the controllers of several hosts exchange through the store at the start."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,10 +11,10 @@ from ..schema.records import Index, Name, faults_of, record
 
 @record
 class Greeting:
-    """One host.
+    """A host's greeting to node 0.
 
-    ``plan`` is the digest of the plan it was given, ``policy`` what is to follow a worker's death,
-    ``devices`` what it contributes, type to number.
+    ``plan`` is the digest of the host's plan, ``policy`` what to do when a worker dies, and
+    ``devices`` what the host contributes (type -> number).
     """
 
     host: Name
@@ -26,7 +26,7 @@ class Greeting:
 
 @record
 class Dealt:
-    """The ranks of each host's workers, and the hosts' names; by host."""
+    """Node 0's answer: [hosts] ranks of each host's workers, and [hosts] names."""
 
     slots: tuple[tuple[Index, ...], ...]
     hosts: tuple[Name, ...]
@@ -35,7 +35,7 @@ class Dealt:
 
 @record
 class Refused:
-    """Why there will be no launch."""
+    """Node 0's answer if the hosts cannot launch together, with the reason."""
 
     error: str
     kind: Literal["refused"] = "refused"
@@ -45,25 +45,25 @@ _ANSWER = Annotated[Dealt | Refused, Field(discriminator="kind")]
 
 
 def text_of(told: Greeting | Dealt | Refused) -> str:
-    """A greeting or an answer as it travels."""
+    """Encode a greeting or an answer for the store."""
     return to_json(told)
 
 
 def greeting_of(text: bytes, node: int) -> Greeting:
-    """Read the greeting of a host.
+    """Decode the greeting of a host.
 
     Raises:
-        LaunchError: It is none of this version's.
+        LaunchError: The text is not a greeting of this version.
     """
     found: Greeting = _read(text, Greeting, f"node {node}")
     return found
 
 
 def answer_of(text: bytes) -> Dealt | Refused:
-    """Read node 0's answer to the greetings.
+    """Decode node 0's answer to the greetings.
 
     Raises:
-        LaunchError: It is none of this version's.
+        LaunchError: The text is not an answer of this version.
     """
     found: Dealt | Refused = _read(text, _ANSWER, "node 0")
     return found

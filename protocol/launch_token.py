@@ -1,7 +1,7 @@
-"""The launch's token: workers' keys in the store stand behind a prefix that is drawn from it.
+"""The launch's token, from which the prefix of all keys in the store is derived.
 
-It comes by the environment and is taken out of there, so that what the script starts or logs does
-not hold it. Nothing here imports torch.
+A worker gets it in its environment and removes it from there, so that the script's child processes
+and logs do not contain it. Nothing here imports torch.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ class _Held:
 
 
 def take_token() -> str:
-    """The token of this process's launch; empty where the launcher gave none."""
+    """Remove the launch's token from the environment and return it; empty if there is none."""
     found = os.environ.pop(TOKEN, None)
     if found is not None:
         _Held.token = found
@@ -24,10 +24,10 @@ def take_token() -> str:
 
 
 def prefix_of(token: str) -> str:
-    """The prefix of all keys; who sees it (keys can be listed) has not seen the token."""
+    """Derive the prefix of all keys; it does not reveal the token, since keys can be listed."""
     return hashlib.sha256(f"hetflow store {token}".encode()).hexdigest()[:32] if token else "open"
 
 
 def fingerprint_of(token: str) -> str:
-    """What hosts compare to know whether they were given one token."""
+    """Derive the fingerprint by which hosts check that they were given the same token."""
     return hashlib.sha256(f"hetflow fingerprint {token}".encode()).hexdigest()[:32]

@@ -1,4 +1,4 @@
-"""Lower a plan: its groups in order become ranks, its virtual nodes are numbered in order."""
+"""Lower a plan to ranks: assign its groups to ranks in order, and number its virtual nodes."""
 
 from dataclasses import replace
 from itertools import count
@@ -14,7 +14,7 @@ from .lower_pipeline import lower_pipeline
 
 
 def check_level(name: str) -> Determinism:
-    """A level of determinism by its name.
+    """Return a level of determinism by its name.
 
     Raises:
         ProblemError: There is no such level.
@@ -26,10 +26,10 @@ def check_level(name: str) -> Determinism:
 
 
 def check_pipeline_level(level: Determinism) -> None:
-    """Refuse a level that a pipeline cannot hold.
+    """Refuse a level of determinism that a pipeline cannot keep.
 
     Raises:
-        ProblemError: Its replicas and stages add gradients by where they are.
+        ProblemError: The level needs sums that do not depend on how stages and replicas are placed.
     """
     if level in ("elastic", "heterogeneous"):
         raise ProblemError(
@@ -39,19 +39,19 @@ def check_pipeline_level(level: Determinism) -> None:
 
 
 def lower(plan: Plan, seed: int = 0, determinism: Determinism = "none") -> LaunchConfig:
-    """Turn a plan into who runs what.
+    """Turn a plan into a launch config: the work of each rank.
 
-    Pure: the same plan and seed give the same config. Virtual node 0 is the first of rank 0,
-    and numbering goes on through the devices of each group and through the groups.
+    A pure function: the same plan and seed give the same config. Virtual nodes are numbered from 0
+    along the ranks, which follow the groups of the plan and the devices of each group.
 
     Args:
-        plan: The split of the global batch, or the stages of a pipeline or a parallel plan.
+        plan: A split, pipeline or parallel plan.
         seed: Seed of every random stream of the run.
-        determinism: What must end in the same bits (runtime/determinism.py).
+        determinism: Which runs must end in the same bits (runtime/determinism.py).
 
     Raises:
-        ProblemError: A pipeline or parallel plan that cannot run as planned, or cannot hold the
-            level.
+        ProblemError: A pipeline or parallel plan cannot run as planned, or cannot keep the level of
+            determinism.
     """
     if not isinstance(plan, SplitPlan):
         check_pipeline_level(determinism)

@@ -10,13 +10,14 @@ from .lower_pipeline import check_trace, microbatches_of, schedule_of
 
 
 def lower_parallel(plan: ParallelPlan, seed: int = 0) -> LaunchConfig:
-    """Turn a parallel plan into who runs what.
+    """Turn a parallel plan into a launch config: the work of each rank.
 
-    Ranks go through the stages, their replicas, and the devices of each. A stage's replicas take
-    microbatches in turn, so where these do not divide evenly the first ones take one more.
+    Ranks follow the stages, then their replicas, then the devices of each replica. A stage's
+    replicas take microbatches in turn. If these do not divide evenly, the first replicas take one
+    more.
 
     Raises:
-        ProblemError: What the runtime cannot do of it, in a line.
+        ProblemError: The runtime cannot run the plan; the message says why.
     """
     if plan.num_model_chunks > 1:
         raise ProblemError(
@@ -75,7 +76,7 @@ def _stage_of(stage: ParallelStage, rank: "count[int]") -> PipelineStage:
     recomputes = stage.recompute == "full"
     forward = backward = None
     if all(is_emulated(group.device_type) for group in stage.replicas) and stage.compute_seconds:
-        # The plan does not tell forward from backward, which takes twice as long.
+        # The plan has one time for both passes; a backward pass takes about twice as long.
         forward = stage.compute_seconds * (0.25 if recomputes else 1 / 3)
         backward = stage.compute_seconds - forward
     return PipelineStage(
@@ -89,7 +90,7 @@ def _stage_of(stage: ParallelStage, rank: "count[int]") -> PipelineStage:
 
 
 def _types_of(plan: ParallelPlan) -> list[str]:
-    """[ranks] the device type of each."""
+    """[ranks] the device type of each rank."""
     return [
         group.device_type
         for stage in plan.stages
@@ -99,10 +100,10 @@ def _types_of(plan: ParallelPlan) -> list[str]:
 
 
 def _devices_of(plan: ParallelPlan) -> list[int]:
-    """[ranks] its device, among those of the type: no group lies across two servers.
+    """[ranks] index of each rank's device among those of its type.
 
-    A degree divides a server's devices. Groups are dealt from the largest degree down, so each
-    begins at a multiple of its own degree.
+    No group is split over two servers: a degree divides a server's devices, and groups are placed
+    from the largest degree down, so each group begins at a multiple of its degree.
     """
     degrees = [
         (group.device_type, group.tensor_parallel_size)

@@ -13,12 +13,12 @@ from ..schema.pipeline import PipelinePlan, StagePlan
 
 
 def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
-    """Turn a pipeline plan into who runs what.
+    """Turn a pipeline plan into a launch config: the work of each rank.
 
     Ranks follow the stages; stages on the same device (interleaved) share a rank.
 
     Raises:
-        ProblemError: The schedule cannot run as planned; says which rule.
+        ProblemError: The schedule cannot run as planned; the message states the rule.
     """
     check_trace(plan.model, plan.trace)
     ranks_of_stage = _ranks_of_stages(plan)
@@ -62,12 +62,12 @@ def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
 
 
 def schedule_of(work: PipelineWork, num_microbatches: int) -> Schedule:
-    """The schedule that a lowered plan runs, for one batch or a run without flushes.
+    """Generate the schedule of a lowered plan, for one batch or for a run without flushes.
 
-    Its ranks are the numbers of tensor-parallel groups (``PipelineWork.groups``).
+    The schedule's ranks are the numbers of tensor-parallel groups (``PipelineWork.groups``).
 
     Raises:
-        ProblemError: A shape that the schedule cannot have, or one with another placement.
+        ProblemError: The schedule does not support the shape, or places its stages differently.
     """
     stages, planned = work.stages, work.placement
     is_two_way = work.traits.placement == "both-ways"
@@ -90,10 +90,10 @@ def schedule_of(work: PipelineWork, num_microbatches: int) -> Schedule:
 
 
 def check_trace(model: str, trace: LayerTrace | None) -> None:
-    """What hooks on modules have seen of one pass cannot be run piece by piece.
+    """Refuse layers that were found by hooks on modules, which cannot be run separately.
 
     Raises:
-        ProblemError: The layers were found like that.
+        ProblemError: The layers were found by hooks.
     """
     obstacle = None if trace is None else trace.obstacle
     if obstacle is not None:
@@ -122,15 +122,15 @@ def _ranks_of_stages(plan: PipelinePlan) -> list[tuple[int, ...]]:
 def _devices_of(
     plan: PipelinePlan, stage: StagePlan, ranks: tuple[int, ...]
 ) -> Sequence[int | None]:
-    """The device of each rank; DualPipe's two directions run on any."""
+    """Return the planned device of each rank; None (any device) for DualPipe's two directions."""
     return [None] * len(ranks) if plan.traits.placement == "both-ways" else stage.held
 
 
 def _stage_of(stage: StagePlan, ranks: tuple[int, ...], recompute: bool) -> PipelineStage:
-    """An emulated device holds its passes to the plan's times.
+    """Lower one stage, with the times to which an emulated device stretches its passes.
 
-    Where a plan does not tell forward from backward, forward is a third of both (a quarter with
-    recomputation).
+    If the plan has one time for both passes, the forward pass takes a third of it, or a quarter
+    with recomputation.
     """
     if not is_emulated(stage.device_type):
         return PipelineStage(layers=stage.layers, ranks=ranks)
@@ -146,7 +146,7 @@ def _stage_of(stage: StagePlan, ranks: tuple[int, ...], recompute: bool) -> Pipe
 
 
 def microbatches_of(schedule: Schedule, rank: int, stage: int | None = None) -> list[int]:
-    """The microbatches that a rank runs, of one of its stages or of any."""
+    """List the microbatches that a rank runs, on one of its stages or on any of them."""
     return sorted(
         {
             op.microbatch
@@ -157,7 +157,7 @@ def microbatches_of(schedule: Schedule, rank: int, stage: int | None = None) -> 
 
 
 def _check_rounds(plan: PipelinePlan) -> None:
-    """Without flushes microbatch k goes to replica k mod R over the whole run."""
+    """Check that replicas divide a batch: without flushes, replica k mod R runs microbatch k."""
     for number, stage in enumerate(plan.stages):
         if plan.microbatches % stage.num_replicas:
             raise ProblemError(

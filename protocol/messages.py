@@ -1,9 +1,9 @@
-"""What a worker and its controller tell each other: typed messages, each a line of JSON.
+"""Typed messages between a worker and its controller, each one line of JSON.
 
-Both ends are of one installation, so the lines are no format that is kept. A package that was
-changed under a running launch is the exception: its new workers may send what the controller does
-not know, and the other way round. So everything that comes in is validated, and a message that
-cannot be read is a ProblemError that says where it is wrong.
+Both ends usually run the same installation, so the messages are not a stable format. But if the
+package is changed during a launch, new workers and the controller may not know each other's
+messages. So every received message is validated, and an invalid one raises a ProblemError that
+says where it is wrong.
 """
 
 import json
@@ -20,7 +20,7 @@ from ..schema.records import Index, Seconds, faults_of, record
 MAX_SENTENCE_CHARACTERS = 300
 
 Ranks = dict[str, Index]
-"""The rank of each worker by its name; ranks change, names stay."""
+"""Worker name -> rank; a worker's rank may change, its name does not."""
 
 
 # From a worker to its controller
@@ -28,10 +28,10 @@ Ranks = dict[str, Index]
 
 @record
 class Beat:
-    """A sign of life.
+    """A heartbeat.
 
-    ``prepared`` says that the script has come to ``hf.prepare``, ``waiting`` that this worker waits
-    for others; ``operation`` is how many operations of all workers it has completed.
+    ``prepared`` means that the script has reached ``hf.prepare``, ``waiting`` that this worker
+    waits for others. ``operation`` is the number of collective operations that it has completed.
     """
 
     prepared: bool
@@ -49,7 +49,7 @@ class Ready:
 
 @record
 class Joined:
-    """This worker has met the others of a generation; ``pause_seconds`` is what that took."""
+    """This worker has connected to the others of a generation, which took ``pause_seconds``."""
 
     generation: Index
     pause_seconds: Seconds = 0.0
@@ -58,7 +58,7 @@ class Joined:
 
 @record
 class Paused:
-    """A leaving worker has handed over, and how long it kept the others."""
+    """A leaving worker has handed over its state; ``pause_seconds`` is how long others waited."""
 
     generation: Index
     pause_seconds: Seconds
@@ -67,7 +67,7 @@ class Paused:
 
 @record
 class Lost:
-    """This worker lost another in a generation, after so many completed operations."""
+    """This worker lost another one of a generation, after a number of completed operations."""
 
     generation: Index
     operation: Index
@@ -77,7 +77,7 @@ class Lost:
 
 @record
 class Closed:
-    """The workers of this job cannot change any more."""
+    """The workers of this job cannot be changed any more."""
 
     why: str
     kind: Literal["closed"] = "closed"
@@ -85,21 +85,21 @@ class Closed:
 
 @record
 class Fragile:
-    """The others cannot continue without a worker that dies: no process knows their positions."""
+    """The others cannot continue if a worker dies, because no process knows their positions."""
 
     kind: Literal["fragile"] = "fragile"
 
 
 @record
 class Finished:
-    """The script is over; the interpreter is about to end, and heartbeats with it."""
+    """The script has ended; the process will exit soon and sends no more heartbeats."""
 
     kind: Literal["finished"] = "finished"
 
 
 @record
 class Unreadable:
-    """This worker cannot read what its controller has said."""
+    """This worker cannot read a message of its controller."""
 
     why: str
     kind: Literal["unreadable"] = "unreadable"
@@ -113,10 +113,10 @@ FromWorker = Beat | Ready | Joined | Paused | Lost | Closed | Fragile | Finished
 
 @record
 class Resize:
-    """The next generation is ready: go over to it after the same step.
+    """The next generation is ready: all workers switch to it after the same step.
 
-    ``donors`` names, for each joining worker, who gives it the state. ``guest`` is a worker that
-    leaves, but meets the joining ones once to give it: where no worker stays.
+    ``donors`` maps each joining worker to the worker that sends it the state. ``guest`` is a
+    leaving worker that connects to the joining ones once to send the state, if no worker stays.
     """
 
     generation: Index
@@ -134,7 +134,7 @@ class Resize:
 
 @record
 class Recover:
-    """The workers that continue after a loss: ``behind`` get missing results from ``donor``."""
+    """The workers that continue after a loss; those in ``behind`` get results from ``donor``."""
 
     generation: Index
     config: LaunchConfig
@@ -151,7 +151,7 @@ class Recover:
 
 @record
 class Abort:
-    """A generation is broken: cut its connections."""
+    """A generation has failed: close its connections."""
 
     generation: Index
     kind: Literal["abort"] = "abort"
@@ -159,7 +159,7 @@ class Abort:
 
 @record
 class Leave:
-    """The others have met without this worker: it may end."""
+    """The others have connected without this worker, which may exit."""
 
     kind: Literal["leave"] = "leave"
 
@@ -168,25 +168,25 @@ FromController = Resize | Recover | Abort | Leave
 
 
 def encode(message: FromWorker | FromController) -> bytes:
-    """A message as a line."""
+    """Encode a message as a line."""
     return json.dumps(to_plain(message), allow_nan=False).encode() + b"\n"
 
 
 def from_worker(line: bytes) -> FromWorker:
-    """Read what a worker has said.
+    """Decode a worker's message.
 
     Raises:
-        ProblemError: It is none of a worker's messages.
+        ProblemError: The line is not a valid message of a worker.
     """
     found: FromWorker = _decoded(line, FromWorker)
     return found
 
 
 def from_controller(line: bytes) -> FromController:
-    """Read what the controller has said.
+    """Decode a controller's message.
 
     Raises:
-        ProblemError: It is none of a controller's messages.
+        ProblemError: The line is not a valid message of a controller.
     """
     found: FromController = _decoded(line, FromController)
     return found
@@ -196,7 +196,7 @@ def _decoded(line: bytes, expected: Any) -> Any:
     try:
         return _reader(expected).validate_json(line)
     except ValidationError as error:
-        said = " ".join("; ".join(faults_of(error)).split())  # a key may be of several lines
+        said = " ".join("; ".join(faults_of(error)).split())  # a key may have several lines
         raise ProblemError(said[:MAX_SENTENCE_CHARACTERS]) from None
 
 

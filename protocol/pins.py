@@ -1,6 +1,6 @@
-"""What a determinism level fixes before torch is imported: environment variables of a worker.
+"""Environment variables of a worker that a level of determinism needs before torch is imported.
 
-Pure, and without torch: the launcher calls it.
+Pure functions without torch, because the launcher calls them.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from ..schema.launch import Determinism
 
 
 def pins(level: Determinism) -> dict[str, str]:
-    """Environment variables that a worker at this level must be started with."""
+    """Return the environment variables that a worker at this level must be started with."""
     if level == "none":
         return {}
     fixed = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -20,5 +20,5 @@ def pins(level: Determinism) -> dict[str, str]:
 
 
 def missing_pins(level: Determinism, environment: Mapping[str, str]) -> dict[str, str]:
-    """The pins that an environment does not have, where another launcher made it."""
+    """Return the variables that an environment made by another launcher lacks."""
     return {name: value for name, value in pins(level).items() if environment.get(name) != value}

@@ -1,4 +1,4 @@
-"""The run record: predicted beside measured, put together from what each worker reports."""
+"""Build the run record, with predicted and measured times, from the workers' reports."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ Status = Literal["done", "failed", "interrupted"]
 
 @record
 class WorkerReport:
-    """What one worker measured. Times are medians over full steps after the warm-up."""
+    """The measurements of one worker. Times are medians over full steps after the warm-up."""
 
     rank: Index
     device_type: Name
@@ -45,12 +45,12 @@ class WorkerReport:
 
 
 def report_text(report: WorkerReport) -> str:
-    """A report as it travels through the store."""
+    """Encode a report for the store."""
     return to_json(report)
 
 
 def parse_report(text: bytes | str) -> WorkerReport:
-    """Read a report back, validated."""
+    """Decode and validate a report."""
     return TypeAdapter(WorkerReport).validate_json(text)
 
 
@@ -65,11 +65,11 @@ def assemble(
     generations: Sequence[Generation] = (),
     provenance: dict[str, Any] | None = None,
 ) -> RunRecord:
-    """Put what was predicted beside what was measured.
+    """Build a run record from the workers' reports.
 
-    The measured step is the slowest worker's median: all of them step together. Workers whose
-    final parameters differ are reported as a failure event; a correct run has none. After a
-    resize or a failure nothing was predicted for the workers there are.
+    The measured step is the slowest worker's median, because all workers step together. Workers
+    with different final parameters are recorded as a failure event; a correct run has none. After a
+    resize or a failure there is no prediction, because the workers are not those of the plan.
     """
     as_planned = len(generations) < 2
     ordered = sorted(reports, key=lambda report: report.rank)
@@ -133,7 +133,7 @@ def _world_size(plan: Plan) -> int:
 
 
 def _prediction(plan: Plan, report: WorkerReport) -> tuple[float | None, bool]:
-    """What a worker's passes of a step should take, and whether its device is emulated."""
+    """Return a worker's predicted seconds of passes per step, and whether it is emulated."""
     if isinstance(plan, SplitPlan):
         group = group_of(plan, report.rank)
         predicted = group.pass_seconds * group.virtual_nodes if group.pass_seconds else None
@@ -148,7 +148,7 @@ def _prediction(plan: Plan, report: WorkerReport) -> tuple[float | None, bool]:
 
 
 def group_of(plan: SplitPlan, rank: int) -> DeviceGroup:
-    """The group of the plan that a rank belongs to."""
+    """Return the group of the plan that a rank belongs to."""
     ranks = [group for group in plan.groups for _ in range(group.num_devices)]
     return ranks[rank]
 

@@ -1,1 +1,1 @@
-"""Pipeline schedules as data: generate, validate, time."""
+"""Pipeline schedules as data: generators, a validator and a timer."""

@@ -1,8 +1,8 @@
-"""From the order of the passes to a complete schedule.
+"""Complete an order of passes into a schedule.
 
-A generator only says which passes each rank runs in which order. What follows from that is the
-same for all of them and is added here: transfers right before and right behind the pass that
-needs or makes them, weight versions, and the reductions and updates.
+A generator only states which passes each rank runs in which order. The rest is the same for all
+schedules and is added here: transfers directly before the pass that needs them and directly after
+the pass that makes them, weight versions, reductions and updates.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from .operations import DIFFERENTIATING, FREEING, Kind, Operation, Schedule, Wei
 Pass = tuple[Kind, int, int]
 """(kind, stage, microbatch)."""
 Slot = tuple[Pass, ...]
-"""Usually one pass; two where they are overlapped."""
+"""One pass, or two passes that overlap."""
 Version = Callable[[int, int], int]
 """The weight version that (stage, microbatch) reads."""
 Placement = tuple[tuple[int, ...], ...]
@@ -27,9 +27,9 @@ class Order:
         placement: [stages] the ranks that hold each stage.
         slots: [ranks] what each rank computes, in order.
         num_microbatches: In the whole schedule.
-        microbatches_per_update: [stages] how many microbatches make one weight version; None
-            for a single update at the end.
-        version: The version that a pass reads.
+        microbatches_per_update: [stages] microbatches per weight version; None for a single update
+            at the end.
+        version: (stage, microbatch) -> the weight version that the passes read.
     """
 
     placement: Placement
@@ -47,7 +47,17 @@ def assemble(
     max_in_flight: Sequence[int] | None = None,
     max_weight_versions: Sequence[int] | None = None,
 ) -> Schedule:
-    """Complete an order of passes into a schedule."""
+    """Complete an order of passes into a schedule.
+
+    Args:
+        name: The schedule's name.
+        order: The passes of each rank.
+        weight_semantics: Which weight version a pass reads (see ``ScheduleTraits``).
+        max_in_flight: [ranks] the promised bound on (stage, microbatch) pairs held; None for no
+            promise.
+        max_weight_versions: [ranks] the promised bound on weight versions held; None for no
+            promise.
+    """
     holder = {
         (stage, microbatch): rank
         for rank, slots in enumerate(order.slots)
@@ -69,7 +79,7 @@ def assemble(
 
 
 class _Rank:
-    """Writes the list of one rank."""
+    """Builds the list of operations of one rank."""
 
     def __init__(self, rank: int, order: Order, holder: dict[tuple[int, int], int]) -> None:
         self.rank = rank
@@ -94,7 +104,7 @@ class _Rank:
                 self._count(*one)
         for stage in self.stages:
             self._close_rounds(stage, at_end=True)
-        # Every reduction before the first update, so that a worker may clip by the global norm.
+        # All reductions come before the first update, so that workers can clip by the global norm.
         if self.order.microbatches_per_update is None:
             self.written.sort(key=lambda operation: operation.kind is Kind.UPDATE)
         return tuple(self.written)
@@ -149,14 +159,14 @@ class _Rank:
         return counts
 
     def _count(self, kind: Kind, stage: int, microbatch: int) -> None:
-        """Note that one microbatch is through; update when it was the last of its round."""
+        """Count a completed microbatch; update if it was the last one of its round."""
         if kind in FREEING:
             self.left[stage][microbatch // self._round_length(stage)] -= 1
             if self.order.microbatches_per_update is not None:
                 self._close_rounds(stage)
 
     def _close_rounds(self, stage: int, *, at_end: bool = False) -> None:
-        """Reduce and update for each round that is complete.
+        """Reduce and update for each complete round.
 
         A replica without a microbatch in the last, short round takes part at the end.
         """

@@ -1,7 +1,7 @@
-"""What the papers say about a schedule in one line of algebra.
+"""Closed formulas of the papers for in-flight microbatches, warm-up and weight versions.
 
-p is the pipeline-parallel size, m the number of microbatches, v the number of model chunks a
-device holds. Stages, microbatches and versions count from 0. Sources: Narayanan's thesis 2.4.2,
+p is the pipeline-parallel size, m the number of microbatches, v the number of model chunks per
+device. Stages, microbatches and versions are counted from 0. Sources: Narayanan's thesis 2.4.2,
 2.4.3, 3.2.1, 4.2.2 and table 7.1.
 """
 
@@ -11,13 +11,13 @@ from collections.abc import Sequence
 def in_flight(replicas: Sequence[int], stage: int) -> int:
     """Inputs in flight on one replica of a stage under 1F1B-RR.
 
-    ceil(replicas of this stage and all after it / replicas of this stage); p - stage where no
-    stage is replicated. Of the input stage it is NOAM (2.4.2). Also the number of weight versions
-    that stashing keeps (table 7.1).
+    ceil(replicas of this stage and all after it / replicas of this stage), which is p - stage if no
+    stage is replicated. For the input stage this is NOAM (2.4.2). It is also the number of weight
+    versions that stashing keeps (table 7.1).
 
     Args:
-        replicas: [stages] how many ranks hold each stage.
-        stage: Which stage.
+        replicas: [stages] number of ranks that hold each stage.
+        stage: The stage, from 0.
     """
     return -(-sum(replicas[stage:]) // replicas[stage])
 
@@ -25,7 +25,7 @@ def in_flight(replicas: Sequence[int], stage: int) -> int:
 def interleaved_warmup(
     pipeline_parallel_size: int, num_microbatches: int, num_model_chunks: int, position: int
 ) -> int:
-    """Forward passes of chunks before the first backward pass under interleaved 1F1B.
+    """Number of chunks' forward passes before the first backward pass under interleaved 1F1B.
 
     2 (p - position - 1) + (v - 1) p, at most all of them (Megatron-LM; figure 4.4).
 
@@ -33,7 +33,7 @@ def interleaved_warmup(
         pipeline_parallel_size: p.
         num_microbatches: m.
         num_model_chunks: v.
-        position: The device's place in the pipeline.
+        position: The device's position in the pipeline, from 0.
     """
     ahead = 2 * (pipeline_parallel_size - position - 1)
     most = ahead + (num_model_chunks - 1) * pipeline_parallel_size
@@ -41,7 +41,7 @@ def interleaved_warmup(
 
 
 def stashing_version(replicas: Sequence[int], stage: int, microbatch: int) -> int:
-    """The weight version a microbatch reads under weight stashing (2.4.3).
+    """The weight version that microbatch k reads under weight stashing (2.4.3).
 
     max(0, k - (p - stage) + 1) without replicas. A replicated stage makes one version from one
     input on each replica, so its versions count rounds of inputs.
@@ -50,13 +50,13 @@ def stashing_version(replicas: Sequence[int], stage: int, microbatch: int) -> in
 
 
 def vertical_sync_version(pipeline_parallel_size: int, num_replicas: int, microbatch: int) -> int:
-    """The weight version a microbatch reads on every stage under vertical sync (2.4.3).
+    """The weight version that microbatch k reads on every stage under vertical sync (2.4.3).
 
-    The latest at the input stage when it entered: max(0, k - p + 1).
+    The latest version of the input stage when k entered it: max(0, k - p + 1).
     """
     return max(0, microbatch // num_replicas - pipeline_parallel_size + 1)
 
 
 def double_buffered_version(microbatches_per_update: int, microbatch: int) -> int:
-    """The weight version a microbatch reads in PipeDream-2BW: max(0, k // m - 1) (3.2.1)."""
+    """The weight version that microbatch k reads in PipeDream-2BW: max(0, k // m - 1) (3.2.1)."""
     return max(0, microbatch // microbatches_per_update - 1)

@@ -1,4 +1,4 @@
-"""What a rank holds while it works through its list: activations and weight versions."""
+"""Count the activations and weight versions that a rank holds while it runs its list."""
 
 from collections.abc import Sequence
 
@@ -6,12 +6,13 @@ from .operations import DIFFERENTIATING, FREEING, PASSES, Kind, Operation, Sched
 
 
 def peak_in_flight(schedule: Schedule, *, until_weight_gradient: bool = True) -> tuple[int, ...]:
-    """[ranks] the most (stage, microbatch) pairs whose activations a rank holds.
+    """[ranks] the most (stage, microbatch) pairs whose activations a rank holds at once.
 
     Args:
         schedule: The schedule.
-        until_weight_gradient: Count activations until the weight gradient is done; otherwise
-            until the gradient of the input is, as papers on split backward passes also do.
+        until_weight_gradient: Whether activations count until the weight gradient is computed;
+            otherwise until the gradient of the input is, as in some papers on split backward
+            passes.
     """
     freeing = FREEING if until_weight_gradient else DIFFERENTIATING
     return tuple(_peak(operations, freeing, None) for operations in schedule.ranks)
@@ -22,7 +23,7 @@ def peak_activation_bytes(schedule: Schedule, activation_bytes: Sequence[int]) -
 
     Args:
         schedule: The schedule.
-        activation_bytes: [stages] bytes kept from one microbatch's forward to its backward pass.
+        activation_bytes: [stages] bytes kept between the forward and backward pass of a microbatch.
     """
     return tuple(_peak(operations, FREEING, activation_bytes) for operations in schedule.ranks)
 
@@ -44,8 +45,8 @@ def _peak(
 def peak_weight_versions(schedule: Schedule) -> tuple[int, ...]:
     """[ranks] the most versions of one stage's weights that a rank must hold at once.
 
-    A version is held from the update that writes it until a newer one exists and no later pass
-    of the rank reads it.
+    A version is held from the update that writes it until there is a newer one and no later pass of
+    the rank reads it.
     """
     return tuple(
         max((_versions(operations, stage) for stage in stages), default=0)
@@ -70,7 +71,7 @@ def _versions(operations: Sequence[Operation], stage: int) -> int:
 
 
 def held_by_stage(schedule: Schedule) -> tuple[tuple[int, int], ...]:
-    """[stages] microbatches whose activations, and versions of the weights, a replica holds."""
+    """[stages] most microbatches in flight, and most weight versions, that a replica holds."""
     found = []
     for stage, ranks in enumerate(schedule.placement):
         mine = [[op for op in schedule.ranks[rank] if op.stage == stage] for rank in ranks]

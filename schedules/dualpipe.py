@@ -1,9 +1,9 @@
 """DualPipe and DualPipeV: forward and backward passes of unlike microbatches, overlapped.
 
-DeepSeek-V3 technical report, section 3.2.1. Half of the microbatches enter at each end of the
-pipeline (DualPipe, every stage held by two ranks), or each rank holds one stage of the way out
-and one of the way back (DualPipeV). A pass of the one and a pass of the other run as a pair, so
-that the transfers of each hide behind the other's computation.
+DeepSeek-V3 technical report, section 3.2.1. In DualPipe, half of the microbatches enter at each
+end of the pipeline, and every stage is on two ranks. In DualPipeV, each rank holds one stage of
+the way down the ranks and one of the way up. A pass of one direction and a pass of the other run
+as a pair, so that the transfers of each hide behind the other's computation.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,17 @@ from .registry import schedule
 from .shape import PipelineShape
 
 _Make = Callable[[Kind, int, int], Pass]
-"""(kind, phase, number within the phase) to a pass; phase 0 enters at the rank's near end."""
+"""(kind, phase, number within the phase) -> pass; phase 0 enters at the rank's near end."""
 
 
 @schedule("dualpipe", replicas="one", placement="both-ways", plannable=False)
 def bidirectional(shape: PipelineShape) -> Schedule:
-    """DualPipe: stage s on ranks s and p - 1 - s, one direction of the pipeline on each.
+    """Generate DualPipe: stage s is on rank s for one direction and on p - 1 - s for the other.
 
-    The first half of the microbatches enters at rank 0, the second half at the last rank. p and
-    m must be even and m >= 2p.
+    The first half of the microbatches enters at rank 0, the second half at the last rank.
+
+    Raises:
+        ProblemError: p or m is odd, m < 2p, or the shape has replicas or model chunks.
     """
     shape.one_chunk("dualpipe")
     p, m = shape.pipeline_parallel_size, shape.num_microbatches
@@ -47,7 +49,11 @@ def bidirectional(shape: PipelineShape) -> Schedule:
 
 @schedule("dualpipe-v", replicas="one", placement="v", num_model_chunks=(2,), plannable=False)
 def v_shaped(shape: PipelineShape) -> Schedule:
-    """DualPipeV: rank r holds stages r and 2p - 1 - r. m must be at least 2p."""
+    """Generate DualPipeV: rank r holds stages r and 2p - 1 - r.
+
+    Raises:
+        ProblemError: m < 2p, or the shape has replicas or more than 2 model chunks.
+    """
     p, m = shape.pipeline_parallel_size, shape.num_microbatches
     _need_single("dualpipe-v", shape)
     if m < 2 * p or shape.num_model_chunks not in (1, 2):
@@ -75,7 +81,7 @@ def _need_single(name: str, shape: PipelineShape) -> None:
 
 
 def _direction(rank: int, p: int, m: int) -> _Make:
-    """Phase 0 is the direction that enters at the rank's own half of the pipeline."""
+    """Make a rank's naming of passes; phase 0 enters at the rank's own half of the pipeline."""
 
     def make(kind: Kind, phase: int, k: int) -> Pass:
         backwards = phase ^ (rank >= p // 2)
@@ -88,10 +94,10 @@ def _one_rank(half: int, position: int, m: int, make: _Make) -> list[Slot]:
     """The eight steps of DualPipe for a rank ``position`` places from its end of ``half``.
 
     Args:
-        half: Ranks between an end of the pipeline and its middle.
-        position: Places from the end, 0 at the end itself.
+        half: Number of ranks between an end of the pipeline and its middle.
+        position: Distance from the end, 0 at the end itself.
         m: Microbatches of each phase.
-        make: Names the pass.
+        make: Makes the pass of a kind, phase and number.
     """
     line = _Line(make)
     inner = half - position - 1
@@ -119,7 +125,7 @@ def _one_rank(half: int, position: int, m: int, make: _Make) -> list[Slot]:
 
 
 class _Line:
-    """Collects passes; numbers them by themselves and queues split weight gradients."""
+    """Collects the passes of a rank, numbers them, and queues split weight gradients."""
 
     def __init__(self, make: _Make) -> None:
         self.make = make

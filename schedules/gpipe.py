@@ -10,8 +10,8 @@ from .shape import PipelineShape
 def generate(shape: PipelineShape) -> Schedule:
     """Order the passes of one batch as GPipe does.
 
-    Backward passes run in the order of the forward passes, as in figure 4.3. Any number of
-    replicas of each stage; a rank holds the activations of all its microbatches.
+    Backward passes run in the order of the forward passes, as in figure 4.3. A stage may have any
+    number of replicas. A rank holds the activations of all its microbatches.
     """
     shape.one_chunk("gpipe")
     slots: list[list[Slot]] = []

@@ -13,8 +13,11 @@ from .shape import PipelineShape
 def generate(shape: PipelineShape) -> Schedule:
     """Order the passes of one batch as Megatron-LM's interleaved schedule does.
 
-    Device d of p holds stages d, d + p, d + 2p, ... Microbatches go through the chunks in groups
-    of p, so their number (of each parallel pipeline) must be a multiple of p.
+    Device d of p holds stages d, d + p, d + 2p, ... Microbatches go through the chunks in groups of
+    p.
+
+    Raises:
+        ProblemError: The microbatches of each parallel pipeline are not a multiple of p.
     """
     p, v = shape.pipeline_parallel_size, shape.num_model_chunks
     count = shape.parallel_pipelines("interleaved")

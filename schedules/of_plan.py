@@ -1,4 +1,4 @@
-"""The schedule that a pipeline plan names, and the times it predicts for it."""
+"""The schedule of a pipeline plan, and the times that the plan predicts for it."""
 
 from collections.abc import Sequence
 
@@ -8,15 +8,15 @@ from .operations import Schedule
 from .registry import generate
 from .timing import StageTimes
 
-# Schedules without a flush are endless; this many updates show their steady state.
+# Schedules without a flush never end; this number of updates shows their steady state.
 _UPDATES_SHOWN = 3
 
 
 def schedule_of(plan: PipelinePlan) -> Schedule:
-    """The operations of one batch; of several where the plan's schedule never flushes.
+    """Generate the plan's schedule for one batch, or for several if it never flushes.
 
     Raises:
-        ProblemError: The schedule cannot have the plan's shape (replicas, microbatches).
+        ProblemError: The schedule does not support the plan's replicas or microbatches.
     """
     replicas = plan.position_replicas
     microbatches = plan.microbatches
@@ -31,12 +31,12 @@ def schedule_of(plan: PipelinePlan) -> Schedule:
 
 
 def times_of(plan: PipelinePlan) -> StageTimes:
-    """Seconds of each stage's passes and transfers, as the plan predicts them.
+    """Return the seconds of each stage's passes and transfers that the plan predicts.
 
-    A boundary's ``output_seconds`` covers an activation and its gradient: half for each.
+    A stage's ``output_seconds`` are for an activation and its gradient; each takes half.
 
     Raises:
-        ProblemError: The plan does not tell forward from backward time.
+        ProblemError: The plan does not separate forward and backward time.
     """
     forward: list[float] = []
     for stage in plan.stages:
@@ -67,7 +67,7 @@ def times_of(plan: PipelinePlan) -> StageTimes:
 def flushes(plan: PipelinePlan) -> bool:
     """Whether the plan's schedule ends each batch with one update.
 
-    Without a flush all-reduces and updates hide behind other work, as the plan's prices have it.
+    Without a flush, all-reduces and updates overlap with other work, as in the plan's stage costs.
     """
     return plan.traits.flushes
 

@@ -1,8 +1,8 @@
 """1F1B and 1F1B-RR: the order that PipeDream, PipeDream-Flush and PipeDream-2BW share.
 
-Thesis 2.4.2: in the startup phase a stage admits just as many inputs as keep the pipeline full,
-then it alternates between one forward and one backward pass. Inputs go to the replicas of a
-stage in turn, so a microbatch meets the same replica forward and backward.
+Thesis 2.4.2: in the startup phase a stage admits exactly as many inputs as keep the pipeline full;
+then it alternates between one forward and one backward pass. The replicas of a stage take inputs
+in turn, so both passes of a microbatch run on the same replica.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from .shape import PipelineShape
 
 
 def one_rank(microbatches: Sequence[int], stage: int, in_flight: int) -> list[Slot]:
-    """The passes of one rank: ``in_flight`` - 1 forward passes, then one of each in turn."""
+    """Order one rank's passes: ``in_flight`` - 1 forward passes, then one of each in turn."""
     ahead = min(in_flight - 1, len(microbatches))
     return [
         ((Kind.BACKWARD if is_backward else Kind.FORWARD, stage, microbatch),)
@@ -26,20 +26,20 @@ def one_rank(microbatches: Sequence[int], stage: int, in_flight: int) -> list[Sl
 
 @schedule("1f1b", replicas="any", order="alternating")
 def flush(shape: PipelineShape) -> Schedule:
-    """PipeDream-Flush: 1F1B over one batch with one update at its end (3.2.2, figure 4.4 top)."""
+    """Generate PipeDream-Flush: 1F1B over one batch, then one update (3.2.2, figure 4.4 top)."""
     return build("1f1b", shape, "flush")
 
 
 def build(
     name: str, shape: PipelineShape, semantics: WeightSemantics, per_update: int | None = None
 ) -> Schedule:
-    """A schedule in 1F1B order.
+    """Generate a schedule in 1F1B order.
 
     Args:
         name: The schedule's name.
-        shape: What was asked for.
+        shape: The requested degrees and counts.
         semantics: Which weight versions passes read.
-        per_update: Microbatches of an update, where they are double-buffered.
+        per_update: Microbatches per update, if weights are double-buffered.
     """
     shape.one_chunk(name)
     depth = [closed_forms.in_flight(shape.replicas, s) for s in range(len(shape.replicas))]
@@ -94,7 +94,7 @@ def _version(
 
 
 def _versions_kept(semantics: WeightSemantics, depth: Sequence[int], position: int) -> int:
-    """Table 7.1's weight column, for one rank."""
+    """Number of weight versions that one rank keeps (thesis table 7.1)."""
     return {
         "flush": 1,
         "stashing": depth[position],

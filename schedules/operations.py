@@ -1,20 +1,20 @@
-"""What a schedule is: for each rank an ordered list of operations, as plain data.
+"""The definition of a schedule: an ordered list of operations for each rank, as plain data.
 
-One definition serves everyone: the timer predicts from it, the report draws it, the runtime
-executes it. So the lists are complete: every transfer names its peer, every pass the weight
-version it reads, and following the list from top to bottom is all that a worker has to do.
+The timer, the reports and the runtime all use this definition. So the lists are complete: every
+transfer names its peer, and every pass the weight version that it reads. A worker only has to
+execute its list from top to bottom.
 
 How a list is executed (the contract between the generators, `walk`, the timer and the runtime):
 
 * passes, updates and reductions run one after another, in the order of the list;
-* a send never blocks: it starts where it stands and its buffer is kept until it is done;
-* a receive waits until its message is there. A worker may post receives ahead of need;
+* a send never blocks: it starts at its place in the list, and its buffer is kept until it is done;
+* a receive waits until its message has arrived. A worker may post receives earlier;
 * the messages of one channel (source, destination, activation or gradient) are sent and received
   in the same order, so a channel needs no tags;
 * a reduction waits for every rank that holds the stage.
 
-Two passes whose receives all stand before them and whose sends all stand behind them form an
-overlapped pair (DualPipe's F&B): they start together and hand on their results together.
+Two passes form an overlapped pair (DualPipe's F&B) if all their receives are before both and all
+their sends after both: they start together and send their results together.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from ..schema.schedule_traits import WeightSemantics as WeightSemantics
 
 
 class Kind(StrEnum):
-    """What an operation does."""
+    """The kind of an operation."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -55,15 +55,16 @@ class Operation:
     """One entry of a rank's list.
 
     Attributes:
-        kind: What is done.
-        stage: The (virtual) stage it belongs to, from 0 at the input of the model; for a transfer
-            the stage of the rank whose list holds it.
-        microbatch: Its number, from 0; of a reduction or update the first it covers.
-        num_microbatches: How many consecutive microbatches a reduction or update covers, over all
-            replicas of the stage; 1 for everything else.
-        weight_version: The version that a pass reads, or that an update writes (an update takes
-            version - 1 and applies the mean gradient of its microbatches). None for transfers
-            and reductions.
+        kind: What the operation does.
+        stage: The (virtual) stage, from 0 at the model's input; for a transfer, the stage of the
+            rank whose list holds the operation.
+        microbatch: The microbatch's number, from 0; for a reduction or update, the first one that
+            it covers.
+        num_microbatches: Number of consecutive microbatches that a reduction or update covers,
+            over all replicas of the stage; 1 for everything else.
+        weight_version: The version that a pass reads, or that an update writes. (An update applies
+            the mean gradient of its microbatches to version - 1.) None for transfers and
+            reductions.
         peer: The other rank of a transfer; None for everything else.
     """
 
@@ -86,16 +87,16 @@ class Schedule:
 
     Attributes:
         name: Its name in the registry, or the user's own.
-        placement: [stages] the ranks that hold each (virtual) stage. More than one: replicas,
-            each of which runs a share of the microbatches.
+        placement: [stages] the ranks that hold each (virtual) stage. Several ranks are replicas,
+            each of which runs a part of the microbatches.
         num_microbatches: Microbatches in the whole schedule, over all replicas.
         weight_semantics: Which weight version a pass reads, and when versions are made (see
             ``ScheduleTraits``).
         ranks: [ranks] the operations of each rank, in order.
-        max_in_flight: [ranks] the most (stage, microbatch) pairs whose activations a rank may
-            hold, as the schedule promises; None where it promises nothing.
-        max_weight_versions: [ranks] the most versions of one stage's weights that a rank may
-            hold, as the schedule promises; None where it promises nothing.
+        max_in_flight: [ranks] promised bound on the (stage, microbatch) pairs whose activations a
+            rank holds; None for no promise.
+        max_weight_versions: [ranks] promised bound on the versions of one stage's weights that a
+            rank holds; None for no promise.
     """
 
     name: str
@@ -118,12 +119,12 @@ class Schedule:
 
     @property
     def num_operations(self) -> int:
-        """Operations over all ranks."""
+        """Number of operations over all ranks."""
         return sum(map(len, self.ranks))
 
     @cached_property
     def stages_of_rank(self) -> tuple[tuple[int, ...], ...]:
-        """[ranks] the stages each rank holds, in the order of the model: its model chunks."""
+        """[ranks] stages that each rank holds (its model chunks), in the order of the model."""
         held: list[list[int]] = [[] for _ in self.ranks]
         for stage, ranks in enumerate(self.placement):
             for rank in ranks:
@@ -132,7 +133,7 @@ class Schedule:
 
     @cached_property
     def channels(self) -> tuple[tuple[int, int, bool], ...]:
-        """(source, destination, carries activations) of every channel in use, sorted."""
+        """List (source, destination, carries activations) of every channel in use, sorted."""
         return tuple(
             sorted(
                 {
@@ -146,7 +147,7 @@ class Schedule:
 
 
 def message_of(operation: Operation, rank: int) -> Message:
-    """The identity of what a transfer carries: equal for the send and its receive.
+    """Identify the message of a transfer; the send and its receive have the same identity.
 
     Returns:
         (carries an activation, the lower of the two stages, microbatch, source, destination).
@@ -161,11 +162,12 @@ def message_of(operation: Operation, rank: int) -> Message:
 def repeat(schedule: Schedule, num_batches: int) -> Schedule:
     """Run a flushing schedule several times, one batch after another.
 
-    Nothing but the schedule's own dependencies separates the batches, as in a training loop.
+    As in a training loop, a batch may start as soon as the schedule's dependencies allow it.
 
     Args:
         schedule: A schedule with flushes.
-        num_batches: How often; microbatches and weight versions are numbered on.
+        num_batches: Number of batches; the numbers of microbatches and weight versions continue
+            from one batch to the next.
     """
 
     def later(operation: Operation, batch: int) -> Operation:

@@ -1,7 +1,8 @@
 """Several equal pipelines side by side, each running a share of the microbatches.
 
-For schedules that are defined for one pipeline only: replica j of every position forms pipeline
-j, which runs microbatches j, j + d, j + 2d, ... (the parallel pipelines of thesis 3.2.3).
+This replicates schedules that are defined for one pipeline only. Replica j of every position
+belongs to pipeline j, which runs microbatches j, j + d, j + 2d, ... (the parallel pipelines of
+thesis 3.2.3).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,11 +26,11 @@ def parallel_pipelines(
 
     Args:
         name: The schedule's name.
-        shape: What was asked for.
-        positions: [stages] the place in the pipeline that holds each stage.
-        one_pipeline: Microbatch count to [positions] slots, numbering its own microbatches
-            from 0.
-        max_in_flight: [positions] the bound on activations held.
+        shape: The requested degrees and counts.
+        positions: [stages] the position in the pipeline that holds each stage.
+        one_pipeline: Number of microbatches -> [positions] slots of one pipeline, which numbers
+            its microbatches from 0.
+        max_in_flight: [positions] the promised bound on activations held.
     """
     count = shape.parallel_pipelines(name)
     shares = [len(shape.microbatches_of(0, replica)) for replica in range(count)]

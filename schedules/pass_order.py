@@ -1,16 +1,17 @@
-"""The order in which a replica that warms up, then alternates, runs its passes.
+"""The order of a replica's passes: a number of forward passes first, then forward and backward.
 
-1F1B-RR (thesis 2.4.2) for as many forward passes ahead as keep the pipeline full; GPipe for all.
+With as many forward passes first as keep the pipeline full, this is 1F1B-RR (thesis 2.4.2); with
+all of them first, it is GPipe.
 """
 
 from collections.abc import Sequence
 
 Turn = tuple[bool, int]
-"""Whether it is a backward pass, and the microbatch."""
+"""(whether the pass is a backward pass, its microbatch)."""
 
 
 def alternating(microbatches: Sequence[int], ahead: int) -> list[Turn]:
-    """``ahead`` forward passes, then one forward and one backward pass in turn."""
+    """Order ``ahead`` forward passes, then one forward and one backward pass in turn."""
     turns: list[Turn] = [(False, microbatch) for microbatch in microbatches[:ahead]]
     for number, microbatch in enumerate(microbatches):
         if number + ahead < len(microbatches):

@@ -10,21 +10,22 @@ from .shape import PipelineShape
 
 @schedule("pipedream", weight_semantics="stashing", replicas="any", order="alternating")
 def pipedream(shape: PipelineShape) -> Schedule:
-    """PipeDream: 1F1B-RR without flushes, with weight stashing (2.4.2, 2.4.3).
+    """Generate PipeDream: 1F1B-RR without flushes, with weight stashing (2.4.2, 2.4.3).
 
-    A stage updates after every backward pass; with R replicas after one on each of them, from
-    the mean of the R gradients. A forward pass reads the latest version, its backward pass the
-    same one.
+    A stage updates after every backward pass. With R replicas, it updates after one backward pass
+    on each of them, from the mean of the R gradients. A forward pass reads the latest version, and
+    its backward pass reads the same version.
     """
     return build("pipedream", shape, "stashing")
 
 
 @schedule("pipedream-vertical-sync", weight_semantics="vertical-sync", order="alternating")
 def pipedream_vertical_sync(shape: PipelineShape) -> Schedule:
-    """PipeDream with vertical sync: every stage reads what the input stage read (2.4.3).
+    """Generate PipeDream with vertical sync: all stages read the input stage's version (2.4.3).
 
-    Versions of stages with unlike numbers of replicas do not correspond, so all stages must
-    have as many.
+    Raises:
+        ProblemError: Stages have different numbers of replicas, so that their versions do not
+            correspond.
     """
     shape.parallel_pipelines("pipedream-vertical-sync")
     return build("pipedream-vertical-sync", shape, "vertical-sync")
@@ -32,11 +33,14 @@ def pipedream_vertical_sync(shape: PipelineShape) -> Schedule:
 
 @schedule("2bw", weight_semantics="double-buffered", replicas="any", order="alternating")
 def pipedream_2bw(shape: PipelineShape) -> Schedule:
-    """PipeDream-2BW: 1F1B without flushes, one update each m microbatches, two versions (3.2.1).
+    """Generate PipeDream-2BW: 1F1B without flushes and with two weight versions (3.2.1).
 
-    m is ``microbatches_per_update`` (by default the least one allowed). It must cover what a
-    stage has in flight (p where no stage is replicated), else two versions do not suffice, and
-    divide the number of microbatches.
+    Weights are updated once per m microbatches. m is ``microbatches_per_update``, by default the
+    least allowed.
+
+    Raises:
+        ProblemError: m is less than the microbatches in flight (p without replicas), for which two
+            versions do not suffice, or m does not divide the number of microbatches.
     """
     least = max(
         closed_forms.in_flight(shape.replicas, position) * count

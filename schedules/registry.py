@@ -1,4 +1,4 @@
-"""What a schedule is to the package, and where it is registered: its traits and its generator."""
+"""The registry of schedules, with the traits and the generator of each."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ Generator = Callable[[PipelineShape], Schedule]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleSpec(ScheduleTraits):
-    """A schedule: all that others must know of it, and how its list is made.
+    """A schedule's traits and its generator.
 
     Attributes:
-        generate: The list of operations for a shape; refuses shapes that the schedule cannot have.
+        generate: Shape -> the lists of operations; raises ProblemError for unsupported shapes.
     """
 
     generate: Generator
@@ -27,11 +27,11 @@ def schedule(name: str, **stated: Any) -> Callable[[Generator], Generator]:
     """Register a generator as a schedule.
 
     Args:
-        name: What plans and commands call it.
+        name: The schedule's name in plans and commands.
         stated: Fields of ``ScheduleTraits``.
 
-    Returns:
-        A decorator that leaves the generator as it is.
+        rns:
+        A decorator that returns the generator unchanged.
     """
 
     def register(generate: Generator) -> Generator:
@@ -43,10 +43,10 @@ def schedule(name: str, **stated: Any) -> Callable[[Generator], Generator]:
 
 
 def spec_named(name: str) -> ScheduleSpec:
-    """The schedule of a name.
+    """Find a schedule by name.
 
     Raises:
-        ProblemError: There is none, or what is registered has no generator.
+        ProblemError: The name is unknown, or the registered schedule has no generator.
     """
     found = SCHEDULES.get(name)
     if not isinstance(found, ScheduleSpec):
@@ -69,18 +69,19 @@ def generate(
     """Generate a schedule.
 
     Args:
-        name: Of a registered schedule (``SCHEDULES.names()``).
-        pipeline_parallel_size: p, the positions of the pipeline.
-        num_microbatches: Microbatches over all replicas: of one batch where the schedule
-            flushes, of the whole run where it does not.
-        num_model_chunks: v, stages on a rank, for schedules that have several (those placed in a
-            V have 2 in any case).
-        replicas: [positions] ranks that share a position; one each where None.
-        microbatches_per_update: m of a double-buffered schedule; by default the least that two
+        name: Name of a registered schedule (``SCHEDULES.names()``).
+        pipeline_parallel_size: p, the number of positions of the pipeline.
+        num_microbatches: Microbatches over all replicas: of one batch if the schedule flushes,
+            else of the whole run.
+        num_model_chunks: v, stages per rank, for schedules that allow several (schedules placed
+            in a V always have 2).
+        replicas: [positions] number of ranks that share a position; None for one each.
+        microbatches_per_update: m of a double-buffered schedule; None takes the least that two
             versions allow.
 
-    Raises:
-        ProblemError: Unknown name, or a shape the schedule cannot have; says which rule.
+        es:
+        ProblemError: The name is unknown, or the schedule does not support the shape; the message
+            states the rule.
     """
     spec = spec_named(name)
     shape = PipelineShape(

@@ -1,9 +1,8 @@
-"""The whole step of a pipeline that flushes, replayed pass by pass.
+"""A fast timer of one step of a pipeline that flushes, for searches over thousands of plans.
 
-The same answer as ``timing`` gives for the schedule's own list, without making the list, for
-searches that time thousands of plans: passes in the order that the generators share
-(``pass_order``), transfers beside them one at a time on each directed link, then each stage's
-all-reduce and update.
+The result is that of ``timing`` for the schedule's list, but the list is not built. Passes run in
+the order that the generators use too (``pass_order``), transfers overlap with them, one at a time
+on each directed link, and each stage ends with its all-reduce and update.
 """
 
 from typing import NamedTuple
@@ -14,13 +13,13 @@ from .pass_order import Turn, alternating
 
 
 class StepStage(NamedTuple):
-    """One stage of a step: seconds of one microbatch on one replica, and of its end."""
+    """Times of one stage: seconds per microbatch on one replica, and seconds of the step's end."""
 
     num_replicas: int
     forward_seconds: float
     backward_seconds: float
     transfer_seconds: float
-    """One way to the next stage; 0 for the last."""
+    """Seconds of a transfer to the next stage, in one direction; 0 for the last stage."""
     reduce_seconds: float
     update_seconds: float
 
@@ -28,12 +27,12 @@ class StepStage(NamedTuple):
 def flush_step_seconds(
     schedule: str, stages: tuple[StepStage, ...], num_microbatches: int
 ) -> float:
-    """Seconds from the first pass to the last update; O(stages x microbatches).
+    """Time a step, in seconds from the first pass to the last update; O(stages x microbatches).
 
     Args:
-        schedule: One that flushes, whose ``order`` is not its own.
-        stages: In the model's order.
-        num_microbatches: M of the step, dealt to the replicas of a stage in turn.
+        schedule: Name of a schedule that flushes and whose trait ``order`` is not ``own``.
+        stages: The stages' times, in the model's order.
+        num_microbatches: Microbatches of the step; the replicas of a stage take them in turn.
     """
     replay = _Replay(schedule, stages, num_microbatches)
     replay.run()
@@ -56,7 +55,7 @@ class _Replay:
                 own = len(mine) if takes_all else min(ahead, len(mine))
                 self.passes.append(alternating(mine, own))
                 self.stage_of.append(number)
-        # When a microbatch's activation or gradient is at a stage; None while it is not.
+        # When a microbatch's activation or gradient arrives at a stage; None if not known yet.
         unknown: list[float | None] = [None] * num_microbatches
         known: list[float | None] = [0.0] * num_microbatches
         self.activations = [
@@ -74,7 +73,7 @@ class _Replay:
             waiting += self._advance(waiting.pop())
 
     def _advance(self, rank: int) -> list[int]:
-        """Run a rank until it has to wait; the ranks that got something meanwhile."""
+        """Run a rank until it has to wait; return the ranks that received something meanwhile."""
         number = self.stage_of[rank]
         stage, passes = self.stages[number], self.passes[rank]
         activations, gradients = self.activations[number], self.gradients[number]
@@ -102,7 +101,7 @@ class _Replay:
         return peer
 
     def finish(self) -> float:
-        """The end of the last stage's update."""
+        """Seconds until the last update of any stage has ended."""
         ends = []
         for first, stage in zip(self.first_rank, self.stages, strict=True):
             end = max(self.now[first : first + stage.num_replicas])

@@ -1,4 +1,4 @@
-"""What a schedule is asked for: degrees and counts, checked once for all generators."""
+"""The shape of a requested schedule: degrees and counts, validated once for all generators."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,19 @@ from .assemble import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineShape:
-    """The question a generator answers.
+    """The degrees and counts for which a generator makes a schedule.
 
     Attributes:
-        pipeline_parallel_size: p, positions of the pipeline; each is one rank or its replicas.
-        num_microbatches: Microbatches in the whole schedule over all replicas: m of one batch
-            where the schedule flushes, of the whole run where it does not.
-        num_model_chunks: v, stages a rank holds; 1 where the schedule does not interleave.
-        replicas: [positions] ranks that share a position; microbatch k goes to replica
+        pipeline_parallel_size: p, the number of positions; each is one rank or several replicas.
+        num_microbatches: Microbatches in the whole schedule over all replicas: m of one batch if
+            the schedule flushes, else those of the whole run.
+        num_model_chunks: v, stages per rank; 1 if the schedule does not interleave.
+        replicas: [positions] number of ranks that share a position. Microbatch k goes to replica
             k mod replicas (1F1B-RR, thesis 2.4.2).
-        microbatches_per_update: m of PipeDream-2BW; None elsewhere.
+        microbatches_per_update: m of PipeDream-2BW; None for other schedules.
+
+    Raises:
+        ProblemError: A degree or a count is invalid.
     """
 
     pipeline_parallel_size: int
@@ -43,7 +46,7 @@ class PipelineShape:
 
     @property
     def ranks_of_position(self) -> Placement:
-        """[positions] their ranks, numbered through the pipeline."""
+        """[positions] ranks of each position, numbered along the pipeline."""
         ranks, first = [], 0
         for count in self.replicas:
             ranks.append(tuple(range(first, first + count)))
@@ -51,11 +54,15 @@ class PipelineShape:
         return tuple(ranks)
 
     def microbatches_of(self, position: int, replica: int) -> range:
-        """The microbatches that one replica runs."""
+        """Return the microbatches that one replica of a position runs."""
         return range(replica, self.num_microbatches, self.replicas[position])
 
     def parallel_pipelines(self, schedule: str) -> int:
-        """The common number of replicas, for a schedule that cannot do with unlike ones."""
+        """Return the number of replicas, for a schedule that needs the same number everywhere.
+
+        Raises:
+            ProblemError: Positions have different numbers of replicas.
+        """
         if len(set(self.replicas)) > 1:
             raise ProblemError(
                 f"{schedule} needs as many replicas of every stage, got "
@@ -65,7 +72,11 @@ class PipelineShape:
         return self.replicas[0]
 
     def one_chunk(self, schedule: str) -> None:
-        """Refuse model chunks for a schedule that has none."""
+        """Refuse model chunks for a schedule that does not support them.
+
+        Raises:
+            ProblemError: The shape has several model chunks.
+        """
         if self.num_model_chunks != 1:
             raise ProblemError(
                 f"{schedule} runs one chunk on a device, got num_model_chunks "

@@ -1,10 +1,10 @@
-"""What a pipeline plan's predicted step is made of: terms that add up to it.
+"""Split a pipeline plan's predicted step into terms that add up to it.
 
-A pipeline's parts run side by side, so a term is what the step gets shorter by when the term is
-taken away, one after another: updates, all-reduces, what messages cost beside their bytes, the
-bytes, what passes cost beside their layers. What is left then is the layers' passes alone: those
-of the busiest device, and the waiting that filling and uneven stages make. The order is from the
-end of the step to its core; another would give terms that overlap differently and add up alike.
+A pipeline's parts run at the same time, so a term is the time by which the step becomes shorter
+when the term is removed. The terms are removed one after another: updates, all-reduces, fixed
+costs of messages, their bytes, fixed costs of passes. The rest is the layers' passes: those of
+the busiest device, and the waiting caused by startup and uneven stages. With another order of
+removal, single terms would differ, but their sum would not.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,22 +17,22 @@ from .of_plan import flushes, schedule_of, times_of
 from .timing import time_schedule
 
 StepOf = Callable[[PipelinePlan], float]
-"""Seconds of a plan's step by the times of its stages, without the step's fixed cost."""
+"""Plan -> seconds of its step, from the times of its stages, without the step's fixed cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTerms:
-    """Seconds of a step, adding up to it.
+    """The terms of a step, in seconds; they add up to the step.
 
     Attributes:
-        layer_seconds: Passes of the layers on the device that has most of them.
-        waiting_seconds: What more the layers' passes of all stages take in their order.
-        pass_seconds: What passes cost beside their layers.
-        message_seconds: What messages between stages cost beside their bytes.
-        byte_seconds: Their bytes on the links.
-        reduce_seconds: All-reduces that nothing hides, of tied weights too.
-        update_seconds: Updates.
-        fixed_seconds: Beside all that, once a step.
+        layer_seconds: Passes of the layers on the busiest device.
+        waiting_seconds: Waiting of that device, caused by startup and uneven stages.
+        pass_seconds: Fixed costs of passes.
+        message_seconds: Fixed costs of messages between stages.
+        byte_seconds: Time of the messages' bytes on the links.
+        reduce_seconds: Exposed all-reduces of gradients, those of tied weights included.
+        update_seconds: Exposed optimizer updates.
+        fixed_seconds: Fixed cost of the step.
     """
 
     layer_seconds: float
@@ -46,15 +46,15 @@ class StepTerms:
 
 
 def step_terms(plan: PipelinePlan, step_of: StepOf | None = None) -> StepTerms | None:
-    """Take a plan's predicted step apart.
+    """Split a plan's predicted step into terms.
 
     Args:
-        plan: With all times of its stages.
-        step_of: A faster way to the same step; None times the plan's schedule.
+        plan: A plan with all times of its stages.
+        step_of: A faster function for the same step; None times the plan's schedule.
 
     Returns:
-        None where the times of the stages do not tell the step: nested levels, the papers' prices,
-        boundaries that were not counted, times that an older plan lacks.
+        The terms. None if the stages' times do not determine the step: for nested plans, the
+        papers' stage costs, boundaries that were not counted, and older plans without all times.
     """
     if any(stage.reduce_seconds is None or stage.update_seconds is None for stage in plan.stages):
         return None
@@ -62,7 +62,7 @@ def step_terms(plan: PipelinePlan, step_of: StepOf | None = None) -> StepTerms |
     try:
         seconds = step_of or timer_of(plan)
         left = seconds(plan)
-    except ProblemError:  # of a steady state alone, or without forward times
+    except ProblemError:  # a plan of a steady state only, or without forward times
         return None
     if not isclose(left + fixed, plan.predicted.step_seconds, rel_tol=1e-9, abs_tol=1e-15):
         return None
@@ -88,10 +88,12 @@ def step_terms(plan: PipelinePlan, step_of: StepOf | None = None) -> StepTerms |
 
 
 def timer_of(plan: PipelinePlan) -> StepOf:
-    """How to time plans of one shape: a schedule that flushes event by event, others' pace.
+    """Make a function that times plans of one shape.
+
+    A schedule that flushes is timed event by event; others by their steady state.
 
     Raises:
-        ProblemError: The schedule cannot have the plan's shape.
+        ProblemError: The schedule does not support the plan's shape.
     """
     if not flushes(plan):
         return _steady_step
@@ -100,7 +102,7 @@ def timer_of(plan: PipelinePlan) -> StepOf:
 
 
 def _steady_step(plan: PipelinePlan) -> float:
-    """The slowest stage or boundary for all microbatches of a step (ring prices)."""
+    """Seconds of all microbatches of a step on the slowest stage or boundary (``ring`` cost)."""
     count, slowest = plan.microbatches, 0.0
     for stage in plan.stages:
         share = count / stage.num_replicas
@@ -113,7 +115,7 @@ def _steady_step(plan: PipelinePlan) -> float:
 
 
 def _busiest(plan: PipelinePlan) -> float:
-    """All passes of the device that has most of them; of several stages where it holds them."""
+    """Seconds of all passes on the busiest device, over all stages that it holds."""
     found: dict[tuple[str, int], float] = {}
     for stage in plan.stages:
         share = plan.microbatches / stage.num_replicas
@@ -141,7 +143,10 @@ def _no_bytes(stage: StagePlan) -> StagePlan:
 
 
 def _bare(halves: int) -> Callable[[StagePlan], StagePlan]:
-    """Passes of layers alone; a backward pass is in so many parts."""
+    """Make a function that removes a stage's fixed costs of passes.
+
+    ``halves`` is the number of parts of a backward pass.
+    """
 
     def without(stage: StagePlan) -> StagePlan:
         own = stage.pass_seconds or 0.0
@@ -153,6 +158,6 @@ def _bare(halves: int) -> Callable[[StagePlan], StagePlan]:
 
 
 def total_seconds(terms: StepTerms) -> float:
-    """The step."""
+    """Seconds of the step: the sum of its terms."""
     parts: Sequence[float] = [getattr(terms, name) for name in StepTerms.__slots__]
     return sum(parts)

@@ -1,8 +1,8 @@
-"""Schedules in the papers' short hand: one line a rank, ``F0 F1 BW0 ...``.
+"""Schedules in the papers' notation: one line per rank, ``F0 F1 BW0 ...``.
 
-``F`` is a forward pass, ``BW`` a whole backward pass, ``B`` and ``W`` its two parts; the number
-is the microbatch, and ``.s`` names the stage where a rank holds several. ``F3&BW1`` are two
-passes that overlap.
+``F`` is a forward pass, ``BW`` a whole backward pass, ``B`` and ``W`` its two parts: the gradient
+of the input and that of the weights. The number is the microbatch; ``.s`` is the stage, if a rank
+holds several. ``F3&BW1`` are two passes that overlap.
 """
 
 import re
@@ -23,12 +23,12 @@ _PASS = re.compile(r"(F|BW|B|W)(\d+)(?:\.(\d+))?")
 
 
 def pass_name(kind: Kind, microbatch: int, stage: int | None = None) -> str:
-    """One pass in short hand: ``BW3`` or ``BW3.5``."""
+    """Return the name of a pass in this notation: ``BW3`` or ``BW3.5``."""
     return f"{_NAMES[kind]}{microbatch}" + ("" if stage is None else f".{stage}")
 
 
 def to_text(schedule: Schedule) -> tuple[str, ...]:
-    """[ranks] the passes of a schedule in short hand; overlapped pairs are joined by &."""
+    """[ranks] the passes of a schedule in this notation; overlapped pairs are joined by &."""
     lines = []
     for operations, stages in zip(schedule.ranks, schedule.stages_of_rank, strict=True):
         words: list[str] = []
@@ -48,8 +48,8 @@ def to_text(schedule: Schedule) -> tuple[str, ...]:
 def is_overlapped(operations: Sequence[Operation], at: int) -> bool:
     """Whether a pass forms an overlapped pair with the pass right before it.
 
-    It does where its gradient is received before the other starts, or the other's result is sent
-    only after it.
+    It does if its gradient is received before the other pass starts, or if the other's result is
+    sent only after it.
     """
     if at == 0:
         return False
@@ -66,18 +66,18 @@ def is_overlapped(operations: Sequence[Operation], at: int) -> bool:
 def from_text(
     name: str, lines: Sequence[str], *, placement: Placement, num_microbatches: int
 ) -> Schedule:
-    """Read a flushing schedule of one's own from short hand.
+    """Parse a schedule with one flush from this notation.
 
-    Nothing is promised about it; ask `validate` whether it works.
+    The result is not validated (see `validate`), and has no bounds on memory.
 
     Args:
-        name: What to call it.
+        name: Name of the new schedule.
         lines: [ranks] the passes of each rank.
         placement: [stages] the ranks that hold each stage.
-        num_microbatches: How many there are.
+        num_microbatches: Number of microbatches.
 
     Raises:
-        ProblemError: A word that is no pass, or a stage that must be named and is not.
+        ProblemError: A word is not a pass, or lacks its stage although the rank holds several.
     """
     slots = [
         [tuple(_read(word, rank, placement) for word in pair.split("&")) for pair in line.split()]

@@ -1,4 +1,4 @@
-"""How long a schedule takes: every operation's start and end, and what follows from them."""
+"""Time a schedule: start and end of every operation, and metrics that follow from them."""
 
 import math
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """What one microbatch costs on each stage.
+    """The times of one microbatch on each stage.
 
     Attributes:
         forward_seconds: [stages] one forward pass of one replica.
         backward_seconds: [stages] one whole backward pass, recomputation included.
-        backward_weight_seconds: [stages] the part of it for the gradient of the weights, where
-            a schedule splits the pass; None for half.
+        backward_weight_seconds: [stages] the part of it for the gradient of the weights, for
+            schedules that split the pass; None takes half.
         activation_seconds: [stages - 1] the transfer of an activation to the next stage.
         gradient_seconds: [stages - 1] the transfer of a gradient back from it.
         update_seconds: [stages] one optimizer step.
-        reduce_seconds: [stages] one gradient reduction among replicas. None lets replicas go on
-            without waiting for each other (a reduction that hides behind other work).
+        reduce_seconds: [stages] one gradient reduction among replicas. With None, replicas do not
+            wait for each other (the reduction hides behind other work).
     """
 
     forward_seconds: tuple[float, ...]
@@ -71,7 +71,7 @@ class StageTimes:
         backward_weight_seconds: float | None = None,
         transfer_seconds: float = 0.0,
     ) -> "StageTimes":
-        """The same times on every stage, with free updates and no waiting among replicas."""
+        """Make equal times for all stages, with updates of 0 seconds and without reductions."""
         weight = backward_weight_seconds
         return cls(
             forward_seconds=(forward_seconds,) * num_stages,
@@ -82,7 +82,7 @@ class StageTimes:
         )
 
     def pass_seconds(self, kind: Kind, stage: int) -> float:
-        """How long a pass or an update of a stage takes."""
+        """Seconds of a pass or an update of a stage."""
         if kind is Kind.FORWARD:
             return self.forward_seconds[stage]
         if kind is Kind.UPDATE:
@@ -95,22 +95,22 @@ class StageTimes:
         return weight if kind is Kind.BACKWARD_WEIGHT else whole - weight
 
     def transfer_seconds(self, activation: bool, boundary: int) -> float:
-        """How long one message over the boundary between two stages takes."""
+        """Seconds of one message over the boundary between two stages."""
         seconds = self.activation_seconds if activation else self.gradient_seconds
         return seconds[boundary] if seconds else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """When everything happens, and the figures that papers give.
+    """The times of all operations, and the metrics that papers report.
 
     Attributes:
-        schedule: What was timed.
-        spans: [ranks][operations] start and end. A send's span is its transfer; a receive's is
-            the time its rank waits for it.
-        makespan_seconds: From 0 to the end of the last operation.
+        schedule: The schedule that was timed.
+        spans: [ranks][operations] start and end, in seconds. The span of a send is its transfer;
+            that of a receive is the time for which its rank waits.
+        makespan_seconds: Time from 0 to the end of the last operation.
         busy_seconds: [ranks] time in passes and updates.
-        span_seconds: [ranks] from the start of a rank's first pass to the end of its last.
+        span_seconds: [ranks] time from the start of a rank's first pass to the end of its last.
     """
 
     schedule: Schedule
@@ -126,42 +126,42 @@ class Timing:
 
     @property
     def utilisation(self) -> tuple[float, ...]:
-        """[ranks] busy over makespan."""
+        """[ranks] busy time / makespan."""
         return tuple(_over(busy, self.makespan_seconds) for busy in self.busy_seconds)
 
     @property
     def bubble_fractions(self) -> tuple[float, ...]:
-        """[ranks] idle over busy time: the thesis's bubble size, a fraction of the ideal time."""
+        """[ranks] idle time / busy time, which is the thesis's bubble size (4.2.2)."""
         pairs = zip(self.idle_seconds, self.busy_seconds, strict=True)
         return tuple(_over(idle, busy) for idle, busy in pairs)
 
     @property
     def span_bubble_fractions(self) -> tuple[float, ...]:
-        """[ranks] idle time on the rank's own span over that span, as zero-bubble papers count."""
+        """[ranks] idle time in the rank's own span / that span, as in the zero-bubble papers."""
         pairs = zip(self.span_seconds, self.busy_seconds, strict=True)
         return tuple(_over(span - busy, span) for span, busy in pairs)
 
     @property
     def bubble_fraction(self) -> float:
-        """Idle over busy time of all ranks together (thesis 4.2.2)."""
+        """Idle time / busy time of all ranks together (thesis 4.2.2)."""
         return _over(sum(self.idle_seconds), sum(self.busy_seconds))
 
     @property
     def microbatches_per_second(self) -> float:
-        """Over the whole makespan, startup and drain included."""
+        """Microbatches / makespan, startup and drain included."""
         return _over(self.schedule.num_microbatches, self.makespan_seconds)
 
     @cached_property
     def peak_in_flight(self) -> tuple[int, ...]:
-        """[ranks] the most (stage, microbatch) pairs whose activations are held."""
+        """[ranks] the most (stage, microbatch) pairs whose activations are held at once."""
         return peak_in_flight(self.schedule)
 
     @cached_property
     def steady_seconds_per_microbatch(self) -> float:
-        """The pace at which the last stage finishes inputs in the second half of the schedule.
+        """Seconds per input on the last stage, in the second half of the schedule.
 
-        Of use for schedules without flushes, whose startup is paid once. Measured over a whole
-        number of rounds of all replicas.
+        For schedules without flushes, which have one startup only. Measured over an integer number
+        of rounds of all replicas.
         """
         last = self.schedule.num_stages - 1
         ends = sorted(
@@ -183,8 +183,8 @@ def time_schedule(schedule: Schedule, times: StageTimes) -> Timing:
     Passes run in list order; transfers overlap with them, one at a time on each directed link.
 
     Args:
-        schedule: What to time.
-        times: What one microbatch costs on each stage of the schedule.
+        schedule: The schedule to time.
+        times: The times of one microbatch on each stage of the schedule.
 
     Raises:
         ProblemError: The times are for another number of stages, or the schedule deadlocks.
@@ -218,7 +218,7 @@ def time_schedule(schedule: Schedule, times: StageTimes) -> Timing:
 
 
 class _Clock:
-    """The running times of all ranks and links."""
+    """The current times of all ranks and links."""
 
     def __init__(self, schedule: Schedule, times: StageTimes) -> None:
         self.schedule = schedule
@@ -255,7 +255,7 @@ class _Clock:
         return begin, arrival
 
     def _reduce(self, rank: int, operation: Operation) -> Span:
-        """All ranks of the stage stand at it: `walk` yields them one right after another."""
+        """Start a reduction on all ranks of its stage, which `walk` yields one after another."""
         if self.times.reduce_seconds is None:
             return self.now[rank], self.now[rank]
         key = (operation.stage, operation.microbatch)

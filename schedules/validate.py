@@ -1,7 +1,7 @@
-"""Judge a schedule from the definitions: does it compute, does it end, does it keep its promises.
+"""Validate a schedule against the definitions: data, deadlocks, bounds and weight versions.
 
-Shares nothing with the generators; what it knows of weight versions is what the papers say of
-them (thesis 2.4.3, 3.2.1), not how a generator numbers them.
+Nothing is shared with the generators. Weight versions are checked against the papers' definitions
+(thesis 2.4.3, 3.2.1), not against a generator's numbering.
 """
 
 from collections import defaultdict
@@ -26,17 +26,21 @@ Key = tuple[Kind, int, int]
 
 
 def validate(schedule: Schedule) -> list[str]:
-    """Find every fault of a schedule.
+    """List every fault of a schedule.
 
-    Checked: ranks, stages and microbatches exist; each microbatch passes each stage once forward
-    and once backward, on one rank; every pass has its input, and every result is sent where it
-    is needed; the messages of each channel are received in the order in which they are sent; no
-    rank waits for ever; the promised bounds on activations and weight versions hold; every pass
-    reads the version that the schedule's semantics demand.
+    These rules are checked:
+
+    * ranks, stages and microbatches exist;
+    * each microbatch runs once forward and once backward on each stage, both on one rank;
+    * every pass has its input, and every result is sent to where it is needed;
+    * the messages of each channel are received in the order in which they are sent;
+    * no rank waits forever;
+    * the promised bounds on activations and weight versions hold;
+    * every pass reads the version that the schedule's weight semantics require.
 
     Returns:
-        One sentence for each fault; empty where the schedule is sound. Later checks are left out
-        where the schedule is too broken for them.
+        One sentence per fault; empty if the schedule is valid. Later checks are skipped if earlier
+        faults make them impossible.
     """
     faults = list(_structure(schedule))
     if faults:
@@ -53,7 +57,7 @@ def validate(schedule: Schedule) -> list[str]:
 
 
 def describe(operation: Operation) -> str:
-    """An operation in words: ``forward of stage 2, microbatch 5``."""
+    """Describe an operation in words: ``forward of stage 2, microbatch 5``."""
     return (
         f"{operation.kind.replace('_', ' ')} of stage {operation.stage}, "
         f"microbatch {operation.microbatch}"
@@ -87,7 +91,7 @@ def _structure(schedule: Schedule) -> Iterator[str]:
 
 
 def _holders(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """(stage, microbatch) to the rank that runs its forward pass."""
+    """(stage, microbatch) -> the rank that runs its forward pass."""
     return {
         (operation.stage, operation.microbatch): rank
         for rank, operations in enumerate(schedule.ranks)
@@ -120,7 +124,7 @@ def _completeness(schedule: Schedule) -> Iterator[str]:
 def _inputs_and_outputs(
     schedule: Schedule, rank: int, holder: dict[tuple[int, int], int]
 ) -> Iterator[str]:
-    """What one rank's list says about its own data: present before use, made before sent."""
+    """Check that one rank's data is there before it is used, and made before it is sent."""
     done: set[Key] = set()
     for operation in schedule.ranks[rank]:
         stage, microbatch = operation.stage, operation.microbatch
@@ -162,7 +166,7 @@ def _needs(
 
 
 def _phase(kind: Kind) -> Kind:
-    """A whole backward pass makes the gradient of the input, as its first part does."""
+    """Treat a whole backward pass as its first part, since both make the input's gradient."""
     return Kind.BACKWARD_INPUT if kind is Kind.BACKWARD else kind
 
 

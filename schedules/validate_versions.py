@@ -1,9 +1,9 @@
-"""Judge the weight versions of a schedule that is sound otherwise.
+"""Validate the weight versions of a schedule that has no other faults.
 
-For every semantics: updates come in order, each covers the gradients of exactly its microbatches
-after their backward passes, a version is read only once it exists, and the passes of a microbatch
-on a stage read the same one. Replicas then agree by themselves: their updates cover the same
-microbatches in order, and reductions that do not meet are a deadlock.
+For all weight semantics: updates are in order; each covers the gradients of exactly its
+microbatches, after their backward passes; a version is read only after it exists; and both passes
+of a microbatch on a stage read the same version. Replicas then agree too: their updates cover the
+same microbatches in the same order, and unmatched reductions are found as a deadlock.
 """
 
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from .operations import FREEING, PASSES, Kind, Operation, Schedule
 
 Versions = dict[tuple[int, int], int]
-"""(stage, microbatch) to a version."""
+"""(stage, microbatch) -> weight version."""
 
 
 def faults_of(schedule: Schedule) -> list[str]:
-    """Every fault of the updates and of the versions that passes read."""
+    """List every fault of the updates and of the versions that passes read."""
     faults: list[str] = []
     for rank, stages in enumerate(schedule.stages_of_rank):
         for stage in stages:
@@ -62,7 +62,7 @@ def _updates(
 def _reductions(
     schedule: Schedule, rank: int, stage: int, operations: list[Operation]
 ) -> Iterator[str]:
-    """Before each update of a replicated stage its gradient is reduced, and after the passes."""
+    """Check that a replicated stage's gradient is reduced after its passes, before each update."""
     replicated = len(schedule.placement[stage]) > 1
     passes_done: set[int] = set()
     mine = {op.microbatch for op in operations if op.kind in FREEING}
@@ -164,7 +164,7 @@ def _one_batch_back(schedule: Schedule) -> Versions:
 
 
 def _flushed(schedule: Schedule) -> Iterator[str]:
-    """At an update no microbatch is under way on the stage, so one version is enough."""
+    """Check that no microbatch is in flight on a stage at its update: one version is enough."""
     for rank, operations in enumerate(schedule.ranks):
         under_way: dict[int, int] = {}
         for operation in operations:

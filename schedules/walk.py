@@ -1,7 +1,7 @@
-"""The order in which the operations of all ranks can happen.
+"""An order in which the operations of all ranks can run.
 
-The one definition of when an operation may go ahead; the timer puts times on it, the validator
-looks for the ranks that it leaves standing.
+This is the only definition of when an operation may start. The timer adds times to it, and the
+validator reports the ranks that never finish as a deadlock.
 """
 
 from collections import deque
@@ -15,9 +15,9 @@ Place = tuple[int, int]
 def walk(schedule: Schedule) -> Iterator[Place]:
     """Yield (rank, index of the operation) so that causes come before effects.
 
-    Sends do not block, receives wait for their message, a reduction waits for all ranks of its
-    stage; the ranks of one reduction are yielded one right after another. O(operations). Stops
-    early where every unfinished rank waits: a deadlock.
+    Sends do not block, receives wait for their message, and a reduction waits for all ranks of its
+    stage; these ranks are then yielded one directly after another. O(operations). Stops early if
+    every unfinished rank waits, which is a deadlock.
     """
     position = [0] * schedule.num_ranks
     sent: set[Message] = set()

@@ -1,10 +1,10 @@
 """ZB-H1 and ZB-H2: backward passes split so that weight gradients fill the bubble.
 
 Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024). The backward pass is split into the
-gradient of the input (B), which others wait for, and that of the weights (W), which nobody does.
-H1 holds no more activations than 1F1B does on its first rank. H2 holds twice as many, counting an
-activation half when its B is done, and leaves no bubble on a rank's own span where F, B and W
-take equally long.
+gradient of the input (B), which other ranks wait for, and that of the weights (W), which no rank
+waits for. H1 holds no more activations than 1F1B does on its first rank. H2 holds twice as many,
+where an activation counts half after its B. If F, B and W take equally long, H2 leaves no bubble in
+a rank's own span.
 """
 
 from collections.abc import Callable
@@ -20,16 +20,16 @@ from .zero_bubble_search import search
 
 @schedule("zb-h1", splits_backward=True)
 def h1(shape: PipelineShape) -> Schedule:
-    """ZB-H1: 1F1B whose weight gradients lag behind by the rank's place in the pipeline."""
+    """Generate ZB-H1: 1F1B with weight gradients delayed by the rank's position in the pipeline."""
     p = shape.pipeline_parallel_size
     return _build("zb-h1", shape, lambda m: _handcrafted(p, m), p)
 
 
 @schedule("zb-h2", splits_backward=True)
 def h2(shape: PipelineShape) -> Schedule:
-    """ZB-H2: more forward passes in the startup, twice the activations, no bubble in the span.
+    """Generate ZB-H2: more forward passes in the startup, twice the activations, no bubble.
 
-    The order is searched for as the paper's heuristic does, for F = B = W.
+    The order is found by the paper's heuristic, for F = B = W.
     """
     p = shape.pipeline_parallel_size
     return _build("zb-h2", shape, lambda m: search(p, m, max_in_flight=2 * p), 4 * p)

@@ -1,9 +1,9 @@
 """The zero-bubble paper's heuristic: place F, B and W by simulated time under a memory limit.
 
-Qi et al., "Zero Bubble Pipeline Parallelism", section 3.1. Warm up with as many forward passes as
-fit before the first backward pass arrives; then one B and one F each in turn, with a W wherever
-the rank would stand idle or has no memory left. Every pass takes one unit of time and transfers
-none. An F stores two units of memory, of which B and W free one each.
+Qi et al., "Zero Bubble Pipeline Parallelism", section 3.1. A rank starts with as many forward
+passes as fit before the first backward pass arrives. Then it runs one B and one F in turn, and a W
+whenever it would be idle or has no memory left. Every pass takes one unit of time, transfers take
+none. An F stores two units of memory; B and W free one each.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ def search(p: int, m: int, *, max_in_flight: int) -> list[list[Slot]]:
         max_in_flight: The memory limit, in activations of one microbatch.
 
     Returns:
-        [ranks] the slots of each; of two variants the one with the shorter span.
+        [ranks] slots of each rank, of the variant (of two) with the shorter span.
     """
     variants = [_Search(p, m, 2 * max_in_flight, early).run() for early in (True, False)]
     found = min(variants, key=lambda ranks: max(rank.span for rank in ranks))
@@ -33,7 +33,7 @@ def search(p: int, m: int, *, max_in_flight: int) -> list[list[Slot]]:
 
 @dataclass
 class _RankState:
-    """One rank so far: what it ran, when it is free, and what it stores."""
+    """The state of one simulated rank: passes so far, time when it is free, memory in use."""
 
     order: list[tuple[Kind, int]] = field(default_factory=list)
     ends: dict[tuple[Kind, int], int] = field(default_factory=dict)
@@ -78,9 +78,9 @@ class _Search:
             self._put_backward(position)
 
     def _extra_forwards(self) -> list[int]:
-        """How many more forward passes fit on each rank before its first backward pass.
+        """Count the extra forward passes that fit on each rank before its first backward pass.
 
-        One fewer on each later rank: what a rank starts early, the one before has to send.
+        Each later rank has at least one fewer, because the rank before it must send their inputs.
         """
         extra = [0] * len(self.ranks)
         first_backward = self.ranks[-1].free + 1
@@ -99,7 +99,7 @@ class _Search:
         return extra
 
     def _one_round(self) -> None:
-        """One forward pass on every rank that has any left, then one backward pass on each."""
+        """Run one forward pass on every rank that has any left, then one backward pass on each."""
         wanted = [self._wants_forward(position) for position in range(len(self.ranks))]
         for position, rank in enumerate(self.ranks):
             if all(wanted[position:]):
@@ -121,9 +121,9 @@ class _Search:
     def _wants_forward(self, position: int) -> bool:
         """Whether a rank should run a forward pass in this round.
 
-        With ``early_backward`` it skips one that would delay the backward pass it gets next from
-        the rank behind it, as long as that rank has two inputs waiting and the rank has idled
-        less than the others.
+        With ``early_backward``, a rank skips a forward pass that would delay its next backward
+        pass. It does so only if the next rank has two inputs waiting and the rank itself has been
+        idle for less time than the others.
         """
         rank = self.ranks[position]
         if rank.forwards >= self.m:
@@ -143,7 +143,7 @@ class _Search:
         return arrives - rank.free > max(one.bubble for one in self.ranks) - rank.bubble
 
     def _fill(self, position: int, until: int) -> None:
-        """Run weight gradients while the rank would wait."""
+        """Run weight gradients while the rank would otherwise wait."""
         rank = self.ranks[position]
         while rank.weights < rank.backwards and rank.free < until:
             self._put_weight(position)

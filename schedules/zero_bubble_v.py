@@ -1,8 +1,8 @@
-"""ZB-V: zero bubble with the memory of 1F1B, two stages a rank placed in the shape of a V.
+"""ZB-V: zero bubble with the memory of 1F1B; each rank has two stages, placed in a V shape.
 
 Qi et al., "Zero Bubble Pipeline Parallelism", section 6, and "Pipeline Parallelism with
 Controllable Memory". Rank r holds stages r and 2p - 1 - r, so the first backward pass starts
-where the first forward pass started. The order is found as the authors' heuristic does: simulate
+where the first forward pass started. The order is found by the authors' heuristic: simulate
 with every pass taking one unit of time and transfers none, alternate backward and forward
 passes, fill waits and free memory with weight gradients.
 
@@ -23,7 +23,11 @@ _DOWN, _UP, _BACK_DOWN, _BACK_UP = range(4)
 
 @schedule("zb-v", placement="v", num_model_chunks=(2,), splits_backward=True)
 def generate(shape: PipelineShape) -> Schedule:
-    """Order the passes of one batch; at least p microbatches in each pipeline."""
+    """Order the passes of one batch.
+
+    Raises:
+        ProblemError: A pipeline has fewer than p microbatches, or ranks have more than two stages.
+    """
     p, count = shape.pipeline_parallel_size, shape.parallel_pipelines("zb-v")
     if shape.num_model_chunks not in (1, 2):
         raise ProblemError(
@@ -69,7 +73,7 @@ class _Search:
         return self.slots
 
     def _warm_up(self) -> None:
-        """The first microbatch down and up again; more go down where the wait allows it."""
+        """Run the first microbatch down and up the ranks; start more while ranks would wait."""
         for rank in range(self.p):
             self._put(_DOWN, rank)
         for rank in reversed(range(self.p)):
@@ -85,7 +89,7 @@ class _Search:
             self._put(_UP, rank)
 
     def _level(self) -> None:
-        """Let later ranks catch up with the number of forward passes of earlier ones."""
+        """Run forward passes on later ranks until they have as many as earlier ranks."""
         leg = _DOWN
         for rank in range(1, self.p):
             mine, above = self.done[rank], self.done[rank - 1]
@@ -135,7 +139,7 @@ class _Search:
         return _DOWN if can_start else None
 
     def _source(self, leg: int, rank: int) -> int | None:
-        """The rank that hands on the microbatch on this leg; None at a turn."""
+        """Return the rank that sends the microbatch on this leg; None at a turning point."""
         source = rank - 1 if leg in (_DOWN, _BACK_DOWN) else rank + 1
         return source if 0 <= source < self.p else None
 
@@ -143,7 +147,7 @@ class _Search:
         return (leg, self._source(leg, rank), self.done[rank][leg]) in self.ends
 
     def _fill(self, rank: int, leg: int) -> None:
-        """Run weight gradients while the rank would wait."""
+        """Run weight gradients while the rank would otherwise wait."""
         source = self._source(leg, rank)
         if source is not None:
             arrives = self.ends[leg, source, self.done[rank][leg]]

@@ -1,1 +1,1 @@
-"""The values that flow between the parts, and their JSON form."""
+"""The records that packages exchange, and their JSON form."""

@@ -1,4 +1,4 @@
-"""Cluster: servers, devices, links and prices; and the ``--gpus`` grammar."""
+"""Cluster: servers, devices, links and prices; and the grammar of ``--gpus``."""
 
 import re
 from collections import Counter
@@ -23,13 +23,13 @@ _ITEM = re.compile(
     rf"^(?:(?P<times>\d+)[xX*])?(?P<name>{_NAME})(?::(?P<count>\d+))?(?::(?P<memory>{_MEMORY}))?$"
 )
 _SERVERS = re.compile(r"^(?P<times>\d+)[xX*]\((?P<inside>[^()]*)\)$")
-MAX_DEVICES = 1_000_000  # in a pool; far above what exists, far below what overflows
+MAX_DEVICES = 1_000_000  # in a pool; larger than any real pool, and safe from overflow
 _GRAMMAR_HINT = "write for example 2xV100,8xP100, V100:2, V100:2:16GB or 4x(4xV100)"
 
 
 @record
 class DeviceType:
-    """What one device of a type has and costs. Unknown is None."""
+    """Memory, links and price of one device of a type; None if unknown."""
 
     memory_bytes: PositiveBytes | None = None
     dollars_per_hour: PositiveDollars | None = None
@@ -37,7 +37,7 @@ class DeviceType:
 
 @record
 class ServerGroup:
-    """``count`` equal servers, each holding ``devices`` (type -> number)."""
+    """``count`` equal servers, each with ``devices`` (type -> number)."""
 
     count: Count
     devices: dict[str, Count]
@@ -50,7 +50,7 @@ class ServerGroup:
 
 @record
 class Cluster:
-    """The whole truth about a pool. A flat pool is one server with every device."""
+    """A complete description of a pool. A flat pool is one server that holds every device."""
 
     schema: Literal["hetflow.cluster/1"] = "hetflow.cluster/1"
     device_types: dict[str, DeviceType]
@@ -74,7 +74,7 @@ class Cluster:
 
     @property
     def num_devices(self) -> dict[str, int]:
-        """Devices of each type over all servers, types in order of first appearance."""
+        """Device type -> number over all servers, in order of first appearance."""
         total: Counter[str] = Counter()
         for group in self.servers:
             for name, number in group.devices.items():
@@ -83,14 +83,14 @@ class Cluster:
 
     @property
     def num_servers(self) -> int:
-        """Servers in all groups."""
+        """Number of servers in all groups."""
         return sum(group.count for group in self.servers)
 
     @property
     def sizes(self) -> tuple[tuple[int, ...], ...] | None:
-        """Devices of each type on each server that has it [types][servers].
+        """Number of devices of each type on each server that has it [types][servers].
 
-        None for a flat pool, which has no servers to speak of.
+        None for a flat pool, whose servers are not described.
         """
         if self.num_servers == 1:
             return None
@@ -104,21 +104,21 @@ class Cluster:
         )
 
     def shares_servers(self, device_type: str) -> bool:
-        """Whether a server that holds this type holds several devices, of whatever types."""
+        """Whether some server with this type has several devices, of any types."""
         return any(
             device_type in group.devices and sum(group.devices.values()) > 1
             for group in self.servers
         )
 
     def spelled_as(self, known: Iterable[str]) -> "Cluster":
-        """The same pool, each device type spelled as the one known name that differs in case."""
+        """Return the pool with each device type spelled like a known name that differs in case."""
         names = list(dict.fromkeys(known))
         spelling = {}
         for name in self.device_types:
             same = [other for other in names if other.lower() == name.lower()]
             spelling[name] = same[0] if name not in names and len(same) == 1 else name
         if len(set(spelling.values())) < len(spelling):
-            return self  # the pool itself tells v100 from V100
+            return self  # the pool has both v100 and V100
         return Cluster(
             device_types={spelling[name]: kind for name, kind in self.device_types.items()},
             servers=tuple(
@@ -134,7 +134,7 @@ class Cluster:
 
     @property
     def server_numbers(self) -> tuple[tuple[int, ...], ...] | None:
-        """The number of the server that each entry of ``sizes`` is on [types][servers]."""
+        """Number of the server that each entry of ``sizes`` belongs to [types][servers]."""
         if self.num_servers == 1:
             return None
         each = [group.devices for group in self.servers for _ in range(group.count)]
@@ -145,11 +145,11 @@ class Cluster:
 
     @classmethod
     def parse(cls, text: str) -> "Cluster":
-        """Read a ``--gpus`` specification.
+        """Parse a ``--gpus`` specification.
 
-        ``2xV100,8xP100`` is a flat pool; ``V100:2`` and ``V100:2:16GB`` are the same pool in
-        other spellings, the last with a memory; ``4x(4xV100)`` is four servers. A device name
-        may hold one colon followed by a letter (``cpu:slow``).
+        ``2xV100,8xP100`` is a flat pool. ``2xV100`` may also be written ``V100:2``, or with the
+        device's memory ``V100:2:16GB``. ``4x(4xV100)`` is four servers. A device name may contain
+        one colon followed by a letter (``cpu:slow``).
 
         Raises:
             ProblemError: The text does not follow the grammar, or a count is zero.
@@ -174,15 +174,15 @@ class Cluster:
 
 
 def is_device_type(text: str) -> bool:
-    """Whether a text can name one device type in ``--gpus``."""
+    """Whether a text is a valid name of one device type in ``--gpus``."""
     return re.fullmatch(_NAME, text) is not None
 
 
 def parse_memory(text: str) -> int | None:
-    """Bytes of ``16GB`` (or KB, MB, TB; powers of 1024); None where the text is no amount.
+    """Parse ``16GB`` (or KB, MB, TB; powers of 1024) into bytes; None if it is not an amount.
 
     Raises:
-        ProblemError: It is less than one byte.
+        ProblemError: The amount is less than one byte.
     """
     return _bytes_of(text) if re.fullmatch(_MEMORY, text) else None
 

@@ -1,4 +1,4 @@
-"""The one error tree.
+"""The tree of all hetflow errors.
 
 ::
 
@@ -8,7 +8,7 @@
     |-- TargetError         a model or script that cannot be loaded or run
     |-- InfeasibleError     exit 3: no plan exists; says what to relax, and by how much
     |-- BackendError        exit 1: a solver library misbehaved
-    |-- PeerLostError       exit 1: another worker is gone, found in an exchange of the runtime
+    |-- PeerLostError       exit 1: another worker was lost during communication
     `-- LaunchError         a worker failed: exits with the worker's own code
 """
 
@@ -30,7 +30,7 @@ class HetflowError(Exception):
 
 
 class ProblemError(HetflowError, ValueError):
-    """A value that makes no sense. It is a ValueError so that validators collect it."""
+    """An invalid value. It is also a ValueError, so that pydantic's validators collect it."""
 
 
 class FileError(HetflowError):
@@ -48,17 +48,17 @@ class InfeasibleError(HetflowError):
 
 
 class BackendError(HetflowError):
-    """A solver library answered something it must not."""
+    """A solver library returned an invalid answer."""
 
     exit_code = 1
 
 
 class PeerLostError(HetflowError):
-    """Another worker is gone: an exchange of the runtime failed.
+    """Another worker was lost: communication between workers failed.
 
     Args:
-        message: What failed, and what torch said.
-        timed_out: Whether the other may be there, but did not come within the time limit.
+        message: What failed, with torch's message.
+        timed_out: Whether the other worker only missed the time limit, and may still be alive.
     """
 
     exit_code = 1

@@ -1,4 +1,4 @@
-"""What says that a profile was computed, not measured."""
+"""The record of how a profile was estimated instead of measured."""
 
 from typing import Literal
 
@@ -12,15 +12,16 @@ class Estimate:
     """How a profile, or a part of a plan, was estimated.
 
     Args:
-        device_type: Of which type.
+        device_type: The device type that the estimate is for.
         spec: The row of the device table whose peak figures were used.
-        source: Where those figures come from.
-        precision: How products of 32-bit matrices were taken to be computed; None: as torch does
-            by default (convolutions in TF32 where the device has it, all others in float32).
-        step_error: Within this fraction of the measured time lay nine in ten estimates of devices
-            that the efficiencies had not been fitted to (benchmarks/device_estimates.py).
-        carried_from: The type whose measured profile was carried to this one; None where nothing
-            was measured.
+        source: The source of those figures.
+        precision: The assumed precision of products of 32-bit matrices; None is torch's default
+            (convolutions in TF32 if the device has it, everything else in float32).
+        step_error: Relative error. Nine in ten estimates were within this fraction of the measured
+            time, on devices that the efficiencies were not fitted to
+            (benchmarks/device_estimates.py).
+        carried_from: The type whose measured profile was scaled to this one; None if nothing was
+            measured.
     """
 
     device_type: Name

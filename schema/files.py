@@ -1,4 +1,7 @@
-"""Read and write every hetflow file: strict in, atomic out. Nothing is ever evaluated."""
+"""Read and write all hetflow files.
+
+Reading is strict and never evaluates code; writing is atomic.
+"""
 
 import dataclasses
 import json
@@ -25,7 +28,7 @@ from .run import RunRecord
 from .simulation import SimulationRun
 
 Plan = SplitPlan | PipelinePlan | ParallelPlan
-# What a hetflow file may hold: the one list of record classes.
+# All record classes that a hetflow file may hold.
 Record = (
     Profile
     | Cluster
@@ -44,7 +47,7 @@ R = TypeVar("R")
 
 
 def _by_schema() -> dict[str, dict[str | None, type]]:
-    """The record classes by a file's ``schema``, then by its ``kind``; None where it has none."""
+    """Index the record classes by a file's ``schema`` and its ``kind`` (None without a kind)."""
     found: dict[str, dict[str | None, type]] = {}
     for cls in get_args(Record):
         fields = cls.__dataclass_fields__
@@ -58,12 +61,12 @@ MAX_FILE_BYTES = 256 << 20
 
 
 def to_json(value: object) -> str:
-    """A record as JSON text: keys in order of the fields, unset optional keys left out."""
+    """Encode a record as JSON text: keys in order of the fields, without unset optional keys."""
     return json.dumps(to_plain(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def to_plain(value: object) -> Any:
-    """A record as dicts and lists, as they stand in a file."""
+    """Convert a record to dicts and lists, as they are in its file."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             field.name: to_plain(getattr(value, field.name))
@@ -88,10 +91,11 @@ def from_json(text: str, expected: type[R], *, name: str = "input") -> R:
     Args:
         text: The JSON text.
         expected: The record class that the caller needs.
-        name: What to call the text in errors, usually the path.
+        name: Name of the text in errors, usually the path.
 
-    Raises:
-        FileError: Not JSON, another schema, or any fault; all faults are reported at once.
+        es:
+        FileError: The text is not JSON, has another schema, or has faults; all faults are reported
+            at once.
     """
     data = _parse(text, name)
     _check_schema(data, expected, name)
@@ -143,7 +147,7 @@ def _check_schema(data: dict[str, Any], expected: type, name: str) -> None:
 
 
 def _class_of(data: dict[str, Any], name: str) -> type:
-    """The record class of a file's ``schema`` and, where it has several, ``kind``."""
+    """Find the record class by a file's ``schema`` and, if there are several, by its ``kind``."""
     found = str(data.get("schema"))
     if found not in _KINDS:
         raise FileError(f"{name}: $.schema: must be one of {', '.join(_KINDS)}, got {found[:60]!r}")
@@ -169,10 +173,10 @@ def read(path: Path, expected: type[R]) -> R:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan of whatever kind it is.
+    """Read a plan of any kind.
 
     Raises:
-        FileError: As ``read``; also another schema than a plan's.
+        FileError: The file is missing, unreadable, too large, has faults, or is not a plan.
     """
     record = read_any(path)
     if not isinstance(record, Plan):
@@ -181,7 +185,11 @@ def read_plan(path: Path) -> Plan:
 
 
 def read_any(path: Path) -> Record:
-    """Read a hetflow file of whatever schema it names."""
+    """Read a hetflow file of any schema.
+
+    Raises:
+        FileError: The file is missing, unreadable, too large, has faults, or is not a hetflow file.
+    """
     text = read_text(path)
     data = _parse(text, str(path))
     record: Record = from_json(text, _class_of(data, str(path)), name=str(path))
@@ -189,11 +197,15 @@ def read_any(path: Path) -> Record:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file that is present, of sane size, and UTF-8; a pipe is a file too."""
+    """Read a text file or a pipe.
+
+    Raises:
+        FileError: The file is missing, unreadable, too large, or not UTF-8.
+    """
     try:
         if path.is_dir():
             raise FileError(f"{path}: is a folder, not a file")
-        with path.open("rb") as stream:  # a device or a pipe has no size to ask for beforehand
+        with path.open("rb") as stream:  # the size of a pipe is not known beforehand
             content = stream.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise FileError(f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB; not a hetflow file")
@@ -207,10 +219,10 @@ def read_text(path: Path) -> str:
 
 
 def read_profiles(folder: Path) -> tuple[Profile, ...]:
-    """Every profile in a folder (``*.json``), sorted by model and device type.
+    """Read every profile in a folder (``*.json``), sorted by model and device type.
 
     Raises:
-        FileError: No folder, no profile in it, or a fault in one of them.
+        FileError: The folder does not exist, holds no profile, or holds one with faults.
     """
     if folder.is_file():
         return (read(folder, Profile),)
@@ -223,7 +235,7 @@ def read_profiles(folder: Path) -> tuple[Profile, ...]:
 
 
 def check_writable(path: Path, *, force: bool) -> None:
-    """Refuse early what could not be written late.
+    """Check that a file can be written, before the work whose result goes there.
 
     Raises:
         FileError: The file exists and ``force`` is off, or its folder cannot be written.
@@ -238,12 +250,12 @@ def check_writable(path: Path, *, force: bool) -> None:
 
 
 def write_text(path: Path, text: str, *, force: bool = False) -> None:
-    """Write a file atomically: whole, or not at all, also after a crash."""
+    """Write a text file atomically: a crash leaves either no new file or all of it."""
     write_bytes(path, text.encode("utf-8"), force=force)
 
 
 def write_bytes(path: Path, content: bytes, *, force: bool = False) -> None:
-    """Write a file atomically: a synced temporary file beside it, then one rename."""
+    """Write a file atomically: a synced temporary file in its folder, then one rename."""
     check_writable(path, force=force)
     temporary: str | None = None
     try:
@@ -262,5 +274,9 @@ def write_bytes(path: Path, content: bytes, *, force: bool = False) -> None:
 
 
 def write(path: Path, value: Record | ResizeRequest | ResizeAnswer, *, force: bool = False) -> None:
-    """Write one record as JSON, atomically."""
+    """Write one record as JSON, atomically.
+
+    Raises:
+        FileError: The file exists and ``force`` is off, or it cannot be written.
+    """
     write_text(path, to_json(value), force=force)

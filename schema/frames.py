@@ -1,4 +1,4 @@
-"""Records as tables of pandas, which is imported when a table is asked for."""
+"""Convert records to pandas tables; pandas is imported only when a table is made."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 def frame_of(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> "DataFrame":
-    """A table with a row for each mapping and the columns in order.
+    """Build a pandas table with one row per mapping.
 
     Args:
-        rows: Values by column.
-        columns: Names of all columns, also of a table without rows.
+        rows: Column -> value, for each row.
+        columns: Names of all columns, in order; used even if there are no rows.
 
     Raises:
         HetflowError: pandas is not installed.

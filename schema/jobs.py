@@ -1,4 +1,4 @@
-"""Jobs, their throughputs, the question of who runs where, and its answer (thesis chapter 5)."""
+"""Jobs, throughputs, the allocation problem and its answer (thesis chapter 5)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -30,9 +30,9 @@ Placement = Literal["consolidated", "unconsolidated", "mixed"]
 class Job:
     """One training job.
 
-    ``steps`` are those still to run (num_steps_m); ``elapsed_seconds`` is t_m and
-    ``isolated_seconds`` is t_m^isolated of thesis 5.4.2; ``slo_seconds`` is the time within
-    which the remaining steps must be done. ``scale_factor`` devices run the job together.
+    ``steps`` is the number of steps still to run (num_steps_m). ``elapsed_seconds`` is t_m, and
+    ``isolated_seconds`` is t_m^isolated of thesis 5.4.2. ``slo_seconds`` is the time within which
+    the remaining steps must be done. The job runs on ``scale_factor`` devices at once.
     """
 
     id: Name
@@ -49,9 +49,9 @@ class Job:
 
 @record
 class Entity:
-    """A node of the hierarchy (thesis 5.4.3): shares ``weight`` of its parent's resources.
+    """A node of the hierarchy (thesis 5.4.3), with ``weight`` in its parent's resources.
 
-    ``policy`` says how it shares among its own children, entities or jobs.
+    ``policy`` is how it shares its resources among its children, which are entities or jobs.
     """
 
     name: Name
@@ -108,10 +108,10 @@ def _refuse_cycle(start: Entity, names: Mapping[str, Entity]) -> None:
 
 @record
 class ModelThroughput:
-    """Steps per second of a model with ``scale_factor`` devices, alone, by device type.
+    """Steps per second of a model running alone on ``scale_factor`` devices, by device type.
 
-    A type that is absent or 0 does not run the model. ``unconsolidated_steps_per_second`` is
-    the rate with the devices on separate servers (thesis 5.3.1, placement sensitivity).
+    A model does not run on a type that is missing or 0. ``unconsolidated_steps_per_second`` is the
+    rate with the devices on separate servers (thesis 5.3.1, placement sensitivity).
     """
 
     model: Name
@@ -143,7 +143,8 @@ class PairThroughput:
 class MixThroughput:
     """Steps per second of a model on several device types at once (VirtualFlow 6.5.2).
 
-    ``devices`` (type -> number) are held together; the rate comes from the batch split solver.
+    The job holds all ``devices`` (type -> number) at once. The rate comes from the batch split
+    solver.
     """
 
     model: Name
@@ -158,7 +159,7 @@ class MixThroughput:
 
 @record
 class Throughputs:
-    """What every model reaches on every device type, alone, in pairs and on mixes."""
+    """Throughputs of all models on all device types: alone, in pairs, and on mixes of types."""
 
     schema: Literal["hetflow.throughputs/1"] = "hetflow.throughputs/1"
     models: tuple[ModelThroughput, ...]
@@ -175,7 +176,10 @@ class Throughputs:
 
 
 def _refuse_contradictions(pairs: tuple[PairThroughput, ...]) -> None:
-    """A pair may stand in both orders, as measured tables have it, but must say one thing."""
+    """Refuse a pair that is listed in both orders with different rates.
+
+    Measured tables list both orders, so a consistent second entry is allowed.
+    """
     seen: dict[tuple[str, str, int, str], tuple[float, float]] = {}
     for pair in pairs:
         a, b = pair.models
@@ -192,13 +196,14 @@ def _refuse_contradictions(pairs: tuple[PairThroughput, ...]) -> None:
 def consolidated_devices(
     throughputs: Throughputs, servers: Sequence[Sequence[int]]
 ) -> tuple[int, ...]:
-    """How many devices of each type jobs can hold consolidated at once [types].
+    """Count the devices of each type that consolidated jobs can hold at once [types].
 
-    The least over the scale factors that fit a server: jobs of 2 fill 2 of a server's 3 devices.
+    The minimum over the scale factors that fit a server. For example, jobs with 2 devices can use
+    only 2 of a server's 3 devices.
 
     Args:
-        throughputs: They name the scale factors.
-        servers: Devices of each type on each server that has it [types][servers].
+        throughputs: Gives the scale factors.
+        servers: Number of devices of each type on each server that has it [types][servers].
     """
     scales = sorted({entry.scale_factor for entry in throughputs.models})
     answer = []
@@ -210,12 +215,13 @@ def consolidated_devices(
 
 @record
 class AllocationProblem:
-    """How to share a pool among jobs for the time being.
+    """The problem of sharing a pool among the jobs that are there now (thesis 5.3).
 
-    ``heterogeneity`` agnostic replaces each job's throughputs by one flat value. ``placement``
-    mixed offers consolidated and unconsolidated devices as separate choices, the former limited
-    to ``consolidated_devices``. ``budget_dollars`` is B of thesis 6.4.3. There may be no jobs,
-    or jobs that fit nowhere: these are left out of the answer, which names them.
+    ``heterogeneity`` agnostic replaces each job's throughputs by a single value for all types. With
+    ``placement`` mixed, consolidated and unconsolidated devices are separate choices, and at most
+    ``consolidated_devices`` can be held consolidated. ``budget_dollars`` is B of thesis 6.4.3. The
+    list of jobs may be empty. Jobs that do not fit the pool get no row in the allocation, which
+    lists them.
     """
 
     jobs: Jobs
@@ -238,7 +244,7 @@ class AllocationProblem:
                 raise ProblemError(no_throughput(job, list(rates)))
 
     def why_left_out(self, job: Job) -> str | None:
-        """Why a job fits nowhere in the pool, however empty it is; None where it fits."""
+        """Return why a job does not fit the pool even if it is empty; None if it fits."""
         if self._mixes(job):
             return None
         if job.scale_factor > self._largest:
@@ -284,7 +290,7 @@ class AllocationProblem:
 
 
 def no_throughput(job: Job, known: list[tuple[str, int]]) -> str:
-    """Say that a job's (model, scale factor) is not among those known, and what is nearest."""
+    """Say that a job's (model, scale factor) has no throughput, and which known one is nearest."""
     scales = sorted(scale for model, scale in known if model == job.model)
     if scales:
         return (
@@ -298,7 +304,7 @@ def no_throughput(job: Job, known: list[tuple[str, int]]) -> str:
 
 @record
 class PairShare:
-    """The fractions of time that two jobs spend together on the same devices, by column."""
+    """The fractions of time that two jobs share the same devices, by column."""
 
     jobs: tuple[Name, Name]
     shares: dict[str, Fraction]
@@ -306,11 +312,12 @@ class PairShare:
 
 @record
 class LevelPrices:
-    """Prices at which some jobs of water filling (thesis 5.4.3) could rise no further.
+    """Dual prices that prove that some jobs of water filling could rise no further (thesis 5.4.3).
 
-    At ``resource_prices`` the pool is worth just what the jobs that stopped until then pay for
-    their throughputs. Without space sharing a job pays the least that its throughput costs;
-    with it, ``job_prices`` and ``time_prices`` say what throughput and time are worth.
+    At ``resource_prices``, the pool costs exactly what the jobs stopped so far pay for their
+    throughputs. Without space sharing, a job pays the lowest cost of its throughput. With space
+    sharing, ``job_prices`` (per step per second) and ``time_prices`` (per unit of a job's time) are
+    used.
     """
 
     resource_prices: dict[str, Rate]
@@ -320,7 +327,7 @@ class LevelPrices:
 
 @record
 class DollarCut:
-    """Allocations in which a job's effective cost is at most, or at least, so many dollars."""
+    """The allocations in which a job's cost is at most, or at least, ``dollars_per_hour``."""
 
     job: Name
     side: Literal["at_most", "at_least"]
@@ -329,9 +336,9 @@ class DollarCut:
 
 @record
 class RegionPrices:
-    """Prices that bound a sum of ratios (thesis 6.4.2) over the allocations that keep to ``cuts``.
+    """Dual prices that bound a sum of ratios (thesis 6.4.2) over the allocations within ``cuts``.
 
-    The effective cost of a cut is that of the job at exactly the throughput of its SLO.
+    A cut limits the dollars per hour of a job that runs at exactly the throughput of its SLO.
     """
 
     cuts: tuple[DollarCut, ...] = ()
@@ -340,15 +347,16 @@ class RegionPrices:
 
 @record
 class Certificate:
-    """How good an allocation is, and how a stranger can tell.
+    """How good an allocation is, with a proof that anyone can check.
 
-    The objective cannot pass ``bound`` (an upper bound where ``sense`` is max, a lower bound
-    where it is min); ``gap`` is their relative distance. ``resource_prices`` (per device of a
-    type, or per dollar under ``budget``) ``job_prices`` (per unit of throughput) and,
-    where jobs share, ``time_prices`` are the dual solution that proves the bound by weak duality.
-    Of water filling they prove the first level, and ``levels`` the others (those of jobs at
-    their own best need no proof). Of a sum of ratios under SLOs ``regions`` prove the bound, each
-    for a part of the allocations; together they are all.
+    ``bound`` is an upper bound of the objective if ``sense`` is max, and a lower bound if it is
+    min; ``gap`` is the relative distance of objective and bound. The bound follows by weak duality
+    from the dual prices: ``resource_prices`` (per device of a type; the key ``budget`` is per
+    dollar), ``job_prices`` (per step per second) and, if jobs share devices, ``time_prices``.
+
+    For water filling, these prices prove the first level, and ``levels`` prove the others; jobs at
+    their highest possible throughput need no proof. For a sum of ratios under SLOs, ``regions``
+    prove the bound. Each region covers a part of the allocations, and together they cover all.
     """
 
     termination: Literal["optimal", "feasible"]
@@ -366,19 +374,19 @@ class Certificate:
 
 @record
 class Allocation:
-    """Time fractions: ``x[job][column]``; a column that is absent is 0.
+    """The fraction of time that each job spends on each column, ``x[job][column]``.
 
-    A column is a device type, ``TYPE/unconsolidated``, or a mix such as ``2xV100+8xP100``.
-    ``throughputs`` are the effective ones, in steps per second (thesis 5.3.1). ``space_sharing``,
-    ``placement`` and ``budget_dollars`` are what was asked; None in older files, and of the budget
-    where there was none. ``left_out`` says of each job that fits nowhere in the pool why; it has no
-    row.
+    A column that is missing is 0. A column is a device type, ``TYPE/unconsolidated``, or a mix such
+    as ``2xV100+8xP100``. ``throughputs`` are effective throughputs in steps per second (thesis
+    5.3.1). ``space_sharing``, ``placement`` and ``budget_dollars`` are the options of the problem;
+    they are None in older files, and the budget is also None if there was none. ``left_out`` maps
+    each job that does not fit the pool to the reason; such a job has no row.
 
-    ``fill`` says how what the policy's optimum leaves idle was shared out: lexicographically (the
-    certificate's ``levels`` prove it), or None: not at all. ``idle_devices`` (device type ->
-    number) still stand idle; ``usable_idle_devices`` of them could speed a job up, each type
-    looked at alone, and ``idle_reason`` says why they stand idle all the same. The first two are
-    None in files from before they were stated.
+    ``fill`` is how the devices left idle by the policy's optimum were shared out: lexicographically
+    (proved by the certificate's ``levels``), or None for not at all. ``idle_devices`` (device type
+    -> number) are still idle. ``usable_idle_devices`` is how many of them could speed up a job,
+    each type considered alone; ``idle_reason`` says why they are idle nevertheless. Older files do
+    not have the two numbers; they are None then.
     """
 
     schema: Literal["hetflow.allocation/1"] = "hetflow.allocation/1"

@@ -1,4 +1,4 @@
-"""LaunchConfig: a plan lowered to ranks; what the launcher hands to every worker."""
+"""LaunchConfig: a plan lowered to ranks, which the launcher gives to every worker."""
 
 from itertools import accumulate
 from typing import Literal
@@ -15,7 +15,7 @@ Determinism = Literal["none", "static", "elastic", "heterogeneous"]
 
 @record
 class VirtualNode:
-    """One virtual node: its identity, which survives moves, and its share of every batch."""
+    """One virtual node: its index, which never changes, and its samples of every batch."""
 
     index: Index
     batch_size: Count
@@ -25,8 +25,8 @@ class VirtualNode:
 class WorkerSlot:
     """One worker: a rank, the device type it needs, and its virtual nodes in running order.
 
-    ``device`` is the device that the plan gave it: its place among those of the type, host after
-    host. None takes any.
+    ``device`` is the device that the plan assigned: its index among the devices of its type,
+    counted host by host. None accepts any device of the type.
     """
 
     rank: Index
@@ -43,9 +43,9 @@ class WorkerSlot:
 class PipelineStage:
     """One stage: its layers and the ranks that hold it.
 
-    ``forward_seconds`` and ``backward_seconds`` are what an emulated device holds a pass to.
-    Of a parallel plan, ``tensor_parallel_sizes`` says how many of the ranks, in order, are each
-    replica; empty, each rank is one. ``recompute`` is the stage's own; None is the work's.
+    An emulated device stretches its passes to ``forward_seconds`` and ``backward_seconds``. In a
+    parallel plan, ``tensor_parallel_sizes`` is the number of ranks of each replica, in order of the
+    ranks; if empty, each rank is a replica. ``recompute`` None takes the value of the whole work.
     """
 
     layers: tuple[Name, ...]
@@ -62,7 +62,7 @@ class PipelineStage:
 
     @property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each replica: a tensor-parallel group."""
+        """The ranks of each replica, which are a tensor-parallel group."""
         if not self.tensor_parallel_sizes:
             return tuple((rank,) for rank in self.ranks)
         ends = tuple(accumulate(self.tensor_parallel_sizes))
@@ -74,9 +74,9 @@ class PipelineStage:
 
 @record
 class PipelineWork:
-    """A pipeline plan lowered: each worker's virtual nodes are its microbatches.
+    """A lowered pipeline plan; each worker's virtual nodes are its microbatches.
 
-    ``trace`` says how the layers' names were found; None is torch.fx.
+    ``trace`` is how the layers were found; None is torch.fx.
     """
 
     schedule: Name
@@ -86,44 +86,43 @@ class PipelineWork:
     trace: LayerTrace | None = None
 
     def __post_init__(self) -> None:
-        traits(self.schedule)  # a name that is not installed is refused
+        traits(self.schedule)  # raises for an unknown schedule
         for number, stage in enumerate(self.stages):
             if not stage.layers or not stage.ranks:
                 raise ProblemError(f"stage {number} needs layers and ranks")
 
     @property
     def traits(self) -> ScheduleTraits:
-        """What is to know of the schedule."""
+        """Traits of the schedule."""
         return traits(self.schedule)
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each tensor-parallel group, in order of their first ranks.
 
-        A schedule runs groups: its rank number i is group i. Without tensor parallelism that is
-        rank i.
+        Rank i of the schedule is group i. Without tensor parallelism, group i is rank i.
         """
         return tuple(sorted({group for stage in self.stages for group in stage.replicas}))
 
     @property
     def placement(self) -> tuple[tuple[int, ...], ...]:
-        """[stages] the groups that are its replicas, by number."""
+        """[stages] numbers of the groups that are the stage's replicas."""
         numbers = {group: number for number, group in enumerate(self.groups)}
         return tuple(tuple(numbers[group] for group in stage.replicas) for stage in self.stages)
 
     def recomputes(self, stage: int) -> bool:
-        """Whether a stage computes its activations again in its backward passes."""
+        """Whether a stage recomputes its activations in its backward passes."""
         own = self.stages[stage].recompute
         return self.recompute if own is None else own
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """Whether it was lowered from a parallel plan, of whatever degrees."""
+        """Whether the work was lowered from a parallel plan, even one with degree 1."""
         return any(stage.tensor_parallel_sizes for stage in self.stages)
 
     @property
     def stages_of_rank(self) -> dict[int, list[int]]:
-        """The stages of each rank, in the order of the model."""
+        """Rank -> its stages, in the order of the model."""
         held: dict[int, list[int]] = {}
         for number, stage in enumerate(self.stages):
             for rank in stage.ranks:
@@ -135,7 +134,7 @@ class PipelineWork:
 class LaunchConfig:
     """The work of each rank. Ranks follow the plan's order of groups, not the order of hosts.
 
-    ``optimizer`` is the one whose state the plan counted; workers hold the script's to it.
+    ``optimizer`` is the one whose state the plan counted; workers check that the script uses it.
     """
 
     schema: Literal["hetflow.launch/1"] = "hetflow.launch/1"
@@ -166,7 +165,7 @@ class LaunchConfig:
     def _check_nodes(self, workers: tuple[WorkerSlot, ...]) -> None:
         nodes = [(n.index, n.batch_size) for slot in workers for n in slot.virtual_nodes]
         if self.pipeline is not None and self.pipeline.traits.placement == "both-ways":
-            # The two ranks of a stage run each microbatch, one there and one at the other end.
+            # Two ranks list each microbatch: with DualPipe, both directions hold every stage.
             nodes = list(set(nodes))
         if sorted(index for index, _ in nodes) != list(range(len(nodes))):
             raise ProblemError("virtual node indices must be 0, 1, 2, ... without gaps")
@@ -176,12 +175,12 @@ class LaunchConfig:
 
     @property
     def world_size(self) -> int:
-        """Workers over all hosts."""
+        """Number of workers over all hosts."""
         return len(self.workers)
 
     @property
     def workers_by_device(self) -> tuple[WorkerSlot, ...]:
-        """The workers type by type, each type's in order of the planned devices, then of ranks."""
+        """The workers grouped by device type; within a type by planned device, then by rank."""
         types = list(dict.fromkeys(slot.device_type for slot in self.workers))
         return tuple(
             sorted(

@@ -1,4 +1,4 @@
-"""How a model's layers were found: what the runtime must repeat to cut it alike."""
+"""How a model's layers were found; the runtime must repeat it to cut the model the same way."""
 
 import json
 from typing import Any, Literal
@@ -13,7 +13,7 @@ TraceWay = Literal["fx", "export", "hooks"]
 
 @record
 class TracedInput:
-    """A tensor that the model was called with: shape and type, batch first."""
+    """Shape (batch dimension first) and dtype of a tensor that the model was called with."""
 
     name: Name
     shape: tuple[Index, ...]
@@ -22,13 +22,14 @@ class TracedInput:
 
 @record
 class LayerTrace:
-    """The way a model was taken apart, and why not by one before it.
+    """How a model was split into layers, and why the preferred ways failed.
 
     Args:
-        way: ``fx`` (torch.fx), ``export`` (torch.export), else ``hooks`` on modules.
+        way: ``fx`` (torch.fx) is tried first, then ``export`` (torch.export), then ``hooks`` on
+            modules.
         inputs: With ``export``, the tensors that the model is called with.
-        constants: With ``export``, the arguments that are no tensors.
-        reason: Why the ways before did not do.
+        constants: With ``export``, the other arguments of the call.
+        reason: Why the ways tried before failed.
     """
 
     way: TraceWay
@@ -42,7 +43,7 @@ class LayerTrace:
 
     @property
     def obstacle(self) -> str | None:
-        """Why pipelines of these layers cannot be launched; None where they can."""
+        """Why pipelines of these layers cannot be launched; None if they can."""
         if self.way != "hooks":
             return None
         return (
@@ -52,7 +53,7 @@ class LayerTrace:
 
 
 def trace_of(plain: dict[str, Any]) -> LayerTrace:
-    """A trace from its plain form, as another process sent it."""
+    """Rebuild a trace from the dict that another process sent."""
     return TypeAdapter(LayerTrace).validate_json(json.dumps(plain))
 
 

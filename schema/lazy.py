@@ -1,6 +1,6 @@
-"""Names of a package that are loaded when they are first used.
+"""Load the public names of a package when they are first used.
 
-So `import hetflow` costs next to nothing, and a worker that needs a schedule loads no solver.
+This keeps `import hetflow` fast, and a worker that needs a schedule does not load the solvers.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,17 +11,17 @@ from typing import Any
 def lazy_names(
     package: dict[str, Any], where: Mapping[str, str], *also: str
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Make what a package needs to load its names late.
+    """Make the module functions by which a package loads its names on first use.
 
     ::
 
         __getattr__, __dir__ = lazy_names(globals(), {"solve": ".api.solve"})
 
     Args:
-        package: The package's ``globals()``, which keep what was loaded.
-        where: For each name the module that has it, seen from the package: ``.api.solve``; the
-            module itself where its last part is the name: ``.plugins``.
-        also: Names that the package has anyway, for ``dir``.
+        package: The package's ``globals()``, in which loaded names are stored.
+        where: Name -> the module that has it, relative to the package (``.api.solve``). If the
+            module's last part is the name (``.plugins``), the module itself is meant.
+        also: Names that the package already has, for ``dir``.
 
     Returns:
         ``__getattr__`` and ``__dir__`` of the package (PEP 562).

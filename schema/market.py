@@ -1,6 +1,6 @@
-"""Spot markets: what machines cost, and when a zone had them.
+"""Spot markets: prices of machines, and when a zone had spot machines available.
 
-Times are absolute and in UTC. What is unknown is None, never zero and never filled in.
+Times are absolute, in UTC. An unknown value is None; it is never zero and never filled in.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -17,7 +17,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 @record
 class InstanceType:
-    """A machine that can be rented: its devices, and its prices in dollars per hour."""
+    """A machine that can be rented: its devices, and its prices in dollars per hour (or None)."""
 
     name: Name
     device_type: Name
@@ -31,11 +31,11 @@ class InstanceType:
 
 @record
 class PriceHistory:
-    """What a machine cost over time, in one zone or region of one cloud.
+    """The price of a machine over time, in one zone or region of one cloud.
 
-    ``times`` are in UTC, as in 2020-03-23T16:09:42Z, and strictly increasing. A price holds from
-    its time to the next one, the last to ``known_until``; None stands for a stretch in which nobody
-    knows it. Before the first time nothing is known either.
+    ``times`` are in UTC, such as 2020-03-23T16:09:42Z, and strictly increasing. A price holds from
+    its time to the next one, and the last price to ``known_until``. None is an interval with an
+    unknown price. Before the first time, the price is unknown too.
     """
 
     cloud: Name
@@ -67,12 +67,12 @@ class PriceHistory:
 
     @property
     def place(self) -> str:
-        """The zone; the region where no zone is stated."""
+        """The zone, or the region if no zone is stated."""
         return self.zone or self.region or ""
 
     @property
     def title(self) -> str:
-        """Cloud, place and machine, for messages and pictures."""
+        """Cloud, place and machine, for messages and figures."""
         return f"{self.cloud} {self.place} {self.instance_type}"
 
     def start_seconds(self) -> list[float]:
@@ -80,7 +80,7 @@ class PriceHistory:
         return list(_start_seconds(self.times, self.title))
 
     def stretches(self) -> list[tuple[float, float, float | None]]:
-        """Start, end (seconds since 1970 in UTC) and dollars per hour of each, in order."""
+        """Start and end (seconds since 1970) and dollars per hour of each interval, in order."""
         starts = self.start_seconds()
         ends = [*starts[1:], self.end_seconds()]
         return list(zip(starts, ends, self.dollars_per_hour, strict=True))
@@ -92,11 +92,11 @@ class PriceHistory:
 
 @record
 class Availability:
-    """Whether spot machines could be had, tick by tick.
+    """Whether spot machines were available, in ticks of equal length.
 
-    ``available`` holds 1 (a machine could be had and was kept), 0 (none) or None (unknown).
-    ``start`` is the UTC time of the first tick, as in 2022-10-26T00:00:00Z; None where the source
-    does not say.
+    ``available`` holds, per tick, 1 (a machine could be rented and was not preempted), 0 (none) or
+    None (unknown). ``start`` is the UTC time of the first tick, such as 2022-10-26T00:00:00Z; None
+    if the source does not state it.
     """
 
     zone: Name
@@ -114,7 +114,7 @@ class Availability:
 
 @record
 class Market:
-    """Machines to rent, what they cost over time, and when they could be had."""
+    """Machines to rent, their prices over time, and when they were available."""
 
     schema: Literal["hetflow.market/1"] = "hetflow.market/1"
     instance_types: tuple[InstanceType, ...] = ()
@@ -129,9 +129,9 @@ class Market:
             seen.add(history.title)
 
     def instance_type_of(self, history: PriceHistory) -> InstanceType | None:
-        """The machine that a history is of; None where the market does not describe it.
+        """Return the instance type of a price history; None if the market does not describe it.
 
-        An instance type without a cloud or region stands for all of them.
+        An instance type without a cloud or a region matches all of them.
         """
         for one in self.instance_types:
             if (
@@ -145,10 +145,10 @@ class Market:
 
 @record
 class PolicyReplay:
-    """What a policy cost on each window, in the windows' order.
+    """The cost of a policy on each window.
 
-    ``dollars``: [windows]; ``missed_deadlines`` counts the windows that ended late.
-    ``mean_over_bound`` is the mean over windows of its dollars by the least possible.
+    ``dollars``: [windows], in order. ``missed_deadlines`` is the number of windows in which the job
+    ended late. ``mean_over_bound`` is the mean over windows of dollars / least possible dollars.
     """
 
     policy: Name
@@ -161,11 +161,11 @@ class PolicyReplay:
 
 @record
 class RentReport:
-    """Policies for one job under a deadline, replayed on windows of spot availability.
+    """Policies for one job with a deadline, replayed on windows of spot availability.
 
-    ``bound_dollars``: [windows], the least that any policy could have paid with the window known
-    in advance. ``choice`` is the cheapest policy that missed no deadline. ``expected_dollars`` is
-    what the dynamic program expects from the history alone.
+    ``bound_dollars``: [windows], the least that any policy could pay if it knew the window in
+    advance. ``choice`` is the cheapest policy that missed no deadline. ``expected_dollars`` is the
+    cost that the dynamic program expects from the history alone.
     """
 
     schema: Literal["hetflow.rent/1"] = "hetflow.rent/1"
@@ -181,21 +181,21 @@ class RentReport:
     expected_dollars: Dollars | None = None
 
 
-@lru_cache(maxsize=1024)  # read once to be checked, and once to be used
+@lru_cache(maxsize=1024)  # parsed once for validation and once for use
 def _start_seconds(times: tuple[str, ...], title: str) -> tuple[float, ...]:
     return tuple(utc_seconds(text, title, "times") for text in times)
 
 
 def utc_seconds(text: str, owner: str, key: str) -> float:
-    """A UTC time as seconds since 1970-01-01T00:00:00Z.
+    """Convert a UTC time to seconds since 1970-01-01T00:00:00Z.
 
     Args:
-        text: Such as 2022-10-26T00:00:00Z.
-        owner: Whose time it is, for the message.
-        key: The key that holds it, likewise.
+        text: The time, such as 2022-10-26T00:00:00Z.
+        owner: What the time belongs to, for the error message.
+        key: The key or flag that holds the time, for the error message.
 
     Raises:
-        ProblemError: It is no time, or not in UTC.
+        ProblemError: The text is not a time, or not in UTC.
     """
     try:
         parsed = datetime.fromisoformat(text)
@@ -209,7 +209,7 @@ def utc_seconds(text: str, owner: str, key: str) -> float:
 
 
 def utc_text(seconds: float) -> str:
-    """Seconds since 1970-01-01T00:00:00Z as a time such as 2022-10-26T00:00:00Z."""
+    """Convert seconds since 1970-01-01T00:00:00Z to a time such as 2022-10-26T00:00:00Z."""
     text = datetime.fromtimestamp(seconds, UTC).isoformat()
     return text.replace("+00:00", "Z")
 

@@ -1,7 +1,8 @@
-"""Hide what looks like a secret in a command line before it is written down.
+"""Hide what looks like a secret in a command line before it is written to a file.
 
-By the name of an option or a setting, and by the forms that known keys have. What only looks like
-one is hidden as well; a secret that looks like nothing of the kind is not found.
+Secrets are recognised by the names of options and settings, and by the formats of known keys.
+Some harmless values are hidden too, and a secret with neither a telling name nor a known format
+is not found.
 """
 
 import re
@@ -12,9 +13,9 @@ MASK = "***"
 _SECRET_WORDS = frozenset(
     "secret password passwd pwd passphrase apikey credential credentials auth bearer".split()
 )
-# "key" alone names many things (--num-key-value-heads); with one of these before it, a secret.
+# "key" alone has many meanings (--num-key-value-heads); after one of these words it is a secret.
 _BEFORE_KEY = frozenset("api access secret private signing encryption account storage".split())
-# Words of a text's vocabulary, not of an account: --pad-token "<pad>".
+# A "token" after one of these words belongs to a vocabulary, not an account: --pad-token "<pad>".
 _BEFORE_TOKEN = frozenset("pad eos bos unk sep cls mask image start end stop special next".split())
 _WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 _SETTING = re.compile(r"(?s)^([-+~]*[A-Za-z_][\w.-]*)=(.+)$")
@@ -32,7 +33,7 @@ _PRIVATE_KEY = re.compile(r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*")
 
 
 def mask(arguments: Sequence[str]) -> list[str]:
-    """Arguments of a command with their secrets replaced by ``***``; one for each.
+    """Replace the secrets in the arguments of a command by ``***``; keeps their number and order.
 
     ``--api-key X``, ``--api-key=X``, ``wandb.api_key=X``, ``{"password": "X"}``, user:X@host in a
     URL, signed URLs, and keys known by their form (Hugging Face, OpenAI, GitHub, GitLab, Slack,
@@ -50,7 +51,7 @@ def mask(arguments: Sequence[str]) -> list[str]:
 
 
 def names_a_secret(name: str) -> bool:
-    """Whether an option, setting or key of this name holds a secret."""
+    """Whether an option, setting or key with this name holds a secret."""
     last = re.split(r"[./]", name)[-1]
     words = [word.lower() for word in _WORD.findall(last)]
     if not words:

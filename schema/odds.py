@@ -1,4 +1,4 @@
-"""What a market's past tells: how long machines last, prices, how zones go together."""
+"""Estimates from a market's past: lifetimes of spot machines, prices, correlations of zones."""
 
 from typing import Annotated, Literal
 
@@ -12,10 +12,11 @@ Correlation = Annotated[float, Field(ge=-1 - 1e-9, le=1 + 1e-9)]
 
 @record
 class PreemptionRate:
-    """Preemptions over the time at risk, from an age on (None: all ages).
+    """The rate of preemptions of machines older than an age (None: of all ages).
 
-    ``mean_seconds`` is None where nothing was preempted, ``high_seconds`` likewise; ``low_seconds``
-    and ``high_seconds`` are a 95 % interval of the mean.
+    ``mean_seconds`` is the time at risk divided by the preemptions. ``low_seconds`` and
+    ``high_seconds`` are its 95 % confidence interval. Without preemptions, ``mean_seconds`` and
+    ``high_seconds`` are None.
     """
 
     from_age_seconds: Seconds | None = None
@@ -28,7 +29,7 @@ class PreemptionRate:
 
 @record
 class Survivors:
-    """The part of machines that get so old, by Kaplan-Meier, with a 95 % interval."""
+    """The fraction of machines that reach an age (Kaplan-Meier), with its 95 % interval."""
 
     age_seconds: Seconds
     part: Share
@@ -38,12 +39,13 @@ class Survivors:
 
 @record
 class ZoneOdds:
-    """How long spot machines last in a zone, of a type where one is named.
+    """How long spot machines last in a zone, or those of one instance type if it is named.
 
-    ``num_lifetimes`` were seen from their beginning, ``num_censored`` of these not to their end.
-    ``mean_seconds`` is the mean of the lifetime or of ``horizon_seconds``, the longest seen, where
-    that is shorter; ``median_seconds`` None where fewer than half were preempted. The intervals of
-    checkpoints, Young's and Daly's, need a checkpoint's time, and a preemption.
+    ``num_lifetimes`` machines were observed from their start; the end of ``num_censored`` of these
+    was not observed. ``mean_seconds`` is the mean of min(lifetime, ``horizon_seconds``), where
+    ``horizon_seconds`` is the longest observation. ``median_seconds`` is None if fewer than half
+    were preempted. The checkpoint intervals of Young and of Daly are None unless the time of a
+    checkpoint is known and some machine was preempted.
     """
 
     zone: Name
@@ -67,7 +69,7 @@ class ZoneOdds:
 
 @record
 class PriceOdds:
-    """Quantiles of a price over the time in which it is known, as ``parts`` of the report."""
+    """Quantiles of a price over the time in which it is known, for the report's ``parts``."""
 
     cloud: Name
     place: Name
@@ -77,7 +79,7 @@ class PriceOdds:
 
 @record
 class Together:
-    """How two zones go together: Pearson's correlation of prices, or of availability."""
+    """Pearson's correlation of two zones' prices, or of their availability."""
 
     of: Literal["prices", "availability"]
     first: Name
@@ -87,7 +89,7 @@ class Together:
 
 @record
 class OddsReport:
-    """Estimates from windows of availability and histories of prices."""
+    """Estimates from windows of availability and price histories."""
 
     schema: Literal["hetflow.odds/1"] = "hetflow.odds/1"
     zones: tuple[ZoneOdds, ...] = ()

@@ -1,4 +1,4 @@
-"""What a model's passes compute and move, by operator: counted without running them."""
+"""The operations and bytes of a model's passes per operator, counted without running them."""
 
 from typing import Literal
 
@@ -7,10 +7,11 @@ from .optimizer import OptimizerState
 from .records import Bytes, Count, Name, NonNegative, record
 
 TensorRole = Literal["replicated", "column", "row", "vocabulary", "sharded"]
-"""What a tensor-parallel group does with a layer (thesis 4.2.3).
+"""How a tensor-parallel group computes a layer (thesis 4.2.3).
 
-Every device computes it whole; its products are split by columns or rows, its embedding by rows of
-the vocabulary; or it only reads what is split.
+``replicated``: every device computes all of it. ``column``, ``row``: its matrix product is split
+by columns or by rows. ``vocabulary``: its embedding is split by rows of the vocabulary.
+``sharded``: it has no split weights itself, but its inputs are split.
 """
 
 
@@ -19,12 +20,12 @@ class Operator:
     """Equal calls of one operator.
 
     Args:
-        name: As torch names it.
-        dtype: Of its first floating-point input or output.
-        flops: Floating-point operations of one call that matrix units can do: products and
-            convolutions, a multiplication and an addition counted apart; 0 for all others.
-        num_bytes: Of its distinct inputs and outputs, each read or written once.
-        count: How many such calls.
+        name: The operator's name in torch.
+        dtype: Type of its first floating-point input or output.
+        flops: Floating-point operations of one call that matrix units can do (products and
+            convolutions; a multiplication and an addition are two operations); 0 for all others.
+        num_bytes: Bytes of its distinct inputs and outputs, each read or written once.
+        count: Number of such calls.
     """
 
     name: Name
@@ -35,7 +36,7 @@ class Operator:
 
     @property
     def is_convolution(self) -> bool:
-        """Whether torch's switch for convolutions, not that for products, sets its precision."""
+        """Whether torch's precision setting for convolutions applies, not that for products."""
         return "conv" in self.name
 
 
@@ -43,9 +44,9 @@ class Operator:
 class PassCounts:
     """One pass of the whole model with its loss, at one batch size.
 
-    ``kept_bytes`` is what is allocated when the forward pass ends, ``peak_bytes`` the most at any
-    time, both beyond weights, buffers, gradients, optimizer state and the batch itself, which is
-    ``batch_bytes``.
+    ``kept_bytes`` are allocated when the forward pass ends; ``peak_bytes`` is the maximum at any
+    time. Both do not include weights, buffers, gradients, optimizer state and the batch itself,
+    whose size is ``batch_bytes``.
     """
 
     batch_size: Count
@@ -58,9 +59,9 @@ class PassCounts:
 
 @record
 class LayerCounts:
-    """One layer's passes; bytes as ``LayerNode`` has them.
+    """One layer's passes; the bytes are those of ``LayerNode``.
 
-    ``whole_weight_bytes`` of ``weight_bytes`` every device of a tensor-parallel group holds.
+    Every device of a tensor-parallel group holds ``whole_weight_bytes`` of the ``weight_bytes``.
     """
 
     id: Name
@@ -79,7 +80,7 @@ class LayerCounts:
 
 @record
 class LayerTable:
-    """The layers at one microbatch size, what flows between them, and the whole pass."""
+    """The layers at one microbatch size, the edges between them, and the whole pass."""
 
     whole: PassCounts
     layers: tuple[LayerCounts, ...]
@@ -89,12 +90,11 @@ class LayerTable:
 
 @record
 class ModelCounts:
-    """A model's training, counted.
+    """The counts of a model's training.
 
-    ``standing_bytes`` are the weights, buffers, gradients and optimizer state that are there
-    between two steps; ``update_workspace_bytes`` what an update allocates besides.
-    ``tensor_divisor`` is what tensor-parallel degrees must divide; None where no group can share
-    the layers, and ``no_tensor_reason`` says why.
+    ``standing_bytes`` are the weights, buffers, gradients and optimizer state between two steps;
+    ``update_workspace_bytes`` is what an update allocates temporarily. Tensor-parallel degrees must
+    divide ``tensor_divisor``; it is None if the layers cannot be split, for ``no_tensor_reason``.
     """
 
     weight_bytes: Bytes

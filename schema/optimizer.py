@@ -1,4 +1,4 @@
-"""What an optimizer keeps beside the weights and their gradients."""
+"""The memory that an optimizer keeps besides the weights and their gradients."""
 
 from .errors import ProblemError
 from .records import Name, Ratio, nearest, record, register_keys
@@ -9,10 +9,10 @@ class OptimizerState:
     """The memory of an optimizer, in proportion to the weights that it trains.
 
     Args:
-        name: Which one; None where only the bytes were stated.
-        state_bytes_per_weight_byte: Bytes of its state tensors for each byte of trainable weights;
-            gradients and the weights themselves are counted apart.
-        is_default: The user did not choose it: it only served to measure.
+        name: Name of the optimizer; None if only the bytes were stated.
+        state_bytes_per_weight_byte: Bytes of its state tensors per byte of trainable weights,
+            without gradients and the weights themselves.
+        is_default: Whether it was only the default for measuring, not the user's choice.
     """
 
     name: Name | None = None
@@ -24,7 +24,7 @@ class OptimizerState:
         return kept if self.name is None else f"{self.name} ({kept})"
 
 
-# torch's own optimizers keep so many tensors of the weights' shape and type; a test counts them.
+# Number of tensors with the weights' shape and type that torch's optimizers keep; a test counts.
 _STATE_TENSORS = {
     "sgd": 0,
     "sgd-momentum": 1,
@@ -38,14 +38,14 @@ _STATE_TENSORS = {
     "rmsprop": 1,
 }
 NAMES = tuple(_STATE_TENSORS)
-"""Optimizers that flags may name; ``sgd`` is plain, without momentum."""
+"""Names of optimizers for flags; ``sgd`` is without momentum."""
 
 
 def named_optimizer(name: str) -> OptimizerState:
-    """The state of one of torch's optimizers, without options that keep more (amsgrad, centered).
+    """Return the state of one of torch's optimizers, without options that add state (amsgrad, ...).
 
     Raises:
-        ProblemError: There is no such name.
+        ProblemError: The name is unknown.
     """
     if name not in _STATE_TENSORS:
         guess = nearest(name, NAMES)
@@ -58,7 +58,7 @@ def named_optimizer(name: str) -> OptimizerState:
 
 
 def asked_optimizer(name: str | None, ratio: float | None) -> OptimizerState | None:
-    """What the flags ``--optimizer`` and ``--state-bytes-per-weight-byte`` say together.
+    """Combine the flags ``--optimizer`` and ``--state-bytes-per-weight-byte``; None if unset.
 
     Raises:
         ProblemError: Both are given, or there is no such optimizer.

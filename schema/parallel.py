@@ -1,4 +1,4 @@
-"""Plans of three dimensions: pipeline, tensor and data parallelism, on unlike devices."""
+"""Plans with pipeline, tensor and data parallelism on unlike devices (thesis chapter 4)."""
 
 from math import log2
 from typing import Any, Literal
@@ -23,21 +23,22 @@ from .records import (
 
 Recompute = Literal["none", "full"]
 CostRule = Literal["hetflow", "sailor"]
-"""``hetflow``: a stage sends each microbatch's output and its input's gradient, and its update
-takes the sum over its layers. ``sailor``: as Sailor's simulator counts both (docs/parallel.md)."""
+"""How messages and updates are counted. ``hetflow``: a stage sends each microbatch's output and
+its input's gradient; its update time is the sum over its layers. ``sailor``: both as in Sailor's
+simulator (docs/parallel.md)."""
 BoundaryRule = Literal["scattered", "whole", "blocking"]
 """What crosses a boundary between stages. ``scattered``: each device of a tensor-parallel group
-sends its share of the activation (4.4.1), and a stage waits for what it sends. ``whole``: without
-scatter/gather, each device sends all of it. ``blocking``: likewise, and a stage waits for what it
-receives as well."""
+sends its part of the activation (scatter/gather, thesis 4.4.1), and a stage waits for its sends.
+``whole``: each device sends the whole activation. ``blocking``: as ``whole``, and a stage also
+waits for its receives."""
 
 
 @record
 class LinkCurve:
     """The bandwidth of a link as a function of the message size.
 
-    ``coefficients`` are of a polynomial in log2(bytes / 1e6), the highest power first, that gives
-    bytes per second; a single one is a constant bandwidth.
+    ``coefficients`` are those of a polynomial in log2(bytes / 1e6) that gives bytes per second, the
+    highest power first. A single coefficient is a constant bandwidth.
     """
 
     coefficients: tuple[float, ...]
@@ -50,10 +51,10 @@ class LinkCurve:
             raise ProblemError(f"a constant bandwidth must be > 0, got {self.coefficients[0]}")
 
     def seconds(self, message_bytes: float) -> float:
-        """Time of one message.
+        """Seconds of one message.
 
         Raises:
-            ProblemError: The curve gives no bandwidth at that size.
+            ProblemError: The curve's bandwidth is not positive at that size.
         """
         if message_bytes <= 0:
             return 0.0
@@ -71,9 +72,9 @@ class LinkCurve:
 
 @record
 class ShardTimes:
-    """Times of each layer on one type at one degree and microbatch size; [layers] each.
+    """[layers] times on one device type, at one tensor-parallel degree and microbatch size.
 
-    Tensor-parallel communication is inside. ``update_seconds`` is the optimizer's.
+    The times include tensor-parallel communication. ``update_seconds`` is the optimizer update.
     """
 
     tensor_parallel_size: Count
@@ -92,9 +93,9 @@ class ShardTimes:
 
 @record
 class ShardSizes:
-    """Bytes of each layer on one device of a tensor-parallel group; [layers] each.
+    """[layers] bytes on one device of a tensor-parallel group.
 
-    ``stashed_bytes`` is what a forward pass of one sample keeps for its backward pass.
+    ``stashed_bytes`` is what a forward pass keeps for the backward pass of one sample.
     """
 
     tensor_parallel_size: Count
@@ -104,7 +105,7 @@ class ShardSizes:
 
 @record
 class DegreeLink:
-    """The link of a tensor-parallel group of some degree; of two groups, the slower link counts."""
+    """The link of groups of one tensor-parallel degree; between two groups, the slower counts."""
 
     tensor_parallel_size: Count
     curve: LinkCurve
@@ -112,11 +113,11 @@ class DegreeLink:
 
 @record
 class ParallelPool:
-    """Devices of one type, how fast the model is on them, and how they are linked.
+    """Devices of one type, the model's times on them, and their links.
 
-    Groups of ``tensor_parallel_size`` devices lie within a server of ``devices_per_server``; only
-    degrees that divide it are planned, so that groups fill servers. ``dollars_per_hour`` is of one
-    device.
+    A group of ``tensor_parallel_size`` devices lies within one server. Only degrees that divide
+    ``devices_per_server`` are planned, so that groups fill servers. ``dollars_per_hour`` is the
+    price of one device.
     """
 
     device_type: Name
@@ -128,10 +129,10 @@ class ParallelPool:
     dollars_per_hour: NonNegative | None = None
 
     def link(self, tensor_parallel_size: int) -> LinkCurve:
-        """The curve of a group of that degree.
+        """Return the bandwidth curve of a group of that degree.
 
         Raises:
-            ProblemError: There is none.
+            ProblemError: The pool has no link for that degree.
         """
         for link in self.links:
             if link.tensor_parallel_size == tensor_parallel_size:
@@ -141,12 +142,13 @@ class ParallelPool:
 
 @record
 class ParallelProblem:
-    """A model to train on a pool, in three dimensions.
+    """A model to train on a pool with pipeline, tensor and data parallelism.
 
-    ``output_bytes`` is what each layer sends on, of one sample, not sharded. Memory of a device is
-    ``bytes_per_weight_byte`` (weights, gradients, optimizer) times its weights, what is stashed,
-    and ``reserved_bytes``. Gradients are all-reduced in buckets of ``bucket_bytes`` by rings of
-    single devices (a link of degree 1). ``most_stages`` is of a pipeline.
+    ``output_bytes`` is what crosses the boundary after each layer for one sample, not sharded. The
+    memory of a device is ``bytes_per_weight_byte`` (weights, gradients, optimizer state) times its
+    weight bytes, plus stashed activations, plus ``reserved_bytes``. Gradients are all-reduced in
+    buckets of ``bucket_bytes`` by rings of single devices (links of degree 1). ``most_stages``
+    limits the stages of a pipeline; None sets no limit.
     """
 
     model: Name
@@ -182,7 +184,7 @@ class ParallelProblem:
                 raise ProblemError(f"{name}: {len(table)} values for {size} layers; give one each")
 
     def sizes_of(self, tensor_parallel_size: int) -> ShardSizes | None:
-        """The bytes at a degree; None if unknown."""
+        """Return the layers' bytes at a tensor-parallel degree; None if unknown."""
         for sizes in self.sizes:
             if sizes.tensor_parallel_size == tensor_parallel_size:
                 return sizes
@@ -203,7 +205,7 @@ def _check_names(problem: ParallelProblem) -> None:
 class ReplicaGroup:
     """Equal replicas of a stage: ``num_replicas`` groups of ``tensor_parallel_size`` devices.
 
-    ``samples`` of the global batch go through them together.
+    Together they process ``samples`` of the global batch.
     """
 
     device_type: Name
@@ -214,17 +216,17 @@ class ReplicaGroup:
 
     @property
     def num_devices(self) -> int:
-        """Devices of all its replicas."""
+        """Number of devices of all replicas in the group."""
         return self.tensor_parallel_size * self.num_replicas
 
 
 @record
 class ParallelStage:
-    """A stage of the pipeline and the devices that run it; each kind of replica is an entry.
+    """A stage of the pipeline and the devices that run it; one entry per kind of replica.
 
-    ``compute_seconds`` is forward + backward of a microbatch on its slowest replica (with
-    recomputation where planned), ``transfer_seconds`` its messages of a microbatch,
-    ``reduce_seconds`` one all-reduce of its gradients.
+    ``compute_seconds`` is the forward + backward time of a microbatch on the slowest replica, with
+    recomputation if planned. ``transfer_seconds`` is the time of a microbatch's messages, and
+    ``reduce_seconds`` that of one all-reduce of the stage's gradients.
     """
 
     layers: tuple[Name, ...]
@@ -243,13 +245,13 @@ class ParallelStage:
 
     @property
     def num_replicas(self) -> int:
-        """Replicas of every type."""
+        """Number of replicas, of all types together."""
         return sum(group.num_replicas for group in self.replicas)
 
 
 @record
 class ParallelPrediction:
-    """A plan's predicted times; ``memory_bytes`` is of each stage's fullest device."""
+    """A plan's predicted times; ``memory_bytes``: [stages] bytes on the stage's fullest device."""
 
     step_seconds: Seconds
     samples_per_second: PerSecond
@@ -262,14 +264,14 @@ class ParallelPrediction:
 
 @record
 class ParallelProof(Proof):
-    """As ``Proof``; ``space`` says in a sentence what was searched."""
+    """As ``Proof``; ``space`` is a sentence that describes the plans that were searched."""
 
     space: str
 
 
 @record
 class ParallelAlternative:
-    """Another point of the Pareto table: not worse in time, memory and devices at once."""
+    """Another point of the Pareto table: no other is better in time, memory and devices at once."""
 
     stages: tuple[ParallelStage, ...]
     microbatch_size: Count
@@ -279,7 +281,7 @@ class ParallelAlternative:
 
 @record
 class ParallelGain:
-    """What the best plan found takes with ``num_devices`` more of a type, seconds a step."""
+    """Seconds per step of the best plan found with ``num_devices`` more devices of a type."""
 
     device_type: Name
     num_devices: Count
@@ -290,10 +292,10 @@ class ParallelGain:
 class ParallelPlan:
     """A model cut into stages, each on replicas of tensor-parallel groups.
 
-    Each of a stage's replicas runs at most ``num_microbatches`` of ``microbatch_size`` samples; of
-    the last group the last ones may be smaller. ``estimates`` are of the types in use whose
-    profiles were computed, not measured. ``trace`` says how the layers' names were found, so that
-    a launch finds them again; None is torch.fx.
+    Each replica of a stage runs at most ``num_microbatches`` microbatches of ``microbatch_size``
+    samples; the last microbatches of the last group may be smaller. ``estimates`` are those of the
+    types in use whose profiles were not measured. ``trace`` is how the layers were found, so that a
+    launch finds the same ones; None is torch.fx.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -345,12 +347,12 @@ class ParallelPlan:
 
     @property
     def num_devices(self) -> int:
-        """Devices in use over all stages: the world size of a launch."""
+        """Number of devices in use over all stages, which is the world size of a launch."""
         return sum(group.num_devices for stage in self.stages for group in stage.replicas)
 
     @property
     def devices_by_type(self) -> dict[str, int]:
-        """Devices in use of each type."""
+        """Device type -> number of devices in use."""
         used: dict[str, int] = {}
         for stage in self.stages:
             for group in stage.replicas:

@@ -1,4 +1,4 @@
-"""Pipeline partitions: what the solver is asked (thesis 2.4.1) and what it answers."""
+"""Pipeline partitions: the solver's problem (thesis 2.4.1) and its plan."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -29,18 +29,18 @@ CutRule = Literal["edges", "released"]
 WorkerCount = Literal["at_most", "exactly"]
 Objective = Literal["step", "bottleneck"]
 
-# A schedule lists every pass of every replica: more is a mistake, and takes hours to draw.
+# A schedule lists every pass of every replica. More microbatches are a mistake of the user.
 MAX_MICROBATCHES = 1 << 16
 MAX_REPLICAS = 1 << 16
 
 
 @record
 class PipelineLayer:
-    """One layer: a_l and w_l of thesis 2.4.1, for one microbatch. Its times are the pool's.
+    """One layer: a_l and w_l of thesis 2.4.1, for one microbatch. Its times are in ``DevicePool``.
 
-    ``stashed_bytes`` is what its backward pass needs kept; None, where it was not measured, takes
-    the output for it. ``weight_bytes`` are those that no earlier layer holds,
-    ``shared_weight_bytes`` those that the layers of ``shared_with`` hold (tied weights).
+    ``stashed_bytes`` is what is kept for its backward pass; None, if not measured, takes the bytes
+    of its output. ``weight_bytes`` counts the weights that no earlier layer holds, and
+    ``shared_weight_bytes`` those that the layers ``shared_with`` hold (tied weights).
     """
 
     id: Name
@@ -52,13 +52,13 @@ class PipelineLayer:
 
     @property
     def kept_bytes(self) -> int:
-        """What a microbatch in flight keeps of this layer."""
+        """Bytes that a microbatch in flight keeps of this layer."""
         return self.activation_bytes if self.stashed_bytes is None else self.stashed_bytes
 
 
 @record
 class TopologyLevel:
-    """Level k: ``num_components`` (m_k) parts of the level below, on links of B_k."""
+    """Level k: ``num_components`` (m_k) parts of the level below, linked with bandwidth B_k."""
 
     num_components: Count
     bytes_per_second: PositiveRate
@@ -68,20 +68,23 @@ class TopologyLevel:
 class DevicePool:
     """The devices of one type, with this type's layer times.
 
-    ``levels`` go from the lowest up: servers of 4 devices, 4 of them, are 4 at the bandwidth
-    inside a server, then 4 at the network's. ``update_seconds`` is one optimizer update of the
-    whole model. ``memory_bytes`` is a device's memory; None sets no limit. ``workspace_bytes`` of
-    it are set aside on every device for what the dearest layer's passes need for a while, and on a
-    CPU the optimizer's update besides.
-    ``base_memory_bytes`` is what a worker holds before there is a model, where it counts against
-    the device's memory (0 on a GPU); None, as in older profiles, leaves it and the workspace out
-    of what stages are said to take.
-    ``pass_seconds`` is what every forward and every backward pass of a stage costs beyond its
-    layers, ``fixed_seconds`` what a step costs beside its passes, messages and updates.
-    ``lone_pass_seconds`` is the former where one stage holds all layers and the schedule flushes
-    (flat ``ring`` prices); None takes ``pass_seconds``.
-    ``reduce_bytes_per_second`` and ``reduce_latency_seconds`` are of the ring of an all-reduce
-    between replicas, as measured; None and 0 take the links' rate.
+    ``levels`` are ordered from the lowest up. For example, 4 servers of 4 devices are a level of 4
+    with the bandwidth inside a server, then a level of 4 with the network's. ``update_seconds`` is
+    one optimizer update of the whole model.
+
+    Memory: ``memory_bytes`` is a device's memory; None sets no limit. On every device
+    ``workspace_bytes`` of it are reserved for temporary memory: that of the largest layer's passes,
+    and on a CPU also that of the optimizer update. ``base_memory_bytes`` is what a worker holds
+    before the model exists, if it counts against the device's memory (0 on a GPU). None, as in
+    older profiles, leaves both out of a stage's stated memory.
+
+    Fixed costs: ``pass_seconds`` is the cost of every forward and every backward pass of a stage
+    beyond its layers. ``lone_pass_seconds`` is the same if one stage holds all layers and the
+    schedule flushes (flat plans, ``ring`` stage cost); None takes ``pass_seconds``.
+    ``fixed_seconds`` is the cost of a step beyond passes, messages and updates.
+
+    All-reduces: ``reduce_bytes_per_second`` and ``reduce_latency_seconds`` are the measured rate
+    and latency per hop of the ring between replicas; None and 0 take the links' rate.
     """
 
     device_type: Name
@@ -113,14 +116,14 @@ class DevicePool:
 
     @property
     def limit_bytes(self) -> int | None:
-        """What stages may fill of a device: its memory without the base and the workspace."""
+        """Bytes of a device that stages may use: its memory without base and workspace."""
         if self.memory_bytes is None:
             return None
         return self.memory_bytes - self.workspace_bytes - (self.base_memory_bytes or 0)
 
     @property
     def num_devices(self) -> int:
-        """Devices over all levels."""
+        """Number of devices over all levels."""
         total = 1
         for level in self.levels:
             total *= level.num_components
@@ -132,41 +135,42 @@ class PipelineProblem:
     """Cut a graph of layers into replicated stages, each on devices of one type.
 
     Args:
-        layers: In an order in which no edge goes backwards.
-        edges: Which layer feeds which, as positions in ``layers``. None is a chain.
-        num_microbatches: Inputs per optimizer step over the whole pipeline; for ``pipedream``,
-            which updates after every input, only the unit in which a step is reported.
-        inter_bytes_per_second: Link between two pools; needed where there are several.
-        stage_cost: Named in costs/pipeline.py, each with its source.
-        solved: ``nested`` solves level by level as the text does; ``flat`` gives each stage a
-            run of devices in the order of the topology, so that 15-1 on 4x4 can be found.
-        workers: Whether every device must be used, as the recurrence reads.
-        recompute: None chooses: without, unless it does not fit or is slower.
-        optimizer: Whose state every replica keeps. Gradients, one copy, and weight versions, by
-            schedule, are counted apart.
-        link_bytes_per_second: What links that the pool does not state were said to be; the plan
-            repeats it.
-        count_boundaries: Off only to compare with runs of the released optimizer in which
-            transfers between stages were ignored.
-        cut_rule: ``edges`` counts what crosses a cut from the graph's edges; ``released`` does it
-            as the released optimizer, which counts some tensors that do not cross (nested only;
-            the published prices always do).
-        num_stages: Ask for exactly so many stages.
-        objective: ``step`` is the whole step of a schedule that flushes, as its timer times it;
-            ``bottleneck`` the slowest stage or boundary. None takes ``step`` wherever it exists:
-            flat ``ring`` prices and a schedule that flushes.
-        num_model_chunks: v, stages on a device, where the schedule takes any number; None tries
-            those that the schedule states.
-        launchable: Only plans that ``hetflow launch`` runs (flat). Every replica has a microbatch
-            of each batch; without flushes it has the same ones of each, so replicas divide them,
-            and 2BW, which keeps two versions, uses no more devices than there are microbatches.
-        message_seconds: What a message from one stage to the next costs beyond its bytes.
-        step_error: How far steps put together from these terms may be off, relative; None where
-            nobody measured it.
-        tied_bytes_per_second: Rate at which weights that several stages hold are all-reduced; None:
+        layers: The model's layers, in topological order.
+        edges: Which layer feeds which, as pairs of positions in ``layers``. None is a chain.
+        num_microbatches: Inputs per optimizer step over the whole pipeline. ``pipedream`` updates
+            after every input; there it is only the unit in which a step is reported.
+        inter_bytes_per_second: Bandwidth between two pools; needed if there are several.
+        stage_cost: Name of the stage cost; costs/pipeline.py lists them with their sources.
+        solved: ``nested`` solves level by level as the thesis's text does. ``flat`` gives each
+            stage a run of devices in the order of the topology, which allows 15-1 on 4x4.
+        workers: Whether exactly all devices must be used, as in the thesis's recurrence.
+        recompute: Whether stages recompute activations. None recomputes only if the plan without
+            it does not fit or is slower.
+        optimizer: The optimizer whose state every replica keeps. Gradients (one copy) and weight
+            versions (by schedule) are counted separately.
+        link_bytes_per_second: The bandwidth given for links that the pool does not state; the
+            plan repeats it.
+        count_boundaries: False only to compare with runs of the published optimizer that ignored
+            transfers between stages.
+        cut_rule: ``edges`` counts the bytes that cross a cut from the graph's edges. ``released``
+            counts as the published optimizer does, which includes some tensors that do not cross
+            (nested only; the stage cost ``published`` always does).
+        num_stages: Exact number of stages; None lets the solver choose.
+        objective: ``step`` is the whole step of a schedule that flushes, timed event by event.
+            ``bottleneck`` is the slowest stage or boundary. None takes ``step`` if it exists: for
+            flat plans, the stage cost ``ring`` and a schedule that flushes.
+        num_model_chunks: v, stages per device, if the schedule takes any number. None tries the
+            numbers that the schedule states.
+        launchable: Whether to allow only (flat) plans that ``hetflow launch`` can run. Then every
+            replica has a microbatch of each batch. Without flushes it has the same ones of each
+            batch, so a stage's replicas divide the microbatches; and 2BW, which keeps two weight
+            versions, uses no more devices than there are microbatches.
+        message_seconds: Fixed cost of a message between two stages, whatever its size.
+        step_error: Relative error of steps computed from these terms; None if not measured.
+        tied_bytes_per_second: Rate of all-reduces of weights that several stages hold; None takes
             that of the slowest pool.
-        most_devices: Use no more devices than that (flat); None: all of them may be used.
-        most_stages: Cut into no more stages than that (flat).
+        most_devices: Most devices to use (flat); None allows all.
+        most_stages: Most stages (flat); None sets no limit.
     """
 
     model: Name
@@ -224,30 +228,30 @@ class PipelineProblem:
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
-        """The edges, written out for a chain."""
+        """The edges as pairs of positions, also for a chain."""
         if self.edges is not None:
             return self.edges
         return tuple((layer, layer + 1) for layer in range(len(self.layers) - 1))
 
     @property
     def num_devices(self) -> int:
-        """Devices over all pools."""
+        """Number of devices over all pools."""
         return sum(pool.num_devices for pool in self.pools)
 
     @property
     def stage_limit(self) -> int | None:
-        """Stages that a plan may have; None is no limit."""
+        """Most stages that a plan may have; None sets no limit."""
         return self.num_stages or self.most_stages
 
     @property
     def most_workers(self) -> int:
-        """Devices that a plan may use."""
+        """Most devices that a plan may use."""
         most = min(self.num_devices, self.most_devices or self.num_devices)
         is_bounded = self.launchable and self.traits.is_double_buffered
         return min(most, self.num_microbatches) if is_bounded else most
 
     def may_replicate(self, num_replicas: int) -> bool:
-        """Whether a stage may have so many replicas."""
+        """Whether a stage may have ``num_replicas`` replicas."""
         if not self.launchable:
             return True
         if self.traits.flushes:
@@ -256,7 +260,7 @@ class PipelineProblem:
 
 
 def _check_microbatches(number: int) -> None:
-    """Refuse a schedule that is too long to list: it has an event for each microbatch."""
+    """Refuse a schedule that is too long to list: it has events for every microbatch."""
     if number > MAX_MICROBATCHES:
         raise ProblemError(
             f"{number} microbatches in a step; at most {MAX_MICROBATCHES}",
@@ -300,14 +304,14 @@ def _check_graph(problem: PipelineProblem) -> None:
 
 
 def check_joined(names: Sequence[str], links: Iterable[tuple[int, int]]) -> None:
-    """Refuse a graph in several parts.
+    """Refuse a graph that is not connected.
 
     Args:
-        names: Of the layers.
-        links: Which layer feeds which, as positions in ``names``.
+        names: Names of the layers.
+        links: Which layer feeds which, as pairs of positions in ``names``.
 
     Raises:
-        ProblemError: Names a layer that nothing joins to the first one.
+        ProblemError: The graph is not connected; names a layer without a path to the first one.
     """
     group = list(range(len(names)))
     for source, target in links:
@@ -428,7 +432,7 @@ def _check_nested(problem: PipelineProblem) -> None:
 
 @record
 class NestedBlock:
-    """A stage's place at one level of a nested plan: which block, on how many components."""
+    """A stage's place at one level of a nested plan: its block, and the block's replicas."""
 
     index: Index
     num_replicas: Count
@@ -438,20 +442,23 @@ class NestedBlock:
 class StagePlan:
     """One stage: its layers, its devices, and its costs.
 
-    ``first_device`` counts the pool's devices in the order of the topology. ``devices`` names all
-    of them where they are no run from ``first_device`` on; ``held`` does always. ``num_in_flight``
-    and ``weight_versions`` are per replica. ``seconds_per_input`` is the stage's share of the
-    objective; ``compute_seconds`` one forward + backward pass of a microbatch (with
-    recomputation where planned), ``forward_seconds`` the forward part of it; ``output_seconds``
-    sending one microbatch's output and getting its gradient back. These hold what passes and
-    messages cost themselves: ``pass_seconds`` each forward and each backward pass,
-    ``message_seconds`` each message; None where nothing of it was counted. ``reduce_seconds`` is
-    one all-reduce of the stage's gradients (with ``reduce_latency_seconds`` for each message of
-    its ring, None where all-reduces were not measured), ``tied_seconds`` that of weights tied to
-    other stages', and ``update_seconds`` one update of its weights. ``memory_bytes`` is per device;
-    where the pool knows what a worker holds before there is a model, it is the worker's predicted
-    peak, and a device's further stages add their own part only. ``nesting`` goes from the highest
-    level down and is empty in flat plans.
+    Devices: ``first_device`` is an index into the pool's devices in the order of the topology.
+    ``devices`` lists all of the stage's devices if they are not consecutive; ``held`` always does.
+    ``num_in_flight`` and ``weight_versions`` are per replica. ``nesting`` is ordered from the
+    highest level down, and is empty in flat plans.
+
+    Times: ``seconds_per_input`` is the stage's part of the objective. ``compute_seconds`` is the
+    forward + backward time of a microbatch, with recomputation if planned; ``forward_seconds`` is
+    its forward part. ``output_seconds`` is the time to send a microbatch's output and to receive
+    its gradient. These include fixed costs: ``pass_seconds`` for each forward and each backward
+    pass, and ``message_seconds`` for each message; None if not counted. ``reduce_seconds`` is one
+    all-reduce of the stage's gradients, including ``reduce_latency_seconds`` per message of its
+    ring (None if all-reduces were not measured). ``tied_seconds`` is the all-reduce of weights tied
+    to other stages, and ``update_seconds`` one update of its weights.
+
+    Memory: ``memory_bytes`` is per device. If the pool states what a worker holds before the model
+    exists, it is the worker's predicted peak; further stages on the same device then count only
+    their own part.
     """
 
     layers: tuple[Name, ...]
@@ -493,7 +500,7 @@ class StagePlan:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """The pool's devices that hold the stage, ascending: one a replica."""
+        """Indices of the pool's devices that hold the stage, ascending; one per replica."""
         run = range(self.first_device, self.first_device + self.num_replicas)
         return self.devices or tuple(run)
 
@@ -502,15 +509,14 @@ class StagePlan:
 class PipelinePlan:
     """A model cut into stages.
 
-    The proof's objective is seconds per step where ``objective`` is ``step``, else seconds per
-    input (microbatch) of the slowest stage or boundary.
-    ``noam`` is NUM_OPT_ACTIVE_MINIBATCHES per input-stage replica (thesis 2.4.2). ``trace`` says
-    how the profile found the layers; None is torch.fx. ``optimizer`` is the one whose state
-    ``memory_bytes`` counts, None in older plans, which counted none. ``link_bytes_per_second`` is
-    what was said of links that the pool does not state; ``cluster`` is the pool, where it says more
-    than a number of devices of each type. ``assumptions`` are sentences on what the
-    plan takes for granted without a measurement of just that; ``estimates`` are of the types in
-    use whose profiles were computed, not measured.
+    The proof's objective is seconds per step if ``objective`` is ``step``, else seconds per input
+    (microbatch) of the slowest stage or boundary. ``noam`` is NUM_OPT_ACTIVE_MINIBATCHES per
+    input-stage replica (thesis 2.4.2). ``trace`` is how the profile found the layers; None is
+    torch.fx. ``optimizer`` is the one whose state ``memory_bytes`` counts; None in older plans,
+    which counted none. ``link_bytes_per_second`` is the bandwidth given for links that the pool
+    does not state. ``cluster`` is the pool if it states more than the number of devices of each
+    type. ``assumptions`` are sentences on values that the plan uses but that were not measured
+    directly. ``estimates`` are those of the types in use whose profiles were not measured.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -538,7 +544,7 @@ class PipelinePlan:
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        traits(self.schedule)  # a name that is not installed is refused
+        traits(self.schedule)  # raises for an unknown schedule
         _check_microbatches(self.microbatches)
         if not self.stages:
             raise ProblemError("a pipeline plan must hold at least one stage")
@@ -562,13 +568,13 @@ class PipelinePlan:
 
     @property
     def num_devices(self) -> int:
-        """Devices in use over all stages: the world size of a launch."""
+        """Number of devices in use over all stages, which is the world size of a launch."""
         held = {(stage.device_type, stage.first_device): stage for stage in self.stages}
         return sum(stage.num_replicas for stage in held.values())
 
     @property
     def num_model_chunks(self) -> int:
-        """v, the stages that a device holds."""
+        """v, the number of stages that a device holds."""
         if not self.traits.is_chunked:
             return 1
         first = self.stages[0]
@@ -579,13 +585,13 @@ class PipelinePlan:
 
     @property
     def position_replicas(self) -> list[int]:
-        """Replicas of each place in the pipeline; a place holds ``num_model_chunks`` stages."""
+        """[positions] replicas of each position, which holds ``num_model_chunks`` stages."""
         size = len(self.stages) // self.num_model_chunks
         return [stage.num_replicas for stage in self.stages[:size]]
 
     @property
     def config(self) -> str:
-        """Replicas by stage as the thesis writes them: ``2-1-1``."""
+        """Replicas of each stage in the thesis's notation: ``2-1-1``."""
         return "-".join(str(stage.num_replicas) for stage in self.stages)
 
 

@@ -1,4 +1,4 @@
-"""Plans: what a solver answers, with its proof; and what a launcher needs to run it."""
+"""Plans: a solver's answer with its proof, and what a launcher needs to run it."""
 
 from typing import Any, Literal
 
@@ -26,10 +26,10 @@ class Proof:
     """How good a plan is, and how that is known.
 
     ``objective`` and ``lower_bound`` are in the objective's unit (seconds per step for splits);
-    ``gap`` is (objective - lower_bound) / objective. Only a finished search says ``optimal``.
-    ``tolerance`` is how far apart, relative to the best, plans may be that the measurements cannot
-    tell from it: of those the simplest was taken, so the gap may be as wide. None where the spread
-    of the measurements is unknown, or the fastest on paper was asked for.
+    ``gap`` is (objective - lower_bound) / objective. Only a finished search is ``optimal``.
+    ``tolerance`` is the relative accuracy of the measurements: plans within it of the best are
+    considered equally good, and the simplest of them was taken, so the gap may be as wide. It is
+    None if the accuracy is unknown, or if the plan with the least predicted time was requested.
     """
 
     termination: Literal["optimal", "feasible"]
@@ -42,14 +42,14 @@ class Proof:
 
 @record
 class Prediction:
-    """What a plan is expected to reach; the parts add up to ``step_seconds``.
+    """A plan's predicted step; the parts add up to ``step_seconds``.
 
-    ``compute_seconds`` is the passes of the slowest device, ``load_seconds`` its waiting for
-    samples, ``virtual_node_seconds`` what the runtime does for its virtual nodes (a pipeline's
-    passes) and ``fixed_seconds`` for the step, ``transfer_seconds`` what a pipeline's messages
-    between stages add; None where the profile does not tell them apart (they are in
-    ``compute_seconds`` then). ``step_seconds_low`` and ``step_seconds_high`` bound what the
-    measurements allow, None where their spread is unknown.
+    ``compute_seconds`` is the time of the slowest device's passes, ``load_seconds`` its wait for
+    samples. ``virtual_node_seconds`` is the runtime's own work for its virtual nodes (in a
+    pipeline, for its passes), and ``fixed_seconds`` that for the step. ``transfer_seconds`` is what
+    messages between a pipeline's stages add. A part is None if the profile does not separate it; it
+    is then included in ``compute_seconds``. ``step_seconds_low`` and ``step_seconds_high`` bound
+    the step within the accuracy of the measurements; None if the accuracy is unknown.
     """
 
     step_seconds: Seconds
@@ -69,11 +69,11 @@ class Prediction:
 class DeviceGroup:
     """Devices of one type that do the same work.
 
-    Each runs ``virtual_nodes`` (v_i) passes of ``virtual_node_batch_size`` (b_i / v_i) samples,
-    one after another. ``pass_seconds`` is t_i at that size, all of it; ``interpolated`` says that
-    it was not measured but lies between two measured sizes, ``measured_busy`` that it was measured
-    while other devices of the host trained too. ``exposed_seconds`` is what synchronisation adds at
-    that size beyond the least of any size, None where the profile does not tell sizes apart.
+    Each device runs ``virtual_nodes`` (v_i) passes of ``virtual_node_batch_size`` (b_i / v_i)
+    samples, one after another. ``pass_seconds`` is the whole t_i at that size. ``interpolated``
+    means that it was interpolated between two measured sizes, ``measured_busy`` that other devices
+    of the host trained during the measurement. ``exposed_seconds`` is the synchronisation time at
+    that size beyond the least of all sizes; None if the profile has no times per size.
     """
 
     device_type: Name
@@ -96,7 +96,7 @@ class DeviceGroup:
 
 @record
 class PassTime:
-    """How long an emulated device holds one forward + backward pass of a batch size."""
+    """The time to which an emulated device stretches a forward + backward pass of a batch size."""
 
     batch_size: Count
     step_seconds: PositiveSeconds
@@ -104,7 +104,7 @@ class PassTime:
 
 @record
 class EmulatedDevice:
-    """An emulated device type of a plan: what the runtime needs to stretch its passes."""
+    """An emulated device type of a plan, with the times to which its passes are stretched."""
 
     device_type: Name
     base_device_type: Name
@@ -114,7 +114,7 @@ class EmulatedDevice:
 
 @record
 class EstEstimate:
-    """EasyScale's view of a plan (3.4, equations 1a-1d).
+    """EasyScale's estimates for a plan (EasyScale 3.4, equations 1a-1d).
 
     ``capability`` is C_i, mini-batches per second of one device of each type;
     ``throughput`` and ``waste`` are in mini-batches per second.
@@ -130,7 +130,7 @@ class EstEstimate:
 
 @record
 class Alternative:
-    """Another configuration from the plan database, best estimated throughput first."""
+    """Another configuration of a plan, with its estimates; listed by descending throughput."""
 
     groups: tuple[DeviceGroup, ...]
     est: EstEstimate
@@ -140,10 +140,10 @@ class Alternative:
 class SplitPlan:
     """A global batch split over devices (VirtualFlow 5.1).
 
-    ``uniform_virtual_nodes`` is N where the plan was asked for N equal virtual nodes;
-    ``optimizer`` is the one whose state its memory counts, None where nobody knows. ``cluster`` is
-    the pool that it was solved for, where that says more than a number of devices of each type.
-    ``estimates`` are of the types in use whose profiles were computed, not measured.
+    ``uniform_virtual_nodes`` is N if the request was for N equal virtual nodes. ``optimizer`` is
+    the one whose state its memory counts; None if unknown. ``cluster`` is the pool that it was
+    solved for, if this states more than the number of devices of each type. ``estimates`` are those
+    of the types in use whose profiles were not measured.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -175,12 +175,12 @@ class SplitPlan:
 
     @property
     def num_devices(self) -> int:
-        """Devices in use over all groups: the world size of a launch."""
+        """Number of devices in use over all groups, which is the world size of a launch."""
         return sum(group.num_devices for group in self.groups)
 
     @property
     def num_virtual_nodes(self) -> int:
-        """Virtual nodes over all devices."""
+        """Number of virtual nodes over all devices."""
         return sum(group.num_devices * group.virtual_nodes for group in self.groups)
 
 

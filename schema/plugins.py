@@ -1,15 +1,15 @@
-"""Things known by name: the package's own, and those of plug-ins from outside the package.
+"""Registries of named things: the package's own, and those of plug-ins from outside the package.
 
-A kind of thing (schedules, policies, exporters, ...) has one ``Registry``. Its own things are in
-modules that register them when they are imported. A plug-in is any installed distribution with an
-entry point in the kind's group: the entry point's name is the thing's name, its value the module
-(or an object in it) whose import registers the thing::
+A kind of thing (schedules, policies, exporters, ...) has one ``Registry``. The package's modules
+register their things when they are imported. A plug-in is any installed distribution with an
+entry point in the kind's group. The entry point's name is the thing's name. Its value is the
+module (or an object in it) whose import registers the thing::
 
     [project.entry-points."hetflow.policies"]
     even_progress = "my_package.even_progress"
 
-Nothing is imported before a name is asked for, and then only what that name needs, so a
-broken plug-in hurts only those who ask for it.
+Nothing is imported before a name is requested, and then only what that name needs. So a broken
+plug-in affects only those who use it.
 """
 
 from collections.abc import Iterator
@@ -27,10 +27,10 @@ class Registry(Generic[T]):
     """The things of one kind, by name.
 
     Args:
-        kind: What one of them is called in messages, such as ``schedule``.
+        kind: What a thing of this kind is called in messages, such as ``schedule``.
         group: The entry-point group of its plug-ins, such as ``hetflow.schedules``.
-        own: The package's own modules that register some, in the order of ``names``.
-        is_optional: Whether a module that an entry point of the group names may register none.
+        own: The package's own modules that register things, in the order of ``names``.
+        is_optional: Whether a plug-in module of the group may register nothing in this registry.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Registry(Generic[T]):
         """Register a thing.
 
         Args:
-            name: What users call it.
+            name: The name that users write.
             entry: The thing.
-            module: The module that defines it.
+            module: The module that registers it (``__name__``).
 
-        Raises:
+            es:
             ProblemError: Another module has registered that name.
         """
         other = self._entries.get(name)
@@ -61,17 +61,17 @@ class Registry(Generic[T]):
         self._entries[name] = module, entry
 
     def remove(self, name: str) -> None:
-        """Undo ``add``; a name that is not registered is left as it is."""
+        """Undo ``add``; does nothing if the name is not registered."""
         self._entries.pop(name, None)
 
     def find(self, name: str) -> T | None:
-        """The thing of a name; None where neither the package nor a plug-in has it.
+        """Find a thing by name; None if neither the package nor a plug-in has it.
 
         Raises:
-            ProblemError: The plug-in that has it cannot be loaded; names the distribution.
+            ProblemError: Its plug-in cannot be loaded; the message names the distribution.
         """
         entry = self._entries.get(name)
-        if entry is not None:  # asked for in solvers' inner loops
+        if entry is not None:  # the fast path, for solvers' inner loops
             return entry[1]
         self._load_own()
         if name not in self._entries:
@@ -81,10 +81,11 @@ class Registry(Generic[T]):
         return self.loaded(name)
 
     def get(self, name: str) -> T:
-        """The thing of a name.
+        """Find a thing by name.
 
         Raises:
-            ProblemError: There is none; says which name is close. Or its plug-in is broken.
+            ProblemError: The name is unknown (the message suggests a similar one), or its plug-in
+                cannot be loaded.
         """
         found = self.find(name)
         if found is None:
@@ -99,7 +100,7 @@ class Registry(Generic[T]):
         return found
 
     def names(self) -> tuple[str, ...]:
-        """All names: the package's own first, in its order; no plug-in is loaded for that."""
+        """List all names, the package's own first, without loading any plug-in."""
         self._load_own()
         place = {module: index for index, module in enumerate(self._own)}
         registered = sorted(
@@ -109,17 +110,21 @@ class Registry(Generic[T]):
         return (*registered, *declared)
 
     def loaded(self, name: str) -> T | None:
-        """The thing of a name, unless it is a plug-in's that was not loaded yet."""
+        """Find a thing by name; None if it is unknown or in a plug-in that is not loaded yet."""
         found = self._entries.get(name)
         return None if found is None else found[1]
 
     def registered(self) -> tuple[T, ...]:
-        """The package's own things and those of plug-ins that were asked for; looks for none."""
+        """List the package's own things and those of loaded plug-ins; loads no plug-in."""
         self._load_own()
         return tuple(entry for _, entry in self._entries.values())
 
     def all(self) -> tuple[T, ...]:
-        """Every thing, in the order of ``names``; loads all plug-ins of the kind."""
+        """List every thing, in the order of ``names``; loads all plug-ins of the kind.
+
+        Raises:
+            ProblemError: A plug-in cannot be loaded.
+        """
         return tuple(self.get(name) for name in self.names())
 
     def _load_own(self) -> None:
@@ -135,7 +140,7 @@ class Registry(Generic[T]):
         origin = f"plug-in {point.name!r} of {_distribution(point)} ({point.value})"
         try:
             point.load()
-        except Exception as error:  # somebody else's module: whatever it raises is its own fault
+        except Exception as error:  # a plug-in may raise anything
             raise ProblemError(
                 f"{origin} cannot be loaded: {type(error).__name__}: {error}",
                 hint="fix or uninstall that distribution",

@@ -1,4 +1,4 @@
-"""Problems: what a solver is asked, typed. One class a solver."""
+"""Problems of the batch split solvers."""
 
 from .errors import ProblemError
 from .optimizer import OptimizerState
@@ -8,7 +8,7 @@ from .records import Bytes, Count, Name, PositiveRate, Ratio, Seconds, record
 
 @record
 class AloneDevice:
-    """What one device costs where it is the only one of its host that trains."""
+    """Measured costs of a device that is the only one of its host that trains."""
 
     batch_curve: tuple[BatchPoint, ...]
     update_seconds: Seconds
@@ -20,11 +20,12 @@ class AloneDevice:
 class DeviceOption:
     """The devices of one type that a split may use.
 
-    ``batch_curve`` holds only the sizes that fit: the builder has applied the memory limit. It,
-    ``update_seconds`` and ``fixed_seconds`` are of a device while others of its host train too,
-    where there are others; ``alone`` is the same where it trains alone, None where that is alike.
-    ``link_bytes_per_second`` caps the fitted ring model (a cluster's slow network).
-    ``step_error`` is the profile's: how far steps put together from these terms may be off.
+    ``batch_curve`` holds only sizes that fit the memory. If a host has several devices,
+    ``batch_curve``, ``update_seconds`` and ``fixed_seconds`` were measured while other devices of
+    the host trained too; ``alone`` then holds the measurements of a device that trains alone. It is
+    None if these are the same. ``link_bytes_per_second`` limits the rate of the fitted ring model
+    (a cluster's slow network). ``step_error`` is the relative error of steps computed from these
+    terms.
     """
 
     device_type: Name
@@ -45,7 +46,7 @@ class DeviceOption:
             raise ProblemError(f"{self.device_type}: batch sizes must be distinct and ascending")
 
     def measured_with(self, num_devices: int) -> "DeviceOption | AloneDevice":
-        """The curve and costs that fit a plan on so many devices in all."""
+        """Select the measurements for a plan on ``num_devices`` devices in total."""
         return self.alone if num_devices == 1 and self.alone is not None else self
 
 
@@ -53,10 +54,10 @@ class DeviceOption:
 class SplitProblem:
     """Split a global batch over unlike devices (VirtualFlow 5.1.2).
 
-    ``virtual_nodes`` None is the free regime: each used device takes one size of its curve and
-    a whole number of virtual nodes. An integer N is the uniform regime: N virtual nodes of
-    ``global_batch_size / N`` samples each. ``optimizer`` is the one whose state was counted where
-    the memory limit was applied; None where nobody knows.
+    With ``virtual_nodes`` None (the free regime), each used device takes one size of its curve and
+    an integer number of virtual nodes. With an integer N (the uniform regime), there are N virtual
+    nodes of ``global_batch_size / N`` samples each. ``optimizer`` is the one whose state was
+    counted for the memory limit; None if unknown.
     """
 
     model: Name
@@ -80,7 +81,7 @@ class SplitProblem:
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Every size that some type was profiled at, alone or not, ascending."""
+        """Every batch size at which some type was profiled, alone or busy, ascending."""
         curves = [option.batch_curve for option in self.devices]
         curves += [option.alone.batch_curve for option in self.devices if option.alone is not None]
         return sorted({point.batch_size for curve in curves for point in curve})

@@ -21,19 +21,19 @@ from .records import (
 )
 from .step_costs import Links, MessageTime, PipelineCosts
 
-SHORTEST_PASS_SECONDS = 1e-12  # shorter is a mistake, and its rate overflows
+SHORTEST_PASS_SECONDS = 1e-12  # a shorter time is a mistake, and its rate overflows
 
 
 @record
 class BatchPoint:
-    """One virtual node of a batch size: forward + backward in the loop that trains.
+    """One virtual node of a batch size: its forward + backward pass in the training loop.
 
-    ``step_seconds`` is t_i(b) of VirtualFlow 5.1.2: what one more virtual node of this size adds
-    to a step, without the optimizer update and without communication. ``load_seconds`` and
-    ``virtual_node_seconds`` are parts of it: waiting for its samples, and what the runtime does
-    for a virtual node of any size; None where the file, an older or a foreign one, does not tell
-    them apart. ``step_seconds_error`` is half the width of its median's 95 % confidence interval,
-    relative to it. ``peak_memory_bytes`` is the device's peak over a whole training step.
+    ``step_seconds`` is t_i(b) of VirtualFlow 5.1.2: the time that one more virtual node of this
+    size adds to a step, without optimizer update and communication. Two parts of it are
+    ``load_seconds``, the wait for its samples, and ``virtual_node_seconds``, the runtime's own work
+    per virtual node; None if the file (older, or of another tool) does not separate them.
+    ``step_seconds_error`` is half the width of the median's 95 % confidence interval, relative to
+    the median. ``peak_memory_bytes`` is the device's peak over a whole training step.
     """
 
     batch_size: Count
@@ -55,15 +55,15 @@ class BatchPoint:
 
     @property
     def pass_seconds(self) -> float:
-        """The model's own forward + backward, without loading and the runtime's part."""
+        """Seconds of the model's own forward + backward pass, without loading and runtime work."""
         return self.step_seconds - (self.load_seconds or 0.0) - (self.virtual_node_seconds or 0.0)
 
 
 @record
 class BusyHost:
-    """The same device while ``num_devices`` of its host train at once.
+    """Measurements of a device while ``num_devices`` devices of its host train at once.
 
-    Memory bandwidth, host cores, PCIe and power are shared, so everything may take longer.
+    They share memory bandwidth, host cores, PCIe and power, so everything may take longer.
     """
 
     num_devices: Count
@@ -82,13 +82,13 @@ class LayerNode:
     """One layer: T_l, a_l and w_l of thesis 2.4.1, per microbatch of the stated size.
 
     Args:
-        activation_bytes: What the layer makes and later layers need.
-        weight_bytes: Parameters that no earlier layer holds, so that layers sum to the model.
-        stashed_bytes: What autograd keeps from forward to backward, parameters and the layer's
-            inputs apart; a layer's output counts here where any layer saves it.
-        workspace_bytes: Most temporary memory of a pass beyond inputs, outputs and what is kept.
-        shared_with: Earlier layers whose parameters this one uses too.
-        shared_weight_bytes: The bytes of those parameters.
+        activation_bytes: Outputs of the layer that later layers need.
+        weight_bytes: Parameters that no earlier layer holds; summed over layers, the model's.
+        stashed_bytes: What autograd keeps for the backward pass, without parameters and the
+            layer's inputs. The layer's output is included if any layer saves it.
+        workspace_bytes: Most temporary memory of a pass, beyond inputs, outputs and what is kept.
+        shared_with: Earlier layers whose parameters this layer uses too.
+        shared_weight_bytes: Bytes of those parameters.
     """
 
     id: Name
@@ -107,7 +107,7 @@ class LayerNode:
 class LayerGraph:
     """Layers and the tensors that flow between them, at one microbatch size.
 
-    ``trace`` says how the layers were found; None, as in older files, is torch.fx.
+    ``trace`` is how the layers were found; None, as in older files, is torch.fx.
     """
 
     microbatch_size: Count
@@ -127,10 +127,10 @@ class LayerGraph:
 
 @record
 class TensorLayers:
-    """The layers as one device of a tensor-parallel group runs them, in one server.
+    """The layers as one device of a tensor-parallel group runs them, within one server.
 
-    Times hold the group's own communication; weights and what is stashed are one device's share,
-    ``activation_bytes`` what the whole group makes.
+    Times include the group's communication. Weights and stashed activations are those of one
+    device; ``activation_bytes`` is the output of the whole group.
     """
 
     tensor_parallel_size: Count
@@ -146,7 +146,7 @@ class TensorLayers:
 
 @record
 class SyncPoint:
-    """What synchronisation adds to a step whose last virtual node has ``batch_size`` samples."""
+    """Seconds that synchronisation adds to a step whose last virtual node has a batch size."""
 
     batch_size: Count
     sync_seconds: MeasuredSeconds
@@ -157,12 +157,12 @@ class Sync:
     """Gradient synchronisation, measured as VirtualFlow 5.1.2 does.
 
     ``sync_seconds`` is the distributed minus the single-device step time on ``num_devices``
-    devices: at batch size 1, or the median over sizes where a whole loop was timed.
-    ``by_batch_size`` tells it size by size, where measurements tell sizes apart: more of it hides
-    behind a longer backward pass. Plans go by that then (``least_seconds``, ``exposed_seconds``).
-    The optional ring model (``latency_seconds`` per ring message,
-    ``bytes_per_second`` per ring link, fitted to ``messages``) predicts other device counts; see
-    costs/comm.py. It is no link's rate: those are measured apart (``Links``).
+    devices: at batch size 1, or the median over sizes if a whole training loop was timed.
+    ``by_batch_size`` has the times of several sizes if the measurements can separate them; a longer
+    backward pass hides more of the synchronisation. Plans then use these times. The optional ring
+    model (``latency_seconds`` per ring message, ``bytes_per_second`` per ring link, fitted to
+    ``messages``) predicts other numbers of devices; see costs/comm.py. Its rate is not that of a
+    link, which is measured separately (``Links``).
     """
 
     num_devices: Count
@@ -184,10 +184,10 @@ class Sync:
 
 @record
 class Emulation:
-    """The device type is emulated: real arithmetic, each pass stretched to a fixed time.
+    """How a device type is emulated: real arithmetic, with each pass stretched to a fixed time.
 
-    ``speed`` is the stated fraction of the real device's speed. The times to hold are the
-    profile's own ``batch_curve``.
+    ``speed`` is the fraction of the real device's speed. The times to which passes are stretched
+    are those of the profile's ``batch_curve``.
     """
 
     speed: Positive
@@ -200,26 +200,28 @@ class Emulation:
 
 @record
 class Profile:
-    """One model on one device type. Times are medians; their spread is in provenance.
+    """The measurements of one model on one device type.
 
-    ``out_of_memory_batch_size`` is the smallest profiled size that did not fit, where one was
-    found. ``weight_bytes`` is also the number of gradient bytes to synchronise. ``more_layers``
-    are the layers of ``layers`` at further microbatch sizes, ``tensor_layers`` those at further
-    tensor-parallel degrees. ``optimizer`` is what
-    ``update_seconds`` and ``peak_memory_bytes`` were measured with; None where the file, an older
-    or a foreign one, does not say.
+    Times are medians; their spread is in ``provenance``. ``step_error`` is the relative error of
+    steps computed from these terms. ``fixed_seconds`` is the cost of a step besides virtual nodes,
+    update and synchronisation: starting it, cold caches in its first pass, its sums, and the
+    request for the next batch. ``busy`` has the measurements made while the host's other devices
+    trained too.
 
-    ``fixed_seconds`` is what a step costs beside its virtual nodes, the update and
-    synchronisation: opening it, its first pass's cold caches, its sums, asking for the next
-    batch. ``step_error`` is how far steps put together from these terms are from measured ones,
-    relative. ``busy`` is the same with the host's devices at work; ``base_memory_bytes`` what a
-    worker holds before there is a model, 0 where the peaks do not count it (on a GPU).
-    ``update_workspace_bytes`` is what the optimizer needs for a while in an update, where the
-    allocator does not give it the room that passes have left (on a CPU).
-    ``group_workspace_bytes`` is what a worker holds besides while it exchanges with others: sums
-    and messages under way, threads and their memory. The peaks of ``busy`` hold it.
-    ``estimate`` says how the profile was computed where nobody measured it; its ``step_error`` is
-    then that of the method.
+    ``weight_bytes`` is also the number of gradient bytes to synchronise. ``more_layers`` are the
+    layers at further microbatch sizes, ``tensor_layers`` those at further tensor-parallel degrees.
+    ``optimizer`` is the one that ``update_seconds`` and ``peak_memory_bytes`` were measured with;
+    None if the file (older, or of another tool) does not state it. ``out_of_memory_batch_size`` is
+    the smallest profiled size that did not fit; None if all fitted.
+
+    ``base_memory_bytes`` is what a worker holds before the model exists; 0 if peak memory does not
+    count it (on a GPU). ``update_workspace_bytes`` is the temporary memory of an optimizer update,
+    if the allocator does not reuse memory freed by the passes for it (on a CPU).
+    ``group_workspace_bytes`` is what a worker holds in addition while it communicates with others:
+    partial sums, messages in transit, and threads. The peaks in ``busy`` include it.
+
+    ``estimate`` is how the profile was computed if it was not measured; its ``step_error`` is then
+    that of the method.
     """
 
     schema: Literal["hetflow.profile/1"] = "hetflow.profile/1"
@@ -284,7 +286,7 @@ class Profile:
 
     @property
     def layer_tables(self) -> tuple[LayerGraph, ...]:
-        """The layers at every profiled microbatch size, the first one asked for in front."""
+        """The layers at every profiled microbatch size, ``layers`` first."""
         return () if self.layers is None else (self.layers, *self.more_layers)
 
 

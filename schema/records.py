@@ -1,7 +1,7 @@
-"""What every record shares: frozen, typed, validated alike from code and from JSON.
+"""The base of all records: frozen, typed, and validated the same way from code and from JSON.
 
-Pydantic checks types and ranges and collects every fault; this module gives its answers
-hetflow's words and addresses (``$.batch_curve[3].step_seconds: must be > 0, got -0.1``).
+Pydantic checks types and ranges and collects every fault. This module turns its faults into
+hetflow's sentences with addresses (``$.batch_curve[3].step_seconds: must be > 0, got -0.1``).
 """
 
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from .spelling import nearest as nearest
 
 T = TypeVar("T")
 
-# Upper bounds stand far above what exists and far below what overflows in a product.
+# Upper bounds are far above real values, and low enough that products do not overflow.
 Count = Annotated[int, Field(ge=1, le=10**12)]
 Index = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Bytes = Annotated[int, Field(ge=0, le=2**60)]
 PositiveBytes = Annotated[int, Field(ge=1, le=2**60)]
 NonNegative = Annotated[float, Field(ge=0)]
-"""A number without a unit, or in one that the field's docstring names."""
+"""A number without a unit, or with the unit that the field's docstring states."""
 Positive = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(ge=0)]
@@ -31,11 +31,11 @@ PositiveMeasuredSeconds = Annotated[float, Field(gt=0, le=1e12)]
 PositiveSeconds = Annotated[float, Field(gt=0)]
 PerSecond = Annotated[float, Field(ge=0)]
 PositiveRate = Annotated[float, Field(gt=0)]
-"""Per second: of bytes, steps or samples."""
+"""Bytes, steps or samples per second."""
 Dollars = Annotated[float, Field(ge=0)]
 PositiveDollars = Annotated[float, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=0, le=1e6)]
-"""Of two quantities of one unit."""
+"""The quotient of two quantities of the same unit."""
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
 _CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -45,7 +45,7 @@ _CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 def record(cls: type[T]) -> type[T]:
     """Make a class a frozen, keyword-only, validated dataclass.
 
-    Building one with a bad value raises ProblemError that lists every fault.
+    Building an instance with invalid values raises a ProblemError that lists every fault.
     """
     made: Any = _dataclass(frozen=True, slots=True, kw_only=True, config=_CONFIG)(cls)
     made.__init__ = _raising_problem_error(made.__init__, made)
@@ -67,7 +67,7 @@ def _raising_problem_error(init: Callable[..., None], cls: type) -> Callable[...
 
 
 def _own_refusal(error: ValidationError) -> ProblemError | None:
-    """What the record itself said of its values together, where that is all that is wrong."""
+    """Return the ProblemError of the record's own ``__post_init__``, if it is the only fault."""
     first, *others = error.errors(include_url=False)
     cause = first.get("ctx", {}).get("error")
     if others or first["loc"] or not isinstance(cause, ProblemError):
@@ -76,7 +76,7 @@ def _own_refusal(error: ValidationError) -> ProblemError | None:
 
 
 def faults_of(error: ValidationError) -> list[str]:
-    """Say each fault as ``address: rule, got value``, in the order of the file."""
+    """Format each fault as ``address: rule, got value``, in the order of the file."""
     return [f"{_address(f['loc'])}: {_sentence(f, error)}" for f in error.errors(include_url=False)]
 
 
@@ -141,6 +141,6 @@ _KNOWN_KEYS: set[str] = set()
 
 
 def register_keys(*classes: type) -> None:
-    """Let "did you mean" know the keys of these records."""
+    """Register the keys of these records for "did you mean" suggestions."""
     for cls in classes:
         _KNOWN_KEYS.update(cls.__dataclass_fields__)  # type: ignore[attr-defined]

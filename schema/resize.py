@@ -1,4 +1,4 @@
-"""What ``hetflow resize`` asks of a running launch, and what it answers."""
+"""The request of ``hetflow resize`` to a running launch, and the launch's answer."""
 
 from typing import Literal
 
@@ -8,9 +8,9 @@ from .records import Index, Name, Seconds, record, register_keys
 
 @record
 class ResizeRequest:
-    """Run the same virtual nodes on other devices from now on.
+    """A request to run the same virtual nodes on other devices from now on.
 
-    Without ``wants_answer`` no client waits for its result.
+    If ``wants_answer`` is false, no client waits for the answer.
     """
 
     schema: Literal["hetflow.resize/1"] = "hetflow.resize/1"
@@ -20,11 +20,11 @@ class ResizeRequest:
 
 @record
 class ResizeAnswer:
-    """What became of a request.
+    """The outcome of a request.
 
-    ``refused`` changed nothing and never will; ``failed`` was tried, and the job goes on as it
-    was. ``joined`` and ``left`` name the workers, ``pause_seconds`` is how long training stood
-    still, ``start_seconds`` how long the joining workers took to be ready.
+    A ``refused`` request was not tried. A ``failed`` one was tried, and the job continues on its
+    former devices. ``joined`` and ``left`` name workers. ``pause_seconds`` is how long training
+    paused, ``start_seconds`` how long the joining workers took to start.
     """
 
     schema: Literal["hetflow.resized/1"] = "hetflow.resized/1"

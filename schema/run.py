@@ -1,4 +1,4 @@
-"""Run: what happened in one launch, predicted beside measured."""
+"""Run records: predicted and measured times of one launch, its events and its result."""
 
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @record
 class MeasuredTerm:
-    """A part of a step: its median over full steps after the warm-up.
+    """The measured time of a part of a step: the median over full steps after the warm-up.
 
-    ``interval_seconds`` is half the width of the median's 95 % confidence interval; None where
-    the steps were too few to tell.
+    ``interval_seconds`` is half the width of the median's 95 % confidence interval; None if there
+    were too few steps.
     """
 
     seconds: Seconds
@@ -27,12 +27,13 @@ class MeasuredTerm:
 
 @record
 class StepTerms:
-    """The terms that a worker's prediction is made of, as measured.
+    """The measured values of the terms of a worker's predicted step.
 
-    ``virtual_node`` is what one more virtual node adds to the step, the wait for its samples
-    included (``step_seconds`` of a profile's ``batch_curve``); ``load`` is that wait. ``fixed`` is
-    the rest: ``step = virtual nodes * virtual_node + fixed + sync + update``. These three are None
-    where a step has one virtual node, which cannot be told from the fixed cost, and for pipelines.
+    ``virtual_node`` is the time that one more virtual node adds to the step, including the wait for
+    its samples (``step_seconds`` of a profile's ``batch_curve``). ``load`` is that wait. ``fixed``
+    is the rest: ``step = virtual nodes * virtual_node + fixed + sync + update``. These three are
+    None for pipelines, and for steps with one virtual node, whose time cannot be separated from the
+    fixed cost.
     """
 
     num_steps: Count
@@ -46,7 +47,7 @@ class StepTerms:
 
 @record
 class StageRun:
-    """A pipeline's stage on one worker: its passes of one microbatch, loading included."""
+    """A pipeline's stage on one worker: the times of one microbatch's passes, loading included."""
 
     stage: Index
     forward: MeasuredTerm
@@ -57,11 +58,11 @@ class StageRun:
 class DeviceRun:
     """One worker's measurements. Medians over steps; the first steps are dropped as warm-up.
 
-    ``pass_seconds`` is one forward + backward pass of a full virtual node;
-    ``compute_seconds`` all passes of a step, ``sync_seconds`` the exposed wait for the others,
+    ``pass_seconds`` is one forward + backward pass of a full virtual node, and ``compute_seconds``
+    all passes of a step. ``sync_seconds`` is the exposed wait for other workers,
     ``update_seconds`` the time from the gradient to the next batch. ``terms`` and, for pipelines,
-    ``stages`` are what a prediction is made of; ``num_host_devices`` is how many workers its host
-    had. Older files have none of the three.
+    ``stages`` are the measured terms of the prediction. ``num_host_devices`` is the number of
+    workers on its host. Older files have none of these three.
     """
 
     rank: Index
@@ -85,14 +86,14 @@ class DeviceRun:
 
 @record
 class TermComparison:
-    """A term of the step, as predicted and as measured.
+    """A term of the step, predicted and measured.
 
     Args:
-        term: What it is, such as ``virtual nodes`` or ``sync``.
-        device_type: Whose; None for what the whole step has once.
-        predicted_seconds: None where the plan does not tell it apart.
-        times: How often a step has it, one after another: a stage's pass once a microbatch.
-        is_off: Whether the two differ by more than 5 % of the measured step.
+        term: Name of the term, such as ``virtual nodes`` or ``sync``.
+        device_type: The type whose term it is; None for a term of the whole step.
+        predicted_seconds: The plan's value; None if the plan does not state the term.
+        times: How often a step has the term in sequence: a stage's pass once per microbatch.
+        is_off: Whether prediction and measurement differ by more than 5 % of the measured step.
     """
 
     term: str
@@ -105,7 +106,7 @@ class TermComparison:
 
 @record
 class RunEvent:
-    """A resize or a failure, with its time since the start."""
+    """A resize or a failure, with its seconds since the start."""
 
     kind: Literal["resize", "failure", "stop"]
     at_seconds: Seconds
@@ -117,7 +118,7 @@ GenerationKind = Literal["start", "resize", "failure", "replace", "restart"]
 
 @record
 class GenerationWorker:
-    """A worker of one generation, and the virtual nodes it runs."""
+    """A worker of one generation, and the virtual nodes that it runs."""
 
     name: Name
     device_type: Name
@@ -126,10 +127,10 @@ class GenerationWorker:
 
 @record
 class Generation:
-    """A mapping of the virtual nodes, and how it came about.
+    """A mapping of virtual nodes to workers, and what caused it.
 
-    ``pause_seconds`` is how long training stood still: for a resize from the end of a step until
-    all workers have met again; for a failure from its detection until then.
+    ``pause_seconds`` is how long training paused until all workers had connected again: for a
+    resize since the end of a step, for a failure since its detection.
     """
 
     number: Index
@@ -144,11 +145,11 @@ class Generation:
 
 @record
 class RunRecord:
-    """The plan, what was predicted, what was measured, and proof of the result.
+    """The record of a launch: its plan, predicted and measured times, and a digest of its result.
 
     ``parameters_digest`` is the SHA-256 of the final parameters and buffers, by name.
-    ``step_seconds_error`` is (predicted - measured) / measured. ``terms`` puts what the prediction
-    is made of beside what was measured; empty in older files and where workers changed.
+    ``step_seconds_error`` is (predicted - measured) / measured. ``terms`` compares the terms of the
+    prediction with measurements; empty in older files, and if workers changed during the run.
     """
 
     schema: Literal["hetflow.run/1"] = "hetflow.run/1"
@@ -170,7 +171,7 @@ class RunRecord:
     provenance: dict[str, Any] | None = None
 
     def to_frame(self) -> "DataFrame":
-        """One row for each device, by rank: the keys of a device's run, without terms and stages.
+        """Build a pandas table with one row per device, by rank, without terms and stages.
 
         Raises:
             HetflowError: pandas is not installed.

@@ -1,8 +1,8 @@
-"""Traits of a pipeline schedule that other rooms need, stated once by the schedule itself.
+"""Traits of a pipeline schedule that other packages need, stated once by the schedule itself.
 
-The planner, the judges, the launcher and the records ask for these traits and never for a name,
-so a schedule is added in one file: see docs/schedules.md. The generator stands beside the traits
-in ``schedules.registry.ScheduleSpec``; records need only what is here.
+The planner, the checkers, the launcher and the records use these traits, never a schedule's name.
+So a new schedule needs one new file only: see docs/schedules.md. A schedule's generator is in
+``schedules.registry.ScheduleSpec``; records need the traits only.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class ScheduleTraits:
         placement: Which position of the pipeline holds stage s: ``line`` position s;
             ``round-robin`` s mod p, so the last position sends to the first; ``v`` down the
             positions and up again; ``both-ways`` one stage of each direction.
-        num_model_chunks: How many stages a device holds; the choices that a planner tries.
+        num_model_chunks: Numbers of stages per device that a planner tries.
         splits_backward: Whether every backward pass is in two halves (gradient of the input,
             gradient of the weights), which cannot recompute activations.
         plannable: Whether ``hetflow solve`` plans it.
@@ -76,12 +76,12 @@ class ScheduleTraits:
 
     @property
     def updates_each_round(self) -> bool:
-        """Whether a stage updates after one input on each replica, not once a batch."""
+        """Whether a stage updates after one input on each replica, instead of once per batch."""
         return self.weight_semantics in ("stashing", "vertical-sync")
 
     @property
     def is_double_buffered(self) -> bool:
-        """Whether two weight versions serve, updated once a batch (PipeDream-2BW)."""
+        """Whether it keeps two weight versions and updates once per batch (PipeDream-2BW)."""
         return self.weight_semantics == "double-buffered"
 
     @property
@@ -96,7 +96,7 @@ class ScheduleTraits:
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether the number of stages a device holds can be asked for."""
+        """Whether the user can choose the number of stages per device."""
         return len(self.num_model_chunks) > 1
 
 
@@ -116,7 +116,7 @@ SCHEDULES: Registry[ScheduleTraits] = Registry(
 
 
 def traits(schedule: str) -> ScheduleTraits:
-    """The traits of a schedule's name.
+    """Return the traits of a schedule by its name.
 
     Raises:
         ProblemError: No installed schedule has that name.
@@ -125,13 +125,13 @@ def traits(schedule: str) -> ScheduleTraits:
 
 
 def is_planned(schedule: str) -> bool:
-    """Whether a name is that of a schedule that ``hetflow solve`` plans."""
+    """Whether ``hetflow solve`` plans the schedule with this name."""
     known = SCHEDULES.find(schedule)
     return known is not None and known.plannable
 
 
 def planned_schedules() -> tuple[str, ...]:
-    """Names of the schedules that ``hetflow solve`` plans, and of plug-ins not loaded so far."""
+    """Names of the schedules that ``hetflow solve`` plans, and of all plug-ins not loaded yet."""
     names = SCHEDULES.names()
     known = {name: SCHEDULES.loaded(name) for name in names}
     return tuple(name for name, entry in known.items() if entry is None or entry.plannable)

@@ -1,4 +1,4 @@
-"""The result of a simulated cluster: outcomes of jobs, spans of devices, and figures."""
+"""Results of a simulated cluster: outcomes of jobs, use of devices, and metrics."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -28,13 +28,13 @@ _DERIVED = ("completion_seconds", "queueing_seconds", "finish_time_fairness", "v
 
 @record
 class JobOutcome:
-    """What became of one job.
+    """The outcome of one job.
 
-    ``isolated_seconds`` is its duration on 1/n of the cluster, n the jobs present when it
-    arrived (thesis 5.4.2). ``dollars`` is None where prices are unknown, ``slo_seconds`` None
-    where the job has none. ``slo_given_up`` says that the policy dropped the SLO while the job
-    was there, because not all could be met. On a market ``num_restarts`` are ``num_moves``, which
-    the job chose, and launches after one of ``num_preemptions``; None elsewhere.
+    ``isolated_seconds`` is its duration on 1/n of the cluster, for n jobs present at its arrival
+    (thesis 5.4.2). ``dollars`` is None if prices are unknown, and ``slo_seconds`` if the job has no
+    SLO. ``slo_given_up`` means that the policy dropped the job's SLO because not all SLOs could be
+    met. On a market, ``num_restarts`` counts the job's own moves (``num_moves``) and the launches
+    after preemptions (``num_preemptions``); elsewhere the latter two are None.
     """
 
     id: Name
@@ -55,17 +55,17 @@ class JobOutcome:
 
     @property
     def completion_seconds(self) -> float:
-        """JCT: from arrival to finish."""
+        """JCT: seconds from arrival to finish."""
         return self.finish_seconds - self.arrival_seconds
 
     @property
     def queueing_seconds(self) -> float:
-        """From arrival to the first step."""
+        """Seconds from arrival to the first step."""
         return self.start_seconds - self.arrival_seconds
 
     @property
     def finish_time_fairness(self) -> float:
-        """rho: completion time over the completion time on 1/n of the cluster."""
+        """rho: completion time / completion time on 1/n of the cluster (thesis 5.4.2)."""
         return self.completion_seconds / self.isolated_seconds
 
     @property
@@ -76,11 +76,11 @@ class JobOutcome:
 
 @record
 class Span:
-    """A stretch of time for which a job held ``num_devices`` devices of a type.
+    """An interval of time in which a job held ``num_devices`` devices of a type.
 
-    ``shared_with`` is the job on the same devices, None where it is alone. ``devices`` names them:
-    ``server2/V100:1`` is device 1 of the V100s of the third server, ``V100:5`` the sixth of a flat
-    pool; files of earlier versions name none.
+    ``shared_with`` is the other job on the same devices, or None. ``devices`` names the devices,
+    counted from 0: ``server2/V100:1`` is the second V100 of the third server, ``V100:5`` the sixth
+    V100 of a flat pool. It is empty in files of earlier versions.
     """
 
     job: Name
@@ -94,9 +94,10 @@ class Span:
 
 @record
 class SimulationMetrics:
-    """The figures that the papers report; dollars are None where prices are unknown.
+    """The metrics that the papers report; dollars are None if prices are unknown.
 
-    Of a run without jobs all are 0. ``num_moves`` and ``num_preemptions`` are of runs on a market.
+    All are 0 for a run without jobs. ``num_moves`` and ``num_preemptions`` are for runs on a
+    market.
     """
 
     num_jobs: Index
@@ -121,11 +122,11 @@ class SimulationMetrics:
 
 @record
 class SimulationRun:
-    """One simulated run: what was asked, the figures, and every job where it was asked for.
+    """One simulated run: its options, its metrics and, if requested, every job.
 
-    ``left_out`` says of each job that fits nowhere in the pool why. ``num_failures`` counts devices
-    that failed one at a time, ``num_server_failures`` servers with all of theirs. ``market_start``
-    is the UTC time of second 0 of a run on a market; None elsewhere.
+    ``left_out`` maps each job that does not fit the pool to the reason. ``num_failures`` counts
+    failures of single devices, ``num_server_failures`` those of whole servers. ``market_start`` is
+    the UTC time of second 0 of a run on a market; None elsewhere.
     """
 
     schema: Literal["hetflow.simulation/1"] = "hetflow.simulation/1"
@@ -149,7 +150,7 @@ class SimulationRun:
     provenance: dict[str, Any] | None = None
 
     def to_frame(self) -> "DataFrame":
-        """One row for each job, in the order of ``jobs``.
+        """Build a pandas table with one row per job, in the order of ``jobs``.
 
         Columns are the keys of an outcome, then ``completion_seconds``, ``queueing_seconds``,
         ``finish_time_fairness`` and ``violates_slo``.
@@ -171,7 +172,7 @@ register_keys(JobOutcome, Span, SimulationMetrics, SimulationRun)
 
 
 def frame_of_runs(runs: Iterable[SimulationRun]) -> "DataFrame":
-    """One row for each run of a sweep: its seed, load and mechanism, then its metrics.
+    """Build a pandas table with one row per run: its seed, load and mechanism, then its metrics.
 
     Raises:
         HetflowError: pandas is not installed.

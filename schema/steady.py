@@ -1,7 +1,7 @@
-"""Pipelines that are always full: Piper's problem (NeurIPS'21) and its plans.
+"""Pipelines in the steady state: Piper's problem (NeurIPS'21) and its plans.
 
-A stream of microbatches is so long that filling and draining the pipeline do not count; what
-counts is how often a sample leaves it. Devices are of one type. Layers are a graph, and each has
+The stream of microbatches is so long that startup and drain of the pipeline are negligible; the
+objective is the time per sample. Devices are of one type. Layers are a graph, and each layer has
 one or two ways to be computed at each tensor-parallel degree.
 """
 
@@ -24,9 +24,9 @@ _MOST_CHOICES = 2
 
 @record
 class SteadyChoice:
-    """A way to compute a layer, such as with recomputation; of one device of its group.
+    """A way to compute a layer, such as with recomputation; the costs are those of one device.
 
-    ``in_flight_bytes`` are kept for each microbatch in flight, ``fixed_bytes`` once.
+    ``in_flight_bytes`` are kept for each microbatch in flight, ``fixed_bytes`` only once.
     """
 
     name: Name
@@ -38,7 +38,7 @@ class SteadyChoice:
 
 @record
 class SteadyDegree:
-    """The ways to compute a layer on a group of so many devices."""
+    """The ways to compute a layer on a group of ``tensor_parallel_size`` devices."""
 
     tensor_parallel_size: Count
     choices: tuple[SteadyChoice, ...]
@@ -60,7 +60,7 @@ class SteadyDegree:
 
 @record
 class SteadyLayer:
-    """A layer with its degrees."""
+    """A layer, with the ways to compute it at each tensor-parallel degree."""
 
     name: Name
     degrees: tuple[SteadyDegree, ...]
@@ -68,7 +68,10 @@ class SteadyLayer:
 
 @record
 class SteadySync:
-    """What a group of that degree sends more where an edge crosses a boundary, by its end."""
+    """Extra bytes per sample that a group sends for an edge that crosses a boundary.
+
+    ``source_bytes`` if the group holds the edge's source, ``target_bytes`` if it holds its target.
+    """
 
     tensor_parallel_size: Count
     source_bytes: NonNegative
@@ -77,7 +80,7 @@ class SteadySync:
 
 @record
 class SteadyEdge:
-    """What a layer sends to another, bytes of a sample; ends are numbers in ``layers``."""
+    """An edge between two layers with its bytes per sample; ends are indices of ``layers``."""
 
     source: int
     target: int
@@ -87,10 +90,11 @@ class SteadyEdge:
 
 @record
 class SteadyProblem:
-    """A graph of layers to keep busy on equal devices.
+    """A graph of layers to pipeline over equal devices.
 
-    ``num_microbatches`` of a batch bound the replicas of all stages together, and each stage's
-    number divides it. ``bytes_per_second`` is every link's.
+    ``num_microbatches`` is the number of microbatches of a batch. All stages together have at most
+    as many replicas, and the replicas of each stage divide it. ``bytes_per_second`` is the
+    bandwidth of every link.
     """
 
     model: Name
@@ -116,13 +120,13 @@ class SteadyProblem:
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """The tensor-parallel degrees of every layer."""
+        """The tensor-parallel degrees that every layer has."""
         return tuple(d.tensor_parallel_size for d in self.layers[0].degrees)
 
 
 @record
 class SteadyStage:
-    """Layers by number with the name of each one's choice, on equal replicas."""
+    """Layers by index, each with the name of its choice, on equal replicas."""
 
     layers: tuple[int, ...]
     choices: tuple[Name, ...]
@@ -138,7 +142,7 @@ class SteadyStage:
 
 @record
 class SteadyPlan:
-    """Stages from the first to the last; ``sample_seconds`` is the slowest stage's."""
+    """Stages in order; ``sample_seconds`` is the time per sample of the slowest stage."""
 
     model: Name
     stages: tuple[SteadyStage, ...]

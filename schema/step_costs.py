@@ -1,6 +1,6 @@
-"""What a step costs beside its passes, what links cost, and what a pipeline's passes cost.
+"""Fixed costs of a step and of a pipeline's passes, and the costs of links.
 
-All of it is measured in the loop that trains (runtime/), and each is one term of a predicted step.
+All are measured in the training loop (runtime/), and each is one term of a predicted step.
 """
 
 from .errors import ProblemError
@@ -9,7 +9,7 @@ from .records import Count, MeasuredSeconds, PositiveRate, Ratio, record, regist
 
 @record
 class MessageTime:
-    """An all-reduce of ``num_bytes`` over all devices took ``seconds``."""
+    """The measured ``seconds`` of an all-reduce of ``num_bytes`` over all devices."""
 
     num_bytes: Count
     seconds: MeasuredSeconds
@@ -17,7 +17,7 @@ class MessageTime:
 
 @record
 class LinkPoint:
-    """Sending ``num_bytes`` from one device to another: there, back, and both at once."""
+    """Seconds to send ``num_bytes`` from one device to another, back, and both at once."""
 
     num_bytes: Count
     there_seconds: MeasuredSeconds
@@ -48,17 +48,16 @@ class PipelineCosts:
     """What a pipeline's step costs beyond its layers and the bytes on its links.
 
     Args:
-        pass_seconds: Of one forward or one backward pass of a stage, beyond its layers.
-        lone_pass_seconds: The same of a stage that holds all layers, so that none of its passes
-            has a message beside it; None where no such stage was rehearsed.
-        message_seconds: Of one message between two stages, beyond its bytes: the link is taken
-            for so much longer.
-        fixed_seconds: Of a whole step: opening it, its sums, asking for the next batch.
-        step_error: Of steps put together from these terms, relative to measured ones.
-        reduce_latency_seconds: Of one message of the ring of an all-reduce between the replicas
-            of a stage, as its workers wait for it at the end of a step.
-        reduce_bytes_per_second: Of that ring's links; None with the latency where no stage with
-            replicas was rehearsed.
+        pass_seconds: Cost of one forward or one backward pass of a stage, beyond its layers.
+        lone_pass_seconds: The same for a stage that holds all layers and so has no messages; None
+            if no such stage was measured.
+        message_seconds: Fixed cost of one message between two stages, which occupies the link.
+        fixed_seconds: Cost of a whole step: starting it, its sums, the request for the next batch.
+        step_error: Relative error of steps computed from these terms.
+        reduce_latency_seconds: Latency of one message of the ring all-reduce between a stage's
+            replicas, as far as workers wait for it at the end of a step.
+        reduce_bytes_per_second: Rate of that ring's links. This and the latency are None if no
+            stage with replicas was measured.
     """
 
     pass_seconds: MeasuredSeconds
