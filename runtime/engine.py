@@ -150,5 +150,6 @@ class StepEngine(Protocol):
         Raises:
             TargetError: The plan is a pipeline.
         """
+
     def close(self) -> None:
         """End the engine: no step follows, and the model belongs to the script alone again."""
