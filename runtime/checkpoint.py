@@ -249,7 +249,12 @@ def _whole(digits: str) -> int:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Read and verify a checkpoint's manifest without its tensors; raises as ``read``."""
+    """Read and verify a checkpoint's manifest, without its tensors.
+
+    Raises:
+        BrokenCheckpoint: It is missing, cut short or changed.
+        FileError: A later hetflow wrote it.
+    """
     try:
         document = json.loads(_content(path / "manifest.json"), parse_int=_whole)
         body, digest = document["manifest"], document["sha256"]

@@ -60,7 +60,11 @@ class Batch:
     is_done: bool = False  # all workers have its gradient, or skipped it
 
     def inputs(self) -> Iterator[tuple[Pass, Any]]:
-        """Yield each pass with its collated samples on the device. Can be used once."""
+        """Yield each pass with its collated samples on the device.
+
+        Raises:
+            TargetError: It was called before: a batch can be used once.
+        """
         if self._taken:
             raise TargetError("this batch was used already", hint="call job.backward once a batch")
         self._taken = True

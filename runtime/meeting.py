@@ -84,7 +84,15 @@ class _Wait:
         return min(max(share, _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
 
     def look(self, missing_ranks: Callable[[], list[int]]) -> None:
-        """Check now and then which workers are missing; give up a wait that cannot end well."""
+        """Check now and then which workers are missing; give up a wait that cannot end well.
+
+        Args:
+            missing_ranks: Gives the ranks whose values have not been written.
+
+        Raises:
+            LaunchError: A worker ended without arriving.
+            PeerLostError: A worker did not arrive in time, or stopped after it arrived.
+        """
         meeting, now = self._meeting, time.monotonic()
         if now - self._looked_at < min(LOOK_SECONDS, meeting.late_seconds):
             return

@@ -115,8 +115,9 @@ def _header_of(part: Path) -> dict[str, Any]:
 def reader(wanted: Wanted | None = None) -> Callable[[Path], Checkpoint]:
     """Make a function that reads a whole checkpoint or one in parts: all of it, or what is wanted.
 
-    The function raises BrokenCheckpoint where a part is missing, cut short or changed, and
-    TargetError where registered objects belong to the workers of another plan.
+    The function raises BrokenCheckpoint where a part is missing, cut short or changed;
+    IncompleteCheckpoint where its writers died before all parts were written; and TargetError
+    where registered objects belong to the workers of another plan.
     """
 
     def read(path: Path) -> Checkpoint:

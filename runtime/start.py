@@ -122,6 +122,9 @@ def assemble(
         seed: Seed of the job's random streams.
         watch: When the workers compare their models.
         overlap: As for ``prepare``.
+
+    Raises:
+        TargetError: The plan is a pipeline and there are several optimizers; or as ``prepare``.
     """
     start = place.start
     work = start.config.pipeline if start.config is not None else None

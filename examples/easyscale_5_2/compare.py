@@ -86,7 +86,7 @@ def draw(seed: int, jobs_per_hour: float, choice: Choice) -> list[Job]:
 
 
 def ratios(jobs: list[Job], choice: Choice) -> tuple[float, ...]:
-    """JCT and makespan of YARN-CS over those of both EasyScales; fraction of busy devices."""
+    """JCT and makespan of YARN-CS over both EasyScales'; then YARN-CS's utilisation in percent."""
     speeds = SPEEDS[choice.speeds]
     bound = Pool(throughputs=table(speeds, bound=True), num_devices=DEVICES)
     free = Pool(throughputs=table(speeds, bound=False), num_devices=DEVICES)

@@ -101,8 +101,11 @@ class Member:
 
         Returns:
             The function's result, or a leading worker's.
+
+        Raises:
+            PeerLostError: A worker is lost, and the job cannot continue without it.
         """
-        if not self._has_said_so:  # before it, others could not continue without it
+        if not self._has_said_so:  # from its first operation on, others can continue without it
             self._has_said_so = True
             self._control.send(Joined(generation=self._control.generation))
         self._behind.settle()

@@ -390,7 +390,11 @@ class PipelineEngine:
             self._ownership.strip()
 
     def check_predicts(self) -> None:
-        """Refuse: no worker of a pipeline runs a whole pass."""
+        """Refuse ``job.predict``: no worker of a pipeline runs a whole pass.
+
+        Raises:
+            TargetError: Always.
+        """
         raise TargetError(
             "job.predict is for split plans",
             hint="use job.evaluation(): the whole model is on every worker inside it",

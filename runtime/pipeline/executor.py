@@ -125,6 +125,9 @@ class Executor:
 
         Returns:
             The rest of this rank's list.
+
+        Raises:
+            ProblemError: The shorter schedule does not begin with the operations already run.
         """
         assert self._program is not None
         before, now = (whole.ranks[self._rank] for whole in (self._program.schedule, schedule))

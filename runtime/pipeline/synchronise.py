@@ -122,7 +122,19 @@ class Synchroniser:
         self._exchange.expect()
 
     def add(self, answer: Any, num_samples: int, *, scales: bool) -> Tensor | None:
-        """Take a microbatch's loss on the last stage; return the tensor to differentiate."""
+        """Take a microbatch's loss on the last stage.
+
+        Args:
+            answer: The result of the script's function; see ``totals.loss_and_weight``.
+            num_samples: Samples of the microbatch.
+            scales: Whether to scale the loss by its share of the global batch (flushes only).
+
+        Returns:
+            The tensor [] to differentiate; None for a loss of weight 0.
+
+        Raises:
+            TargetError: The loss has a weight, and the schedule does not flush.
+        """
         loss, weight = loss_and_weight(answer)
         if weight is not None and not scales:
             raise TargetError("losses with weights need a schedule that flushes")
