@@ -1,4 +1,4 @@
-"""Tell the launch what it needs to let workers of another plan take over.
+"""Report to the launch, so that workers of another plan can take over.
 
 Under a pipeline each worker keeps a part of the state, so none can stay while others join. All
 workers write their parts and leave; the next workers resume from these (protocol/handover.py).

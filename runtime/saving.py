@@ -294,7 +294,7 @@ class Checkpoints:
             self._writing = None
 
     def _say(self, sentence: str) -> None:
-        """Tell the user a sentence, once."""
+        """Tell the user a sentence; only the main worker prints it."""
         if self._session.is_main:
             log.info(sentence)
 

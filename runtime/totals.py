@@ -251,7 +251,7 @@ class StepTotals:
         return mean
 
     def _known_on_host(self, sums: Tensor, *, is_last: bool) -> list[float] | None:
-        """Of a device's sums, those that the host can know without waiting: the last step's.
+        """The sums of a device that the host can know without waiting: those of the last step.
 
         Args:
             sums: This step's.

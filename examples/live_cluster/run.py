@@ -27,7 +27,7 @@ DEVICES = ("cpu:fast=0.4", "cpu:slow=0.2")
 POOL = "1xcpu:fast,1xcpu:slow"
 LEAST_ROUND_SECONDS = 3
 ROUND_PART = 0.6
-"""Of the longest job alone on the fast device: on any machine some job outlasts a round."""
+"""A round over the time of the longest job alone on the fast device: the job outlasts a round."""
 LIMIT_SECONDS = 600.0
 
 

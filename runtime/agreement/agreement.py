@@ -59,7 +59,7 @@ class SharedTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What an agreement compares; facts that change with the workers are functions.
+    """The things that an agreement compares; those that change with the workers are functions.
 
     Attributes:
         known: The job's parameters.

@@ -111,7 +111,7 @@ def _is_sum(node: Any) -> bool:
 
 
 class MeansOfStep:
-    """What the passes of one step take their means over."""
+    """Collects what the passes of one step take their means over."""
 
     def __init__(self) -> None:
         self._passes: list[tuple[int, list[Mean]]] = []

@@ -11,7 +11,7 @@ class Watch:
     Args:
         every: Steps between two comparisons; 0 for only those that a change of workers or the end
             needs.
-        watches_first: Whether to compare before the steps after the first in any case.
+        watches_first: Whether to compare after the first and second step, whatever ``every`` is.
 
     Attributes:
         agreed_step: Steps that were done when workers last agreed.

@@ -23,7 +23,7 @@ from ..tensor.lanes import Lanes
 NORMS = (2.0, 1.0, math.inf)
 NUM_ROWS = 1 + len(NORMS)
 PATIENCE_SECONDS = 30.0
-"""Of workers that must ask at the same time: they are all between the same two steps."""
+"""How long to wait for workers that must ask too; all are between the same two steps."""
 Table = NDArray[np.float64]
 """[NUM_ROWS, parameters] whether a parameter has a gradient, then its norms; float64."""
 
