@@ -45,7 +45,7 @@ def read_problem(
 ) -> ParallelProblem:
     """Read one model on one pool.
 
-    Bandwidth between unlike ends is not read: Sailor's tables give that of the slower end.
+    Bandwidth between different device types is not read: the tables give the slower end's.
 
     Args:
         folder: The folder with the four files.
@@ -154,8 +154,8 @@ def _times(profile: Any, names: list[str]) -> tuple[ShardTimes, ...]:
 def _one_update(times: ShardTimes, info: Any, names: list[str]) -> ShardTimes:
     """Divide the update of the whole model over its layers, in proportion to their weights.
 
-    The files state the same value for all layers, even unlike ones, and Sailor's simulator counts
-    it once per stage. So we read it as the time for all layers together.
+    The files state the same value for all layers, even different ones, and Sailor's simulator
+    counts it once per stage. So we read it as the time for all layers together.
     """
     floats = [_of(info, "1", "llm_info.json")[name]["params_floats"] for name in names]
     whole = times.update_seconds[0]

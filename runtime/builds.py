@@ -1,8 +1,8 @@
 """Compare the torch builds of the workers and refuse those that cannot work together.
 
-Hosts of unlike GPUs may need unlike builds of torch: no one build has kernels for both the oldest
-and the newest GPUs. Where NCCL versions differ, NCCL fails with an error that names no host; and
-kernels of unlike torch releases give unlike bits.
+Hosts with different GPUs may need different builds of torch: no one build has kernels for both the
+oldest and the newest GPUs. Where NCCL versions differ, NCCL fails with an error that names no host.
+Kernels of different torch releases give different bits.
 """
 
 import socket
@@ -67,7 +67,7 @@ def parse_build(text: str) -> Build:
 
 
 def check_builds(builds: Sequence[Build], collective: str, determinism: Determinism) -> None:
-    """Refuse builds that cannot work together; warn of those that may give unlike bits.
+    """Refuse builds that cannot work together; warn of those that may give different bits.
 
     Args:
         builds: [ranks] each worker's build.
@@ -75,8 +75,8 @@ def check_builds(builds: Sequence[Build], collective: str, determinism: Determin
         determinism: The level that the launch promises.
 
     Raises:
-        TargetError: The workers have unlike versions of the backend, or unlike releases of torch
-            under a level that promises equal bits.
+        TargetError: The workers have different versions of the backend; or different releases of
+            torch, under a level that promises equal bits.
     """
     unlike = None
     if collective != HOST_COLLECTIVE:

@@ -3,7 +3,7 @@
 - static: the same devices give the same bits (EasyScale's D0).
 - elastic: every mapping of the same virtual nodes onto devices of one type gives the same bits
   (D0 + D1).
-- heterogeneous: so do unlike types, if no operator chooses its kernel by the device (D2).
+- heterogeneous: so do different types, if no operator chooses its kernel by the device (D2).
 
 An operator that cannot hold a level is refused by name: by a scan of the model before training
 starts, or by torch in the first pass.

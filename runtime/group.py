@@ -96,7 +96,7 @@ def join(start: Start, device: torch.device | None = None) -> Place:
         device: The device to use; by default the plan's.
 
     Raises:
-        TargetError: The device types at hand are not the plan's, or a type has no device here.
+        TargetError: The available device types are not those of the plan, or a type has no device.
         LaunchError: Another worker ended without joining.
     """
     if start.config is None:

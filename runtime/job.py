@@ -176,7 +176,7 @@ class Job:
         agreement.begin_step(session.num_steps, batch.epoch)
         step = Step(function, batch, scaler, agreement, agreement.settings_number)
         loss = session.close_step(self._runner.step(step))
-        # The workers' optimizers have unlike settings and would diverge: end before the update.
+        # The workers' optimizers have different settings and would diverge: end before the update.
         if self._engine.flushes and agreement.is_broken_by(self._engine.settings_sums):
             self.compare()
         return loss

@@ -7,7 +7,7 @@ end: one small collective of fingerprints of all parameters. Where these differ:
 values, parameter by parameter.
 
 Gloo and NCCL give all workers the same bits of a sum, and the same update on the same kind of
-device gives the same bits. So bits are compared. Only between unlike devices, where an optimizer
+device gives the same bits. So bits are compared. Only between kinds of devices, where an optimizer
 that sums (a norm for clipping) may round differently, half of the values' digits are compared.
 """
 
@@ -203,7 +203,7 @@ class Agreement:
             fault = find_fault([Statement.of_json(json.loads(text)) for text in told], step)
             if fault is not None:
                 raise TargetError(fault.message, hint=fault.hint)
-            # Unlike devices round differently, so the numbers in the steps' sums stay different.
+            # Kinds of devices round differently, so the numbers in the steps' sums stay different.
             self._watch.settings_are_exact = False
         self._watch.agreed_step = step
         self._judge_means(rows)

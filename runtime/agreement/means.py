@@ -1,8 +1,8 @@
 """Find what a mean loss is the mean over, where autograd's graph shows it.
 
 A loss without a weight counts by its samples. It may be the mean over something else: targets that
-are not ignored, class weights, tokens of sequences of unlike length. If that is not proportional to
-samples, the step's mean is not the mean over the global batch.
+are not ignored, class weights, tokens of sequences of different lengths. If that is not
+proportional to samples, the step's mean is not the mean over the global batch.
 """
 
 import math

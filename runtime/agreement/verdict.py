@@ -67,7 +67,7 @@ def find_fault(workers: Sequence[Statement], step: int) -> Fault | None:
         step: Number of steps that are done.
 
     Returns:
-        The reason; None where values differ by rounding only, between unlike devices.
+        The reason; None where values differ by rounding only, between kinds of devices.
     """
     alike = len({worker.arithmetic for worker in workers}) == 1
     parted = _parted_tensors(workers, alike=alike)

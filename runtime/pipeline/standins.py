@@ -97,7 +97,7 @@ class PartNorms:
     """Makes one worker's parts of gradients return the whole gradients' norms.
 
     If another replica holds a parameter whole, its gradient returns the same norm. A norm that it
-    computed itself would be rounded differently, and the replicas would clip by unlike numbers.
+    computed itself would be rounded differently, and the replicas would clip by different numbers.
     """
 
     def __init__(self, parts: Sequence[tuple[int, nn.Parameter]], told: ToldNorms) -> None:

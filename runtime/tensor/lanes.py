@@ -60,7 +60,7 @@ class Lanes:
         """The sets of workers over which a parameter's gradients are summed, each set separately.
 
         If the parameter is cut, the workers with the same part in different groups form a set. If
-        it is not cut, or if groups have unlike degrees, all holders sum whole gradients
+        it is not cut, or if groups have different degrees, all holders sum whole gradients
         (``expanded``).
         """
         if self.adds_whole(name, holders):
