@@ -38,14 +38,14 @@ def workload() -> tuple[nn.Module, Any, Any, Any, TensorDataset]:
 
 
 def accuracy_of(model: nn.Module, dataset: TensorDataset, device: torch.device) -> float:
-    """The share of digits that the model classifies right."""
+    """The fraction of digits that the model classifies correctly."""
     x, y = (tensor.to(device) for tensor in dataset.tensors)
     with torch.no_grad():
         return float((model(x).argmax(1) == y).double().mean())
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train a small network on digits.")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=256, help="samples per global step")
@@ -67,7 +67,7 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=arguments.learning_rate)
 
     job = hf.prepare(model, optimizer)  # 2
-    loss = None  # a job that goes on from a checkpoint gets no batches of finished epochs
+    loss = None  # a job that resumes from a checkpoint gets no batches of finished epochs
     for epoch in range(arguments.epochs):
         for batch in job.batches(loader):  # 3, was: for x, y in loader
             loss = job.backward(lambda x, y: criterion(model(x), y), batch)  # 4; 5 drops backward
@@ -76,9 +76,9 @@ def main() -> None:
         if loss is not None:
             job.print(f"epoch {epoch + 1}: loss {loss.item():.6f}")
 
-    with job.evaluation() as trained:  # the whole model, also where a pipeline has spread it
+    with job.evaluation() as trained:  # the whole model, even if a pipeline has spread it
         accuracy = accuracy_of(trained, dataset, job.device)
-    if loss is None:  # it was stopped after its last step
+    if loss is None:  # the job had been stopped after its last step
         job.print(f"accuracy {accuracy:.4f}")
     elif job.is_main:
         print(f"final loss {loss.item():.10f} accuracy {accuracy:.4f}")

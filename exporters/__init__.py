@@ -1,1 +1,1 @@
-"""Foreign formats out: what hetflow knows, in the form that other tools read."""
+"""Write hetflow's records in the formats of other tools."""

@@ -1,4 +1,4 @@
-"""Write layers as PipeDream's ``graph.txt``; ``importers.pipedream`` reads the same."""
+"""Write layers as PipeDream's ``graph.txt``, which ``importers.pipedream`` reads."""
 
 from ..schema.errors import ProblemError
 from ..schema.profile import LayerGraph, Profile
@@ -9,7 +9,7 @@ def write_graph(graph: LayerGraph) -> str:
     """Write layers as PipeDream's ``graph.txt``; ``read_graph`` gives the same graph back.
 
     Raises:
-        ProblemError: An id or a description that the format cannot hold.
+        ProblemError: The format cannot hold an id or a description.
     """
     for node in graph.nodes:
         if " -- " in node.id or node.id[0].isspace():
@@ -37,7 +37,7 @@ def write_graph(graph: LayerGraph) -> str:
     },
 )
 def graph_of_profile(profile: Profile, name: str) -> str:
-    """A profile's layers as PipeDream's ``graph.txt``.
+    """Write a profile's layers as PipeDream's ``graph.txt``; ``name`` stands for it in errors.
 
     Raises:
         ProblemError: The profile holds no layers, or some that the format cannot hold.

@@ -1,4 +1,4 @@
-"""Formats that hetflow's records are written in, by name; plug-ins add theirs."""
+"""The registry of formats that hetflow writes, by name; plug-ins add theirs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from typing import Any
 from ..schema.plugins import Registry
 
 Render = Callable[[Any, str], str]
-"""A record, and what to call it in errors (its path), to the text of the foreign file."""
+"""Writes a record as the text of a foreign file; also takes the record's name for errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exporter:
-    """A foreign format.
+    """A foreign format that hetflow writes.
 
     Attributes:
-        name: What ``hetflow export --format`` calls it.
+        name: The format's name for ``hetflow export --format``.
         takes: The record classes that it can write.
-        render: Writes one.
-        wrote: What was written, for people, such as "12 layers".
-        document: What ``--json`` prints of a record and its text.
+        render: Writes a record as text.
+        wrote: Describes a written record for people, such as "12 layers".
+        document: Makes the output of ``--json`` from a record and its text.
     """
 
     name: str
@@ -44,13 +44,16 @@ def exporter(
     """Register a function as a format.
 
     Args:
-        name: What ``hetflow export --format`` calls it.
+        name: The format's name for ``hetflow export --format``.
         takes: The record classes that it can write (``hetflow.schema``).
         wrote: As ``Exporter.wrote``; by default the format's name.
         document: As ``Exporter.document``; by default the format and the text.
 
     Returns:
-        A decorator that leaves the function as it is.
+        A decorator that returns the function unchanged.
+
+    Raises:
+        ProblemError: The name is taken.
     """
 
     def register(render: Render) -> Render:

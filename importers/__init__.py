@@ -1,1 +1,1 @@
-"""Foreign formats in: layer profiles, jobs and throughputs of other tools become records."""
+"""Read foreign formats: layer profiles, jobs, throughputs and prices of other tools."""

@@ -1,6 +1,7 @@
-"""When spot machines could be had: hetflow.market/1, and the windows of Can't Be Late (NSDI 2024).
+"""Read when spot machines were available: hetflow.market/1, or Can't Be Late's files (NSDI 2024).
 
-Those are JSON objects with ``metadata.gap_seconds`` and ``data``, where 1 means NOT available.
+The latter are JSON objects with ``metadata.gap_seconds`` (seconds per window) and ``data``, a list
+in which 1 means NOT available.
 """
 
 import json
@@ -13,7 +14,7 @@ from ..schema.market import Availability, Market
 
 
 def read_availability(path: Path) -> tuple[Availability, ...]:
-    """Read the windows of a file, or of all ``.json`` files of a folder, in the order of names.
+    """Read a file, or all ``.json`` files of a folder in the order of their names.
 
     Raises:
         FileError: A file is missing, unreadable, or of neither form; or the folder has none.

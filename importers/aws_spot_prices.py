@@ -1,8 +1,8 @@
-"""AWS spot prices: the JSON that ``aws ec2 describe-spot-price-history`` prints.
+"""Read AWS spot prices: the JSON that ``aws ec2 describe-spot-price-history`` prints.
 
-A file vouches for the prices of an instance type in a zone from the zone's first record in it to
-the file's last record of that type, since a price holds until another is told. Between files that
-do not overlap nothing is known.
+A price holds until the next one is reported. So a file gives the prices of an instance type in a
+zone from the zone's first record to the file's last record of that type. Between files that do not
+overlap, prices are unknown.
 """
 
 import json
@@ -23,7 +23,7 @@ _SYSTEM = "Linux/UNIX"
 
 @dataclass(slots=True)
 class _Zone:
-    """What was told of one instance type in one zone."""
+    """The records of one instance type in one zone."""
 
     dollars: dict[float, float] = field(default_factory=dict)
     stretches: list[tuple[float, float]] = field(default_factory=list)
@@ -31,12 +31,13 @@ class _Zone:
 
 @price_importer("aws-spot-prices")
 def read_aws_spot_prices(path: Path) -> tuple[PriceHistory, ...]:
-    """Read a file, or all ``.json`` files under a folder, as one history a zone and type.
+    """Read a file, or all ``.json`` files under a folder: one history per zone and type.
 
-    Only Linux/UNIX prices are taken; other systems cost more on the same machine.
+    Prices are dollars per hour. Only those of Linux/UNIX are read; other systems cost more on the
+    same machine.
 
     Raises:
-        FileError: A file is of another form, or a price or time in it cannot be used.
+        FileError: A file is of another form, or a price or time in it is invalid.
     """
     zones: dict[tuple[str, str], _Zone] = {}
     for one in files_of(path, ".json"):
@@ -94,7 +95,7 @@ def _history(place: str, name: str, zone: _Zone) -> PriceHistory:
     dollars: dict[float, float | None] = dict(zone.dollars)
     stretches = _joined(zone.stretches)
     for _, end in stretches[:-1]:
-        dollars[end] = None  # a price told at that very moment was never seen to hold
+        dollars[end] = None  # a price reported at the very end was never seen to hold
     times = sorted(dollars)
     return PriceHistory(
         cloud="aws",
@@ -108,7 +109,7 @@ def _history(place: str, name: str, zone: _Zone) -> PriceHistory:
 
 
 def _joined(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Stretches of time in order, those that touch made one."""
+    """Stretches of time in order, with those that touch merged."""
     joined: list[tuple[float, float]] = []
     for start, end in sorted(stretches):
         if joined and start <= joined[-1][1]:

@@ -1,8 +1,8 @@
-"""Azure spot prices: tables with a line a day and a column a machine, one file a region.
+"""Read Azure spot prices: one table per region, with one line per day and one column per machine.
 
-The first column is ``Date`` (month/day/year), cells are dollars per hour such as ``$0.12276``. The
-tables do not say at which hour, or where, a day begins: it is taken as the day in UTC. An empty
-cell, or a day that has no line, is unknown.
+The first column is ``Date`` (month/day/year); cells are dollars per hour such as ``$0.12276``. The
+tables do not say in which time zone a day begins; we assume UTC. An empty cell means unknown, and
+so does a day without a line.
 """
 
 import csv
@@ -23,10 +23,10 @@ _DAY = timedelta(days=1)
 def read_azure_spot_prices(path: Path) -> tuple[PriceHistory, ...]:
     """Read a region's table, or all ``.csv`` files under a folder; the file's name is the region.
 
-    Machines of which no day is known are left out.
+    Machines without any known price are left out.
 
     Raises:
-        FileError: A file is of another form, its days are out of order, or a price cannot be used.
+        FileError: A file is of another form, its days are out of order, or a price is invalid.
     """
     found = tuple(history for one in files_of(path, ".csv") for history in _region(one))
     if not found:

@@ -1,7 +1,7 @@
 """Read jobs and throughputs from CSV files, as a spreadsheet or a scheduler's log exports them.
 
-Columns are named in the first line, in any order; docs/formats.md lists them. Every fault is
-reported with its line and column, all of a file at once.
+The first line names the columns, in any order; docs/formats.md lists them. All faults of a file
+are reported at once, each with its line and column.
 """
 
 import csv
@@ -45,13 +45,13 @@ _RATE_COLUMNS: dict[str, Column] = {
 
 @jobs_importer(".csv")
 def read_jobs_csv(path: Path) -> Jobs:
-    """Read jobs, one a line: ``model`` and ``steps``, and what else is known.
+    """Read jobs, one per line: ``model``, ``steps`` and any optional columns.
 
-    Without an ``id`` column jobs are called after their line. Every name in ``entity`` becomes an
+    Without an ``id`` column, a job's id is its line number. Every name in ``entity`` becomes an
     entity of weight 1.
 
     Raises:
-        FileError: The file cannot be read, a column is missing or unknown, or a value is none.
+        FileError: The file cannot be read, a column is missing or unknown, or a value is invalid.
     """
     jobs: list[Job] = []
     faults: list[str] = []
@@ -68,13 +68,13 @@ def read_jobs_csv(path: Path) -> Jobs:
 
 
 def read_throughputs_csv(path: Path) -> Throughputs:
-    """Read rates, one a line: ``model``, ``device_type`` and ``steps_per_second``.
+    """Read throughputs, one per line: ``model``, ``device_type`` and ``steps_per_second``.
 
-    A line with ``shared_with`` holds the rates of two models that share a device:
-    ``steps_per_second`` is that of ``model``, ``shared_with_steps_per_second`` the other's.
+    A line with ``shared_with`` gives the throughputs of two models that share a device:
+    ``steps_per_second`` is that of ``model``, ``shared_with_steps_per_second`` that of the other.
 
     Raises:
-        FileError: As ``read_jobs_csv``; also a rate that is given twice.
+        FileError: As ``read_jobs_csv``; also for a throughput that is given twice.
     """
     alone: dict[tuple[str, int], dict[str, float]] = {}
     apart: dict[tuple[str, int], dict[str, float]] = {}
@@ -145,16 +145,16 @@ def _refuse(path: Path, faults: list[str]) -> None:
 def _rows(
     path: Path, columns: dict[str, Column], *, required: tuple[str, ...], faults: list[str]
 ) -> Iterator[tuple[int, Row]]:
-    """The lines of a table as typed values; empty cells are left out.
+    """Yield the lines of a table, numbered, as typed values; empty cells are left out.
 
     Args:
         path: The CSV file; a byte order mark is skipped.
-        columns: Name and type of every column there may be.
-        required: Those that there must be, with a value in each line.
-        faults: Faults of lines are added here; such a line is not handed out.
+        columns: Name and type of every allowed column.
+        required: Names of the columns that must have a value in each line.
+        faults: Faults of lines are appended here; such a line is not yielded.
 
     Raises:
-        FileError: The file is no CSV, or its first line names no such columns.
+        FileError: The file is no CSV, or its first line does not name these columns.
     """
     reader = csv.reader(StringIO(read_text(path).removeprefix("\ufeff")), strict=True)
     try:

@@ -1,8 +1,8 @@
 """Read Gavel's files: throughput tables and traces. Nothing in them is evaluated.
 
-A table maps device types to job types to rates; its keys are the text of a Python tuple, such
-as ``('ResNet-18 (batch size 16)', 1)``, read here by a strict pattern. A rate of 0 is a value:
-the job does not fit. A trace has one tab-separated job a line.
+A table maps device types to job types to steps per second. Its keys are the text of a Python
+tuple, such as ``('ResNet-18 (batch size 16)', 1)``, read here by a strict pattern. A throughput of
+0 is a value: the job does not fit. A trace has one tab-separated job per line.
 """
 
 import json
@@ -29,7 +29,7 @@ def read_gavel_throughputs(path: Path, *, pairs: bool = True) -> Throughputs:
 
     Args:
         path: The JSON file.
-        pairs: Whether to read pairs too; most of a table is pairs.
+        pairs: Whether to read colocated pairs too; most of a table is pairs.
 
     Raises:
         FileError: Not JSON, or not such a table; says where.
@@ -107,12 +107,12 @@ def _add_pairs(
             continue
         other = _key(text, f"{device}, {key}")
         if other[1] != key[1] or (other[0], key[0], key[1]) in shared and other != key:
-            continue  # only equal scale factors share, and each pair stands twice
+            continue  # only equal scale factors share a device, and each pair is there twice
         where = f"{device}, {key} with {other}"
         if not isinstance(both, list) or len(both) != 2:
             raise FileError(f"{where}: must be two rates, got {str(both)[:60]}")
         first, second = _rate(both[0], where), _rate(both[1], where)
-        if other == key:  # nobody can tell which of the two is the first
+        if other == key:  # the table does not say which of the two is the first
             first = second = (first + second) / 2
         if first > 0 and second > 0:
             shared.setdefault((key[0], other[0], key[1]), {})[device] = (first, second)
@@ -123,7 +123,7 @@ def _rate(value: Any, where: str) -> float:
         raise FileError(f"{where}: a rate must be a number, got {str(value)[:60]}")
     try:
         rate = float(value)
-    except OverflowError:  # JSON's whole numbers have no bound
+    except OverflowError:  # whole numbers in JSON may exceed a float
         rate = math.inf
     if not math.isfinite(rate) or rate < 0:
         raise FileError(f"{where}: a rate must be finite and >= 0, got {str(value)[:60]}")
@@ -136,7 +136,7 @@ def read_gavel_trace(path: Path) -> Iterator[Job]:
     Job ids are line numbers from 0.
 
     Raises:
-        FileError: The file cannot be read, or a line is cut short, out of order or nonsense.
+        FileError: The file cannot be read, or a line is cut short, out of order or invalid.
     """
     try:
         with path.open(encoding="utf-8") as lines:
@@ -151,7 +151,7 @@ def read_gavel_trace(path: Path) -> Iterator[Job]:
 
 @jobs_importer(".trace")
 def read_gavel_jobs(path: Path) -> Jobs:
-    """All jobs of a Gavel trace.
+    """Read all jobs of a Gavel trace.
 
     Raises:
         FileError: As ``read_gavel_trace``.
@@ -160,7 +160,7 @@ def read_gavel_jobs(path: Path) -> Jobs:
 
 
 def parse_gavel_trace(lines: Iterable[str], name: str = "trace") -> Iterator[Job]:
-    """Read the lines of a Gavel trace.
+    """Parse the lines of a Gavel trace; ``name`` stands for the file in errors.
 
     Raises:
         FileError: As ``read_gavel_trace``.

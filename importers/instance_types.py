@@ -1,4 +1,4 @@
-"""Machines and their devices, from a table such as ``Instance,GPU type,# GPUs``."""
+"""Read machines and their devices from a table such as ``Instance,GPU type,# GPUs``."""
 
 import csv
 from io import StringIO
@@ -14,10 +14,10 @@ _MORE = ("On demand $/h", "Egress $/GB", "Cloud", "Region")
 
 
 def read_instance_types(path: Path) -> tuple[InstanceType, ...]:
-    """Read machines, one a line; columns in any order, those of prices may be left out.
+    """Read machines, one per line; columns in any order; prices (dollars per hour) are optional.
 
     Raises:
-        FileError: The file is no such table, or a value in it cannot be used.
+        FileError: The file is no such table, or a value in it is invalid.
     """
     reader = csv.DictReader(StringIO(read_text(path).removeprefix("\ufeff")), strict=True)
     names = reader.fieldnames or ()

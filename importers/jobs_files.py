@@ -1,4 +1,4 @@
-"""Files of jobs and throughputs in every form that commands take."""
+"""Read files of jobs and throughputs in every form that commands accept."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ SAMPLE = "sample:"
 
 
 def path_of(path: Path) -> Path:
-    """The file that ``sample:NAME`` stands for (examples/cluster), any other path as it is.
+    """The file that ``sample:NAME`` stands for (examples/cluster); any other path is unchanged.
 
     Raises:
         FileError: There is no such sample.
@@ -28,7 +28,7 @@ def path_of(path: Path) -> Path:
 
 
 def read_jobs(path: Path) -> Jobs:
-    """Jobs from a hetflow file, a CSV, a Gavel ``.trace``, or what a plug-in reads.
+    """Read jobs from a hetflow file, a CSV, a Gavel ``.trace``, or a plug-in's format.
 
     Raises:
         FileError: The file is missing or has faults.
@@ -41,11 +41,11 @@ def read_jobs(path: Path) -> Jobs:
 
 
 def read_throughputs(path: Path, *, pairs: bool) -> Throughputs:
-    """Throughputs from a hetflow file, a CSV, or Gavel's table.
+    """Read throughputs from a hetflow file, a CSV, or Gavel's table.
 
     Args:
         path: The file.
-        pairs: Whether pairs of models are needed; most of Gavel's table is pairs.
+        pairs: Whether colocated pairs of models are needed; most of Gavel's table is pairs.
 
     Raises:
         FileError: The file is missing or has faults.
@@ -59,7 +59,7 @@ def read_throughputs(path: Path, *, pairs: bool) -> Throughputs:
     try:
         document = json.loads(files.read_text(path))
     except (ValueError, RecursionError):
-        document = {"schema": None}  # the strict reader says what is wrong with it
+        document = {"schema": None}  # the strict reader reports what is wrong with it
     if isinstance(document, dict) and "schema" not in document:
         return read_gavel_throughputs(path, pairs=pairs)
     return files.read(path, Throughputs)

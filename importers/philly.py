@@ -2,9 +2,9 @@
 
 The file is one JSON array of jobs: ``jobid``, ``submitted_time``, and ``attempts`` with
 ``start_time``, ``end_time`` and the ``gpus`` of each machine in ``detail``. It names neither models
-nor device types, so each job is given a model of a throughput table by a hash of its id, and as
-many steps as that model makes on a reference device in the time that all attempts ran. The array
-is decoded one job at a time; jobs that stand out of order are put in order within a window.
+nor device types. So a hash of its id gives each job a model of a throughput table, and as many
+steps as that model makes on a reference device in the time for which all attempts ran. The array is
+decoded one job at a time; jobs out of order are sorted within a window.
 """
 
 import hashlib
@@ -26,11 +26,17 @@ LONGEST = 1 << 24  # characters of one job
 
 @dataclass(slots=True)
 class PhillyTrace:
-    """A Philly trace on disk; iterate to get its jobs in order of arrival, from second 0.
+    """A Philly trace on disk; iterate over it to get its jobs in order of arrival.
 
-    A job asks for the GPUs of its last attempt, or for the largest number below that the table
-    knows. ``num_skipped`` counts the jobs that never ran on a GPU. ``window`` is how many places a
-    job may stand out of order.
+    Arrival times are seconds since the first job. A job asks for as many GPUs as its last attempt
+    used, or for the largest smaller number in the throughput table.
+
+    Attributes:
+        path: The JSON file.
+        throughputs: The table of models.
+        reference_device: The device type whose throughputs turn seconds into steps.
+        window: By how many places a job may be out of order.
+        num_skipped: How many jobs were left out because they never ran on a GPU.
     """
 
     path: Path
@@ -40,11 +46,11 @@ class PhillyTrace:
     num_skipped: int = 0
 
     def __iter__(self) -> Iterator[Job]:
-        """Jobs in order of arrival.
+        """Yield the jobs in order of arrival.
 
         Raises:
-            FileError: The file cannot be read, is cut short, holds nonsense or an id twice, or
-                a job stands further out of order than the window.
+            FileError: The file cannot be read, is cut short, holds an invalid value or an id
+                twice, or a job is further out of order than the window.
         """
         rates = self._rates()
         ready: list[tuple[float, int, dict[str, Any], int]] = []
@@ -85,7 +91,7 @@ class PhillyTrace:
                 yield job
 
     def _rates(self) -> dict[int, list[tuple[str, float]]]:
-        """Models and their rates on the reference device, by scale factor."""
+        """Models and their steps per second on the reference device, by scale factor."""
         rates: dict[int, list[tuple[str, float]]] = {}
         for entry in self.throughputs.models:
             rate = entry.steps_per_second.get(self.reference_device, 0.0)
@@ -117,7 +123,7 @@ class PhillyTrace:
         rates: dict[int, list[tuple[str, float]]],
         where: str,
     ) -> Job | None:
-        """A job, or None where it never ran on a GPU."""
+        """A job; None if it never ran on a GPU."""
         attempts = raw.get("attempts")
         if not isinstance(attempts, list) or not all(isinstance(one, dict) for one in attempts):
             raise FileError(f"{where}: attempts must be a list of objects")
@@ -149,7 +155,7 @@ class PhillyTrace:
             raise FileError(f"{where}: {error.message}") from None
 
     def _entries(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Number, line and object of each job, decoded one after another."""
+        """Yield number, line and object of each job, decoded one after another."""
         try:
             with self.path.open(encoding="utf-8") as file:
                 yield from _objects(file, str(self.path))
@@ -162,7 +168,7 @@ class PhillyTrace:
 
 
 def _objects(file: TextIO, name: str) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """The objects of a JSON array, a chunk of the file in memory at a time."""
+    """Yield the objects of a JSON array, with one chunk of the file in memory at a time."""
     decoder = json.JSONDecoder()
     buffer, line, number = file.read(CHUNK), 1, 0
     opened = False
@@ -205,7 +211,7 @@ def _objects(file: TextIO, name: str) -> Iterator[tuple[int, int, dict[str, Any]
 
 
 def _seconds(value: Any, where: str) -> float | None:
-    """Seconds of a time such as ``2017-10-09 07:57:31``; None where there is none."""
+    """A time such as ``2017-10-09 07:57:31`` in seconds; None where there is none."""
     if value is None or value == "None" or value == "":
         return None
     if not isinstance(value, str):

@@ -1,8 +1,8 @@
 """Read PipeDream's layer profiles, ``graph.txt``.
 
-One line a node, ``id -- description -- forward_compute_time=<ms>, backward_compute_time=<ms>,
-activation_size=<bytes or [a; b]>, parameter_size=<bytes>``, then one tab-indented line an edge.
-Plain text in, records out; torch is not needed. ``exporters.pipedream`` writes the same.
+A node is one line, ``id -- description -- forward_compute_time=<ms>, backward_compute_time=<ms>,
+activation_size=<bytes or [a; b]>, parameter_size=<bytes>``; an edge is one tab-indented line.
+``exporters.pipedream`` writes this format. torch is not needed.
 """
 
 import re
@@ -20,16 +20,16 @@ _SHAPE = "id -- description -- forward_compute_time=<ms>, ..., parameter_size=<b
 def read_graph(text: str, *, microbatch_size: int = 1, name: str = "graph.txt") -> LayerGraph:
     """Read PipeDream's profile of a model.
 
-    Times are milliseconds there and seconds here; an activation of several tensors is summed.
+    The format's milliseconds become seconds; an activation of several tensors is summed.
 
     Args:
         text: The file's text.
-        microbatch_size: Samples of the input that was profiled; the format does not say.
-        name: What to call the text in errors, usually the path.
+        microbatch_size: Samples per pass in the profile; the format does not say.
+        name: Stands for the text in errors; usually the path.
 
     Raises:
-        FileError: A line that is neither a node nor an edge, a fault in a number, an edge to
-            an unknown node; with the line's number.
+        FileError: A line is neither a node nor an edge, a number is invalid, or an edge names an
+            unknown node; gives the line's number.
     """
     nodes: list[LayerNode] = []
     edges: list[tuple[str, str]] = []
@@ -86,11 +86,11 @@ def _number(text: str, field: str, where: str) -> float:
 
 
 def without_placeholders(graph: LayerGraph) -> LayerGraph:
-    """Drop what PipeDream's optimizer drops before it cuts a graph.
+    """Drop the nodes that PipeDream's optimizer drops before it cuts a graph.
 
-    These are sources that only stand for the input (their op starts with ``Input``; the time
-    there is that of loading data), then sinks that pick one output of a layer and feed nothing
-    (``__getitem__``), in one pass each.
+    First, sources that only stand for the input (their op starts with ``Input``; their time is
+    that of loading data). Then, sinks that pick one output of a layer and feed nothing
+    (``__getitem__``). Each rule is applied once.
     """
     targets = {target for _, target in graph.edges}
     graph = _drop(
@@ -120,18 +120,18 @@ def profile_of(
     source: str,
     format_title: str = _TITLE,
 ) -> Profile:
-    """Make a profile of layers alone.
+    """Make a profile that has measured layers only.
 
-    The one point of the batch curve is the sum of the layers; its memory is the sum of weights
-    and activations, a lower bound that nobody measured, as the provenance says.
+    Its batch curve has one point, the sum of the layers. The point's memory is the sum of weights
+    and activations: a lower bound that was not measured, as the provenance says.
 
     Args:
-        graph: The layers, at the microbatch that was profiled.
+        graph: The layers, at the microbatch size that was profiled.
         model: Name of the model.
-        device_type: Device the times were taken on.
-        device_memory_bytes: Memory of that device.
+        device_type: Device type on which the times were taken.
+        device_memory_bytes: Memory of that device, in bytes.
         source: Where the layers come from, for the provenance.
-        format_title: What format that is, for the provenance.
+        format_title: Name of the foreign format, for the provenance.
 
     Raises:
         ProblemError: All layers take no time.

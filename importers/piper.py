@@ -1,9 +1,8 @@
-"""Read the inputs of Piper's planner (NeurIPS'21) as a problem of an always full pipeline.
+"""Read the inputs of Piper's planner (NeurIPS'21) as a problem of a steady-state pipeline.
 
 A file holds ``nodes`` with ``TMPCs`` {tensor degree: [{id, timePerSample, parameterSize,
 memoryUsageA, memoryUsageB, syncTimeFw, syncTimeBw}]}, ``edges`` {sourceId, destId,
-communicationCost} and ``mbsInBatch``. Sizes are bytes, also those of ``syncTime``. Text in, records
-out.
+communicationCost} and ``mbsInBatch``. All sizes are bytes, also those named ``syncTime``.
 """
 
 import json
@@ -33,14 +32,14 @@ def read_problem(
     """Read one model.
 
     Args:
-        path: Such as ``bert32a100.json``; its name is the model's.
-        num_devices: All equal.
-        memory_bytes: Of each.
-        bytes_per_second: Of every link.
+        path: A file such as ``bert32a100.json``; its name is the model's.
+        num_devices: Number of devices; all are equal.
+        memory_bytes: Memory of each device, in bytes.
+        bytes_per_second: Bandwidth of every link.
 
     Raises:
-        FileError: The file is missing, is no JSON, or lacks what is needed.
-        ProblemError: A number in it is none that a problem can hold.
+        FileError: The file is missing, is no JSON, or lacks a field.
+        ProblemError: A number in it is invalid for a problem.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What formats of prices share: amounts of dollars, and the files of a folder."""
+"""Helpers that all formats of prices share: amounts of dollars, and the files of a folder."""
 
 from math import isfinite
 from pathlib import Path
@@ -7,10 +7,10 @@ from ..schema.errors import FileError, ProblemError
 
 
 def dollars_of(text: str) -> float:
-    """Dollars from a cell such as ``0.9000`` or ``$0.9000``.
+    """Read dollars from a cell such as ``0.9000`` or ``$0.9000``.
 
     Raises:
-        ProblemError: Negative, not finite, no number, or of another currency.
+        ProblemError: The amount is negative, not finite, no number, or of another currency.
     """
     cell = text.strip().removesuffix("USD").strip()
     try:
@@ -25,7 +25,7 @@ def dollars_of(text: str) -> float:
 
 
 def files_of(path: Path, suffix: str) -> list[Path]:
-    """The file itself, or all files with that ending under a folder, by name.
+    """The file itself, or all files with that ending under a folder, sorted by name.
 
     Raises:
         FileError: The folder holds none.

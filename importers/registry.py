@@ -1,7 +1,7 @@
-"""Foreign formats that become records, by name; plug-ins add theirs.
+"""The registry of foreign formats that hetflow reads, by name; plug-ins add theirs.
 
-A format gives layers of a model (``hetflow import``), or jobs, which commands read wherever they
-take jobs: by the ending of the file's name; or prices of machines (``hetflow import``).
+A format gives the layers of a model (``hetflow import``), or prices of machines (``hetflow
+import``), or jobs. Commands that take jobs recognise a format by the ending of the file's name.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class ReadLayers(Protocol):
     __module__: str
 
     def __call__(self, text: str, *, microbatch_size: int, name: str) -> LayerGraph:
-        """From a file's text; ``name`` is the path, for errors."""
+        """Read the layers in a file's text; ``name`` is the path, for errors."""
 
 
 ReadJobs = Callable[[Path], Jobs]
@@ -33,10 +33,10 @@ class LayerImporter:
     """A format of layer profiles.
 
     Attributes:
-        name: What ``hetflow import --format`` calls it.
-        title: What it is, for the profile's provenance.
-        read: Reads one.
-        without_placeholders: Drops nodes that stand for no work; None where there are none.
+        name: The format's name for ``hetflow import --format``.
+        title: The format's title, for the profile's provenance.
+        read: Reads the layers from a text.
+        without_placeholders: Drops nodes that stand for no work; None where the format has none.
     """
 
     name: str
@@ -47,7 +47,7 @@ class LayerImporter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobsImporter:
-    """A format of jobs; the name is the ending of its files, such as ``.trace``."""
+    """A format of jobs; its name is the ending of its files, such as ``.trace``."""
 
     name: str
     read: ReadJobs
@@ -55,7 +55,7 @@ class JobsImporter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PriceImporter:
-    """A format of price histories; the name is what ``hetflow import --format`` calls it."""
+    """A format of price histories; its name is the one for ``hetflow import --format``."""
 
     name: str
     read: ReadPrices
@@ -86,7 +86,10 @@ def layer_importer(
     """Register a reader of layers; the arguments are the attributes of ``LayerImporter``.
 
     Returns:
-        A decorator that leaves the reader as it is.
+        A decorator that returns the reader unchanged.
+
+    Raises:
+        ProblemError: The name is taken.
     """
 
     def register(read: ReadLayers) -> ReadLayers:
@@ -100,10 +103,13 @@ def layer_importer(
 
 
 def jobs_importer(suffix: str) -> Callable[[ReadJobs], ReadJobs]:
-    """Register a reader of jobs for files whose names end so.
+    """Register a reader of jobs for files whose names end with ``suffix``.
 
     Returns:
-        A decorator that leaves the reader as it is.
+        A decorator that returns the reader unchanged.
+
+    Raises:
+        ProblemError: The ending is taken.
     """
 
     def register(read: ReadJobs) -> ReadJobs:
@@ -117,7 +123,10 @@ def price_importer(name: str) -> Callable[[ReadPrices], ReadPrices]:
     """Register a reader of price histories, from a file or a folder.
 
     Returns:
-        A decorator that leaves the reader as it is.
+        A decorator that returns the reader unchanged.
+
+    Raises:
+        ProblemError: The name is taken.
     """
 
     def register(read: ReadPrices) -> ReadPrices:

@@ -1,10 +1,10 @@
 """Read the inputs of Sailor's planner (SOSP'25) as a problem of three dimensions.
 
 A folder holds ``profiles_tmp.json`` ({model}/{GPU}/{microbatch}/{degree}/{layer} -> forward,
-backward and update seconds), ``llm_info.json`` ({model}/{degree}/{layer} -> parameters and
-activations, in floats), ``configs/basic_cluster_config.json`` ({GPU} -> GPUs a node, bytes a
-GPU) and ``multizone_bandwidths_het.json`` (polynomials of gigabytes per second over log2 of
-megabytes, by zone, GPU and number of GPUs of both ends). Text in, records out.
+backward and update seconds), ``llm_info.json`` ({model}/{degree}/{layer} -> numbers of parameters
+and activations), ``configs/basic_cluster_config.json`` ({GPU} -> GPUs per node, bytes per GPU) and
+``multizone_bandwidths_het.json`` (polynomials of gigabytes per second over log2 of megabytes, by
+zone, GPU and number of GPUs of both ends).
 """
 
 import json
@@ -28,9 +28,9 @@ from ..schema.records import nearest
 
 _FLOAT_BYTES = 4
 _BYTES_PER_WEIGHT_BYTE = 6.0  # 24 bytes a parameter: Adam, master copy, gradient, DeepSpeed's two
-_RESERVED_BYTES = 5_060_000_000  # what its memory check adds for CUDA, NCCL and Megatron
-_BUCKET_BYTES = 500_000_000  # DeepSpeed's all-reduce bucket, as its simulator counts it
-_DEGREES = ("1", "2", "4")  # numbers of GPUs that bandwidths are given for
+_RESERVED_BYTES = 5_060_000_000  # Sailor's memory check adds these for CUDA, NCCL and Megatron
+_BUCKET_BYTES = 500_000_000  # DeepSpeed's all-reduce bucket, as Sailor's simulator counts it
+_DEGREES = ("1", "2", "4")  # the numbers of GPUs for which bandwidths are given
 
 
 def read_problem(
@@ -45,20 +45,20 @@ def read_problem(
 ) -> ParallelProblem:
     """Read one model on one pool.
 
-    Bandwidth between unlike ends is not read: in Sailor's tables it is that of the slower end.
+    Bandwidth between different device types is not read: the tables give the slower end's.
 
     Args:
-        folder: With the four files.
-        model: Such as ``OPT-350``.
-        num_devices: Of each type, as the files name them.
+        folder: The folder with the four files.
+        model: A model such as ``OPT-350``.
+        num_devices: Number of devices by type, as the files name the types.
         global_batch_size: Samples per step.
-        zone: All devices are taken to be in it.
-        cost_rule: Sailor's own, to compare with it, or hetflow's.
-        boundary_rule: What crosses the boundaries of stages.
+        zone: The zone in which all devices are assumed to be.
+        cost_rule: Sailor's own, for a comparison with it, or hetflow's.
+        boundary_rule: What is sent across the boundaries of stages.
 
     Raises:
-        FileError: A file is missing, is no JSON, or lacks what is asked for.
-        ProblemError: A number in it is none that a problem can hold.
+        FileError: A file is missing, is no JSON, or lacks a field.
+        ProblemError: A number in it is invalid for a problem.
     """
     profiles = _entry(folder / "profiles_tmp.json", model)
     info = _entry(folder / "llm_info.json", model)
@@ -152,10 +152,10 @@ def _times(profile: Any, names: list[str]) -> tuple[ShardTimes, ...]:
 
 
 def _one_update(times: ShardTimes, info: Any, names: list[str]) -> ShardTimes:
-    """The update of the whole model, shared out to layers by their weights.
+    """Divide the update of the whole model over its layers, in proportion to their weights.
 
-    The files state one value for all layers, also for unlike ones, and Sailor's simulator counts
-    it once a stage: it is no layer's own. So it is taken for all layers together.
+    The files state the same value for all layers, even different ones, and Sailor's simulator
+    counts it once per stage. So we read it as the time for all layers together.
     """
     floats = [_of(info, "1", "llm_info.json")[name]["params_floats"] for name in names]
     whole = times.update_seconds[0]
@@ -163,7 +163,7 @@ def _one_update(times: ShardTimes, info: Any, names: list[str]) -> ShardTimes:
 
 
 def _links(table: Any, zone: str, device_type: str) -> tuple[DegreeLink, ...]:
-    """The curve of each number of GPUs: what it reaches with an end like itself."""
+    """The bandwidth curve of each number of GPUs, between two ends of this device type."""
     found, where = [], "multizone_bandwidths_het.json"
     for degree in _DEGREES:
         ends = _of(_of(_of(table, degree, where), zone, where), device_type, where)

@@ -1,12 +1,12 @@
-"""What a plug-in is written with: the decorators that register one, and the types that they speak.
+"""The public names for writing plug-ins: decorators that register one, and the types they use.
 
     from hetflow import plugins
 
     @plugins.exporter("markdown", takes=(plugins.SplitPlan,))
     def render(record, name): ...
 
-docs/plugins.md describes each kind. Names are loaded when they are first used: a worker that needs
-a schedule loads no solver.
+docs/plugins.md describes each kind. Names are imported when they are first used: a worker that
+needs a schedule imports no solver.
 """
 
 from typing import TYPE_CHECKING

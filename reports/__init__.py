@@ -1,1 +1,1 @@
-"""Records as tables and plots."""
+"""Show records as tables and plots."""

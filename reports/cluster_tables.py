@@ -10,7 +10,7 @@ _HOUR = 3600.0
 
 
 def table_of(record: Jobs | Throughputs | Allocation | SimulationRun) -> str:
-    """The table of whatever a file of the cluster's side held."""
+    """The table of a record of jobs, throughputs, an allocation or a simulation."""
     if isinstance(record, Jobs):
         return jobs_table(record)
     if isinstance(record, Throughputs):
@@ -21,7 +21,7 @@ def table_of(record: Jobs | Throughputs | Allocation | SimulationRun) -> str:
 
 
 def jobs_table(jobs: Jobs) -> str:
-    """One row a job."""
+    """A table with one row per job."""
     rows = [
         (
             job.id,
@@ -40,7 +40,7 @@ def jobs_table(jobs: Jobs) -> str:
 
 
 def throughputs_table(throughputs: Throughputs) -> str:
-    """Steps per second of each model alone, a column a device type."""
+    """Steps per second of each model running alone, with a column per device type."""
     types = sorted({name for row in throughputs.models for name in row.steps_per_second})
     rows = [
         (row.model, row.scale_factor, *(f"{row.steps_per_second.get(t, 0.0):.4g}" for t in types))
@@ -50,7 +50,7 @@ def throughputs_table(throughputs: Throughputs) -> str:
 
 
 def allocation_table(allocation: Allocation) -> str:
-    """Each job's time fractions, a column a device type, and its effective throughput."""
+    """Each job's time fraction on each device type (Gavel's X), and its effective throughput."""
     types = sorted({name for shares in allocation.x.values() for name in shares})
     rows = [
         (
@@ -74,7 +74,7 @@ def allocation_table(allocation: Allocation) -> str:
 
 
 def idle_lines(allocation: Allocation) -> list[str]:
-    """Which devices stand idle, and why; no line where the file does not say."""
+    """One line for each type with idle devices, and why; none where the file does not say."""
     idle, usable = allocation.idle_devices, allocation.usable_idle_devices or {}
     if idle is None:
         return []
@@ -91,9 +91,9 @@ def _devices(numbers: Mapping[str, float]) -> str:
 
 
 def simulation_table(runs: Sequence[SimulationRun]) -> str:
-    """One line a run: load, seed, completion times, makespan, utilisation, fairness, cost.
+    """One row per run: load, seed, completion times, makespan, utilisation, fairness, cost.
 
-    On a market also how often jobs moved, and lost their machines.
+    For runs on a market, also how often jobs moved, and how often they lost their machines.
     """
     heads: tuple[str, ...] = (
         "policy", "load/h", "seed", "jobs", "avg JCT h", "p99 h", "wait h", "makespan h",
@@ -111,7 +111,7 @@ def simulation_table(runs: Sequence[SimulationRun]) -> str:
 
 
 def _simulation_row(run: SimulationRun) -> tuple[str, ...]:
-    """Its figures; of a run without jobs there are none."""
+    """The cells of one row; a run without jobs has no figures."""
     m = run.metrics
     name = run.policy or run.scheduler
     if run.space_sharing:

@@ -1,4 +1,4 @@
-"""What runs changed in a profile, as a table."""
+"""The measurements that runs changed in a profile, as a table."""
 
 from ..schema.profile import Profile
 from .grid import grid
@@ -7,7 +7,7 @@ _MOST_ROWS = 12
 
 
 def corrections_table(profile: Profile) -> str:
-    """The newest correction's numbers, before and after; the largest changes where many."""
+    """The newest correction's values before and after; of many, only the largest changes."""
     name = f"{profile.model} on {profile.device_type}"
     entries = (profile.provenance or {}).get("corrections", ())
     if not entries:

@@ -1,7 +1,7 @@
-"""A predicted step as the terms that it is put together from, for people and as data.
+"""A predicted step as the sum of its terms, as a table and as data.
 
-One type for every kind of plan: whoever knows a plan's terms makes an ``Explanation`` of it
-(explain_split.py), and it is shown here.
+All kinds of plan use one type. A module that knows the terms of one kind makes an ``Explanation``
+(such as explain_split.py), and this module shows it.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ class Term:
 
     Args:
         name: What takes the time.
-        seconds: Of all its times together, within one step.
-        count: How often it happens in a step.
-        note: What the name leaves open: the size, the devices; may be empty.
+        seconds: Total time within one step, in seconds.
+        count: How many times it happens in a step.
+        note: Details that the name does not give: the size, the devices; may be empty.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Term:
 
     @property
     def each_seconds(self) -> float:
-        """Of one time."""
+        """Seconds for one of the ``count`` times."""
         return self.seconds / self.count
 
 
@@ -41,12 +41,12 @@ class Explanation:
     """A predicted step and its terms, which add up to it.
 
     Args:
-        title: Of what plan.
-        step_seconds: What was predicted.
-        terms: One after another in the step, or in the reader's order.
-        remarks: What the numbers do not hold, was assumed, or was not measured: a sentence each.
-        low_seconds: Least step that the measurements allow; None where that is unknown.
-        high_seconds: Most, likewise.
+        title: The plan that is explained.
+        step_seconds: The predicted step, in seconds.
+        terms: In the order of the step, or in an order that helps the reader.
+        remarks: What the numbers leave out, assume, or did not measure: one sentence each.
+        low_seconds: Shortest step that the measurements allow; None where that is unknown.
+        high_seconds: Longest step that they allow; None where that is unknown.
         is_estimated: Whether a device type in use was estimated, not measured.
 
     Raises:
@@ -72,7 +72,7 @@ class Explanation:
 
 
 def explanation_table(explanation: Explanation) -> str:
-    """The terms, their sum, and what they leave open."""
+    """The terms in milliseconds, their sum, and the remarks, as a table."""
     step = explanation.step_seconds
     rows: list[Sequence[object]] = [
         (
@@ -90,7 +90,7 @@ def explanation_table(explanation: Explanation) -> str:
 
 
 def explanation_document(explanation: Explanation) -> dict[str, Any]:
-    """The same as data: seconds, not rounded."""
+    """The explanation as plain data: seconds, not rounded."""
     return {
         "title": explanation.title,
         "step_seconds": explanation.step_seconds,

@@ -10,13 +10,13 @@ from .grid import milliseconds
 
 
 def explain_pipeline(plan: PipelinePlan) -> Explanation:
-    """What the step of a pipeline is put together from.
+    """Explain the predicted step of a pipeline plan.
 
-    Parts of a pipeline run side by side: a term is what the step gets shorter by without it
-    (schedules/terms.py).
+    Parts of a pipeline run at the same time. So a term is the time by which the step would be
+    shorter without it (schedules/terms.py).
 
     Args:
-        plan: Of any age; what its stages do not tell apart stays in one term.
+        plan: Of any version of the format; what its stages do not separate stays in one term.
     """
     predicted = plan.predicted
     return Explanation(
@@ -56,7 +56,7 @@ def _terms(plan: PipelinePlan) -> Iterator[Term]:
 
 
 def _layers(plan: PipelinePlan, found: StepTerms) -> Term:
-    """The busiest device's passes: so many microbatches through its stages."""
+    """The busiest device's passes: microbatches, times the seconds of its stages."""
     name = "passes of layers on the busiest device"
     if plan.traits.updates_each_round:  # no whole number of microbatches
         return Term(name, found.layer_seconds)

@@ -7,13 +7,13 @@ from .explain import Explanation, Term
 
 
 def explain_split(plan: SplitPlan) -> Explanation:
-    """What the step of a batch split is put together from.
+    """Explain the predicted step of a split plan.
 
     Args:
-        plan: Of any age; what an older one does not tell apart stays in one term.
+        plan: Of any version of the format; what an older one does not separate stays in one term.
 
     Raises:
-        ProblemError: Its parts do not add up to its step.
+        ProblemError: The plan's terms do not add up to its step.
     """
     predicted = plan.predicted
     return Explanation(
@@ -56,14 +56,14 @@ def _terms(plan: SplitPlan, predicted: Prediction) -> Iterator[Term]:
 
 
 def _hidden(slowest: DeviceGroup | None) -> str:
-    """At which size it was measured, where sizes differ in how much passes hide of it."""
+    """The batch size of the measurement, where sizes differ in how much of it passes hide."""
     if slowest is None or slowest.exposed_seconds is None:
         return ""
     return f"behind passes of {slowest.virtual_node_batch_size} samples"
 
 
 def _slowest(plan: SplitPlan) -> DeviceGroup | None:
-    """The group that takes longest; None where a group does not tell the time of a pass."""
+    """The group that takes longest; None where a group does not give the time of a pass."""
     timed = [group for group in plan.groups if group.pass_seconds is not None]
     if len(timed) < len(plan.groups):
         return None

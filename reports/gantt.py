@@ -1,4 +1,4 @@
-"""Simulated runs as a Gantt chart, a row a device, with the CDF of completion times."""
+"""Simulated runs as a Gantt chart with one row per device, and the CDF of completion times."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -12,28 +12,31 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _HOUR = 3600.0
-MOST_NAMED_ROWS = 80  # beyond, rows are too low for names: only their groups are named
+MOST_NAMED_ROWS = 80  # with more rows, rows are too low for text: only their groups are named
 _ROW_INCHES = 0.16
-_WIDTH_INCHES = 5.5  # of the bars, about
+_WIDTH_INCHES = 5.5  # of the bars, approximately
 _LETTER_INCHES = 0.055
-_COLOURS = 10  # no more jobs than that have colours of their own, and a legend
+_COLOURS = 10  # up to this many jobs have separate colours and a legend
 _ALPHA = 0.75
-_MOST_BARS = 20_000  # beyond, bars are drawn as pixels inside an .svg too
+_MOST_BARS = 20_000  # with more bars, they are drawn as pixels inside an .svg too
 
 
 def simulation_image(run: SimulationRun, file_format: str) -> bytes:
-    """Which job held each device over time, and the share of jobs done within a time.
+    """Draw which job held each device over time, and the fraction of jobs done within a time.
 
-    Bars are coloured by job (with a legend while colours last), and named where the name fits.
-    More than ``MOST_NAMED_ROWS`` devices are thin rows, named by server and type or, where these
-    are more than that too, by type.
+    Bars are coloured by job and named where the name fits; up to ten jobs have a legend. More
+    than ``MOST_NAMED_ROWS`` devices are drawn as thin rows, named by server and type. If these
+    are still too many, they are named by type.
 
     Args:
-        run: With its spans and jobs.
+        run: A run with its spans and jobs.
         file_format: ``png`` or ``svg``.
 
+    Returns:
+        The bytes of the file.
+
     Raises:
-        HetflowError: matplotlib is not installed, or the run keeps no jobs or no names of devices.
+        HetflowError: matplotlib is not installed, or the run keeps no jobs or no device names.
     """
     hint = "simulate it again with -o, or with --plot"
     if not run.jobs:
@@ -68,7 +71,7 @@ def simulation_image(run: SimulationRun, file_format: str) -> bytes:
 
 
 def device_groups(devices: Sequence[str]) -> list[str]:
-    """What the row of each device is named after: itself, its server and type, or its type."""
+    """The label of each device's row: the device, its server and type, or its type."""
     if len(devices) <= MOST_NAMED_ROWS:
         return list(devices)
     groups = [name.rpartition(":")[0] for name in devices]
@@ -82,12 +85,12 @@ def _held(held: int, total: int) -> str:
 
 
 def _plain(name: str) -> str:
-    """A name that matplotlib takes for text, not for a formula."""
+    """The name, escaped so that matplotlib reads it as text and not as a formula."""
     return name.replace("$", r"\$")
 
 
 def _rows(run: SimulationRun) -> dict[str, int]:
-    """Devices that were held, by type in the pool's order, then server, then number."""
+    """The row of each device that was held: by type in the pool's order, server, and number."""
     types = list(run.num_devices)
     kinds = {name: types.index(span.device_type) for span in run.spans for name in span.devices}
     ordered = sorted(kinds, key=lambda name: (kinds[name], _numbers(name)))
@@ -95,7 +98,7 @@ def _rows(run: SimulationRun) -> dict[str, int]:
 
 
 def _numbers(name: str) -> tuple[int, int]:
-    """Server and number of a device; -1 is the server in a flat pool."""
+    """The server and number of a device; in a pool without servers, the server is -1."""
     server = re.match(r"server(\d+)/", name)
     return (-1 if server is None else int(server[1]), int(name.rpartition(":")[2]))
 
@@ -135,7 +138,7 @@ def _draw_spans(
 
 
 def _band(span: Span) -> tuple[float, float]:
-    """Where in its row a bar lies, and its height: two jobs of a pair have half a row each."""
+    """The (bottom, height) of a bar: two jobs that share a device have half a row each."""
     if span.shared_with is None:
         return -0.45, 0.9
     return (-0.45 if span.job < span.shared_with else 0.0), 0.45

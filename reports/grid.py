@@ -1,20 +1,20 @@
-"""How tables and numbers look, everywhere alike."""
+"""The common format of tables and numbers."""
 
 from collections.abc import Sequence
 
 
 def grid(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A plain table; numbers are printed as they are given."""
+    """A plain-text table; numbers are printed as given."""
     from tabulate import tabulate
 
     return str(tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True))
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Seconds as milliseconds with a unit; unknown is a dash."""
+    """Seconds as text in milliseconds; a dash where unknown."""
     return "-" if seconds is None else f"{seconds * 1e3:.4g} ms"
 
 
 def mebibytes(size: int | None) -> str:
-    """Bytes as MiB with a unit; unknown is a dash."""
+    """Bytes as text in MiB; a dash where unknown."""
     return "-" if size is None else f"{size / (1 << 20):,.1f} MiB"

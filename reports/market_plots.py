@@ -1,4 +1,4 @@
-"""Price histories as pictures: over time by zone, or per device (thesis figures 6.1 and 6.4)."""
+"""Plot price histories: over time by zone, or per device (thesis figures 6.1 and 6.4)."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -9,22 +9,26 @@ from ..schema.market import Market, PriceHistory
 from .plots import new_figure, rendered
 
 _PANEL_INCHES = 2.2
-_LINE_INCHES = 0.15  # a line of a legend, about
+_LINE_INCHES = 0.15  # height of a legend's line, approximately
 _MOST_PANELS = 40
 
 
 def prices_image(market: Market, file_format: str, *, per_device: bool = False) -> bytes:
-    """Prices over time; lines have gaps where prices are unknown.
+    """Draw prices over time; lines have gaps where prices are unknown.
 
     Args:
-        market: With price histories.
+        market: A market with price histories.
         file_format: ``png`` or ``svg``.
-        per_device: A panel a device type, dollars per device and hour, one line a history. Else a
-            panel an instance type with a line a zone, and the on-demand price where it is known.
+        per_device: Draw one panel per device type, in dollars per device and hour, with one line
+            per history. Else one panel per instance type, in dollars per hour, with one line per
+            zone and the on-demand price where it is known.
+
+    Returns:
+        The bytes of the file.
 
     Raises:
-        HetflowError: matplotlib is not installed, there are no prices or too many, or the devices
-            of a machine are not known.
+        HetflowError: matplotlib is not installed, there are no prices or too many panels, or the
+            devices of a machine are unknown.
     """
     if not market.prices:
         raise HetflowError("this market has no prices to plot", hint="leave --plot out")
@@ -82,7 +86,7 @@ def _draw(
 
 
 def _steps(history: PriceHistory, devices: int) -> tuple[list[datetime], list[float]]:
-    """Times and dollars of a step line; NaN breaks it."""
+    """The times and dollars of a step line; NaN interrupts it."""
     times, dollars = [], []
     for start, _, price in history.stretches():
         times.append(datetime.fromtimestamp(start, UTC))

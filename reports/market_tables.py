@@ -1,4 +1,4 @@
-"""Markets, and what renting costs under each policy, as tables."""
+"""Show markets, and the cost of renting under each policy, as tables."""
 
 from bisect import bisect_left
 from itertools import accumulate
@@ -9,7 +9,7 @@ from .grid import grid
 
 
 def rent_table(report: RentReport) -> str:
-    """Policies, cheapest first, and which one to take."""
+    """The policies, cheapest first, and which one to use."""
     bound = sum(report.bound_dollars) / len(report.bound_dollars)
     rows: list[tuple[object, ...]] = [
         (
@@ -38,7 +38,7 @@ def rent_table(report: RentReport) -> str:
 
 
 def market_table(market: Market) -> str:
-    """Machines, what they cost over time, and how often each zone had spot machines."""
+    """Machines, their prices over time, and how often each zone had spot machines."""
     parts = []
     if market.instance_types:
         rows = [
@@ -70,7 +70,7 @@ def market_table(market: Market) -> str:
 
 
 def _prices(market: Market) -> str:
-    """Each history: its span, and its prices over the time in which they are known."""
+    """Each history: its time span, and its prices weighted by the time for which they held."""
     rows = []
     for history in market.prices:
         machine = market.instance_type_of(history)
@@ -101,7 +101,10 @@ def _prices(market: Market) -> str:
 
 
 def _least_median_most(known: list[tuple[float, float]]) -> tuple[float | None, ...]:
-    """Of (dollars, seconds) in the order of dollars; the median is over time."""
+    """Least, median and greatest dollars of (dollars, seconds) sorted by dollars.
+
+    The median is weighted by time.
+    """
     if not known:
         return None, None, None
     passed = list(accumulate(seconds for _, seconds in known))
@@ -114,7 +117,7 @@ def _dollars(value: float | None) -> str:
 
 
 def odds_table(report: OddsReport) -> str:
-    """How long machines last in each zone, prices, and how zones go together."""
+    """How long machines last in each zone, prices, and how the zones correlate."""
     parts = []
     if report.zones:
         parts.append(_zones(report))
@@ -173,7 +176,7 @@ def _zones(report: OddsReport) -> str:
 
 
 def _ages(report: OddsReport) -> str:
-    """The mean time to preemption by age, and who gets how old."""
+    """The mean hours to preemption by age, and the percentage that reaches each age."""
     ages = sorted({each.from_age_seconds or 0.0 for one in report.zones for each in one.by_age})
     old = sorted({each.age_seconds for one in report.zones for each in one.survivors})
     heads = ["zone", *(f"mean h from age {age / 3600:g} h" for age in ages),
@@ -196,7 +199,7 @@ def _name(one: ZoneOdds) -> str:
 
 
 def _mean(one: PreemptionRate) -> str:
-    """In hours; of what never happened only the lower end is known."""
+    """Mean in hours; if nothing was preempted, only the interval's lower end is known."""
     if one.mean_seconds is None:
         return f"over {_hours(one.low_seconds)}"
     return f"{_hours(one.mean_seconds)} ({_hours(one.low_seconds)} to {_hours(one.high_seconds)})"

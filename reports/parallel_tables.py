@@ -1,4 +1,4 @@
-"""Plans of three dimensions as tables."""
+"""Show plans of three dimensions (pipeline, tensor and data parallel) as tables."""
 
 from dataclasses import asdict
 
@@ -14,7 +14,7 @@ from .parallel_terms import step_terms
 
 
 def parallel_table(plan: ParallelPlan) -> str:
-    """Which layers run where and how, how long that takes, and how good it is."""
+    """Which layers run where and how, the predicted seconds, and the proof."""
     rows = [
         (
             number,
@@ -49,7 +49,7 @@ def parallel_table(plan: ParallelPlan) -> str:
 
 
 def _replicas(stage: ParallelStage) -> str:
-    """Such as ``16 x A100, 11 x (4 V100)``."""
+    """Text such as ``16 x A100, 11 x (4 V100)``."""
     return ", ".join(
         f"{group.num_replicas} x "
         + (
@@ -75,7 +75,7 @@ def _step(predicted: ParallelPrediction) -> str:
 
 
 def _points(plan: ParallelPlan) -> str:
-    """Time against devices and memory, the plan itself first."""
+    """Time against devices and memory; the plan itself comes first."""
     own = ParallelAlternative(
         stages=plan.stages,
         microbatch_size=plan.microbatch_size,
@@ -104,7 +104,7 @@ def _gain(plan: ParallelPlan, gain: ParallelGain) -> str:
 
 
 def _what_grew(best: ParallelAlternative, other: ParallelAlternative) -> str:
-    """The term of the step that grew most from one plan to another."""
+    """The term of the step that grows most from ``best`` to ``other``."""
     before = step_terms(best.num_microbatches, best.stages)
     after = step_terms(other.num_microbatches, other.stages)
     if other is best or before is None or after is None:

@@ -1,4 +1,4 @@
-"""The terms of a step of three dimensions, from what a plan says of its stages."""
+"""The terms of a step of three dimensions, from the seconds that a plan gives for its stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,10 +8,15 @@ from ..schema.parallel import ParallelStage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelStepTerms:
-    """What a predicted step adds up to (docs/parallel.md), seconds each.
+    """The terms that add up to a predicted step (docs/parallel.md), in seconds.
 
-    ``passes`` and ``messages`` are of all microbatches in the slowest stage, ``other_stages`` one
-    microbatch in each of the others, before and after (the bubble of 4.2.2).
+    Attributes:
+        passes: Passes of all microbatches in the slowest stage.
+        messages: Messages of all microbatches in the slowest stage.
+        other_stages: One microbatch in each of the other stages, before and after (the bubble of
+            thesis 4.2.2).
+        update: The optimizer's update.
+        all_reduce: The all-reduce of gradients.
     """
 
     passes: float
@@ -22,11 +27,14 @@ class ParallelStepTerms:
 
 
 def step_terms(num_microbatches: int, stages: Sequence[ParallelStage]) -> ParallelStepTerms | None:
-    """The terms of a step from what a plan says of its stages; None where it does not.
+    """The terms of a step from what a plan gives for its stages.
 
     Args:
-        num_microbatches: m of each pipeline.
-        stages: With their seconds.
+        num_microbatches: Microbatches per pipeline (m).
+        stages: The stages, with their seconds.
+
+    Returns:
+        The terms; None where a stage does not give its seconds.
     """
     passes = [stage.compute_seconds for stage in stages]
     messages = [stage.transfer_seconds for stage in stages]

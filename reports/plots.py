@@ -1,4 +1,4 @@
-"""Profiles and splits as pictures. matplotlib is optional (``pip install hetflow[plots]``)."""
+"""Plot profiles and splits. matplotlib is optional (``pip install hetflow[plots]``)."""
 
 import io
 from collections.abc import Sequence
@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
 
 def curves_image(profiles: Sequence[Profile], file_format: str) -> bytes:
-    """Throughput over batch size, one line a device type (VirtualFlow figure 7, left).
+    """Plot throughput over batch size, one line per device type (VirtualFlow figure 7, left).
 
     Args:
         profiles: Profiles of one or more device types.
         file_format: ``png`` or ``svg``.
+
+    Returns:
+        The bytes of the file.
 
     Raises:
         HetflowError: matplotlib is not installed.
@@ -40,7 +43,14 @@ def curves_image(profiles: Sequence[Profile], file_format: str) -> bytes:
 
 
 def split_image(plan: SplitPlan, file_format: str) -> bytes:
-    """The split of a batch: each device's passes as bars on a time axis.
+    """Plot the split of a batch: each device's passes as bars on a time axis in seconds.
+
+    Args:
+        plan: The split.
+        file_format: ``png`` or ``svg``.
+
+    Returns:
+        The bytes of the file.
 
     Raises:
         HetflowError: matplotlib is not installed.
@@ -66,7 +76,7 @@ def split_image(plan: SplitPlan, file_format: str) -> bytes:
 
 
 def _draw_passes(axes: Any, row: int, passes: int, seconds: float) -> None:
-    # Beyond a few hundred passes the edges alone would fill the picture.
+    # With more than a few hundred passes, the edges alone would fill the picture.
     shown = passes if passes <= 200 else 1
     width = passes * seconds / shown
     axes.barh(
@@ -96,7 +106,11 @@ def _label(profile: Profile) -> str:
 
 
 def new_figure(*, height_inches: float = 4.0) -> "Figure":
-    """An empty figure; matplotlib is optional."""
+    """Make an empty figure.
+
+    Raises:
+        HetflowError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

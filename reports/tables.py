@@ -1,4 +1,4 @@
-"""Records as plain tables for people."""
+"""Show records as plain-text tables."""
 
 from ..schema.cluster import Cluster
 from ..schema.files import Record
@@ -18,7 +18,7 @@ from .terms import terms_table
 
 
 def table_of(record: Record) -> str:
-    """The table of whatever record a file held."""
+    """The table of a record of any kind."""
     if isinstance(record, Profile):
         return profile_table(record)
     if isinstance(record, Cluster):
@@ -43,7 +43,7 @@ def table_of(record: Record) -> str:
 
 
 def profile_table(profile: Profile) -> str:
-    """Step time, throughput and memory over batch sizes."""
+    """Step time, throughput (samples per second) and memory, by batch size."""
     rows = [
         (
             point.batch_size,
@@ -102,7 +102,7 @@ def plan_table(plan: SplitPlan) -> str:
 
 
 def pipeline_table(plan: PipelinePlan) -> str:
-    """Which layers run where, how long a microbatch takes there, and how good that is."""
+    """Which layers run where, the time of a microbatch there, and the proof."""
     estimated = {estimate.device_type for estimate in plan.estimates}
     rows = [
         (
@@ -170,7 +170,7 @@ def _proof_text(proof: Proof) -> str:
 
 
 def _simpler_lines(proof: Proof) -> list[str]:
-    """What was given up for a plan that is simpler than the fastest."""
+    """The cost of choosing a plan that is simpler than the fastest."""
     if proof.tolerance is None or proof.lower_bound is None or not proof.gap:
         return []
     return [
@@ -202,7 +202,7 @@ def _est_lines(plan: SplitPlan) -> list[str]:
 
 
 def cluster_table(cluster: Cluster) -> str:
-    """Device types, how many there are, their memory and price."""
+    """Device types, their numbers, memory and price."""
     rows = [
         (
             name,
@@ -229,7 +229,7 @@ def launch_table(config: LaunchConfig) -> str:
 
 
 def run_table(run: RunRecord) -> str:
-    """How the run ended, its events, and predicted beside measured times of devices and step."""
+    """How the run ended, its events, and the predicted and measured times of devices and step."""
     rows = [
         (
             device.rank,
@@ -266,7 +266,7 @@ def run_table(run: RunRecord) -> str:
 
 
 def device_name(device_type: str, emulated: bool, estimated: bool = False) -> str:
-    """The type's name; an emulated or an estimated one always says so."""
+    """The type's name, marked if it is emulated or estimated."""
     kind = " (emulated)" if emulated else " (estimated)" if estimated else ""
     return f"{device_type}{kind}"
 

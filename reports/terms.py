@@ -1,11 +1,11 @@
-"""The terms of a run's step: predicted beside measured."""
+"""Compare the terms of a run's step: predicted and measured."""
 
 from ..schema.run import RunRecord, TermComparison
 from .grid import grid, milliseconds
 
 
 def terms_table(run: RunRecord) -> str:
-    """One row a term; those that are off by more than 5 % of the step are marked."""
+    """One row per term; terms that are off by more than 5 % of the step are marked."""
     rows = [
         (
             _name(entry),

@@ -1,8 +1,8 @@
-"""A timed pipeline schedule as a picture: for the terminal, as SVG, as one HTML file.
+"""Draw a timed pipeline schedule: for the terminal, as SVG, or as one HTML file.
 
-One row a rank and time to the right, as in the papers' figures. Forward passes, backward passes
-and weight gradients differ in fill and colour; the number is the microbatch (from 0), a letter
-behind it the model chunk where a rank holds several.
+There is one row per rank, and time goes to the right, as in the papers' figures. Forward passes,
+backward passes and weight gradients differ in fill and colour. The number in a bar is the
+microbatch (from 0); a letter after it is the model chunk, where a rank holds several.
 """
 
 from collections.abc import Iterator
@@ -43,9 +43,10 @@ def terminal_timeline(timing: Timing, *, width: int = 120, colour: bool = False)
     """Draw a schedule in plain characters.
 
     Args:
-        timing: What to draw.
-        width: Most characters for the time axis. A number that does not fit its bar is left out.
-        colour: Colour the bars by ANSI escapes.
+        timing: The timed schedule.
+        width: Largest number of characters for the time axis. A number that does not fit into its
+            bar is left out.
+        colour: Whether to colour the bars by ANSI escapes.
     """
     heads = [f"rank {rank}" for rank in range(timing.schedule.num_ranks)]
     scale = _characters_per_second(timing, width)
@@ -68,7 +69,7 @@ def summary(timing: Timing) -> str:
 
 
 def svg_timeline(timing: Timing, *, width: int = 1200) -> str:
-    """Draw a schedule as an SVG document of its own, ``width`` pixels wide."""
+    """Draw a schedule as a complete SVG document, ``width`` pixels wide."""
     scale = (width - _LEFT - 20) / (timing.makespan_seconds or 1)
     height = _TOP + _ROW * timing.schedule.num_ranks + 40
     parts = [
@@ -90,11 +91,11 @@ def svg_timeline(timing: Timing, *, width: int = 1200) -> str:
 
 
 def html_timeline(timing: Timing, *, title: str | None = None) -> str:
-    """Draw a schedule as one HTML file that needs nothing else.
+    """Draw a schedule as one HTML file that needs no other files.
 
     Args:
-        timing: What to draw.
-        title: The heading; the schedule's name where None.
+        timing: The timed schedule.
+        title: The heading; None is the schedule's name.
     """
     name = escape(title or timing.schedule.name)
     rows = "\n".join(_html_row(timing, rank) for rank in range(timing.schedule.num_ranks))
@@ -125,7 +126,7 @@ td, th {{ padding: 0.2em 1em; text-align: right; }}
 
 
 def bar_label(timing: Timing, rank: int, operation: Operation) -> str:
-    """What stands in a bar: the microbatch, and the chunk where the rank holds several."""
+    """The label of a bar: the microbatch, and the chunk where the rank holds several."""
     stages = timing.schedule.stages_of_rank[rank]
     chunk = chr(ord("a") + stages.index(operation.stage) % 26) if len(stages) > 1 else ""
     return "" if operation.kind is Kind.UPDATE else f"{operation.microbatch}{chunk}"
@@ -139,7 +140,7 @@ def _bars(timing: Timing, rank: int) -> Iterator[Bar]:
 
 
 def _characters_per_second(timing: Timing, width: int) -> float:
-    """A whole number of characters for the shortest pass, as many as its label needs and fit."""
+    """Characters per second: a whole number of characters for the shortest pass and its label."""
     bars = [(r, bar) for r in range(timing.schedule.num_ranks) for bar in _bars(timing, r)]
     if not bars:
         return 1.0

@@ -21,8 +21,8 @@ Event = dict[str, Any]
 def trace_json(timing: Timing) -> str:
     """Write the trace-event JSON of a schedule.
 
-    One track a rank for passes, reductions and updates, one for its sends where they take time,
-    and an arrow from each pass to the pass on another rank that uses its result.
+    Each rank has one track for passes, reductions and updates, and one for sends where they take
+    time. An arrow leads from each pass to the pass on another rank that uses its result.
     """
     events: list[Event] = [_named("process_name", timing.schedule.name, 0)]
     for rank in range(timing.schedule.num_ranks):
@@ -73,7 +73,7 @@ def _slice(operation: Operation, span: Span, track: int) -> Event:
 
 
 def _arrows(timing: Timing) -> Iterator[Event]:
-    """From the middle of the pass that makes a message to the start of the one that uses it."""
+    """Arrows from the middle of the pass that makes a message to the start of the one using it."""
     passes: dict[tuple[bool, int, int], tuple[int, Span]] = {}
     for rank, operations in enumerate(timing.schedule.ranks):
         for operation, span in zip(operations, timing.spans[rank], strict=True):

@@ -1,4 +1,4 @@
-"""What runs inside a worker: virtual nodes, one gradient buffer, exact sharding of the data.
+"""The runtime of one worker: virtual nodes, one gradient buffer, exact sharding of the data.
 
 A training script needs five changed lines, and still runs under plain ``python``::
 
@@ -22,7 +22,7 @@ __all__ = ["Job", "prepare", "tensor_parallel"]
 
 
 def __getattr__(name: str) -> object:
-    """Load the job, and torch with it, when first asked for: planning starts without torch."""
+    """Import a public name, and torch with it, on first use: planning starts without torch."""
     if name in __all__:
         from . import job, start
         from .tensor import roles

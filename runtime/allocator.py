@@ -1,11 +1,11 @@
-"""Keep freed host memory in the process: a pass takes as long whatever the process did before.
+"""Keep freed host memory in the process, so that the time of a pass does not depend on the past.
 
-glibc gives large blocks back to the kernel as soon as they are free, above thresholds that follow
-the sizes it has seen. A pass on a CPU frees all its activations, so the next one may fault every
-page in again: thousands of faults a pass, or none, depending on what the process has allocated
-before. Kept, a ResNet-18 pass takes a fifth less time, and profiles and launches the same time. The
-price is memory in pieces: where few large blocks are most of what a pass needs, as in a pipeline of
-wide linear layers, the peak grows over the first steps (docs/benchmarks.md).
+glibc returns large blocks to the kernel as soon as they are free. What counts as large depends on
+the sizes it has seen. A pass on a CPU frees all its activations, so the next pass may fault every
+page in again: thousands of page faults a pass or none, depending on earlier allocations. When
+freed memory is kept, a ResNet-18 pass takes a fifth less time, and profiles and launches measure
+the same time. The price is fragmentation: where few large blocks are most of what a pass needs, as
+in a pipeline of wide linear layers, the peak grows over the first steps (docs/benchmarks.md).
 """
 
 import ctypes
@@ -22,11 +22,11 @@ _STATED = (
 
 
 def keep_freed_memory() -> bool:
-    """Have malloc reuse what is freed instead of giving it back and asking for it again.
+    """Make malloc reuse freed memory instead of returning it to the kernel.
 
     Returns:
-        Whether it was done: not where another C library has no such options, nor where the
-        environment states its own (``MALLOC_..._``, ``GLIBC_TUNABLES``).
+        Whether the options were set. False where the C library has no such options, and where
+        the environment sets them itself (``MALLOC_..._``, ``GLIBC_TUNABLES``).
     """
     if any(name in os.environ for name in _STATED) or "malloc" in os.environ.get(
         "GLIBC_TUNABLES", ""

@@ -1,6 +1,6 @@
-"""Whether an error of this worker is its own or follows from the loss of another worker.
+"""Tell whether an error is this worker's own or follows from the loss of another worker.
 
-By type, and by where an error was raised; never by its text. Nothing here imports torch.
+The type of an error decides, and where it was raised; never its text. Nothing here imports torch.
 """
 
 import sys
@@ -12,21 +12,22 @@ from ..schema.errors import PeerLostError
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether an exchange of the runtime found that another worker is gone (runtime/peers.py)."""
+    """Whether a collective or message of the runtime found another worker gone (peers.py)."""
     return isinstance(error, PeerLostError)
 
 
 def may_be_echo(error: BaseException) -> bool:
     """Whether an error of the script may follow from the loss of another worker.
 
-    It came out of an exchange that the script did by itself, or while one was being handled. It is
-    the script's error all the same; but where another worker failed too, that one is to blame.
+    It may if it was raised by a collective that the script called itself, or while such an error
+    was being handled. It still counts as the script's error; but where another worker failed too,
+    that worker is to blame.
     """
     return any(isinstance(e, PeerLostError) or _is_of_an_exchange(e) for e in _with_causes(error))
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, what it was raised from, and what was being handled then."""
+    """Yield an error, the errors that caused it, and those being handled when it was raised."""
     waiting, seen = [error], set[int]()
     while waiting:
         one = waiting.pop()
@@ -40,8 +41,8 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 def _is_of_an_exchange(error: BaseException) -> bool:
     """Whether ``torch.distributed`` raised it.
 
-    Errors of NCCL and of the store have types. gloo's are plain RuntimeErrors, known by the
-    function they were raised in. One that a ``work.wait()`` of the script raises is not known.
+    Errors of NCCL and of the store have types. gloo raises plain RuntimeErrors; they are known by
+    the function that raised them. One raised by a ``work.wait()`` of the script is not recognised.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None or dist.__file__ is None or not isinstance(error, RuntimeError):

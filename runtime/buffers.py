@@ -1,13 +1,13 @@
-"""The fate of buffers such as batch-norm statistics: each virtual node owns its own.
+"""Buffers such as batch-norm statistics: each virtual node owns its own.
 
-Before a pass the virtual node's buffers stand in the model, by reference; a pass that changes one
-leaves the virtual node with its own copy, and the others untouched. So statistics follow the
-virtual node, not the device, and memory grows only by the buffers that passes change.
+Before a pass, the virtual node's buffers are put into the model by reference. A pass that changes
+a buffer gives the virtual node its own copy; the other virtual nodes keep theirs. So statistics
+belong to the virtual node, not to the device, and memory grows only by the buffers that change.
 
-Evaluation and the final model need one value: floating-point buffers become the mean over
-virtual nodes weighted by their batch sizes, summed in order of virtual nodes; others (counts of
-batches) are virtual node 0's. The same bits come out for every mapping. A buffer that the script
-writes between steps holds for every virtual node from then on.
+Evaluation and the final model need one value. A floating-point buffer becomes the mean over the
+virtual nodes, weighted by their batch sizes and summed in order of virtual nodes. Other buffers
+(such as counts of batches) take virtual node 0's value. Every mapping gives the same bits. If the
+script writes a buffer between steps, all virtual nodes use the new value from then on.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ AllReduce = Callable[[Tensor], object]
 
 
 class BufferSlot:
-    """One buffer: where it stands in the model, its shared value, and who owns a copy."""
+    """One buffer: its places in the model, its shared value, and each virtual node's own copy."""
 
     def __init__(self, name: str, value: Tensor) -> None:
         self.name = name
@@ -34,38 +34,38 @@ class BufferSlot:
         self.own: dict[int, Tensor] = {}
         self.left = value
         self.version = value._version
-        # Batch-norm's kernels write its statistics without counting it as a write.
+        # Batch-norm's kernels write its statistics without increasing the tensor's version.
         self.writes_silently = False
         self.checked = False
 
     @property
     def is_persistent(self) -> bool:
-        """Whether it is a part of the model's state, and no cache."""
+        """Whether it is part of the model's ``state_dict``."""
         module, key = self.owners[0]
         return key not in module._non_persistent_buffers_set
 
     def current(self) -> Tensor:
-        """What stands in the model now."""
+        """The value that is in the model now."""
         module, key = self.owners[0]
         value = module._buffers[key]
         assert value is not None
         return value
 
     def install(self, value: Tensor) -> None:
-        """Put a value into the model, wherever the buffer stands."""
+        """Put a value into the model, at every place where the buffer is registered."""
         for module, key in self.owners:
             module._buffers[key] = value
         self.left, self.version = value, value._version
 
     def was_written(self) -> bool:
-        """Whether it was written to since it was put in place."""
+        """Whether it was written to since it was put into the model."""
         current = self.current()
         return current is not self.left or current._version != self.version
 
     def was_changed_by_pass(self) -> bool:
-        """Whether the pass that ended has changed it."""
+        """Whether the pass that just ended has changed it."""
         if not self.checked:
-            # Other code may do as batch-norm does: the first pass is judged by the values.
+            # Other modules may write as batch-norm does, so the first pass compares values.
             self.checked = True
             current = self.current()
             same = current.shape == self.base.shape and torch.equal(current, self.base)
@@ -73,30 +73,30 @@ class BufferSlot:
         return self.writes_silently or self.was_written()
 
     def value_of(self, node: int) -> Tensor:
-        """A virtual node's value: its own copy, or the one that all share."""
+        """A virtual node's value: its own copy if it has one, else the shared value."""
         return self.own.get(node, self.base)
 
     @staticmethod
     def bytes_of(value: Tensor) -> Tensor:
-        """The bytes of a value, as a flat tensor."""
+        """The bytes of a value, as a flat uint8 tensor."""
         return value.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class Follower(Protocol):
-    """Keeps copies of all virtual nodes' buffers, and is told what no pass has changed."""
+    """Keeps copies of all virtual nodes' buffers; it is told of changes made outside of passes."""
 
     def rewrite(self, written: Sequence[BufferSlot]) -> None:
-        """The script wrote these between steps."""
+        """Take the shared values of buffers that the script wrote between steps."""
 
     def reset(self, state: dict[str, Any]) -> None:
-        """All of them come from a state, in ``VirtualNodeBuffers.capture``'s form."""
+        """Replace all copies by a state in the form of ``VirtualNodeBuffers.capture``."""
 
 
 class VirtualNodeBuffers:
     """The buffers of a model, one set for each virtual node of this device."""
 
     def __init__(self, model: nn.Module, local: Sequence[int], batch_sizes: Sequence[int]) -> None:
-        """Take the model, this device's virtual nodes, and the batch sizes of all of them."""
+        """Take the model, this device's virtual nodes, and all virtual nodes' batch sizes."""
         self._model = model
         self._local = tuple(local)
         self._batch_sizes = tuple(batch_sizes)
@@ -107,15 +107,15 @@ class VirtualNodeBuffers:
     def of(
         cls, model: nn.Module, local: Sequence[VirtualNode], batch_sizes: Sequence[int]
     ) -> "VirtualNodeBuffers":
-        """The buffers for the virtual nodes of one worker slot."""
+        """The buffers of the virtual nodes of one worker."""
         return cls(model, [node.index for node in local], batch_sizes)
 
     def follow(self, follower: Follower) -> None:
-        """Tell ``follower`` what changes outside of passes."""
+        """Tell ``follower`` of every change made outside of passes."""
         self._follower = follower
 
     def begin_step(self) -> None:
-        """Notice what the script wrote since the last pass: it is everyone's value now."""
+        """Share what the script wrote since the last pass with all virtual nodes."""
         written = [slot for slot in self.slots if slot.was_written()]
         for slot in written:
             value = slot.current()
@@ -126,7 +126,7 @@ class VirtualNodeBuffers:
             self._follower.rewrite(written)
 
     def move(self, local: Sequence[int], state: dict[str, Any]) -> None:
-        """Run other virtual nodes from now on, with their buffers from ``capture``'s form."""
+        """Run other virtual nodes from now on; ``state`` is in the form of ``capture``."""
         self._local = tuple(local)
         self._take(state)
 
@@ -136,7 +136,7 @@ class VirtualNodeBuffers:
             slot.install(slot.own.get(node, slot.shared))
 
     def save(self, node: int) -> None:
-        """Keep what a virtual node's pass changed."""
+        """Keep the buffers that a virtual node's pass changed."""
         for slot in self.slots:
             if not slot.was_changed_by_pass():
                 continue
@@ -148,25 +148,28 @@ class VirtualNodeBuffers:
             slot.install(current)
 
     def merged(self, all_reduce: AllReduce | None) -> dict[str, Tensor]:
-        """The merged value of every buffer that a pass has changed, the same on every worker.
+        """The merged value of every buffer that a pass has changed, equal on every worker.
 
         Args:
             all_reduce: Sums a tensor in place over the workers; None for a single worker.
+
+        Returns:
+            Values by buffer name.
         """
         changed = self._changed_anywhere(all_reduce)
         return {slot.name: self._merged(slot, all_reduce) for slot in changed}
 
     def install(self, merged: dict[str, Tensor]) -> None:
-        """Put merged buffers into the model; virtual nodes keep their own."""
+        """Put merged buffers into the model; virtual nodes keep their own copies."""
         for slot in self.slots:
             if slot.name in merged:
                 slot.install(merged[slot.name].to(slot.base.device))
 
     def capture(self, holders: Sequence[int], distributed: bool) -> dict[str, Any]:
-        """Every virtual node's buffers, on every worker: what a checkpoint keeps.
+        """Every virtual node's buffers, on every worker, as a checkpoint keeps them.
 
         Args:
-            holders: The rank that holds each virtual node.
+            holders: [virtual nodes] the rank that holds each.
             distributed: Whether there are other workers.
         """
         self.begin_step()
@@ -181,11 +184,11 @@ class VirtualNodeBuffers:
         return {"base": {slot.name: slot.base for slot in self.slots}, "nodes": nodes}
 
     def _unpacked(self, packed: Tensor) -> dict[str, Tensor]:
-        """Those of a virtual node's buffers that are its own."""
+        """The buffers of which a virtual node has its own copy, by name."""
         found, at = {}, 0
         for slot in self.slots:
             size = slot.base.numel() * slot.base.element_size()
-            # A clone starts at an aligned address, which a part of the bytes need not.
+            # A clone starts at an aligned address; a slice of the bytes may not.
             flat = packed[at : at + size].clone().view(slot.base.dtype)
             value, at = flat.reshape(slot.base.shape), at + size
             if not torch.equal(value, slot.base):
@@ -193,7 +196,7 @@ class VirtualNodeBuffers:
         return found
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take buffers back from ``capture``, on whatever mapping."""
+        """Take buffers back from ``capture``; the mapping may be another one."""
         self._take(state)
         if self._follower is not None:
             self._follower.reset(state)
@@ -234,7 +237,7 @@ class VirtualNodeBuffers:
         for node in self._local:
             rows[node] = slot.value_of(node).reshape(-1).double()
         if all_reduce is not None:
-            # Each row is one worker's plus zeros, so the sum is exact wherever it is made.
+            # Each row has one worker's values and zeros from the others: exact in any order.
             all_reduce(rows)
         mean, total = torch.zeros_like(rows[0]), sum(self._batch_sizes)
         for row, size in zip(rows, self._batch_sizes, strict=True):
@@ -255,7 +258,7 @@ class VirtualNodeBuffers:
 
 
 def find_slots(model: nn.Module) -> list[BufferSlot]:
-    """Every buffer of a model once, in order, with all the places where it stands."""
+    """Every buffer of a model once, in order of registration, with all its places."""
     slots: dict[int, BufferSlot] = {}
     for prefix, module in model.named_modules():
         for key, value in module._buffers.items():

@@ -1,8 +1,8 @@
-"""Which torch each worker runs, and which of them cannot work together.
+"""Compare the torch builds of the workers and refuse those that cannot work together.
 
-Hosts of unlike GPUs may need unlike builds of torch: no one build has kernels for the oldest and
-the newest GPUs. NCCL refuses a group of unlike versions of itself with an error that names no host,
-and kernels of unlike releases of torch give unlike bits.
+Hosts with different GPUs may need different builds of torch: no one build has kernels for both the
+oldest and the newest GPUs. Where NCCL versions differ, NCCL fails with an error that names no host.
+Kernels of different torch releases give different bits.
 """
 
 import socket
@@ -22,10 +22,13 @@ from .telling import log
 
 @record
 class Build:
-    """One worker's torch. ``toolkit`` is what it was built with for the worker's device.
+    """The torch build of one worker.
 
-    ``collective_version`` is that of the library that carries exchanges between such devices;
-    None where its versions work together.
+    Attributes:
+        host: Name of the worker's host.
+        torch: Torch's version, with that of the build.
+        toolkit: Toolkit that torch was built with for the worker's device, such as a CUDA version.
+        collective_version: Version of the collectives' library; None where its versions mix.
     """
 
     host: Name
@@ -35,16 +38,16 @@ class Build:
 
     @property
     def release(self) -> str:
-        """Torch's version without that of the build, as 2.9.1 of 2.9.1+cu128."""
+        """Torch's version without the build's suffix: 2.9.1 for 2.9.1+cu128."""
         return self.torch.partition("+")[0]
 
     def text(self) -> str:
-        """The record as it travels through the store."""
+        """The record as text, for the store."""
         return to_json(self)
 
 
 def own_build(device: torch.device) -> Build:
-    """That of this process, for its device."""
+    """The build of this process, for its device."""
     backend = backend_of(device)
     return Build(
         host=socket.gethostname() or "unknown",
@@ -55,21 +58,25 @@ def own_build(device: torch.device) -> Build:
 
 
 def parse_build(text: str) -> Build:
-    """Read a build back, validated."""
+    """Read a build back from its text.
+
+    Raises:
+        pydantic.ValidationError: The text is not such a record.
+    """
     return TypeAdapter(Build).validate_json(text)
 
 
 def check_builds(builds: Sequence[Build], collective: str, determinism: Determinism) -> None:
-    """Refuse builds that cannot work together, and tell of those that may not agree.
+    """Refuse builds that cannot work together; warn of those that may give different bits.
 
     Args:
-        builds: Each rank's.
-        collective: The library that the group is to run over.
+        builds: [ranks] each worker's build.
+        collective: The backend of the process group, such as ``nccl``.
         determinism: The level that the launch promises.
 
     Raises:
-        TargetError: That library is of unlike versions, or the level promises bits that
-            unlike releases of torch do not give.
+        TargetError: The workers have different versions of the backend; or different releases of
+            torch, under a level that promises equal bits.
     """
     unlike = None
     if collective != HOST_COLLECTIVE:
@@ -91,7 +98,7 @@ def check_builds(builds: Sequence[Build], collective: str, determinism: Determin
 
 
 def _unlike(builds: Sequence[Build], version_of: Callable[[Build], str]) -> str | None:
-    """Two ranks that differ, for a sentence; None where all are alike."""
+    """Name two ranks whose versions differ; None where all are equal."""
     first = builds[0]
     for rank, build in enumerate(builds):
         if version_of(build) != version_of(first):

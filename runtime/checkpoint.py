@@ -1,10 +1,10 @@
-"""Checkpoints on disk: complete or not there, checksummed, and nothing in them is ever run.
+"""Checkpoints on disk: each is complete or absent, has checksums, and contains no code.
 
 A checkpoint is a folder ``step-000000120`` with two files. ``tensors.bin`` holds the raw bytes of
-all tensors one after another; ``manifest.json`` says what they are, holds everything else as
-tagged JSON, and the SHA-256 of both. The folder is written under another name, flushed to the
-disk and renamed, so a crash leaves the earlier ones alone (Write-then-rename; VirtualFlow 7).
-A pipeline's checkpoint is in parts, each of them such a folder (runtime/parts.py).
+all tensors one after another. ``manifest.json`` describes the tensors, holds everything else as
+tagged JSON, and has the SHA-256 of both. The folder is written under a temporary name, flushed to
+the disk and then renamed, so a crash leaves earlier checkpoints intact (VirtualFlow 7).
+A pipeline's checkpoint is in parts; each part is such a folder (runtime/parts.py).
 """
 
 import contextlib
@@ -30,15 +30,15 @@ from ..schema.errors import FileError, TargetError
 from .manifest import ALIGNMENT, DTYPES, FORMAT, BrokenCheckpoint, check_body, check_file
 
 KEPT = 2
-_MOST_DIGITS = 40  # of a whole number; numpy's states have 128 bits
-MAX_DEPTH = 200  # of nested values, well within what Python recurses
+_MOST_DIGITS = 40  # of a whole number; numpy's random states have 128 bits
+MAX_DEPTH = 200  # of nested values, well below Python's recursion limit
 _NAME = re.compile(r"^step-([0-9]{9,})$")
 _NESTS = ("list", "tuple", "dict", "counter")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What was read: a plain header (step, position, virtual nodes, ...) and the state."""
+    """A checkpoint as read: a plain header (step, position, virtual nodes, ...) and the state."""
 
     path: Path
     header: dict[str, Any]
@@ -46,7 +46,7 @@ class Checkpoint:
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """A contiguous copy on the host; waits for the tensor's device."""
+    """A contiguous copy on the host. Waits for the tensor's device."""
     return tensor.detach().to(TORCH_DEVICE, copy=True).contiguous()
 
 
@@ -58,14 +58,17 @@ def encode(
     *,
     copy: Callable[[Tensor], Tensor] = copy_to_host,
 ) -> Any:
-    """A nest of plain values as JSON; its tensors go to the list, on the host.
+    """Encode nested plain values as JSON; their tensors are appended to a list, on the host.
 
     Args:
-        value: The nest.
-        tensors: Takes the tensors, in the order in which they are met.
-        at: Where the value stands, for messages.
-        depth: In how many others it is.
+        value: The nested values.
+        tensors: Tensors are appended here, in the order in which they are met.
+        at: Path of the value, for error messages.
+        depth: Nesting depth of the value.
         copy: Makes a tensor's copy on the host.
+
+    Returns:
+        The JSON value; each tensor is a reference by number.
 
     Raises:
         TargetError: A value that is not plain data (a function, an object); says where.
@@ -98,10 +101,10 @@ def encode(
 
 
 def decode(value: Any, tensors: list[Tensor]) -> Any:
-    """What ``encode`` made, as it was.
+    """Decode what ``encode`` made.
 
     Raises:
-        BrokenCheckpoint: ``encode`` makes nothing like it.
+        BrokenCheckpoint: ``encode`` could not have made this.
     """
     rest = iter(range(len(tensors)))
     found = _decoded(value, tensors, rest)
@@ -111,7 +114,7 @@ def decode(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _decoded(value: Any, tensors: list[Tensor], rest: Iterator[int], depth: int = 0) -> Any:
-    """Every tensor is named once, in order, so that no two things share their memory."""
+    """Decode one value. Each tensor must occur once, in order, so that no two share memory."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if depth > MAX_DEPTH:
@@ -157,7 +160,7 @@ def _is_key(key: Any) -> bool:
 
 
 def name_of(step: int) -> str:
-    """The folder of the checkpoint after ``step`` global steps."""
+    """The folder name of the checkpoint after ``step`` global steps."""
     return f"step-{step:09d}"
 
 
@@ -168,16 +171,16 @@ def write(
     tensors: list[Tensor],
     broken: Collection[Path] = (),
 ) -> Path:
-    """Write a checkpoint; afterwards it is complete on disk, or was never there.
+    """Write a checkpoint: afterwards it is complete on disk, or it is absent.
 
-    Keeps the ``KEPT`` newest that are good and removes older ones.
+    Keeps the ``KEPT`` newest usable checkpoints and removes older ones.
 
     Args:
-        folder: Where checkpoints are.
+        folder: The folder of all checkpoints.
         header: Plain values; ``step`` names the checkpoint.
         encoded: The state, from ``encode``.
-        tensors: Its tensors, on the host.
-        broken: Checkpoints that are known to be of no use; they do not count as kept.
+        tensors: The state's tensors, on the host.
+        broken: Checkpoints known to be unusable; they do not count as kept.
 
     Raises:
         FileError: The disk is full, or the folder cannot be written.
@@ -189,13 +192,13 @@ def write(
 
 
 def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: list[Tensor]) -> None:
-    """Write a folder with a manifest and tensors: complete on disk afterwards, or never there.
+    """Write a folder with a manifest and tensors: afterwards it is complete on disk, or absent.
 
     Raises:
         FileError: The disk is full, or the folder cannot be written.
     """
-    # Nobody can foresee the name, and mkdir follows no link: where others can write to the folder,
-    # what they plant there neither blocks a checkpoint nor leads it elsewhere.
+    # The name is random, and mkdir follows no link. So where others can write to the folder,
+    # nothing they create there can block a checkpoint or redirect it.
     making = final.parent / f".making-{final.name}.{secrets.token_hex(8)}"
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
@@ -223,11 +226,11 @@ def write_folder(final: Path, header: dict[str, Any], encoded: Any, tensors: lis
 
 
 def read(path: Path) -> Checkpoint:
-    """Read a checkpoint and verify every byte of it, and that it has the form of one.
+    """Read a checkpoint; verify its checksums and its form.
 
     Raises:
         BrokenCheckpoint: Something is missing, cut short or changed.
-        FileError: It was written by a later hetflow.
+        FileError: A later hetflow wrote it.
     """
     body = read_manifest(path)
     data = bytearray(_content(path / "tensors.bin"))
@@ -240,13 +243,18 @@ def read(path: Path) -> Checkpoint:
 
 
 def _whole(digits: str) -> int:
-    if len(digits) > _MOST_DIGITS:  # beyond floats, or near: torch and Python fail on it in a step
+    if len(digits) > _MOST_DIGITS:  # near a float's range or beyond: torch fails in a later step
         raise BrokenCheckpoint(f"manifest.json holds a whole number of {len(digits)} digits")
     return int(digits)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The verified manifest of a checkpoint, without its tensors; see ``read``."""
+    """Read and verify a checkpoint's manifest, without its tensors.
+
+    Raises:
+        BrokenCheckpoint: It is missing, cut short or changed.
+        FileError: A later hetflow wrote it.
+    """
     try:
         document = json.loads(_content(path / "manifest.json"), parse_int=_whole)
         body, digest = document["manifest"], document["sha256"]
@@ -276,10 +284,10 @@ def _content(path: Path) -> bytes:
 def newest(
     folder: Path, read_one: Callable[[Path], Checkpoint] = read
 ) -> tuple[Checkpoint | None, dict[Path, BrokenCheckpoint]]:
-    """The newest whole checkpoint, and what is wrong with each that is newer.
+    """Find the newest usable checkpoint, and the fault of each newer one.
 
     Raises:
-        FileError: The folder cannot be read, or holds a later hetflow's.
+        FileError: The folder cannot be read, or a later hetflow wrote a checkpoint in it.
     """
     broken: dict[Path, BrokenCheckpoint] = {}
     for path in found(folder):
@@ -291,7 +299,7 @@ def newest(
 
 
 def found(folder: Path) -> list[Path]:
-    """Checkpoints by their names, the newest first.
+    """The paths of all checkpoints by their names, newest first.
 
     Raises:
         FileError: The folder cannot be read.
@@ -305,18 +313,21 @@ def found(folder: Path) -> list[Path]:
 
 
 def remove_old(folder: Path, final: Path, is_good: Callable[[Path], bool]) -> None:
-    """Remove all that is older than the ``KEPT`` newest good checkpoints, save for ``final``."""
+    """Remove all that is older than the ``KEPT`` newest usable checkpoints, except ``final``."""
     num_good = 0
     for path in found(folder):
         if num_good == KEPT:
-            if path != final:  # names that somebody planted may seem newer
+            if path != final:  # a folder that someone else put there may have a newer name
                 _discard(path)
         else:
             num_good += is_good(path)
 
 
 def set_aside(folder: Path) -> Path | None:
-    """Move all checkpoints to a folder of their own beside the new ones; None if there are none.
+    """Move all checkpoints into a new folder beside the coming ones.
+
+    Returns:
+        The new folder; None if there were no checkpoints.
 
     Raises:
         FileError: They cannot be moved.
@@ -340,13 +351,13 @@ def set_aside(folder: Path) -> Path | None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove the partial files of killed writers; call it while no checkpoint is written."""
+    """Remove partial files of killed writers. Call it while no checkpoint is being written."""
     for path in [*folder.glob(".making-*"), *folder.glob("step-*/.making-*")]:
         _discard(path)
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder, or a link to one but not what it points at; what cannot go stays."""
+    """Remove a folder, or a link but not its target; ignore what cannot be removed."""
     with contextlib.suppress(OSError):
         if path.is_symlink() or path.is_file():
             path.unlink()
@@ -400,7 +411,7 @@ def _write_flushed(path: Path, data: bytes) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Make names in a folder last: a rename is only on disk when its folder is."""
+    """Flush a folder to the disk: a rename is durable only once its folder is flushed."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

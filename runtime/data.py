@@ -39,7 +39,7 @@ Key = tuple[int, int, int]  # epoch, sample index, how often it was drawn before
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One virtual node's share of one global batch."""
+    """One virtual node's share of one global batch; ``num_samples`` of it, which may be short."""
 
     virtual_node: int
     num_samples: int
@@ -48,7 +48,7 @@ class Pass:
 
 @dataclass(slots=True)
 class Batch:
-    """One global batch, as this worker sees it: a handle for ``job.backward``."""
+    """One global batch, as this worker sees it: the handle that ``job.backward`` takes."""
 
     epoch: int
     step: int
@@ -57,10 +57,14 @@ class Batch:
     passes: tuple[Pass, ...]
     _feed: Iterator[Any] = field(repr=False)
     _taken: bool = field(default=False, repr=False)
-    is_done: bool = False  # all workers have its gradient, or left it out
+    is_done: bool = False  # all workers have its gradient, or skipped it
 
     def inputs(self) -> Iterator[tuple[Pass, Any]]:
-        """Each pass with its collated samples on the device. Can be used once."""
+        """Yield each pass with its collated samples on the device.
+
+        Raises:
+            TargetError: It was called before: a batch can be used once.
+        """
         if self._taken:
             raise TargetError("this batch was used already", hint="call job.backward once a batch")
         self._taken = True
@@ -68,23 +72,23 @@ class Batch:
             yield item, next(self._feed)
 
     def discard(self) -> None:
-        """Leave out what was not used, so that the next batch gets its own samples."""
+        """Skip passes that were not used, so that the next batch gets its own samples."""
         if not self._taken:
             for _ in self.inputs():
                 pass
         self.is_done = True
 
     def renew(self, passes: tuple[Pass, ...], feed: Iterator[Any]) -> None:
-        """Begin again with other passes over the same samples."""
+        """Start again with other passes over the same samples."""
         self.passes, self._feed, self._taken = passes, feed, False
 
 
 def check_loader(loader: object, global_batch_size: int | None) -> None:
-    """Refuse, with a way out, what cannot be cut into virtual nodes exactly.
+    """Refuse a loader that cannot be cut into virtual nodes exactly, and say what to change.
 
     Raises:
         TargetError: Not a DataLoader, iterable-style data, a custom batch sampler, a sampler that
-            shards by itself, or another batch size than the plan's.
+            shards by itself, or a batch size other than the plan's.
     """
     if not isinstance(loader, DataLoader):
         raise TargetError(f"job.batches needs a torch DataLoader, got {type(loader).__name__}")
@@ -112,7 +116,7 @@ def check_loader(loader: object, global_batch_size: int | None) -> None:
 
 
 def check_in_order(loader: "DataLoader[Any]") -> None:
-    """Refuse a loader whose order is drawn: outputs come in order of the samples.
+    """Refuse a loader whose order is random: outputs must come in order of the samples.
 
     Raises:
         TargetError: It shuffles.
@@ -129,8 +133,8 @@ def epoch_order(
 ) -> list[int]:
     """The samples of an epoch, in order, equal on every worker.
 
-    Sequential and shuffled loaders are computed everywhere; any other sampler draws on the first
-    worker (its streams keyed by seed and epoch), which tells the others.
+    The order of sequential and shuffled loaders is computed on every worker. Any other sampler
+    draws on the first worker, with streams keyed by seed and epoch; the order is then broadcast.
     """
     sampler = loader.sampler
     if type(sampler) is SequentialSampler:
@@ -144,7 +148,7 @@ def epoch_order(
 
 
 def is_drawn(loader: "DataLoader[Any]") -> bool:
-    """Whether the order comes from a sampler of the script's own."""
+    """Whether the order comes from a sampler that the script wrote."""
     return type(loader.sampler) is not SequentialSampler and not _is_plain_shuffle(loader.sampler)
 
 
@@ -174,7 +178,7 @@ class KeyedDataset(Dataset[Any]):
         return self.dataset[key[1]]
 
     def __getitems__(self, keys: list[Key]) -> list[Any]:
-        """Fetch the samples of one pass, at once where the dataset itself can."""
+        """Fetch the samples of one pass, in one call where the dataset supports it."""
         whole = getattr(self.dataset, "__getitems__", None)
         if whole is None or not keys:
             if not self._draws:
@@ -186,7 +190,7 @@ class KeyedDataset(Dataset[Any]):
         return items
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # not there yet while it is unpickled
+        if name == "dataset":  # not set yet while the object is unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -226,7 +230,7 @@ class PassSampler(Sampler[list[Key]]):
         return full + int(rest > 0 and not self._drop_last)
 
     def passes(self, step: int) -> tuple[int, tuple[Pass, ...]]:
-        """Samples of a global batch, and this worker's passes over its share."""
+        """The samples in a global batch, and this worker's passes over its share."""
         num_samples = min(self.global_batch_size, len(self.order) - step * self.global_batch_size)
         cuts = slices(num_samples, self.batch_sizes)
         return num_samples, tuple(
@@ -253,7 +257,7 @@ class PassSampler(Sampler[list[Key]]):
 
 
 def _repeats(order: Sequence[int]) -> list[int] | None:
-    """How often each entry was drawn before, where a sampler draws some twice."""
+    """[samples] how often each entry was drawn before; None where no entry is drawn twice."""
     if isinstance(order, range) or len(set(order)) == len(order):
         return None
     seen: Counter[int] = Counter()
@@ -267,7 +271,7 @@ def _repeats(order: Sequence[int]) -> list[int] | None:
 def pass_loader(
     loader: "DataLoader[Any]", sampler: PassSampler, seed: int, device: torch.device
 ) -> "DataLoader[Any]":
-    """The script's DataLoader with its passes for batches and keyed samples."""
+    """The script's DataLoader, with passes as its batches and samples keyed for random streams."""
     return DataLoader(
         KeyedDataset(loader.dataset, seed),
         batch_sampler=sampler,
@@ -284,7 +288,7 @@ def pass_loader(
 
 
 def feed(items: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Move collated passes to the device; the next one's copy is issued a pass ahead beside it."""
+    """Move collated passes to the device; each copy is issued one pass ahead, on a side stream."""
     backend = backend_of(device)
     stream = backend.side_stream(device)
     if stream is None:
@@ -309,7 +313,7 @@ def _copy_ahead(item: Any, device: torch.device, stream: Stream) -> Any:
 
 
 def _record(item: Any, stream: Stream) -> None:
-    """Tell the allocator that the compute stream uses what the copy stream made."""
+    """Tell the allocator that the compute stream uses tensors made on the copy stream."""
 
     def mark(tensor: Tensor) -> Tensor:
         tensor.record_stream(stream)
@@ -319,7 +323,7 @@ def _record(item: Any, stream: Stream) -> None:
 
 
 def to_device(item: Any, device: torch.device) -> Any:
-    """A collated batch with every tensor in it on ``device``."""
+    """A collated batch with all its tensors on ``device``."""
     return _map_tensors(item, lambda tensor: tensor.to(device, non_blocking=True))
 
 

@@ -1,10 +1,10 @@
-"""Data workers that are known to have started.
+"""Start data-loading workers, and replace one that does not start.
 
 A data worker is forked from a process that has other threads: gloo's, autograd's, the control
-channel's. Under load a child was seen that never came out of ``os.fork``: CPython 3.11 takes the
-lock of its list of threads there, which another thread can have held while the process was copied.
-The loader then waits for it for ever. Each child says that Python code runs in it, and one that
-does not is replaced: nothing of the script has run in it yet.
+channel's. Under load, a child may never return from ``os.fork``: CPython 3.11 takes the lock of its
+thread list there, and another thread may have held it when the process was copied. The loader
+would then wait for ever. So each child reports that Python code runs in it. A child that does not
+report is replaced, which is safe: no code of the script has run in it yet.
 """
 
 import logging
@@ -23,14 +23,14 @@ _log = logging.getLogger("hetflow")
 
 
 def context_of(num_workers: int, wanted: Any) -> Any:
-    """How a loader with ``num_workers`` starts them, where its script asked for ``wanted``.
+    """Choose how a loader starts its workers.
 
     Args:
-        num_workers: Of the loader; 0 starts none.
+        num_workers: The loader's number of workers; 0 starts none.
         wanted: The loader's ``multiprocessing_context``; None is the process's default.
 
     Returns:
-        ``wanted``, or a context that forks workers and sees them start.
+        ``wanted``, or a context that forks workers and checks that they start.
     """
     if num_workers == 0:
         return wanted
@@ -44,7 +44,7 @@ def context_of(num_workers: int, wanted: Any) -> Any:
 
 class _SeenPopen(popen_fork.Popen):
     def _launch(self, process_obj: Any) -> None:
-        """As the standard library's, but for the fork."""
+        """Do what the standard library's method does, with ``_fork`` in place of ``os.fork``."""
         code = 1
         parent_r, child_w = os.pipe()
         child_r, parent_w = os.pipe()
@@ -73,7 +73,7 @@ class _SeenContext(ForkContext):
 
 
 def _fork() -> int:
-    """``os.fork``, again where the child does not get out of it.
+    """Call ``os.fork``; fork again where a child does not report in time.
 
     Raises:
         OSError: No child started.
@@ -90,7 +90,7 @@ def _fork() -> int:
         poll = select.poll()
         poll.register(reading, select.POLLIN)
         try:
-            # A child that dies at once hangs up, which the loader finds and tells of itself.
+            # A child that dies at once closes the pipe; the loader itself reports such a death.
             if poll.poll(PATIENCE_SECONDS * 1000):
                 return pid
         finally:

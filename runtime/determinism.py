@@ -1,11 +1,12 @@
 """The levels of determinism (EasyScale 3.3): what each fixes, and what cannot be promised.
 
-- static: the same devices give the same bits (their D0).
-- elastic: so does every mapping of the same virtual nodes onto devices of one type (D0 + D1).
-- heterogeneous: also onto unlike types, where no operator chooses its kernel by the device (D2).
+- static: the same devices give the same bits (EasyScale's D0).
+- elastic: every mapping of the same virtual nodes onto devices of one type gives the same bits
+  (D0 + D1).
+- heterogeneous: so do different types, if no operator chooses its kernel by the device (D2).
 
-What no setting can hold is named and refused: by a scan before training starts, or by torch in the
-first pass.
+An operator that cannot hold a level is refused by name: by a scan of the model before training
+starts, or by torch in the first pass.
 """
 
 import os
@@ -23,9 +24,9 @@ from ..schema.errors import TargetError
 from ..schema.launch import Determinism, LaunchConfig
 from .group import Place
 
-# On no device: where indices meet, any of the values may win.
+# On no device: where several indices are equal, any of their values may win.
 _NEVER_DETERMINISTIC = (nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d)
-# Elementwise or copying: one rounding per element, whatever the device.
+# Elementwise or copying operators: one rounding per element on every device.
 _SAME_ANYWHERE = (
     nn.Identity,
     nn.Flatten,
@@ -45,7 +46,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """An operator that prevents a level. ``reason`` says how."""
+    """An operator that prevents a level; ``reason`` says why."""
 
     name: str
     kind: str
@@ -53,24 +54,24 @@ class Obstacle:
 
 
 def is_invariant(level: Determinism) -> bool:
-    """Whether sums must not depend on the mapping."""
+    """Whether sums must not depend on the mapping of virtual nodes."""
     return level in ("elastic", "heterogeneous")
 
 
 def device_types_of(config: LaunchConfig | None, device: torch.device) -> set[str]:
-    """The real device types of a launch; emulated ones count as what they run on."""
+    """The real device types of a launch; an emulated type counts as the type it runs on."""
     if config is None:
         return {device.type}
     return {base_type(slot.device_type, config) for slot in config.workers}
 
 
 def scan(model: nn.Module, level: Determinism, types: Collection[str]) -> list[Obstacle]:
-    """The model's operators that prevent a level on these device types.
+    """Find the model's operators that prevent a level on these device types.
 
-    A scan of modules, as EasyScale's, for what no device and no input can do. Whether a kernel of
-    CUDA's has a deterministic form depends on sizes and types too (AdaptiveAvgPool2d to one value
-    is a mean, NLLLoss of classes is not that of pictures), so torch says it: it refuses in the
-    first pass, before any weight has changed (``refusal_of``).
+    Like EasyScale's, the scan looks at modules, and finds only those that fail with any input.
+    Whether a CUDA kernel has a deterministic form also depends on sizes and types
+    (AdaptiveAvgPool2d to one value is a mean; NLLLoss differs between classes and pictures). For
+    these, torch refuses in the first pass, before any weight has changed (``refusal_of``).
 
     Args:
         model: The model to train.
@@ -102,7 +103,7 @@ def check_level(model: nn.Module, level: Determinism, place: Place) -> None:
     """Refuse a level that this model cannot hold on these devices, or that was not set up.
 
     Raises:
-        TargetError: Names the first operators and what to change.
+        TargetError: Names the first operators and says what to change.
     """
     if level == "none":
         return
@@ -136,9 +137,10 @@ def _refusal(level: Determinism, types: Collection[str], obstacles: list[Obstacl
 
 
 def refusal_of(error: RuntimeError, level: Determinism) -> TargetError | None:
-    """Torch's refusal of an operator that a ``forward`` or its backward called, in one line.
+    """Turn torch's refusal of an operator, in ``forward`` or backward, into a one-line error.
 
-    None for any other error.
+    Returns:
+        The error to raise; None if ``error`` is no such refusal.
     """
     operator, found, _ = str(error).partition(" does not have a deterministic implementation")
     if not found:
@@ -159,16 +161,16 @@ def _check_capability() -> None:
 
 
 def apply_level(level: Determinism) -> None:
-    """Choose torch's deterministic algorithms for this process. ``none`` changes nothing."""
+    """Choose torch's deterministic algorithms for this process; level ``none`` changes nothing."""
     if level == "none":
         return
     torch.use_deterministic_algorithms(True)
-    # Else torch fills all new memory for those who read what they never wrote.
+    # By default torch then fills all new memory, for code that reads what it never wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     for backend in DEVICES.registered():
         backend.fix_kernels(level)
     if level != "heterogeneous":
         return
-    # oneDNN cuts its sums by the sizes of caches; the native kernels do not.
+    # oneDNN splits its sums by cache sizes; the native kernels do not.
     torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]

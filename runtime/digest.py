@@ -1,4 +1,4 @@
-"""A digest that two runs share when, and only when, they ended with the same bits."""
+"""A digest that is equal for two runs if, and only if, they ended with the same bits."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class InPieces(NamedTuple):
-    """A tensor whose values come a piece at a time, in order, on any device."""
+    """A tensor whose values come in pieces, in order, each on any device."""
 
     name: str
     dtype: torch.dtype
@@ -18,7 +18,7 @@ class InPieces(NamedTuple):
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, in order of names."""
+    """SHA-256 (hexadecimal) over names, dtypes, shapes and bytes, in order of names."""
     return digest_of_pieces(
         InPieces(name, tensors[name].dtype, tuple(tensors[name].shape), [tensors[name]])
         for name in sorted(tensors)
@@ -26,7 +26,7 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def digest_of_pieces(tensors: Iterable[InPieces]) -> str:
-    """The same, of tensors that are given in order of names; one piece is held at a time."""
+    """``digest_of`` for tensors given in order of names; one piece is in memory at a time."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\0".encode())

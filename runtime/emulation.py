@@ -1,8 +1,8 @@
-"""Emulated device types: real arithmetic, each pass held to a fixed time.
+"""Emulated device types: real arithmetic, with each pass stretched to a fixed time.
 
-A table gives the time of one forward + backward pass at each batch size; a pass that is done
-early sleeps out the rest. Sleeping in proportion, quotas and niceness were tried and are
-unstable; a fixed time from a table holds within a few percent, also on a busy machine.
+A table gives the seconds of one forward + backward pass at each batch size. A pass that is done
+early sleeps for the rest. A fixed time from a table holds within a few percent, also on a busy
+machine; sleeping in proportion, CPU quotas and niceness are unstable.
 """
 
 import time
@@ -15,14 +15,14 @@ from ..schema.plan import EmulatedDevice, PassTime
 
 
 class PassHolder:
-    """Hold passes to the times of a table.
+    """Stretch passes to the times of a table.
 
-    Deadlines are absolute within a step: pass k ends no earlier than the start of the step plus
-    the table times of passes 1 to k, so that small delays between passes do not add up.
+    Deadlines count from the start of the step: pass k ends no earlier than the start plus the
+    table times of passes 1 to k, so small delays between passes do not add up.
     """
 
     def __init__(self, passes: Sequence[PassTime]) -> None:
-        """Take the table: (batch size, seconds) pairs in any order, at least one."""
+        """Take at least one (batch size, seconds) pair, in any order."""
         if not passes:
             raise ProblemError("an emulated device needs at least one pass time")
         ordered = sorted(passes, key=lambda entry: entry.batch_size)
@@ -35,14 +35,14 @@ class PassHolder:
 
     @classmethod
     def of(cls, device: EmulatedDevice) -> "PassHolder":
-        """The holder of one emulated device type of a plan."""
+        """The holder for one emulated device type of a plan."""
         return cls(device.passes)
 
     def pass_seconds(self, batch_size: int) -> float:
         """How long a pass of ``batch_size`` samples lasts, in seconds.
 
-        Linear between the sizes of the table, proportional below the first, and on the last
-        slope above the last (proportional where the table holds one size only).
+        Linear between the table's sizes, proportional below the first, and with the last slope
+        above the last (proportional where the table has one size only).
         """
         sizes, seconds = self._sizes, self._seconds
         if batch_size <= sizes[0] or len(sizes) == 1:
@@ -53,15 +53,15 @@ class PassHolder:
         return max(seconds[left] + slope * (batch_size - sizes[left]), 0.0)
 
     def begin_step(self) -> None:
-        """Start the clock of a step: the deadlines of its passes count from here."""
+        """Start the step's clock: the deadlines of its passes count from here."""
         self._deadline = time.perf_counter()
 
     @contextmanager
     def hold(self, batch_size: int) -> Iterator[None]:
-        """Run one pass inside; leave no earlier than its deadline.
+        """Run one pass inside the ``with`` block; leave it no earlier than its deadline.
 
-        A pass whose real arithmetic took longer than its table time is counted: its emulated
-        device was slower than stated.
+        A pass whose real arithmetic took longer than its table time is counted: there the
+        emulated device was slower than the table says.
         """
         allowed = self.pass_seconds(batch_size)
         started = time.perf_counter()

@@ -1,8 +1,8 @@
-"""What runs the steps of a job: a protocol, so that a kind of plan brings an engine of its own.
+"""The interface of an engine, which runs the steps of a job; each kind of plan has its own engine.
 
-An engine is made of a session and holds what belongs to the steps alone: passes or stages, the
-gradients' reduction, the buffers of virtual nodes. It knows nothing of epochs, checkpoints on disk
-or workers that come and go.
+An engine is built from a session. It holds only what belongs to the steps: passes or stages, the
+reduction of gradients, the buffers of virtual nodes. It knows nothing of epochs, checkpoints on
+disk, or workers that join and leave.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,11 +27,12 @@ class Step:
     """One call of ``job.backward``.
 
     Attributes:
-        function: The script's, which gives the loss of a pass.
+        function: The script's function, which gives the loss of a pass.
         batch: The global batch, as this worker sees it.
         scaler: The script's GradScaler, if it has one.
-        agreement: Looks into the passes.
-        settings_number: What this worker's optimizers add to the sums of the step.
+        agreement: Checks that the workers still agree; it observes the passes.
+        settings_number: A number that stands for this worker's optimizer settings; it is summed
+            over the workers with the step, so that they can be compared.
     """
 
     function: LossFunction
@@ -42,35 +43,40 @@ class Step:
 
 
 class StateParts(Protocol):
-    """What a worker keeps of the state of a job, and how it takes it back."""
+    """How a worker captures, writes and restores its part of the state of a job."""
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether every worker writes a part of its own; else the first writes all of it."""
+        """Whether every worker writes its own part; else the first worker writes everything."""
 
     def describe(self) -> dict[str, Any]:
-        """What must be the same where a run goes on, and whose part of the state this is."""
+        """What must be equal where training resumes, and whose part of the state this is."""
 
     def capture(
         self, registered: Sequence[Any], share: Callable[[Callable[[], Any]], Any]
     ) -> dict[str, Any] | None:
-        """What this worker writes; called on every worker. None where it is another's to write.
+        """The state that this worker writes; None where another worker writes it.
+
+        Call it on every worker.
 
         Args:
-            registered: What the script registered.
-            share: Runs what needs all workers.
+            registered: The objects that the script registered.
+            share: Runs a function that needs all workers.
         """
 
     def restore(self, path: Path, state: dict[str, Any]) -> None:
-        """Take back what ``capture`` gave, but for what the script registered.
+        """Restore a state of ``capture``, except for the objects that the script registered.
 
         Args:
-            path: Where it is from, for messages.
+            path: The checkpoint it came from, for error messages.
             state: The state.
+
+        Raises:
+            TargetError: The state does not fit the model or its optimizers.
         """
 
     def reader(self) -> Callable[[Path], Checkpoint]:
-        """Reads one checkpoint, or the part of it that this worker needs."""
+        """A function that reads one checkpoint, or the part of it that this worker needs."""
 
     def write(
         self,
@@ -80,7 +86,7 @@ class StateParts(Protocol):
         tensors: list[Tensor],
         broken: set[Path],
     ) -> None:
-        """Write what ``capture`` gave to the disk; arguments as for ``checkpoint.write``."""
+        """Write a state of ``capture`` to the disk; arguments as for ``checkpoint.write``."""
 
 
 class StepEngine(Protocol):
@@ -92,54 +98,58 @@ class StepEngine(Protocol):
 
     @property
     def state(self) -> StateParts:
-        """What this worker keeps of the state of the job."""
+        """How this worker captures, writes and restores the state of the job."""
 
     @property
     def flushes(self) -> bool:
-        """Whether all workers have made the same updates between two steps."""
+        """Whether all updates of a step have been made before the next step begins."""
 
     @property
     def keeps_groups(self) -> bool:
-        """Whether the optimizer's groups must stay as they are."""
+        """Whether the optimizer's parameter groups must stay as they are."""
 
     def run(self, step: Step) -> Tensor:
-        """Leave the mean gradient of a global batch in ``param.grad``; return the mean loss."""
+        """Put a global batch's mean gradient into ``param.grad``; return its mean loss."""
 
     @property
     def settings_sums(self) -> Sequence[Any] | Tensor:
-        """Of the last step: how many workers, the sum of ``settings_number``, and of squares."""
+        """Of the last step: number of workers, sum of ``settings_number``, sum of its squares."""
 
     @property
     def all_stop(self) -> bool:
-        """Whether some worker wanted to stop when the last step ended; waits for the device."""
+        """Whether a worker wanted to stop when the last step ended. Waits for the device."""
 
     def shared(self) -> list[SharedTensors]:
-        """What several workers must hold alike."""
+        """The tensors that must be equal on several workers."""
 
     def begin_epoch(self, epoch: int, num_batches: int, last_batch_samples: int) -> None:
-        """The script is about to read an epoch of at least one batch."""
+        """Prepare for an epoch of ``num_batches >= 1`` global batches."""
 
     def drain(self) -> None:
-        """Finish what is in flight between two steps. Call it on all workers."""
+        """Finish all microbatches in flight between two steps. Call it on all workers."""
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing is in flight: each parameter has its newest value only."""
+        """Whether nothing is in flight, so each parameter has only its newest value."""
 
     def digest(self) -> str:
-        """The digest of all that is trained, after buffers are merged. Call it on all workers."""
+        """The digest of all trained tensors, with merged buffers. Call it on all workers."""
 
     def gather(self) -> None:
-        """Bring the parameters of the whole model to every worker, on one device or the host.
+        """Bring the whole model's parameters to every worker, on one device or on the host.
 
-        Call it on all.
+        Call it on all workers.
         """
 
     def whole_model(self) -> AbstractContextManager[None]:
-        """Inside, after ``gather``, the model can be called as without hetflow."""
+        """A context in which the model, after ``gather``, can be called as without hetflow."""
 
     def check_predicts(self) -> None:
-        """Refuse ``job.predict`` where passes are not whole on one worker."""
+        """Refuse ``job.predict`` where no worker can run a whole pass.
+
+        Raises:
+            TargetError: The plan is a pipeline.
+        """
 
     def close(self) -> None:
-        """No further step; the model is the script's again."""
+        """End the engine: no step follows, and the model belongs to the script alone again."""

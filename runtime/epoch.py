@@ -1,4 +1,4 @@
-"""The script's data on this worker: its loaders cut into passes, and one epoch after another."""
+"""The script's data on this worker: loaders cut into passes, and one epoch after another."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 class Epochs:
-    """What a job reads: every loader that the script gave, cut for this worker.
+    """The loaders that the script gave to a job, each cut into this worker's passes.
 
     Args:
-        session: What the parts of the job share.
+        session: The state that the parts of the job share.
 
     Attributes:
-        open: The epoch that the script is in, if it is in one.
+        open: The epoch that the script is reading; None outside of one.
     """
 
     def __init__(self, session: Session) -> None:
@@ -38,7 +38,7 @@ class Epochs:
     def passes_of(
         self, loader: "DataLoader[Any]", *, predicts: bool = False
     ) -> tuple[PassSampler, "DataLoader[Any]"]:
-        """The script's loader cut into this worker's passes; kept for its next epoch."""
+        """Cut the script's loader into this worker's passes; the result is kept for later calls."""
         session = self._session
         known = self._loaders.get((id(loader), predicts))
         if known is None or known[0] is not loader:
@@ -51,11 +51,11 @@ class Epochs:
         return known[1], known[2]
 
     def draw(self, loader: "DataLoader[Any]", epoch: int) -> list[int]:
-        """The order of an epoch, the same on every worker; it may take an exchange."""
+        """The order of an epoch, equal on every worker; this may take a collective."""
         return epoch_order(loader, self._session.seed, epoch, self._broadcast)
 
     def _broadcast(self, order: list[int]) -> list[int]:
-        """The first worker's order, as plain numbers: nothing is unpickled."""
+        """Send the first worker's order to all, as plain numbers: nothing is unpickled."""
         session = self._session
         if not session.place.distributed:
             return order
@@ -69,7 +69,7 @@ class Epochs:
         return found
 
     def move(self, local: Sequence[int]) -> None:
-        """Read on for other virtual nodes."""
+        """Continue with other virtual nodes."""
         for _, sampler, _ in self._loaders.values():
             sampler.move(local)
         if self.open is not None:
@@ -77,7 +77,7 @@ class Epochs:
 
 
 class Epoch:
-    """The global batches of one epoch. Made by ``job.batches``; ``epoch`` is its number."""
+    """The global batches of one epoch, made by ``job.batches``; ``epoch`` is its number."""
 
     def __init__(
         self,
@@ -103,12 +103,12 @@ class Epoch:
 
     @property
     def order(self) -> Sequence[int]:
-        """The samples of the epoch, in order."""
+        """The indices of the epoch's samples, in order."""
         return self._sampler.order
 
     @property
     def last_batch_samples(self) -> int:
-        """Samples of its last global batch."""
+        """The number of samples in its last global batch."""
         return self._sampler.passes(len(self) - 1)[0]
 
     def __iter__(self) -> Iterator[Batch]:
@@ -125,7 +125,7 @@ class Epoch:
             session.clock.ask()
             self._progress.entered(call, step)
             self._batch = batch = self._make(step)
-            # Draws of the loop's own body: the same where a worker begins here.
+            # Seed the random draws of the loop's body: they are equal where a worker joins here.
             seed_streams(session.seed, "batch", session.num_steps)
             yield batch
             batch.discard()
@@ -151,7 +151,7 @@ class Epoch:
         self._source = feed(iter(self._passes), self._session.device)
 
     def move(self) -> None:
-        """Read on for other virtual nodes: from the batch at hand, or after it where it is done."""
+        """Continue with other virtual nodes: with this batch, or the next one if it is done."""
         batch = self._batch
         if batch is None:
             return

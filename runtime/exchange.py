@@ -1,8 +1,8 @@
-"""How workers' subtrees of a bucket meet: each slice at its owner, and the sums back to all.
+"""Exchange the workers' subtrees of a bucket: each slice goes to its owner, its sum to all.
 
-Over gloo the slices travel as messages straight from and into the buffers: a third to a quarter
-of the CPU time of gloo's own all-to-all and all-gather, which copy twice and allocate each time
-(benchmarks/reduction.py). NCCL has the collectives.
+Over gloo, slices are sent as messages directly from and into the buffers. That takes a third to a
+quarter of the CPU time of gloo's own all-to-all and all-gather, which copy twice and allocate each
+time (benchmarks/reduction.py). Over NCCL, its collectives are used.
 """
 
 from collections.abc import Sequence
@@ -18,39 +18,40 @@ from .subtrees import Subtree, root_of
 
 
 class Exchange(Protocol):
-    """One bucket on its way."""
+    """The exchange of one bucket."""
 
     def gather(self) -> None:
-        """Wait for the workers' subtrees, sum this worker's slice, send it to all."""
+        """Wait for the other workers' subtrees, sum this worker's slice, send the sum to all."""
 
     def wait(self) -> None:
-        """Wait until the bucket holds the sum."""
+        """Wait until the bucket holds the sums of all slices."""
 
 
 class TwoTrees:
-    """Two workers with a whole subtree each: a + b has one order, so an all-reduce will do."""
+    """Two workers with a whole subtree each: a + b has one order, so an all-reduce is exact."""
 
     def __init__(self, bucket: Tensor, group: "dist.ProcessGroup | None") -> None:
         self._work = peers.all_reduce(bucket, group=group, async_op=True)
 
     def gather(self) -> None:
-        """Nothing: the all-reduce does it."""
+        """Do nothing: the all-reduce does it."""
 
     def wait(self) -> None:
-        """Wait for it."""
+        """Wait for the all-reduce."""
         if self._work is not None:
             self._work.wait()
 
 
 class Messages:
-    """Slices as messages of their own, on the host.
+    """Exchange slices as single messages, on the host.
 
     Args:
-        trees: This worker's subtrees of the bucket; the last stands in the bucket itself.
-        names: The subtrees of every worker, in the order they are sent.
-        room: A row for each subtree of the others, in order of workers.
-        rank: This worker.
-        tag: A number that no other bucket of the step has, nor its successor.
+        trees: This worker's subtrees of the bucket; the last is in the bucket itself.
+        names: [workers] the subtrees of each worker, in the order in which they are sent.
+        num_leaves: Virtual nodes of the job.
+        room: A receive buffer with a row for each subtree of the others, in order of workers.
+        rank: This worker's rank.
+        tag: A number that no other bucket of the step uses, and neither does ``tag + 1``.
         group: The process group.
     """
 
@@ -81,7 +82,7 @@ class Messages:
             self._works += [self._send(row[worker], worker, tag) for row in rows]
 
     def _others(self) -> list[int]:
-        """The others, each worker beginning with the one after it."""
+        """The other workers; each worker begins with the one after itself, to spread the load."""
         size = len(self._slices)
         return [(self._rank + step) % size for step in range(1, size)]
 
@@ -95,9 +96,10 @@ class Messages:
         return worker if self._group is None else dist.get_global_rank(self._group, worker)
 
     def gather(self) -> None:
-        """Sum this worker's slice in place and pass it on.
+        """Sum this worker's slice in place and send it to all.
 
-        The others' slices may be received into the bucket: who sends one has got ours before.
+        The others' slices may be received into the bucket: a worker that sends its sum has
+        received our part of it before.
         """
         _wait(self._coming)
         own = self._own
@@ -108,12 +110,12 @@ class Messages:
             self._works.append(self._send(own, worker, self._tag + 1))
 
     def wait(self) -> None:
-        """Wait for all messages."""
+        """Wait for all messages to and from this worker."""
         _wait(self._works)
 
 
 class Collectives:
-    """The same by an all-to-all and an all-gather."""
+    """Exchange slices by an all-to-all and an all-gather."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class Collectives:
         length = self._bucket.numel() // size
         rows = [tree.view(size, length) for tree in trees]
         sent = self._bucket if len(rows) == 1 else torch.stack(rows, dim=1).reshape(-1)
-        sent = sent.to(wire_device(sent.device, group))  # hosts exchange slices of their memory
+        sent = sent.to(wire_device(sent.device, group))  # gloo exchanges tensors in host memory
         lengths = [len(held) * length for held in names]
         self._sent, self._received = sent, sent.new_empty(sum(lengths))
         self._work = peers.all_to_all_single(
@@ -141,7 +143,7 @@ class Collectives:
         )
 
     def gather(self) -> None:
-        """Finish the tree for this worker's slice, and gather the others'."""
+        """Finish the tree for this worker's slice, and start to gather the others' slices."""
         _wait([self._work])
         flat_names = [tree for held in self._names for tree in held]
         parts = list(zip(flat_names, self._received.view(len(flat_names), -1), strict=True))
@@ -153,7 +155,7 @@ class Collectives:
         self._work = peers.all_gather(self._whole, self._own, group=self._group, async_op=True)
 
     def wait(self) -> None:
-        """Wait for the sums of all slices."""
+        """Wait for the sums of all slices, and put them into the bucket."""
         _wait([self._work])
         if self._whole is not self._bucket:
             self._bucket.copy_(self._whole)

@@ -1,4 +1,4 @@
-"""The end of a worker: report, leave the group, and never hang or crash on the way out."""
+"""End a worker: report, leave the group, and neither hang nor crash on exit."""
 
 import atexit
 import os
@@ -28,21 +28,21 @@ _STARTED = time.monotonic()
 
 
 class Outcome:
-    """How the script of this process is ending: set by the excepthook, or by runtime/worker.py."""
+    """How this process's script is ending; set by the excepthook or by runtime/worker.py."""
 
     failed = False
     hooked = False
 
 
 class Ending(Protocol):
-    """A job, as the end of the process sees it."""
+    """The methods of a job that the end of the process uses."""
 
     @property
     def world_size(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
 
     def finish(self, *, whole: bool) -> None:
-        """End the job; ``whole`` where the script can still use the model."""
+        """End the job; ``whole`` says whether the script can still use the model."""
 
 
 def at_exit(job: Ending) -> None:
@@ -67,13 +67,13 @@ def _end(job: Ending) -> None:
         try:
             job.finish(whole=False)
         except BaseException as error:
-            # Python would print it and leave with exit code 0.
+            # Raised from here, it would be printed and the exit code would be 0.
             code = fail_at_exit(error)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
     elif job.world_size > 1 and not ScriptRun.active:
-        # Collectives in flight would hold the interpreter until their time limit.
+        # Collectives in flight would keep the interpreter alive until their time limit.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -83,7 +83,7 @@ def meet_all(session: Session, runner: Runner) -> None:
     """Wait until every worker is at the end of its script.
 
     Raises:
-        TargetError: Nobody can tell: the script destroyed the group.
+        TargetError: This cannot be known, because the script destroyed the process group.
     """
     session.clock.end_step()
     if session.place.distributed and not dist.is_initialized():
@@ -96,18 +96,18 @@ def meet_all(session: Session, runner: Runner) -> None:
 
 
 def report(session: Session, digest: Callable[[], str]) -> None:
-    """Tell the controller what was measured, and the digest of what was trained.
+    """Report the measurements, and the digest of the trained tensors, to the controller.
 
     Args:
-        session: The job's.
-        digest: Takes it; called on all workers, or on none.
+        session: The job's session.
+        digest: Computes the digest; it is called on all workers, or on none.
     """
     if session.place.start.config is not None:
         _publish(session.place, _report_of(session, digest()))
 
 
 def part(session: Session) -> None:
-    """Leave the others, and the process group with the last job of this process."""
+    """Leave the other workers; the last job of this process also closes the process group."""
     place = session.place
     if place.control is not None:
         place.control.send(Finished())
@@ -116,9 +116,10 @@ def part(session: Session) -> None:
 
 
 def _meet(place: Place) -> None:
-    """Collectives are safe only once all workers are done: one may have left early.
+    """Wait in the store until all workers are done.
 
-    The store is asked, not the group, since a worker in another collective would answer wrongly.
+    A collective is safe only then, because a worker may have left early. The store is asked and
+    not the group, since a worker that is in another collective would answer that one.
     """
     assert place.store is not None
     signs = [f"finished/{rank}" for rank in range(place.world_size)]
@@ -159,7 +160,7 @@ def _finite(loss: torch.Tensor | None) -> float | None:
 
 
 def _publish(place: Place, own: WorkerReport) -> None:
-    """Hand the report to the controller; without one the first worker writes the record."""
+    """Give the report to the controller; without a controller, rank 0 writes the run record."""
     if place.store is not None:
         place.store.set(f"report/{place.rank}", report_text(own))
     if place.start.run_folder is None or place.rank != 0 or place.start.plan is None:

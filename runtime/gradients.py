@@ -1,10 +1,10 @@
-"""One gradient buffer per worker, and its synchronisation (VirtualFlow 3.2, 5.2).
+"""One gradient buffer per worker, and its reduction over the workers (VirtualFlow 3.2, 5.2).
 
-Every parameter's gradient is a view into one flat buffer (one per dtype and device), laid out in
-reverse order of registration, which is about the order in which backward fills it. All virtual
-nodes of a device add into it, so memory does not grow with their number, and a bucket of the
-all-reduce is a slice of it: nothing is copied. The last bucket has room for a few more numbers, so
-that the sums of a step need no exchange of their own.
+Every parameter's gradient is a view into one flat buffer (one per dtype and device). The order is
+the reverse of registration, which is about the order in which backward fills it. All virtual
+nodes of a device add into it, so memory does not grow with their number. A bucket of the
+all-reduce is a slice of the buffer, so nothing is copied. The last bucket has space for a few more
+numbers, so the sums of a step need no collective of their own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,46 +20,45 @@ from ..schema.errors import TargetError
 from . import peers
 from .invariant import InvariantSum
 
-# A first bucket that is soon full lets the exchange of a small model begin within backward, as in
-# DistributedDataParallel.
+# The first bucket is small, so that a small model's reduction also begins during backward, as in
 FIRST_BUCKET_BYTES = 1 << 20
 _CHANNELS_LAST = (torch.channels_last, torch.channels_last_3d)
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """A slice of a flat buffer that is reduced at once."""
+    """A slice of a flat buffer that one collective reduces."""
 
     flat: Tensor
-    place: tuple[int, int, int]  # which flat buffer, from where, to where
+    place: tuple[int, int, int]  # (number of the flat buffer, start, end)
     parameters: list[int] = field(default_factory=list)
     num_ready: int = 0
 
 
 class GradientReducer:
-    """Accumulate gradients of several passes, then sum them over the workers of a group.
+    """Accumulate the gradients of several passes, then sum them over the workers of a group.
 
-    A step is ``begin()``, any number of backward passes, ``arm()`` before the last of them,
-    ``finish()``. While the last backward runs, each bucket is reduced as soon as its gradients
-    are complete, always in the same order on every worker. Parameters that no pass used are
-    handled: their bucket is reduced by ``finish``. Callers scale their losses so that the sum
-    over passes and workers is the mean they want.
+    A step is ``begin()``, any number of backward passes with ``arm()`` before the last, then
+    ``finish()``. During the last backward, each bucket is reduced as soon as its gradients are
+    complete; the order of buckets is equal on every worker. A bucket with parameters that no pass
+    used is reduced by ``finish``. Callers scale their losses so that the sum over passes and
+    workers is the mean they want.
 
     Args:
-        parameters: Name and parameter, each parameter once, same order on every worker.
-        group: The process group; None for a single worker, which reduces nothing.
+        parameters: Name and parameter; each parameter once, in the same order on every worker.
+        group: The process group; None is the default one.
         distributed: Whether to reduce at all; by default whether a group is initialised.
-        bucket_bytes: Least size of a bucket, in bytes; by default by the kind of device.
-        invariant: Sums virtual nodes in an order that no mapping changes; then ``enter`` and
-            ``leave`` stand around each pass. By default an ordinary all-reduce.
-        is_first: Whether this worker contributes gradients of earlier steps; by default the
-            first of the group does.
-        keeps_carried: Whether to keep a copy of those, so that the step can be done again.
-        num_sums: How many further numbers are to travel with the last bucket, in float32.
+        bucket_bytes: Minimum size of a bucket, in bytes; the default depends on the device kind.
+        invariant: Sums virtual nodes in an order that does not depend on the mapping; then call
+            ``enter`` and ``leave`` around each pass. None is an ordinary all-reduce.
+        is_first: Whether this worker contributes the gradients left by earlier steps; by default
+            rank 0 of the group does.
+        keeps_carried: Whether to keep a copy of those gradients, so that a step can be repeated.
+        num_sums: How many further float32 numbers travel with the last bucket.
 
     Attributes:
         flats: The gradient buffers.
-        sums: [num_sums] where those stand; None where the last buffer is of another type.
+        sums: [num_sums] view of those numbers; None where the last buffer is not float32.
     """
 
     def __init__(
@@ -109,12 +108,12 @@ class GradientReducer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the gradient buffer: what one synchronisation sends."""
+        """The bytes of the gradient buffers, which one reduction sends."""
         return sum(flat.numel() * flat.element_size() for flat in self.flats)
 
     @property
     def carried(self) -> bool:
-        """Whether gradients of an earlier step were still there when this one began."""
+        """Whether gradients of an earlier step were still there when this step began."""
         return bool(self._carried)
 
     def begin(self, write_sums: Callable[[Tensor], None] | None = None) -> None:
@@ -128,7 +127,7 @@ class GradientReducer:
                 once, when all gradients of this worker are complete.
         """
         self._rebuild_if_changed()
-        # Held no longer than it is of use: it knows this reducer, which is to be freed at once.
+        # Kept only until it was called: it refers to this reducer, which must be freed at once.
         self._write_sums = write_sums if self.sums is not None else None
         self._used.clear()
         self._works.clear()
@@ -165,12 +164,12 @@ class GradientReducer:
         parameter.grad = view
 
     def enter(self, node: int) -> None:
-        """A virtual node's pass begins."""
+        """Begin a virtual node's pass."""
         if self._invariant is not None:
             self._invariant.enter(node)
 
     def leave(self) -> None:
-        """The pass has ended."""
+        """End the pass."""
         if self._invariant is not None:
             self._invariant.leave()
 
@@ -178,8 +177,8 @@ class GradientReducer:
         """Let the next backward reduce buckets as they fill.
 
         Args:
-            defer_last: Keep the last bucket back until ``finish``. An emulated device's last
-                gradient is ready at the end of its stretched pass, not of the real one.
+            defer_last: Keep the last bucket back until ``finish``. On an emulated device, the last
+                gradient counts as ready when the stretched pass ends, not the real one.
         """
         self._armed = self._distributed
         if self._invariant is not None:
@@ -190,7 +189,7 @@ class GradientReducer:
             bucket.num_ready = 0
 
     def launch_rest(self) -> None:
-        """Reduce the buckets that the last backward did not."""
+        """Start to reduce the buckets that the last backward did not."""
         self._armed = False
         if self._invariant is not None:
             self._invariant.settle()
@@ -212,7 +211,7 @@ class GradientReducer:
         self.wait()
 
     def unused(self) -> list[int]:
-        """Numbers of the trainable parameters that got no gradient on this worker this step."""
+        """Indices of the trainable parameters without a gradient on this worker in this step."""
         return [
             index
             for index in sorted(self._views)
@@ -226,28 +225,28 @@ class GradientReducer:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters under care, trainable or not."""
+        """The number of parameters, trainable or not."""
         return len(self._parameters)
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply all gradients by a 0-dimensional tensor."""
+        """Multiply all gradients by a factor of shape []."""
         with torch.no_grad():
             for flat in self.flats:
                 flat.mul_(factor.to(device=flat.device, dtype=_real_dtype(flat)))
 
     def undo(self) -> None:
-        """Set gradients back to what they were before ``begin``; needs ``keeps_carried``."""
+        """Reset gradients to their values before ``begin``; needs ``keeps_carried``."""
         for index in self._views:
             self._parameters[index].grad = (self._before or {}).get(index)
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def _rebuild_if_changed(self) -> None:
-        """Follow parameters that were frozen, unfrozen or cast since the last step."""
+        """Build the buffers again if parameters were frozen, unfrozen or cast since last step."""
         layout = tuple(
             (p.requires_grad, p.dtype, p.device, p.shape, p.stride()) for p in self._parameters
         )
@@ -277,7 +276,7 @@ class GradientReducer:
         self, members: Sequence[int], dtype: torch.dtype, device: torch.device, *, num_sums: int
     ) -> None:
         total = sum(self._parameters[index].numel() for index in members)
-        # Buckets end at multiples of this; what is cut off goes with the next one.
+        # Buckets end at multiples of this; the remainder goes into the next bucket.
         unit = self._invariant.alignment if self._invariant is not None else 1
         flat = torch.zeros(-(-(total + num_sums) // unit) * unit, dtype=dtype, device=device)
         self.flats.append(flat)
@@ -293,7 +292,7 @@ class GradientReducer:
             if (offset - start) * flat.element_size() >= least or offset == total:
                 end = len(flat) if offset == total else offset // unit * unit
                 for cut in _cuts(start, end, usual // flat.element_size(), unit):
-                    # Further buckets of a large parameter are ready with the first.
+                    # Further buckets of a large parameter are ready together with its first.
                     self._add_bucket(flat, *cut, bucket)
                     bucket = []
                 start = end
@@ -356,7 +355,7 @@ class GradientReducer:
 
 
 def _cuts(start: int, end: int, usual: int, unit: int) -> Iterator[tuple[int, int]]:
-    """About equal parts of a stretch, of about the usual length, ending at multiples of unit."""
+    """Cut [start, end) into about equal parts of about ``usual`` numbers, at multiples of unit."""
     parts = max(round((end - start) / max(usual, 1)), 1)
     length = max(-(-(end - start) // (parts * unit)) * unit, unit)
     for at in range(start, end, length):
@@ -364,7 +363,7 @@ def _cuts(start: int, end: int, usual: int, unit: int) -> Iterator[tuple[int, in
 
 
 def _view_like(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
-    """The part of ``flat`` for one parameter, with the parameter's own memory format."""
+    """The part of ``flat`` for one parameter, in the parameter's memory format."""
     part = flat[offset : offset + parameter.numel()]
     dense = any(
         parameter.dim() == dims and parameter.is_contiguous(memory_format=layout)

@@ -1,4 +1,4 @@
-"""Join the other workers: which slot this process fills, on which device, over which backend."""
+"""Join the other workers: choose this process's rank, its device and the collectives' backend."""
 
 import contextlib
 import json
@@ -30,14 +30,22 @@ from .elastic.control import Control
 from .meeting import Meeting
 from .peers import SharedStore
 
-RELEASE_SECONDS = 2.0  # a group's end takes milliseconds
+RELEASE_SECONDS = 2.0  # destroying a group normally takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This worker among the others. ``store`` is None for a single worker without a launcher.
+    """This worker among the others.
 
-    ``is_outside`` says that it was started while the others train, and has not met them yet.
+    Attributes:
+        start: What the environment said.
+        slot: The worker assignment of the plan; None under plain python.
+        device: The device of its passes.
+        rank: Its rank, 0 to world_size - 1.
+        world_size: Number of workers.
+        store: Keys and values that all workers share; None for one worker without a launcher.
+        control: The control channel to the controller, if there is one.
+        is_outside: Whether it was started while the others train, and has not joined them yet.
     """
 
     start: Start
@@ -51,12 +59,12 @@ class Place:
 
     @property
     def distributed(self) -> bool:
-        """Whether there is anyone to talk to."""
+        """Whether there are other workers."""
         return self.world_size > 1
 
 
 class _Jobs:
-    """The jobs of this process share one process group; the last to leave destroys it."""
+    """Count the jobs of this process: they share one process group; the last destroys it."""
 
     opened = 0
     left = 0
@@ -74,20 +82,22 @@ def leave() -> None:
 def complete(device: torch.device) -> None:
     """Wait until the device has done all that this worker asked of it.
 
-    Over NCCL a collective returns at once: who leaves before it is done leaves the others in it.
+    Over NCCL a collective returns at once. A worker that left before the collective was done would
+    leave the others waiting in it.
     """
     backend_of(device).synchronize(device)
 
 
 def join(start: Start, device: torch.device | None = None) -> Place:
-    """Take this process's place, and initialise torch.distributed where there are several.
+    """Find this process's rank and device, and join torch.distributed where there are several.
 
     Args:
         start: What the environment said.
-        device: The device to use; by default the slot's.
+        device: The device to use; by default the plan's.
 
     Raises:
-        TargetError: The types on hand are not the plan's, or a type finds no device.
+        TargetError: The available device types are not those of the plan, or a type has no device.
+        LaunchError: Another worker ended without joining.
     """
     if start.config is None:
         return Place(start=start, slot=None, device=device or torch.device(TORCH_DEVICE))
@@ -141,9 +151,15 @@ def _join(start: Start, device: torch.device | None) -> Place:
 def subgroup(
     place: Place, ranks: Sequence[int] | None = None, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """A process group of some workers, with the launch's time limit; call it on all of them.
+    """Make a process group of some workers, with the launch's time limit; call it on all workers.
 
-    ``torch.distributed.new_group`` by itself takes half an hour, whatever the default group has.
+    ``torch.distributed.new_group`` by itself uses half an hour, whatever limit the default group
+    has.
+
+    Args:
+        place: This worker among the others.
+        ranks: The members; None is all workers.
+        backend: The collectives' backend; None is the default group's.
     """
     limit = timedelta(seconds=place.start.timeout_seconds)
     made: dist.ProcessGroup = peers.new_group(
@@ -153,12 +169,15 @@ def subgroup(
 
 
 def enter_generation(place: Place, message: Resize | Recover, control: Control) -> Place:
-    """Come together with the workers of another generation; the group of the last is closed.
+    """Join the workers of the next generation; the group of the last one is closed.
 
     Args:
-        place: This worker's place before.
-        message: The controller's: the generation, its config, and the rank of each worker.
-        control: The line to the controller, which can end the wait for the others.
+        place: This worker's rank and device before.
+        message: From the controller: the generation, its config, and the rank of each worker.
+        control: The control channel, through which the controller can end the wait.
+
+    Raises:
+        PeerLostError: Another worker did not come.
     """
     config, rank = message.config, message.ranks[control.worker]
     start = replace(place.start, config=config, rank=rank, world_size=config.world_size, joins=None)
@@ -180,9 +199,9 @@ def enter_generation(place: Place, message: Resize | Recover, control: Control) 
 
 
 def enter_handover(place: Place, message: Resize, control: Control) -> None:
-    """Come together with the whole next generation and the guest that leaves its state there.
+    """Join the next generation and the leaving worker that hands its state over.
 
-    The guest has the rank after the last.
+    The leaving worker's rank is the one after the last.
     """
     size = len(message.ranks) + 1
     rank = message.ranks.get(control.worker, size - 1)
@@ -193,12 +212,12 @@ def enter_handover(place: Place, message: Resize, control: Control) -> None:
 
 
 def num_groups() -> int:
-    """Process groups of this process; more than one where the script makes its own."""
+    """The number of process groups here; more than one where the script makes its own."""
     return len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
 
 
 def close_group() -> None:
-    """Leave the process group, if this worker is in one of ours."""
+    """Leave the process group, if hetflow made the one that this worker is in."""
     if _Jobs.own_group and dist.is_initialized():
         groups: list[object] = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
@@ -207,15 +226,15 @@ def close_group() -> None:
 
 
 def release_apart(held: list[object], patience_seconds: float = RELEASE_SECONDS) -> None:
-    """Let go of objects whose end may take long, and wait for it no longer than that.
+    """Free objects whose destruction may block, and wait for it no longer than a limit.
 
-    The end of a hosts' group joins its threads. One of them was seen in a send that nothing ended,
-    though the sockets were cut: that lasts until the group's own time limit, and the others would
-    wait for this worker. A thread waits in its place.
+    Destroying a gloo group joins its threads. A thread can be stuck in a send until the group's own
+    time limit, even after its sockets were closed, and the others would wait for this worker that
+    long. So a separate thread frees the objects.
 
     Args:
-        held: The last references; emptied.
-        patience_seconds: How long to wait for their end.
+        held: The last references; the list is emptied.
+        patience_seconds: How long to wait.
     """
     waiter = threading.Thread(target=held.clear, name="hetflow-old-groups", daemon=True)
     waiter.start()
@@ -223,14 +242,14 @@ def release_apart(held: list[object], patience_seconds: float = RELEASE_SECONDS)
 
 
 def _connect(start: Start, number: int = 0) -> SharedStore:
-    """The store of the launcher; under srun or Kubernetes the first process holds it.
+    """Connect to the launcher's store; under srun or Kubernetes the first process holds it.
 
-    ``number`` is the job's in this process.
+    ``number`` counts the jobs of this process, from 0.
     """
     assert start.address is not None
     held_outside = start.is_slot or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     holds = not held_outside and start.rank == 0
-    # Where this process holds it, a port that is taken is no loss of anybody.
+    # Where this process holds the store, a port in use does not mean that another worker is lost.
     make = TCPStore if holds else peers.guarded("store", TCPStore)
     store = make(
         start.address,
@@ -241,7 +260,7 @@ def _connect(start: Start, number: int = 0) -> SharedStore:
         wait_for_workers=False,
     )
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    # The launcher reads the first job's keys; a script that prepares two models has two jobs.
+    # The launcher reads the keys of the first job; a script may prepare several.
     job = f"/job{number}" if number else ""
     return SharedStore(store).under(prefix_of(take_token())).under(f"hetflow/{restarts}{job}")
 
@@ -256,7 +275,7 @@ def _slot_of(start: Start, store: SharedStore) -> int:
 
 
 def _own_type(start: Start) -> str | None:
-    """The device type of this process under a foreign launcher; None fits any slot."""
+    """This process's device type under a foreign launcher; None fits any worker assignment."""
     assert start.config is not None
     known = {slot.device_type for slot in start.config.workers}
     if start.stated_type is not None:
@@ -284,7 +303,7 @@ def _device_of(slot: WorkerSlot, start: Start, asked: torch.device | None) -> to
 
 
 def _init_group(rank: int, device: torch.device, start: Start, store: SharedStore) -> None:
-    """Initialise the default group, unless an earlier job or the script has."""
+    """Initialise the default group, unless an earlier job or the script has done so."""
     backend = backend_of(device)
     backend.set_current(device)
     if dist.is_initialized():
@@ -325,10 +344,10 @@ def _meeting(start: Start, store: SharedStore) -> Meeting:
 
 
 def tell_left() -> None:
-    """The script has ended well; where it never came to ``hf.prepare``, tell who waits there."""
+    """Tell waiting workers that this script ended well without reaching ``hf.prepare``."""
     if _Jobs.opened or os.environ.get(JOINS):
         return
-    # Nobody is left who could wait, or the script has changed what the environment says.
+    # Ignored where no worker is left, or where the script has changed the environment.
     with contextlib.suppress(HetflowError):
         start = read_environment()
         if start.world_size > 1 and start.address:

@@ -1,7 +1,7 @@
-"""What workers tell the launch so that those of another plan can take over from them.
+"""Report to the launch, so that workers of another plan can take over.
 
-Where every worker keeps a part of the state, no worker can stay while others come: all of them
-write their parts, leave, and the next ones go on from these (protocol/handover.py).
+Under a pipeline each worker keeps a part of the state, so none can stay while others join. All
+workers write their parts and leave; the next workers resume from these (protocol/handover.py).
 """
 
 import signal
@@ -13,14 +13,14 @@ from .session import Session
 
 
 class Handover:
-    """One worker's part in it; nothing at all where it is not possible.
+    """One worker's side of a handover; it does nothing where a handover is not possible.
 
     Args:
-        session: What the parts of the job share.
+        session: The state that the parts of the job share.
         is_possible: Whether every worker keeps a part of the state.
 
     Attributes:
-        folder: Where parts go when the plan changes, if the user gave no folder.
+        folder: The folder for the parts when the plan changes, if the user gave no folder.
     """
 
     def __init__(self, session: Session, *, is_possible: bool) -> None:
@@ -33,14 +33,14 @@ class Handover:
 
     @property
     def signals(self) -> list[signal.Signals]:
-        """By which the launch asks for it."""
+        """The signals by which the launch asks for a handover."""
         return [handover.SIGNAL] if self.folder is not None else []
 
     def check(self, folder: Path, *, has_found: bool) -> None:
-        """Refuse to start anew in the place of workers that have trained.
+        """Refuse to start from step 0 in the place of workers that have trained.
 
         Raises:
-            TargetError: They have left nothing to go on from.
+            TargetError: Those workers left no state to resume from.
         """
         if self._follows and not has_found:
             raise TargetError(
@@ -49,12 +49,12 @@ class Handover:
             )
 
     def tell_training(self) -> None:
-        """The script stands where its state is from, or is at its end."""
+        """Tell the launch that the script has caught up with its state, or has ended."""
         if self._store is not None and not self._is_training:
             self._is_training = True
             handover.tell_training(self._store)
 
     def tell_stopped(self) -> None:
-        """The last step of all workers is over."""
+        """Tell the launch that all workers have finished their last step."""
         if self._store is not None and self._is_main:
             handover.tell_stopped(self._store)

@@ -1,4 +1,4 @@
-"""Copies of tensors on the host, which arrive while the worker goes on."""
+"""Copy tensors to the host while the worker goes on."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from .checkpoint import copy_to_host
 
 
 class HostCopies:
-    """Copies what is on a device through pinned memory, in the order of the device's own work.
+    """Copy device tensors through pinned memory, in the order of the device's own work.
 
-    What is done to a tensor afterwards does not change its copy, and the host does not wait for
-    the device until somebody reads the copies.
+    Later changes of a tensor do not change its copy. The host does not wait for the device until
+    someone reads the copies.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class HostCopies:
         self._arrive: list[tuple[torch.device, Mark]] = []
 
     def take(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy on the host; its values are there after ``wait``."""
+        """A contiguous copy on the host; its values are valid after ``wait``."""
         if backend_of(tensor.device).is_host:
             return copy_to_host(tensor)
         source = tensor.detach().contiguous()
@@ -29,10 +29,10 @@ class HostCopies:
         return copy
 
     def close(self) -> None:
-        """All copies are asked for. Call it where ``take`` was called."""
+        """Mark the end of the copies. Call it in the thread that called ``take``."""
         self._arrive = [(device, backend_of(device).mark(device)) for device in self._devices]
 
     def wait(self) -> None:
-        """Wait until all copies are there; from any thread."""
+        """Wait until all copies have arrived; any thread may call it."""
         for device, mark in self._arrive:
             backend_of(device).wait_for(mark)

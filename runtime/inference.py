@@ -1,13 +1,13 @@
 """Inference with virtual nodes (VirtualFlow 1.3): a large batch on few devices, outputs in order.
 
-Each global batch is cut into the virtual nodes' shares, as in training, so a device holds the
-activations of one share at a time, and the passes (and their bits) are the same on any mapping.
-Each worker runs its own shares of a global batch; then their outputs travel, one pass after
-another, to where the script reads them.
+Each global batch is cut into the virtual nodes' shares, as in training. So a device holds the
+activations of one share at a time, and the passes and their bits are equal on every mapping.
+Each worker runs its own shares of a global batch; then their outputs are sent, one pass after
+another, to the workers on which the script reads them.
 
-A global batch is one operation of all workers (elastic/member.py): where one of them dies, those
-who are left run its virtual nodes' shares again. Workers begin it by agreeing which batch it is:
-a worker that follows a dead main one has had no outputs yet, so all begin at the first again.
+A global batch is one operation of all workers (elastic/member.py). If a worker dies, the survivors
+run its virtual nodes' shares again. An operation begins with an agreement on the batch's number: a
+worker that replaces a dead main worker has received no outputs, so all begin at batch 0 again.
 """
 
 import json
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
 
     from .group import Place
 
-# Streams of samples are keyed by epoch; predictions draw alike in every call.
+# Random streams of samples are keyed by epoch; predictions draw the same in every call.
 PREDICTION_EPOCH = -1
 
-_LEAVES = -1  # in place of a step: a worker has left its loop
+_LEAVES = -1  # in place of a step: a worker has left its loop over the outputs
 
 
 class Prediction:
     """One call of ``job.predict``: iterate it once, on all workers.
 
     Args:
-        session: What the parts of the job share.
-        runner: Runs what needs all workers.
-        buffers: The virtual nodes' buffers; merged, they are in the model.
-        sampler: This worker's passes, with their order.
+        session: The state that the parts of the job share.
+        runner: Runs operations that need all workers.
+        buffers: The virtual nodes' buffers; the model gets their merged values.
+        sampler: This worker's passes, in order.
         passes: The loader of these passes.
-        function: What the script computes of a pass.
-        on_all: Whether every worker gets the outputs, or the main one only.
+        function: The script's function; it computes the outputs of a pass.
+        on_all: Whether every worker gets the outputs; else only the main worker does.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Prediction:
 
     def __iter__(self) -> Iterator[Any]:
         num_steps = self._sampler.num_steps
-        # Those who wait for the main worker at the end are there if it dies before.
+        # The other workers also loop, so that they can take over if the main worker dies.
         while num_steps and 0 <= (step := self._take_part()) < num_steps:
             try:
                 yield from self._outputs
@@ -99,24 +99,24 @@ class Prediction:
         return self._on_all or self._session.is_main
 
     def _take_part(self, *, leaves: bool = False) -> int:
-        """Run a global batch with the others; its number, or that of none where it is over."""
+        """Run a global batch with the others; return its number, or one out of range at the end."""
         return self._runner.run(lambda: self._run_batch(leaves=leaves))
 
     def _run_batch(self, *, leaves: bool) -> int:
-        if self._place is not self._session.place:  # the model has the buffers of training again
+        if self._place is not self._session.place:  # of a new generation
             self._place, self._source_step = self._session.place, None
             self._buffers.install(self._merged)
-        # Who wants no outputs goes along with who does.
+        # A worker that wants no outputs follows the number of the one that does.
         wanted = self._given if self._wants_outputs else self._sampler.num_steps
         step = self._least(_LEAVES if leaves else wanted)
         if 0 <= step < self._sampler.num_steps:
             self._got_outputs, self._outputs = self._wants_outputs, self._gather(step)
             if self._runner.changes:
-                self._least(step)  # nobody goes on before all outputs are where they are wanted
+                self._least(step)  # a barrier: all outputs have arrived before anyone continues
         return step
 
     def _least(self, number: int) -> int:
-        """The least over the workers."""
+        """The minimum of a number over the workers."""
         if not self._place.distributed or self._session.is_finished:
             return number
         least = torch.tensor(number, device=self._session.device)
@@ -125,7 +125,7 @@ class Prediction:
         return int(least)
 
     def _gather(self, step: int) -> list[Any]:
-        """The outputs of a global batch in order of its samples, where they are wanted."""
+        """The outputs of a global batch in order of its samples; empty where not wanted."""
         session, sampler = self._session, self._sampler
         num_samples, passes = sampler.passes(step)
         if self._source_step != step:
@@ -136,10 +136,10 @@ class Prediction:
         with self._evaluating():
             for item in passes:
                 inputs, key = next(self._source), (step, item.virtual_node)
-                if key not in own:  # else kept from before another worker was lost
+                if key not in own:  # else it was computed before another worker was lost
                     own[key] = self._run(step, item.virtual_node, inputs)
         self._source_step = step + 1
-        # The workers ran unlike passes, and the script may draw now.
+        # The workers ran different passes; seed again, because the script may draw now.
         seed_streams(session.seed, "predicted", session.num_steps, step)
         shares = share_out(num_samples, sampler.batch_sizes)
         holders, outputs = session.holders, []
@@ -182,10 +182,10 @@ class Prediction:
 def deliver(
     header: bytes, tensors: list[Tensor], holder: int, place: "Place", *, on_all: bool
 ) -> tuple[bytes, list[Tensor]]:
-    """Bring a pass's outputs from the worker that ran it to the main one, or to all.
+    """Send a pass's outputs from the worker that ran it to the main worker, or to all.
 
     Returns:
-        The outputs; nothing where they are not wanted.
+        The outputs; an empty header and list on workers that do not want them.
     """
     if not on_all and holder == 0:
         return header, tensors
@@ -206,7 +206,7 @@ def deliver(
     if place.rank == holder:
         parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8)]
         parts += [_as_bytes(tensor) for tensor in tensors]
-        # Gloo takes a message of another length than its buffer for an error, or for none.
+        # Sent first: gloo fails, or does not notice, if a message's length is not its buffer's.
         carry(torch.tensor([len(header), sum(len(part) for part in parts)]))
         carry(torch.cat(parts))
         return (header, tensors) if on_all else (b"", [])

@@ -1,15 +1,15 @@
-"""Sum gradients so that the bits do not depend on who holds which virtual node (EasyScale 3.3).
+"""Sum gradients so that the bits do not depend on the mapping of virtual nodes (EasyScale 3.3).
 
-The virtual nodes 0, 1, 2, ... are the leaves of one binary tree (subtrees.py), and every sum is
-taken along its branches: ((g0 + g1) + (g2 + g3)) + ..., whoever computes it. A worker adds up the
-subtrees it holds whole while it runs (sibling leaves meet in the gradient buffer itself, so a pair
-costs nothing); then the owner of each slice gets the workers' subtrees, finishes the tree, and
-all get the slices (exchange.py). Where each worker holds one subtree that is the traffic of an
-ordinary all-reduce, and for two workers it is one.
+The virtual nodes 0, 1, 2, ... are the leaves of one binary tree (subtrees.py). Every sum follows
+its branches, ((g0 + g1) + (g2 + g3)) + ..., whichever worker computes it. A worker sums the
+subtrees that it holds whole during its passes; sibling leaves add up in the gradient buffer itself,
+so a pair of them costs nothing. Then each slice's owner receives the workers' subtrees, finishes
+the tree, and sends the sum to all (exchange.py). Where each worker holds one subtree, the traffic
+is that of an ordinary all-reduce; for two such workers it is one.
 
-A device keeps at most log2 of its virtual nodes buffers instead of one each. Exact order-free
-accumulation would keep one, but twice as wide, sends twice the bytes, and cannot serve float64
-(benchmarks/reduction.py compares them).
+A device keeps at most log2(number of its virtual nodes) buffers, not one for each. Exact
+accumulation that needs no order would keep one buffer, but twice as wide; it sends twice the bytes
+and cannot serve float64 (benchmarks/reduction.py compares them).
 """
 
 from collections.abc import Sequence
@@ -23,21 +23,21 @@ from ..devices.collectives import is_on_devices
 from .exchange import Collectives, Exchange, Messages, TwoTrees
 from .subtrees import Turn, turns_of
 
-# Buckets whose received slices are held at once; the third waits until the first is summed.
+# Buckets whose received slices are in memory at once; the third waits until the first is summed.
 MAX_IN_FLIGHT = 2
-_ROUNDED_ONCE = (torch.float32, torch.float64)  # by every all-reduce alike
+_ROUNDED_ONCE = (torch.float32, torch.float64)  # a + b has the same bits in every all-reduce
 
 
 class InvariantSum:
-    """The same sum of virtual nodes' gradients on every mapping.
+    """Sum virtual nodes' gradients with the same bits on every mapping.
 
     A step is ``begin()``, then ``enter(node)`` and ``leave()`` around each pass, ``launch`` for
     each bucket in order, and ``wait``. Virtual nodes without samples may be left out: their
     gradient is zero.
 
     Args:
-        holdings: The virtual nodes of each worker in running order, by rank.
-        rank: This worker.
+        holdings: [workers] the virtual nodes of each worker in running order, by rank.
+        rank: This worker's rank.
         group: The process group; None is the default one.
     """
 
@@ -64,26 +64,26 @@ class InvariantSum:
 
     @property
     def alignment(self) -> int:
-        """What the length of every bucket must be a multiple of."""
+        """The length of every bucket must be a multiple of this."""
         return self._num_workers
 
     @property
     def holds_first(self) -> bool:
-        """Whether virtual node 0 runs here."""
+        """Whether this worker runs virtual node 0."""
         return any(turn.node == 0 for turn in self._turns)
 
     @property
     def num_spares(self) -> int:
-        """Buffers kept beside the gradient buffer: at most log2 of the virtual nodes here."""
+        """Buffers beside the gradient buffer: at most log2 of this worker's virtual nodes."""
         return self._num_spares
 
     @property
     def num_received_bytes(self) -> int:
-        """Bytes kept for the others' subtrees: of ``MAX_IN_FLIGHT`` buckets at most."""
+        """Bytes of receive buffers for subtrees: at most those of ``MAX_IN_FLIGHT`` buckets."""
         return sum(room.numel() * room.element_size() for room in self._rooms.values())
 
     def allocate(self, flats: Sequence[Tensor]) -> None:
-        """Take the gradient buffers of all later steps."""
+        """Take the gradient buffers that all later steps use."""
         self._flats = list(flats)
         self._rooms.clear()
         self._spares = [[torch.zeros_like(flat) for flat in flats] for _ in range(self._num_spares)]
@@ -96,17 +96,17 @@ class InvariantSum:
 
     @property
     def in_last_turn(self) -> bool:
-        """Whether the pass that runs is the last that this worker can have."""
+        """Whether the running pass is the last one that this worker can have in this step."""
         return self._at == len(self._turns) - 1 and self._entered
 
     def enter(self, node: int) -> None:
-        """Make the gradient buffer ready for a virtual node's pass."""
+        """Prepare the gradient buffer for a virtual node's pass."""
         while self._turns[self._at].node != node:
             self._skip()
         self._enter()
 
     def leave(self) -> None:
-        """Add up what the pass completed. The last pass is added up bucket by bucket."""
+        """Add up the subtrees that the pass completed; ``launch`` does so for the last pass."""
         if self._at == len(self._turns) - 1:
             return
         for _ in range(self._turns[self._at].num_merges):
@@ -116,7 +116,7 @@ class InvariantSum:
         self._at, self._entered = self._at + 1, False
 
     def settle(self) -> None:
-        """Pass over the virtual nodes that had no samples, up to the last one's pass."""
+        """Skip the virtual nodes that had no samples, up to that of the last pass."""
         while not self.in_last_turn:
             self._skip()
 
@@ -134,7 +134,7 @@ class InvariantSum:
             self._depth += 1
 
     def launch(self, flat_index: int, start: int, end: int) -> None:
-        """Finish a bucket's local sums and send them to the owners of its slices."""
+        """Finish a bucket's local sums and send each slice to its owner."""
         with torch.no_grad():
             bucket = self._flats[flat_index][start:end]
             kept = self._depth - self._turns[-1].num_merges
@@ -144,7 +144,7 @@ class InvariantSum:
                 spares = [self._spares[depth][flat_index][start:end] for depth in range(kept)]
                 trees = [*spares, bucket]
                 if len(self._exchanges) - self._num_summed >= MAX_IN_FLIGHT:
-                    # All workers launch in this order, so the others' parts are on their way.
+                    # All workers launch in this order, so the others' parts were sent already.
                     self._exchanges[self._num_summed].gather()
                     self._num_summed += 1
                 self._exchanges.append(self._exchange(trees))
@@ -160,7 +160,7 @@ class InvariantSum:
         return Messages(real, self._trees, self._num_leaves, room, self._rank, tag, group)
 
     def _room(self, bucket: Tensor, num_own: int) -> Tensor:
-        """Rows for the others' subtrees of this worker's slice, used again by later buckets."""
+        """Receive buffers for this worker's slice of each subtree; later buckets reuse them."""
         others = sum(len(held) for held in self._trees) - num_own
         length = len(bucket) // self._num_workers
         at = len(self._exchanges) % MAX_IN_FLIGHT, bucket.dtype

@@ -1,7 +1,6 @@
-"""What a training script calls: ``job.batches``, ``job.backward`` and the rest.
+"""The object that a training script calls: ``job.batches``, ``job.backward`` and the rest.
 
-A job does nothing by itself. It hands the script's calls on to its parts; docs/architecture.md
-says which there are.
+A job passes the script's calls on to its parts; docs/architecture.md lists them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,10 +28,14 @@ from .totals import check_same_length
 
 
 class Job:
-    """One worker of a training job. Made by ``prepare``.
+    """One worker of a training job, made by ``prepare``.
 
-    ``rank``, ``world_size``, ``is_main`` and ``device`` say which one; ``num_steps`` counts global
-    steps.
+    Attributes:
+        rank: Rank of this worker, 0 to ``world_size`` - 1.
+        world_size: Number of workers.
+        is_main: Whether this worker prints, logs and saves.
+        device: Where this worker runs its passes.
+        num_steps: Global steps so far.
     """
 
     def __init__(
@@ -51,27 +54,27 @@ class Job:
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
+        """Rank of this worker, 0 to ``world_size`` - 1."""
         return self._session.rank
 
     @property
     def world_size(self) -> int:
-        """How many workers there are."""
+        """The number of workers."""
         return self._session.place.world_size
 
     @property
     def device(self) -> torch.device:
-        """Where this worker runs its passes."""
+        """The device on which this worker runs its passes."""
         return self._session.device
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the worker that prints, logs and saves."""
+        """Whether this worker prints, logs and saves."""
         return self._session.is_main
 
     @property
     def num_steps(self) -> int:
-        """Global steps so far."""
+        """The number of global steps so far."""
         self._runner.join()
         return self._session.num_steps
 
@@ -86,18 +89,18 @@ class Job:
             print(*values, **options)  # noqa: T201
 
     def batches(self, loader: "DataLoader[Any]", *, epoch: int | None = None) -> Epoch:
-        """One epoch over the script's DataLoader: exactly once over all workers.
+        """Iterate one epoch over the script's DataLoader: each sample once over all workers.
 
-        The loader's ``batch_size`` is the global batch. Each call is the next epoch.
+        The loader's ``batch_size`` is the global batch size. Each call is the next epoch.
 
         Args:
             loader: A map-style DataLoader; its dataset, collate function, workers, pinning, order
                 and ``drop_last`` are kept.
-            epoch: Number of the epoch (it keys the order and augmentations) where a script
-                resumes in the middle; counted otherwise.
+            epoch: Number of the epoch, which keys the order and augmentations. Set it where a
+                script resumes in the middle; by default epochs are counted from 0.
 
         Raises:
-            TargetError: A loader that cannot be cut into virtual nodes exactly.
+            TargetError: The loader cannot be cut into virtual nodes exactly.
         """
         session, engine = self._session, self._engine
         config = session.place.start.config
@@ -139,23 +142,27 @@ class Job:
         *,
         scaler: "torch.amp.GradScaler | None" = None,
     ) -> Tensor:
-        """Run this worker's virtual nodes; leave the global batch's gradient in ``param.grad``.
+        """Run this worker's virtual nodes; put the global batch's gradient into ``param.grad``.
 
         Gradients are the mean over all samples of the global batch, on every worker. Under a
-        pipeline a worker runs its stages, and has the gradients of their parameters; where the
-        schedule does not flush, the updates have been made, and the loss returned is the batch's
-        before (the first batch's for the first).
+        pipeline, a worker runs its stages and has the gradients of their parameters. If the
+        schedule does not flush, the updates have already been made, and the loss returned is the
+        previous batch's (the first batch's in the first step).
 
         Args:
-            function: Called once a virtual node as ``function(*batch)`` (as ``function(batch)``
-                where the collated batch is no tuple or list). Returns the mean loss over its
-                samples, or (mean loss, weight) where the mean is over something else, such as
-                tokens; use a Python number for the weight, a tensor costs a wait for the device.
+            function: Called once for each virtual node as ``function(*batch)``, or as
+                ``function(batch)`` where the collated batch is no tuple or list. Returns the mean
+                loss over its samples; or (mean loss, weight) where the mean is over something else,
+                such as tokens. Give the weight as a Python number: a tensor makes the host wait.
             batch: A handle from ``batches``.
             scaler: The GradScaler of mixed precision, if the script has one.
 
         Returns:
-            The mean loss over the global batch: detached, float64, equal on every worker.
+            [] float64, detached: the mean loss over the global batch, equal on every worker.
+
+        Raises:
+            TargetError: The job is finished, the workers' optimizer settings differ, or the model
+                cannot hold the plan's determinism level.
         """
         session, agreement = self._session, self._agreement
         if backend_of(session.device).is_capturing():
@@ -169,7 +176,7 @@ class Job:
         agreement.begin_step(session.num_steps, batch.epoch)
         step = Step(function, batch, scaler, agreement, agreement.settings_number)
         loss = session.close_step(self._runner.step(step))
-        # Workers would make the update with unlike settings: end before it.
+        # The workers' optimizers have different settings and would diverge: end before the update.
         if self._engine.flushes and agreement.is_broken_by(self._engine.settings_sums):
             self.compare()
         return loss
@@ -177,11 +184,11 @@ class Job:
     def compare(self) -> None:
         """Check that all workers still train the same model. Call it on all workers.
 
-        The job calls it by itself every so many steps, after changes of workers, before
-        checkpoints and at the end. What a schedule without flushes has in flight is finished first.
+        The job does so by itself every so many steps, when workers change, before checkpoints and
+        at the end. If the schedule does not flush, microbatches in flight are finished first.
 
         Raises:
-            TargetError: They do not; it names the parameter, the workers, the steps and the cause.
+            TargetError: They do not; names the parameter, the workers, the steps and the cause.
         """
         self._engine.drain()
         self._runner.join()
@@ -190,9 +197,12 @@ class Job:
     def register(self, *things: Any) -> None:
         """Save and restore these with every checkpoint: schedulers, a GradScaler, counters.
 
-        Anything with ``state_dict`` and ``load_state_dict`` made of plain data and tensors.
-        If the job goes on from a checkpoint, their state is loaded here. The optimizer of
-        ``prepare`` is saved without being registered.
+        If the job resumes from a checkpoint, their state is loaded here. The optimizers given to
+        ``prepare`` are saved without being registered.
+
+        Args:
+            things: Objects with ``state_dict`` and ``load_state_dict``; their state consists of
+                plain data and tensors.
 
         Raises:
             TargetError: An object lacks these methods, or the checkpoint has other objects.
@@ -210,8 +220,8 @@ class Job:
         """Write a checkpoint now, and wait until it is on disk. Call it on all workers.
 
         Raises:
-            TargetError: The launch gave no folder for checkpoints.
-            FileError: It could not be written; earlier ones are untouched.
+            TargetError: The launch was given no folder for checkpoints.
+            FileError: It could not be written; earlier checkpoints are unchanged.
         """
         self._runner.join()
         if not self._checkpoints.is_asked_for:
@@ -224,9 +234,9 @@ class Job:
     def sync_buffers(self) -> None:
         """Put the merged buffers (see runtime/buffers.py) into the model, on every worker.
 
-        Under a pipeline also the parameters of all stages. Call it on all workers, before saving
-        or evaluating the model between steps; ``evaluation`` and ``finish`` do so themselves.
-        Virtual nodes keep their own.
+        Under a pipeline, also the parameters of all stages. Call it on all workers before saving
+        or evaluating the model between steps; ``evaluation`` and ``finish`` do it themselves.
+        Virtual nodes keep their own buffers.
         """
         if self._session.is_finished:
             self._engine.drain()
@@ -246,11 +256,11 @@ class Job:
 
     @contextmanager
     def evaluation(self) -> Iterator[nn.Module]:
-        """The model in evaluation mode, with merged buffers and without gradients.
+        """Enter the model in evaluation mode, with merged buffers and without gradients.
 
-        Under a pipeline the whole model is on every worker inside: on its device, or on its host
-        where the device is too small for it; send inputs to where the model's parameters are. Enter
-        it on all workers; what is computed inside is each worker's own affair.
+        Under a pipeline, every worker then holds the whole model: on its device, or on its host if
+        it does not fit the device. Move inputs to the device of the model's parameters. Enter it on
+        all workers; what a worker computes inside concerns that worker only.
         """
         model = self._session.model
         training = model.training
@@ -269,29 +279,30 @@ class Job:
         *,
         on_all: bool = False,
     ) -> Prediction:
-        """Evaluate a large batch on the virtual nodes; the outputs, in order of the samples.
+        """Evaluate a large batch on the virtual nodes (VirtualFlow 1.3).
 
-        Call and iterate it on all workers, each global batch being shared out as in training, in
-        evaluation mode, with merged buffers and without gradients. Each item is what ``function``
-        returned for one virtual node's share, its tensors on the host.
+        Call and iterate it on all workers. Each global batch is shared out as in training; passes
+        run in evaluation mode, with merged buffers and without gradients. Outputs come in order of
+        the samples: each item is what ``function`` returned for one virtual node's share, with its
+        tensors on the host.
 
         Args:
             loader: As for ``batches``, in a fixed order; under a plan its ``batch_size`` does not
                 matter. Every sample gets its output, also with ``drop_last``.
             function: Called as in ``backward``; returns tensors and plain values, alone or in
                 tuples, lists and dicts.
-            on_all: Give the outputs on every worker; else the others have an empty loop.
+            on_all: Give the outputs on every worker; else only the main worker's loop has items.
 
         Raises:
-            TargetError: A loader that shuffles, or that cannot be cut into virtual nodes; a
-                pipeline, whose passes are spread over its stages.
+            TargetError: The loader shuffles or cannot be cut into virtual nodes; or the plan is a
+                pipeline, where no worker runs a whole pass.
         """
         self._engine.check_predicts()
         check_loader(loader, None)
         check_in_order(loader)
         self._runner.join()
         sampler, passes = self._epochs.passes_of(loader, predicts=True)
-        if self._runner.is_behind:  # the others have done this before this worker came
+        if self._runner.is_behind:  # the others did this before this worker joined
             sampler.set_epoch(PREDICTION_EPOCH, [])
         else:
             sampler.set_epoch(PREDICTION_EPOCH, self._order(loader, PREDICTION_EPOCH))
@@ -309,17 +320,18 @@ class Job:
     def finish(self, *, whole: bool = True) -> None:
         """End the job: report measurements and the digest, and leave the process group.
 
-        Called at the end of the script by itself; call it to leave earlier, or to use the model
+        It is called by itself when the script ends. Call it to leave earlier, or to use the model
         afterwards.
 
         Args:
-            whole: Under a pipeline, bring the whole model to every worker, to its device or, where
-                it does not fit, to its host. Else a worker keeps its own stages, and the model
-                cannot be called any more; so it is where the script has ended.
+            whole: Under a pipeline, bring the whole model to every worker: to its device or, if it
+                does not fit, to its host. Else a worker keeps its own stages only and the model can
+                no longer be called; this is what the end of the script does.
 
         Raises:
-            TargetError: Workers have diverged, or nobody can tell: the script destroyed the group.
-            FileError: All this is done, and the last checkpoint could not be written.
+            TargetError: Workers have diverged; or that is unknown, because the script destroyed the
+                process group.
+            FileError: The job has ended, but the last checkpoint could not be written.
         """
         session = self._session
         if session.is_finished:
@@ -341,9 +353,9 @@ class Job:
         self._checkpoints.close()
 
     def abandon(self) -> None:
-        """Leave the job where it stands: nothing is asked of other workers, saved or reported.
+        """Leave the job at once: other workers are not asked, nothing is saved or reported.
 
-        A checkpoint that is being written is written. Nothing can be done with the job afterwards.
+        A checkpoint that is being written is completed. The job cannot be used afterwards.
         """
         self._session.is_finished = True
         self._epochs.open = None

@@ -1,4 +1,4 @@
-"""Numbers of a device that the host reads a step later, so that it need not wait for the step."""
+"""Numbers from a device that the host reads one step later, so that it need not wait."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from ..devices.backend import Mark, backend_of
 
 
 class LateValues:
-    """A few numbers a step, of a device that works beside the host, through pinned memory.
+    """Read a few numbers per step from an asynchronous device, through pinned memory.
 
-    Read in the step after, they have long arrived. Where the host is a whole step ahead it waits
-    for the step before, and the device still has work.
+    They are read in the next step, when they have usually arrived. If the host is a whole step
+    ahead, it waits for the previous step, and the device still has work.
     """
 
     def __init__(self) -> None:
@@ -18,10 +18,13 @@ class LateValues:
         self._arrives: tuple[torch.device, Mark] | None = None
 
     def exchange(self, values: Tensor) -> list[float] | None:
-        """The numbers of the step before, None for the first; ``values`` are this step's.
+        """Hand in this step's numbers and get those of the step before.
 
         Args:
-            values: [numbers], float64, on the device.
+            values: [numbers] of this step, float64, on the device.
+
+        Returns:
+            [numbers] of the step before; None in the first step.
         """
         before = self._take()
         if self._buffer is None or self._buffer.shape != values.shape:
@@ -31,7 +34,7 @@ class LateValues:
         return before
 
     def forget(self) -> None:
-        """The next step is a first one again."""
+        """Treat the next step as a first one."""
         self._arrives = None
 
     def _take(self) -> list[float] | None:

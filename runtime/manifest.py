@@ -1,7 +1,8 @@
-"""What a checkpoint may hold: every field is checked before anything is done with it.
+"""The valid contents of a checkpoint: every field is checked before it is used.
 
-A checksum says that a file is as it was written, and not who wrote it. What does not have the
-form of this page is broken like a torn file: it is named, and the checkpoint before it is used.
+A checksum shows that a file is as it was written, but not who wrote it. A checkpoint that does not
+have the form checked here is broken, like a torn file: it is named in a warning, and the checkpoint
+before it is used.
 """
 
 import math
@@ -17,7 +18,7 @@ from torch import Tensor
 FORMAT = "hetflow.checkpoint/1"
 ALIGNMENT = 64
 MAX_NUMBER = (1 << 63) - 1
-_MAX_DIMENSIONS = 64  # of a tensor in torch
+_MAX_DIMENSIONS = 64  # torch's limit for a tensor
 DTYPES = {
     str(getattr(torch, name)).removeprefix("torch."): getattr(torch, name)
     for name in (
@@ -31,32 +32,32 @@ _HEADER = {"virtual_nodes", "seed", "parameters", "step", "position"}
 _PART_HEADER = {"part", "num_parts", "run", "stages", "optimizer_order", "registered_sha256"}
 _STATE = {"parameters", "optimizer", "buffers", "registered", "last_weight"}
 _PART_STATE = {"late_loss"}
-_LATE_SUMS = 4  # as pipeline/synchronise.py adds up
+_LATE_SUMS = 4  # the length of the sums in pipeline/synchronise.py
 
 
 class BrokenCheckpoint(Exception):
-    """It is torn or was changed; the message says how."""
+    """A checkpoint was torn or changed; the message says how."""
 
 
 class IncompleteCheckpoint(BrokenCheckpoint):
-    """Its writers died before all parts were there: it was never one to go on from."""
+    """A checkpoint's writers died before all parts were there, so no job can resume from it."""
 
 
 def shape_text(value: Tensor) -> str:
-    """Type and shape of a tensor, for people and for comparison."""
+    """The dtype and shape of a tensor, for messages and for comparison."""
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def shapes_of(parameters: Mapping[str, Tensor]) -> dict[str, str]:
-    """What parameters a model has, for people and for comparison."""
+    """The dtype and shape of each parameter by name, for messages and for comparison."""
     return {name: shape_text(value) for name, value in parameters.items()}
 
 
 def check_file(path: Path) -> None:
-    """Refuse what is no regular file: reading a pipe would wait forever.
+    """Refuse anything but a regular file: reading a pipe would wait for ever.
 
     Raises:
-        BrokenCheckpoint: It is absent, or something else.
+        BrokenCheckpoint: The file is absent, or is no regular file.
     """
     try:
         mode = path.stat().st_mode
@@ -67,10 +68,10 @@ def check_file(path: Path) -> None:
 
 
 def check_body(body: Any) -> None:
-    """The outer form of a manifest of ``FORMAT``, and that its tensors fill their file exactly.
+    """Check the outer form of a manifest of ``FORMAT``: its tensors must fill their file exactly.
 
     Raises:
-        BrokenCheckpoint: The first thing that is not as ``checkpoint.write`` writes it.
+        BrokenCheckpoint: Names the first field that ``checkpoint.write`` would write otherwise.
     """
     _keys(body, "the manifest", _BODY)
     _a(dict, body["header"], "header")
@@ -85,7 +86,7 @@ def check_body(body: Any) -> None:
 
 
 def _check_entry(entry: Any, where: str, at: int) -> int:
-    """One tensor that must begin at a byte; the byte after its last."""
+    """Check one tensor's entry, which must begin at byte ``at``; return the byte after its last."""
     _keys(entry, where, {"dtype", "shape", "offset", "bytes"})
     if not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
         _broken(f"{where}.dtype", "is no type of tensors")
@@ -103,10 +104,10 @@ def _check_entry(entry: Any, where: str, at: int) -> int:
 
 
 def check_whole(path: Path, header: Any, state: Any) -> None:
-    """Header and state of a checkpoint that one worker wrote; see ``check_part``.
+    """Check header and state of a checkpoint that one worker wrote; see also ``check_part``.
 
     Raises:
-        BrokenCheckpoint: The first thing that is not as a job writes it.
+        BrokenCheckpoint: Names the first field that a job would write otherwise.
     """
     _keys(header, "header", _HEADER)
     _check_header(header, path.name)
@@ -117,10 +118,10 @@ def check_whole(path: Path, header: Any, state: Any) -> None:
 
 
 def check_part_header(path: Path, header: Any) -> None:
-    """The header of one part of a pipeline's checkpoint, whose folder is ``path``.
+    """Check the header of one part of a pipeline's checkpoint; ``path`` is the part's folder.
 
     Raises:
-        BrokenCheckpoint: The first thing that is not as a job writes it.
+        BrokenCheckpoint: Names the first field that a job would write otherwise.
     """
     _keys(header, "header", _HEADER | _PART_HEADER)
     _check_header(header, path.parent.name)
@@ -141,10 +142,10 @@ def check_part_header(path: Path, header: Any) -> None:
 
 
 def check_part(path: Path, header: Any, state: Any) -> None:
-    """One part, whose header is checked: what it holds of the model, under the model's names.
+    """Check the state of one part whose header is checked; its tensors have the model's names.
 
     Raises:
-        BrokenCheckpoint: The first thing that is not as a job writes it.
+        BrokenCheckpoint: Names the first field that a job would write otherwise.
     """
     _keys(state, "state", _STATE, _PART_STATE)
     _check_state(header, state)
@@ -206,7 +207,7 @@ def _check_buffers(header: dict[str, Any], buffers: Any) -> None:
 
 
 def _check_optimizers(saved: Any) -> None:
-    """As optimizers.py gives their state: of none null, of one its own, of several a list."""
+    """Check optimizers in the form of optimizers.py: none is null, one a state, several a list."""
     if not isinstance(saved, list):
         if saved is not None:
             _check_optimizer(saved, "state.optimizer")

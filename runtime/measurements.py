@@ -1,4 +1,4 @@
-"""How long each part of a step took, without slowing it: perf_counter, or events read late."""
+"""Measure each part of a step without slowing it: by perf_counter, or by events read later."""
 
 import statistics
 from collections import deque
@@ -19,8 +19,15 @@ MAX_STEPS_KEPT = 20_000
 class Timings:
     """Medians over full steps after the warm-up, in seconds; None where nothing was measured.
 
-    ``spread`` is the interquartile range of the step time. ``terms`` and ``stages`` are what a
-    prediction is made of (runtime/terms.py).
+    Attributes:
+        passes: One pass: forward and backward of a virtual node.
+        compute: From the step's begin to the end of this worker's last pass.
+        sync: From then until gradients are the mean over all workers.
+        update: From then until the script asks for the next batch.
+        step: The whole step.
+        spread: Interquartile range of the step time.
+        terms: The terms of a predicted step, as measured (runtime/terms.py).
+        stages: The passes of each pipeline stage, as measured.
     """
 
     passes: float | None
@@ -45,7 +52,7 @@ class _StepMarks:
 
 
 class StepClock:
-    """Mark the parts of each step and reduce them to medians."""
+    """Mark the parts of each step, and reduce the marks to medians."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._backend = device, backend_of(device)
@@ -59,11 +66,11 @@ class StepClock:
         self._samples_before = 0
 
     def ask(self) -> None:
-        """The script asks for a batch: the step over it begins here."""
+        """The script asks for a batch: the step with this batch begins now."""
         self._asked = self._mark()
 
     def begin_step(self, *, is_full: bool) -> None:
-        """The step's first pass is about to start."""
+        """Mark that the step's first pass is about to start; ``is_full`` says if it is measured."""
         self.end_step()
         asked, self._asked = self._asked, None
         began = self._mark() if asked is None else asked
@@ -72,39 +79,39 @@ class StepClock:
         self._samples_before = self.num_samples
 
     def undo_step(self) -> None:
-        """The step was not completed, and will be begun again."""
+        """Drop the step that was not completed; it will be begun again."""
         if self._open is not None:
             self._open = None
             self.num_steps -= 1
             self.num_samples = self._samples_before
 
     def begin_pass(self) -> Mark:
-        """A pass starts; hand the answer to ``end_pass``."""
+        """Mark the start of a pass; give the mark to ``end_pass``."""
         return self._mark()
 
     def end_pass(self, began: Mark, *, num_samples: int, is_full: bool) -> None:
-        """A pass has ended."""
+        """Mark the end of a pass over ``num_samples`` samples."""
         self.num_samples += num_samples
         if self._open is not None and is_full:
             self._open.passes.append((began, self._mark()))
 
     def end_stage_pass(self, stage: int, began: Mark, *, is_backward: bool) -> None:
-        """A pass of a pipeline's stage, or half a backward pass, has ended."""
+        """Mark the end of a pipeline stage's pass, or of half a backward pass."""
         if self._open is not None:
             self._open.stages.append((stage, is_backward, began, self._mark()))
 
     def computed(self) -> None:
-        """This worker's passes are done."""
+        """Mark that this worker's passes are done."""
         if self._open is not None:
             self._open.computed = self._mark()
 
     def synchronised(self) -> None:
-        """Gradients are the mean over all workers."""
+        """Mark that gradients are the mean over all workers."""
         if self._open is not None:
             self._open.synchronised = self._mark()
 
     def end_step(self) -> None:
-        """The script asks for the next batch, or is done."""
+        """Mark the end of the step: the script asks for the next batch, or is done."""
         step, self._open = self._open, None
         if step is None or step.synchronised is None or not step.is_full:
             return
@@ -113,10 +120,10 @@ class StepClock:
         self._harvest(wait=False)
 
     def timings(self) -> Timings:
-        """Medians so far, the first steps dropped. Waits for the device."""
+        """Medians so far, without the first steps. Waits for the device."""
         self._harvest(wait=True)
         times = list(self._times)
-        # A short run keeps at least half of its steps.
+        # Drop at most half of the steps, so that a short run keeps some.
         times = times[min(WARMUP_STEPS, len(times) // 2) :]
         if not times:
             return Timings(None, None, None, None, None, None)
@@ -134,7 +141,7 @@ class StepClock:
 
     @property
     def steps(self) -> tuple[StepTimes, ...]:
-        """Every full step that has ended, the newest MAX_STEPS_KEPT. Waits for the device."""
+        """The newest MAX_STEPS_KEPT full steps that have ended. Waits for the device."""
         self._harvest(wait=True)
         return tuple(self._times)
 
@@ -185,5 +192,5 @@ def _interquartile_range(values: list[float]) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Most memory this worker held: of the device, or resident of the process on a host's own."""
+    """Peak memory of this worker in bytes: of the device, or resident memory on a CPU."""
     return backend_of(device).peak_bytes(device)

@@ -1,15 +1,15 @@
-"""How well a median is known, whatever its samples' distribution.
+"""A confidence interval for a median that assumes nothing about the distribution.
 
-n sorted samples hold the true median between two of them with a probability that only the binomial
-law decides, so the interval between those two is a confidence interval whatever the noise looks
-like (timing noise is skewed, never normal).
+The probability that the true median lies between two given order statistics of n samples follows
+from the binomial law alone. So the interval between these two samples is valid for any noise;
+timing noise is skewed, never normal.
 """
 
 from collections.abc import Sequence
 from math import exp, lgamma, log
 
 FEWEST_FOR_AN_INTERVAL = 6
-"""The median of fewer values has no 95 % interval: even their whole range may miss it."""
+"""Fewer values give no 95 % interval: the true median may lie outside their whole range."""
 _CONFIDENCE = 0.95
 
 
@@ -18,9 +18,15 @@ def median_interval(
 ) -> tuple[float, float] | None:
     """The tightest symmetric order-statistic interval that holds the median.
 
-    Between the k-th smallest and the k-th largest of n samples the median lies with probability
-    ``1 - 2 * P(Binomial(n, 1/2) < k)``. None where n is too small for the confidence (below 6
-    for 95 %).
+    The median lies between the k-th smallest and the k-th largest of n samples with probability
+    ``1 - 2 * P(Binomial(n, 1/2) < k)``.
+
+    Args:
+        samples: In any unit, in any order.
+        confidence: Least probability that the interval holds the median, 0 to 1.
+
+    Returns:
+        (low, high) in the samples' unit; None where n is too small (below 6 for 95 %).
     """
     ordered = sorted(samples)
     total = len(ordered)
@@ -35,12 +41,12 @@ def median_interval(
 
 
 def _probability(total: int, number: int) -> float:
-    """Of so many heads in so many throws; by logarithms, which thousands of steps need."""
+    """P(Binomial(total, 1/2) = number), by logarithms: powers overflow for thousands of steps."""
     ways = lgamma(total + 1) - lgamma(number + 1) - lgamma(total - number + 1)
     return exp(ways - total * log(2))
 
 
 def half_width(samples: Sequence[float]) -> float | None:
-    """Half the width of `median_interval`, in the samples' unit; None for few samples."""
+    """Half the width of `median_interval`, in the samples' unit; None for too few samples."""
     interval = median_interval(samples)
     return None if interval is None else (interval[1] - interval[0]) / 2

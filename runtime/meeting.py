@@ -1,9 +1,9 @@
-"""How workers wait for each other before they have a group: by what each writes into the store.
+"""Let workers wait for each other before they have a process group, through the store.
 
-Loading data or a model may take one worker minutes longer than another, so a worker that has not
-come to ``hf.prepare`` is waited for until the time limit; but after ``LATE_SECONDS`` its rank is
-told. A wait that can have no end is given up: for a worker that has ended without coming, and for
-one that came ``LATE_SECONDS`` ago and has not said what the others wait for.
+Loading data or a model may take one worker minutes longer than another. So a worker that has not
+reached ``hf.prepare`` is waited for until the time limit; after ``LATE_SECONDS`` its rank is
+printed. A wait that cannot end well is given up early: for a worker that ended without reaching
+``hf.prepare``, and for one that reached it ``LATE_SECONDS`` ago but has not written the value.
 """
 
 import time
@@ -16,21 +16,21 @@ from .telling import log
 
 LATE_SECONDS = 40.0
 LOOK_SECONDS = 0.5
-# Between two questions to the store: a share of the wait so far, within these.
+# The pause between two questions to the store: a fraction of the wait so far, within these limits.
 _PAUSE_FRACTION = 0.05
 _MIN_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.001, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """All workers that are to have one group.
+    """All workers that are to form one process group.
 
     Args:
-        store: Theirs.
-        device_types: The device type of each rank.
+        store: The store that they share.
+        device_types: [ranks] the device type of each worker.
         limit_seconds: How long to wait for any worker.
-        late_seconds: How long to wait for a worker that came, and without a word for one that
-            did not.
+        late_seconds: How long to wait for the value of a worker that has arrived; also after how
+            long a worker that has not arrived is named.
     """
 
     store: SharedStore
@@ -39,20 +39,20 @@ class Meeting:
     late_seconds: float = LATE_SECONDS
 
     def arrive(self, rank: int) -> None:
-        """This worker has come to ``hf.prepare``."""
+        """Say that this worker has reached ``hf.prepare``."""
         self.store.set(f"arrived/{rank}", "1")
 
     def leave(self, rank: int) -> None:
-        """This worker has ended and never came."""
+        """Say that this worker has ended without reaching ``hf.prepare``."""
         self.store.set(f"left/{rank}", "1")
 
     def read(self, name: str) -> list[str]:
-        """What every worker has written under a name, by rank; waits for all of them.
+        """Read what every worker has written under a name, by rank; wait for all of them.
 
         Raises:
-            LaunchError: One has ended without coming.
-            PeerLostError: One did not come in time, or stopped on its way (``timed_out``); or the
-                store is gone.
+            LaunchError: A worker ended without arriving.
+            PeerLostError: A worker did not arrive in time, or stopped after it arrived
+                (``timed_out``); or the store is gone.
         """
         ranks = range(len(self.device_types))
         keys = [f"{name}/{rank}" for rank in ranks]
@@ -63,13 +63,13 @@ class Meeting:
         return [self.store.get(key) for key in keys]
 
     def names(self, ranks: Sequence[int]) -> str:
-        """Who these are, for a sentence."""
+        """Name these workers, for a sentence."""
         said = [f"{rank} ({self.device_types[rank]})" for rank in ranks]
         return f"rank{'s' if len(said) > 1 else ''} {', '.join(said)}"
 
 
 class _Wait:
-    """One wait for the words of others, and what is known of those who are missing."""
+    """One wait for the values of other workers, and what is known of those still missing."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
@@ -79,12 +79,20 @@ class _Wait:
 
     @property
     def pause_seconds(self) -> float:
-        """How long to wait before the store is asked again."""
+        """How many seconds to wait before the store is asked again."""
         share = _PAUSE_FRACTION * (time.monotonic() - self._began)
         return min(max(share, _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
 
     def look(self, missing_ranks: Callable[[], list[int]]) -> None:
-        """See who is missing, now and then, and give a wait up that can have no end."""
+        """Check now and then which workers are missing; give up a wait that cannot end well.
+
+        Args:
+            missing_ranks: Gives the ranks whose values have not been written.
+
+        Raises:
+            LaunchError: A worker ended without arriving.
+            PeerLostError: A worker did not arrive in time, or stopped after it arrived.
+        """
         meeting, now = self._meeting, time.monotonic()
         if now - self._looked_at < min(LOOK_SECONDS, meeting.late_seconds):
             return

@@ -1,4 +1,4 @@
-"""Whether the script's optimizer keeps more than the plan counted, said before the first step."""
+"""Warn before the first step where an optimizer keeps more state than the plan counted."""
 
 import inspect
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from torch import Tensor, nn, optim
 
 from ..schema.optimizer import OptimizerState
 
-# These treat each number by itself, so a step on a few of them tells what they keep of all.
+# These treat each number by itself, so a step on a few numbers shows what they keep for all.
 _ELEMENTWISE = (
     optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.NAdam,
     optim.RAdam, optim.RMSprop, optim.Rprop, optim.ASGD,
@@ -20,14 +20,15 @@ _TOLERANCE = 0.01
 
 
 def warning_of(optimizers: Sequence[optim.Optimizer], counted: OptimizerState | None) -> str | None:
-    """What to tell the user where the optimizers keep more state than the plan counted.
+    """The warning for a user whose optimizers keep more state than the plan counted.
 
     Args:
-        optimizers: The script's.
-        counted: The plan's; None where the plan does not say.
+        optimizers: The script's optimizers.
+        counted: The state that the plan counted; None where the plan does not say.
 
     Returns:
-        None where they keep no more, or where that cannot be told before a step.
+        The warning; None where the optimizers keep no more, or where that cannot be known before a
+        step.
     """
     if not optimizers or counted is None:
         return None
@@ -44,10 +45,13 @@ def warning_of(optimizers: Sequence[optim.Optimizer], counted: OptimizerState | 
 
 
 def state_ratio(optimizers: Sequence[optim.Optimizer]) -> float | None:
-    """Bytes of state for each byte of weights, by a step of the same kind on a few numbers.
+    """Bytes of optimizer state per byte of weights, found by a step on a few numbers.
 
-    None for kinds that do not treat each number by itself, such as Adafactor, and for none of
-    torch's own. Counters of a few bytes are left out.
+    Counters of a few bytes are left out.
+
+    Returns:
+        The ratio; None for optimizers that do not treat each number by itself, such as Adafactor,
+        and for those that are not torch's own.
     """
     weights = kept = 0.0
     for optimizer in optimizers:

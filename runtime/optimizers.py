@@ -1,4 +1,4 @@
-"""One optimizer or several: what ``prepare`` may be given, and how their state is kept."""
+"""One optimizer or several: the forms that ``prepare`` takes, and how their state is saved."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,10 @@ _NEEDED = ("param_groups", "state", "state_dict", "load_state_dict")
 
 
 def optimizers_of(given: Given) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers that a script gave, in order.
+    """The optimizers that a script gave to ``prepare``, as a tuple in order.
 
     Raises:
-        TargetError: Something that is no optimizer, or the same one twice.
+        TargetError: An object is no optimizer, or an optimizer is given twice.
     """
     several = given if isinstance(given, list | tuple) else [] if given is None else [given]
     for entry in several:
@@ -35,6 +35,6 @@ def _shown(entry: object) -> str:
 
 
 def state_of(optimizers: Sequence[torch.optim.Optimizer]) -> Any:
-    """Their state for a checkpoint: of one as torch gives it, of several a list, of none None."""
+    """The optimizers' state for a checkpoint: None for none, a state for one, else a list."""
     states = [optimizer.state_dict() for optimizer in optimizers]
     return states if len(states) > 1 else states[0] if states else None

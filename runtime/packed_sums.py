@@ -1,7 +1,7 @@
-"""The sums of a step as float32 numbers, which travel with a bucket of gradients.
+"""Pack the sums of a step into float32 numbers, which travel with a bucket of gradients.
 
-What is summed stays exact. Each loss and each weight comes from one worker, and zeros from the
-others; a double is the sum of three float32 numbers. Flags and counts are small whole numbers.
+The sums stay exact. Each loss and each weight comes from one worker, and the others send zeros; a
+double is sent as three float32 numbers that add up to it. Flags and counts are small integers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,19 +11,21 @@ import torch
 from torch import Tensor
 
 NUM_THIRDS = 3
-"""Float32 numbers whose sum is a double."""
+"""How many float32 numbers represent a double exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSums:
-    """Where which number is: flags, thirds of losses, thirds of weights, which parameters are used.
+    """The layout of the packed numbers.
 
-    Unpacked, in float64, they are: flags, losses * weights, weights, which parameters are used.
+    Packed, in float32: flags; losses as three numbers each; weights as three numbers each; for
+    every parameter whether it is used. Unpacked, in float64: flags, losses * weights, weights,
+    used parameters.
 
     Attributes:
-        num_flags: Numbers of 0 and 1.
-        num_nodes: Virtual nodes, which have a loss and a weight each.
-        num_parameters: Parameters.
+        num_flags: Number of flags, each 0 or 1 on a worker.
+        num_nodes: Number of virtual nodes; each has a loss and a weight.
+        num_parameters: Number of parameters.
     """
 
     num_flags: int
@@ -32,7 +34,7 @@ class PackedSums:
 
     @property
     def length(self) -> int:
-        """How many numbers there are."""
+        """The number of packed float32 numbers."""
         return self.num_flags + 2 * NUM_THIRDS * self.num_nodes + self.num_parameters
 
     def pack(
@@ -43,14 +45,14 @@ class PackedSums:
         unused: Sequence[int],
         into: Tensor,
     ) -> None:
-        """Write one worker's numbers; the host waits for nothing.
+        """Write one worker's numbers without making the host wait.
 
         Args:
-            flags: In order.
-            losses: By virtual node, on the device.
-            weights: By virtual node.
-            unused: Numbers of the parameters that this worker has not used.
-            into: [length] where they are summed.
+            flags: [num_flags] in order.
+            losses: Loss by virtual node, on the device.
+            weights: Weight by virtual node.
+            unused: Indices of the parameters that this worker has not used.
+            into: [length] float32, where they are summed.
         """
         nodes, first = self.num_nodes, self.num_flags
         host = [*flags, *[0.0] * (2 * NUM_THIRDS * nodes), *[1.0] * self.num_parameters]
@@ -66,7 +68,7 @@ class PackedSums:
                 into[first + number * nodes + node] = third
 
     def unpack(self, sums: Tensor) -> Tensor:
-        """[flags, losses * weights, weights, used] in float64, of [length] sums over workers."""
+        """Unpack [length] sums over workers to float64; the class's docstring gives the order."""
         first, nodes = self.num_flags, self.num_nodes
         wide = sums.double()
         rest = first + 2 * NUM_THIRDS * nodes
@@ -81,7 +83,7 @@ def _thirds_of_number(value: float) -> list[float]:
 
 
 def _thirds_of(value: Tensor) -> list[Tensor]:
-    """The nearest float32, the nearest of what is left, and the rest; of infinity, zeros."""
+    """Three float32 numbers that add up to a double; zeros after the first for infinity."""
     first = value.float()
     rest = (value - first).nan_to_num(0.0, 0.0, 0.0)
     second = rest.float()

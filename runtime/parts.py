@@ -1,10 +1,10 @@
-"""A checkpoint in parts: each worker of a pipeline writes its own and waits for no other.
+"""A checkpoint in parts: each worker of a pipeline writes its own part without waiting for others.
 
-``step-000000120`` then holds ``part-0-of-3`` to ``part-2-of-3``, each a folder as in
-checkpoint.py, complete and checksummed by itself (thesis 2.4.4). The checkpoint is complete when
-all parts are there, whole, and of one run; whoever sees it first leaves the empty file
-``complete``, which tells a checkpoint that lost a part from one whose writers died. What parts hold
-belongs to the model and not to the stages: put together they are the state that a split plan saves.
+``step-000000120`` then holds ``part-0-of-3`` to ``part-2-of-3``. Each part is a folder as in
+checkpoint.py, complete and with its own checksums (thesis 2.4.4). The checkpoint is complete when
+all parts are there, undamaged, and of one run. The first worker that sees this creates the empty
+file ``complete``: it tells a checkpoint that lost a part from one whose writers died. Parts use
+the model's names and not the stages': together they are the state that a split plan saves.
 """
 
 import hashlib
@@ -29,16 +29,19 @@ from .manifest import (
 )
 
 COMPLETE = "complete"  # an empty file: all parts have been there
-_OWN = ("part", "registered_sha256")  # what may differ between parts
+_OWN = ("part", "registered_sha256")  # header fields that may differ between parts
 _OF_ONE_PART = ("part", "num_parts", "run", "registered_sha256")
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a worker keeps of a checkpoint.
+    """The share of a checkpoint that a worker needs.
 
-    ``parameters`` are the names of its own. ``stages`` says which layers are on which ranks: where
-    it is as it was, things registered are read from the worker's own part, number ``part``.
+    Attributes:
+        parameters: Names of the worker's own parameters.
+        stages: Which layers are on which ranks. If the checkpoint has the same, registered objects
+            are read from the worker's own part.
+        part: Number of the worker's own part, from 0.
     """
 
     parameters: Collection[str]
@@ -47,7 +50,7 @@ class Wanted:
 
 
 def digest_of(encoded: Any, tensors: list[Tensor]) -> str:
-    """A digest of something encoded, to see whether all workers hold the same."""
+    """A digest of an encoded value, to see whether all workers hold the same."""
     digest = hashlib.sha256(json.dumps(encoded, sort_keys=True).encode())
     for tensor in tensors:
         digest.update(checkpoint.bytes_of(tensor))
@@ -61,15 +64,15 @@ def write(
     tensors: list[Tensor],
     broken: Collection[Path] = (),
 ) -> None:
-    """Write one part; the ``KEPT`` newest complete checkpoints stay.
+    """Write one part; keep the ``KEPT`` newest complete checkpoints.
 
     Args:
-        folder: Where checkpoints are.
-        header: Plain values; ``step``, ``part``, ``num_parts`` and ``run``, by which the parts of
-            one run know each other, name the part.
+        folder: The folder of all checkpoints.
+        header: Plain values; ``step``, ``part`` and ``num_parts`` name the part, and ``run`` is
+            equal in all parts of one run.
         encoded: The state, from ``encode``.
-        tensors: Its tensors, on the host.
-        broken: Checkpoints that are known to be of no use; they do not count as kept.
+        tensors: The state's tensors, on the host.
+        broken: Checkpoints known to be unusable; they do not count as kept.
 
     Raises:
         FileError: The disk is full, or the folder cannot be written.
@@ -92,7 +95,7 @@ def write(
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a checkpoint is there, with all parts of one run, by its headers only."""
+    """Whether a checkpoint has all parts of one run; only their headers are read."""
     try:
         parts = _parts_of(path)
         if not parts:
@@ -110,10 +113,11 @@ def _header_of(part: Path) -> dict[str, Any]:
 
 
 def reader(wanted: Wanted | None = None) -> Callable[[Path], Checkpoint]:
-    """Reads a checkpoint that is whole or in parts: all of it, or what is wanted.
+    """Make a function that reads a whole checkpoint or one in parts: all of it, or what is wanted.
 
-    The function raises BrokenCheckpoint where a part is missing, cut short or changed, and
-    TargetError where things registered are of another plan's workers.
+    The function raises BrokenCheckpoint where a part is missing, cut short or changed;
+    IncompleteCheckpoint where its writers died before all parts were written; and TargetError
+    where registered objects belong to the workers of another plan.
     """
 
     def read(path: Path) -> Checkpoint:
@@ -129,10 +133,10 @@ def reader(wanted: Wanted | None = None) -> Callable[[Path], Checkpoint]:
 
 
 def _parts_of(path: Path) -> list[Path]:
-    """All parts, in order; none where the checkpoint is whole.
+    """The folders of all parts, in order; an empty list where the checkpoint is whole.
 
     Raises:
-        BrokenCheckpoint: Some are missing.
+        BrokenCheckpoint: Some parts are missing.
     """
     numbers = _numbers(path)
     for total, there in numbers.items():
@@ -147,7 +151,7 @@ def _parts_of(path: Path) -> list[Path]:
 
 
 def _numbers(path: Path) -> dict[int, set[int]]:
-    """The parts that are there, by how many there should be."""
+    """The numbers of the parts on disk, by the number of parts that there should be."""
     numbers: dict[int, set[int]] = {}
     try:
         names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
@@ -170,7 +174,7 @@ def _check_one_run(headers: list[dict[str, Any]]) -> None:
 
 
 def _assembled(path: Path, wanted: Wanted | None) -> Checkpoint:
-    """All parts, read one at a time so that a worker holds one and its own share at most."""
+    """Join the parts; one is read at a time, so a worker holds one part and its own share."""
     headers: list[dict[str, Any]] = []
     registered: list[Any] = []
     state: dict[str, Any] = {}
@@ -194,7 +198,7 @@ def _assembled(path: Path, wanted: Wanted | None) -> Checkpoint:
 
 
 def _merge(state: dict[str, Any], part: Checkpoint, names: Collection[str] | None) -> None:
-    """Add what a part holds; tensors are copied out, so that its bytes can go."""
+    """Add a part's contents to the state; tensors are copied, so that the part can be freed."""
     new, order = part.state, part.header["optimizer_order"]
     if not state:
         state.update(new, parameters={}, buffers={"base": {}, "nodes": []})
@@ -224,7 +228,7 @@ def _cloned(value: Any) -> Any:
 
 
 def _part_registered(path: Path, headers: list[dict[str, Any]], wanted: Wanted | None) -> int:
-    """Whose registered things to take: anyone's where they are equal, as schedulers are."""
+    """Choose the part whose registered objects to take; any, where all are equal."""
     if len({header["registered_sha256"] for header in headers}) == 1:
         return 0
     is_as_it_was = wanted is not None and headers[0]["stages"] == wanted.stages

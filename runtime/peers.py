@@ -1,12 +1,12 @@
-"""Everything this process asks of other workers: exchanges, and the launch's store.
+"""All communication of this process with other workers: collectives, messages and the store.
 
-Only an error raised in here means that another worker is gone: it is raised as ``PeerLostError``.
-Whatever else is raised (by the script, its data, its model, its loss) is that code's own and stays
-as it is, whatever its text says. So no module of the runtime calls ``torch.distributed``'s
-exchanges by itself (tests/test_house.py).
+Only an error raised in here means that another worker is gone; it is raised as ``PeerLostError``.
+Any other error (of the script, its data, its model, its loss) belongs to the code that raised it
+and stays as it is, whatever its text says. So no other module of the runtime calls
+``torch.distributed``'s collectives directly (tests/test_house.py).
 
-Torch has types for errors of NCCL and of the store. gloo's are plain RuntimeErrors, from the call
-or from ``wait``; no other plain RuntimeError is raised by an exchange of tensors that exist.
+NCCL's and the store's errors have types in torch. gloo's are plain RuntimeErrors, raised by the
+call or by ``wait``; a collective on valid tensors raises no other plain RuntimeError.
 """
 
 import re
@@ -22,22 +22,22 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ..schema.errors import PeerLostError
 
-# RuntimeErrors with a meaning of their own, which an exchange may raise as well.
+# RuntimeErrors with a meaning of their own, which a collective may raise as well.
 _OF_THIS_WORKER: tuple[type[Exception], ...] = (
     NotImplementedError,
     RecursionError,
-    # Older torch raises plain RuntimeErrors for what has types of its own since.
+    # Older releases of torch raise plain RuntimeErrors for what later got types of its own.
     *(getattr(torch, n) for n in ("OutOfMemoryError", "AcceleratorError") if hasattr(torch, n)),
 )
 
-_SOURCE_PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")  # of torch's code, on the machine that built it
+_SOURCE_PLACE = re.compile(r"^\[[^]]*\.cc:\d+\] ")  # torch's source line, on its build machine
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 
 
 class Transfer:
-    """An exchange that was started; buffers are kept until it is done."""
+    """A collective or message that was started; its buffers are kept alive until it is done."""
 
     __slots__ = ("_what", "_work")
 
@@ -57,11 +57,14 @@ class Transfer:
 
 
 def guarded(what: str, function: Callable[Arguments, Answer]) -> Callable[Arguments, Answer]:
-    """A function of torch that talks to other workers and runs no code of the script.
+    """Wrap a function of torch that talks to other workers and runs no code of the script.
 
     Args:
-        what: What it does, for the error.
+        what: What the function does, for the error.
         function: The function.
+
+    Returns:
+        The function; it raises PeerLostError where another worker is gone.
     """
 
     @wraps(function)
@@ -75,7 +78,7 @@ def guarded(what: str, function: Callable[Arguments, Answer]) -> Callable[Argume
 
 
 def _starting(function: Callable[..., Any]) -> Callable[..., "Transfer | None"]:
-    """An exchange of the group; what it returns (where it is asked to) is waited for later."""
+    """Wrap a collective; with ``async_op`` it returns a Transfer to wait for later."""
     what = function.__name__
     call = guarded(what, function)
 
@@ -87,10 +90,10 @@ def _starting(function: Callable[..., Any]) -> Callable[..., "Transfer | None"]:
     return start
 
 
-# As torch.distributed's functions of these names; with ``async_op`` they return a Transfer.
+# Like torch.distributed's functions of these names; with ``async_op`` they return a Transfer.
 all_reduce = _starting(dist.all_reduce)
 broadcast = _starting(dist.broadcast)
-# Newer torch has another name for it, and warns of this one.
+# Newer releases of torch renamed it, and warn of the old name.
 all_gather = _starting(getattr(dist, "all_gather_single", dist.all_gather_into_tensor))
 all_to_all_single = _starting(dist.all_to_all_single)
 isend = _starting(dist.isend)
@@ -102,7 +105,7 @@ new_group = guarded("new_group", dist.new_group)
 
 
 def send_over(group: dist.ProcessGroup, part: Tensor, peer: int, tag: int) -> Transfer:
-    """Start to send to a rank of a group."""
+    """Start to send a tensor to a rank of a group."""
     try:
         return Transfer(group.send([part], peer, tag), "send")
     except RuntimeError as error:
@@ -110,7 +113,7 @@ def send_over(group: dist.ProcessGroup, part: Tensor, peer: int, tag: int) -> Tr
 
 
 def receive_over(group: dist.ProcessGroup, part: Tensor, peer: int, tag: int) -> Transfer:
-    """Start to receive from a rank of a group."""
+    """Start to receive into a tensor from a rank of a group."""
     try:
         return Transfer(group.recv([part], peer, tag), "receive")
     except RuntimeError as error:
@@ -118,17 +121,17 @@ def receive_over(group: dist.ProcessGroup, part: Tensor, peer: int, tag: int) ->
 
 
 class SharedStore:
-    """Keys and values that all workers of a launch see.
+    """Keys and values that all workers of a launch share.
 
     Args:
-        store: Torch's.
+        store: Torch's store.
     """
 
     def __init__(self, store: Store) -> None:
         self.of_torch = store
 
     def under(self, prefix: str) -> "SharedStore":
-        """The part of it whose keys begin with a prefix."""
+        """A view of the store in which every key gets a prefix."""
         return SharedStore(PrefixStore(prefix, self.of_torch))
 
     def set(self, key: str, value: str) -> None:
@@ -136,24 +139,24 @@ class SharedStore:
         guarded(_asking(key), self.of_torch.set)(key, value)
 
     def get(self, key: str) -> str:
-        """A value; waits until it is there."""
+        """Read a value; wait until it is there."""
         found: bytes = guarded(_asking(key), self.of_torch.get)(key)
         return found.decode()
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number; what it comes to."""
+        """Add to a number and return the sum."""
         found: int = guarded(_asking(key), self.of_torch.add)(key, amount)
         return found
 
     def has(self, *keys: str) -> bool:
-        """Whether there are all these keys."""
+        """Whether all these keys are there."""
         return bool(guarded(_asking(*keys), self.of_torch.check)(list(keys)))
 
     def wait(self, keys: Sequence[str], limit: timedelta) -> None:
         """Wait until all these keys are there.
 
         Raises:
-            PeerLostError: They did not come within ``limit`` (``timed_out``), or it is gone.
+            PeerLostError: They did not come within ``limit`` (``timed_out``), or the store is gone.
         """
         wait: Callable[..., None] = self.of_torch.wait
         guarded(_asking(*keys), wait)(list(keys), limit)
@@ -164,13 +167,13 @@ def _asking(*keys: str) -> str:
 
 
 def _lost(what: str, error: RuntimeError) -> Exception:
-    """What to raise for a RuntimeError of an exchange."""
+    """The error to raise for a RuntimeError of a collective."""
     if isinstance(error, _OF_THIS_WORKER):
         return error
-    if isinstance(error, dist.DistStoreError):  # its text tells the whole keys, with the prefix
+    if isinstance(error, dist.DistStoreError):  # its text has the full keys, with the prefix
         return PeerLostError(f"waited in vain for another worker in {what}", timed_out=True)
     text = _SOURCE_PLACE.sub("", str(error).strip().partition("\n")[0])
-    # Time limits of the store have a type; of gloo's and NCCL's only the text tells.
+    # The store's time limits have a type; gloo's and NCCL's are known by their text only.
     timed_out = "timed out" in str(error).lower()
     said = "waited in vain for another worker" if timed_out else "lost another worker"
     return PeerLostError(f"{said} in {what}: {text}", timed_out=timed_out)

@@ -1,4 +1,4 @@
-"""A worker's place: the holders of all virtual nodes, and how its sums are made."""
+"""Facts that follow from a worker's place: who holds which virtual node, and how sums are made."""
 
 from ..schema.errors import TargetError
 from .determinism import is_invariant
@@ -8,13 +8,13 @@ from .invariant import InvariantSum
 
 
 def holdings_of(place: Place) -> list[list[int]]:
-    """The virtual nodes of each worker, by rank."""
+    """[workers] the virtual nodes of each worker, by rank."""
     assert place.start.config is not None
     return [[node.index for node in slot.virtual_nodes] for slot in place.start.config.workers]
 
 
 def holders_of(place: Place) -> list[int]:
-    """The rank that holds each virtual node."""
+    """[virtual nodes] the rank that holds each."""
     config = place.start.config
     slots = config.workers if config is not None else ()
     ranks = {node.index: slot.rank for slot in slots for node in slot.virtual_nodes}
@@ -22,7 +22,7 @@ def holders_of(place: Place) -> list[int]:
 
 
 def pass_holder_of(place: Place) -> PassHolder | None:
-    """What stretches the passes of an emulated device; None on a real one."""
+    """The object that stretches the passes of an emulated device; None on a real device."""
     config, slot = place.start.config, place.slot
     if config is None or slot is None:
         return None
@@ -33,7 +33,10 @@ def pass_holder_of(place: Place) -> PassHolder | None:
 
 
 def invariant_of(place: Place) -> InvariantSum | None:
-    """This worker's part in sums that no mapping changes; None below those levels.
+    """This worker's part in sums that do not depend on the mapping.
+
+    Returns:
+        The sum; None where the determinism level asks for no such sums.
 
     Raises:
         TargetError: Virtual nodes are not in order.
@@ -48,10 +51,10 @@ def invariant_of(place: Place) -> InvariantSum | None:
 
 
 def batch_sizes_of(place: Place) -> tuple[int, ...]:
-    """Samples of every virtual node of the job, by index; empty under plain python."""
+    """[virtual nodes of the job] samples of each, by index; empty under plain python."""
     config = place.start.config
     if config is None:
         return ()
-    # The stages of a pipeline run the same microbatches, so an index may stand more than once.
+    # All stages of a pipeline run the same microbatches, so an index may occur more than once.
     sizes = {node.index: node.batch_size for slot in config.workers for node in slot.virtual_nodes}
     return tuple(sizes[index] for index in sorted(sizes))

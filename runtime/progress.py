@@ -1,8 +1,9 @@
-"""How far a job is, and how a worker takes over a state: a checkpoint's, or another worker's.
+"""The progress of a job, and how a worker takes over the state of a checkpoint or of a worker.
 
-The position is which call of ``job.batches``, and how many of its steps. A script that is started
-again runs from its top; epochs that are done give no batches, and the first that is not goes on
-where it was, with the state as it was then (whatever the script's own code did on the way there).
+The position is the number of the call of ``job.batches``, and the steps done in it. A restarted
+script runs from its top. Epochs that are done give no batches. The first one that is not done
+continues at the position, with the state of that time; changes that the script's own code made on
+the way there are overwritten.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,11 @@ from .session import Session
 
 
 class Progress:
-    """Where one worker's script stands, and what is kept of its state.
+    """The position of one worker's script, and its part of the state.
 
     Args:
-        session: What the parts of the job share.
-        parts: What this worker keeps of the state.
+        session: The state that the parts of the job share.
+        parts: How this worker captures and restores the state.
         buffers: The virtual nodes' buffers.
     """
 
@@ -35,24 +36,24 @@ class Progress:
 
     @property
     def registered(self) -> tuple[Any, ...]:
-        """What the script registered, in order."""
+        """The objects that the script registered, in order."""
         return tuple(self._registered)
 
     @property
     def found(self) -> Checkpoint | None:
-        """The state to go on from, until the script has come to where it is from."""
+        """The state to resume from; None once the script has reached its position."""
         return self._found
 
     @property
     def is_catching_up(self) -> bool:
-        """Whether the script has not come to where its state is from."""
+        """Whether the script has not yet reached the position of its state."""
         return self._found is not None
 
     def check(self, found: Checkpoint) -> None:
         """Refuse a checkpoint of another model or of other virtual nodes.
 
         Raises:
-            TargetError: In one line, the first difference.
+            TargetError: Names the first difference, in one line.
         """
         check_fits(found, self._parts.describe())
         slots = self._buffers.slots
@@ -61,16 +62,16 @@ class Progress:
         check_buffers(found.path, found.state["buffers"], buffers)
 
     def go_on_from(self, found: Checkpoint) -> None:
-        """Take a state that fits; the script runs on to its position."""
+        """Take a state that fits; the script then runs on to the state's position."""
         self._found = found
         self.restore()
 
     def restore(self) -> None:
-        """Be as ``found`` was."""
+        """Restore the state of ``found``."""
         found, session = self._found, self._session
         assert found is not None
         for optimizer in session.optimizers:
-            # Else torch's schedulers warn that no step was taken, in epochs that are left out.
+            # Else torch's schedulers warn that no step was taken, because epochs were skipped.
             optimizer._opt_called = True  # type: ignore[attr-defined]
         self._parts.restore(found.path, found.state)
         session.num_steps = found.header["step"]
@@ -96,17 +97,22 @@ class Progress:
         load_registered(found.path, number + 1, self._registered[number], saved[number])
 
     def load_registered(self, states: Sequence[Any]) -> None:
-        """Give everything that is registered the state that it has on another worker."""
+        """Load the states that another worker's registered objects have."""
         for thing, state in zip(self._registered, states, strict=True):
             thing.load_state_dict(state)
 
     # The script's position
 
     def first_step(self, call: int, num_steps: int, length: int) -> int:
-        """Where to start in the epoch of a call of ``job.batches``; ``num_steps`` to leave it out.
+        """The step at which to start in the epoch of a call of ``job.batches``.
+
+        Args:
+            call: Number of the call.
+            num_steps: Steps in the epoch; this is returned where the epoch is to be skipped.
+            length: Number of samples in the dataset.
 
         Raises:
-            TargetError: The dataset's length is not what it was.
+            TargetError: The dataset's length has changed.
         """
         first = 0
         if self._found is not None:
@@ -124,7 +130,7 @@ class Progress:
         return first
 
     def _check_position(self, found: Checkpoint, length: int, num_steps: int) -> None:
-        """The script has come to where its state is from; does it stand there as it stood?"""
+        """Check that the script reached the position of its state in the same way as before."""
         position, name = found.header["position"], found.path.name
         saved = found.state["registered"]
         if position["step"] and position["length"] != length:
@@ -147,15 +153,15 @@ class Progress:
             )
 
     def entered(self, call: int, step: int) -> None:
-        """The script has a batch now."""
+        """Note that the script got the batch of a step."""
         self._call, self._step, self._steps_before = call, step, self._session.num_steps
 
     def epoch_done(self, call: int) -> None:
-        """The epoch gave all its batches."""
+        """Note that the epoch gave all its batches."""
         self.entered(call + 1, 0)
 
     def header(self) -> dict[str, Any]:
-        """What a state of now is of, and where it stands."""
+        """The header of the present state: what it belongs to, and its position."""
         num_steps = self._session.num_steps
         done = int(num_steps > self._steps_before)
         position = {"call": self._call, "step": self._step + done, "length": self._length}
@@ -163,10 +169,10 @@ class Progress:
 
 
 def check_fits(found: Checkpoint, own: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another model or of other virtual nodes; say what differs.
+    """Refuse a checkpoint of another model or of other virtual nodes.
 
     Raises:
-        TargetError: In one line, the first difference.
+        TargetError: Names the first difference, in one line.
     """
     theirs = found.header
     differs = None

@@ -1,9 +1,9 @@
-"""A job that leaves no trace: a profiler trains a few steps in it, and then in another.
+"""A job without lasting effects, in which a profiler trains a few steps; several may follow.
 
-The job is the one that ``prepare`` makes, under a launch config of the profiler's own, and the
-loop over it is the script's. Only what must not stay is left out or put back: the end of the
-process is not hooked, nothing is saved, nobody is compared with, and afterwards the model has its
-own tensors and the optimizer its own parameters again. Values stay trained.
+It is the job that ``prepare`` makes, under a launch config of the profiler; the loop over it is the
+script's. Lasting effects are left out or undone: the process's exit is not hooked, nothing is
+saved, no workers are compared, and afterwards the model has its own tensors and the optimizer its
+own parameters again. The values stay trained.
 """
 
 import random
@@ -27,14 +27,14 @@ from .start import assemble
 def rehearsed(
     model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], place: Place
 ) -> Iterator[Job]:
-    """A job for the body of a ``with`` statement.
+    """Make a job for the body of a ``with`` statement.
 
     Args:
-        model: Left with its own parameters and buffers; of a pipeline, those of other workers'
-            stages have their values of before.
-        optimizers: Left with their own groups.
-        place: This worker's. Workers of one job enter and leave together, and close the process
-            group themselves.
+        model: Gets its own parameters and buffers back. Under a pipeline, parameters of other
+            workers' stages have their earlier values.
+        optimizers: Get their own groups back.
+        place: This worker among the others. Workers of one job enter and leave together, and
+            close the process group themselves.
 
     Raises:
         TargetError: As ``prepare``.
@@ -56,7 +56,7 @@ def rehearsed(
 
 @contextmanager
 def _streams_kept() -> Iterator[None]:
-    """Put the global random streams of the host and of used devices back."""
+    """Restore the global random streams of the host and of the devices in use afterwards."""
     host, numbers, torchs = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     devices = [(backend, backend.random_states()) for backend in initialized()]
     try:
@@ -96,7 +96,7 @@ def _tensors_kept(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
 
 
 class _OptimizerParts:
-    """What a pipeline takes from an optimizer, which keeps the parameters of one worker only."""
+    """What a pipeline removes from an optimizer, which keeps one worker's parameters only."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -105,7 +105,7 @@ class _OptimizerParts:
         self._step = optimizer.__dict__.get("step")
 
     def put_back(self) -> None:
-        """Groups and their settings, state that was taken out, and the method that steps."""
+        """Restore the groups and their settings, the state, and the ``step`` method."""
         optimizer = self._optimizer
         for group, settings in zip(optimizer.param_groups, self._groups, strict=True):
             group.update(settings)

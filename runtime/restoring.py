@@ -1,8 +1,8 @@
-"""Put what a checkpoint holds into the model's optimizers, its buffers and what is registered.
+"""Load a checkpoint into the optimizers, the buffers and the registered objects.
 
-The form of a checkpoint is known to be right (manifest.py). Here it meets the script's own objects,
-which take a state without looking at it closely: torch's optimizers and schedulers fail steps
-later on a moment of another shape, in the middle of the script's loop.
+The checkpoint's form was checked before (manifest.py). Here its contents are checked against the
+script's own objects. torch's optimizers and schedulers accept a state without looking at it
+closely, and fail steps later, in the script's loop, for example on a moment of another shape.
 """
 
 import copy
@@ -21,7 +21,7 @@ from ..devices.backend import backend_of
 from ..schema.errors import HetflowError, TargetError
 from .manifest import shape_text
 
-# What a state_dict that fits another object, or none, makes load_state_dict raise.
+# The errors that load_state_dict raises for a state of another object, or of none.
 _MISFITS = (
     ValueError, KeyError, TypeError, RuntimeError, AttributeError, IndexError, OverflowError,
 )  # fmt: skip
@@ -32,7 +32,7 @@ def check_buffers(path: Path, saved: dict[str, Any], own: Mapping[str, Tensor]) 
     """Refuse buffers of another model.
 
     Raises:
-        TargetError: In one line, the first difference.
+        TargetError: Names the first difference, in one line.
     """
     theirs = {name: shape_text(value) for name, value in saved["base"].items()}
     ours = {name: shape_text(value) for name, value in own.items()}
@@ -46,7 +46,7 @@ def check_buffers(path: Path, saved: dict[str, Any], own: Mapping[str, Tensor]) 
 
 
 def load_parameters(parameters: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Give parameters their saved values, in place."""
+    """Load saved values into parameters, in place."""
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
@@ -58,16 +58,17 @@ def load_optimizers(
     loads: Sequence[Callable[[Any], object]],
     saved: Any,
 ) -> None:
-    """Give the optimizers their states, and see that they can go on with them.
+    """Load the optimizers' states, and check that the optimizers can continue with them.
 
     Args:
-        path: The checkpoint, for errors.
-        optimizers: The script's. A script without any takes none of what was saved.
-        loads: Each takes one state: an optimizer's own ``load_state_dict``, or a share's.
-        saved: What ``optimizers.state_of`` gave.
+        path: The checkpoint, for error messages.
+        optimizers: The script's optimizers; if there are none, nothing is loaded.
+        loads: [optimizers] functions that load one state: the optimizer's own
+            ``load_state_dict``, or one that loads a share of it.
+        saved: The saved states, from ``optimizers.state_of``.
 
     Raises:
-        TargetError: It is of other optimizers, or of another number of them.
+        TargetError: They belong to other optimizers, or to another number of them.
     """
     if not optimizers:
         return
@@ -93,7 +94,7 @@ def _load_optimizer(
     load: Callable[[Any], object],
     saved: dict[str, Any],
 ) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):  # what only looks like one
+    if not isinstance(optimizer, torch.optim.Optimizer):  # an object with an optimizer's methods
         return _load(path, name, load, saved)
     settings = [_settings(group) for group in optimizer.param_groups]
     _load(path, name, load, saved)
@@ -102,20 +103,20 @@ def _load_optimizer(
         for setting, value in before.items():
             if setting in optimizer.defaults and setting not in group:
                 raise _misfit(path, where, f"{setting} is absent")
-            group.setdefault(setting, value)  # what a scheduler has added since
+            group.setdefault(setting, value)  # a setting that a scheduler has added since
         differs = _difference(before, _settings(group)) or _fault_of_group(optimizer, group)
         if differs:
             raise _misfit(path, where, differs)
 
 
 def load_registered(path: Path, number: int, thing: Any, saved: Any) -> None:
-    """Give something that the script registered its state; ``number`` counts from 1.
+    """Load the state of an object that the script registered; ``number`` counts from 1.
 
-    What torch's own objects hold must be of the same kinds as before; other objects judge
-    themselves.
+    The state of torch's own objects must have the same kinds of values as before; other objects
+    check their states themselves.
 
     Raises:
-        TargetError: It cannot take it.
+        TargetError: The object cannot take the state.
     """
     name = f"registered object {number} ({type(thing).__name__})"
     if _is_of_torch(thing):
@@ -132,10 +133,14 @@ def load_registered(path: Path, number: int, thing: Any, saved: Any) -> None:
 
 
 def _fault_of_scheduler(scheduler: LRScheduler) -> str | None:
-    """Why a scheduler that took a state could not have made its last step, tried on a copy.
+    """Say why a scheduler with its loaded state could not have made its last step.
 
-    The last step and not the next one: a schedule that has ended takes no further step. None also
-    where it cannot be tried: a scheduler that cannot be copied, or whose step needs a metric.
+    The last step is tried on a copy; not the next one, because a schedule that has ended takes no
+    further step.
+
+    Returns:
+        The fault; None if there is none, or if a step cannot be tried: the scheduler cannot be
+        copied, or its step needs a metric.
     """
     if _needs_arguments(scheduler.step) or not _is_of_torch(scheduler):
         return None
@@ -147,7 +152,7 @@ def _fault_of_scheduler(scheduler: LRScheduler) -> str | None:
         return None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the order of steps, which is not the script's
+            warnings.simplefilter("ignore")  # about the order of steps, which the trial sets
             _step_back(trial)
             trial.step()
     except (*_MISFITS, ArithmeticError, NameError, AssertionError) as error:
@@ -161,7 +166,7 @@ def _needs_arguments(step: Callable[..., object]) -> bool:
 
 
 def _step_back(scheduler: LRScheduler) -> None:
-    """One step, also of the schedulers that it is made of."""
+    """Make one step, also of the schedulers inside this one."""
     for part in getattr(scheduler, "_schedulers", ()):
         _step_back(part)
     if hasattr(scheduler, "last_epoch"):
@@ -191,15 +196,15 @@ def _is_of_torch(thing: object) -> bool:
 
 
 def _difference(own: Any, saved: Any, where: str = "state") -> str | None:
-    """Where what was saved is of another kind than what stands there now; None where nothing is."""
+    """The path of a saved value of another kind than the present one; None where all fit."""
     kind, found = _kind(own), _kind(saved)
     if kind == "nothing" or (kind in ("flag", "str") and found == "nothing"):
-        return None  # an option that is, or may be, left open
+        return None  # an option that is None, or may be
     if kind != found and (kind, found) != ("flag", "number"):
         return f"{where} is a {type(saved).__name__} there and a {type(own).__name__} here"
     if kind == "mapping":
         pairs = [(f"{where}.{key}", own[key], saved[key]) for key in own if key in saved]
-        # The outermost, also of a scheduler's own schedulers, differ between versions of torch.
+        # A scheduler's outermost entries differ between versions of torch, also of inner ones.
         is_outermost = where == "state" or "_schedulers" in where
         if type(own) is dict and not is_outermost and own.keys() != saved.keys():
             return f"{where} has other entries there than here"
@@ -215,10 +220,10 @@ def _difference(own: Any, saved: Any, where: str = "state") -> str | None:
 
 
 def _changed_option(own: Any, saved: Any, where: str = "state") -> str | None:
-    """Where a scheduler was made with another option than the one that was saved.
+    """The path of an option with which a scheduler was made otherwise than the saved one.
 
-    Its flags are options, no progress, and it prepares for them when it is made: OneCycleLR gives
-    the optimizer's groups what ``cycle_momentum`` needs.
+    A scheduler's flags are options and not progress, and it prepares for them when it is made:
+    OneCycleLR adds to the optimizer's groups what ``cycle_momentum`` needs.
     """
     if _kind(own) == "flag":
         changed = _kind(saved) in ("flag", "number") and bool(saved) != own
@@ -250,7 +255,7 @@ def _kind(value: Any) -> str:
 
 
 def _fault_of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
-    """Why one of torch's optimizers could not go on with a group and its parameters' state."""
+    """Why one of torch's optimizers cannot continue with a group and its state; None if it can."""
     if group.get("capturable") and any(
         backend_of(parameter.device).is_host for parameter in group["params"]
     ):
@@ -273,7 +278,7 @@ def _fault_of_group(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> 
 
 
 def _fault_of(values: Any, expected: dict[str, Any] | None, parameter: Tensor) -> str | None:
-    """What of a parameter's state is not like that of one that took a step."""
+    """How a parameter's state differs from one after a step; None where it does not."""
     if expected is None:
         return None
     found = {name for name, value in values.items() if value is not None}
@@ -295,9 +300,12 @@ def _fault_of(values: Any, expected: dict[str, Any] | None, parameter: Tensor) -
 
 
 def _scaled(shape: torch.Size, trial: torch.Size, real: torch.Size) -> torch.Size | None:
-    """A state's shape for the real parameter; None where it does not follow from the trial's.
+    """The expected shape of a state for the real parameter, from that for the trial parameter.
 
-    Adafactor's factors have some of the parameter's dimensions and 1 for the others.
+    Adafactor's factors have some of the parameter's dimensions, and 1 for the others.
+
+    Returns:
+        The shape; None where it does not follow from the trial's.
     """
     if len(shape) != len(trial) or any(
         own not in (1, to) for own, to in zip(shape, trial, strict=True)
@@ -314,16 +322,18 @@ def _trial_shape(num_dimensions: int) -> torch.Size:
 def _state_after_a_step(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], num_dimensions: int
 ) -> dict[str, Any] | None:
-    """What one of torch's optimizers holds for a parameter, seen on one of its own.
+    """The state that one of torch's optimizers keeps for a parameter, found by a trial step.
 
-    None where it cannot be tried like that: one that needs a closure, or sparse gradients.
+    Returns:
+        The state after a step on a small parameter; None where that cannot be tried: the optimizer
+        needs a closure, or sparse gradients.
 
     Raises:
-        ValueError: The settings make no sense.
+        ValueError: The settings are invalid.
     """
     takes = inspect.signature(type(optimizer)).parameters
     settings = {name: value for name, value in group.items() if name in takes and name != "params"}
-    # On the host, whatever device the real parameters are on.
+    # The trial runs on the host, whatever device the real parameters are on.
     settings |= {name: None for name in ("foreach", "fused") if name in settings}
     settings |= {"capturable": False} if "capturable" in settings else {}
     trial = nn.Parameter(torch.zeros(_trial_shape(num_dimensions)))

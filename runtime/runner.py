@@ -1,7 +1,7 @@
-"""How the operations of all workers are run: a protocol, and the runner whose workers stay.
+"""The interface of a runner, which runs the operations of all workers; and one for fixed workers.
 
-An operation is what all workers do at once, in the same order: take a step, draw an order, merge
-buffers. Where workers may come and go, ``elastic/member.py`` runs it.
+An operation is something that all workers do at the same time and in the same order: take a step,
+draw an order, merge buffers. Where workers may join and leave, ``elastic/member.py`` runs them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,48 +21,48 @@ Answer = TypeVar("Answer")
 
 
 class Runner(Protocol):
-    """Runs operations, and sees to what happens between two steps."""
+    """Runs operations of all workers, and does what is due between two steps."""
 
     @property
     def changes(self) -> bool:
-        """Whether workers may come and go."""
+        """Whether workers may join and leave."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether this worker's script has not come to where the other workers are."""
+        """Whether this worker's script lags: it has not reached the other workers' position."""
 
     def join(self) -> None:
-        """Get the others' state, if this worker was started later; call it before it is needed."""
+        """Get the others' state, if this worker started later. Call it before state is needed."""
 
     def run(self, function: Callable[[], Answer]) -> Answer:
-        """Run what needs all workers; if one is lost, run it again among the survivors."""
+        """Run a function that needs all workers; if one is lost, the survivors run it again."""
 
     def meet(self, function: Callable[[], Answer]) -> Answer:
-        """Like ``run``, with a barrier: the function may contain no collective."""
+        """Like ``run``, for a function that may contain no collective: a barrier is added."""
 
     def step(self, step: Step) -> Tensor:
-        """Run a step; the mean loss of its global batch."""
+        """Run a step and return its global batch's mean loss: [] float64."""
 
     def waiting(self) -> "AbstractContextManager[None]":
-        """Inside, this worker waits for the others."""
+        """A context in which this worker waits for the others."""
 
     def boundary(self) -> None:
-        """Between two steps, when what the first left behind is saved."""
+        """Do what is due between two steps, once the first one's checkpoint is taken."""
 
     def order_of(
         self, call: int, loader: "DataLoader[Any]", draw: Callable[[], list[int]]
     ) -> Sequence[int]:
-        """The order of an epoch that the others began before this worker came.
+        """The order of an epoch's samples, also if the others began it before this worker joined.
 
         Args:
             call: The number of the call of ``job.batches``.
-            loader: The script's.
-            draw: Draws the order, without an exchange.
+            loader: The script's loader.
+            draw: Draws the order without a collective.
         """
 
 
 class Alone:
-    """The runner of workers that stay as they are: it adds nothing.
+    """The runner of workers that neither join nor leave: it calls the functions and adds nothing.
 
     Args:
         engine: Runs the steps.
@@ -90,14 +90,14 @@ class Alone:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Nothing: no other worker waits."""
+        """Do nothing: no other worker waits."""
         yield
 
     def boundary(self) -> None:
-        """No worker joins or leaves."""
+        """Do nothing: no worker joins or leaves."""
 
     def order_of(
         self, call: int, loader: "DataLoader[Any]", draw: Callable[[], list[int]]
     ) -> Sequence[int]:
-        """See ``Runner``; no worker lags, so it is as drawn."""
+        """See ``Runner``; no worker lags, so the order is drawn."""
         return draw()

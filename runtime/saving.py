@@ -1,7 +1,7 @@
-"""What a job saves to a disk, and when it stops: on any mapping of the same virtual nodes.
+"""Save checkpoints to a disk and stop on request; any mapping of the virtual nodes can resume.
 
-Saved are parameters, optimizer, every virtual node's buffers, what the script registered, and the
-position (progress.py).
+A checkpoint holds the parameters, the optimizers, every virtual node's buffers, the objects that
+the script registered, and the position (progress.py).
 """
 
 import json
@@ -28,12 +28,12 @@ from .session import Session
 from .stopping import StopRequests, leave
 from .telling import log
 
-_NONE = "none"  # what workers go on from, where there is no checkpoint
+_NONE = "none"  # stands for a checkpoint's name where there is none to resume from
 _REFUSED = "checkpoints refused"
 
 
 class OpenedFolders:
-    """A script may prepare several jobs: each has a folder of its own."""
+    """Give each job of a script a folder of its own, because a script may prepare several jobs."""
 
     jobs = 0
 
@@ -42,15 +42,15 @@ class Checkpoints:
     """The checkpoints of one job.
 
     Args:
-        session: What the parts of the job share.
-        engine: Runs its steps.
-        progress: What is saved.
-        runner: Runs what needs all workers.
-        agreement: Ends the job where workers have diverged, so that what they hold is not kept.
+        session: The state that the parts of the job share.
+        engine: Runs the job's steps.
+        progress: Gives the state to save.
+        runner: Runs operations that need all workers.
+        agreement: Ends the job where workers have diverged, so that bad state is not saved.
 
     Attributes:
-        is_asked_for: Whether the user gave a folder. On a disk that all workers see; without it,
-            parts go to the launch's own when the plan changes, and only then.
+        is_asked_for: Whether the user gave a folder, on a disk that all workers see. If not, parts
+            go to the launch's own folder when the plan changes, and only then.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Checkpoints:
         self._stops = StopRequests([*asked_by, *self._handover.signals], ask_to_stop)
 
     def _agree(self) -> Checkpoint | None:
-        """The first worker chooses; the others read the same one."""
+        """Let the first worker choose a checkpoint; the others read the same one."""
         place = self._session.place
         if not self._has_folder or place.is_outside:
             return None
@@ -115,7 +115,7 @@ class Checkpoints:
         try:
             found = self._newest()
         except HetflowError as error:
-            if store is not None:  # else the others wait until their time limit
+            if store is not None:  # else the others would wait until their time limit
                 store.set(_REFUSED, f"{error.message}\n{error.hint or ''}")
                 store.set(FOUND, _REFUSED)
             raise
@@ -124,10 +124,10 @@ class Checkpoints:
         return found
 
     def _newest(self) -> Checkpoint | None:
-        """What to go on from; None to start at step 0.
+        """The checkpoint to resume from; None to start at step 0.
 
         Raises:
-            FileError: There are checkpoints, and none is of use.
+            FileError: There are checkpoints, but none can be used.
         """
         folder = self._folder
         checkpoint.tidy(folder)
@@ -148,14 +148,14 @@ class Checkpoints:
         return found
 
     def first_step(self, call: int, num_steps: int, length: int) -> int:
-        """Where to start in an epoch; see ``Progress.first_step``."""
+        """The step at which to start in an epoch; see ``Progress.first_step``."""
         first = self._progress.first_step(call, num_steps, length)
         if not self._progress.is_catching_up:
             self._handover.tell_training()
         return first
 
     def boundary(self, call: int, step: int) -> None:
-        """A step is complete, with the optimizer's part. Saves if it is time; stops if asked."""
+        """After a complete step with its update: save if it is time, and stop if asked."""
         session = self._session
         self._progress.entered(call, step)
         if self._has_folder and self._engine.all_stop:
@@ -164,7 +164,7 @@ class Checkpoints:
             self.save(wait=False)
 
     def _stop(self) -> NoReturn:
-        """Save and leave. At ``static``, a stop does not drain where no other run would."""
+        """Save and leave. At level ``static``, do not drain where an unstopped run would not."""
         session, folder = self._session, self._folder
         self._handover.tell_stopped()
         if session.place.start.determinism == "none" or self._engine.is_drained:
@@ -176,18 +176,21 @@ class Checkpoints:
         leave(session)
 
     def save(self, *, wait: bool) -> None:
-        """Write a checkpoint; call it on every worker. The first one writes, beside training.
+        """Write a checkpoint, while training goes on; call it on every worker.
 
-        Workers that have diverged end here, so that what they hold is not kept.
+        Workers that have diverged end here, so that bad state is not saved.
+
+        Args:
+            wait: Whether to wait until the checkpoint is on disk.
 
         Raises:
-            TargetError: Something registered cannot be saved.
-            FileError: It could not be written, where ``wait`` is set.
+            TargetError: A registered object cannot be saved.
+            FileError: It could not be written, and ``wait`` is set.
         """
         self._engine.drain()
         self._agreement.compare(self._session.num_steps)
         state = self._engine.state.capture(self._progress.registered, self._runner.meet)
-        if state is None:  # it is another worker's to write, also what this one could not
+        if state is None:  # another worker writes it
             self._settle()
             self._failed = None
             return
@@ -206,7 +209,7 @@ class Checkpoints:
                 raise self._failed
 
     def finish(self) -> None:
-        """Keep the final state, and wait until it is on disk; ``close`` says where it is not."""
+        """Save the final state and wait until it is on disk; ``close`` raises if it is not."""
         self._handover.tell_training()
         if not self.is_asked_for:
             return
@@ -220,7 +223,7 @@ class Checkpoints:
             self._gather_unwritten()
 
     def _gather_unwritten(self) -> None:
-        """Tell the first worker, whose words are shown, what the others could not write."""
+        """Tell the first worker, whose messages are shown, what the others could not write."""
         session = self._session
         store, world_size = session.place.store, session.place.world_size
         if store is None:
@@ -240,7 +243,7 @@ class Checkpoints:
             )
 
     def _end_as_saved(self, found: Checkpoint) -> None:
-        """Where nothing was left to do, the end is the checkpoint's, whatever the script did."""
+        """Restore the checkpoint's state if no step was left to do, whatever the script did."""
         if self._runner.is_behind:
             return
         self._progress.restore()
@@ -252,7 +255,7 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """The job is over and has reported: signals go where they went before it.
+        """End after the job has reported, and restore the earlier signal handlers.
 
         Raises:
             FileError: The last checkpoint is not on disk.
@@ -268,7 +271,7 @@ class Checkpoints:
             raise self._failed
 
     def abandon(self) -> None:
-        """Save nothing more; what is being written is written."""
+        """Save nothing more; a checkpoint that is being written is completed."""
         self._settle()
         self._stops.close()
 
@@ -280,7 +283,7 @@ class Checkpoints:
             self._engine.state.write(self._folder, header, encoded, tensors, self._broken)
             self._failed = None
             self._broken.discard(self._folder / checkpoint.name_of(header["step"]))
-        except Exception as error:  # whatever it is: the main thread raises it at the end
+        except Exception as error:  # of any kind: the main thread raises it at the end
             self._failed = error
             self._unwritten.append(header["step"])
             log.warning(str(error))
@@ -291,7 +294,7 @@ class Checkpoints:
             self._writing = None
 
     def _say(self, sentence: str) -> None:
-        """Tell the user, once."""
+        """Tell the user a sentence; only the main worker prints it."""
         if self._session.is_main:
             log.info(sentence)
 
@@ -304,7 +307,7 @@ def _own_folder(folder: Path) -> Path:
 def unusable(
     folder: Path, broken: Mapping[Path, BrokenCheckpoint], *, can_restart: bool
 ) -> FileError:
-    """The refusal to start at step 0 beside checkpoints that cannot be read."""
+    """The refusal to start at step 0 in a folder whose checkpoints cannot be read."""
     named = "; ".join(f"{path.name}: {error}" for path, error in broken.items())
     again = "give --restart-from-scratch (HETFLOW_RESTART_FROM_SCRATCH=1) to start at step 0"
     return FileError(

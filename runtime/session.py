@@ -1,7 +1,7 @@
-"""What the parts of one worker's job share: made whole, in one place, before any of them.
+"""The state that all parts of one worker's job share, built completely before any of the parts.
 
-A session knows none of the parts that use it, so each part names it and none has to name another
-for the sake of a counter.
+A session knows none of the parts that use it. So each part refers to the session, and no part has
+to refer to another one just to read a counter.
 """
 
 from collections.abc import Sequence
@@ -19,29 +19,29 @@ from .streams import seed_streams
 
 
 class Session:
-    """One worker of a job: the model, this worker among the others, and how far it is.
+    """One worker of a job: the model, this worker among the others, and the progress.
 
-    Its engine places the model; see ``runtime/start.py``.
+    The engine places the model on the device; see ``runtime/start.py``.
 
     Args:
         model: The script's model.
         optimizers: The script's optimizers.
         place: This worker among the others.
-        seed: Of the job's random streams.
-        watch: When the workers compare what they hold.
+        seed: Seed of the job's random streams.
+        watch: When the workers compare their models.
 
     Attributes:
         parameters: Every parameter to synchronise, by name.
         device: Where the passes run.
         clock: Marks the parts of each step.
-        holder: What stretches the passes of an emulated device; None on a real one.
-        batch_sizes: Samples of every virtual node of the job, by index; empty under plain python.
+        holder: Stretches the passes of an emulated device; None on a real one.
+        batch_sizes: [virtual nodes of the job] samples of each; empty under plain python.
         num_steps: Global steps so far.
         num_calls: Calls of ``job.batches`` so far.
         next_epoch: The number of the epoch that the next call gives.
-        last_loss: Of the last step.
+        last_loss: The last step's mean loss, [] float64; None before the first step.
         wants_stop: Whether this worker was asked to save and leave.
-        is_finished: Whether nothing more is to be done.
+        is_finished: Whether the job has ended on this worker.
     """
 
     def __init__(
@@ -66,26 +66,26 @@ class Session:
 
     @property
     def place(self) -> Place:
-        """This worker among the others; it changes where workers come and go."""
+        """This worker among the others; it changes where workers join and leave."""
         return self._place
 
     def take(self, place: Place) -> None:
-        """Be another worker from now on: of another rank, with other virtual nodes."""
+        """Take another place from now on: another rank, other virtual nodes."""
         self._place = place
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
+        """Rank of this worker, 0 to the number of workers - 1."""
         return self._place.rank
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the worker that prints, logs and saves."""
+        """Whether this worker prints, logs and saves."""
         return self._place.rank == 0
 
     @property
     def local_nodes(self) -> list[int]:
-        """The virtual nodes of this worker."""
+        """The indices of this worker's virtual nodes."""
         slot = self._place.slot
         return [node.index for node in slot.virtual_nodes] if slot else [0]
 
@@ -104,7 +104,7 @@ class Session:
             raise TargetError("the job is finished", hint="call job.finish after the last step")
 
     def close_step(self, loss: Tensor) -> Tensor:
-        """What every step ends with: the streams between steps are the same on every worker."""
+        """End a step: count it, and seed the streams that must be equal on all workers after it."""
         self.clock.synchronised()
         seed_streams(self.seed, "between", self.num_steps)
         self.num_steps += 1

@@ -1,4 +1,4 @@
-"""What ``prepare`` does to the model: refuse, place, name, and equalise over the workers."""
+"""Prepare the model: refuse what cannot train, place it, name parameters, equalise the workers."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ def check_model(model: nn.Module) -> None:
     """Refuse what would train wrongly under virtual nodes.
 
     Raises:
-        TargetError: Not a module, a wrapped model, or one that synchronises by itself.
+        TargetError: Not a module, a wrapped model, or one that synchronises workers by itself.
     """
     if not isinstance(model, nn.Module):
         raise TargetError(f"hf.prepare needs a torch.nn.Module, got {type(model).__name__}")
@@ -36,14 +36,14 @@ def check_model(model: nn.Module) -> None:
             )
         if type(module).__name__ == "FullyShardedDataParallel":
             _refuse_shards(f"{name or 'the model'} is wrapped in FSDP")
-        # Torch puts a function of its own in place of the module's.
+        # make_graphed_callables replaces the module's own ``forward``.
         if "make_graphed_callables" in getattr(vars(module).get("forward"), "__qualname__", ""):
             raise TargetError(
                 f"{name or 'the model'} is captured in graphs of kernels, which know neither "
                 f"virtual nodes' buffers nor where gradients are added up",
                 hint="pass it without make_graphed_callables",
             )
-    # FSDP2 and tensor parallelism; such a tensor is known by what it can do, whatever torch's age.
+    # FSDP2 and tensor parallelism: such a tensor is known by its methods in every torch release.
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "to_local") and hasattr(parameter, "placements"):
             _refuse_shards(f"{name} is a DTensor, as fully_shard (FSDP2) makes them")
@@ -63,7 +63,7 @@ def _refuse_shards(said: str) -> None:
 def place_model(
     model: nn.Module, config: LaunchConfig | None, asked: torch.device | str | None
 ) -> torch.device | None:
-    """The device a script chose: by argument, or under plain python by where its model is."""
+    """The device that a script chose: by argument, or under plain python by the model's device."""
     if asked is not None:
         return torch.device(asked)
     if config is not None:
@@ -77,7 +77,7 @@ def place_model(
 def named_parameters(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[str, nn.Parameter]:
-    """Every parameter to synchronise, once: the model's, then others the optimizers hold."""
+    """Every parameter to synchronise, once: the model's, then others that the optimizers hold."""
     named = dict(model.named_parameters())
     known = {id(parameter) for parameter in named.values()}
     for number, optimizer in enumerate(optimizers):
@@ -96,7 +96,7 @@ def broadcast_state(
     parameters: dict[str, nn.Parameter],
     place: Place,
 ) -> None:
-    """Move everything to the device and start from the first worker's values.
+    """Move everything to the device, and start all workers from the first worker's values.
 
     Raises:
         TargetError: The workers built different models.
@@ -122,7 +122,7 @@ def _broadcast(tensor: Tensor) -> None:
 
 
 def move_optimizer_state(optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Follow these parameters with what a restored optimizer knows of them."""
+    """Move a restored optimizer's state of these parameters to the parameters' devices."""
     for parameter in parameters:
         state = optimizer.state.get(parameter, {})
         for key, value in state.items():
@@ -131,10 +131,10 @@ def move_optimizer_state(optimizer: torch.optim.Optimizer, parameters: Iterable[
 
 
 def check_same_shapes(named: dict[str, Tensor], place: Place) -> None:
-    """Compare what the workers have built.
+    """Check that all workers built the same tensors.
 
     Raises:
-        TargetError: It differs in names, types or shapes.
+        TargetError: Names, dtypes or shapes differ.
     """
     assert place.store is not None
     text = "".join(f"{name}\0{t.dtype}\0{tuple(t.shape)}\n" for name, t in named.items())
@@ -148,5 +148,5 @@ def check_same_shapes(named: dict[str, Tensor], place: Place) -> None:
 
 
 def final_tensors(model: nn.Module, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-    """All that a run has trained, by name: what its digest is taken of."""
+    """All trained tensors of a run, by name; its digest is computed from them."""
     return dict(chain(parameters.items(), model.named_buffers()))

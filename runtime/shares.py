@@ -1,19 +1,22 @@
-"""Which samples of a global batch belong to which virtual node (VirtualFlow 3.2, 5.2)."""
+"""Divide the samples of a global batch over the virtual nodes (VirtualFlow 3.2, 5.2)."""
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 
 def share_out(num_samples: int, batch_sizes: Sequence[int]) -> list[int]:
-    """Samples of each virtual node in a global batch of ``num_samples``.
+    """Divide a global batch of ``num_samples`` samples.
 
-    A full batch gives each its own size. A short one (the last of an epoch) is shared in
-    proportion, by largest remainder, ties to the lower index. It depends on the virtual nodes
-    only, not on the devices that run them.
+    A full batch gives each virtual node its own size. A short one (the last of an epoch) is divided
+    in proportion to the sizes by largest remainder; ties go to the lower index. The result depends
+    on the virtual nodes only, not on the devices that run them.
 
     Args:
         num_samples: Samples in this global batch.
-        batch_sizes: Samples of each virtual node in a full batch, by index.
+        batch_sizes: [virtual nodes] samples of each in a full batch, by index.
+
+    Returns:
+        [virtual nodes] samples of each in this batch.
     """
     total = sum(batch_sizes)
     whole = [num_samples * size // total for size in batch_sizes]
@@ -25,5 +28,5 @@ def share_out(num_samples: int, batch_sizes: Sequence[int]) -> list[int]:
 
 
 def slices(num_samples: int, batch_sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """The contiguous (start, end) of each virtual node in a global batch, by index."""
+    """[virtual nodes] the (start, end) of each one's samples in a global batch, end excluded."""
     return list(pairwise([0, *accumulate(share_out(num_samples, batch_sizes))]))

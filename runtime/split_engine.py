@@ -1,6 +1,7 @@
-"""Steps under a split plan: a worker runs its virtual nodes one after another, whole passes each.
+"""The engine of a split plan: a worker runs its virtual nodes one after another.
 
-Gradients add up in one buffer, which is reduced over the workers during the last backward pass.
+Each pass runs the whole model. Gradients add up in one buffer, which is reduced over the workers
+during the last backward pass (VirtualFlow 3.2).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,11 +34,11 @@ from .totals import StepTotals, packed_sums
 
 
 class SplitEngine:
-    """See ``StepEngine``.
+    """Runs steps under a split plan; see ``StepEngine``.
 
     Args:
-        session: What the parts of the job share.
-        overlap: Whether the last backward of a step overlaps with the reduction.
+        session: The state that the parts of the job share.
+        overlap: Whether the last backward pass of a step overlaps with the reduction.
 
     Attributes:
         reducer: This worker's part in the sums of gradients.
@@ -59,12 +60,12 @@ class SplitEngine:
     # A step
 
     def run(self, step: Step) -> Tensor:
-        """Run this worker's virtual nodes, and make the gradients the mean over all workers'."""
+        """Run this worker's virtual nodes; make gradients the mean over all workers' samples."""
         self.run_passes(step)
         return self.close_sums(self.exchange())
 
     def run_passes(self, step: Step) -> None:
-        """Run this worker's virtual nodes; can be done again after ``undo``."""
+        """Run this worker's virtual nodes; after ``undo`` it can be called again for the step."""
         session, batch = self._session, step.batch
         session.clock.begin_step(is_full=batch.is_full)
         self.buffers.begin_step()
@@ -87,7 +88,7 @@ class SplitEngine:
         session.clock.computed()
 
     def exchange(self, start: Callable[[Tensor], Callable[[], Tensor]] | None = None) -> Tensor:
-        """Wait for the gradients, and add up the step's sums; see ``StepTotals.exchange``."""
+        """Wait for the gradients, and sum the step's totals; see ``StepTotals.exchange``."""
         self.totals.wants_stop = self._session.wants_stop
         return self.totals.exchange(start)
 
@@ -96,7 +97,7 @@ class SplitEngine:
         return self.totals.close(sums)
 
     def undo(self) -> None:
-        """Leave the gradients as they were before ``run_passes``."""
+        """Reset the gradients to their values before ``run_passes``."""
         self.reducer.undo()
 
     def _run_pass(self, step: Step, item: Pass, inputs: Any, *, last: bool) -> None:
@@ -138,44 +139,44 @@ class SplitEngine:
     # Other workers
 
     def take(self, place: Place) -> None:
-        """Sum with other workers from now on, and be another of them; ``move`` may follow."""
+        """Reduce with other workers from now on, in another place; ``move`` may follow."""
         self.reducer.close()
         self._session.take(place)
         self.reducer = _reducer_of(self._session)
         self.totals.move(self.reducer, place)
 
     def shared(self) -> list[SharedTensors]:
-        """Parameters, and buffers as the script last wrote them: on all workers."""
+        """Parameters, and buffers as the script last wrote them: equal on all workers."""
         held: dict[str, Tensor] = dict(self._session.parameters)
-        # Buffers that are not persistent are caches, and may follow each worker's own inputs.
+        # Buffers that are not persistent are caches, which may depend on a worker's own inputs.
         held |= {slot.name: slot.base for slot in self.buffers.slots if slot.is_persistent}
         return [SharedTensors(None, held)]
 
     # Every worker has the whole model, and every update is made when a step is over.
 
     def begin_epoch(self, epoch: int, num_batches: int, last_batch_samples: int) -> None:
-        """Nothing is to be known before."""
+        """Do nothing: passes need not know the epoch's length."""
 
     def drain(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing: no microbatch is in flight between steps."""
 
     def digest(self) -> str:
         """See ``StepEngine``."""
         return digest_of(final_tensors(self._session.model, self._session.parameters))
 
     def gather(self) -> None:
-        """Nothing is elsewhere."""
+        """Do nothing: every worker has the whole model."""
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
-        """The model is whole."""
+        """Do nothing: every worker has the whole model."""
         yield
 
     def check_predicts(self) -> None:
-        """It does."""
+        """Accept ``job.predict``: each worker runs whole passes."""
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         self.reducer.close()
 
 
@@ -194,10 +195,10 @@ def _reducer_of(session: Session) -> GradientReducer:
 
 
 class WholeState:
-    """The state of a job all of whose workers hold all of it; the first one writes it.
+    """The state of a job whose workers all hold the whole state; the first worker writes it.
 
     Args:
-        session: What the parts of the job share.
+        session: The state that the parts of the job share.
         buffers: The virtual nodes' buffers.
         totals: The sums of a step.
     """
@@ -224,7 +225,7 @@ class WholeState:
         return self.with_buffers(buffers, registered) if session.is_main else None
 
     def with_buffers(self, buffers: dict[str, Any], registered: Sequence[Any]) -> dict[str, Any]:
-        """The whole state, with all virtual nodes' buffers as ``capture`` of them gives them."""
+        """The whole state; ``buffers`` are all virtual nodes' buffers from their ``capture``."""
         return {
             "parameters": dict(self._session.parameters),
             "optimizer": state_of(self._session.optimizers),
@@ -240,7 +241,7 @@ class WholeState:
         self._totals.last_weight = state["last_weight"]
 
     def restore_trained(self, path: Path, state: dict[str, Any]) -> None:
-        """Parameters and optimizers only."""
+        """Restore parameters and optimizers only."""
         session = self._session
         load_parameters(session.parameters, state["parameters"])
         loads = [optimizer.load_state_dict for optimizer in session.optimizers]

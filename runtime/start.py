@@ -1,4 +1,4 @@
-"""How a script becomes one worker of a launch."""
+"""Turn the process of a script into one worker of a launch."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,27 +42,27 @@ def prepare(
     device: torch.device | str | None = None,
     overlap: bool = True,
 ) -> Job:
-    """Join the launch this process belongs to, and get the model ready for it.
+    """Join the launch that this process belongs to, and prepare the model for it.
 
     Under plain ``python`` the job is one worker with one virtual node that holds the whole batch.
-    The model (and the optimizer's state) is moved to ``job.device``, under a pipeline only the
-    parameters of this worker's stages; where several workers run, every parameter and buffer starts
-    with the first worker's value. The model itself is not
-    wrapped: call it, save it and evaluate it as before.
+    The model and the optimizers' state are moved to ``job.device``; under a pipeline, only those
+    of this worker's stages. Where several workers run, every parameter and buffer starts with the
+    first worker's value. The model itself is not wrapped: call it, save it and evaluate it as
+    before.
 
     Args:
         model: The model to train; not wrapped in DistributedDataParallel.
-        optimizer: Its optimizer, or a list of all that train it; parameters that they hold beside
-            the model's are trained as well.
+        optimizer: Its optimizer, or a list of all optimizers that train it; parameters that they
+            hold beside the model's are trained as well.
         seed: Seed of the job's random streams; by default the launch's (0 under plain python).
-        device: Where to run; by default what the plan says, else the model's device, or the
-            first accelerator where the model still stands on the CPU.
+        device: Where to run. By default the plan's device; under plain python the model's, or the
+            first accelerator if the model is still on the CPU.
         overlap: Whether the last backward of a step overlaps with gradient synchronisation.
 
     Raises:
         TargetError: A model or optimizer that hetflow cannot train correctly, or an environment
             that does not fit the plan.
-        HetflowError: This torch is too old.
+        HetflowError: This torch is older than hetflow supports.
 
     Example:
         >>> import hetflow, torch
@@ -111,17 +111,20 @@ def assemble(
     watch: Watch,
     overlap: bool = True,
 ) -> Job:
-    """The job of one worker, from its parts: of a split, or of a pipeline where its config is one.
+    """Build the job of one worker from its parts: for a split plan, or for a pipeline.
 
-    It goes on from the newest checkpoint, where there is one. Call it on all workers.
+    The job resumes from the newest checkpoint, if there is one. Call it on all workers.
 
     Args:
         model: The script's model.
-        optimizers: The script's.
+        optimizers: The script's optimizers.
         place: This worker among the others.
-        seed: Of the job's random streams.
-        watch: When the workers compare what they hold.
+        seed: Seed of the job's random streams.
+        watch: When the workers compare their models.
         overlap: As for ``prepare``.
+
+    Raises:
+        TargetError: The plan is a pipeline and there are several optimizers; or as ``prepare``.
     """
     start = place.start
     work = start.config.pipeline if start.config is not None else None
@@ -158,9 +161,9 @@ def assemble(
 
 
 def _runner_of(session: Session, engine: SplitEngine, epochs: Epochs, progress: Progress) -> Runner:
-    """With workers that may change where a controller of ours can change them.
+    """The runner: one for changing workers under hetflow's own controller, else one for fixed ones.
 
-    A script's second job stays as it is.
+    The workers of a script's second job never change.
     """
     control = session.place.control
     if control is None or not control.changes or control.num_jobs > 1:
@@ -169,7 +172,7 @@ def _runner_of(session: Session, engine: SplitEngine, epochs: Epochs, progress: 
 
 
 def _subject_of(session: Session, engine: StepEngine, runner: Runner) -> Subject:
-    """What this worker and the others must agree on."""
+    """The tensors on which this worker and the others must agree."""
 
     def together(function: Callable[[], Any]) -> Any:
         def wait() -> Any:

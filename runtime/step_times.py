@@ -1,4 +1,4 @@
-"""When the parts of one step began and ended, as a worker's ``StepClock`` has marked them."""
+"""The times of one step's parts, as a worker's ``StepClock`` has marked them."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class StagePass:
-    """One forward pass, or one backward pass or half of one, of a pipeline's stage."""
+    """One forward pass of a pipeline's stage, one backward pass, or half of a backward pass."""
 
     stage: int
     is_backward: bool
@@ -19,16 +19,16 @@ class StagePass:
 class StepTimes:
     """One full step of one worker. Times are in seconds since the step began.
 
-    A step begins where the script asked for its batch, and ends where it asks for the next one.
+    A step begins when the script asks for its batch, and ends when it asks for the next one.
 
     Attributes:
-        asked_seconds: Since the first step that is kept began, when this one did.
-        passes: Begin and end of each pass, in order: forward and backward of a virtual node; of a
-            pipeline the forward passes. The runtime's own work for a virtual node is inside;
-            waiting for its samples is before.
-        computed: The last pass has ended, and what was left to synchronise is on its way.
-        synchronised: Gradients are the mean over all workers.
-        ended: The script has updated, cleared gradients, and asks for the next batch.
+        asked_seconds: When this step began, in seconds since the first step that is kept began.
+        passes: (begin, end) of each pass, in order: forward and backward of a virtual node, or a
+            pipeline's forward passes. The runtime's own work for a virtual node is included;
+            waiting for its samples comes before.
+        computed: When the last pass has ended, and the rest of the gradients is on its way.
+        synchronised: When gradients are the mean over all workers.
+        ended: When the script has updated, cleared gradients, and asks for the next batch.
         stages: The passes of a pipeline's stages, loading included.
     """
 
@@ -41,31 +41,31 @@ class StepTimes:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> "StepTimes":
-        """Read back what ``as_json`` gave."""
+        """Read back the values of ``as_json``."""
         passes = tuple((float(began), float(ended)) for began, ended in found["passes"])
         stages = tuple(StagePass(**entry) for entry in found.get("stages", ()))
         return cls(**{**found, "passes": passes, "stages": stages})
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The times as plain values, for JSON."""
         return asdict(self)
 
     @property
     def pass_seconds(self) -> list[float]:
-        """[passes] how long each took."""
+        """[passes] the seconds that each took."""
         return [ended - began for began, ended in self.passes]
 
     @property
     def gap_seconds(self) -> list[float]:
-        """[passes - 1] from the end of a pass to the begin of the next: waiting for samples."""
+        """[passes - 1] seconds from the end of each pass to the next one's begin: loading."""
         return [after[0] - before[1] for before, after in pairwise(self.passes)]
 
     @property
     def sync_seconds(self) -> float:
-        """From this worker's last pass until gradients are the mean over all workers."""
+        """Seconds from this worker's last pass until gradients are the mean over all workers."""
         return self.synchronised - self.computed
 
     @property
     def update_seconds(self) -> float:
-        """From the gradients to the request for the next batch."""
+        """Seconds from the mean gradients to the request for the next batch."""
         return self.ended - self.synchronised

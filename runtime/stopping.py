@@ -1,8 +1,8 @@
-"""Signals that ask a job to save and leave, between its start and its end.
+"""Handle the signals that ask a job to save and leave, from its start to its end.
 
-The script's own handlers are not lost: one that was there before is called when a job has saved,
-and is back in its place when the last job is over. A signal that comes later does what it does
-without hetflow; one that came too late for a job to save and leave then comes again.
+The script's own handlers are kept: an earlier handler is called when a job has saved, and is
+installed again when the last job is over. A signal after that acts as without hetflow. One that
+came too late for a job to save and leave is raised again.
 """
 
 import signal
@@ -19,11 +19,11 @@ from .session import Session
 
 
 class StopRequests:
-    """The requests to one job. Only the main thread of a process can have them.
+    """The requests to one job. Only the main thread of a process can receive signals.
 
     Args:
-        numbers: Which signals.
-        ask: Called when one comes, in the middle of whatever the script does.
+        numbers: The signals that count as a request.
+        ask: Called when one comes; the script may be at any point.
     """
 
     _open: ClassVar[list["StopRequests"]] = []
@@ -43,16 +43,16 @@ class StopRequests:
 
     @classmethod
     def pass_on(cls) -> None:
-        """Call the handlers that were there before any job, for the signals that came."""
+        """Call the handlers installed before any job, for the signals that came."""
         for number in cls._received:
             handler = cls._before[number]
             if callable(handler):
                 handler(number, None)
 
     def close(self) -> None:
-        """This job is over; with the last one, everything is as before the first.
+        """End this job's requests; the last job restores the earlier handlers.
 
-        A handler that the script set since stays. Signals that nobody left for come again.
+        A handler that the script set since stays. A signal that no job obeyed is raised again.
         """
         if self not in self._open:
             return
@@ -71,7 +71,7 @@ class StopRequests:
 
     @classmethod
     def note(cls, number: int) -> None:
-        """A signal came: ask all open jobs that want it."""
+        """Record a signal, and ask all open jobs that want it to stop."""
         cls._received.append(number)
         for requests in cls._open:
             requests._take(number)
@@ -82,9 +82,9 @@ class StopRequests:
 
 
 def leave(session: Session) -> NoReturn:
-    """Stop, as asked, after the script's own handlers of the signal have had their turn."""
+    """Stop as asked, after the script's own handlers of the signal have run."""
     complete(session.place.device)
-    session.is_finished = True  # nothing more is to be done when the interpreter ends
+    session.is_finished = True  # the exit of the interpreter has nothing left to do
     StopRequests.pass_on()
     sys.exit(STOPPED_EXIT_CODE)
 

@@ -1,4 +1,4 @@
-"""The tree that gradients are summed along, the same for every mapping of virtual nodes. Pure.
+"""The tree along which gradients are summed, equal for every mapping of virtual nodes. Pure.
 
 The virtual nodes 0, 1, 2, ... are the leaves of one binary tree, aligned at powers of two.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Subtree:
-    """Leaves [index << level, (index + 1) << level) of the tree, as far as they exist."""
+    """The existing leaves among [index << level, (index + 1) << level) of the tree."""
 
     level: int
     index: int
@@ -23,7 +23,7 @@ class Subtree:
         return self.index << self.level
 
     def risen(self, num_leaves: int) -> "Subtree":
-        """The highest subtree with the same leaves: one without a sibling is its parent."""
+        """The highest subtree with the same leaves; without a sibling, it is the parent."""
         tree = self
         while tree.start and tree.index % 2 == 0 and (tree.index + 1) << tree.level >= num_leaves:
             tree = Subtree(tree.level + 1, tree.index // 2)
@@ -34,16 +34,18 @@ class Subtree:
         return self.level == other.level and self.index % 2 == 1 and other.index == self.index - 1
 
     def parent(self, num_leaves: int) -> "Subtree":
-        """What this right child and its left sibling are together."""
+        """The subtree of this right child and its left sibling together."""
         return Subtree(self.level + 1, self.index // 2).risen(num_leaves)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one virtual node's pass does to the buffers.
+    """The buffer operations of one virtual node's pass.
 
-    Before it, ``spills`` moves the running sum to a spare buffer; after it, the ``num_merges``
-    last spares are added to the running sum.
+    Attributes:
+        node: Index of the virtual node.
+        spills: Whether to move the running sum to a spare buffer before the pass.
+        num_merges: How many of the last spare buffers to add to the running sum after the pass.
     """
 
     node: int
@@ -52,9 +54,11 @@ class Turn:
 
 
 def turns_of(nodes: Sequence[int], num_leaves: int) -> tuple[list[Turn], list[Subtree]]:
-    """How a worker that runs ``nodes`` in this order sums them, and which subtrees it ends with.
+    """Plan how a worker that runs ``nodes`` in this order sums them.
 
-    Pure. The last subtree is in the gradient buffer, the others are in spares 0, 1, ...
+    Returns:
+        The buffer operations of each pass, and the subtrees at the end: the last one is in the
+        gradient buffer, the others in spare buffers 0, 1, ...
     """
     held: list[Subtree] = []
     turns = []
@@ -62,7 +66,7 @@ def turns_of(nodes: Sequence[int], num_leaves: int) -> tuple[list[Turn], list[Su
         tree = Subtree(0, node)
         pairs = bool(held) and tree.completes(held[-1])
         spills = bool(held) and not pairs
-        # Backward adds into the buffer, so a leaf beside its sibling is a finished pair.
+        # Backward adds into the buffer, so a leaf next to its sibling gives a finished pair.
         tree = tree.parent(num_leaves) if pairs else tree.risen(num_leaves)
         held = held[:-1] if pairs else held
         num_merges = 0
@@ -79,9 +83,9 @@ def root_of(parts: Sequence[tuple[Subtree, Tensor]], num_leaves: int, out: Tenso
     """Finish the tree in place.
 
     Args:
-        parts: Subtrees that cover all leaves once, with their sums; those are used up.
+        parts: Subtrees that cover all leaves once, with their sums; the sums are overwritten.
         num_leaves: Leaves of the whole tree.
-        out: One of the parts' tensors; ends with the sum.
+        out: One of the parts' tensors; receives the sum.
     """
     stack: list[tuple[Subtree, Tensor]] = []
     for tree, value in sorted(parts, key=lambda part: part[0].start):

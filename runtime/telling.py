@@ -1,4 +1,4 @@
-"""What a training process tells its user: the logger ``hetflow``, as lines on stderr."""
+"""Print a training process's messages, of the logger ``hetflow``, as lines on stderr."""
 
 import logging
 import sys
@@ -7,7 +7,7 @@ log = logging.getLogger("hetflow")
 
 
 class _Lines(logging.Handler):
-    """Writes ``hetflow: ...`` and ``hetflow: warning: ...`` to stderr, whatever it is by then."""
+    """Writes ``hetflow: ...`` and ``hetflow: warning: ...`` to the stderr of that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
@@ -16,10 +16,10 @@ class _Lines(logging.Handler):
 
 
 def speak() -> None:
-    """Let messages reach the user's terminal, unless the script has given them another way.
+    """Print messages on the user's terminal, unless the script has installed its own handler.
 
-    A handler that the script has put on the logger ``hetflow`` is that; handlers of the root
-    logger would repeat what stands on stderr already, so messages do not go up to it.
+    A handler that the script installed on the logger ``hetflow`` takes precedence. Messages are
+    not passed to the root logger: its handlers would print them on stderr a second time.
     """
     if not log.handlers:
         log.addHandler(_Lines())

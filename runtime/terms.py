@@ -1,7 +1,7 @@
-"""From what each step took to the terms that a predicted step is made of.
+"""Compute the measured terms of a step, in the form of a predicted step.
 
-A predicted step is ``v * virtual_node + fixed + sync + update``; the terms here are measured so
-that they add up to the measured step in the same way, and can correct the prediction's.
+A predicted step is ``v * virtual_node + fixed + sync + update`` seconds, for v virtual nodes. The
+terms measured here add up to the measured step in the same way, so they can correct a prediction.
 """
 
 import statistics
@@ -13,11 +13,11 @@ from .step_times import StepTimes
 
 
 def step_terms(steps: Sequence[StepTimes]) -> StepTerms | None:
-    """Medians over steps of each term, with their 95 % intervals; None without steps.
+    """Medians over steps of each term in seconds, with 95 % intervals; None without steps.
 
-    One more virtual node costs, in each step, the mean over all but the first: from the end of
-    one pass to the end of the next. What its first virtual node costs more, cold, is fixed cost.
-    The fixed cost is what is left of the median step, so that the terms add up to it.
+    The time of one more virtual node is, in each step, the mean over all but the first: from the
+    end of one pass to the end of the next. The extra time of the first virtual node (cold caches)
+    is fixed cost. The fixed cost is the rest of the median step, so that the terms add up to it.
     """
     if not steps:
         return None
@@ -44,7 +44,7 @@ def step_terms(steps: Sequence[StepTimes]) -> StepTerms | None:
 
 
 def _one_more(step: StepTimes) -> float:
-    """From the end of a pass to the end of the next."""
+    """Seconds for one more virtual node: from the end of a pass to the end of the next."""
     return (step.passes[-1][1] - step.passes[0][1]) / (len(step.passes) - 1)
 
 
@@ -53,9 +53,9 @@ def _wait(step: StepTimes) -> float:
 
 
 def stage_runs(steps: Sequence[StepTimes]) -> tuple[StageRun, ...]:
-    """The forward and backward passes of each stage that the worker holds, a microbatch each.
+    """The seconds of each stage's forward and backward passes, for one microbatch each.
 
-    Halves of backward passes add up to whole ones.
+    Halves of a backward pass are added up.
     """
     numbers = sorted({entry.stage for step in steps for entry in step.stages})
     return tuple(run for run in (_stage_run(steps, number) for number in numbers) if run)

@@ -1,16 +1,16 @@
 """The sums of a step: the loss, the weights, and which parameters any worker used.
 
 Each pass's mean loss is scaled by its share before backward, so the summed gradients are the mean
-over the global batch (VirtualFlow 5.2). Where the script gives weights (tokens), their total is
-not known until all workers are done: shares are then of a power of two near the last step's
-total, and the gradients are scaled once at the end.
+over the global batch (VirtualFlow 5.2). If the script gives weights (such as numbers of tokens),
+their total is known only when all workers are done. Shares are then fractions of a power of two
+near the last step's total, and the gradients are scaled once at the end.
 
-Losses and weights travel per virtual node (zeros from all but its holder) and are added up in
-order of virtual nodes, so the mapping does not change their bits. On the host they are plain
-numbers: a torch operation between two passes costs 20 to 100 us there, its code being out of the
-caches by then. On a device they stay tensors, which nobody waits for: the host reads a step's flags
-and total weight in the step after it. Between devices the sums travel with the last bucket of
-gradients (packed_sums.py): an exchange of a few numbers takes about as long as one of a megabyte.
+Losses and weights are sent per virtual node (all workers but its holder send zeros) and are added
+up in order of virtual nodes, so the mapping does not change their bits. On the host they are plain
+numbers: between two passes torch's code is no longer in the caches, and a torch operation takes 20
+to 100 us. On a device they stay tensors and nothing waits for them: the host reads a step's flags
+and total weight in the next step. Between devices, the sums travel with the last bucket of
+gradients (packed_sums.py), because sending a few numbers takes about as long as a megabyte.
 """
 
 import math
@@ -31,20 +31,20 @@ from .group import Place
 from .late import LateValues
 from .packed_sums import PackedSums
 
-# Places in the vector that is summed; the losses and weights of all virtual nodes follow.
+# Indices in the vector that is summed; the losses and weights of all virtual nodes follow.
 _WEIGHTED, _STOP, _MOVE, _WORKERS, _SETTINGS, _SQUARED, _NODES = 0, 1, 2, 3, 4, 5, 6
 _EXACT = (torch.float32, torch.float64)
-_Noted = tuple[GradientReducer, list[int], bool]  # of a step: unused parameters; with others or not
-_MAX_GRADIENTS = 64  # weights such as numbers of tokens give many shares
+_Noted = tuple[GradientReducer, list[int], bool]  # reducer, unused parameters, has other workers
+_MAX_GRADIENTS = 64  # weights such as numbers of tokens give many different shares
 
 
 def packed_sums(num_nodes: int, num_parameters: int) -> PackedSums:
-    """How the sums of a step stand where they travel with a bucket of gradients."""
+    """The layout of a step's sums where they travel with a bucket of gradients."""
     return PackedSums(_NODES, num_nodes, num_parameters)
 
 
 class StepTotals:
-    """Weigh the passes of a step and combine them over the workers."""
+    """Weight the passes of a step, and combine their sums over the workers."""
 
     def __init__(self, reducer: GradientReducer, place: Place, num_nodes: int = 1) -> None:
         self._reducer, self._place = reducer, place
@@ -59,27 +59,35 @@ class StepTotals:
         self._share_of = 1.0
         self._weighted: bool | None = None
         self._last_weight: Tensor | None = None
-        self._known_weight: float | None = None  # of a step that all workers know on the host
+        self._known_weight: float | None = None  # of a step; all workers know it on the host
         self._late = LateValues()
         self._losses: dict[int, Tensor | float] = {}
         self._weights: dict[int, float] = {}
         self._gradients: dict[tuple[object, ...], Tensor] = {}
 
     def begin(self, num_samples: int) -> None:
-        """Start a step over ``num_samples`` samples in all."""
+        """Start a step over ``num_samples`` samples on all workers together."""
         self._num_samples = num_samples
         self._weighted = None
         self._losses, self._weights = {}, {}
-        # The sum that shares are taken of: equal on all workers before any weight is known.
-        # Which step's it is changes no bits, for shares differ by powers of two.
+        # The total that shares are fractions of: equal on all workers before any weight is known.
+        # Any step's total gives the same bits, because shares differ by powers of two.
         guess = self._known_weight if self._known_weight is not None else float(num_samples)
         self._share_of = 2.0 ** round(math.log2(guess)) if guess > 0 else 1.0
 
     def add(self, answer: Any, num_samples: int, node: int = 0) -> tuple[Tensor, float] | None:
-        """Take a pass's loss.
+        """Take the loss of a pass over ``num_samples`` samples.
+
+        Args:
+            answer: The result of the script's function; see ``loss_and_weight``.
+            num_samples: Samples of the pass.
+            node: Index of its virtual node.
 
         Returns:
-            What to call backward on and the share it counts with; None for a pass of weight 0.
+            The tensor to call backward on, and its share of the mean; None for weight 0.
+
+        Raises:
+            TargetError: The script's function returned neither form.
         """
         loss, weight = loss_and_weight(answer)
         weighted = weight is not None
@@ -100,9 +108,9 @@ class StepTotals:
         return loss, share
 
     def gradient(self, loss: Tensor, share: float) -> Tensor | None:
-        """What backward starts from, so that gradients are those of ``loss * share``.
+        """The gradient [] to start backward with, so that gradients are those of ``loss * share``.
 
-        None where the product must be made: a narrow type rounds it otherwise.
+        None where ``loss * share`` must be computed, because a narrow dtype rounds it differently.
         """
         if loss.dtype not in _EXACT:
             return None
@@ -114,14 +122,17 @@ class StepTotals:
         return self._gradients[key]
 
     def exchange(self, start: Callable[[Tensor], Callable[[], Tensor]] | None = None) -> Tensor:
-        """Add up the sums while gradients are on their way, and wait for both.
+        """Sum the step's totals while gradients are on their way, and wait for both.
 
         Args:
-            start: Begins to add them up over the workers, and returns what waits for it; by
-                default an all-reduce.
+            start: Starts to sum a tensor over the workers, and returns a function that waits for
+                the sum; by default an all-reduce.
+
+        Returns:
+            The sums over all workers, float64.
         """
         sums = self._reducer.sums
-        if sums is not None:  # ``write`` has sent them
+        if sums is not None:  # ``write`` put them into the last bucket
             self._reducer.wait()
             return self._packed().unpack(sums)
         wait = (start or self._start)(self._own_sums())
@@ -129,9 +140,9 @@ class StepTotals:
         return wait()
 
     def write(self, sums: Tensor) -> None:
-        """Write this worker's part where it travels with a bucket; see ``GradientReducer.begin``.
+        """Write this worker's numbers into a bucket's space; see ``GradientReducer.begin``.
 
-        The optimizers' settings are left out: on a device nobody looks at them.
+        The optimizers' settings are left out: on a device they are not compared here.
         """
         _, unused, _ = self._note_step()
         flags = self._flags()
@@ -168,18 +179,18 @@ class StepTotals:
         return self._step
 
     def move(self, reducer: GradientReducer, place: Place) -> None:
-        """Go on with other workers; ``close`` may still end the step before.
+        """Continue with other workers; ``close`` may still end the step before.
 
-        Joining workers know the last weight, so all start from it. Waits for the device.
+        Joining workers know the last weight, so all workers start from it. Waits for the device.
         """
         self._reducer, self._place = reducer, place
         self._known_weight = self.last_weight
         self._late.forget()
 
     def _own_sums(self) -> Tensor:
-        """(flags, settings, losses * weights, weights, extra, which parameters were used).
+        """[flags, settings, losses * weights, weights, extra, used parameters] of this worker.
 
-        ``extra`` is what others sum along with the step.
+        ``extra`` holds numbers that other modules sum along with the step.
         """
         _, unused, distributed = self._note_step()
         number = self._reducer.num_parameters if distributed else 0
@@ -202,17 +213,17 @@ class StepTotals:
         return sums
 
     def close(self, sums: Tensor) -> Tensor:
-        """Make the gradients the mean by the sums over all workers; return the mean loss."""
+        """Make the gradients the mean by the sums over all workers; return the mean loss []."""
         reducer, unused, distributed = self._step
         sums = sums.to(self._place.device)
         found: Sequence[Any] | Tensor = sums.tolist() if sums.is_cpu else sums
         if unused and distributed:
-            # Plain PyTorch leaves gradients of unused parameters at None: optimizers skip them.
+            # Plain PyTorch leaves an unused parameter's gradient at None: optimizers skip it.
             used = sums[len(sums) - reducer.num_parameters :].tolist()
             reducer.drop(index for index in unused if not used[index])
         else:
             reducer.drop(unused)
-        # A worker without samples does not know whether the others gave weights; it asks.
+        # A worker without samples does not know whether the others gave weights: the sums say so.
         weighted = bool(found[_WEIGHTED] > 0) if self._weighted is None else self._weighted
         middle = _NODES + self._num_nodes
         loss = reduce(operator.add, found[_NODES:middle])
@@ -232,7 +243,7 @@ class StepTotals:
                 self._known_weight = float(total)
         if exact is not None:
             reducer.scale(torch.as_tensor(self._share_of / exact))
-        # After a change of workers nobody else holds the gradient buffer of before.
+        # After a change of workers, no other worker holds the earlier gradient buffer.
         self._step = (self._reducer, unused, self._place.distributed)
         if isinstance(loss, float):
             return torch.tensor(loss / weight if weight else math.nan, dtype=torch.float64)
@@ -240,41 +251,41 @@ class StepTotals:
         return mean
 
     def _known_on_host(self, sums: Tensor, *, is_last: bool) -> list[float] | None:
-        """The sums of a device that the host may know now without a wait: those of a step ago.
+        """The sums of a device that the host can know without waiting: those of the last step.
 
         Args:
-            sums: Of this step.
+            sums: This step's.
             is_last: Whether the same workers take the next step.
         """
         if is_last and not backend_of(sums.device).is_host:
             return self._late.exchange(sums)
-        # The workers have changed since: who joins knows this step's.
+        # The workers have changed since, and joining workers know the sums of this step.
         self._late.forget()
         found: list[float] = sums.tolist()
         return found
 
     def extras_of(self, sums: Tensor) -> list[float]:
-        """What ``extra`` came to in sums over the workers."""
+        """The sums of ``extra`` over the workers."""
         start = _NODES + 2 * self._num_nodes
         found: list[float] = sums[start : start + len(self.extra)].tolist()
         return found
 
     @property
     def settings_sums(self) -> Sequence[Any] | Tensor:
-        """Of the last step: how many workers, the sum of ``settings_number``, and of squares."""
+        """Of the last step: number of workers, sum of ``settings_number``, sum of its squares."""
         assert self._sums is not None
         return self._sums[_WORKERS : _SQUARED + 1]
 
     @property
     def num_moving(self) -> int:
-        """How many workers wanted to move when the last step ended; waits for the device."""
+        """How many workers asked for a move in the last step. Waits for the device."""
         return int(self._sums[_MOVE]) if self._sums is not None else 0
 
     @property
     def all_stop(self) -> bool:
-        """Whether some worker wanted to stop when the last step ended; on a device, the one before.
+        """Whether a worker wanted to stop when the last step ended; on a device, the step before.
 
-        All workers say the same after the same step.
+        All workers answer the same after the same step.
         """
         return self.stops is not None and bool(self.stops > 0)
 
@@ -290,13 +301,13 @@ class StepTotals:
         self._late.forget()
 
     def meet(self) -> None:
-        """Wait until all workers are here."""
+        """Wait until all workers have reached this call."""
         if self._place.distributed:
             peers.all_reduce(torch.zeros(1, device=self._place.device))
 
 
 def check_same_length(order: list[int], place: Place) -> list[int]:
-    """An epoch's order, unless its length differs between workers: it would hang.
+    """Return an epoch's order if all workers have the same length of it; else they would hang.
 
     Raises:
         TargetError: Another worker's dataset has another length.
@@ -316,10 +327,10 @@ def check_same_length(order: list[int], place: Place) -> list[int]:
 
 
 def loss_and_weight(answer: Any) -> tuple[Tensor, float | None]:
-    """What the script's function returned: the mean loss, and its weight if it gave one.
+    """Split the result of the script's function: the mean loss [], and its weight if it gave one.
 
     Raises:
-        TargetError: Something else.
+        TargetError: The result has another form.
     """
     loss, weight = answer if isinstance(answer, tuple) and len(answer) == 2 else (answer, None)
     if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -1,8 +1,8 @@
 """Run a training script as one worker: ``python -m hetflow.runtime.worker SCRIPT ARGS``.
 
-The script runs as ``__main__``, as under plain ``python``. What this adds: a script that fails
-leaves its error where the controller finds it before any other worker can notice, and leaves at
-once with its own exit code, instead of waiting for collectives that will never end.
+The script runs as ``__main__``, as under plain ``python``. If it fails, it leaves its error where
+the controller finds it before any other worker can notice, and exits at once with its own exit
+code. It does not wait for collectives that will never end.
 """
 
 import atexit
@@ -28,20 +28,20 @@ from .elastic.control import Control
 
 
 class ScriptRun:
-    """Whether this module runs the script, and sees to the exit code."""
+    """Whether this module runs the script and sets the exit code."""
 
     active = False
-    told = False  # whether the launcher knows of a failure
+    told = False  # whether a failure was reported to the launcher
     code: ClassVar[list[int]] = [0]  # the exit code
 
 
 def main(arguments: list[str]) -> None:
     """Run ``SCRIPT ARGS`` or ``-m MODULE ARGS`` and leave with its exit code."""
     ScriptRun.active, code = True, ScriptRun.code
-    # Registered first, so it runs last: after everything the script registered.
+    # Registered first, so it runs last: after all exit functions of the script.
     atexit.register(_leave_at_once_if_failed, code)
     take_token()
-    Control.of_process()  # its heart beats from here on, however long the script takes to prepare
+    Control.of_process()  # heartbeats start here, however long the script takes to prepare
     _seed_script()
     try:
         _choose_device()
@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> None:
 
 
 def fail(error: BaseException) -> None:
-    """Leave with an error's own exit code; write it down, and print it."""
+    """Record and print an error, then exit with the error's own exit code."""
     code = 130 if isinstance(error, KeyboardInterrupt) else 1
     if isinstance(error, HetflowError):
         code = error.exit_code
@@ -73,7 +73,7 @@ def fail(error: BaseException) -> None:
 
 
 def fail_at_exit(error: BaseException) -> int:
-    """The script ended well, and its job did not; the exit code."""
+    """Record an error of a job whose script ended well; return the exit code."""
     if isinstance(error, SystemExit):
         ScriptRun.code[0] = _code_of(error)
         if ScriptRun.code[0]:
@@ -88,7 +88,7 @@ def fail_at_exit(error: BaseException) -> int:
 
 
 def _seed_script() -> None:
-    """Where a determinism level is asked for, the script's own draws are fixed as well."""
+    """Seed the script's own random draws if a determinism level is asked for."""
     if os.environ.get(DETERMINISM):
         from .streams import seed_streams
 
@@ -135,7 +135,7 @@ def _code_of(stop: SystemExit) -> int:
 
 
 def _mark_failed(error: BaseException, code: int) -> None:
-    """Write the failure down before the sockets close and the others fail for lack of us."""
+    """Record the failure before the sockets close and the others fail for lack of this worker."""
     finish = sys.modules.get("hetflow.runtime.finish")
     if finish is not None:
         finish.Outcome.failed = True
@@ -166,7 +166,7 @@ def _described(error: BaseException) -> str:
 
 
 def _where(error: HetflowError) -> str:
-    """The script's own line that led to one of our errors."""
+    """The line of the script that led to one of hetflow's errors."""
     ours = str(Path(__file__).parent)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if ours not in f.filename]
     own = [f for f in frames if f.filename != runpy.__file__]
@@ -174,9 +174,9 @@ def _where(error: HetflowError) -> str:
 
 
 def _print(error: BaseException) -> None:
-    """The script's own traceback, as Python prints it, without the frames of this module.
+    """Print the script's own traceback as Python does, without the frames of this module.
 
-    A worker that only lost its peers says so in a line: the cause is told by another.
+    A worker that only lost its peers prints one line: the failed worker tells the cause.
     """
     if os.environ.get(FAILURE) and is_lost_peer(error):
         rank = os.environ.get("RANK")
@@ -185,7 +185,7 @@ def _print(error: BaseException) -> None:
     if os.environ.get(FAILURE) and isinstance(error, HetflowError):
         if not ScriptRun.told:
             sys.stderr.write(f"hint: {error.hint}\n{error.message}\n")
-        return  # the launcher says it, in one line
+        return  # the launcher prints it, in one line
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__):
         frames = frames.tb_next
@@ -200,7 +200,7 @@ def _leave_at_once_if_failed(code: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    # The imported copy runs, so that the script's names cannot meet this module's.
+    # The imported copy of this module runs, so the script's names cannot clash with this one's.
     from .worker import main as imported_main
 
     imported_main(sys.argv[1:])

@@ -27,11 +27,15 @@ NUMBER = 200
 
 @dataclass(frozen=True)
 class Choice:
-    """The withheld inputs, and the readings of the text.
+    """Inputs that the paper withholds, and interpretations of its text.
 
-    ``required`` is the type that jobs require: "any", "V100", or "by pool" (in proportion to the
-    pool); ``keeps`` says that homogeneous EasyScale keeps to it too; ``takes`` that jobs take
-    devices from each other; lengths are 10^x minutes on the required type, x in ``lengths``.
+    Attributes:
+        speeds: Which of the assumed speeds of the models to use.
+        lengths: (low, high) of x; a job lasts 10^x minutes on the type that it requires.
+        required: The type that jobs require: "any", "V100", or "by pool" (random, in proportion to
+            the pool).
+        keeps: Whether homogeneous EasyScale also keeps jobs on that type.
+        takes: Whether jobs take devices from each other.
     """
 
     speeds: str = "even"
@@ -53,7 +57,7 @@ CHOICES = {
 
 
 def table(speeds: tuple[float, ...], *, bound: bool) -> Throughputs:
-    """A model for each required type, which runs there only where it is bound to it."""
+    """A model for each required type; where ``bound``, it runs on that type only."""
     rates = dict(zip(DEVICES, speeds, strict=True))
     models = []
     for need, required in itertools.product(NEEDS, ("any", *DEVICES)):
@@ -63,7 +67,7 @@ def table(speeds: tuple[float, ...], *, bound: bool) -> Throughputs:
 
 
 def draw(seed: int, jobs_per_hour: float, choice: Choice) -> list[Job]:
-    """Poisson arrivals; the model's name is the required type."""
+    """Draw jobs with Poisson arrivals; the model's name is the required type."""
     random, now, jobs = np.random.default_rng(seed), 0.0, []
     rates = dict(zip(DEVICES, SPEEDS[choice.speeds], strict=True))
     total = sum(DEVICES.values())
@@ -82,7 +86,7 @@ def draw(seed: int, jobs_per_hour: float, choice: Choice) -> list[Job]:
 
 
 def ratios(jobs: list[Job], choice: Choice) -> tuple[float, ...]:
-    """JCT and makespan of YARN-CS over homogeneous and heterogeneous EasyScale's; its busy part."""
+    """JCT and makespan of YARN-CS over both EasyScales'; then YARN-CS's utilisation in percent."""
     speeds = SPEEDS[choice.speeds]
     bound = Pool(throughputs=table(speeds, bound=True), num_devices=DEVICES)
     free = Pool(throughputs=table(speeds, bound=False), num_devices=DEVICES)
@@ -109,7 +113,7 @@ def ratios(jobs: list[Job], choice: Choice) -> tuple[float, ...]:
 
 
 def main() -> None:
-    """Print JCT and makespan over YARN-CS for each choice and load."""
+    """Print JCT and makespan relative to YARN-CS, for each choice and load."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     seeds = parser.parse_args().seeds

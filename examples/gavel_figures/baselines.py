@@ -1,4 +1,4 @@
-"""Two baselines that Gavel's figures rest on and hetflow does not offer as policies."""
+"""Two baselines of Gavel's figures that hetflow does not offer as policies."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from hetflow.simulator import Pool, Shares
 
 
 class Isolated:
-    """X^isolated (thesis 5.4.2): everybody 1/n of each type, whoever else is there."""
+    """X^isolated (thesis 5.4.2): each of n jobs gets 1/n of each type, whatever the other jobs."""
 
     name, agnostic, shares_space, leaves_idle = "isolated", False, False, False
 
@@ -20,26 +20,26 @@ class Isolated:
 
 
 class GavelFifo:
-    """FIFO blind to device types as Gavel's code has it, faults included.
+    """FIFO without heterogeneity as in Gavel's code, with its faults.
 
-    It draws a free type and then uses another: the last in its list of open types, v100 first of
-    all. A type leaves the list when its own devices reach zero, but the one that leaves is the one
-    drawn. So jobs pile up on V100s beyond what there are, while the draw says something else. The
-    rows ``fixfifo`` of stored results have this mended. Two faults stay in both: where a job has
-    ended, the head of the queue leaves the queue for this time whether it fits or not, and what it
-    must fit in are devices that later jobs, not yet counted, may hold.
+    The code draws a free type at random and then uses another: the last one in its list of open
+    types, with v100 first of all. A type should leave the list when all its devices are taken, but
+    the drawn type leaves instead. So more jobs are on V100s than there are V100s. The rows
+    ``fixfifo`` of stored results have this fixed. Two faults remain in both. Where a job has ended,
+    the head of the queue leaves the queue for this time, whether it fits or not. And it must fit
+    into devices that later jobs, not yet counted, may hold.
 
-    Ours is only that nobody gets a type on which it does not run at all.
+    One rule is ours: no job gets a type on which it cannot run.
     """
 
     agnostic, shares_space, leaves_idle = True, False, True
 
     def __init__(self, pool: Pool, seed: int = 0, *, mended: bool = False) -> None:
-        """Start empty.
+        """Start without jobs.
 
         Args:
-            pool: Its device types, in the order of their names, are the list.
-            seed: Of the draws.
+            pool: Its device types in the order of their names are the list of open types.
+            seed: Seed of the random draws.
             mended: Use the type that was drawn.
         """
         self.name = "fifo (Gavel's code, mended)" if mended else "fifo (Gavel's code)"
@@ -48,7 +48,7 @@ class GavelFifo:
         self._type: dict[str, int] = {}
 
     def allocate(self, active: Active, now_seconds: float) -> Shares:
-        """Keep what runs; a waiting job takes the place of one that is gone, then the rest."""
+        """Keep running jobs; waiting jobs first replace ended ones, then the rest start."""
         place = {job.id: number for number, job in enumerate(active.jobs)}
         scale, runs = active.scale.tolist(), (active.rate > 0).tolist()
         free = active.pool.capacity.tolist()

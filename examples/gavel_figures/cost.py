@@ -20,8 +20,8 @@ from hetflow.simulator import Case, report, run_case
 
 MODELS = ("ResNet-50 (batch size 64)", "A3C")
 TYPES = ("v100", "p100", "k80")
-# Dollars an hour of preemptible GPUs, as in Gavel's code; with them a P100 is 2 % cheaper than a
-# V100 for ResNet-50, where the thesis has the V100 cheapest: so also with a P100 5 % dearer.
+# Dollars an hour of preemptible GPUs, from Gavel's code. With them a P100 is 2 % cheaper than a
+# V100 for ResNet-50, but in the thesis a V100 is cheapest; so a P100 5 % dearer is run as well.
 PRICES = {
     "prices of Gavel's code": {"v100": 0.74, "p100": 0.43, "k80": 0.135},
     "P100 5 % dearer": {"v100": 0.74, "p100": 0.4515, "k80": 0.135},
@@ -30,7 +30,7 @@ POLICIES = ("max_throughput", "min_cost", "min_cost_slo", "min_cost_per_job", "m
 
 
 def draw(table: Throughputs, seed: int, jobs_per_hour: float, number: int) -> list[Job]:
-    """Poisson arrivals; lengths on a V100 and SLOs as the thesis has them, all alike."""
+    """Draw jobs with Poisson arrivals; lengths on a V100 and SLOs as in the thesis, uniform."""
     random, now, jobs = np.random.default_rng(seed), 0.0, []
     rates = {m.model: m.steps_per_second["v100"] for m in table.models if m.scale_factor == 1}
     for index in range(number):
@@ -51,7 +51,7 @@ def draw(table: Throughputs, seed: int, jobs_per_hour: float, number: int) -> li
 
 
 def main() -> None:
-    """Print dollars, ratio and violations of each policy."""
+    """Print dollars, ratio and SLO violations of each policy."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("throughputs", type=Path)
     parser.add_argument("--jobs", type=int, default=500)

@@ -40,13 +40,13 @@ Baseline = Callable[[Pool, int], Allocator]
 
 
 def drawn(case: Case, seed: int) -> Case:
-    """The case with this seed in its trace and its policy."""
+    """The case with this seed for its trace and its policy."""
     assert case.trace is not None
     return replace(case, seed=seed, trace=replace(case.trace, seed=seed))
 
 
 def run(case: Case, baseline: Baseline | None = None) -> Simulation:
-    """Run a case, under a baseline of this example instead of its policy where one is given."""
+    """Run a case; if a baseline of this example is given, it replaces the case's policy."""
     if baseline is None:
         return run_case(case)
     assert case.trace is not None
@@ -57,7 +57,7 @@ def run(case: Case, baseline: Baseline | None = None) -> Simulation:
 
 
 def figures_of(case: Case, baseline: Baseline | None = None) -> dict[str, float]:
-    """Average JCT of the window and makespan in hours, and the average finish-time fairness."""
+    """Mean JCT of the window and makespan, both in hours, and mean finish-time fairness."""
     found = report(case, run(case, baseline), "drawn").metrics
     return {
         "JCT": found.average_jct_seconds / HOUR,
@@ -83,7 +83,7 @@ def compare(
 
 
 def show(name: str, seed: int, figure: str, before: float, after: float, paper: str) -> None:
-    """Print a line."""
+    """Print one line of the comparison."""
     sys.stdout.write(
         f"{name:<48} seed {seed}  {figure:<8} {before:8.2f}  {after:8.2f}  "
         f"ours {before / after:.2f}x  paper {paper}\n"
@@ -92,7 +92,7 @@ def show(name: str, seed: int, figure: str, before: float, after: float, paper: 
 
 
 def las(title: str, paper: str, packed: str, base: Case, seeds: int) -> None:
-    """Figures 5.9 and 5.10: aware, packed, and Gandiva's packing."""
+    """Compare LAS with figures 5.9 and 5.10: aware, with space sharing, Gandiva's packing."""
     flat, shared = replace(base, agnostic=True), replace(base, space_sharing=True)
     for optimum in ("vertex", "centre"):
         compare(f"{title}, {optimum}", paper, flat, replace(base, optimum=optimum), seeds)
@@ -106,7 +106,7 @@ def las(title: str, paper: str, packed: str, base: Case, seeds: int) -> None:
 
 
 def fifo(single: Case, seeds: int) -> None:
-    """FIFO on the fastest free type against FIFO on any, and on what Gavel's code draws."""
+    """Compare FIFO on the fastest free type, FIFO on any type, and FIFO as Gavel's code draws."""
     assert single.trace is not None
     for load, published in ((4.0, "1.45x"), (4.4, "2.65x"), (4.8, "3.82x"), (5.2, "2.70x")):
         at = replace(single, trace=replace(single.trace, jobs_per_hour=load), policy="fifo_greedy")
@@ -116,10 +116,10 @@ def fifo(single: Case, seeds: int) -> None:
 
 
 def fairness(multiple: Case, seeds: int) -> None:
-    """Figure 5.11: JCT, and finish-time fairness in two readings.
+    """Compare with figure 5.11: JCT, and finish-time fairness in two definitions.
 
-    The thesis's: each run divides by what 1/n of the cluster gives its own n jobs. The published
-    figure's: every run divides by the same, a run in which everybody gets 1/n.
+    The thesis divides each run by what 1/n of the cluster gives that run's own n jobs. The
+    published figure divides every run by the same run, in which each job gets 1/n.
     """
     base = replace(multiple, policy="finish_time_fairness")
     title = "FTF, continuous-multiple at 2.6/h"
@@ -144,7 +144,7 @@ def fairness(multiple: Case, seeds: int) -> None:
 
 
 def completions(case: Case, run: Simulation) -> dict[str, float]:
-    """Seconds from arrival to end of the window's jobs, by id."""
+    """Seconds from arrival to completion of the window's jobs, by id."""
     arrived = sorted(run.jobs, key=lambda job: job.arrival_seconds)
     kept = arrived if case.window is None else arrived[case.window[0] : case.window[1]]
     return {job.id: job.completion_seconds for job in kept}
@@ -159,7 +159,7 @@ MAKESPANS = {  # Gavel's notebook: FIFO, Gandiva and space sharing over makespan
 
 
 def makespan(single: Case, seeds: int, quick: bool) -> None:
-    """Static traces: makespan against FIFO and Gandiva's packing, and packed."""
+    """Compare makespans of static traces: FIFO, Gandiva's packing, and space sharing."""
     for jobs in (100,) if quick else MAKESPANS:
         static = replace(
             single,

@@ -26,7 +26,7 @@ ENTITIES = tuple(Entity(name=str(i), weight=float(i + 1)) for i in range(3))
 
 
 def totals(rate: np.ndarray, entity: np.ndarray) -> tuple[float, float]:
-    """Total throughput relative to V100s, aware and statically partitioned."""
+    """Total throughput relative to V100s: heterogeneity-aware, and statically partitioned."""
     number = len(rate)
     instance = make_instance(
         rate=rate, scale=np.ones(number), capacity=CAPACITY, columns=TYPES,
@@ -44,7 +44,7 @@ def totals(rate: np.ndarray, entity: np.ndarray) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print both totals by the number of jobs, and the loss over the whole run."""
+    """Print both totals by number of jobs, and the loss over the whole run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("throughputs", type=Path)
     parser.add_argument("--seeds", type=int, default=20)

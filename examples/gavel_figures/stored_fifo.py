@@ -23,7 +23,7 @@ TYPES = ("v100", "p100", "k80")
 
 
 def main() -> None:
-    """A line for each stored row: its JCT, and ours by seed."""
+    """Print a line for each stored row: its JCT in hours, and ours for each seed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("gavel", type=Path)
     parser.add_argument("--seeds", type=int, default=6)

@@ -27,7 +27,7 @@ DEVICES = ("cpu:fast=0.4", "cpu:slow=0.2")
 POOL = "1xcpu:fast,1xcpu:slow"
 LEAST_ROUND_SECONDS = 3
 ROUND_PART = 0.6
-"""Of the longest job alone on the fast device: on any machine some job outlasts a round."""
+"""A round over the time of the longest job alone on the fast device: the job outlasts a round."""
 LIMIT_SECONDS = 600.0
 
 
@@ -45,7 +45,7 @@ class Training:
 
 
 def trainings(times: int) -> tuple[Training, Training]:
-    """Two scripts; a step of the digits is 256 of 1,797 samples, one of the other 128 of 1,024."""
+    """The two scripts; a step of the digits is 256 of 1,797 samples, of the other 128 of 1,024."""
     digits = ("--epochs", str(times))
     return (
         Training("digits", HERE.parent / "train_digits.py", digits, 256, 8, 8 * times, (1, 4)),
@@ -54,18 +54,18 @@ def trainings(times: int) -> tuple[Training, Training]:
 
 
 class Demonstration:
-    """The commands, in a folder; each is shown before it runs."""
+    """Runs the commands in a folder; each is printed before it runs."""
 
     def __init__(self, folder: Path, times: int) -> None:
         self._folder, self._trainings = folder, trainings(times)
         self._round_seconds = LEAST_ROUND_SECONDS
-        # One thread, as every emulated device has.
+        # One thread, as on every emulated device.
         self._environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "HETFLOW_STATE": str(folder / "state")
         }  # fmt: skip
 
     def hetflow(self, *words: str) -> str:
-        """Run a command; what it printed."""
+        """Run a hetflow command and return its output."""
         print(f"$ hetflow {shlex.join(words)}", flush=True)
         return self._quietly(*words)
 
@@ -80,7 +80,7 @@ class Demonstration:
         return done.stdout
 
     def alone(self, one: Training) -> str:
-        """Profile a script, and run it once by itself; its parameters' digest."""
+        """Profile a script, run it once alone, and return its parameters' digest."""
         devices = [word for device in DEVICES for word in ("--device", device)]
         size = str(one.batch_size // one.virtual_nodes)
         self.hetflow("profile", f"{one.script}:workload", "--name", one.name, *devices,
@@ -99,7 +99,7 @@ class Demonstration:
         return digest
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Start the scheduler beside this program."""
+        """Start the scheduler as a process in the background."""
         words = ["cluster", "start", "--gpus", POOL, "--round", str(self._round_seconds)]
         print(f"$ hetflow {shlex.join(words)} &", flush=True)
         with (self._folder / "scheduler.log").open("ab") as log:
@@ -107,7 +107,7 @@ class Demonstration:
                 [sys.executable, "-m", "hetflow", *words],
                 cwd=self._folder, env=self._environment, stdout=log, stderr=log,
             )  # fmt: skip
-        while not (self._folder / "scheduler.log").read_text():  # it says so when it schedules
+        while not (self._folder / "scheduler.log").read_text():  # written when it schedules
             if started.poll() is not None:
                 sys.exit("the scheduler did not start")
             time.sleep(0.1)
@@ -121,7 +121,7 @@ class Demonstration:
                      str(one.script), *one.arguments)  # fmt: skip
 
     def watch(self, scheduler: "subprocess.Popen[bytes]") -> list[dict[str, Any]]:
-        """Show the queue whenever somebody moved, until all are done; the jobs at the end."""
+        """Print the queue whenever a job has moved, until all are done; return the jobs."""
         seen, end = None, time.monotonic() + LIMIT_SECONDS
         while True:
             jobs: list[dict[str, Any]] = json.loads(self._quietly("queue", "--json"))["jobs"]
@@ -136,7 +136,7 @@ class Demonstration:
             time.sleep(3.0)
 
     def run(self) -> list[dict[str, Any]]:
-        """Everything; the jobs, each with the digest that it must have (``alone``)."""
+        """Run everything; return the jobs, each with the digest of the run alone (``alone``)."""
         alone = {one.name: self.alone(one) for one in self._trainings}
         scheduler = self.start()
         try:
@@ -154,11 +154,11 @@ class Demonstration:
 
 @contextmanager
 def preloaded(folder: Path) -> Iterator[None]:
-    """Keep a process with torch imported, of which launches fork their workers, unless one is."""
+    """Keep a process with torch imported, from which launches fork workers, unless one exists."""
     if "HETFLOW_PRELOAD" in os.environ:
         yield
         return
-    os.environ["OMP_NUM_THREADS"] = "1"  # it serves processes of the same settings only
+    os.environ["OMP_NUM_THREADS"] = "1"  # it only serves processes with the same settings
     path = folder / "preload.sock"
     print("$ python -m hetflow.preload preload.sock &", flush=True)
     process = subprocess.Popen([sys.executable, "-m", "hetflow.preload", str(path)])
@@ -173,7 +173,7 @@ def preloaded(folder: Path) -> Iterator[None]:
 
 
 def main() -> None:
-    """Run it, and say whether all jobs ended with the bits that they have alone."""
+    """Run it, and print whether all jobs ended with the same bits as alone."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", "-o", type=Path, help="a new folder to keep")
     parser.add_argument("--quick", action="store_true", help="half the epochs")

@@ -1,4 +1,4 @@
-"""Table 2.2 of Narayanan's thesis, row by row: what each price of a stage chooses.
+"""Table 2.2 of Narayanan's thesis, row by row: the plan that each stage cost chooses.
 
     python examples/pipedream_table_2_2/compare.py FOLDER/pipedream
 
@@ -27,13 +27,13 @@ ROWS = [
     ("GNMT-8", "gnmt", "3x4 (A)", (4, 3), CLUSTER_A, "straight"),
     ("GNMT-8", "gnmt", "2x8 (B)", (8, 2), CLUSTER_B, "16"),
 ]
-# As the thesis trained them (2.5.1). The table bounds no memory, so no choice hangs on it.
+# Optimizers as in the thesis (2.5.1). The table has no memory limit, so no plan depends on them.
 OPTIMIZERS = {"vgg16": "sgd", "resnet50": "sgd", "gnmt": "adam"}
 PRICES = [("flat", "ring"), ("flat", "thesis"), ("nested", "thesis"), ("nested", "published")]
 
 
 def answer(folder: Path, row: tuple, solved: str, cost: str, *, straight: bool) -> PipelinePlan:
-    """The best plan of one row under one price."""
+    """The best plan of one row under one stage cost."""
     _, model, _, shape, bandwidths, _ = row
     graph = without_placeholders(read_graph((folder / f"{model}.graph.txt").read_text()))
     layers, edges, order = layers_of_graph(graph)
@@ -65,7 +65,7 @@ def answer(folder: Path, row: tuple, solved: str, cost: str, *, straight: bool) 
 
 
 def matches(table: str, config: str) -> bool:
-    """Whether a plan has the table's replicas; straight means none."""
+    """Whether a plan has the table's replicas; "straight" means no replication."""
     return set(config) <= {"1", "-"} if table == "straight" else config == table
 
 

@@ -25,15 +25,15 @@ MODELS = ("vgg", "gpt")
 POOLS = ("1xcpu:fast,1xcpu:slow", "1xcpu:fast,2xcpu:slow", "2xcpu:fast,2xcpu:slow")
 BATCH_SIZE = 64
 MICROBATCH_SIZE = 8
-# Four workers need a seventh of a core; the rest of the time they sleep, as the devices' table
-# says. Passes stay above 10 ms, below which sleeping is not exact.
+# Four workers compute for a seventh of a core each; otherwise they sleep, as the devices' table
+# says. Passes take at least 10 ms, because shorter sleeps are not exact.
 DEVICES = ("cpu:fast=0.05", "cpu:slow=0.025")
 LINK_BYTES_PER_SECOND = 1e9
 
 
 @dataclass(frozen=True)
 class Result:
-    """One pipeline: what was predicted and what happened."""
+    """One pipeline: its prediction and its measurement; the error is relative."""
 
     model: str
     pool: str
@@ -46,7 +46,7 @@ class Result:
 
 
 def command(folder: Path, *arguments: str) -> str:
-    """Run a program in a folder; its stderr is shown."""
+    """Run a program in a folder and return its stdout; its stderr is shown."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
@@ -63,7 +63,7 @@ def hetflow(folder: Path, *arguments: str) -> str:
 
 
 def profile(folder: Path, model: str, quick: bool) -> None:
-    """Profile a model's layers on both device types; the link is stated, so none is measured."""
+    """Profile a model's layers on both device types; the bandwidth is given, not measured."""
     devices = [word for device in DEVICES for word in ("--device", device)]
     devices += ["--quick"] if quick else []
     hetflow(
@@ -74,7 +74,7 @@ def profile(folder: Path, model: str, quick: bool) -> None:
 
 
 def one_device_loss(folder: Path, model: str, steps: int) -> float:
-    """The last loss under plain python."""
+    """The last step's loss under plain python."""
     said = command(
         folder, str(SCRIPT), model, "--steps", str(steps), "--batch-size", str(BATCH_SIZE)
     )
@@ -82,7 +82,7 @@ def one_device_loss(folder: Path, model: str, steps: int) -> float:
 
 
 def pipeline(folder: Path, model: str, pool: str, steps: int) -> RunRecord:
-    """Solve for a pool and train under the plan."""
+    """Solve for a pool, and train under the plan."""
     name = f"{model}-{POOLS.index(pool)}"
     hetflow(
         folder, "solve", "--profiles", "profiles", "--model", model, "--gpus", pool,
@@ -97,7 +97,7 @@ def pipeline(folder: Path, model: str, pool: str, steps: int) -> RunRecord:
 
 
 def result(model: str, pool: str, run: RunRecord, alone: float) -> Result:
-    """Put a run beside its prediction and beside one device."""
+    """Compare a run with its prediction and with one device."""
     plan = run.plan
     assert isinstance(plan, PipelinePlan)
     assert run.predicted_step_seconds is not None
@@ -121,7 +121,7 @@ def result(model: str, pool: str, run: RunRecord, alone: float) -> Result:
 def compare(
     models: tuple[str, ...], pools: tuple[str, ...], steps: int, *, quick: bool = False
 ) -> list[Result]:
-    """All models on all pools; ``quick`` measures the profiles roughly."""
+    """Run all models on all pools; ``quick`` measures the profiles roughly."""
     found = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -136,7 +136,7 @@ def compare(
 
 
 def line_of(found: Result) -> str:
-    """One result as a line of the table."""
+    """One result as a row of the table."""
     return (
         f"{found.model:4} {found.pool:23} {found.stages:72} "
         f"{found.predicted_step_seconds * 1e3:7.1f} {found.measured_step_seconds * 1e3:7.1f} ms "
@@ -146,7 +146,7 @@ def line_of(found: Result) -> str:
 
 
 def main() -> None:
-    """Run what is asked for, and print the mean error."""
+    """Run the models and pools asked for, and print the mean error."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one model, two workers, few steps")
     parser.add_argument("--steps", type=int, default=10)

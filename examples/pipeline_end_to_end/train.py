@@ -19,14 +19,14 @@ from hetflow.profilers.zoo.vgg import vgg16_small
 
 
 def images(number: int) -> TensorDataset:
-    """Ten random patterns under noise; the class is the pattern's."""
+    """Ten random patterns with noise; the class is the pattern's number."""
     patterns = torch.randn(10, 3, 32, 32)
     classes = torch.randint(10, (number,))
     return TensorDataset(patterns[classes] + torch.randn(number, 3, 32, 32) / 2, classes)
 
 
 def sentences(number: int) -> TensorDataset:
-    """Token t + 1 follows from token t by one rule."""
+    """Sequences in which one rule gives token t + 1 from token t."""
     tokens = [torch.randint(64, (number,))]
     for _ in range(32):
         tokens.append((5 * tokens[-1] + 7) % 64)
@@ -35,23 +35,23 @@ def sentences(number: int) -> TensorDataset:
 
 
 def criterion(scores: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy; classes are the last dimension."""
+    """Mean cross-entropy; the last dimension of ``scores`` is the classes."""
     return functional.cross_entropy(scores.flatten(0, -2), targets.flatten())
 
 
 def vgg() -> tuple[nn.Module, Any, Any]:
-    """VGG-16 as a target of ``hetflow profile``."""
+    """VGG-16, as a target of ``hetflow profile``."""
     torch.manual_seed(0)
     model, *rest = vgg16_small()
     for module in model:
         if isinstance(module, nn.Conv2d | nn.Linear):
-            # Sixteen layers without normalisation learn nothing from torch's default.
+            # With torch's default weights, sixteen layers without normalisation learn nothing.
             nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
     return model, *rest
 
 
 def gpt() -> tuple[nn.Module, Any, Any]:
-    """GPT, with its output matrix tied to its embedding."""
+    """A GPT whose output matrix is tied to its embedding, as a target of ``hetflow profile``."""
     torch.manual_seed(0)
     model, *rest = gpt_small()
     for module in model.modules():

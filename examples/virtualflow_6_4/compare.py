@@ -27,11 +27,11 @@ TABLE = Throughputs(
 PRIORITIES = (1.0, 5.0, 10.0)
 
 
-SCALINGS = (1.0, 0.8, 0.6, 0.4)  # speed on n of d GPUs is (n / d) to this power of the full
+SCALINGS = (1.0, 0.8, 0.6, 0.4)  # exponents: on n of d GPUs a job runs at (n / d)^x of full speed
 
 
 def both(jobs: list[Job], devices: int, scaling: float) -> tuple[Simulation, Simulation]:
-    """The static priority scheduler's run, and the elastic one's."""
+    """Run the static priority scheduler and the elastic one on the same jobs."""
     pool = Pool(throughputs=TABLE, num_devices={"V100": devices})
     static = simulate_fair_share(jobs, pool, FairShareOptions(scheduler="static_priority"))
     elastic = FairShareOptions(efficiency=lambda n, demand: (n / demand) ** scaling)
@@ -39,9 +39,9 @@ def both(jobs: list[Job], devices: int, scaling: float) -> tuple[Simulation, Sim
 
 
 def three_jobs() -> None:
-    """Jobs that ask for 4, 2 and 4 of 4 GPUs, in order of rising priority (6.4.1).
+    """Compare jobs that ask for 4, 2 and 4 of 4 GPUs, in order of rising priority (6.4.1).
 
-    The last one arrives when the second has just started: the text has it stuck behind it.
+    The last one arrives when the second has just started, as in the text, where it waits for it.
     """
     sys.stdout.write("three jobs: paper makespan -38 %, JCT of the most urgent -45 %\n")
     for scaling in SCALINGS:
@@ -74,7 +74,7 @@ def three_jobs() -> None:
 
 
 def twenty(seed: int, median_minutes: float) -> list[Job]:
-    """Twenty jobs, 12 an hour, priorities of 1, 5 and 10 (6.4.2)."""
+    """Draw twenty jobs, 12 per hour, with priorities of 1, 5 and 10 (6.4.2)."""
     random = np.random.default_rng(seed)
     jobs, now = [], 0.0
     for index in range(20):
@@ -94,7 +94,7 @@ def twenty(seed: int, median_minutes: float) -> list[Job]:
 
 
 def twenty_jobs() -> None:
-    """Print the paper's four figures for three lengths, the median of 20 seeds."""
+    """Print the paper's four figures for three job lengths: medians over 20 seeds."""
     sys.stdout.write(
         "twenty jobs on 16 GPUs, median of 20 seeds\n"
         "  paper: utilisation 71.1 -> 90.6 %, makespan -45.5 %, median JCT -47.6 %, "

@@ -13,13 +13,13 @@ SIZES = (8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # powers of two and midp
 LARGEST = 256  # table 4: 2,048 samples in 8 virtual nodes on either type
 SLOWDOWN = {"V100": 1, "P100": 4}  # 5.1.2: "V100 GPUs are 4x as fast as P100 GPUs"
 SYNC_PASSES = {"V100": 0.95, "P100": 4.0}  # from 42.3 %, 44 % and H1's choice; see README.md
-FIXED_SHARE = 0.05  # of a full pass, whatever its size: chosen, see README.md
+FIXED_SHARE = 0.05  # of a full pass, for a batch of any size: chosen, see README.md
 LINK_BYTES_PER_SECOND = 16e9 / 8  # 6.1: a 16 Gbps connection
 WEIGHT_BYTES = 102_228_128  # 25,557,032 parameters of 4 bytes
 MEMORY_BYTES = 16 << 30  # 5.1.2: 16 GB on both types
-SAMPLE_BYTES = 54_000_000  # chosen so that 192 is the most that fits 11 GB (figure 18)
+SAMPLE_BYTES = 54_000_000  # chosen so that at most 192 samples fit 11 GB (figure 18)
 
-# One full V100 pass, such that 0.95 of it is the ring all-reduce of two devices: the unit.
+# The unit of time: of a full V100 pass, 0.95 is the ring all-reduce of two devices.
 PASS_SECONDS = WEIGHT_BYTES / LINK_BYTES_PER_SECOND / SYNC_PASSES["V100"]
 
 

@@ -22,7 +22,7 @@ PAPER = {
     "H2": "mixed, 3072 and 512",
     "H3": "mixed, 2048 and 512: 42.3 % over V100 only, 52.4 % over P100 only",
 }
-# name: V100s, samples, virtual nodes of each; P100s, samples, virtual nodes of each (table 4)
+# name: V100s, samples and virtual nodes of each; P100s, samples and virtual nodes of each (table 4)
 TABLE_4 = {
     "V100 only": (2, 4096, 16, 0, 0, 0),
     "P100 only": (0, 0, 0, 8, 1024, 4),
@@ -38,13 +38,13 @@ TABLE_4 = {
 
 
 def problem(pool: str) -> SplitProblem:
-    """The batch of 8,192 over one of the paper's pools."""
+    """The problem of a batch of 8,192 samples on one of the paper's pools."""
     profiles = read_profiles(Path(__file__).parent)
     return split_problem(profiles, Cluster.parse(pool), BATCH)
 
 
 def table_4_seconds() -> dict[str, float]:
-    """Predicted step time of each configuration of table 4, and of each type alone."""
+    """Predicted step seconds of each configuration of table 4, and of each type alone."""
     everything = problem(POOLS["H3"])
     return {name: predict(everything, _groups(*row)).step_seconds for name, row in TABLE_4.items()}
 
@@ -67,7 +67,7 @@ def _groups(
 
 
 def main() -> None:
-    """Print what hetflow recommends beside the paper, then table 4 by predicted step time."""
+    """Print hetflow's plans and the paper's, then table 4 by predicted step time."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     alone = table_4_seconds()["V100 only"]
     for name, pool in POOLS.items():

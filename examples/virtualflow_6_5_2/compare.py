@@ -19,8 +19,8 @@ from hetflow.simulator import Case, report, run_case, split_throughput
 
 POOL = {"V100": 4, "P100": 8, "K80": 16}
 LARGEST = {"V100": 256, "P100": 256, "K80": 128}
-FIXED_SHARE = 0.05  # of a full pass, whatever its size: as in examples/virtualflow_6_5
-# Samples per second of a V100 on full passes, bytes of weights.
+FIXED_SHARE = 0.05  # of a full pass, for a batch of any size: as in examples/virtualflow_6_5
+# Samples per second of a V100 on full passes; bytes of weights.
 WORKLOADS = {
     "ResNet-50": (400.0, 102_228_128),
     "BERT-BASE": (150.0, 440_000_000),
@@ -36,7 +36,7 @@ LOADS = (1.0, 2.0, 4.0, 8.0, 12.0, 16.0)
 
 
 def options(workload: str, speeds: dict[str, float]) -> list[DeviceOption]:
-    """The pool's types with their batch curves; 16 Gbps between devices (6.1)."""
+    """The pool's device types with their batch curves; 16 Gbps between devices (6.1)."""
     per_second, weight_bytes = WORKLOADS[workload]
     link = 2e9
     found = []
@@ -70,7 +70,7 @@ def options(workload: str, speeds: dict[str, float]) -> list[DeviceOption]:
 
 
 def tables(demands: tuple[int, ...], speeds: dict[str, float]) -> tuple[Throughputs, Throughputs]:
-    """Throughputs without mixes, and with them; 1,024 samples a step or 256 a GPU."""
+    """Throughputs without and with multi-type allocations; 1,024 samples a step or 256 per GPU."""
     models: list[ModelThroughput] = []
     mixes = []
     for workload in WORKLOADS:
@@ -86,7 +86,7 @@ def draw(
     seed: int, load: float, demands: tuple[int, ...], lengths: tuple[float, float],
     table: Throughputs, number: int = 60,
 ) -> list[Job]:  # fmt: skip
-    """Poisson arrivals; lengths 10^x minutes on the job's fastest type alone."""
+    """Draw jobs with Poisson arrivals; 10^x minutes long, alone on the job's fastest type."""
     random, now, jobs = np.random.default_rng(seed), 0.0, []
     best = {(m.model, m.scale_factor): max(m.steps_per_second.values()) for m in table.models}
     for index in range(number):
@@ -102,7 +102,7 @@ def draw(
 
 
 def main() -> None:
-    """Print the change of average JCT by load for each choice of the withheld inputs."""
+    """Print the change in mean JCT by load, for each choice of the withheld inputs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
     seeds = parser.parse_args().seeds

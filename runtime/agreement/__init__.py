@@ -1,1 +1,1 @@
-"""Whether all workers still train the same model, and what to say where they do not."""
+"""Check that all workers still train the same model, and explain where they do not."""

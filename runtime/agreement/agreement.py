@@ -1,13 +1,14 @@
-"""One worker's part in finding out whether all workers still train the same model.
+"""One worker's part in checking that all workers still train the same model.
 
-Three looks, from the cheapest to the dearest. In each step: identities of the script's parameters,
-on this worker alone, and the optimizers' settings, in the sums that the step needs anyhow. Every
-so many steps, after every change of workers, before a checkpoint and at the end: one small exchange
-of fingerprints of all parameters. Where those differ: what each worker holds, name by name.
+There are three checks, from the cheapest to the dearest. In each step: the identities of the
+script's parameters, on this worker alone, and the optimizers' settings, in the sums that the step
+needs anyway. Every so many steps, after every change of workers, before a checkpoint and at the
+end: one small collective of fingerprints of all parameters. Where these differ: each worker's
+values, parameter by parameter.
 
 Gloo and NCCL give all workers the same bits of a sum, and the same update on the same kind of
-device gives the same bits again. So bits are compared, and between unlike devices only, where an
-optimizer that adds up (a norm to clip by) may round otherwise, values to half of their digits.
+device gives the same bits. So bits are compared. Only between kinds of devices, where an optimizer
+that sums (a norm for clipping) may round differently, half of the values' digits are compared.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ from .strangers import OtherOptimizers, check_leaves
 from .verdict import Statement, find_fault
 from .watch import Watch
 
-# Columns of a worker's row; the fingerprint of each set of tensors follows.
+# Columns of a worker's row; the fingerprints of the sets of tensors follow.
 _ARITHMETIC, _SETTINGS, _FROZEN, _MEANS = 0, 1, 2, 3
 _FINGERPRINTS = _MEANS + NUM_RANGES
 
@@ -45,11 +46,11 @@ Together = Callable[[Callable[[], Answer]], Answer]
 
 @dataclass(frozen=True, slots=True)
 class SharedTensors:
-    """Tensors that some workers must hold alike.
+    """Tensors that must be equal on some workers.
 
     Attributes:
-        holders: Their ranks; None for all workers.
-        tensors: By name; of a worker that is not among the holders, none.
+        holders: Ranks of these workers; None for all workers.
+        tensors: Tensors by name; empty on a worker that is not among the holders.
     """
 
     holders: tuple[int, ...] | None
@@ -58,18 +59,18 @@ class SharedTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What an agreement is about; everything that changes with the workers is asked for anew.
+    """The things that an agreement compares; those that change with the workers are functions.
 
     Attributes:
         known: The job's parameters.
-        optimizers: The job's.
+        optimizers: The job's optimizers.
         others: Watches for other optimizers.
-        shared: What must be alike: the same sets, in the same order, on every worker.
-        place: This worker among the others.
-        together: Runs what needs all workers.
-        is_launched: Whether there is a plan, so that there may ever be another worker.
-        weighs_samples: Whether the means of several virtual nodes are put together.
-        is_saved: Whether the state of this job goes to a disk or to other workers.
+        shared: Gives the tensors to compare: the same sets, in the same order, on every worker.
+        place: Gives this worker's place among the others.
+        together: Runs a function that needs all workers.
+        is_launched: Whether there is a plan, so that there can be other workers.
+        weighs_samples: Whether the means of several virtual nodes are combined.
+        is_saved: Whether the job's state is saved to a disk or sent to other workers.
         compares_between_steps: Whether all workers have made the same updates between two steps.
     """
 
@@ -86,11 +87,11 @@ class Subject:
 
 
 class Agreement:
-    """What one worker of a job knows of the others' training.
+    """One worker's knowledge of whether the others train the same model.
 
     Args:
         subject: What is compared.
-        watch: When.
+        watch: When it is compared.
     """
 
     def __init__(self, subject: Subject, watch: Watch) -> None:
@@ -106,25 +107,26 @@ class Agreement:
 
     @property
     def settings_number(self) -> int:
-        """What this worker adds to the sums of a step, and its square."""
+        """The number that this worker adds to a step's sums, along with its square."""
         return self._settings.read()
 
     def registered(self, thing: object) -> None:
-        """The script gave this to ``job.register``."""
+        """Note an object that the script gave to ``job.register``."""
         self._subject.others.clear(thing)
         is_optimizer = isinstance(thing, torch.optim.Optimizer)
         if not is_optimizer and not isinstance(thing, torch.amp.GradScaler):
             self._has_schedule_kept = True
 
     def begin_step(self, step: int, epoch: int) -> None:
-        """The script begins a step. Call it on all workers, outside of other exchanges.
+        """Begin a step. Call it on all workers, outside of other collectives.
 
         Args:
-            step: Steps that are done.
-            epoch: Of the batch.
+            step: Number of steps that are done.
+            epoch: Epoch of the batch.
 
         Raises:
-            TargetError: A parameter that ``prepare`` does not know; workers that have diverged.
+            TargetError: There is a parameter that ``prepare`` did not see, or workers have
+                diverged.
         """
         subject = self._subject
         if subject.is_launched or subject.is_saved:
@@ -138,19 +140,19 @@ class Agreement:
         subject.others.has_met_unknown = False
 
     def begin_passes(self) -> None:
-        """The passes of the step begin, perhaps again."""
+        """Begin the passes of the step; it may be called again for the same step."""
         self._means = MeansOfStep() if self._looks and self._subject.weighs_samples else None
 
     def look_at(self, answer: Any, num_samples: int, answered: set[Any] | None = None) -> None:
-        """A pass has its loss, and not gone back yet. Looks into it in some steps only.
+        """Inspect the loss of a pass before its backward pass; in some steps only.
 
         Args:
-            answer: What the script's function returned.
-            num_samples: Of the pass.
-            answered: Nodes of the graph where to stop; by default at none.
+            answer: The result of the script's function.
+            num_samples: Samples of the pass.
+            answered: Nodes of autograd's graph at which to stop; by default none.
 
         Raises:
-            TargetError: The loss depends on a parameter that ``prepare`` does not know.
+            TargetError: The loss depends on a parameter that ``prepare`` did not see.
         """
         if not self._looks:
             return
@@ -159,18 +161,18 @@ class Agreement:
             self._means.add(answer, num_samples)
 
     def is_broken_by(self, sums: Sequence[Any] | Tensor) -> bool:
-        """Whether the sums of a step say that settings differ; then ``compare`` says how.
+        """Whether a step's sums show that settings differ; ``compare`` then says how.
 
         Args:
-            sums: Number of workers, sum of their settings' numbers, sum of the squares. On a
-                device they are not looked at: that would cost a wait.
+            sums: [3] number of workers, sum of their settings' numbers, sum of the squares. On a
+                device they are not read, because that would wait for the device.
         """
         if not self._watch.settings_are_exact or (isinstance(sums, Tensor) and not sums.is_cpu):
             return False
         return not are_alike(*(float(value) for value in sums))
 
     def _notice_schedule(self, epoch: int) -> None:
-        """Say that a schedule would start anew in a joining worker, and after a restart."""
+        """Warn of a schedule that would restart in a joining worker, or after a restart."""
         self._settings.read()
         stays, self._epoch = epoch == self._epoch, epoch
         if self._has_warned_of_schedule or self._has_schedule_kept or not stays:
@@ -186,10 +188,11 @@ class Agreement:
     # Comparisons
 
     def compare(self, step: int) -> None:
-        """Compare what must be alike. Call it on all workers, outside of other exchanges.
+        """Compare the shared tensors and settings. Call it on all workers, outside of collectives.
 
         Raises:
-            TargetError: Workers have diverged: the first parameter, who, since when and why.
+            TargetError: Workers have diverged: names the first parameter, the workers, since which
+                step, and why.
         """
         subject = self._subject
         rows: Tensor = subject.together(lambda: _rows(subject.place(), self._own_row()))
@@ -200,7 +203,7 @@ class Agreement:
             fault = find_fault([Statement.of_json(json.loads(text)) for text in told], step)
             if fault is not None:
                 raise TargetError(fault.message, hint=fault.hint)
-            # Rounding between unlike devices: the numbers in the steps' sums would not tell more.
+            # Kinds of devices round differently, so the numbers in the steps' sums stay different.
             self._watch.settings_are_exact = False
         self._watch.agreed_step = step
         self._judge_means(rows)
@@ -265,12 +268,12 @@ class Agreement:
             log.warning(sentence)
 
     def close(self) -> None:
-        """The job is over."""
+        """End the checks with the job."""
         self._subject.others.close()
 
 
 def arithmetic_of(device: torch.device) -> str:
-    """What the bits of an update may depend on: kind of device, threads, version of torch."""
+    """All that an update's bits may depend on: kind of device, threads, version of torch."""
     return f"{torch.__version__} {backend_of(device).arithmetic(device)}"
 
 
@@ -280,7 +283,7 @@ def _hash(text: str) -> int:
 
 
 def _rows(place: Place, own: Tensor) -> Tensor:
-    """[workers, length] every worker's vector of integers, on the host."""
+    """[workers, length] int64: every worker's vector, on the host."""
     if not place.distributed:
         return own[None]
     sent = own.to(wire_device(place.device))
@@ -290,7 +293,7 @@ def _rows(place: Place, own: Tensor) -> Tensor:
 
 
 def _texts(place: Place, own: str) -> list[str]:
-    """Every worker's text, by rank."""
+    """[workers] every worker's text, by rank."""
     data = torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8)
     lengths = _rows(place, torch.tensor([len(data)]))[:, 0].tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)

@@ -1,9 +1,9 @@
 """Fingerprints of tensors: equal bits give equal numbers.
 
-The bytes are read as 64-bit words, multiplied by fixed odd weights and added up modulo 2^64, on the
-device where the tensor is. Any single change of a word changes the number; several changes cancel
-with a probability of about 2^-60. On the host this is one pass of a matrix-vector product, a
-quarter of the CPU time of a SHA-256.
+The bytes are read as 64-bit words, multiplied by fixed odd weights and summed modulo 2^64, on the
+tensor's device. Any single changed word changes the number. Several changes cancel with a
+probability of about 2^-60. On the host this is one pass of a matrix-vector product, in a quarter of
+the CPU time of SHA-256.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,19 @@ from torch import Tensor
 from ..streams import generator_of
 
 _ROW = 1 << 14  # words; a row of weights stays in the cache
-_SMALL_BYTES = 1 << 16  # below this the calls cost more than the bytes: such tensors go together
-_BLOCK_ROWS = 256  # rows that are widened at once
+_SMALL_BYTES = 1 << 16  # below this, calls cost more than bytes: such tensors are concatenated
+_BLOCK_ROWS = 256  # rows that are converted to int64 at once
 _NUM_PROJECTIONS = 4
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> Tensor:
-    """A 0-dimensional int64 for the bits of all these tensors, in this order; waits for nothing.
+    """The fingerprint of the bits of all these tensors, in this order. Waits for nothing.
 
     Args:
-        tensors: Of any types and shapes, on one device.
+        tensors: Tensors of any dtypes and shapes, on one device.
+
+    Returns:
+        [] int64, on that device.
     """
     small, numbers = [], []
     for tensor in tensors:
@@ -46,7 +49,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _words_of(flat: Tensor) -> Tensor:
-    """Bytes as words, the last one filled up with zeros."""
+    """The bytes as 64-bit words; the last word is padded with zeros."""
     if len(flat) % 8:
         flat = torch.cat([flat, flat.new_zeros(-len(flat) % 8)])
     elif flat.storage_offset() % 8:
@@ -55,7 +58,7 @@ def _words_of(flat: Tensor) -> Tensor:
 
 
 def _number(words: Tensor) -> Tensor:
-    """The weighted sum of words: weights repeat from row to row, and rows have weights too."""
+    """The weighted sum of words: each row repeats the same weights and has a weight of its own."""
     weights = _weights(words.device)
     whole = len(words) // _ROW
     rest = words[whole * _ROW :]
@@ -70,7 +73,7 @@ def _number(words: Tensor) -> Tensor:
 def _row_sums(rows: Tensor, weights: Tensor) -> Tensor:
     if rows.is_cpu:
         return torch.mv(rows, weights)
-    # CUDA has no product of integers; blocks keep its memory small.
+    # CUDA has no matrix product of integers; blocks limit the memory of this one.
     return torch.cat([(block * weights).sum(1) for block in torch.split(rows, _BLOCK_ROWS)])
 
 
@@ -82,12 +85,12 @@ def _weights(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """What tells how far two tensors of one shape are apart, without either being sent.
+    """A few numbers that tell how far two tensors of one shape are apart.
 
     Attributes:
         norm: The 2-norm.
         projections: Sums of the elements with fixed signs, one for each row of signs.
-        digits: Relative size of a rounding error of the type; 0 where values are exact.
+        digits: Relative rounding error of the dtype; 0 where values are exact.
     """
 
     norm: float
@@ -95,9 +98,9 @@ class Shadow:
     digits: float
 
     def is_near(self, other: "Shadow") -> bool:
-        """Whether they differ by no more than rounding leaves over a training.
+        """Whether two tensors differ by no more than the rounding of a whole training.
 
-        Rounding errors of updates add up, so half of the digits of the type must agree.
+        Rounding errors of updates add up, so half of the dtype's digits must agree.
         """
         if not self.digits:
             return False
@@ -110,7 +113,7 @@ class Shadow:
 
 
 def shadow_of(tensor: Tensor) -> Shadow:
-    """The shadow of a tensor; waits for the device. Reads it block by block in float64."""
+    """The shadow of a tensor, read in blocks as float64. Waits for the device."""
     flat = tensor.detach().contiguous().reshape(-1)
     if not (flat.is_floating_point() or flat.is_complex()):
         return Shadow(0.0, (0.0,) * _NUM_PROJECTIONS, 0.0)
@@ -123,7 +126,7 @@ def shadow_of(tensor: Tensor) -> Shadow:
     for number, block in enumerate(torch.split(flat[:whole].view(-1, _ROW), _BLOCK_ROWS)):
         wide = block.double()
         square += wide.square().sum()
-        # Rows have signs too, others in each block, so that equal changes do not cancel.
+        # Rows have signs too, different in each block, so that equal changes do not cancel.
         of_rows = signs.roll(number + 1, dims=1)[:, : len(wide)]
         sums += ((signs @ wide.T) * of_rows).sum(1)
     rest = flat[whole:].double()

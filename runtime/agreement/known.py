@@ -1,7 +1,7 @@
-"""Whether what is trained is still what ``prepare`` was given: a look at identities in each step.
+"""Check in each step, by identity, that the trained parameters are those given to ``prepare``.
 
-Parameters that come later get no part in the exchange of gradients, so each worker would train
-its own.
+The gradients of parameters that are added later are not reduced over the workers, so each worker
+would train a version of its own.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ class KnownParameters:
     Args:
         model: The script's model.
         optimizers: The script's optimizers.
-        parameters: All that is synchronised, by name.
-        keeps_groups: Whether the groups of the optimizers must stay as they are.
+        parameters: All parameters that are synchronised, by name.
+        keeps_groups: Whether the optimizers' groups must stay as they are.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class KnownParameters:
     ) -> None:
         self._model, self._optimizers, self._parameters = model, optimizers, parameters
         self.names = {id(parameter): name for name, parameter in parameters.items()}
-        # Held, so that no later module can have the id of one of these.
+        # Kept alive, so that no later module can get the id of one of these.
         self._modules = list(model.modules())
         self._groups = self._group_sizes() if keeps_groups else None
         self._seen: list[int] = []
         self.check()
 
     def check(self) -> None:
-        """Compare with what was there before; look closer only where that has changed.
+        """Compare identities with those seen before; look closer only where they have changed.
 
         Raises:
-            TargetError: A parameter that ``prepare`` did not see.
+            TargetError: There is a parameter that ``prepare`` did not see.
         """
         now = list(self._identities())
         if now == self._seen:
@@ -107,16 +107,16 @@ class KnownParameters:
 
     @property
     def frozen(self) -> list[str]:
-        """The parameters that want no gradient now."""
+        """Names of the parameters that do not require a gradient now."""
         return [name for name, p in self._parameters.items() if not p.requires_grad]
 
     def unheld(self) -> list[str]:
-        """The parameters that none of the optimizers holds."""
+        """Names of the parameters that no optimizer of the job holds."""
         held = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
         return [name for name, p in self._parameters.items() if id(p) not in held]
 
     def first_of_groups(self) -> list[str]:
-        """The first parameter of each group of the optimizers, in order."""
+        """[groups] name of the first parameter of each group of the optimizers, in order."""
         return [
             next((self.names[id(p)] for p in group["params"]), "no parameter")
             for optimizer in self._optimizers

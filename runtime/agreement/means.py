@@ -1,8 +1,8 @@
-"""What a mean loss is the mean over, where autograd's graph shows it.
+"""Find what a mean loss is the mean over, where autograd's graph shows it.
 
-A loss without a weight counts by its samples. Where it is the mean over something else (targets
-that are not ignored, class weights, tokens of sequences of unlike length) and that is not in
-proportion to samples, the step's mean is not the mean over the global batch.
+A loss without a weight counts by its samples. It may be the mean over something else: targets that
+are not ignored, class weights, tokens of sequences of different lengths. If that is not
+proportional to samples, the step's mean is not the mean over the global batch.
 """
 
 import math
@@ -12,18 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
-_MOST_TERMS = 4  # of a loss that are looked at
+_MOST_TERMS = 4  # of a loss that are inspected
 _MOST_NODES = 200
-_MEAN, _SUM = 1, 2  # torch's numbers of reductions
-_DIFFERS = 1e-6  # relative
+_MEAN, _SUM = 1, 2  # torch's numbers for reductions
+_DIFFERS = 1e-6  # relative difference
 _TARGETS = "targets that are not ignored, by class weight"
 _ELEMENTS = "elements"
 _DIVISOR = "what its sum is divided by"
 _KINDS = (_TARGETS, _ELEMENTS, _DIVISOR)
 _NUM_EACH = 5
 NUM_RANGES = _NUM_EACH * _MOST_TERMS
-"""Numbers that say what the means of one step are taken over."""
-# What stands between a mean and the loss; each keeps it a single number.
+"""How many numbers per step and worker describe what the means are taken over."""
+# Operators between a mean and the loss that keep it a single number.
 _PASSES_ON = (
     "AddBackward",
     "SubBackward",
@@ -46,16 +46,16 @@ _JOINS = ("StackBackward", "CatBackward")
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean within a loss: over how many things (or what sum of weights), and of what kind."""
+    """A mean within a loss: the number of things (or sum of weights) it is over, and their kind."""
 
     kind: str
     over: float | Tensor
 
 
 def means_in(loss: Tensor) -> Iterator[Mean]:
-    """The means that a loss is made of, as far as the graph shows them, in order of the graph.
+    """Yield the means that a loss consists of, as far as autograd's graph shows, in graph order.
 
-    Waits for nothing: a number that the device has stays a tensor.
+    Waits for nothing: a number that is on the device stays a tensor.
     """
     ahead, seen = [loss.grad_fn], set[Any]()
     while ahead and len(seen) < _MOST_NODES:
@@ -89,16 +89,16 @@ def _mean_at(node: Any) -> Mean | None:
 
 
 def _saved(node: Any, name: str) -> Tensor | None:
-    """A tensor that a node keeps, as it lies there.
+    """A tensor that a node has saved, without unpacking it.
 
-    To unpack it would run hooks, such as those that compute a checkpointed part anew.
+    Unpacking would run hooks, such as those that recompute a checkpointed part.
     """
     found = getattr(getattr(node, f"_raw_saved_{name}", None), "data", None)
     return found if isinstance(found, Tensor) else None
 
 
 def _is_joined_mean(node: Any) -> bool:
-    """Whether it is the mean (or sum) of a few losses put together."""
+    """Whether a node is the mean (or sum) of a few losses combined."""
     source = node.next_functions[0][0] if node.next_functions else None
     reduces = node.name() in ("MeanBackward0", "SumBackward0")
     return reduces and source is not None and source.name().startswith(_JOINS)
@@ -111,18 +111,18 @@ def _is_sum(node: Any) -> bool:
 
 
 class MeansOfStep:
-    """What the passes of one step take their means over."""
+    """Collects what the passes of one step take their means over."""
 
     def __init__(self) -> None:
         self._passes: list[tuple[int, list[Mean]]] = []
 
     def add(self, loss: Tensor, num_samples: int) -> None:
-        """Note a pass without a weight."""
+        """Note the loss [] of a pass without a weight."""
         means = [mean for mean, _ in zip(means_in(loss), range(_MOST_TERMS), strict=False)]
         self._passes.append((num_samples, means))
 
     def ranges(self) -> list[float]:
-        """[NUM_RANGES] least and most things, least and most a sample, and kind, of each term.
+        """[NUM_RANGES] for each term: least and most things, least and most per sample, and kind.
 
         NaN where there is no such term. Waits for the device.
         """
@@ -141,7 +141,7 @@ class MeansOfStep:
 
 @dataclass(frozen=True, slots=True)
 class Uneven:
-    """A term of a loss that is no mean over samples."""
+    """A term of a loss that is no mean over samples; the numbers count things per sample."""
 
     kind: str
     least_per_sample: float
@@ -149,10 +149,10 @@ class Uneven:
 
 
 def uneven(ranges: list[list[float]]) -> Uneven | None:
-    """The first term that is not in proportion to samples.
+    """The first term of the loss that is not proportional to samples; None if all are.
 
     Args:
-        ranges: ``MeansOfStep.ranges`` of each worker, for one step.
+        ranges: [workers, NUM_RANGES] ``MeansOfStep.ranges`` of each worker, for one step.
     """
     for term in range(_MOST_TERMS):
         own = [row[_NUM_EACH * term : _NUM_EACH * (term + 1)] for row in ranges]
@@ -161,7 +161,7 @@ def uneven(ranges: list[list[float]]) -> Uneven | None:
             continue
         fewest, most = min(entry[0] for entry in known), max(entry[1] for entry in known)
         least, greatest = min(entry[2] for entry in known), max(entry[3] for entry in known)
-        # A constant, such as a penalty on parameters, is the same for every share.
+        # A constant, such as a penalty on parameters, is equal for every virtual node's share.
         if _apart(fewest, most) and _apart(least, greatest):
             return Uneven(_KINDS[int(known[0][4])], least, greatest)
     return None

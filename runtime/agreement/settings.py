@@ -1,7 +1,7 @@
-"""The optimizer's settings of each group of parameters: learning rate, momentum and the rest.
+"""The optimizers' settings of each parameter group: learning rate, momentum and the rest.
 
-They are compared in every step, by two numbers in the sums that the step needs anyhow. So workers
-whose schedules have diverged are found in the step that would use other rates, before it does.
+They are compared in every step, by two numbers in the sums that the step needs anyway. So if
+workers' schedules have diverged, that is found before any update uses the wrong rates.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,16 +12,16 @@ from torch import Tensor
 
 Value = bool | int | float | str | None | tuple[Any, ...]
 Settings = list[dict[str, Value]]
-"""[groups] name and value; the groups of several optimizers in a row."""
+"""[groups] name and value of each setting; the groups of several optimizers are concatenated."""
 
-_BITS = 22  # squares of such numbers, added over 500 workers, are exact in float64
+_BITS = 22  # float64 sums the squares of such numbers exactly over 500 workers
 _PLAIN = (bool, int, float, str, type(None))
-# What no update reads: the parameters themselves, their names, and what a scheduler notes.
+# Entries that no update reads: the parameters, their names, and a scheduler's notes.
 _LEFT_OUT = frozenset({"params", "param_names", "initial_lr"})
 
 
 def settings_of(optimizers: Iterable[Any]) -> Settings:
-    """All plain settings as they are now. Waits for the device where a setting is kept there."""
+    """All plain settings as they are now. Waits for the device if a setting is kept there."""
     return [
         {key: _plain(value) for key, value in group.items() if _counts(key, value)}
         for optimizer in optimizers
@@ -49,12 +49,12 @@ def _plain(value: Any) -> Value:
 
 
 class SettingsNumber:
-    """A number of 22 bits for the settings, made anew only where they have changed.
+    """A number of 22 bits that stands for the settings; it is recomputed only when they change.
 
-    Settings that are tensors on a device are left out: to read them costs a wait.
+    Settings that are tensors on a device are left out: to read them would wait for the device.
 
     Args:
-        optimizers: The job's.
+        optimizers: The job's optimizers.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
@@ -64,7 +64,7 @@ class SettingsNumber:
         self.has_changed = False
 
     def read(self) -> int:
-        """The number now; ``has_changed`` says whether it is another one than before."""
+        """The number now; ``has_changed`` then says whether it differs from the one before."""
         now = [_cheap(group) for optimizer in self._optimizers for group in optimizer.param_groups]
         self.has_changed = now != self._seen
         if self.has_changed:
@@ -89,22 +89,25 @@ def _cheap(group: Mapping[str, Any]) -> list[Any]:
 
 
 def are_alike(workers: float, total: float, squares: float) -> bool:
-    """Whether all workers had one number.
+    """Whether all workers had the same number: then its variance over the workers is 0.
 
     Args:
-        workers: How many there were.
+        workers: How many workers there were.
         total: The sum of their numbers.
-        squares: The sum of their squares.
+        squares: The sum of the numbers' squares.
     """
     return int(total) ** 2 == int(workers) * int(squares)
 
 
 def differing(settings: Sequence[Settings], *, relative: float = 0.0) -> tuple[int, str] | None:
-    """The first setting that is not the same everywhere: number of its group, and its name.
+    """Find the first setting that is not equal on all workers.
 
     Args:
-        settings: Of each worker.
-        relative: How far floating-point values may be apart.
+        settings: [workers] each worker's settings.
+        relative: Largest relative difference of floating-point values that counts as equal.
+
+    Returns:
+        Number of its group, from 0, and its name; None where all are equal.
     """
     most = max(len(groups) for groups in settings)
     for index in range(most):

@@ -1,8 +1,8 @@
-"""Optimizers and parameters that train beside the job: ``prepare`` was not given them.
+"""Find optimizers and parameters that train beside the job, unknown to ``prepare``.
 
-An optimizer of its own over the job's parameters steps alike on all workers, but checkpoints and
-joining workers know nothing of its state. A parameter that the loss depends on and that is not the
-job's gets another gradient on each worker.
+An optimizer that ``prepare`` was not given steps the job's parameters equally on all workers, but
+checkpoints and joining workers miss its state. A parameter that the loss depends on and that is not
+the job's gets a different gradient on each worker.
 """
 
 import gc
@@ -18,15 +18,15 @@ from ...schema.errors import TargetError
 
 
 class OtherOptimizers:
-    """Sees every optimizer of the process step.
+    """Watches the steps of every optimizer of the process.
 
     Args:
-        own: Those that ``prepare`` was given.
-        names: The job's parameters, by ``id``.
-        matters: Whether anything of this job is ever saved or handed to another worker.
+        own: The optimizers given to ``prepare``.
+        names: Names of the job's parameters, by ``id``.
+        matters: Whether this job's state is ever saved or sent to another worker.
 
     Attributes:
-        has_met_unknown: Whether one has stepped parameters that are not the job's.
+        has_met_unknown: Whether an optimizer has stepped parameters that are not the job's.
     """
 
     _of_jobs: ClassVar["WeakSet[Any]"] = WeakSet()  # a script may prepare several jobs
@@ -39,12 +39,12 @@ class OtherOptimizers:
         self._handle = register_optimizer_step_pre_hook(self._stepping)
 
     def clear(self, optimizer: object) -> None:
-        """This one is registered with the job, so its state is kept."""
+        """Accept an optimizer that is registered with the job, because its state is saved."""
         if isinstance(optimizer, torch.optim.Optimizer):
             self._cleared.add(optimizer)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._handle.remove()
 
     def _stepping(self, optimizer: Any, *_: Any) -> None:
@@ -53,7 +53,7 @@ class OtherOptimizers:
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         ours = [self._names[id(p)] for p in held if id(p) in self._names]
         self.has_met_unknown = self.has_met_unknown or len(ours) < len(held)
-        # A wrapper that was given to prepare shows its inner optimizer's state as its own.
+        # A wrapper given to ``prepare`` shows its inner optimizer's state as its own.
         is_inner = any(getattr(own, "state", None) is optimizer.state for own in self._own)
         if ours and not is_inner and self._matters:
             more = f" and {len(ours) - 1} more" if len(ours) > 1 else ""
@@ -68,16 +68,16 @@ class OtherOptimizers:
 def check_leaves(loss: Any, names: Mapping[int, str], answered: set[Any] | None = None) -> None:
     """Refuse a loss that depends on a parameter which is not the job's.
 
-    Leaves that are plain tensors (inputs that want a gradient) are not meant. Walks the whole graph
-    of autograd, so it is not for every step.
+    Plain tensors that require a gradient (inputs) are accepted. This walks autograd's whole graph,
+    so it is too slow for every step.
 
     Args:
-        loss: What the script's function returned.
-        names: The job's parameters, by ``id``.
-        answered: Nodes where to stop.
+        loss: The result of the script's function.
+        names: Names of the job's parameters, by ``id``.
+        answered: Nodes of the graph at which to stop; by default none.
 
     Raises:
-        TargetError: Names the parameter as far as anything in the process tells its name.
+        TargetError: Names the parameter, if any module of the process has it.
     """
     for leaf in _leaves(loss, set(answered or ())):
         if isinstance(leaf, nn.Parameter) and id(leaf) not in names:
@@ -108,7 +108,7 @@ def _nodes(value: Any) -> Iterator[Any]:
 
 
 def _name_of(leaf: Tensor) -> str:
-    """Where a module has it; a search through all objects, for an error only."""
+    """The parameter's name in a module; it searches all objects, so only errors use it."""
     for found in gc.get_objects():
         if issubclass(type(found), nn.Module):
             for name, parameter in found.__dict__.get("_parameters", {}).items():

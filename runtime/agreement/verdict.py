@@ -1,4 +1,4 @@
-"""One sentence from the statements of all workers: what differs, since when, and why."""
+"""Explain in one sentence, from all workers' statements, what differs, since when, and why."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -7,24 +7,24 @@ from typing import Any
 from .fingerprints import Shadow
 from .settings import Settings, differing
 
-_NEARLY = 1e-4  # relative; settings that an optimizer computes on unlike devices
+_NEARLY = 1e-4  # relative difference of settings that an optimizer computes on unlike devices
 _MOST_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statement:
-    """What one worker tells when some do not agree.
+    """The facts that one worker reports when workers do not agree.
 
     Attributes:
         arithmetic: What its results may depend on: kind of device, threads, version of torch.
-        joined_step: The step before which it came to the others; 0 from the start.
-        agreed_step: Steps that were done when all last agreed, as far as it knows.
-        settings: Of its optimizers' groups.
-        groups: The first parameter of each group.
-        frozen: The parameters that want no gradient.
-        unheld: The parameters that none of its optimizers holds.
-        numbers: The fingerprint of each tensor that it shares with others.
-        shadows: Their shadows.
+        joined_step: The step before which it joined; 0 from the start.
+        agreed_step: How many steps were done when all last agreed, as far as it knows.
+        settings: [groups] settings of its optimizers' groups.
+        groups: [groups] name of the first parameter of each group.
+        frozen: Names of the parameters that require no gradient.
+        unheld: Names of the parameters that none of its optimizers holds.
+        numbers: The fingerprint of each tensor that it shares with others, by name.
+        shadows: The shadow of each of these tensors, by name.
     """
 
     arithmetic: str
@@ -38,12 +38,12 @@ class Statement:
     shadows: dict[str, Shadow]
 
     def as_json(self) -> dict[str, Any]:
-        """In plain data."""
+        """The statement as plain data."""
         return asdict(self)
 
     @classmethod
     def of_json(cls, plain: dict[str, Any]) -> "Statement":
-        """Back from plain data."""
+        """Read a statement back from plain data."""
         shadows = {
             name: Shadow(s["norm"], tuple(s["projections"]), s["digits"])
             for name, s in plain["shadows"].items()
@@ -53,18 +53,21 @@ class Statement:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why workers do not agree, and how to fix it."""
+    """The reason why workers do not agree, and a hint how to fix it."""
 
     message: str
     hint: str
 
 
 def find_fault(workers: Sequence[Statement], step: int) -> Fault | None:
-    """What is wrong; None where values differ by rounding only, between unlike devices.
+    """Find the reason why workers do not agree.
 
     Args:
-        workers: What each tells, by rank.
-        step: Steps that are done.
+        workers: [workers] each one's statement, by rank.
+        step: Number of steps that are done.
+
+    Returns:
+        The reason; None where values differ by rounding only, between kinds of devices.
     """
     alike = len({worker.arithmetic for worker in workers}) == 1
     parted = _parted_tensors(workers, alike=alike)
@@ -87,7 +90,7 @@ def find_fault(workers: Sequence[Statement], step: int) -> Fault | None:
 
 
 def _parted_tensors(workers: Sequence[Statement], *, alike: bool) -> list[str]:
-    """The tensors that are not the same on all who hold them, in the model's order."""
+    """Names of the tensors that differ between their holders, in the model's order."""
     names = dict.fromkeys(name for worker in workers for name in worker.numbers)
     found = []
     for name in names:
@@ -171,7 +174,7 @@ def _split(
     *,
     holds: str | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Ranks with the most frequent value (of equally frequent the lowest rank's), and the rest."""
+    """The ranks with the most frequent value (ties: the lowest rank's value), and the others."""
     ranks = [r for r, worker in enumerate(workers) if holds is None or holds in worker.numbers]
     by_value: dict[Hashable, list[int]] = {}
     for rank in ranks:

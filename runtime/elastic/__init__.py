@@ -1,1 +1,1 @@
-"""A job whose workers change while it trains: resizes, and failures that others survive."""
+"""A job whose workers change while it trains: resizes, and recovery from lost workers."""

@@ -1,11 +1,11 @@
-"""How a lagging worker catches up: it copies the state of a worker that finished the step.
+"""Let a lagging worker catch up: it copies the state of a worker that finished the step.
 
 No worker can finish step k before all have contributed to its all-reduce. If a worker dies during
 the all-reduce, some survivors may have received the result and stepped the optimizer (the leading
-workers) while others have not (the lagging workers). A lagging worker copies the state of a leading
-one. The leading worker sends it in its next operation, when its gradients of step k are gone. So
-the lagging worker runs the rest of its script's step on gradients of zero, and then replaces what
-that left: the parameters after the optimizer has stepped, everything else at the next operation.
+workers), while others have not (the lagging workers). A lagging worker copies the state of a
+leading one, which sends it in its next operation. By then the gradients of step k are gone. So the
+lagging worker runs the rest of its script's step on zero gradients, and then overwrites the result:
+the parameters after the optimizer has stepped, everything else at the next operation.
 """
 
 from pathlib import Path
@@ -18,16 +18,16 @@ from ..session import Session
 from ..split_engine import WholeState
 
 State = dict[str, Any]
-THE_RUNNING_JOB = Path("the running job")  # in place of a checkpoint's path
+THE_RUNNING_JOB = Path("the running job")  # shown in messages in place of a checkpoint's path
 
 
 class Behind:
-    """What a lagging worker copies from a leading one, and when.
+    """The state that a lagging worker copies from a leading one, and when it takes effect.
 
     Args:
-        session: What the parts of the job share.
-        whole: The state of the job.
-        progress: What is registered, and where the script stands.
+        session: The state that the parts of the job share.
+        whole: Captures and restores the state of the job.
+        progress: The registered objects, and the script's position.
     """
 
     def __init__(self, session: Session, whole: WholeState, progress: Progress) -> None:
@@ -36,7 +36,7 @@ class Behind:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def give(self, buffers: dict[str, Any]) -> State:
-        """This worker's state between two operations, as a checkpoint has it, and gradients.
+        """This worker's state between two operations: a checkpoint's state, and the gradients.
 
         Args:
             buffers: All virtual nodes' buffers.
@@ -50,7 +50,7 @@ class Behind:
         return {"header": self._progress.header(), "state": state, "gradients": gradients}
 
     def take(self, found: State) -> None:
-        """Go through the rest of a step without its gradients."""
+        """Let the script run the rest of a step without the step's gradients."""
         self._found = found
         for parameter in self._session.parameters.values():
             if parameter.requires_grad:
@@ -60,7 +60,7 @@ class Behind:
                 self._hooks.append(optimizer.register_step_post_hook(self._stepped))
 
     def settle(self) -> None:
-        """The next operation begins: adopt the rest of the leading worker's state."""
+        """At the start of the next operation, load the rest of the leading worker's state."""
         if self._found is None:
             return
         self._unhook()
@@ -72,9 +72,9 @@ class Behind:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)
 
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Replace the parameters, so that the rest of the script's step sees the right ones.
+        """Overwrite the parameters, so that the rest of the script's step sees the right ones.
 
-        With several optimizers, those of each are replaced after it has stepped.
+        With several optimizers, each one's parameters are overwritten after it has stepped.
         """
         assert self._found is not None
         session = self._session

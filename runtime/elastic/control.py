@@ -1,6 +1,6 @@
 """The control channel between a worker and its controller: messages over a socket pair.
 
-A thread of its own reads it and sends heartbeats, also while the script computes or waits in a
+A separate thread reads it and sends heartbeats, even while the script computes or waits in a
 collective. A worker that is stopped or frozen sends no heartbeat; one that hangs in its own code
 sends heartbeats but makes no progress.
 """
@@ -34,13 +34,13 @@ BEAT_SECONDS = 0.5
 
 
 class Control:
-    """This worker's end of the line.
+    """This worker's end of the control channel.
 
     Args:
-        line: Connected to the controller.
-        worker: This worker's name there; ranks change, names stay.
-        channel: What it is for: ``changes`` says whether workers may come and go, ``survives``
-            whether the job goes on when others die.
+        line: The socket, connected to the controller.
+        worker: The controller's name for this worker; ranks change, names stay.
+        channel: What the channel is used for: ``changes`` says whether workers may join and leave,
+            ``survives`` whether the job continues when other workers die.
     """
 
     _of_process: ClassVar["Control | None"] = None
@@ -64,8 +64,8 @@ class Control:
 
     @classmethod
     def of_process(cls) -> "Control | None":
-        """The line of this process; None where no controller of ours started it."""
-        number = os.environ.pop(CONTROL, None)  # what the script starts is no worker
+        """This process's channel; None if hetflow's controller did not start the process."""
+        number = os.environ.pop(CONTROL, None)  # processes that the script starts are no workers
         if number is not None:
             os.set_inheritable(int(number), False)
             cls._of_process = cls(
@@ -76,14 +76,14 @@ class Control:
         return cls._of_process
 
     def open_job(self) -> None:
-        """The script prepares a model; with several, workers stay as they are."""
+        """Note that the script prepares a model; if it prepares several, workers cannot change."""
         self.num_jobs += 1
         if self.num_jobs > 1:
             self.close("the script prepares several models")
-        self._beat()  # from here on silence counts, not only a signal that stops this process
+        self._beat()  # from here on the controller also acts when no heartbeat comes
 
     def send(self, message: FromWorker) -> None:
-        """Tell the controller; a controller that is gone takes this process with it."""
+        """Send a message to the controller; if the controller is gone, end this process."""
         try:
             with self._sending:
                 self._line.sendall(encode(message))
@@ -91,23 +91,23 @@ class Control:
             return
 
     def close(self, why: str) -> None:
-        """Workers cannot change any more."""
+        """Tell the controller, with a reason, that workers cannot change any more."""
         if not self.is_closed:
             self.is_closed, self.survives = True, False
             self.send(Closed(why=why))
 
     @property
     def is_broken(self) -> bool:
-        """Whether the generation this worker is in has ended by a failure."""
+        """Whether this worker's generation has ended by a failure."""
         return self.broken >= self.generation
 
     def is_broken_within(self, seconds: float) -> bool:
-        """Whether it has ended, or ends within so long."""
+        """Whether this worker's generation has ended by a failure, or does within ``seconds``."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_broken, timeout=seconds)
 
     def wait(self, is_there: Callable[[], bool], tick: Callable[[], None]) -> None:
-        """Wait until a message made something true; ``tick`` runs about every 0.1 s."""
+        """Wait until a message makes a condition true; ``tick`` runs about every 0.1 s."""
         while True:
             with self._changed:
                 if is_there() or self._changed.wait_for(is_there, timeout=0.1):
@@ -163,6 +163,6 @@ class Control:
 
 
 def _channel(name: str | None) -> Channel:
-    """What a controller has said the line is for."""
+    """Read the controller's text on what the channel is used for."""
     known: dict[str | None, Channel] = {channel: channel for channel in get_args(Channel)}
     return known.get(name, "heartbeats")

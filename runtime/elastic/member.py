@@ -4,8 +4,8 @@ All workers do the same operations in the same order: draw an order, take a step
 Every operation contains a collective, which acts as a barrier; so after a failure any two workers
 are at most one operation apart. Lagging workers get the operation's result from a leading one (for
 a step: behind.py). If no worker has completed the operation, all repeat it under the new mapping.
-The buffers of the dead worker's virtual nodes come from the mirror. (VirtualFlow 4.1 and 7; only
-the step in progress is lost.)
+The buffers of the dead worker's virtual nodes come from the mirror. Only the step in progress is
+lost (VirtualFlow 4.1 and 7).
 """
 
 import sys
@@ -40,18 +40,18 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 Answer = TypeVar("Answer")
-# How long an exchange of the script's own that failed waits for the controller to see a death.
+# After the script's own collective failed: how long to wait for the controller to see a death.
 CONFIRMATION_SECONDS = 2.0
 
 
 class Member:
-    """The runner of a worker under a controller that can change the workers; see ``Runner``.
+    """The runner of a worker whose controller can change the workers; see ``Runner``.
 
     Args:
-        session: What the parts of the job share.
+        session: The state that the parts of the job share.
         engine: Runs the steps.
-        epochs: What the script reads.
-        progress: Where the script stands.
+        epochs: The script's loaders and its open epoch.
+        progress: The script's position.
         control: The control channel to the controller.
 
     Attributes:
@@ -85,7 +85,7 @@ class Member:
         self._check_backend()
 
     def _check_backend(self) -> None:
-        """NCCL does not tell the host when an exchange is complete, so nobody could agree."""
+        """Refuse NCCL: it does not tell the host when a collective is complete."""
         if self._survives and is_on_devices():
             self._survives = False
             self._control.send(Fragile())
@@ -93,13 +93,19 @@ class Member:
     # Operations
 
     def run(self, function: Callable[[], Answer], batch: Batch | None = None) -> Answer:
-        """Do one operation of all workers, and do it again if one of them is lost.
+        """Run one operation of all workers, and repeat it if a worker is lost.
 
         Args:
-            function: What to do; it may run several times.
-            batch: The global batch whose step it is, if it is one.
+            function: The operation; it may run several times.
+            batch: The global batch, if the operation is a step.
+
+        Returns:
+            The function's result, or a leading worker's.
+
+        Raises:
+            PeerLostError: A worker is lost, and the job cannot continue without it.
         """
-        if not self._has_said_so:  # before its first operation nobody could go on without it
+        if not self._has_said_so:  # from its first operation on, others can continue without it
             self._has_said_so = True
             self._control.send(Joined(generation=self._control.generation))
         self._behind.settle()
@@ -127,7 +133,7 @@ class Member:
         return answer
 
     def _agree(self, answer: Any, batch: Batch | None) -> None:
-        """The operation is complete: all workers can be brought to its end from here on."""
+        """Complete the operation: from here on, all workers can be brought to its end."""
         self._control.num_operations += 1
         self._last, self._last_is_step = answer, batch is not None
         if batch is not None:
@@ -148,7 +154,7 @@ class Member:
         """See ``Runner``."""
 
         def taken() -> Tensor:
-            self._note_wish_to_move()  # sums that travel with gradients leave before the end
+            self._note_wish_to_move()  # sums that travel with gradients are sent before the end
             self._engine.run_passes(step)
             return self._exchange()
 
@@ -157,7 +163,7 @@ class Member:
         return loss
 
     def _exchange(self) -> Tensor:
-        """End a step's passes: gradients, mirrored buffers and sums, all on their way at once."""
+        """End a step's passes: exchange gradients, mirrored buffers and sums at the same time."""
         session, engine, totals = self._session, self._engine, self._engine.totals
         if num_groups() > 1:
             self._control.close("the script has process groups of its own")
@@ -177,14 +183,14 @@ class Member:
         self._engine.totals.wants_move = control.announced is not None and not control.is_closed
 
     def _start(self, sums: Tensor) -> Callable[[], Tensor]:
-        """Begin the exchange of the mirrored buffers, with the sums in the same message."""
+        """Start to exchange the mirrored buffers, with the sums in the same message."""
         place = self._session.place
         self.mirror.launch(holdings_of(place), place.rank, sums)
         return self.mirror.wait
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, this worker waits for the others: the controller finds who keeps them waiting."""
+        """Tell the controller that this worker waits, so that it can find the worker that hangs."""
         self._control.is_waiting = True
         try:
             yield
@@ -192,7 +198,7 @@ class Member:
             self._control.is_waiting = False
 
     def stepped(self) -> None:
-        """A step is complete on this worker: note what its sums say."""
+        """After a step is complete on this worker, note what its sums say."""
         announced, world_size = self._control.announced, self._session.place.world_size
         if announced is not None and self._engine.totals.num_moving == world_size:
             self._next = announced
@@ -209,22 +215,22 @@ class Member:
             return False
         if is_lost_peer(error):
             return True
-        # An exchange of the script's own fails as well when a worker dies, and when connections
-        # are cut; it is a loss only where the controller knows of one.
+        # The script's own collectives also fail when a worker dies or connections are closed.
+        # That counts as a loss only if the controller knows of one.
         return may_be_echo(error) and self._control.is_broken_within(CONFIRMATION_SECONDS)
 
     def _recover(
         self, batch: Batch | None, error: Exception, *, has_begun: bool
     ) -> tuple[bool, Any]:
-        """Go on with those who are left.
+        """Continue with the surviving workers.
 
         Args:
-            batch: The batch whose step this worker is in, if it is in one.
-            error: By which it found the loss.
-            has_begun: Whether it has touched the gradients of that step.
+            batch: The batch of the step that this worker is in; None outside of a step.
+            error: The error by which it noticed the loss.
+            has_begun: Whether it has changed the gradients in that step.
 
         Returns:
-            Whether this worker was behind, and then the result of the operation it was in.
+            Whether this worker lagged; if so, also the result of the operation that it was in.
         """
         self._next = None
         if batch is not None and has_begun:
@@ -252,14 +258,14 @@ class Member:
         elif batch is not None and has_begun:
             self._session.clock.undo_step()
         self._move(place, again=not is_behind)
-        # Workers ahead have counted the step that the others are about to count.
+        # Leading workers have counted the step that lagging workers are about to count.
         counted = self._session.num_steps + int(is_behind and batch is not None)
         self._session.watch.changed(counted)
         self._control.send(Joined(generation=message.generation))
         return is_behind, found["answer"] if is_behind else None
 
     def _await_recovery(self, error: Exception) -> Recover:
-        """Say that this generation is lost, and wait for the controller to say who goes on."""
+        """Report that this generation is lost, and wait for the controller to name the next."""
         control = self._control
         reported = [-1]
 
@@ -282,7 +288,7 @@ class Member:
         return control.recovery
 
     def _catch_up(self, message: Recover) -> dict[str, Any]:
-        """Bring the result of the last operation to those who lack it."""
+        """Send the result of the last operation to the lagging workers."""
         ranks, behind = message.ranks, message.behind
         if self._control.worker in behind:
             found: dict[str, Any] = transfer.receive(ranks[message.donor])
@@ -300,7 +306,7 @@ class Member:
     # Changes
 
     def _move(self, place: Place, *, again: bool = False) -> None:
-        """Run the virtual nodes of another place; ``again`` from the last step agreed on."""
+        """Take another place; ``again`` repeats the step after the last one agreed on."""
         before = self._session.local_nodes
         self._engine.take(place)
         self._check_backend()
@@ -311,7 +317,7 @@ class Member:
         self._epochs.move(local)
 
     def _switch(self) -> None:
-        """Go over to the next generation, together with joining workers and without leavers."""
+        """Change to the next generation, with joining workers and without leaving ones."""
         message = self._next
         if message is None:
             return
@@ -337,13 +343,13 @@ class Member:
         control.send(Joined(generation=message.generation, pause_seconds=pause))
 
     def _hand_over(self, message: Resize, state: Any, taking: list[str]) -> None:
-        """If no worker stays, a leaving one meets the joining ones once, in a group of its own."""
+        """If no worker stays, a leaving worker sends its state to the joining workers."""
         enter_handover(self._session.place, message, self._control)
         transfer.send(state, [message.ranks[name] for name in taking])
         close_group()
 
     def _leave(self) -> None:
-        """Wait until the others do without this worker; then leave the script for good."""
+        """Wait until the others no longer need this worker; then leave the script for good."""
         control = self._control
 
         def tick() -> None:
@@ -357,7 +363,7 @@ class Member:
         sys.exit(0)
 
     def _state(self) -> dict[str, Any]:
-        """All that a joining worker needs, as a checkpoint has it."""
+        """All state that a joining worker needs, in a checkpoint's form."""
         epoch = self._epochs.open
         return {
             **self._behind.give(self.mirror.state()),
@@ -370,10 +376,10 @@ class Member:
     # Joining workers
 
     def join(self) -> None:
-        """Wait until the others are at the end of a step, and get their state from one of them.
+        """Wait until the others finish a step, and get their state from one of them.
 
         Raises:
-            TargetError: The script builds another model than the others did.
+            TargetError: This worker's script builds another model than the others did.
         """
         if not self._is_outside:
             return
@@ -411,13 +417,13 @@ class Member:
 
     @property
     def is_behind(self) -> bool:
-        """Whether this joining worker's script has not come to where the others are."""
+        """Whether this joining worker's script has not yet reached the others' position."""
         return self._position is not None and self._progress.is_catching_up
 
     def order_of(
         self, call: int, loader: "DataLoader[Any]", draw: Callable[[], list[int]]
     ) -> Sequence[int]:
-        """The order of an epoch that the others began before this worker came."""
+        """The order of an epoch that the others began before this worker joined."""
         assert self._position is not None
         if call < self._position["call"]:
             return range(len(loader.sampler))  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
 """Every virtual node's buffers on every worker, as of the last step that was agreed on.
 
-Batch-norm statistics live where their virtual node runs; when that worker dies they would be
-lost. They are small, so each step all workers exchange the buffers that passes have changed,
-while gradients are on their way, and the step's sums with them. What arrives counts only once the
-step is agreed on; until then what arrived before is kept, so that the step can be done again.
+Batch-norm statistics are held where their virtual node runs; if that worker dies, they would be
+lost. They are small. So in each step all workers exchange the buffers that passes have changed, at
+the same time as gradients and together with the step's sums. Received values count only once the
+step is agreed on. Until then the earlier values are kept, so that the step can be repeated.
 """
 
 from collections.abc import Sequence
@@ -16,21 +16,22 @@ from ...devices.collectives import wire_device
 from .. import peers
 from ..buffers import BufferSlot, VirtualNodeBuffers
 
-_ALIGNMENT = 16  # the largest element, so that a part of a message can be seen as its own type
+_ALIGNMENT = 16  # bytes of the largest element, so that a part can be viewed as its own dtype
 
 
 class Mirror:
     """One row of bytes for each virtual node: its buffers that passes change.
 
-    Batch-norm's are mirrored from the start. Others join when a pass first changes one: the
-    step's sums carry ``found``, ``grow`` takes in what any worker found, and a second exchange
-    brings it before the step is agreed on.
+    Batch-norm's buffers are mirrored from the start. Others are added when a pass first changes
+    one: the step's sums carry ``found``, ``grow`` adds what any worker found, and a second
+    exchange sends their values before the step is agreed on.
 
     Args:
         buffers: This worker's buffers.
         num_nodes: Virtual nodes of the job.
 
-    ``names`` are the buffers that are mirrored, the same on every worker.
+    Attributes:
+        names: Names of the mirrored buffers, equal on every worker.
     """
 
     def __init__(self, buffers: VirtualNodeBuffers, num_nodes: int) -> None:
@@ -45,7 +46,7 @@ class Mirror:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one virtual node's row."""
+        """The bytes of one virtual node's row."""
         return sum(_padded(slot.base) for slot in self._slots)
 
     @property
@@ -55,12 +56,12 @@ class Mirror:
 
     @property
     def found(self) -> list[float]:
-        """Per buffer that is not mirrored: whether a pass of this worker has changed it."""
+        """For each buffer that is not mirrored: 1 if a pass of this worker changed it, else 0."""
         rest = [slot for slot in self._buffers.slots if slot.name not in self.names]
         return [float(bool(slot.own)) for slot in rest]
 
     def grow(self, found: Sequence[float]) -> bool:
-        """Mirror what any worker found; whether there was any. ``gather`` must follow."""
+        """Mirror what any worker found; return if there was any. Then exchange once more."""
         rest = [slot.name for slot in self._buffers.slots if slot.name not in self.names]
         names = {name for name, flag in zip(rest, found, strict=True) if flag}
         if names:
@@ -70,7 +71,7 @@ class Mirror:
         return bool(names)
 
     def _start(self) -> "_Rows":
-        """All rows from the values that nobody has changed."""
+        """All rows, with the buffers' unchanged values."""
         return self._rows_of([[slot.base for slot in self._slots]] * self._num_nodes)
 
     def _rows_of(self, values: Sequence[Sequence[Tensor]]) -> "_Rows":
@@ -82,7 +83,7 @@ class Mirror:
         return _Rows(whole, [(node, 0) for node in range(len(values))])
 
     def reset(self, state: dict[str, Any]) -> None:
-        """Take all virtual nodes' buffers from what ``VirtualNodeBuffers.capture`` returned."""
+        """Take all virtual nodes' buffers from a state of ``VirtualNodeBuffers.capture``."""
         self._message = None
         if self.names and state["nodes"]:
             base = state["base"]
@@ -91,7 +92,7 @@ class Mirror:
             )
 
     def rewrite(self, written: Sequence[BufferSlot]) -> None:
-        """The script wrote buffers between steps: they are every virtual node's value now."""
+        """Give every virtual node the buffers that the script wrote between steps."""
         slots = self._slots
         for node in range(self._num_nodes):
             for part, slot in zip(_parts_of(self._held.row(node), slots), slots, strict=True):
@@ -104,9 +105,10 @@ class Mirror:
         """Start the exchange after this worker's passes.
 
         Args:
-            holdings: The virtual nodes of each worker, by rank.
-            rank: This worker.
-            sums: What all workers add up along with it: float64, each entry exact in any order.
+            holdings: [workers] the virtual nodes of each worker, by rank.
+            rank: This worker's rank.
+            sums: [numbers] float64, added up over the workers along with it; each entry's sum must
+                be exact in any order.
         """
         slots, length = self._slots, 0 if sums is None else len(sums)
         known = self._message
@@ -129,7 +131,7 @@ class Mirror:
         self._arriving = _Rows(whole, known.places)
 
     def wait(self) -> Tensor:
-        """Wait until the others' rows are here; what the sums come to."""
+        """Wait until the others' rows have arrived; return the sums over the workers."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -139,15 +141,15 @@ class Mirror:
         return self._arriving.whole[:, : length * 8].view(torch.float64).sum(0)
 
     def undo(self) -> None:
-        """The step is not agreed on: what is on its way will not arrive."""
-        # A broken group may still write where it was told to.
+        """Drop the exchange in progress, because the step is not agreed on."""
+        # A broken group may still write into its receive buffers, so they are not reused.
         self._message, self._arriving, self._spare, self._work = None, None, None, None
         if self._before is not None:
             self.names, self._held = self._before
             self._before = None
 
     def commit(self) -> None:
-        """The step is agreed on: what arrived is what counts."""
+        """Make the received rows count, because the step is agreed on."""
         self._before = None
         if self._arriving is not None:
             before, self._held, self._arriving = self._held, self._arriving, None
@@ -169,19 +171,19 @@ class Mirror:
 
 
 class _Rows:
-    """Rows of virtual nodes within messages: in which message each one is, from which byte."""
+    """Virtual nodes' rows within messages: for each row its message and its first byte."""
 
     def __init__(self, whole: Tensor, places: Sequence[tuple[int, int]]) -> None:
         self.whole, self._places = whole, places
 
     def row(self, node: int) -> Tensor:
-        """A virtual node's row, and what follows it."""
+        """A virtual node's row, and the bytes after it."""
         message, at = self._places[node]
         return self.whole[message, at:]
 
 
 class _Message:
-    """What this worker sends each step: sums, then its virtual nodes' rows; kept for the next."""
+    """This worker's message in each step: sums, then its virtual nodes' rows; it is reused."""
 
     def __init__(
         self,
@@ -215,7 +217,7 @@ def _padded(value: Tensor) -> int:
 
 
 def _parts_of(row: Tensor, slots: Sequence[BufferSlot]) -> list[Tensor]:
-    """The buffers that begin a row, each of its own type and shape."""
+    """The buffers at the start of a row, each with its own dtype and shape."""
     parts, at = [], 0
     for slot in slots:
         size = slot.base.numel() * slot.base.element_size()

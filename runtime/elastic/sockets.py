@@ -1,9 +1,9 @@
-"""The connections of one generation of workers, so that they can be cut at once.
+"""The connections of one generation of workers, so that they can be closed at once.
 
-A collective waits for peers that may never answer. Cutting its connections from another thread
-makes it fail within milliseconds, here and, by the broken stream, in the peers. (Gloo's own
-``abort`` was seen to hang. The end of a group whose streams are cut nearly always takes
-milliseconds; ``group.release_apart`` waits for the others.)
+A collective waits for peers that may never answer. Shutting down its connections from another
+thread makes it fail within milliseconds, here and in the peers, whose streams break. gloo's own
+``abort`` may hang. Destroying a group with closed streams nearly always takes milliseconds;
+``group.release_apart`` handles the other cases.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _DESCRIPTORS = "/proc/self/fd"
 
 
 class Connections:
-    """The sockets that were opened while a generation came together."""
+    """The sockets that were opened while a generation's workers connected."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,7 +27,7 @@ class Connections:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Count every socket opened inside as the new generation's."""
+        """Count every socket that is opened inside the context as the new generation's."""
         with self._lock:
             self._before, self._opened, self._is_opening = _sockets(), set(), True
         try:
@@ -38,7 +38,7 @@ class Connections:
                 self._is_opening = False
 
     def cut(self) -> None:
-        """End the generation's connections, also while it comes together; from any thread."""
+        """Shut down the generation's connections, also while it connects; from any thread."""
         with self._lock:
             opened = _sockets() - self._before if self._is_opening else self._opened
             for number, inode in opened:
@@ -47,7 +47,7 @@ class Connections:
 
 
 def _sockets() -> set[tuple[int, int]]:
-    """Descriptor and inode of every socket of this process."""
+    """The (descriptor, inode) of every socket of this process."""
     found = set()
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(_DESCRIPTORS):
@@ -60,10 +60,10 @@ def _sockets() -> set[tuple[int, int]]:
 
 def _cut(number: int, inode: int) -> None:
     duplicate = os.dup(number)
-    if os.fstat(duplicate).st_ino != inode:  # closed since, and the number given to another
+    if os.fstat(duplicate).st_ino != inode:  # closed since; the number belongs to another file
         os.close(duplicate)
         return
     with socket.socket(fileno=duplicate) as connection:
-        # A listening socket has no peer; gloo aborts the process when its own is shut down.
+        # A listening socket has no peer; gloo aborts the process if its own is shut down.
         connection.getpeername()
         connection.shutdown(socket.SHUT_RDWR)

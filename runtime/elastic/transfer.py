@@ -1,7 +1,7 @@
-"""Send a value of plain data and tensors from one worker directly to another, over the group.
+"""Send plain data and tensors directly from one worker to another, over the process group.
 
-It is encoded like a checkpoint: nothing is unpickled. Lengths are sent first, since gloo may fail,
-or silently accept the message, if its length differs from the buffer's.
+They are encoded like a checkpoint: nothing is unpickled. Lengths are sent first, since gloo may
+fail, or silently accept the message, if its length differs from the buffer's.
 """
 
 import json
@@ -23,7 +23,8 @@ def send(value: Any, to: Sequence[int]) -> None:
     """Send a value to some ranks of the default group.
 
     Raises:
-        TargetError: The value holds something that is not plain data.
+        TargetError: The value contains something that is not plain data.
+        PeerLostError: A receiver is gone.
     """
     tensors: list[Tensor] = []
     encoded = checkpoint.encode(value, tensors)
@@ -38,14 +39,18 @@ def send(value: Any, to: Sequence[int]) -> None:
     ).encode()
     head = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     for message in (torch.tensor([len(head)]), head, *chunks):
-        on_wire = _on_wire(message)  # once, for all of them at the same time
+        on_wire = _on_wire(message)  # copied once, then sent to all at the same time
         for work in [peers.isend(on_wire, dst=rank) for rank in to]:
             if work is not None:
                 work.wait()
 
 
 def receive(source: int) -> Any:
-    """Receive what ``send`` of rank ``source`` sends; its tensors are on the host."""
+    """Receive the value that rank ``source`` sends; its tensors are on the host.
+
+    Raises:
+        PeerLostError: The sender is gone.
+    """
     length = int(_take(torch.zeros(1, dtype=torch.int64), source))
     header = json.loads(_take(torch.empty(length, dtype=torch.uint8), source).numpy().tobytes())
     data = torch.empty(sum(header["chunks"]), dtype=torch.uint8)
@@ -67,7 +72,7 @@ def _take(tensor: Tensor, source: int) -> Tensor:
 
 
 def _padded(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Each tensor's bytes, followed by what brings the next to an aligned address."""
+    """Yield each tensor's bytes, then padding to the next aligned address."""
     for tensor in tensors:
         data = tensor.contiguous().reshape(-1).view(torch.uint8)
         yield data
@@ -75,7 +80,7 @@ def _padded(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _chunks(parts: Sequence[Tensor]) -> Iterator[Tensor]:
-    """All bytes in messages of a bounded size: small tensors together, large ones cut."""
+    """Yield all bytes in messages of bounded size: small tensors joined, large ones cut."""
     pending: list[Tensor] = []
     size = 0
     for part in parts:

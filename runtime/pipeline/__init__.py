@@ -1,1 +1,1 @@
-"""Execute pipeline plans: cut the model by the plan's layers, run the schedule's lists."""
+"""Execute pipeline plans: cut the model by the plan's layers and run the schedule."""

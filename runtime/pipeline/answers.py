@@ -1,8 +1,8 @@
-"""What a model answers, as a list of tensors and the form around them.
+"""Split a model's answer into a list of tensors and its form, so that the tensors can be sent.
 
-torch.export gives back containers that pytree knows. Models also answer with dataclasses, with
-mappings of their own, and with objects that no training step reads (the cache of keys and values
-of transformers): those are left out, and whoever touches one is told so.
+torch.export returns containers that pytree knows. Models also return dataclasses, mappings of
+their own, and objects that no training step reads (transformers' cache of keys and values). Such
+objects are left out, and a script that uses one gets an error that says so.
 """
 
 import copy
@@ -22,13 +22,13 @@ Rebuild = Callable[[Iterator[Any]], Any]
 
 
 class LeftOut:
-    """Stands in an answer for an object that stages cannot hand over."""
+    """Replaces, in an answer, an object that stages cannot send."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse to be used.
+        """Refuse any use of the object.
 
         Raises:
             TargetError: Always.
@@ -42,11 +42,11 @@ class LeftOut:
 
 
 def taken_apart(answer: Any) -> tuple[list[Any], Rebuild]:
-    """The tensors of an answer, and how others of the same kind get its form.
+    """Split an answer into its tensors and a function that rebuilds its form.
 
     Returns:
-        The tensors (while a model is traced, its symbolic numbers too), and a function that
-        takes an iterator of as many and gives the answer.
+        The tensors (while a model is traced, also its symbolic numbers), and a function that takes
+        an iterator of as many tensors and returns an answer of the same form.
     """
     leaves, spec = _pytree.tree_flatten(answer)
     tensors: list[Any] = []
@@ -67,7 +67,7 @@ def _leaf(value: Any) -> tuple[list[Any], Rebuild]:
         return _entries(dict(value), copy.copy(value), _set_item)
     if is_dataclass(value):
         found = {field.name: getattr(value, field.name, None) for field in fields(value)}
-        # A frozen one, too: the copy is nobody else's yet.
+        # Bypasses a frozen dataclass, which is safe: nothing else refers to the copy yet.
         return _entries(found, copy.copy(value), object.__setattr__)
     left_out = LeftOut(type(value).__name__)
     return [], lambda given: left_out
@@ -85,7 +85,7 @@ def _entries(
     for key, value in found.items():
         inside, makers[key] = taken_apart(value)
         tensors += inside
-        put(empty, key, None)  # what is traced must not live on in it
+        put(empty, key, None)  # it must not keep traced values alive
 
     def make(given: Iterator[Any]) -> Any:
         made = copy.copy(empty)

@@ -1,4 +1,4 @@
-"""A call of the model, by argument names: as tracers name its inputs."""
+"""The arguments of a call of the model, by the names that tracers give their inputs."""
 
 import inspect
 from typing import Any
@@ -13,10 +13,10 @@ _PLAIN = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 def by_placeholder(
     signature: inspect.Signature, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a call gives each input of a traced model, defaults included.
+    """The value that a call gives each input of a traced model, defaults included.
 
-    torch.fx takes ``**extra`` as one input of that name, torch.export each entry by its own: both
-    are there.
+    torch.fx has one input for ``**extra``, and torch.export one for each of its entries: the result
+    has both.
     """
     parameters = signature.parameters
     if not named and len(arguments) == len(parameters):

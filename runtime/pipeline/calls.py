@@ -1,4 +1,4 @@
-"""The call that a graph of torch.export was made for, and which other calls it holds for."""
+"""The call with which torch.export traced a model, and which other calls its graph is valid for."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,13 +11,13 @@ _HINT = "call the model as the profiled workload does, or profile it as the scri
 
 
 class TracedCall:
-    """Compares calls with the traced one.
+    """Compares calls of a model with the traced one.
 
     Args:
-        inputs: Its tensors by argument name.
+        inputs: The traced call's tensors by argument name.
         constants: Its other arguments.
-        guards: Called with the tensors, raises AssertionError where the code would have gone
-            another way for their sizes; None where this torch does not tell.
+        guards: Called with a call's tensors; raises AssertionError if the model's code would have
+            taken another branch for their sizes. None where this torch has no guards.
     """
 
     def __init__(
@@ -30,14 +30,14 @@ class TracedCall:
         self._held: set[tuple[Any, ...]] = set()
 
     def check(self, arguments: Mapping[str, Any]) -> None:
-        """Refuse a call that the graph does not hold for.
+        """Refuse a call for which the graph is not valid.
 
         Args:
-            arguments: By name (arguments.py), defaults included.
+            arguments: Arguments by name (arguments.py), defaults included.
 
         Raises:
-            TargetError: Other arguments than the traced call's, or other sizes than its code
-                takes the same way; says which.
+            TargetError: An argument differs from the traced call's, or the model's code would take
+                another branch for its sizes; names it.
         """
         tensors = []
         for name, value in arguments.items():

@@ -1,16 +1,15 @@
-"""Framed messages between workers: one transfer a message, of a size that both ends know.
+"""Framed messages between workers: one transfer per message, of a size that both ends know.
 
-A frame is a header of fixed size and a buffer for the payload (frames.py). The header counts the
-messages and states two sizes: of a description (every tensor's type and shape; none if the
-message is laid out as the last) and of the payload. The description is sent as a
+A frame is a header of fixed size and a buffer for the payload (frames.py). The header has the
+message's number and two sizes: that of a description (every tensor's dtype and shape; 0 if the
+message has the layout of the one before) and that of the payload. A description is sent as a
 message of its own, and so is a payload that is larger than the frame's buffer. So no receive is
-ever posted with a wrong size (gloo aborts the process, or accepts it in silence), nothing is
-described twice, and in the steady state a message is a single transfer into a buffer that was
-posted ahead. Sending never blocks; all waits
-end at the group's time limit.
+ever posted with a wrong size (gloo would abort the process, or accept it silently); and in the
+steady state a message is a single transfer into a buffer that was posted ahead. Sending never
+blocks. All waits end at the group's time limit.
 
-Where payloads have a channel of their own (transport.py), frames are headers only, and the payload
-follows from device to device.
+Where payloads have a channel of their own (transport.py), frames consist of headers only, and the
+payload follows from device to device.
 """
 
 from collections import deque
@@ -26,24 +25,24 @@ from .frames import Rooms
 from .messages import ALIGNMENT, Layout, Message, Value, describe, key_of, undescribe, write
 from .transport import Lines
 
-# Message number, bytes of the description that follows (0: as the last), of the payload.
+# Message number, bytes of the description that follows (0: same layout), bytes of the payload.
 _NUMBERS = Struct("=3q")
 HEADER_BYTES = ALIGNMENT
 
 
 class _Frame(NamedTuple):
-    """A buffer for messages of one layout, and where things stand in it."""
+    """A buffer for messages of one layout, and views of its parts."""
 
     whole: Tensor
     header: memoryview
     payload: Tensor
     layout: Layout
     values: tuple[Value, ...]
-    """Places of the values; empty if they do not fit in."""
+    """Views of the values in the payload; empty if they do not fit."""
 
     @classmethod
     def of(cls, layout: Layout, room: int) -> "_Frame":
-        """A frame with so much room for payload."""
+        """A frame whose buffer has ``room`` bytes for the payload."""
         whole = torch.empty(HEADER_BYTES + room, dtype=torch.uint8)
         payload = whole[HEADER_BYTES:]
         values = layout.places(payload) if layout.num_bytes <= room else ()
@@ -51,7 +50,7 @@ class _Frame(NamedTuple):
 
 
 class Outbox:
-    """The sending end of a channel. Buffers are kept until they have left."""
+    """The sending end of a channel. Buffers are kept until their messages were sent."""
 
     def __init__(self, lines: Lines) -> None:
         self._lines, self._are_joined = lines, lines.are_joined
@@ -62,16 +61,16 @@ class Outbox:
         self._free: list[_Frame] = []
 
     def send(self, values: tuple[Value, ...], limit: int | None = None) -> None:
-        """Start a message.
+        """Start to send a message.
 
         Args:
-            values: Tensors (of any device) and plain values.
-            limit: The most messages that may be under way, this one included: the caller knows
-                that older ones have arrived. (gloo never tells that a transfer is done, one has
-                to wait for it.) None for any number.
+            values: Tensors (on any device) and plain values.
+            limit: The largest number of messages outstanding, this one included: the caller knows
+                that older ones were received. gloo reports the end of a transfer only to those who
+                wait for it. None for any number.
 
         Raises:
-            TargetError: A value that cannot cross.
+            TargetError: A value cannot be sent.
         """
         key, text = key_of(values), b""
         if key != self._key:
@@ -97,7 +96,7 @@ class Outbox:
             self._let_go()
 
     def _frame(self, room: int) -> _Frame:
-        """One that has left, if there is one of this size."""
+        """A frame with a buffer of this size, reused if one has been sent."""
         while self._free:
             frame = self._free.pop()
             if frame.whole.numel() == HEADER_BYTES + room:
@@ -112,13 +111,13 @@ class Outbox:
             self._free.append(frame)
 
     def flush(self) -> None:
-        """Wait until all have left."""
+        """Wait until all messages were sent."""
         while self._leaving:
             self._let_go()
 
 
 class Inbox:
-    """The receiving end: the receives of the messages that come next are posted."""
+    """The receiving end of a channel; the receives of the next messages are posted ahead."""
 
     def __init__(self, lines: Lines) -> None:
         self._lines, self._are_joined = lines, lines.are_joined
@@ -128,11 +127,11 @@ class Inbox:
         self._post()
 
     def take(self) -> Message:
-        """The next message; waits for it.
+        """Wait for the next message and return it.
 
         Raises:
-            TargetError: Another message than the next, or of another size than its values have:
-                the workers do not run the same lists.
+            TargetError: The message has another number, or a size that does not match its values:
+                the workers do not run the same schedule.
         """
         work, frame = self._posted.popleft()
         work.wait()
@@ -160,7 +159,7 @@ class Inbox:
         return values, layout.wants
 
     def _post(self) -> None:
-        # Places are looked up here, many in a row, and not between two passes.
+        # Views are made here, many in a row, and not between two passes.
         ahead = self._rooms.ahead
         while len(self._posted) < len(ahead):
             frame = _Frame.of(self._layout, ahead[len(self._posted)])

@@ -1,4 +1,4 @@
-"""Cut a layered model into the modules of its stages, by the layers that a plan names."""
+"""Cut a layered model into the modules of its stages, at the layers that a plan names."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,20 +10,25 @@ from ...schema.errors import TargetError
 from .layered import LayeredModel, as_it_is
 
 BufferPlace = tuple[nn.Module, str]
-"""A module and the name of one of its buffers."""
+"""A module, and the name of one of its buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageModule:
     """One stage's part of the model.
 
-    ``module(*arguments, *inputs)`` takes the model's own arguments by name in ``arguments`` and
-    what earlier stages made (``inputs``); it returns the values in ``outputs``: all that later
-    stages need, also what only passes through. Of the last stage's values ``answer`` makes the
-    model's answer.
+    Call it with the model's own arguments that are in ``arguments``, then with the values of
+    earlier stages that are in ``inputs``. It returns the values in ``outputs``: all that later
+    stages need, including those that only pass through.
 
-    ``buffers`` are buffers of the model that the graph reads by name: places in ``module`` that
-    hold them, and places in the model (``refresh_buffers``).
+    Attributes:
+        module: The module that computes the stage.
+        arguments: Names of the model's arguments that it takes.
+        inputs: Names of the values of earlier stages that it takes.
+        outputs: Names of the values that it returns.
+        answer: Makes the model's answer from the last stage's values.
+        buffers: Buffers of the model that the graph reads by name: (place in ``module``, place in
+            the model) of each; see ``refresh_buffers``.
     """
 
     module: "fx.GraphModule | WholeModel"
@@ -34,32 +39,32 @@ class StageModule:
     buffers: tuple[tuple[BufferPlace, BufferPlace], ...] = ()
 
     def __call__(self, *values: Any) -> Any:
-        """Run the part: its outputs, or for the last stage the model's answer."""
+        """Run the stage: returns its outputs, or for the last stage the model's answer."""
         self.refresh_buffers()
         return self.answer(self.module(*values))
 
     @property
     def nodes(self) -> Sequence[fx.Node]:
-        """Of its graph; of a whole model, which is not traced, none."""
+        """The nodes of its graph; empty for a whole model, which is not traced."""
         return () if isinstance(self.module, WholeModel) else tuple(self.module.graph.nodes)
 
     def refresh_buffers(self) -> None:
-        """Read the buffers that stand in the model now: each virtual node has its own."""
+        """Take the buffers that are in the model now: each virtual node has its own."""
         for (holder, name), (owner, own_name) in self.buffers:
             holder._buffers[name] = owner._buffers[own_name]
 
 
 CALL = "the call"
-"""The argument under which a whole model gets its call, as (arguments, named arguments)."""
+"""The argument that gives a whole model its call, as (arguments, named arguments)."""
 
 
 class WholeModel(nn.Module):
-    """The only stage of a model, which needs no graph."""
+    """The only stage of a model, which runs without a graph."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._forward = model.forward  # the model's own is put aside while it trains
+        self._forward = model.forward  # while the model trains, its ``forward`` is replaced
 
     def forward(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Call the model as the script did."""
@@ -68,18 +73,18 @@ class WholeModel(nn.Module):
 
 
 def whole(model: nn.Module) -> StageModule:
-    """A model that is one stage, as it stands."""
+    """The stage of a model that is one stage, without tracing it."""
     return StageModule(
         module=WholeModel(model), arguments=(CALL,), inputs=(), outputs=(), answer=as_it_is
     )
 
 
 def cut(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> list[StageModule]:
-    """One module a stage, sharing the model's own submodules and parameters.
+    """Cut a model into one module per stage; they share the model's submodules and parameters.
 
     Raises:
-        TargetError: The plan names other layers than the model has, or a tensor would have to
-            flow backwards; says which.
+        TargetError: The plan names other layers than the model has, or a tensor would flow to an
+            earlier stage; says which.
     """
     stage_of = _assign(layered, stages)
     last = len(stages) - 1
@@ -110,10 +115,10 @@ def cut(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> list[StageMod
 
 
 def check_crossing(part: StageModule, values: Sequence[Any], stage: int) -> None:
-    """Refuse what cannot be sent from a stage to the next.
+    """Refuse values that cannot be sent from a stage to the next.
 
     Raises:
-        TargetError: Something that is no tensor, number or tuple of numbers; says which.
+        TargetError: A value is no tensor, number or tuple of numbers; says which.
     """
     for name, value in zip(part.outputs, values, strict=True):
         if not _can_cross(value):
@@ -200,7 +205,7 @@ def _build(
 def _buffers(
     model: nn.Module, module: fx.GraphModule, named: list[str]
 ) -> tuple[tuple[BufferPlace, BufferPlace], ...]:
-    """Where buffers stand that the graph has by name, and not in a module that it calls."""
+    """The places of buffers that the graph reads by name, outside of modules that it calls."""
     places = []
     owners = dict(model.named_modules(remove_duplicate=False))
     for name in named:

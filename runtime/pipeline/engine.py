@@ -1,9 +1,9 @@
-"""Steps under a pipeline plan: the same script, the model run stage by stage.
+"""The engine of a pipeline plan: the script is the same, and the model runs stage by stage.
 
-``job.backward`` calls the script's function once a microbatch on every worker. Where the function
-calls the model, this worker's stage runs instead: in the middle of the pipeline the function is
-left there, on the last stage it goes on to the loss. So whatever the function does around the
-model (autocast, preparation of inputs) holds on every stage.
+On every worker ``job.backward`` calls the script's function once for each microbatch. When the
+function calls the model, this worker's stage runs instead. On the last stage the function then
+continues to the loss; on the others it ends there. So whatever the function does around the model
+(autocast, preparation of inputs) holds on every stage.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,11 +50,11 @@ from .unflushed import Unflushed
 
 
 def _any_call(arguments: Mapping[str, Any]) -> None:
-    """A model that is not traced takes every call."""
+    """Accept every call: a model that is not traced takes any."""
 
 
 def _sharing_of(model: nn.Module, work: PipelineWork) -> Sharing:
-    """What of the model is shared, where some group is of more than one worker."""
+    """How the model's layers are shared, where some tensor-parallel group has several workers."""
     degrees = {len(group) for group in work.groups}
     if degrees == {1}:
         return Sharing({}, {}, {})
@@ -66,15 +66,17 @@ def _sharing_of(model: nn.Module, work: PipelineWork) -> Sharing:
 
 
 class PipelineEngine:
-    """See ``StepEngine``. Its model runs inside a step's function only, until it is closed.
+    """Runs steps under a pipeline plan; see ``StepEngine``.
+
+    Until it is closed, the model can be called only in the function of a step.
 
     Args:
-        session: What the parts of the job share.
+        session: The state that the parts of the job share.
         work: The stages, and the schedule of their passes.
 
     Raises:
-        TargetError: A model that cannot be cut as planned, or an optimizer that cannot be shared,
-            or the workers built different models.
+        TargetError: The model cannot be cut as planned, the optimizer cannot be shared among
+            workers, or the workers built different models.
     """
 
     keeps_groups = True
@@ -131,8 +133,8 @@ class PipelineEngine:
         self._synchroniser = Synchroniser(self._ownership, place, work, transport)
         self._executor = Executor(group, transport, Routes(place.rank, groups))
         self._model = SpreadModel(model, check_call)
-        self._microbatches: StepMicrobatches | None = None  # of the step under way
-        # Without flushes the stages read versions, and never the parameters themselves.
+        self._microbatches: StepMicrobatches | None = None  # of the step in progress
+        # If the schedule does not flush, stages read weight versions, never the parameters.
         self._strangers = {
             id(parameter): name
             for name, parameter in self._ownership.parameters.items()
@@ -148,7 +150,7 @@ class PipelineEngine:
             )
 
     def _parts(self) -> tuple[list[StageModule], Callable[[Mapping[str, Any]], None]]:
-        """The model's parts, and what checks its calls; its parameters are where they were.
+        """The model's stages and a check of its calls; parameters return to their places after.
 
         A parallel plan of one stage needs no graph, so its model need not be traceable.
         """
@@ -175,7 +177,7 @@ class PipelineEngine:
             )
 
     def shared(self) -> list[SharedTensors]:
-        """What several workers hold alike: a stage's replicas, and stages with a tied weight."""
+        """Tensors that must be equal: on a stage's replicas, and on stages with a tied weight."""
         ownership = self._ownership
         sets: dict[Holders, dict[str, Tensor]] = {}
         for name, parameter in ownership.parameters.items():
@@ -188,20 +190,20 @@ class PipelineEngine:
 
     @property
     def weight_versions(self) -> int:
-        """The most versions of a stage's weights that this worker has held at once."""
+        """The largest number of versions of a stage's weights held at once on this worker."""
         return self._unflushed.most_versions if self._unflushed is not None else 0
 
     @property
     def activations_held(self) -> int:
-        """The most microbatches whose activations this worker has held at once, of one stage."""
+        """The largest number of microbatches of one stage whose activations were held at once."""
         return max(stage.most_in_flight for stage in self._stages.values())
 
     def run(self, step: Step) -> Tensor:
         """Run the schedule over one global batch; see ``StepEngine.run``.
 
-        Where the schedule flushes, ``param.grad`` of this worker's parameters is the gradient of
-        the mean loss over the global batch. Where it does not, the updates have been made, and
-        the loss returned is the batch's before (the first batch's for the first).
+        If the schedule flushes, ``param.grad`` of this worker's parameters is the gradient of the
+        mean loss over the global batch. If not, the updates have been made, and the loss returned
+        is that of the previous batch (in the first step, of the first batch).
         """
         session, batch = self._session, step.batch
         self._ownership.strip()
@@ -250,23 +252,23 @@ class PipelineEngine:
 
     @property
     def is_drained(self) -> bool:
-        """Whether no microbatch is in flight: each parameter has its newest value only."""
+        """Whether no microbatch is in flight, so each parameter has only its newest value."""
         return self._unflushed is None or self._unflushed.is_drained
 
     def drain(self) -> None:
-        """Finish what is in flight, where the schedule has no flushes. Call it on all workers."""
+        """Finish the microbatches in flight if the schedule does not flush. Call it on all."""
         if self._unflushed is not None:
             self._unflushed.drain(self)
 
     def begin_epoch(self, epoch: int, num_batches: int, last_batch_samples: int) -> None:
-        """Without flushes an epoch is one run of the schedule, drained at its end."""
+        """Without flushes, run the schedule once over an epoch, with a drain at its end."""
         if self._unflushed is not None:
             self._unflushed.epoch_of(epoch, num_batches, last_batch_samples)
         elif last_batch_samples < self._work.num_microbatches:
             self._check_short_batch(last_batch_samples)
 
     def _check_short_batch(self, samples: int) -> None:
-        """Now, and not at the end of the epoch."""
+        """Refuse a short last batch when the epoch begins, not when it ends."""
         try:
             schedule_of(self._work, samples)
         except ProblemError as error:
@@ -276,10 +278,10 @@ class PipelineEngine:
                 hint="give the DataLoader drop_last=True",
             ) from None
 
-    # What the executor asks for
+    # Called by the executor
 
     def forward(self, operation: Operation, received: Message) -> tuple[Any, ...]:
-        """Run this worker's stage inside the script's function."""
+        """Run this worker's stage inside the script's function; see ``Passes``."""
         number, microbatch = operation.stage, operation.microbatch
         late, session, batch = self._unflushed, self._session, self._microbatches
         assert batch is not None
@@ -298,7 +300,7 @@ class PipelineEngine:
 
         entered = session.clock.begin_pass()
         with held(self._work.stages[number].forward_seconds):
-            # An emulated device's samples are there in time, as a real one's prefetched ones.
+            # An emulated device does not wait for samples, as a real one finds them prefetched.
             item, inputs = batch.input_of(microbatch - (late.offset if late else 0))
             began = session.clock.begin_pass()
             self.buffers.load(item.virtual_node)
@@ -321,7 +323,7 @@ class PipelineEngine:
         return tuple(results)
 
     def backward_pass(self, operation: Operation, gradients: Any) -> tuple[Any, ...]:
-        """Run a backward pass, or half of one."""
+        """Run a backward pass, or half of one; see ``Passes``."""
         began = self._session.clock.begin_pass()
         made = self._backward_pass(operation, gradients)
         self._session.clock.end_stage_pass(operation.stage, began, is_backward=True)
@@ -346,19 +348,19 @@ class PipelineEngine:
         return made
 
     def reduce(self, operation: Operation) -> None:
-        """Sum a round's gradients over the replicas; flushes do all of it at their end."""
+        """Sum a round's gradients over the replicas; a flush sums them at its end instead."""
         if self._unflushed is not None:
             self._unflushed.reduce(operation)
 
     def update(self, operation: Operation) -> None:
-        """Make the next weight version; after a flush the script itself does."""
+        """Make the next weight version; after a flush, the script updates instead."""
         if self._unflushed is not None:
             self._unflushed.update(operation)
 
     # The whole model
 
     def digest(self) -> str:
-        """See ``StepEngine``; no worker needs the parameters of the others for it."""
+        """See ``StepEngine``; no worker needs the others' parameters for it."""
         session, ownership = self._session, self._ownership
         final = final_tensors(session.model, session.parameters)
         return digest_of_pieces(
@@ -369,12 +371,12 @@ class PipelineEngine:
         )
 
     def gather(self) -> None:
-        """Bring the parameters of all stages to every worker. Call it on all."""
+        """Bring the parameters of all stages to every worker. Call it on all workers."""
         self._ownership.gather()
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
-        """The whole model after ``gather``; stages again afterwards."""
+        """Use the whole model after ``gather``; afterwards, stages again."""
         model = self._session.model
         self._model.release()
         self._sharded.remove()
@@ -388,14 +390,18 @@ class PipelineEngine:
             self._ownership.strip()
 
     def check_predicts(self) -> None:
-        """Refuse: virtual nodes of a pipeline are spread over its stages."""
+        """Refuse ``job.predict``: no worker of a pipeline runs a whole pass.
+
+        Raises:
+            TargetError: Always.
+        """
         raise TargetError(
             "job.predict is for split plans",
             hint="use job.evaluation(): the whole model is on every worker inside it",
         )
 
     def close(self) -> None:
-        """No further step; the model is the script's again, where all of it is here."""
+        """End the engine; the model belongs to the script again, if all of it is here."""
         if not self._ownership.is_whole:
             return
         self._model.release()

@@ -1,8 +1,9 @@
-"""Sums of a few numbers over all workers at the end of a step, by messages posted ahead.
+"""Sum a few numbers over all workers at the end of a step, by messages posted ahead.
 
 The workers of a pipeline end a step one after another. Each sends its numbers to all others when it
-is done. So the last worker has all numbers at once, and the others wait for a single message; an
-all-reduce would start only then and take several. With many workers that is too many messages.
+is done. So the last worker has all numbers at once, and the others wait for a single message. An
+all-reduce would start only then and take several messages. For many workers, n * (n - 1) messages
+are too many, and an all-reduce is used.
 """
 
 import torch
@@ -16,7 +17,7 @@ _TAG = 5
 
 
 class Exchange:
-    """Adds up vectors of float64, of one length on all workers.
+    """Sums float64 vectors of equal length over all workers.
 
     Attributes:
         own: [length] this worker's vector, to be written before each sum.
@@ -44,7 +45,7 @@ class Exchange:
             self._receiving = [line.receive(vector) for _, line, vector in self._peers]
 
     def sum(self) -> Tensor:
-        """[length] the sum over all workers, added in order of ranks: the same bits everywhere."""
+        """[length] the sum over all workers in order of ranks, so all get the same bits."""
         if not self._peers:
             if self._transport is not None:
                 peers.all_reduce(self.own, group=self._transport.up)

@@ -1,4 +1,4 @@
-"""Run a schedule's lists: nothing here decides what happens when (schedules/operations.py)."""
+"""Run a schedule's operation lists; the schedule alone decides the order (schedules/)."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +16,10 @@ NOTHING: Message = ((), ())
 
 
 class Passes(Protocol):
-    """What a job does around the operations."""
+    """The work of the operations, which an engine does for an executor."""
 
     def forward(self, operation: Operation, received: Message) -> tuple[Any, ...]:
-        """Run the stage's forward pass; return what goes to the next stage."""
+        """Run the stage's forward pass; return the values for the next stage."""
 
     def backward_pass(
         self, operation: Operation, gradients: tuple[Any, ...] | None
@@ -34,21 +34,21 @@ class Passes(Protocol):
 
 
 class _Step(NamedTuple):
-    """An operation, and what follows from its place in the list."""
+    """An operation, and facts that follow from its position in the list."""
 
     operation: Operation
     run: "Action"
     place: tuple[int, int]
     channel: tuple[int, bool]
-    """Of a transfer: the other rank, and whether activations are carried."""
+    """Of a transfer: the other rank, and whether it carries activations."""
     leaves: bool
-    """Whether what the pass makes goes to another rank (its send follows in the list)."""
+    """Whether the pass's result goes to another rank (its send follows in the list)."""
     starts: bool
     """Whether it asks for a microbatch for the first time."""
 
 
 class _Program:
-    """One rank's list, looked through once: a training loop runs it again and again."""
+    """One rank's list, analysed once: a training loop runs it many times."""
 
     def __init__(self, schedule: Schedule, rank: int) -> None:
         operations = schedule.ranks[rank]
@@ -80,14 +80,14 @@ _SENT_BY = {
 
 
 class Executor:
-    """One rank of a pipeline: its channels, and its place in the list.
+    """One rank of a pipeline: its channels, and its position in the list.
 
-    A rank of a schedule is a tensor-parallel group, of which this is one worker.
+    A rank of a schedule is a tensor-parallel group; this worker is one of the group.
 
     Args:
         rank: The group's number.
-        transport: None for one worker.
-        routes: Whom this worker sends to of another group, and whom it receives from.
+        transport: The groups for messages; None for a single worker.
+        routes: To which workers of other groups this worker sends, and from which it receives.
     """
 
     def __init__(self, rank: int, transport: Transport | None, routes: Routes) -> None:
@@ -103,14 +103,14 @@ class Executor:
 
     @property
     def is_drained(self) -> bool:
-        """Whether the list is done: nothing is in flight."""
+        """Whether the list is done, so nothing is in flight."""
         return self._program is None or self._next == len(self._program.steps)
 
     def begin(self, schedule: Schedule) -> tuple[Operation, ...]:
-        """Start a schedule; receives are posted from the first one on, ahead of need.
+        """Start a schedule; from the first receive on, receives are posted ahead.
 
         Returns:
-            This rank's list.
+            This rank's list of operations.
         """
         if self._program is None or self._program.schedule is not schedule:
             self._program = _Program(schedule, self._rank)
@@ -121,10 +121,13 @@ class Executor:
         return schedule.ranks[self._rank]
 
     def shorten(self, schedule: Schedule) -> tuple[Operation, ...]:
-        """End earlier: go on with a schedule of fewer microbatches, which began the same way.
+        """End earlier: continue with a schedule of fewer microbatches and the same beginning.
 
         Returns:
-            What is left of this rank's list.
+            The rest of this rank's list.
+
+        Raises:
+            ProblemError: The shorter schedule does not begin with the operations already run.
         """
         assert self._program is not None
         before, now = (whole.ranks[self._rank] for whole in (self._program.schedule, schedule))
@@ -134,7 +137,7 @@ class Executor:
         return now[self._next :]
 
     def run(self, passes: Passes, before: int | None = None) -> None:
-        """Run the list, or up to where a microbatch from ``before`` on is asked for."""
+        """Run the list, to its end or until it asks for microbatch ``before`` or a later one."""
         assert self._program is not None
         steps = self._program.steps
         while self._next < len(steps):
@@ -219,7 +222,7 @@ _ACTIONS: dict[Kind, Action] = {
 
 
 def held(seconds: float | None) -> AbstractContextManager[None]:
-    """Run a pass inside; on an emulated device leave no earlier than its stated time."""
+    """Run a pass inside; on an emulated device, leave no earlier than its stated seconds."""
     return nullcontext() if seconds is None else _held(seconds)
 
 

@@ -1,11 +1,11 @@
-"""Layers of a model that torch.fx cannot trace, by torch.export.
+"""Find the layers of a model that torch.fx cannot trace, by torch.export.
 
-torch.export runs the model's own Python with the arguments of a real call, so control flow on
-shapes, options and missing arguments goes the way it went. Every size that the code does not fix
-stays open, the batch above all; what the code asked of sizes on the way becomes guards, and a call
-that breaks one is refused. The graph is of single operators, each of which knows the module it
-came from; layers are named after those modules as torch.fx would. Batch-norm stays a call of the
-model's own module, whose statistics a pipeline keeps apart by microbatch.
+torch.export runs the model's own Python with the arguments of a real call, so control flow that
+depends on shapes, options and missing arguments takes the branches of that call. Every size that
+the code does not fix stays open, above all the batch size. What the code asks about sizes becomes
+guards; a call that breaks a guard is refused. The graph consists of single operators, each of which
+knows the module it came from; layers are named after those modules, as torch.fx would. Batch-norm
+stays a call of the model's own module, whose statistics a pipeline keeps separate by microbatch.
 """
 
 import warnings
@@ -30,13 +30,13 @@ _NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
 
 
 class _Form:
-    """The form of the answer, noted while the model runs; export puts plain attributes back."""
+    """The form of the answer, noted while the model runs; export resets plain attributes."""
 
     rebuild: Rebuild
 
 
 class _Called(nn.Module):
-    """The model as a function of its tensors alone, in order, that gives tensors alone."""
+    """The model as a function from a list of its tensors to a list of tensors."""
 
     def __init__(self, model: nn.Module, names: list[str], constants: Mapping[str, Any]) -> None:
         super().__init__()
@@ -56,13 +56,13 @@ def exported_layers(
     """Trace a model by exporting it.
 
     Args:
-        model: In training mode.
-        inputs: The tensors of a call by argument name; values do not matter.
+        model: The model, in training mode.
+        inputs: The tensors of a call by argument name; their values do not matter.
         constants: The call's other arguments.
 
     Raises:
-        TargetError: It cannot be exported, or keeps statistics of its own that a pipeline must
-            keep apart by microbatch; says why.
+        TargetError: It cannot be exported, or it keeps statistics of its own that a pipeline would
+            have to keep separate by microbatch; says why.
     """
     called = _Called(model, list(inputs), constants).train(model.training)
     try:
@@ -71,16 +71,16 @@ def exported_layers(
             warnings.simplefilter("ignore")
             module = program.module()
     except Exception as error:
-        # Whatever a model's code raises on symbolic shapes is the reason that is reported.
+        # Any error of a model's code on symbolic shapes is reported as the reason.
         raise TargetError(f"torch.export: {_first_line(error)}") from error
     call = TracedCall(dict(inputs), dict(constants), getattr(module, _GUARDS, None))
     return _layered(model, module, call, called.form.rebuild)
 
 
 def _program(called: _Called, inputs: tuple[Tensor, ...]) -> Any:
-    """Every size open; where the model's code does not bear that, the batch alone."""
+    """Export with every size open; if the model's code fails on that, with the batch size only."""
     auto = torch.export.Dim.AUTO
-    # Export fixes sizes of one anyway, and warns.
+    # Export fixes sizes of 1 in any case, and warns.
     all_sizes = tuple(
         {place: auto for place, size in enumerate(tensor.shape) if size > 1} for tensor in inputs
     )
@@ -90,7 +90,7 @@ def _program(called: _Called, inputs: tuple[Tensor, ...]) -> Any:
         try:
             return _export(called, inputs, all_sizes)
         except Exception:
-            # Whatever it was, the second attempt fails by it too, or does not need it.
+            # Whatever the error: the second attempt fails with it too, or avoids it.
             return _export(called, inputs, batch)
 
 
@@ -139,7 +139,7 @@ def _layered(
 def _name_in_model(
     node: fx.Node, module: fx.GraphModule, model: nn.Module, constants: dict[str, Any]
 ) -> None:
-    """Let an attribute's name start at the model; what the export made itself is a constant."""
+    """Give an attribute its name in the model; what export itself made becomes a constant."""
     name = str(node.target)
     own = name.removeprefix(f"{_ROOT}.")
     if own != name and isinstance(_attribute(model, own), Tensor):
@@ -150,7 +150,7 @@ def _name_in_model(
 
 
 def _attribute(root: nn.Module, name: str) -> Any:
-    """What stands under a dotted name, or None."""
+    """The object under a dotted name; None if there is none."""
     held: Any = root
     for part in name.split("."):
         held = getattr(held, part, None)
@@ -158,7 +158,7 @@ def _attribute(root: nn.Module, name: str) -> Any:
 
 
 def _restore_norms(model: nn.Module, graph: fx.Graph) -> None:
-    """Call the model's own module where operators would update its running statistics."""
+    """Call the model's own module in place of operators that update its running statistics."""
     for node in list(graph.nodes):
         call = _leaf_call(model, node) if node.op == "call_function" else None
         if call is None:
@@ -173,11 +173,11 @@ def _restore_norms(model: nn.Module, graph: fx.Graph) -> None:
             node.replace_all_uses_with(made)
             graph.erase_node(node)
         elif not node.users:
-            graph.erase_node(node)  # it counts the batches, as the module does
+            graph.erase_node(node)  # the module itself counts its batches
 
 
 def _name_of(node: fx.Node) -> str:
-    """Of an operator, without its overload."""
+    """The name of an operator, without its overload."""
     return str(getattr(node.target, "__name__", node.target)).split(".")[0]
 
 
@@ -195,7 +195,7 @@ def _refuse_updates(graph: fx.Graph, buffers: Mapping[str, Tensor]) -> None:
 
 
 def _group(model: nn.Module, nodes: Sequence[fx.Node]) -> tuple[Layer, ...]:
-    """Operators of one call of a module are a layer; others belong to the layer before."""
+    """Group the operators of one module call into a layer; others join the layer before them."""
     groups: list[tuple[str, str, list[fx.Node]]] = []
     waiting: list[fx.Node] = []
     last = None
@@ -218,10 +218,10 @@ def _group(model: nn.Module, nodes: Sequence[fx.Node]) -> tuple[Layer, ...]:
 
 
 def _leaf_call(model: nn.Module, node: fx.Node) -> tuple[str, str] | None:
-    """The call of the outermost module without layers inside that an operator came from."""
+    """The call of the outermost module with no layers inside that an operator came from."""
     for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
         name = path.removeprefix(_ROOT).removeprefix(".")
-        # What the export adds itself carries names that are no modules.
+        # Nodes that export adds itself have names that are no modules.
         module = _attribute(model, name) if name else None
         if isinstance(module, nn.Module) and is_leaf(module):
             return key, name

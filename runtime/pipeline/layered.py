@@ -1,4 +1,4 @@
-"""A model as named layers over a graph, however it was traced."""
+"""A model as named layers over a graph; which tracer made the graph does not matter."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from torch import fx, nn
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer: its name, its kind (a class or function), and its nodes, in order."""
+    """One layer: its name, its kind (a class or a function), and its nodes in order."""
 
     id: str
     op: str
@@ -19,11 +19,11 @@ class Layer:
 
 
 def _any_call(arguments: Mapping[str, Any]) -> None:
-    """A graph of torch.fx holds for every call: what it cannot follow, it fails at."""
+    """Accept every call: a graph of torch.fx is valid for all calls that torch.fx can trace."""
 
 
 def as_it_is(result: Any) -> Any:
-    """For graphs that end with the answer itself."""
+    """Return the result: for graphs that end with the answer itself."""
     return result
 
 
@@ -31,19 +31,19 @@ def as_it_is(result: Any) -> Any:
 class LayeredModel:
     """A traced model.
 
-    Nodes of no layer are computed by every stage that needs them: attributes, and what follows
-    from the model's inputs alone (shared.py).
+    Nodes of no layer are computed by every stage that needs them: attributes, and values that
+    depend on the model's inputs alone (shared.py).
 
     Args:
         model: The model itself; its modules, parameters and buffers are found in it by name.
-        arguments: Its inputs.
-        layers: In an order in which any cut is valid.
-        result: What the graph ends with.
-        shared: Nodes that follow from the inputs alone, in order.
-        whole: Modules with layers inside that had to be taken as one.
-        constants: What the graph reads that is not the model's, by name.
-        answer: Makes the model's answer of ``result``.
-        check_call: Refuses a call, by argument names, that the graph does not hold for.
+        arguments: The graph's input nodes.
+        layers: The layers, in an order in which any cut is valid.
+        result: The value with which the graph ends.
+        shared: Nodes that depend on the inputs alone, in order.
+        whole: Names of modules with layers inside that had to be taken as one layer.
+        constants: Values that the graph reads and the model does not have, by name.
+        answer: Makes the model's answer from ``result``.
+        check_call: Refuses a call, given by argument names, for which the graph is not valid.
     """
 
     model: nn.Module
@@ -58,7 +58,7 @@ class LayeredModel:
 
     @property
     def edges(self) -> tuple[tuple[str, str], ...]:
-        """Which layer feeds which, in order, each pair once."""
+        """Pairs of layers of which the first feeds the second, in order, each pair once."""
         owner = {node: layer.id for layer in self.layers for node in layer.nodes}
         found = {
             (owner[source], layer.id): None
@@ -70,14 +70,14 @@ class LayeredModel:
         return tuple(found)
 
     def attribute(self, name: str) -> Any:
-        """What a node of the graph means by a name: a module, parameter, buffer or constant."""
+        """The module, parameter, buffer or constant that a node of the graph names."""
         if name in self.constants:
             return self.constants[name]
         return reduce(getattr, name.split("."), self.model)
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether a module is one layer: without modules inside, or torch's own, as torch.fx has it."""
+    """Whether a module is one layer, as torch.fx defines it: no modules inside, or torch's own."""
     if next(module.children(), None) is None:
         return True
     return type(module).__module__.startswith("torch.nn") and not isinstance(
@@ -86,7 +86,7 @@ def is_leaf(module: nn.Module) -> bool:
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """Names made unique: the second call of a module is ``name#2``."""
+    """Make names unique: the second call of a module is ``name#2``."""
     calls: dict[str, int] = {}
     found = []
     for name in names:
@@ -96,7 +96,7 @@ def numbered(names: Sequence[str]) -> list[str]:
 
 
 def writes(node: fx.Node) -> bool:
-    """Whether a function or method writes on its input."""
+    """Whether a node's function or method writes to its input."""
     if node.op not in ("call_method", "call_function"):
         return False
     if node.target is operator.setitem:

@@ -1,7 +1,7 @@
-"""Losses under a pipeline: what may follow the model's answer.
+"""Check which parameters a loss reads under a pipeline.
 
-The last stage's worker has stand-ins for the parameters of other stages, so a loss that reads them
-(a decay term) would be silently wrong. Autograd's graph shows which parameters a loss reads.
+The last stage's worker has stand-ins for other stages' parameters, so a loss that reads these (a
+weight-decay term) would be silently wrong. Autograd's graph shows which parameters a loss reads.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from ...schema.errors import TargetError
 
 
 def nodes_of(value: Any) -> Iterator[Any]:
-    """The autograd nodes that made the tensors in a nest of lists, tuples and dicts."""
+    """Yield the autograd nodes that made the tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         if value.grad_fn is not None:
             yield value.grad_fn
@@ -26,12 +26,12 @@ def nodes_of(value: Any) -> Iterator[Any]:
 
 
 def check_reads_none_of(loss: Any, strangers: Mapping[int, str], answered: set[Any]) -> None:
-    """Refuse a loss that depends on a parameter which is not here.
+    """Refuse a loss that depends on a parameter which this worker does not hold.
 
     Args:
-        loss: What the script's function returned.
+        loss: The result of the script's function.
         strangers: Names of the parameters that must not be read, by ``id``.
-        answered: Nodes that made the model's answer; the search ends at them.
+        answered: Nodes that made the model's answer; the search stops at them.
 
     Raises:
         TargetError: Names the parameter.

@@ -1,4 +1,4 @@
-"""What a message between stages is made of, and how it stands in memory."""
+"""The values of a message between stages, and their layout in memory."""
 
 import json
 from typing import Any, NamedTuple
@@ -10,13 +10,13 @@ from ...schema.errors import TargetError
 
 Value = Tensor | int | float | bool | None | tuple[Any, ...]
 Message = tuple[tuple[Value, ...], tuple[bool, ...]]
-"""Values, and which of them want a gradient back."""
+"""Values, and for each whether a gradient must be sent back."""
 
-ALIGNMENT = 64  # of every tensor in a payload, as of those that torch itself makes
+ALIGNMENT = 64  # bytes; of every tensor in a payload, as torch's own allocator gives
 
 
 class _Part(NamedTuple):
-    """One value of a message: where a tensor's bytes stand, or the value itself."""
+    """One value of a message: where a tensor's bytes are in the payload, or the value itself."""
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
@@ -27,7 +27,7 @@ class _Part(NamedTuple):
 
 
 class Layout:
-    """How the values of a message stand in its payload, and which of them want a gradient."""
+    """Where the values of a message are in its payload, and which of them want a gradient."""
 
     def __init__(self, parts: tuple[_Part, ...]) -> None:
         self.parts = parts
@@ -49,7 +49,7 @@ class Layout:
         return cls(tuple(parts))
 
     def places(self, payload: Tensor) -> tuple[Value, ...]:
-        """Where each tensor stands in a payload, as views of it; other values as they are."""
+        """A view of each tensor in a payload; other values as they are."""
         return tuple(
             part.value
             if part.dtype is None
@@ -59,7 +59,7 @@ class Layout:
 
 
 def write(values: tuple[Value, ...], places: tuple[Value, ...]) -> None:
-    """Copy the tensors of a message to where they stand in its payload (``Layout.places``)."""
+    """Copy the tensors of a message into its payload (``places`` from ``Layout.places``)."""
     for value, place in zip(values, places, strict=True):
         if isinstance(place, Tensor):
             assert isinstance(value, Tensor)
@@ -67,10 +67,10 @@ def write(values: tuple[Value, ...], places: tuple[Value, ...]) -> None:
 
 
 def key_of(values: tuple[Value, ...]) -> tuple[Any, ...]:
-    """What decides a layout: equal keys, equal layouts.
+    """The key of a message's layout: equal keys have equal layouts.
 
     Raises:
-        TargetError: A value that is no tensor, number or tuple of numbers.
+        TargetError: A value is no tensor, number or tuple of numbers.
     """
     return tuple(
         (value.dtype, value.shape, value.requires_grad)
@@ -81,7 +81,7 @@ def key_of(values: tuple[Value, ...]) -> tuple[Any, ...]:
 
 
 def describe(key: tuple[Any, ...]) -> bytes:
-    """A key as text that ``undescribe`` reads; nothing is unpickled."""
+    """Write a key as text that ``undescribe`` reads; nothing is pickled."""
     entries = [
         entry if len(entry) == 1 else [str(entry[0])[6:], list(entry[1]), entry[2]] for entry in key
     ]
@@ -89,7 +89,7 @@ def describe(key: tuple[Any, ...]) -> bytes:
 
 
 def undescribe(text: bytes) -> tuple[Any, ...]:
-    """The key that was described."""
+    """Read the key that ``describe`` wrote."""
     return tuple(
         (entry[0],) if len(entry) == 1 else (getattr(torch, entry[0]), tuple(entry[1]), entry[2])
         for entry in json.loads(text)

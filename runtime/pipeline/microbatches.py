@@ -1,4 +1,4 @@
-"""What a pipeline holds of one step: its microbatches' inputs, and how to treat its loss."""
+"""The microbatches of one step on a worker: their inputs, and the treatment of their losses."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +16,8 @@ class StepMicrobatches:
 
     Args:
         step: The call.
-        scaling: Of the step's loss.
-        strangers: Names of the parameters, under their ids, that the loss may not read.
+        scaling: The scaling of the step's loss.
+        strangers: Names of the parameters that the loss may not read, by ``id``.
     """
 
     def __init__(self, step: Step, scaling: LossScaling, strangers: Mapping[int, str]) -> None:
@@ -36,16 +36,16 @@ class StepMicrobatches:
         return self._inputs[microbatch]
 
     def answered(self, answer: Any) -> None:
-        """Remember what the last stage gave the function, before the function makes its loss."""
+        """Remember the last stage's answer before the function computes a loss from it."""
         self._answered = set(nodes_of(answer))
 
     def look_at(self, loss: Tensor, num_samples: int) -> None:
-        """Check a loss that the function made, and let ``job.agreement`` look into it.
+        """Check the loss [] that the function returned, also by ``job.agreement``.
 
         Raises:
             TargetError: It reads parameters of other stages.
         """
-        if not self._loss_is_checked:  # later microbatches go the same way
+        if not self._loss_is_checked:  # later microbatches run the same code
             check_reads_none_of(loss, self._strangers, self._answered)
         self._loss_is_checked = True
         self.step.agreement.look_at(loss, num_samples, self._answered)

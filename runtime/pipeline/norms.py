@@ -1,8 +1,8 @@
-"""The norms of gradients that are on other workers.
+"""The norms of gradients that other workers hold.
 
-Workers exchange all norms in the first step; later the 2-norm, and those other norms that the
-script has asked for on some worker. When a script asks for a further norm, all workers exchange it
-at once.
+In the first step workers exchange all norms; later only the 2-norm, and other norms that the script
+has asked for on some worker. If a script asks for a further norm, all workers exchange all norms at
+once.
 """
 
 import math
@@ -19,25 +19,25 @@ from ...schema.errors import PeerLostError, TargetError
 from ..group import Place
 from ..tensor.lanes import Lanes
 
-# In this order in all tables.
+# Tables list the norms in this order.
 NORMS = (2.0, 1.0, math.inf)
 NUM_ROWS = 1 + len(NORMS)
 PATIENCE_SECONDS = 30.0
-"""For workers that must ask as well: they are all behind the same step."""
+"""How long to wait for workers that must ask too; all are between the same two steps."""
 Table = NDArray[np.float64]
-"""[NUM_ROWS, parameters] whether a parameter has a gradient, and its norms."""
+"""[NUM_ROWS, parameters] whether a parameter has a gradient, then its norms; float64."""
 
 
 class ToldNorms:
-    """What the workers have told each other in this step.
+    """The norms that workers have sent each other in this step.
 
     Attributes:
-        wanted: The norms that are told in each step.
-        asked: Those that this worker's script has asked for, ever.
+        wanted: The norms that are sent in each step.
+        asked: The norms that this worker's script has ever asked for.
     """
 
     def __init__(self, tell: Callable[[], Table], place: Place) -> None:
-        """``tell`` makes a table of all norms as they are now; all workers run it together."""
+        """``tell`` makes a table of all norms as they are now; all workers call it together."""
         self._tell, self._place = tell, place
         self._num_meetings = 0
         self.wanted = set(NORMS)
@@ -47,16 +47,16 @@ class ToldNorms:
         self._ratios: dict[float, list[float]] = {}
 
     def take(self, table: Table, known: set[float]) -> None:
-        """Take a step's table, with the norms that were told."""
+        """Take a step's table, and which norms it contains."""
         self._table, self._known, self._ratios = table, known, {}
 
     def ratio(self, index: int, norm: float) -> float:
-        """A norm of a parameter's gradient over its 2-norm; 1 where that is zero or overflows."""
+        """A parameter's norm of some order over its 2-norm; 1 if that is zero or overflows."""
         if norm not in self._ratios:
             self.asked.add(norm)
             if norm not in self._known:
                 self._meet(norm)
-                # Gradients may have been scaled since (clipped, unscaled): ratios are the same.
+                # Gradients may have been scaled since (clipped, unscaled); ratios stay the same.
                 self.take(self._tell(), set(NORMS))
             two, row = self._table[1], self._table[1 + NORMS.index(norm)]
             usable = (two > 0) & (two < math.inf)
@@ -65,14 +65,14 @@ class ToldNorms:
         return self._ratios[norm][index]
 
     def told(self, index: int, norm: float) -> tuple[float, float]:
-        """A parameter's 2-norm and another norm, as they were told; ask for the ratio before."""
+        """The 2-norm and another norm, as received; call ``ratio`` before, which asks for it."""
         return float(self._table[1, index]), float(self._table[1 + NORMS.index(norm), index])
 
     def _meet(self, norm: float) -> None:
-        """Wait until all workers ask, so that one which does not is named and not waited for.
+        """Wait until all workers ask; a worker that does not is named instead of waited for.
 
         Raises:
-            TargetError: Some do not.
+            TargetError: Some workers do not ask.
         """
         store, rank = self._place.store, self._place.rank
         assert store is not None
@@ -93,11 +93,11 @@ class ToldNorms:
 
 
 class Columns:
-    """The columns of a table: of each parameter one, or one for each of its parts.
+    """The columns of a table: one for each whole parameter, and one for each part of a cut one.
 
     Args:
-        parameters: By number: the name, and the first rank that holds it. That rank tells the norm,
-            or every rank of its group that of its part.
+        parameters: [parameters] the name, and the first rank that holds it. That rank sends the
+            norm; of a cut parameter, every rank of its group sends its part's norm.
         lanes: Which workers share layers.
     """
 
@@ -113,11 +113,11 @@ class Columns:
         return len(self._columns)
 
     def of_rank(self, rank: int) -> list[tuple[int, int]]:
-        """The columns that a rank tells, and the parameters that they are of."""
+        """The columns that a rank sends, and the indices of their parameters."""
         return [(n, index) for n, (index, teller) in enumerate(self._columns) if teller == rank]
 
     def joined(self, table: Table) -> Table:
-        """[NUM_ROWS, parameters] the norms of whole gradients from those of parts."""
+        """[NUM_ROWS, parameters] the norms of whole gradients, from those of parts."""
         if len(self._columns) == self._num_parameters:
             return table
         numbers = np.array([index for index, _ in self._columns])
@@ -135,13 +135,13 @@ class Columns:
 
 
 def norms_of(gradients: Sequence[Tensor], norms: Sequence[float]) -> Tensor:
-    """[norms, gradients] norms of each gradient, in float64 on the CPU."""
+    """[norms, gradients] the norms of each gradient, float64 on the CPU."""
     return torch.stack([_each(gradients, norm).double() for norm in norms]).cpu()
 
 
 def _each(gradients: Sequence[Tensor], norm: float) -> Tensor:
     if norm == math.inf and not any(g.is_complex() or not g.numel() for g in gradients):
-        # vector_norm is ten times slower here: it does not use vector instructions.
+        # vector_norm is ten times slower for this norm: it does not use vector instructions.
         ends: list[Any] = [torch.aminmax(gradient) for gradient in gradients]
         least, most = (torch.stack(part) for part in zip(*ends, strict=True))
         return torch.maximum(-least, most)

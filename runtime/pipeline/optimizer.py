@@ -1,7 +1,7 @@
-"""The optimizer under a pipeline: this worker's share of it, and whose batch an update belongs to.
+"""The optimizer under a pipeline: one worker's share of it, and the settings of late updates.
 
-Parameters are numbered as in the script's whole optimizer, through its groups. State is saved
-under these numbers, so the shares of all workers together are the state of the whole.
+Parameters are numbered through the groups of the script's whole optimizer. State is saved under
+these numbers, so the shares of all workers together are the state of the whole.
 """
 
 from collections.abc import Callable
@@ -16,16 +16,16 @@ _MIX_A_PARAMETER = ("Adafactor", "Muon")
 
 
 class OwnShare:
-    """An optimizer that is left with this worker's parameters.
+    """Reduces an optimizer to this worker's parameters.
 
     Args:
-        optimizer: The script's; changed in place.
-        ownership: The model's parameters, and which are this worker's. Call it before these are
-            cut.
+        optimizer: The script's optimizer; changed in place.
+        ownership: The model's parameters, and which belong to this worker. Make this object before
+            they are cut.
 
     Raises:
-        TargetError: It holds parameters that are not the model's, or mixes all of them, or those
-            of a parameter that is cut.
+        TargetError: The optimizer holds parameters that are not the model's, or it combines the
+            elements of all parameters, or of one that is cut.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, ownership: Ownership) -> None:
@@ -64,11 +64,11 @@ class OwnShare:
                     optimizer.state[parameter] = self._cut(names[id(parameter)], values)
 
     def state_dict(self, join: Callable[[str, Any], Any]) -> dict[str, Any]:
-        """As the whole optimizer's, with the state of this worker's parameters only.
+        """The state in the whole optimizer's form, with this worker's parameters only.
 
         Args:
-            join: Makes a value of a parameter's state whole, by the parameter's name. Of workers
-                that share a parameter, the first alone has its state.
+            join: Makes a value of a parameter's state whole, by the parameter's name. Of the
+                workers that share a parameter, only the first has its state in the result.
         """
         state, found = self._optimizer.state_dict(), {}
         for local, values in state["state"].items():
@@ -86,10 +86,10 @@ class OwnShare:
         }
 
     def load_state_dict(self, whole: dict[str, Any]) -> None:
-        """Take this worker's share of the whole optimizer's state.
+        """Load this worker's share of the whole optimizer's state.
 
         Raises:
-            TargetError: It has other groups.
+            TargetError: The state has other groups.
         """
         if [group["params"] for group in whole["param_groups"]] != self._groups:
             raise TargetError(
@@ -112,21 +112,22 @@ class OwnShare:
         )
 
     def _cut(self, name: str, values: Any) -> Any:
-        """What belongs to this worker's part of a parameter."""
+        """The part of a parameter's state that belongs to this worker's part of the parameter."""
         if name not in self._ownership.cut or not isinstance(values, dict):
             return values
         return {key: self._ownership.own_part(name, value) for key, value in values.items()}
 
 
 class ScheduledSteps:
-    """Steps that the schedule makes (no flushes): the script's own calls do nothing.
+    """Steps that the schedule makes, without flushes: the script's own calls do nothing.
 
-    An update may come when the script is a batch further and its learning-rate schedule too. It
-    is made with what the groups held when its own batch was fed, on every stage alike.
+    When an update is made, the script may already be a batch further, and its learning-rate
+    schedule too. So the update uses the settings that the groups had when its own batch was fed;
+    every stage does the same.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, most_behind: int) -> None:
-        """``most_behind``: how many batches an update may come after its own."""
+        """``most_behind``: by how many batches an update may come after its own batch."""
         self._optimizer, self._most_behind = optimizer, most_behind
         self._step = optimizer.step
         self._settings: dict[int, list[dict[str, Any]]] = {}
@@ -138,12 +139,12 @@ class ScheduledSteps:
         optimizer.step = step  # type: ignore[method-assign, assignment]
 
     def feed(self, batch: int) -> None:
-        """Note the groups' settings for a batch of the run that begins now."""
+        """Note the groups' settings for a batch of the schedule's run."""
         self._settings[batch] = self._now()
         self._settings.pop(batch - self._most_behind - 1, None)
 
     def make(self, batch: int) -> None:
-        """One step, with the settings of a batch."""
+        """Make one step, with the settings noted for a batch."""
         now = self._now()
         self._set(self._settings[batch])
         self._step()

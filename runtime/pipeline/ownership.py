@@ -1,9 +1,9 @@
-"""Which parameters a worker owns, and what stands for the others.
+"""The parameters that a worker owns, and stand-ins for the others.
 
-A worker keeps the parameters of its own stages. Every other parameter is a single number, so that
-it takes no memory and its ``grad`` can hold the 2-norm of the real gradient: a script that clips
-by ``clip_grad_norm_(model.parameters(), limit)`` clips by the norm over all stages, everywhere
-alike.
+A worker keeps the parameters of its own stages. Every other parameter becomes a single number that
+takes almost no memory, and whose ``grad`` can hold the 2-norm of the real gradient. So a script
+that clips by ``clip_grad_norm_(model.parameters(), limit)`` clips by the norm over all stages, and
+all workers get the same norm.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,12 +34,12 @@ class Ownership:
 
     Attributes:
         lanes: Which workers share layers, and how parameters are cut over them.
-        own: The names of this worker's parameters.
-        first: Of those that it is the first to hold.
-        cut: Of its own, those of which it holds a part.
-        sums: By name, the sets of ranks each of which adds up its gradients.
-        described: Types and shapes of all, by name.
-        device_of_whole: Where the model stands after ``gather``.
+        own: Names of this worker's parameters.
+        first: Of these, the names that this worker is the first rank to hold.
+        cut: Of its own, the names of those of which it holds only a part.
+        sums: By name, the sets of ranks; each set sums the gradients among its ranks.
+        described: Dtypes and shapes of all parameters, by name.
+        device_of_whole: Device of the whole model after ``gather``.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Ownership:
         place: Place,
         lanes: Lanes,
     ) -> None:
-        """Take all parameters, and what each stage uses and who holds it; see ``Lanes``."""
+        """Take all parameters, those that each stage uses, and the ranks of each stage."""
         rank, self._place, self.lanes = place.rank, place, lanes
         self.device_of_whole, self._has_told = place.device, False
         self._on_device: list[tuple[str, Tensor, Tensor | None]] = []
@@ -74,12 +74,12 @@ class Ownership:
         ]
 
     def strip(self) -> None:
-        """Leave only this worker's parameters in memory, on its device."""
+        """Keep only this worker's parameters in memory, on its device."""
         if not self._is_whole:
             return
         for name, value, gradient in self._on_device:
             parameter = self.parameters[name]
-            # The script may have written to it meanwhile.
+            # The script may have written to the whole parameter in the meantime.
             value.copy_(self.own_part(name, parameter.data))
             parameter.data = value
             parameter.grad = gradient
@@ -97,24 +97,24 @@ class Ownership:
         self._is_whole, self._is_cut = False, True
 
     def own_part(self, name: str, value: Any) -> Any:
-        """This worker's part of a parameter, or of what an optimizer keeps of its shape."""
+        """This worker's part of a parameter, or of an optimizer's state of the same shape."""
         is_whole = isinstance(value, Tensor) and value.shape == self._shapes[name]
         if name not in self.cut or not is_whole:
             return value
         return self.lanes.part(name, value, self._place.rank)
 
     def is_first_to_share(self, name: str) -> bool:
-        """Whether this worker is the first of those that hold one replica of its parameter."""
+        """Whether this worker is the first in the group that holds one replica of a parameter."""
         return name not in self.cut or self.lanes.lane(self._place.rank) == 0
 
     def whole_shape(self, name: str) -> torch.Size:
-        """Of a parameter, whoever holds it."""
+        """The shape of a whole parameter, whichever worker holds it."""
         return self._shapes[name]
 
     def gather(self) -> None:
-        """Bring the whole model to every worker: to its device, or to its host if it is too large.
+        """Bring the whole model to every worker: to its device, or to its host if it does not fit.
 
-        Call it on all.
+        Call it on all workers.
         """
         if self._is_whole or not dist.is_initialized():
             return
@@ -130,16 +130,16 @@ class Ownership:
         self._is_whole = True
 
     def _spread(self, name: str, value: Tensor, wire: torch.device) -> None:
-        """Give all workers a parameter, from the first that hold it. Call it on all.
+        """Send a parameter to all workers from the first that hold it. Call it on all workers.
 
         Args:
-            name: Of the parameter.
-            value: Where to write it whole; of who has it whole, the parameter itself.
-            wire: Where what is sent must stand.
+            name: Name of the parameter.
+            value: Receives the whole parameter; on a worker that has it whole, the parameter.
+            wire: Device that the collectives' backend sends from.
         """
         first, rank = self.holders[name][0], self._place.rank
         if not self.lanes.is_cut(name, first):
-            # Who has the parameter whole may be another kind of replica than who holds a part.
+            # Replicas may differ: one worker may hold the parameter whole, another only a part.
             broadcast(value, wire, src=first, sends=rank == first, keeps=True)
             return
         parts = []
@@ -153,11 +153,11 @@ class Ownership:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the parameters of all workers are here."""
+        """Whether this worker has the parameters of all workers."""
         return self._is_whole or len(self.own) == len(self.parameters)
 
     def values_of(self, name: str) -> InPieces:
-        """A parameter's values, from the first worker that holds it. Read them on all workers."""
+        """A parameter's values, sent by its first holder. Iterate them on all workers."""
         parameter, first = self.parameters[name], self.holders[name][0]
         shape, wire = self._shapes[name], wire_device(self._place.device)
         if self.lanes.is_cut(name, first):
@@ -169,13 +169,13 @@ class Ownership:
         return InPieces(name, parameter.dtype, tuple(shape), pieces)
 
     def _joined(self, name: str, wire: torch.device) -> Iterator[Tensor]:
-        """A parameter that is cut, whole, for as long as it is read."""
+        """Yield a cut parameter's whole value, which is freed after it was read."""
         value = torch.empty(self._shapes[name], dtype=self.parameters[name].dtype, device=wire)
         self._spread(name, value, wire)
         yield value
 
     def _room_for_rest(self) -> dict[str, Tensor]:
-        """Memory for other workers' parameters, by name. Each worker decides where by itself."""
+        """Memory for other workers' parameters, by name. Each worker chooses the device itself."""
         device = self._place.device
         if not backend_of(device).is_host:
             try:
@@ -202,7 +202,7 @@ class Ownership:
 
 
 class StageBuffers(VirtualNodeBuffers):
-    """Buffers of a pipeline: a microbatch's belong to the stage that writes them."""
+    """The buffers under a pipeline: a microbatch's buffers belong to the stage that writes them."""
 
     def __init__(
         self,
@@ -213,13 +213,13 @@ class StageBuffers(VirtualNodeBuffers):
         *,
         tells: bool,
     ) -> None:
-        """As ``VirtualNodeBuffers``; ``own`` are this worker's stages and what each runs here.
+        """Like ``VirtualNodeBuffers``; ``own`` are this worker's stages and their virtual nodes.
 
-        ``tells`` is off where another worker runs the same passes and has the same buffers.
+        ``tells`` is False where another worker runs the same passes and has the same buffers.
         """
         super().__init__(model, local, batch_sizes)
         self.slots, self._tells = find_slots(model), tells
-        # Where two pipelines run in opposite directions, unlike stages run unlike microbatches.
+        # Where two pipelines run in opposite directions, stages run different microbatches.
         self._nodes_of: dict[str, set[int]] = {}
         for part, microbatches in own:
             modules = {id(module) for module in part.module.modules()}
@@ -232,9 +232,9 @@ class StageBuffers(VirtualNodeBuffers):
                     self._nodes_of.setdefault(slot.name, set()).update(microbatches)
 
     def capture_own(self, *, is_first: bool) -> dict[str, Any]:
-        """This worker's part of ``capture``; the first one's also has what no stage uses."""
+        """This worker's part of ``capture``; the first worker adds buffers that no stage uses."""
         self.begin_step()
-        # A split plan of one virtual node has no buffers but the model's.
+        # A split plan with one virtual node has the model's own buffers only.
         alone = len(self._batch_sizes) == 1
         mine = [slot for slot in self.slots if is_first or self._owns(slot)]
         return {
@@ -251,7 +251,7 @@ class StageBuffers(VirtualNodeBuffers):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take buffers back from ``capture``, or from all parts together."""
+        """Take buffers back from ``capture``, or from all workers' parts joined."""
         super().restore({**state, "nodes": state["nodes"] or [{} for _ in self._batch_sizes]})
         for slot in self.slots:
             if not self._owns(slot):

@@ -1,4 +1,4 @@
-"""Tensors that pass over the wire a piece at a time, so that no device need hold them whole."""
+"""Send tensors piece by piece, so that no device needs memory for a whole one."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -9,18 +9,18 @@ from torch import Tensor
 from .. import peers
 
 PIECE_BYTES = 25 << 20
-"""What a device needs for tensors that it does not hold."""
+"""Bytes of the largest piece, which a device needs for tensors that it does not hold."""
 
 
 def broadcast(tensor: Tensor, wire: torch.device, *, src: int, sends: bool, keeps: bool) -> None:
-    """Give all workers a worker's values. Call it on all of them.
+    """Send one worker's values to all workers. Call it on all of them.
 
     Args:
-        tensor: On any device; written where this worker keeps the values.
-        wire: Where what is sent must stand.
-        src: The rank whose values they are.
-        sends: Whether that is this worker.
-        keeps: Whether this worker wants them.
+        tensor: On any device; written to on workers that keep the values.
+        wire: Device that the collectives' backend sends from.
+        src: The rank that has the values.
+        sends: Whether this worker is that rank.
+        keeps: Whether this worker wants the values.
     """
     dense = tensor.contiguous() if sends or keeps else None
     length = max(1, PIECE_BYTES // tensor.element_size())
@@ -42,17 +42,17 @@ def broadcast(tensor: Tensor, wire: torch.device, *, src: int, sends: bool, keep
 def stream(
     tensor: Tensor | None, dtype: torch.dtype, shape: Sequence[int], wire: torch.device, *, src: int
 ) -> Iterator[Tensor]:
-    """Show all workers a worker's values, a piece at a time. Read it to its end on all of them.
+    """Send one worker's values to all workers, piece by piece. Iterate to the end on all of them.
 
     Args:
         tensor: The values, on any device; None on the other workers.
-        dtype: Of the values.
-        shape: Of the tensor.
-        wire: Where what is sent must stand.
-        src: The rank whose values they are.
+        dtype: The values' dtype.
+        shape: The tensor's shape.
+        wire: Device that the collectives' backend sends from.
+        src: The rank that has the values.
 
     Yields:
-        Flat parts, in order.
+        Flat pieces, in order.
     """
     flat = None if tensor is None else tensor.detach().contiguous().view(-1)
     length = max(1, PIECE_BYTES // dtype.itemsize)

@@ -1,8 +1,8 @@
-"""What of the model stands on this worker's device: its own stages, and never the rest.
+"""Place this worker's own stages on its device, without ever moving the rest of the model there.
 
-Stages are cut before anything is moved. Layers are traced on the device, since what a forward
-makes is noted with the device that its parameters are on; so stand-ins of the right shapes, which
-take no memory there, are in the parameters' places meanwhile.
+Stages are cut before anything is moved. A trace records the device of the tensors that a forward
+makes, so layers are traced on the worker's device. Meanwhile the parameters are replaced by
+stand-ins of the same shapes, which take no memory there.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -24,9 +24,9 @@ Buffer = tuple[nn.Module, str, Tensor]
 def shapes_on(
     device: torch.device, model: nn.Module, parameters: Iterable[nn.Parameter]
 ) -> Iterator[None]:
-    """Inside, the parameters have their shapes on a device and no values; afterwards as before.
+    """Within the context, give parameters their shapes on a device and no values; then restore.
 
-    The model's buffers, and what its modules move by themselves, move to the device and stay.
+    The model's buffers, and tensors that its modules move themselves, move to the device and stay.
     """
     values = [(parameter, parameter.data, parameter.grad) for parameter in parameters]
     zeros: dict[torch.dtype, Tensor] = {}
@@ -50,16 +50,16 @@ def place_own(
     optimizers: Sequence[torch.optim.Optimizer],
     place: Place,
 ) -> None:
-    """Move this worker's parameters to its device, and what optimizers know of them.
+    """Move this worker's parameters and their optimizer state to its device.
 
     Args:
-        own: Its parameters.
+        own: This worker's parameters.
         parts: This worker's stages.
-        optimizers: The script's.
+        optimizers: The script's optimizers.
         place: This worker among the others.
     """
     for part in parts:
-        part.module.to(place.device)  # modules may have more to do than their parameters
+        part.module.to(place.device)  # a module's own ``to`` may move more than its parameters
     for parameter in own:  # also those that no stage uses
         parameter.data = parameter.data.to(place.device)
         if parameter.grad is not None:
@@ -71,12 +71,12 @@ def place_own(
 def broadcast_parts(
     model: nn.Module, parameters: dict[str, nn.Parameter], own: Collection[str], place: Place
 ) -> None:
-    """Start from the first worker's values, of which each worker keeps its own parameters' alone.
+    """Start from the first worker's values; each worker keeps those of its own parameters only.
 
     Args:
         model: Its buffers are kept on all workers.
-        parameters: All, by name; on the device where they are this worker's.
-        own: The names of this worker's.
+        parameters: All parameters by name; this worker's are on its device.
+        own: Names of this worker's parameters.
         place: This worker among the others.
     """
     if not place.distributed:
@@ -88,7 +88,7 @@ def broadcast_parts(
 
 
 def check_same_model(model: nn.Module, parameters: dict[str, nn.Parameter], place: Place) -> None:
-    """Compare what the workers have built, by names, types and shapes.
+    """Compare the names, dtypes and shapes of what the workers have built.
 
     Raises:
         TargetError: The workers built different models.
@@ -98,7 +98,7 @@ def check_same_model(model: nn.Module, parameters: dict[str, nn.Parameter], plac
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> list[Buffer]:
-    """Put copies of buffers that stand elsewhere on a device; what stood there, and where."""
+    """Put copies of buffers of other devices on a device; return the originals and places."""
     before: list[Buffer] = []
     made: dict[int, Tensor] = {}
     for module in model.modules():

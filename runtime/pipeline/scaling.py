@@ -1,7 +1,7 @@
-"""A GradScaler under a pipeline: what one worker's optimizer must know of the others' gradients.
+"""A GradScaler under a pipeline: every worker must learn of an overflow on another one.
 
-Each worker's scaler looks at its own optimizer's gradients only. An overflow in any stage must skip
-the step in all of them, so it is made to show in each.
+Each worker's scaler inspects its own optimizer's gradients only. An overflow in one stage must skip
+the step in all stages, so it is made visible in the gradients of each.
 """
 
 import math
@@ -15,10 +15,10 @@ from .synchronise import Synchroniser
 
 
 class LossScaling:
-    """The scaling of one step's loss; nothing at all without a scaler.
+    """The scaling of one step's loss; it does nothing without a scaler.
 
     Raises:
-        TargetError: This worker's stages have no parameters, so its scaler has nothing to look at.
+        TargetError: This worker's stages have no parameters, so its scaler has nothing to inspect.
     """
 
     def __init__(
@@ -39,23 +39,27 @@ class LossScaling:
                 "a GradScaler needs parameters on every worker, and this one's stages have none",
                 hint="solve for another cut, or use bfloat16 without a scaler",
             )
-        # It makes its own state at the first loss, which only the last stage has.
+        # A scaler makes its state at the first loss, which only the last stage has.
         self._scaler.scale(torch.zeros((), device=self._own[0].device))
         synchroniser.loss_scale = self._scaler.get_scale()
 
     def scale(self, loss: Tensor) -> Tensor:
-        """What to differentiate."""
+        """The tensor to differentiate: the loss, scaled where there is a scaler."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def refuse(self) -> None:
-        """Where the schedule updates by itself, no step can be skipped."""
+        """Refuse a scaler if the schedule makes the updates, because no step can be skipped.
+
+        Raises:
+            TargetError: There is a scaler.
+        """
         if self._scaler is not None:
             raise TargetError(
                 "a GradScaler needs a schedule that flushes", hint="such as 1f1b; or use bfloat16"
             )
 
     def share_overflow(self) -> None:
-        """Show an overflow of any stage to this worker's scaler."""
+        """Make an overflow of any stage visible to this worker's scaler."""
         if self._scaler is None or self._synchroniser.is_finite:
             return
         for parameter in self._own:

@@ -1,8 +1,8 @@
-"""What every stage computes for itself: what follows from the model's inputs alone.
+"""The values that every stage computes itself: those that depend on the model's inputs alone.
 
-Masks, positions and sizes are made of the inputs, which every worker has, and are read by many
-layers. As outputs of the first layer they would cross every cut. No parameter, no random number
-and nothing that is written to may be in it.
+Masks, positions and sizes are computed from the inputs, which every worker has, and are read by
+many layers. As outputs of the first layer they would be sent across every cut. They must not depend
+on parameters, random numbers, or tensors that are written to.
 """
 
 import operator
@@ -28,9 +28,9 @@ def of_inputs(graph: fx.Graph, attribute: Attribute) -> frozenset[fx.Node]:
     """The nodes of a graph that each stage may compute from the model's inputs.
 
     Args:
-        graph: Of torch.fx, where sizes alone are found (what else its functions do is not told),
-            or of torch.export.
-        attribute: Looks up what a node names.
+        graph: A graph of torch.export; or of torch.fx, where only sizes are found, because other
+            effects of its functions are unknown.
+        attribute: Looks up the object that a node names.
     """
     given: set[fx.Node] = set()
     found: set[fx.Node] = set()
@@ -48,7 +48,7 @@ def of_inputs(graph: fx.Graph, attribute: Attribute) -> frozenset[fx.Node]:
 
 
 def _is_pure(node: fx.Node, attribute: Attribute) -> bool:
-    """Whether a node makes the same value each time, and does nothing else."""
+    """Whether a node gives the same value each time and has no other effect."""
     target = node.target
     if isinstance(target, str):
         return node.op == "call_method" and target in _ASK_SIZES
@@ -67,7 +67,7 @@ def _is_symbolic(target: Any) -> bool:
 
 
 def _is_pure_region(node: fx.Node, attribute: Attribute) -> bool:
-    """A region such as ``with torch.no_grad()``: its own graph decides."""
+    """Whether a region such as ``with torch.no_grad()`` is pure: its own graph decides."""
     named = [attribute(str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
     graphs = [module.graph for module in named if isinstance(module, fx.GraphModule)]
     return bool(graphs) and all(
@@ -82,7 +82,7 @@ def _writes(target: torch._ops.OpOverload) -> bool:
 
 
 def _behind_writes(graph: fx.Graph, attribute: Attribute) -> set[fx.Node]:
-    """All that a value which is written to was made of: it may be a view of any of it."""
+    """All nodes from which a written tensor was made: the tensor may be a view of any of them."""
     waiting = [
         node
         for node in graph.nodes

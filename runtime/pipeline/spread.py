@@ -1,4 +1,4 @@
-"""The script's model while its stages are spread over the workers: what a call of it runs."""
+"""The script's model while its stages are spread over workers: what a call of it runs."""
 
 import inspect
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from .arguments import by_placeholder
 from .cut import CALL
 
 RunStage = Callable[[dict[str, Any]], Any]
-"""Runs this worker's stage with the model's arguments, by the names of the traced graph, and with
-the whole call under ``CALL``."""
+"""Runs this worker's stage. Takes the model's arguments by the names of the traced graph, and the
+whole call under ``CALL``."""
 
 
 class StageDone(BaseException):
-    """The stage is done; the rest of the script's function belongs to the last stage."""
+    """Ends the script's function on a worker whose stage is not the last one."""
 
 
 class SpreadModel:
@@ -25,7 +25,7 @@ class SpreadModel:
 
     Args:
         model: The script's model.
-        check_call: Refuses arguments that the stages were not traced for.
+        check_call: Refuses arguments for which the traced stages are not valid.
     """
 
     def __init__(self, model: nn.Module, check_call: Callable[[dict[str, Any]], None]) -> None:
@@ -36,7 +36,7 @@ class SpreadModel:
         self.spread()
 
     def spread(self) -> None:
-        """From here on a call of the model runs a stage, or is refused."""
+        """Make calls of the model run a stage, or refuse them, from now on."""
         self._model.forward = self._meet
 
     def release(self) -> None:
@@ -48,14 +48,14 @@ class SpreadModel:
 
         Args:
             function: The script's function of one microbatch.
-            run: What the function's call of the model runs, once.
+            run: Called once, when the function calls the model.
             inputs: The function's arguments: a tuple or list of them, or the only one.
 
         Returns:
-            What the function returned; None where ``run`` raised ``StageDone``.
+            The function's result; None where ``run`` raised ``StageDone``.
 
         Raises:
-            TargetError: The function called the model not at all, or twice.
+            TargetError: The function did not call the model, or called it twice.
         """
         self._run_stage = run
         try:

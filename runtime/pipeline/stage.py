@@ -1,4 +1,4 @@
-"""One stage's passes over microbatches: what is kept between forward and backward."""
+"""One stage's passes over microbatches, and the tensors kept between forward and backward."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,16 +14,16 @@ from .cut import StageModule
 from .layered import writes
 
 Weights = dict[str, Tensor]
-# A tensor or a GradientEdge each; torch's stubs know lists of one kind only.
+# Each a tensor or a GradientEdge; torch's stubs only know lists of one kind.
 Roots = list[Any]
 
-# Before torch 2.7 a backward pass starts from tensors only.
+# Before torch 2.7 a backward pass can start from tensors only.
 _TAKES_EDGES = "GradientEdge" in str(torch.autograd.backward.__annotations__)
 
 
 @dataclass(slots=True)
 class _Kept:
-    """A microbatch in flight: its inputs as leaves, and what is differentiated."""
+    """A microbatch in flight: its inputs as leaves, and the results that are differentiated."""
 
     inputs: list[Tensor]
     results: Roots
@@ -31,7 +31,7 @@ class _Kept:
 
 
 class Stage:
-    """Runs one stage. Holds the activations of the microbatches in flight."""
+    """Runs one stage, and holds the activations of the microbatches in flight."""
 
     def __init__(self, part: StageModule, *, recompute: bool, device: torch.device) -> None:
         self.part = part
@@ -53,7 +53,7 @@ class Stage:
         received: tuple[tuple[Any, ...], tuple[bool, ...]],
         weights: Weights | None,
     ) -> Any:
-        """Run the stage on one microbatch; ``keep`` afterwards says what to differentiate."""
+        """Run the stage on one microbatch; then ``keep`` takes what is to be differentiated."""
         leaves, values = self._leaves_of(*received)
         own = [arguments[name] for name in self.part.arguments]
         self._leaves[microbatch] = leaves
@@ -83,7 +83,7 @@ class Stage:
         part = self.part
 
         def call(*inputs: Any) -> Any:
-            # In-place layers must not write on a leaf, nor on what is computed from again.
+            # In-place layers must not write to a leaf, or to inputs that are recomputed from.
             own = tuple(_copied(value) for value in inputs) if self._in_place else inputs
             if weights is None:
                 return part.answer(part.module(*own))
@@ -95,27 +95,27 @@ class Stage:
         return nullcontext(), _KeptBuffers(self._buffered)
 
     def keep(self, microbatch: int, results: tuple[Any, ...]) -> None:
-        """Note what the backward pass of a microbatch starts from; outputs themselves may go."""
+        """Keep the start of a microbatch's backward pass; the outputs' values can be freed."""
         roots = [_root(r) for r in results if isinstance(r, Tensor) and r.requires_grad]
         self._in_flight[microbatch] = _Kept(self._leaves.pop(microbatch), roots)
         self.most_in_flight = max(self.most_in_flight, len(self._in_flight))
 
     def backward(self, microbatch: int, gradients: tuple[Any, ...] | None) -> tuple[Any, ...]:
-        """The whole backward pass; parameters' gradients add up where their leaves are.
+        """Run the whole backward pass; parameters' gradients add up in their leaves.
 
         Args:
-            microbatch: Which.
-            gradients: Of the results, in order; None for a loss.
+            microbatch: Number of the microbatch.
+            gradients: Gradients of the results, in order; None for a loss.
 
         Returns:
-            Gradients of the stage's inputs, in order, None where there is none.
+            Gradients of the stage's inputs, in order; None for an input without one.
         """
         kept = self._in_flight.pop(microbatch)
         torch.autograd.backward(*self._start(kept, gradients))
         return tuple(leaf.grad for leaf in kept.inputs)
 
     def backward_input(self, microbatch: int, gradients: tuple[Any, ...] | None) -> tuple[Any, ...]:
-        """Only the gradients of the inputs (zero-bubble schedules); the rest comes later."""
+        """Compute only the inputs' gradients (zero-bubble schedules); see ``backward``."""
         kept = self._in_flight[microbatch]
         kept.results, kept.gradients = self._start(kept, gradients)
         if not kept.inputs or not kept.results:
@@ -125,7 +125,7 @@ class Stage:
         )
 
     def backward_weight(self, microbatch: int) -> None:
-        """The gradients of the weights, for a microbatch whose input gradients are done."""
+        """Compute the weights' gradients of a microbatch whose input gradients are done."""
         kept = self._in_flight.pop(microbatch)
         leaves = [p for p in self.parameters.values() if p.requires_grad]
         if kept.results and leaves:
@@ -144,14 +144,14 @@ class Stage:
 
 
 def parameters_of(stages: "list[StageModule]") -> list[set[nn.Parameter]]:
-    """[stages] the parameters each one uses; one in several stages is tied across them."""
+    """[stages] the parameters that each uses; one that is in several stages is tied."""
     return [set(stage.module.parameters()) for stage in stages]
 
 
 class _KeptBuffers:
-    """A second forward pass must not count twice in batch-norm's statistics.
+    """Restores batch-norm's statistics after a recomputation, which would count them twice.
 
-    Entered once a recomputation: a backward pass in two halves recomputes twice.
+    Enter it once for each recomputation: a backward pass in two halves recomputes twice.
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
@@ -170,7 +170,7 @@ class _KeptBuffers:
 
 
 def _root(result: Tensor) -> Tensor | GradientEdge:
-    """Where a backward pass starts: at a loss, or where an output was made, without its values."""
+    """The start of a backward pass: a loss, or the graph's edge of an output without its values."""
     return get_gradient_edge(result) if _TAKES_EDGES and result.dim() else result
 
 

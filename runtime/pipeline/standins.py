@@ -1,7 +1,7 @@
-"""What stands for the gradient of a parameter on another worker: its norms.
+"""Stand-ins for the gradients of parameters on other workers: only their norms.
 
-``clip_grad_norm_(model.parameters(), limit, norm_type)`` takes each gradient's norm and the norm of
-those, so a single number with the right norm does for a gradient, whatever its shape.
+``clip_grad_norm_(model.parameters(), limit, norm_type)`` takes each gradient's norm, and the norm
+of these norms. So a single number with the right norm can replace a gradient of any shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +25,9 @@ _NEED_ALL = {"abs", "max", "min", "amax", "amin", "mean", "median", "std", "var"
 
 
 class NormOnly(Tensor):
-    """One number, the 2-norm of a gradient elsewhere; asked for another norm, it gives that one.
+    """One number, the 2-norm of a gradient elsewhere; functions for other norms return those.
 
-    Scaling it (clipping, unscaling) scales all its norms. It serves step after step.
+    Scaling it (clipping, unscaling) scales all its norms. It is reused in every step.
     """
 
     _told: ToldNorms
@@ -35,12 +35,12 @@ class NormOnly(Tensor):
 
     @staticmethod
     def of(number: Tensor, told: ToldNorms, index: int) -> "NormOnly":
-        """A stand-in.
+        """Make a stand-in.
 
         Args:
-            number: [1] where the 2-norm will stand, of the gradient's type and on its device.
-            told: Knows the other norms.
-            index: The parameter's number in them.
+            number: [1] receives the 2-norm; of the gradient's dtype, on its device.
+            told: Has the other norms.
+            index: The parameter's index in their tables.
         """
         made: NormOnly = number.as_subclass(NormOnly)
         made._told, made._index = told, index
@@ -54,7 +54,7 @@ class NormOnly(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer for norms; refuse what would need the gradient itself."""
+        """Return norms; refuse functions that would need the gradient itself."""
         kwargs = kwargs or {}
         if func in _TAKE_NORMS:
             order = kwargs.get("ord", kwargs.get("p", args[1] if len(args) > 1 else 2.0))
@@ -88,28 +88,28 @@ def _norm(gradient: Tensor, order: Any) -> Tensor:
     if order == 2:
         return found
     scaled = found * gradient._told.ratio(gradient._index, order)
-    # Not scaled yet, it is as told, to the last bit: a tied weight's workers clip alike.
+    # If not yet scaled, return it exactly as received: a tied weight's workers clip equally.
     two, exact = gradient._told.told(gradient._index, order)
     return torch.where(found == two, torch.full_like(found, exact), scaled)
 
 
 class PartNorms:
-    """Lets one worker's parts of gradients answer with the norms that all are told.
+    """Makes one worker's parts of gradients return the whole gradients' norms.
 
-    Where another replica holds a parameter whole, its gradient does so too: a norm that it took by
-    itself would be rounded otherwise, and the replicas would clip by unlike numbers.
+    If another replica holds a parameter whole, its gradient returns the same norm. A norm that it
+    computed itself would be rounded differently, and the replicas would clip by different numbers.
     """
 
     def __init__(self, parts: Sequence[tuple[int, nn.Parameter]], told: ToldNorms) -> None:
-        """Take the parameters with their numbers in tables of norms."""
+        """Take the parameters, with their indices in tables of norms."""
         self._parts, self._told = list(parts), told
 
     def show(self, table: Table, loss_scale: float) -> None:
-        """Give each that has a gradient a companion with the norm of the whole.
+        """Give each part of a gradient a companion with the norm of the whole gradient.
 
         Args:
-            table: Of gradients whose scale is taken off.
-            loss_scale: What a GradScaler will take off both, the part and its companion.
+            table: Norms of gradients without the loss scale.
+            loss_scale: The factor by which a GradScaler will divide both part and companion.
         """
         for index, parameter in self._parts:
             if parameter.grad is None:
@@ -121,10 +121,10 @@ class PartNorms:
 
 
 class StandIns:
-    """The stand-ins of one worker, for the parameters that it does not hold."""
+    """One worker's stand-ins for the gradients of parameters that it does not hold."""
 
     def __init__(self, apart: Sequence[tuple[int, nn.Parameter]], told: ToldNorms) -> None:
-        """Take the parameters with their numbers in tables of norms."""
+        """Take the parameters, with their indices in tables of norms."""
         self._kinds: list[tuple[Tensor, list[int]]] = []
         self._all: list[tuple[int, nn.Parameter, NormOnly]] = []
         by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[int, nn.Parameter]]] = {}
@@ -140,7 +140,7 @@ class StandIns:
             ]
 
     def show(self, table: Table) -> None:
-        """Make them the ``grad`` of the parameters that have one elsewhere, with its 2-norm."""
+        """Set each as ``grad`` of its parameter, with the 2-norm, where a gradient exists."""
         for numbers, indices in self._kinds:
             numbers.copy_(torch.from_numpy(table[1, indices]))
         used = table[0].tolist()

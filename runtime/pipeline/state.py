@@ -1,11 +1,11 @@
-"""What one worker of a pipeline keeps: its own part of the state (thesis 2.4.4).
+"""One pipeline worker's own part of the state (thesis 2.4.4).
 
-Each writes it at the same step; none waits for another, since the position is the same on all by
-construction. It is named by parameter, not by stage, so another partition of the same model goes on
-from it.
+Each worker writes its part at the same step. None waits for another, because by construction the
+position is the same on all. The parts name parameters and not stages, so a plan with another
+partition of the same model can resume from them.
 
-A schedule without flushes drains before a checkpoint: then one version of the weights is live,
-no message is on its way, and the state is as small as that of any other schedule. It drains at the
+A schedule without flushes drains before a checkpoint. Then one version of the weights is live and
+no message is outstanding, so the state is as small as with any other schedule. It drains at the
 same steps whether or not the run is ever restarted, so a restarted run ends with the same bits.
 """
 
@@ -29,15 +29,15 @@ from .synchronise import Synchroniser
 
 
 class StageState:
-    """See ``StateParts``.
+    """Captures, writes and restores a pipeline worker's state; see ``StateParts``.
 
     Args:
-        session: What the parts of the job share.
+        session: The state that the parts of the job share.
         work: The stages.
         buffers: The virtual nodes' buffers.
-        ownership: Which parameters are this worker's.
-        share: Its share of the optimizer, if there is one.
-        synchroniser: Keeps the loss of the batch before, without flushes.
+        ownership: Which parameters belong to this worker.
+        share: The worker's share of the optimizer, if there is one.
+        synchroniser: Keeps the previous batch's loss, if the schedule does not flush.
         group: The workers that share layers with this one.
     """
 
@@ -60,7 +60,7 @@ class StageState:
 
     @cached_property
     def _run(self) -> str:
-        """By which the parts of one run know each other; asked for on every worker."""
+        """An identifier that is equal in all parts of one run. Call it on every worker."""
         store, token = self._session.place.store, secrets.token_hex(8)
         if store is None:
             return token
@@ -100,7 +100,7 @@ class StageState:
         }
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Those that this worker is the first to hold; of cut ones the whole."""
+        """The parameters that this worker is the first to hold; cut ones are joined."""
         ownership, found = self._ownership, dict[str, Tensor]()
         for name, parameter in self._session.parameters.items():
             if ownership.holders[name][0] in self._group.ranks:
@@ -110,9 +110,9 @@ class StageState:
         return found
 
     def _joined(self, name: str, value: Any) -> Any:
-        """A parameter of this worker, or what an optimizer keeps of it, whole. Call it on a group.
+        """Join a parameter, or an optimizer's state of it. Call it on all workers of a group.
 
-        Parts are joined on the host, so that no device needs memory for what is whole.
+        Parts are joined on the host, so no device needs memory for the whole tensor.
         """
         ownership = self._ownership
         is_part = isinstance(value, Tensor) and value.shape == ownership.parameters[name].shape

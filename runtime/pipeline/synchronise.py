@@ -1,7 +1,7 @@
-"""What the workers of a pipeline tell each other in a step: loss, gradients, norms.
+"""The sums over a pipeline's workers in a step: loss, gradients, norms.
 
-Every worker's gradients are partial sums: of its own microbatches, and of its own use of a tied
-weight. One rule covers both: the gradient of a parameter is summed over the workers that hold it.
+Every worker's gradients are partial sums: over its own microbatches, and over its own use of a tied
+weight. One rule covers both: a parameter's gradient is summed over the workers that hold it.
 """
 
 import math
@@ -27,17 +27,17 @@ from .standins import PartNorms, StandIns
 from .transport import Transport
 
 BUCKET_BYTES = 25 << 20
-"""Of gradients that are summed over replicas at once."""
+"""Bytes of gradients that one collective sums over the replicas."""
 _LOSS, _WEIGHT, _WEIGHTED, _STOP, _NUM_SUMS = 0, 1, 2, 3, 4
-# Of schedules that flush: how many workers, their optimizers' settings as a number, its square.
+# For schedules that flush: number of workers, their optimizers' settings number, its square.
 _WORKERS, _SETTINGS, _SQUARED, _NUM_TOLD = 4, 5, 6, 7
-# Only where parameters are apart: whether gradients add to earlier ones, which norms were asked.
+# Only if workers lack parameters: whether gradients add to earlier ones, which norms were asked.
 _ADDS, _ASKED = _NUM_TOLD, _NUM_TOLD + 1
 _HEAD = _ASKED + len(NORMS)
 
 
 class Synchroniser:
-    """Sums over the workers of a pipeline."""
+    """Sums loss, gradients and norms over the workers of a pipeline."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Synchroniser:
         self._columns = Columns(
             [(name, ownership.holders[name][0]) for name, _ in self._parameters], ownership.lanes
         )
-        # Whose norms a worker is told: of parameters elsewhere, and of all that some hold in parts.
+        # Norms that a worker asks for: of parameters elsewhere, and of those held in parts.
         self._asks_of = [
             apart[rank]
             + [
@@ -95,7 +95,7 @@ class Synchroniser:
                 self._groups[holders] = subgroup(place, holders)
         self._carried: dict[str, Tensor] = {}
         self._late: tuple[peers.Transfer | None, Tensor] | None = None
-        # Of a group that shares layers, all have the same losses.
+        # All workers of a tensor-parallel group have the same losses; the first one sends them.
         self._tells_loss = ownership.lanes.lane(place.rank) == 0
         self.wants_stop = False
         self.stops = torch.zeros(())
@@ -108,7 +108,7 @@ class Synchroniser:
         self._losses: list[tuple[Tensor, float, bool]] = []
 
     def begin(self, num_samples: int) -> None:
-        """Start a step over so many samples in all."""
+        """Start a step over ``num_samples`` samples on all workers together."""
         self._num_samples = num_samples
         self._losses = []
         self._carried = {}
@@ -118,11 +118,23 @@ class Synchroniser:
                 parameter.grad = None
 
     def expect(self) -> None:
-        """Be ready for what the others send to ``finish``."""
+        """Post the receives for what the others send to ``finish``."""
         self._exchange.expect()
 
     def add(self, answer: Any, num_samples: int, *, scales: bool) -> Tensor | None:
-        """Take a microbatch's loss on the last stage; return what to differentiate."""
+        """Take a microbatch's loss on the last stage.
+
+        Args:
+            answer: The result of the script's function; see ``totals.loss_and_weight``.
+            num_samples: Samples of the microbatch.
+            scales: Whether to scale the loss by its share of the global batch (flushes only).
+
+        Returns:
+            The tensor [] to differentiate; None for a loss of weight 0.
+
+        Raises:
+            TargetError: The loss has a weight, and the schedule does not flush.
+        """
         loss, weight = loss_and_weight(answer)
         if weight is not None and not scales:
             raise TargetError("losses with weights need a schedule that flushes")
@@ -134,7 +146,7 @@ class Synchroniser:
         return loss if share == 1 else loss * share
 
     def finish(self) -> Tensor:
-        """Make gradients the mean over the global batch; return the mean loss, equal everywhere."""
+        """Make gradients the mean over the global batch; return its mean loss [], equal on all."""
         for holders, group in self._groups.items():
             if self._place.rank in holders:
                 self._sum_over(holders, group)
@@ -155,7 +167,7 @@ class Synchroniser:
                 norm for norm, asked in zip(NORMS, head[_ASKED:], strict=True) if asked
             }
             table = self._columns.joined(sums.numpy()[_HEAD:].reshape(NUM_ROWS, -1))
-            # The largest entry tells it; the other norms may overflow by themselves.
+            # The largest entry shows an overflow; other norms may overflow although no entry does.
             if self.checks_overflow:
                 self.is_finite = bool(np.isfinite(table[1 + NORMS.index(math.inf)]).all())
             table[1:] *= scale
@@ -163,19 +175,19 @@ class Synchroniser:
         return sums[_LOSS] / sums[_WEIGHT]
 
     def _norms_to_tell(self) -> set[float]:
-        """The norms of this step's table, equal on all workers."""
+        """The norms in this step's table, equal on all workers."""
         return self._norms.wanted | ({math.inf} if self.checks_overflow else set())
 
     def _stand_in(self, table: Table, known: set[float], *, adds: bool) -> None:
-        """Show the norms of what other workers have.
+        """Put stand-ins with the norms of other workers' gradients in place.
 
         Args:
-            table: Of all workers.
-            known: The norms it has.
-            adds: Whether gradients of some were added to earlier ones, after the table was made.
+            table: The sum of all workers' tables.
+            known: The norms that it contains.
+            adds: Whether gradients were added to earlier ones after the table was made.
         """
         used = table[0] > 0
-        # Later questions are answered together, so they need a stand-in on every worker.
+        # All workers answer later questions together, so each needs a stand-in.
         all_ask = all(any(used[index] for index in asks) for asks in self._asks_of)
         if not all_ask and known != set(NORMS):
             table, known = self._tell(NORMS), set(NORMS)
@@ -183,7 +195,7 @@ class Synchroniser:
             table = self._tell(known)
         if not all_ask:
             self._norms.wanted = set(NORMS)
-        # Under a GradScaler gradients are unscaled by the optimizer, which has no stand-ins.
+        # Under a GradScaler the optimizer unscales gradients; it does not have the stand-ins.
         table[1:] /= self.loss_scale
         self._norms.take(table, known)
         self._stand_ins.show(table)
@@ -198,7 +210,7 @@ class Synchroniser:
         return self._ownership.holders[name]
 
     def _sum_over(self, holders: Holders, group: dist.ProcessGroup) -> None:
-        """Sum the gradients that exactly these workers add up, types apart, a bucket at a time.
+        """Sum the gradients of a set of workers: each dtype separately, a bucket at a time.
 
         A buffer for all of them at once would be one more copy of the stage's gradients.
         """
@@ -209,7 +221,7 @@ class Synchroniser:
                 self._sum_flat(bucket, group)
 
     def _buckets(self, names: Sequence[str]) -> Iterator[list[str]]:
-        """Runs of parameters of at most BUCKET_BYTES, or one that is larger."""
+        """Yield runs of parameters of at most BUCKET_BYTES together, or one that is larger."""
         bucket: list[str] = []
         filled = 0
         for name in names:
@@ -241,13 +253,13 @@ class Synchroniser:
                 parameter.grad.copy_(part)
 
     def _num_summed(self, name: str) -> int:
-        """Elements of a parameter in its sum: all workers of it count alike."""
+        """The number of a parameter's elements in its sum, equal on all workers of the sum."""
         if self._ownership.lanes.adds_whole(name, self._holders(name)):
             return self._ownership.whole_shape(name).numel()
         return self._ownership.parameters[name].numel()
 
     def _given(self, name: str) -> Tensor:
-        """What this worker adds to a parameter's sum."""
+        """This worker's contribution to a parameter's sum."""
         ownership, parameter = self._ownership, self._ownership.parameters[name]
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if not ownership.lanes.adds_whole(name, self._holders(name)):
@@ -256,14 +268,14 @@ class Synchroniser:
         return ownership.lanes.expanded(name, gradient, whole, self._place.rank)
 
     def _taken(self, name: str, total: Tensor) -> Tensor:
-        """What of a sum is this worker's."""
+        """This worker's part of a sum."""
         lanes, rank = self._ownership.lanes, self._place.rank
         if lanes.adds_whole(name, self._holders(name)) and lanes.is_cut(name, rank):
             return lanes.part(name, total, rank)
         return total
 
     def _write_own(self, known: set[float]) -> None:
-        """Loss and weights; where parameters are apart, also this worker's part of the table."""
+        """Write losses and weights; if workers lack parameters, also its part of the table."""
         own = self._exchange.own.zero_().numpy()
         own[:_NUM_SUMS] = self._loss_sums()
         own[_WORKERS], own[_SETTINGS] = 1.0, self.settings_number
@@ -292,13 +304,13 @@ class Synchroniser:
         return self._columns.joined(table)
 
     def _loss_sums(self) -> list[float]:
-        """Losses * weights, weights, how many losses came with one, and whether to stop."""
+        """[4] losses * weights, weights, number of losses with a weight, and whether to stop."""
         sums = [0.0] * _NUM_SUMS
         sums[_STOP] = float(self.wants_stop)
         if not self._losses or not self._tells_loss:
             return sums
         losses = [loss.reshape(()) for loss, _, _ in self._losses]
-        # One wait for a device; from the CPU's memory each is read as it stands.
+        # Read all with one wait for the device; on the CPU each can be read at once.
         on_device = not backend_of(losses[0].device).is_host
         values = torch.stack(losses).tolist() if on_device else [loss.item() for loss in losses]
         for value, (_, own, weighted) in zip(values, self._losses, strict=True):
@@ -318,7 +330,7 @@ class Synchroniser:
                 sums[name] = total
 
     def share_loss_late(self) -> Tensor:
-        """The mean loss of the batch before, so that no worker waits for the last stage."""
+        """Share this batch's loss and return the previous one's, so no worker waits for it."""
         sums = torch.tensor(self._loss_sums(), dtype=torch.float64, device=self._place.device)
         work = peers.all_reduce(sums, async_op=True) if self._place.distributed else None
         before, self._late = self._late or (work, sums), (work, sums)
@@ -330,7 +342,7 @@ class Synchroniser:
 
     @property
     def late_loss(self) -> list[float] | None:
-        """The last batch's sums, which the next call returns the loss of; a checkpoint has them."""
+        """The last batch's sums, from which the next call makes its loss; saved in checkpoints."""
         if self._late is None:
             return None
         work, sums = self._late

@@ -1,9 +1,9 @@
-"""A model as a graph of named layers: what profiles list, plans assign, and stages are cut from.
+"""A model as a graph of named layers, which profiles list, plans assign and stages are cut from.
 
-The model is traced by torch.fx. A module whose own forward cannot be traced is taken whole. Each
+torch.fx traces the model. A module whose own forward cannot be traced is taken as one layer. Each
 call of a module starts a layer, named like the module; functions in between (add, flatten) belong
 to the layer before them. Layers are intervals of one topological order, so any cut is valid.
-Where a profile found its layers by torch.export, the same is done again (exported.py).
+Where a profile found its layers by torch.export, so does this module (exported.py).
 """
 
 from functools import partial, reduce
@@ -21,9 +21,9 @@ from .shared import of_inputs
 
 
 class _Tracer(fx.Tracer):
-    """Goes into a module unless an earlier attempt failed inside it."""
+    """Traces into a module, unless an earlier attempt failed inside it."""
 
-    # Else what a forward does with buffers alone (counting its calls) happens while it is traced.
+    # Else code of a forward that uses buffers only (counting its calls) would run during the trace.
     proxy_buffer_attributes = True
 
     def __init__(self, whole: set[str]) -> None:
@@ -44,7 +44,7 @@ class _Tracer(fx.Tracer):
 
 
 def layers_of(model: nn.Module, trace: LayerTrace | None = None) -> LayeredModel:
-    """Trace a model into layers, the way a profile did.
+    """Trace a model into layers, in the way that a profile did.
 
     Raises:
         TargetError: The forward of the model itself cannot be traced; says why.
@@ -88,7 +88,7 @@ def _trace(model: nn.Module) -> tuple[fx.Graph, set[str]]:
         try:
             graph = tracer.trace(model)
         except Exception as error:
-            # Whatever a model's code raises on symbolic values: the innermost module stays whole.
+            # Any error of a model's code on symbolic values: keep the innermost module whole.
             if not tracer.inside or tracer.inside[-1] in whole:
                 raise TargetError(
                     f"the forward of {type(model).__name__} cannot be traced, so it cannot be cut: "
@@ -117,12 +117,12 @@ def _group(model: nn.Module, nodes: list[fx.Node]) -> tuple[Layer, ...]:
 
 
 def _feeds_nothing(group: list[fx.Node]) -> bool:
-    """Whether functions before the first module serve none after it (they count calls, say)."""
+    """Whether functions before the first module feed none after it (they count calls, say)."""
     return all(user in group for node in group for user in node.users)
 
 
 def _check_written(model: nn.Module, layers: tuple[Layer, ...]) -> None:
-    """A buffer that is written must be one layer's: other stages would not see it change.
+    """Refuse a written buffer that several layers use: other stages would not see it change.
 
     Raises:
         TargetError: Names the buffer.
@@ -131,7 +131,7 @@ def _check_written(model: nn.Module, layers: tuple[Layer, ...]) -> None:
     for node in layer_of:
         root = node.args[0] if writes(node) and node.args else None
         while isinstance(root, fx.Node) and root.op in ("call_method", "call_function"):
-            root = root.args[0] if root.args else None  # what is written may be a view of it
+            root = root.args[0] if root.args else None  # the written tensor may be a view of it
         if not isinstance(root, fx.Node) or root.op != "get_attr":
             continue
         if len({layer_of[user] for user in root.users if user in layer_of}) > 1:
@@ -142,7 +142,7 @@ def _check_written(model: nn.Module, layers: tuple[Layer, ...]) -> None:
 
 
 def _operation(model: nn.Module, node: fx.Node) -> str:
-    """The class of a layer's module, or the name of its first function."""
+    """The class name of a layer's module, or the name of its first function."""
     if node.op == "call_module":
         return type(model.get_submodule(str(node.target))).__name__
     return str(getattr(node.target, "__name__", node.target))

@@ -1,11 +1,11 @@
-"""What messages travel over: gloo between hosts, NCCL between devices that have it.
+"""The process groups for messages: gloo between hosts, NCCL between devices that support it.
 
 There are two gloo groups: one for messages to higher ranks, one for messages to lower ranks. A
 group's thread spins while another thread holds the lock of a connection that has received data.
-With one group for both directions this would cost a core whenever messages cross.
+With one group for both directions, this would use a CPU core whenever messages cross.
 
-With NCCL, payloads go from device to device, over a group of two for each channel: a group has
-one queue, and two workers that send to each other over the same group would deadlock.
+With NCCL, payloads go from device to device, over a group of two workers for each channel. A group
+has one queue, so two workers that send to each other over the same group would deadlock.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ Channel = tuple[int, int, bool]
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One channel of a group, seen from one end."""
+    """One channel of a group, as seen from one end."""
 
     group: dist.ProcessGroup
     peer: int
     tag: int = 0
 
     def send(self, part: Tensor) -> peers.Transfer:
-        """Start to send; the tensor must be kept until the work is done."""
+        """Start to send; keep the tensor until the transfer is done."""
         return peers.send_over(self.group, part, self.peer, self.tag)
 
     def receive(self, part: Tensor) -> peers.Transfer:
@@ -43,13 +43,13 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """One channel, seen from one end.
+    """The lines of one channel, as seen from one end.
 
     Attributes:
-        frames: What every message is announced on.
-        aside: What is no frame: a group hands out transfers of one tag in order.
-        payloads: The payloads that are not in frames.
-        device: Where payloads stand.
+        frames: Carries every message's frame.
+        aside: Carries gloo messages that are no frames; a group delivers one tag's in order.
+        payloads: Carries the payloads that are not in frames.
+        device: Device of the payloads.
     """
 
     frames: Line
@@ -59,20 +59,20 @@ class Lines:
 
     @property
     def are_joined(self) -> bool:
-        """Whether payloads may be in frames."""
+        """Whether frames may contain payloads."""
         return self.payloads is self.aside
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """The groups of one worker.
+    """The process groups of one worker.
 
     Attributes:
-        rank: This worker.
-        up: All workers, on their CPUs: to higher ranks.
-        down: The same, to lower ranks.
-        device: Where payloads stand.
-        payloads: [channels] the group of its two ends; empty where payloads travel by the hosts.
+        rank: This worker's rank.
+        up: All workers, on their CPUs; for messages to higher ranks.
+        down: All workers, on their CPUs; for messages to lower ranks.
+        device: Device of the payloads.
+        payloads: By channel, the group of its two ends; empty if payloads go through the hosts.
     """
 
     rank: int
@@ -82,12 +82,12 @@ class Transport:
     payloads: dict[Channel, dist.ProcessGroup]
 
     def line(self, source: int, destination: int, tag: int) -> Line:
-        """A line between the hosts of this worker and another."""
+        """A line between this worker's host and another worker's."""
         peer = destination if source == self.rank else source
         return Line(self.up if source < destination else self.down, peer, tag)
 
     def lines(self, channel: Channel) -> Lines:
-        """A channel's lines."""
+        """The lines of a channel."""
         source, destination, activation = channel
         tag = 1 if activation else 2
         frames, aside = (self.line(source, destination, tag + more) for more in (0, 2))
@@ -98,26 +98,26 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """Which workers of two groups talk to each other.
+    """Which workers of two tensor-parallel groups send messages to each other.
 
-    What crosses stages is whole on every worker of a group. A receiver has one source: the worker
-    of the other group at its own place, or in proportion where degrees differ.
+    A message between stages is whole on every worker of a group. A receiver has one source: the
+    worker of the other group at its own position, or in proportion where the degrees differ.
 
     Attributes:
-        rank: This worker.
-        groups: The ranks of each group.
+        rank: This worker's rank.
+        groups: [groups] the ranks of each group.
     """
 
     rank: int
     groups: tuple[tuple[int, ...], ...]
 
     def incoming(self, group: int, activation: bool) -> Channel:
-        """The channel on which this worker hears from a group."""
+        """The channel on which this worker receives from a group."""
         own = next(ranks for ranks in self.groups if self.rank in ranks)
         return (_source(self.groups[group], own, self.rank), self.rank, activation)
 
     def outgoing(self, group: int, activation: bool) -> list[Channel]:
-        """The channels on which this worker sends to a group; may be none."""
+        """The channels on which this worker sends to a group; there may be none."""
         own = next(ranks for ranks in self.groups if self.rank in ranks)
         return [
             (self.rank, peer, activation)
@@ -131,11 +131,11 @@ def _source(senders: Sequence[int], receivers: Sequence[int], receiver: int) -> 
 
 
 def transport_of(place: Place, stages: Sequence[Sequence[Sequence[int]]]) -> Transport | None:
-    """The transport of this worker; None where there is one worker only. Call it on all.
+    """Make the transport of this worker; None for a single worker. Call it on all workers.
 
     Args:
-        place: This worker.
-        stages: [stages] the groups that hold each.
+        place: This worker among the others.
+        stages: [stages] the tensor-parallel groups that hold each stage, as ranks.
     """
     if not place.distributed:
         return None
@@ -150,7 +150,7 @@ def transport_of(place: Place, stages: Sequence[Sequence[Sequence[int]]]) -> Tra
 def connect(
     place: Place, channels: Sequence[Channel], backend: str
 ) -> dict[Channel, dist.ProcessGroup]:
-    """[channels of this worker] a group for each. Every worker makes all groups, in one order."""
+    """Make a group for each channel of this worker; all workers make all groups, in one order."""
     payloads: dict[Channel, dist.ProcessGroup] = {}
     for channel in channels:
         group = subgroup(place, sorted(channel[:2]), backend=backend)
@@ -163,7 +163,7 @@ def channels_of(stages: Sequence[Sequence[Sequence[int]]]) -> list[Channel]:
     """Every channel that a schedule over these stages may use, sorted.
 
     Args:
-        stages: [stages] the groups that hold each.
+        stages: [stages] the tensor-parallel groups that hold each stage, as ranks.
     """
     found: set[Channel] = set()
     for here, there in zip(stages[:-1], stages[1:], strict=True):

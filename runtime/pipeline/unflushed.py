@@ -1,7 +1,7 @@
-"""Schedules without flushes: runs over many batches, stale weights, updates by the schedule.
+"""Run schedules without flushes: over many batches, with stale weights and their own updates.
 
-A run goes from a batch to the end of its epoch. It can be ended earlier (``drain``): no further
-microbatches start, and those in flight are finished, as at the end of an epoch.
+A run lasts from a batch to the end of its epoch (thesis 2.4.3). ``drain`` can end it earlier:
+no further microbatches start, and those in flight are finished, as at the end of an epoch.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ from .versions import WeightVersions
 
 
 class Unflushed:
-    """The runs of one worker.
+    """The runs of one worker, one after another.
 
     Attributes:
-        offset: The number, in the run, of the present batch's first microbatch.
+        offset: Number, within the run, of the first microbatch of the present batch.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class Unflushed:
 
     @property
     def most_versions(self) -> int:
-        """The most versions of a stage's weights held at once."""
+        """The largest number of versions of a stage's weights held at once."""
         return max(versions.most_held for versions in self._versions.values())
 
     def epoch_of(self, epoch: int, num_batches: int, last_batch_samples: int) -> None:
-        """Say how long an epoch is, before its first batch."""
+        """Set the length of an epoch, before its first batch."""
         self._epochs[epoch] = (num_batches, last_batch_samples)
 
     def run(self, batch: Batch, passes: Passes) -> None:
-        """Feed a batch."""
+        """Feed a batch into the run; begin a run if there is none."""
         if (batch.epoch, batch.step) != self._next_batch:
             self.drain(passes)
         if self.is_drained:
@@ -82,11 +82,11 @@ class Unflushed:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing is in flight: each parameter has its newest value only."""
+        """Whether nothing is in flight, so each parameter has only its newest value."""
         return self._executor.is_drained
 
     def drain(self, passes: Passes) -> None:
-        """Finish what is in flight. Call it on all workers."""
+        """Finish the microbatches in flight. Call it on all workers."""
         if self.is_drained:
             return
         schedule = schedule_of(self._work, self.offset + self._work.num_microbatches)
@@ -95,26 +95,26 @@ class Unflushed:
             versions.shorten(op for op in left if op.stage == number)
         self._executor.run(passes)
 
-    # Single operations
+    # Called for single operations
 
     def weights(self, operation: Operation) -> dict[str, Tensor]:
-        """The leaves that a pass reads."""
+        """The leaf tensors that a pass reads, by name."""
         assert operation.weight_version is not None
         return self._versions[operation.stage].read(operation.weight_version)
 
     def passed(self, operation: Operation) -> None:
-        """A pass is done."""
+        """Note that a pass is done."""
         assert operation.weight_version is not None
         self._versions[operation.stage].passed(operation.weight_version)
 
     def lend(self, operation: Operation) -> None:
-        """Let a backward pass add to its round's gradients in place: one copy of them is kept."""
+        """Let a backward pass add to its round's gradients in place, so one copy is enough."""
         sums = self._gradients[operation.stage]
         for name, leaf in self.weights(operation).items():
             leaf.grad = sums.pop(name, None)
 
     def collect(self, operation: Operation) -> None:
-        """Take the round's gradients back from the version that the pass read."""
+        """Take the round's gradients back from the weight version that the pass read."""
         leaves, sums = self.weights(operation), self._gradients[operation.stage]
         for name, leaf in leaves.items():
             if leaf.grad is not None:

@@ -1,8 +1,8 @@
 """Weight versions of one stage: immutable while a pass may still read them (thesis 2.4.3).
 
-The newest version shares its memory with the parameters. An update first gives the parameters
-memory of their own if that version is still to be read, and then changes them in place, so there
-are as many copies as versions in use.
+The newest version shares its memory with the parameters. If a later pass still reads that version,
+an update first moves the parameters to new memory and then changes them in place. So there are as
+many copies as versions in use.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from ...schedules.operations import PASSES, Operation
 
 
 class WeightVersions:
-    """The versions of one stage's parameters that some pass still needs, and the newest."""
+    """The newest version of one stage's parameters, and the older ones that passes still need."""
 
     def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -31,30 +31,30 @@ class WeightVersions:
         self.most_held = max(self.most_held, 1)
 
     def shorten(self, operations: Iterable[Operation]) -> None:
-        """Only these operations are still to come."""
+        """Release versions early: only these operations are still to come."""
         self._reads = _reads_of(operations)
         for version in [v for v in self._leaves if not self._reads[v] and v != self._newest]:
             del self._leaves[version]
 
     def _fresh(self) -> dict[str, Tensor]:
-        # `.data` has a version counter of its own: later updates are no change of this leaf.
+        # `.data` has its own version counter, so later updates do not count as writes to this leaf.
         return {
             name: parameter.data.requires_grad_(parameter.requires_grad)
             for name, parameter in self._parameters.items()
         }
 
     def read(self, version: int) -> dict[str, Tensor]:
-        """The leaves of a version, by name; gradients collect in them."""
+        """The leaf tensors of a version, by name; gradients add up in them."""
         return self._leaves[version]
 
     def passed(self, version: int) -> None:
-        """A pass that read a version is done."""
+        """Note that a pass that read a version is done."""
         self._reads[version] -= 1
         if not self._reads[version] and version != self._newest:
             del self._leaves[version]
 
     def before_update(self) -> None:
-        """Make the parameters safe to change in place."""
+        """Make the parameters safe to change in place, before an update."""
         if self._reads[self._newest]:
             for parameter in self._parameters.values():
                 parameter.data = parameter.data.clone()
@@ -62,7 +62,7 @@ class WeightVersions:
             del self._leaves[self._newest]
 
     def after_update(self) -> None:
-        """The parameters hold the next version now."""
+        """Note that the parameters now hold the next version."""
         self._newest += 1
         self._leaves[self._newest] = self._fresh()
         self.most_held = max(self.most_held, len(self._leaves))

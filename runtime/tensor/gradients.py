@@ -1,9 +1,9 @@
-"""The gradient of a parameter that is cut: a worker's part, which answers for the whole's norms.
+"""The gradient of a parameter that is cut: one worker's part, which knows the whole's norm.
 
 ``clip_grad_norm_(model.parameters(), limit)`` must clip by the norm of all gradients on every
-worker, also where one holds a part only. So the part has a companion, the whole gradient's norm as
-other workers' gradients have one (pipeline/standins.py), and answers with it. What scales the part
-scales the companion too.
+worker, even where a worker holds only a part of a parameter. So the part refers to a companion
+tensor, a stand-in that answers with the whole gradient's norm (pipeline/standins.py). An operation
+that scales the part scales the companion too.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,13 +26,13 @@ _SCALE = {
 
 
 class PartGradient(Tensor):
-    """A part of a gradient; asked for a norm, it gives the whole gradient's."""
+    """A part of a gradient; norm functions of it return the norm of the whole gradient."""
 
     _companion: Tensor
 
     @staticmethod
     def of(part: Tensor, companion: Tensor) -> "PartGradient":
-        """The part, in its own memory; ``companion`` knows the norms of the whole."""
+        """Wrap the part in its own memory; ``companion`` knows the norms of the whole gradient."""
         made: PartGradient = part.as_subclass(PartGradient)
         made._companion = companion
         return made
@@ -45,7 +45,7 @@ class PartGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Norms are the companion's, scaling is done to both, all else to the part."""
+        """Take norms of the companion, scale both, and apply everything else to the part."""
         kwargs = kwargs or {}
         if func in _TAKE_NORMS:
             return func(companions(args[0]), *args[1:], **kwargs)
@@ -55,14 +55,14 @@ class PartGradient(Tensor):
 
 
 def plain(gradient: Tensor) -> Tensor:
-    """The part itself, of whatever kind a gradient is."""
+    """A gradient as an ordinary tensor; of a ``PartGradient``, the part itself."""
     if isinstance(gradient, PartGradient):
         return gradient.as_subclass(Tensor)
     return gradient
 
 
 def companions(given: Any) -> Any:
-    """A gradient or a list of them, with companions in the place of parts."""
+    """A gradient or a list of gradients, with each part replaced by its companion."""
     if isinstance(given, PartGradient):
         return given._companion
     if isinstance(given, list | tuple):
@@ -71,7 +71,7 @@ def companions(given: Any) -> Any:
 
 
 def scale_companions(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Where a function scales gradients in place, scale the companions of parts too."""
+    """If a function scales gradients in place, scale the companions of parts too."""
     if getattr(func, "__name__", "") not in _SCALE:
         return
     first = args[0]

@@ -1,4 +1,4 @@
-"""Which workers share layers, and which part of a parameter each of them holds."""
+"""Who shares which layers: the tensor-parallel groups and each worker's part of a parameter."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -11,12 +11,12 @@ Ranks = tuple[int, ...]
 
 
 class Lanes:
-    """The tensor-parallel groups of a launch. A worker's lane is its place in its own.
+    """The tensor-parallel groups of a launch. A worker's lane is its position in its group.
 
     Args:
-        groups: The ranks of each; every worker is in one.
+        groups: [groups] the ranks of each group; every worker is in one group.
         cuts: How parameters are cut over a group, by name; others are whole on every worker.
-        inner: Whole parameters of whose gradient each worker of a group makes a share.
+        inner: Names of whole parameters for whose gradient each worker computes a share.
     """
 
     def __init__(
@@ -29,38 +29,39 @@ class Lanes:
         self._groups = {rank: group for group in groups for rank in group}
 
     def group(self, rank: int) -> Ranks:
-        """The ranks that share layers with one, itself included."""
+        """The ranks that share layers with a worker, its own included."""
         return self._groups[rank]
 
     def lane(self, rank: int) -> int:
-        """A worker's place in its group."""
+        """A worker's position in its group, from 0."""
         return self._groups[rank].index(rank)
 
     def degree(self, rank: int) -> int:
-        """How many workers are in its group."""
+        """The number of workers in a worker's group."""
         return len(self._groups[rank])
 
     def is_cut(self, name: str, rank: int) -> bool:
-        """Whether a worker that has this parameter holds a part of it only."""
+        """Whether a worker that has this parameter holds only a part of it."""
         return name in self._cuts and self.degree(rank) > 1
 
     def part(self, name: str, whole: Tensor, rank: int) -> Tensor:
-        """What a worker holds of a parameter that is cut."""
+        """A worker's part of a parameter that is cut."""
         return self._cuts[name].own(whole, self.lane(rank), self.degree(rank))
 
     def part_shape(self, name: str, whole: torch.Size, rank: int) -> torch.Size:
-        """Of what a worker holds of a parameter that is cut."""
+        """The shape of a worker's part of a parameter that is cut."""
         return self.part(name, torch.empty(whole, device="meta"), rank).shape
 
     def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """A parameter from the parts of one group, in order."""
+        """Join one group's parts of a parameter, in order of lanes."""
         return self._cuts[name].whole(parts)
 
     def sums(self, name: str, holders: Ranks) -> tuple[Ranks, ...]:
-        """The sets of workers that add up the gradients of a parameter, each for itself.
+        """The sets of workers over which a parameter's gradients are summed, each set separately.
 
-        Of a parameter that is cut, each worker adds to its like in other groups. Otherwise, and
-        where groups are of unlike degrees, all holders add up whole gradients (``expanded``).
+        If the parameter is cut, the workers with the same part in different groups form a set. If
+        it is not cut, or if groups have different degrees, all holders sum whole gradients
+        (``expanded``).
         """
         if self.adds_whole(name, holders):
             return (holders,)
@@ -70,20 +71,20 @@ class Lanes:
         )
 
     def adds_whole(self, name: str, holders: Ranks) -> bool:
-        """Whether what is added up are whole gradients, of which each worker gives its share.
+        """Whether whole gradients are summed, to which each worker contributes its share.
 
-        All workers of a group compute the gradient of a parameter that is not cut, but products
-        may be rounded otherwise where memory is aligned otherwise. So one's is taken for all.
+        All workers of a group compute the gradient of a parameter that is not cut. But products
+        round differently where memory is aligned differently, so only one worker contributes.
         """
         degrees = {self.degree(rank) for rank in holders}
         return len(degrees) > 1 or (degrees != {1} and name not in self._cuts)
 
     def is_told_by_parts(self, name: str, holders: Ranks) -> bool:
-        """Whether the norm of a parameter's gradient is put together from those of parts."""
+        """Whether the norm of a parameter's gradient is computed from the norms of its parts."""
         return any(self.is_cut(name, rank) for rank in holders)
 
     def alike(self, name: str, holders: Ranks) -> list[tuple[str, Ranks]]:
-        """The sets of workers that must hold the same of a parameter, and what they hold."""
+        """The sets of workers that must hold equal values of a parameter, with a name for each."""
         sets: dict[str, list[int]] = {}
         for rank in holders:
             is_cut = self.is_cut(name, rank)
@@ -92,7 +93,7 @@ class Lanes:
         return [(label, tuple(ranks)) for label, ranks in sets.items()]
 
     def expanded(self, name: str, part: Tensor, whole: torch.Size, rank: int) -> Tensor:
-        """A worker's share in a sum of whole gradients: zeros but for what no other has."""
+        """A worker's share in a sum of whole gradients: zeros where others contribute."""
         if not self.is_cut(name, rank):
             counts = self.lane(rank) == 0 or name in self._inner
             return part if counts else torch.zeros_like(part)

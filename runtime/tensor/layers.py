@@ -1,7 +1,7 @@
 """Layers whose weights are cut over a group: each worker calls them with its own part.
 
-What goes in and comes out whole is the same on every worker. A column-parallel layer leaves its
-output cut, for a row-parallel one that takes it so: nothing is exchanged between the two.
+Whole inputs and outputs are equal on every worker (thesis 4.2.3). The output of a column-parallel
+layer stays cut, and a row-parallel layer takes it so: no collective is needed between the two.
 
 Shape suffixes: O outputs, I inputs, V vocabulary, C channels, B batch (any leading dimensions);
 ``o``, ``i``, ``v`` are a worker's part.
@@ -17,14 +17,14 @@ from .operators import TensorGroup, bounds, copy_to, join_from, largest_over, su
 def column_linear(
     x_BI: Tensor, weight_oI: Tensor, bias_o: Tensor | None, group: TensorGroup
 ) -> Tensor:
-    """A linear layer cut by outputs: [B, o], this worker's outputs."""
+    """A linear layer cut by outputs. Returns [B, o], this worker's outputs."""
     return functional.linear(copy_to(x_BI, group), weight_oI, bias_o)
 
 
 def row_linear(
     x_Bi: Tensor, weight_Oi: Tensor, bias_O: Tensor | None, group: TensorGroup
 ) -> Tensor:
-    """A linear layer cut by inputs, of which each worker has its own: [B, O], whole."""
+    """A linear layer cut by inputs; each worker has its own inputs. Returns [B, O], whole."""
     total_BO = sum_from(functional.linear(x_Bi, weight_Oi), group)
     return total_BO if bias_O is None else total_BO + bias_O
 
@@ -32,7 +32,7 @@ def row_linear(
 def joined_linear(
     x_BI: Tensor, weight_oI: Tensor, bias_o: Tensor | None, group: TensorGroup, num_outputs: int
 ) -> Tensor:
-    """A linear layer cut by outputs, with all of them on every worker: [B, O]."""
+    """A linear layer cut by outputs; the outputs are joined. Returns [B, O], whole."""
     return join_from(column_linear(x_BI, weight_oI, bias_o, group), group, num_outputs)
 
 
@@ -44,7 +44,7 @@ def vocabulary_embedding(
     vocabulary: int,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """An embedding cut by vocabulary: [B, C], whole."""
+    """An embedding cut by vocabulary. Returns [B, C], whole."""
     first, last = bounds(vocabulary, group.lane, group.degree)
     strange_B = (ids_B < first) | (ids_B >= last)
     own_B = (ids_B - first).masked_fill(strange_B, 0)
@@ -64,14 +64,17 @@ def vocabulary_cross_entropy(
 ) -> Tensor:
     """The mean cross-entropy of logits that are cut by vocabulary.
 
-    Only a few numbers a sample are exchanged, and never the logits (4.2.3).
+    Only a few numbers per sample are exchanged, never the logits (thesis 4.2.3).
 
     Args:
-        logits_Bv: Of this worker's part of the vocabulary, as ``column_linear`` leaves them.
-        targets_B: Of the whole vocabulary.
-        group: The workers.
-        vocabulary: How many there are in all.
-        ignore_index: Targets that do not count.
+        logits_Bv: This worker's part of the logits, as ``column_linear`` returns them.
+        targets_B: Indices in the whole vocabulary.
+        group: The tensor-parallel group.
+        vocabulary: Size of the whole vocabulary.
+        ignore_index: Targets with this value do not count.
+
+    Returns:
+        [] the mean over the targets that count, equal on every worker.
     """
     first, last = bounds(vocabulary, group.lane, group.degree)
     most_B = largest_over(logits_Bv.amax(-1), group)
@@ -89,14 +92,17 @@ def vocabulary_cross_entropy(
 def sharded_dropout(
     x: Tensor, probability: float, group: TensorGroup, *, dim: int, size: int
 ) -> Tensor:
-    """Dropout of a tensor that is cut in a dimension, by the mask that the whole would get.
+    """Dropout of a tensor that is cut in one dimension, with the mask of the whole tensor.
 
     Args:
         x: This worker's part.
-        probability: Of an element to be dropped.
-        group: The workers; their random streams must be alike.
+        probability: The probability that an element is dropped.
+        group: The tensor-parallel group; its workers must have equal random streams.
         dim: The dimension that is cut.
-        size: Of the whole dimension.
+        size: Size of that dimension in the whole tensor.
+
+    Returns:
+        The part after dropout, of the same shape.
     """
     shape = list(x.shape)
     shape[dim] = size

@@ -1,8 +1,8 @@
-"""What a tensor-parallel group exchanges in a pass: f, g and their kin (thesis 4.2.3).
+"""The collectives of a tensor-parallel group in a pass: f, g and a gather (thesis 4.2.3).
 
-Each is the identity one way and a collective the other, so a layer that is cut over a group gives
-every worker the outputs and gradients of the whole layer. All workers of a group must run the
-same passes in the same order.
+Each operator is a collective in one direction only: f in backward, g in forward. So a layer that is
+cut over a group gives every worker the outputs and gradients of the whole layer. All workers of a
+group must run the same passes in the same order.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from .. import peers
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """The workers that share layers, seen from one of them.
+    """A tensor-parallel group, as seen by one of its workers.
 
     Attributes:
-        degree: How many they are.
-        lane: This worker's place among them, from 0.
-        ranks: Theirs, in order of lanes.
-        group: Their process group; None for one alone.
+        degree: Number of workers in the group.
+        lane: This worker's position in the group, from 0.
+        ranks: [degree] the workers' ranks, in order of lanes.
+        group: Their process group; None for a single worker.
     """
 
     degree: int = 1
@@ -35,7 +35,7 @@ class TensorGroup:
 
 
 def sum_over(value: Tensor, group: TensorGroup) -> Tensor:
-    """The sum over the group, in memory of its own; no gradient flows through it."""
+    """The sum over the group, in a new tensor; no gradient flows through it."""
     total = value.detach().clone(memory_format=torch.contiguous_format)
     if group.group is not None:
         peers.all_reduce(total, group=group.group)
@@ -51,18 +51,21 @@ def largest_over(value: Tensor, group: TensorGroup) -> Tensor:
 
 
 def joined_over(value: Tensor, group: TensorGroup, size: int) -> Tensor:
-    """The parts of all workers one behind the other, along the last dimension; no gradient.
+    """Join the parts of all workers along the last dimension; no gradient flows through it.
 
     Args:
-        value: [..., own part]; parts are as ``torch.tensor_split`` makes them.
-        group: The workers.
-        size: Of the whole dimension.
+        value: [..., own part]; parts have the sizes that ``torch.tensor_split`` gives.
+        group: The tensor-parallel group.
+        size: Size of the last dimension in the whole tensor.
+
+    Returns:
+        [..., size] the whole tensor.
     """
     if group.group is None:
         return value.detach().clone()
     first, last = bounds(size, group.lane, group.degree)
     most = -(-size // group.degree)
-    # A collective takes equal parts only.
+    # The collective needs parts of equal size, so smaller ones are padded.
     own = value.new_zeros((most, *value.shape[:-1]))
     own[: last - first] = value.detach().movedim(-1, 0)
     parts = own.new_empty((group.degree * most, *own.shape[1:]))
@@ -77,8 +80,8 @@ def parts_of_all(own: Tensor, group: TensorGroup, shapes: Sequence[torch.Size]) 
 
     Args:
         own: This worker's part.
-        group: The workers.
-        shapes: Of every worker's part.
+        group: The tensor-parallel group.
+        shapes: [degree] the shape of each worker's part.
     """
     found = []
     for lane, (rank, shape) in enumerate(zip(group.ranks, shapes, strict=True)):
@@ -89,24 +92,24 @@ def parts_of_all(own: Tensor, group: TensorGroup, shapes: Sequence[torch.Size]) 
 
 
 def bounds(size: int, lane: int, degree: int) -> tuple[int, int]:
-    """Where a worker's part of a dimension begins and ends: as equal as can be, larger first."""
+    """The (start, end) of a worker's part: parts are as equal as possible, larger ones first."""
     part, more = divmod(size, degree)
     first = lane * part + min(lane, more)
     return first, first + part + (lane < more)
 
 
 def copy_to(value: Tensor, group: TensorGroup) -> Tensor:
-    """f: every worker reads the same value; its gradient is the sum over all of them."""
+    """f: the identity in forward; in backward, the gradients are summed over the group."""
     return value if group.degree == 1 else _apply(_Copy, value, group)
 
 
 def sum_from(value: Tensor, group: TensorGroup) -> Tensor:
-    """g: the sum of what the workers made; each gets the whole gradient of it."""
+    """g: the sum over the group in forward; in backward, the identity."""
     return value if group.degree == 1 else _apply(_Sum, value, group)
 
 
 def join_from(value: Tensor, group: TensorGroup, size: int) -> Tensor:
-    """The whole of a last dimension that is cut; each worker gets its part of the gradient."""
+    """Join the last dimension, to [..., size]; in backward, each worker gets its part."""
     return value if group.degree == 1 else _apply(_Join, value, group, size)
 
 

@@ -1,7 +1,7 @@
-"""Which modules of a model a tensor-parallel group shares, and how.
+"""Which modules of a model a tensor-parallel group shares, and how (thesis 4.2.3).
 
-The families that are known by their modules' names are GPT-2, Llama and Qwen of transformers, and
-the transformers of the zoo. Any other model says it itself (``tensor_parallel``).
+Families known by the names of their modules are GPT-2, Llama and Qwen of transformers, and the
+zoo's transformers. Any other model declares it (``tensor_parallel``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from .cuts import Cut
 Style = Literal["column", "row", "vocabulary", "output", "inner"]
 _NOTE = "_hetflow_tensor_parallel"
 
-# What a module's name ends in, in models that say nothing. GPT-2; Llama and Qwen; the zoo's.
+# Ends of modules' names, for models that declare nothing. GPT-2; Llama and Qwen; the zoo's.
 _KNOWN = {
     "attn.c_attn": "column:3", "mlp.c_fc": "column", "c_proj": "row", "wte": "vocabulary",
     "q_proj": "column", "k_proj": "column", "v_proj": "column", "o_proj": "row",
@@ -26,7 +26,7 @@ _KNOWN = {
     "feed_forward.0": "column", "feed_forward.2": "row", "lm_head": "output",
     "q_norm": "inner", "k_norm": "inner",
 }  # fmt: skip
-# Sizes that a forward reads of its module, which are a worker's own where layers are cut.
+# Sizes that a forward reads from its module; where layers are cut, they are a worker's own.
 _KNOWN_SIZES = {"attn": ("split_size",)}
 _HEADS = ("num_attention_heads", "num_key_value_heads", "num_heads", "n_head")
 
@@ -36,10 +36,11 @@ class Role:
     """How a module is shared.
 
     Attributes:
-        style: A linear layer cut by outputs (``column``), by inputs (``row``), by outputs that are
-            joined again (``output``), or an embedding cut by ``vocabulary``. An ``inner`` module
-            stands between column and row layers and is whole: each worker uses it for its share.
-        parts: How many layers are fused in it (3 of queries, keys and values).
+        style: ``column``, a linear layer cut by outputs; ``row``, one cut by inputs; ``output``,
+            one cut by outputs that are then joined; ``vocabulary``, an embedding cut by
+            vocabulary; ``inner``, a module between column and row layers that is whole, and that
+            each worker uses for its share.
+        parts: How many layers are fused in it (3 for queries, keys and values).
     """
 
     style: Style
@@ -47,10 +48,10 @@ class Role:
 
     @classmethod
     def parse(cls, text: str) -> "Role":
-        """``STYLE`` or ``STYLE:PARTS``.
+        """Read ``STYLE`` or ``STYLE:PARTS``.
 
         Raises:
-            TargetError: No such style, or a number of parts that makes no sense.
+            TargetError: There is no such style, or the number of parts is invalid.
         """
         style, _, parts = text.partition(":")
         number = int(parts) if parts.isdecimal() else 0 if parts else 1
@@ -64,13 +65,13 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """What is shared of one model.
+    """The shared modules and parameters of one model.
 
     Attributes:
-        roles: By module name.
+        roles: Roles by module name.
         sizes: Attributes of modules to divide by the degree, by module name.
         cuts: How parameters are cut, by parameter name; the others are whole on every worker.
-        inner: Parameters that are whole, and of whose gradient each worker makes a share.
+        inner: Names of whole parameters for whose gradient each worker computes a share.
     """
 
     roles: Mapping[str, Role]
@@ -82,22 +83,22 @@ class Sharing:
 def tensor_parallel(
     model: nn.Module, roles: Mapping[str, str], *, sizes: Mapping[str, Sequence[str]] | None = None
 ) -> None:
-    """Say how the workers of a tensor-parallel group share a model's layers.
+    """Declare how the workers of a tensor-parallel group share a model's layers (thesis 4.2.3).
 
     Call it before ``prepare``. It changes nothing by itself: a plan says how many workers share.
 
     Args:
         model: The model.
-        roles: By module name (``*`` stands for any part of one): ``column`` and ``row`` for two
-            linear layers between which each worker computes its own share, ``column:3`` where
-            queries, keys and values are fused, ``vocabulary`` for an embedding, ``output`` for a
-            linear layer whose whole output every worker needs, ``inner`` for a module with
-            parameters between column and row layers (a norm of each head).
-        sizes: By module name: attributes such as ``num_heads`` that the module's forward reads,
-            and that are divided among the workers.
+        roles: Roles by module name (``*`` matches any part of a name). ``column`` and ``row`` are
+            two linear layers between which each worker computes its own share; ``column:3`` is a
+            column layer with fused queries, keys and values; ``vocabulary`` is an embedding;
+            ``output`` is a linear layer whose whole output every worker needs; ``inner`` is a
+            module with parameters between column and row layers (a norm of each head).
+        sizes: By module name: attributes such as ``num_heads`` that the module's forward reads
+            and that are divided by the number of workers.
 
     Raises:
-        TargetError: No such style, or a name that no module has.
+        TargetError: There is no such style, or no module has such a name.
 
     Example:
         >>> import torch
@@ -117,10 +118,10 @@ def tensor_parallel(
 
 
 def sharing_of(model: nn.Module) -> Sharing:
-    """What the model said of itself, or what its modules' names tell.
+    """The sharing that the model declared, or that its modules' names imply.
 
     Raises:
-        TargetError: Nothing of it can be shared, or one of its modules not as asked.
+        TargetError: No module can be shared, or one cannot be shared as declared.
     """
     noted = getattr(model, _NOTE, None)
     patterns, attributes = noted if noted is not None else (None, {})
@@ -156,7 +157,7 @@ def sharing_of(model: nn.Module) -> Sharing:
 
 
 def _check_known(model: nn.Module, roles: Mapping[str, Role]) -> None:
-    """Refuse parameters beside a column layer that no name explains: they may be used in shares.
+    """Refuse a parameter beside a column layer whose use is unknown: a share may use it.
 
     Raises:
         TargetError: Names the module.
@@ -184,12 +185,12 @@ def _is_shareable(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether it is GPT-2's linear layer, whose weight is [inputs, outputs]."""
+    """Whether a module is GPT-2's linear layer, whose weight is [inputs, outputs]."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def num_outputs(module: nn.Module) -> int:
-    """Of a whole linear layer."""
+    """The number of outputs of a whole linear layer."""
     return int(module.nf if is_transposed(module) else module.out_features)  # type: ignore[arg-type]
 
 
@@ -198,10 +199,11 @@ def _num_inputs(module: nn.Module) -> int:
 
 
 def _cuts(model: nn.Module, roles: Mapping[str, Role]) -> dict[str, Cut]:
-    """By the parameters' names; a tied one is cut once.
+    """The cuts by parameter name; a tied parameter is listed once.
 
     Raises:
-        TargetError: A module cannot be shared like this, or a tied parameter not by all.
+        TargetError: A module cannot be shared like this, or not all modules with a tied parameter
+            share it equally.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     cuts: dict[str, Cut] = {}
@@ -221,7 +223,7 @@ def _cuts(model: nn.Module, roles: Mapping[str, Role]) -> dict[str, Cut]:
 
 
 def _cuts_of(name: str, module: nn.Module, role: Role) -> dict[str, Cut]:
-    """By attribute of the module."""
+    """The cuts by name of the module's attribute."""
     if role.style == "inner":
         return {}
     if role.style == "vocabulary":
@@ -252,10 +254,10 @@ def _no_such(name: str, module: nn.Module, role: Role) -> TargetError:
 
 
 def check_degree(model: nn.Module, sharing: Sharing, degree: int) -> None:
-    """Refuse a degree that does not divide what must be equal on all workers of a group.
+    """Refuse a degree that does not divide the numbers that must be equal on a group's workers.
 
     Raises:
-        TargetError: Which module or number of heads, and the nearest degrees that would do.
+        TargetError: Names the module or the number of heads, and the nearest degrees that divide.
     """
     if degree == 1:
         return
@@ -285,13 +287,13 @@ def check_degree(model: nn.Module, sharing: Sharing, degree: int) -> None:
 
 
 def check_pairs(stages: Sequence[tuple[Sequence[str], set[int]]], sharing: Sharing) -> None:
-    """Refuse a cut between a column- and its row-parallel layer where degrees differ.
+    """Refuse a stage cut between a column- and its row-parallel layer if the degrees differ.
 
-    What crosses there is a worker's share, which has no meaning at another degree.
+    The activations there are one worker's share, which has no meaning at another degree.
 
     Args:
-        stages: Each one's layers, and the degrees of its replicas.
-        sharing: What is shared.
+        stages: [stages] the names of its layers, and the degrees of its replicas.
+        sharing: The shared modules and parameters.
 
     Raises:
         TargetError: Names both layers.
@@ -317,15 +319,15 @@ def check_pairs(stages: Sequence[tuple[Sequence[str], set[int]]], sharing: Shari
 
 
 def check_shared(stages: Sequence[Any], sharing: Sharing, model: nn.Module) -> None:
-    """Refuse stages whose graph reads a cut parameter elsewhere than in the module that shares it.
+    """Refuse stages whose graph reads a cut parameter outside the module that shares it.
 
     Args:
-        stages: Each with its ``module``.
-        sharing: What is shared.
+        stages: Stages, each with its ``module``.
+        sharing: The shared modules and parameters.
         model: The model.
 
     Raises:
-        TargetError: Names the parameter; torch.export takes modules apart into operators.
+        TargetError: Names the parameter; torch.export splits modules into operators.
     """
     if not sharing.cuts:
         return
@@ -351,7 +353,7 @@ def check_shared(stages: Sequence[Any], sharing: Sharing, model: nn.Module) -> N
 
 
 def _nearest(numbers: Sequence[int], degree: int) -> str:
-    """The next degrees below and above that divide all numbers."""
+    """The nearest degrees, one below and one above, that divide all numbers."""
     fit = [d for d in range(1, min(numbers) + 1) if not any(n % d for n in numbers)]
     below, above = [d for d in fit if d < degree], [d for d in fit if d > degree]
     return " and ".join(str(d) for d in (*below[-1:], *above[:1]))

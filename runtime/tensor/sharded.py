@@ -1,7 +1,7 @@
-"""A model whose modules compute one worker's share: their forwards change, and nothing else.
+"""A model whose modules compute one worker's share: only their forwards are replaced.
 
-Names, parameters and hooks stay the script's. The parameters' values are cut elsewhere
-(pipeline/ownership.py), since who holds what is the engine's to know.
+Names, parameters and hooks stay the script's. The engine knows who holds what, so it cuts the
+parameters' values (pipeline/ownership.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ class ShardedModel:
     """The shared modules of a model, as one worker runs them.
 
     Args:
-        model: The model, whole.
-        sharing: Which modules are shared.
-        group: The workers that share them.
+        model: The whole model.
+        sharing: The shared modules and parameters.
+        group: The tensor-parallel group.
     """
 
     def __init__(self, model: nn.Module, sharing: Sharing, group: TensorGroup) -> None:
@@ -41,7 +41,7 @@ class ShardedModel:
             self._sizes += [(module, attribute, group.degree) for attribute in attributes]
 
     def install(self) -> None:
-        """From now on the modules take this worker's part of their parameters."""
+        """Make the modules compute with this worker's part of their parameters."""
         if self._is_installed:
             return
         for module, forward in self._forwards:
@@ -51,7 +51,7 @@ class ShardedModel:
         self._is_installed = True
 
     def remove(self) -> None:
-        """From now on they take whole parameters, as the script made them."""
+        """Make the modules compute with whole parameters again, as the script made them."""
         if not self._is_installed:
             return
         for module, _ in self._forwards:
@@ -62,11 +62,11 @@ class ShardedModel:
 
 
 def tensor_group(place: Place, groups: Sequence[Sequence[int]]) -> TensorGroup:
-    """This worker's group; every worker makes all groups, in one order.
+    """Make this worker's tensor-parallel group; every worker makes all groups, in one order.
 
     Args:
-        place: This worker.
-        groups: The ranks of each.
+        place: This worker among the others.
+        groups: [groups] the ranks of each.
     """
     own = TensorGroup(ranks=(place.rank,))
     for ranks in groups:

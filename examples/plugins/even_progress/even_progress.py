@@ -1,4 +1,4 @@
-"""Max-min fairness over the part of its remaining steps that each job makes in a second."""
+"""Max-min fairness over each job's progress per second, as a fraction of its remaining steps."""
 
 from hetflow.plugins import Instance, Judge, MaxMin, judge, policy
 
@@ -14,8 +14,8 @@ def goal(jobs: Instance) -> MaxMin:
     return MaxMin(level=jobs.steps)
 
 
-# The same objective a second time, job by job, for `hetflow check`; without it the checker holds an
-# allocation only to what every allocation must keep, and says so.
+# The same objective again, job by job, for `hetflow check`. Without it, the checker only verifies
+# the rules that every allocation must keep, and says so.
 judge(
     "even_progress",
     Judge(level=lambda pool: {name: job.steps for name, job in pool.jobs.items()}),

@@ -1,7 +1,7 @@
-"""Layer profiles of a plain table: one layer a line, each feeding the next.
+"""Layer profiles from a plain table: one layer per line, each layer feeds the next.
 
-``name,forward_ms,backward_ms,output_bytes,weight_bytes``, as a spreadsheet or a few lines of a
-profiler's log give it.
+The columns are ``name,forward_ms,backward_ms,output_bytes,weight_bytes``, as a spreadsheet or a
+short script can write them.
 """
 
 from hetflow import FileError
@@ -10,7 +10,7 @@ from hetflow.plugins import LayerGraph, LayerNode, layer_importer
 
 @layer_importer("flat-layers", title="a table of layers")
 def read(text: str, *, microbatch_size: int, name: str) -> LayerGraph:
-    """Read a chain of layers."""
+    """Read a chain of layers; milliseconds become seconds."""
     nodes = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
@@ -25,7 +25,7 @@ def read(text: str, *, microbatch_size: int, name: str) -> LayerGraph:
                     weight_bytes=int(weights),
                 )
             )
-        except ValueError as error:  # hetflow's own refusals are ValueErrors too
+        except ValueError as error:  # hetflow's own errors are ValueErrors too
             raise FileError(f"{name}: line {number}: {error}") from None
     names = [node.id for node in nodes]
     edges = tuple(zip(names, names[1:], strict=False))

@@ -1,7 +1,7 @@
-"""Launches on this host that give way to everything else that runs there.
+"""Launches on this host at the lowest priority.
 
-For a workstation whose owner trains at night and writes by day: jobs of the cluster get what
-processor time is left.
+For a workstation that its owner also uses by day: jobs of the cluster get the processor time that
+other programs leave.
 """
 
 from dataclasses import replace

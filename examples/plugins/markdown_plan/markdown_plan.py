@@ -6,7 +6,7 @@ from hetflow.plugins import exporter
 
 @exporter("markdown", takes=(SplitPlan, PipelinePlan))
 def table(plan: SplitPlan | PipelinePlan, name: str) -> str:
-    """The devices of a plan and what each of them does."""
+    """A Markdown table of a plan's devices and the work of each."""
     if isinstance(plan, PipelinePlan):
         heads = ("stage", "devices", "layers", "ms a microbatch")
         rows = [

@@ -1,8 +1,8 @@
-"""Spot prices that a script of your own wrote down: one price a line.
+"""Spot prices that your own script has recorded: one price per line.
 
-``zone,machine,time,dollars_per_hour``, times in UTC such as 2026-03-01T06:00:00Z and increasing for
-each zone and machine; a price holds until the next line of the same zone and machine. An empty
-price says that nobody knows it from then on.
+``zone,machine,time,dollars_per_hour``; times are in UTC, such as 2026-03-01T06:00:00Z, and increase
+for each zone and machine. A price holds until the next line of the same zone and machine. An empty
+price means that the price is unknown from then on.
 """
 
 from pathlib import Path

@@ -9,17 +9,17 @@ from hetflow.plugins import HostBackend, LocalDevice, cpu_device, device_backend
 
 @device_backend
 class WholeCpu(HostBackend):
-    """One device a host."""
+    """A device kind with one device per host."""
 
     kind = "whole-cpu"
 
     @property
     def num_threads(self) -> int:
-        """One for each core."""
+        """One thread per core that this process may use."""
         return cpu_device().num_devices
 
     def local_devices(self) -> tuple[LocalDevice, ...]:
-        """All cores and all memory, as one device."""
+        """One device with all cores and all memory."""
         core = cpu_device()
         whole = LocalDevice(
             device_type="wholecpu",
