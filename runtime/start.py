@@ -149,15 +149,14 @@ def assemble(
         progress = Progress(session, engine.state, engine.buffers)
         runner = _runner_of(session, engine, epochs, progress)
     agreement = Agreement(_subject_of(session, engine, runner), watch)
-    return Job(
-        session,
-        engine,
-        epochs,
-        progress,
-        runner,
-        agreement,
-        Checkpoints(session, engine, progress, runner, agreement),
-    )
+    try:
+        checkpoints = Checkpoints(session, engine, progress, runner, agreement)
+    except BaseException:
+        # Else it goes on watching optimizers, and mistakes later parameters for this job's.
+        engine.close()
+        agreement.close()
+        raise
+    return Job(session, engine, epochs, progress, runner, agreement, checkpoints)
 
 
 def _runner_of(session: Session, engine: SplitEngine, epochs: Epochs, progress: Progress) -> Runner:

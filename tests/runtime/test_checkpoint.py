@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, Dataset
 
 from hetflow import runtime as hf
@@ -252,12 +253,14 @@ def test_other_models_seeds_and_data_are_refused_in_one_line(
 ) -> None:
     monkeypatch.setenv("HETFLOW_CHECKPOINT", str(tmp_path))
     train(stop_at=2, save=True)
+    hooks = dict(_global_optimizer_pre_hooks)
 
     def refused(said: str, **options: object) -> None:
         monkeypatch.setattr("hetflow.runtime.saving.OpenedFolders.jobs", 0)
         with pytest.raises(TargetError, match=said) as caught:
             train(**options) if options else hf.prepare(model_of(7))
         assert "\n" not in caught.value.message
+        assert dict(_global_optimizer_pre_hooks) == hooks or options  # nothing watches on
 
     refused(r"0\.weight is float64 \[6, 5\] there and float64 \[7, 5\] here")
     refused("the dataset has 30 samples, and had 22", length=30)
