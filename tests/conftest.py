@@ -22,24 +22,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One process of ``-n 2`` runs all that launches or measures; the other leaves it a core.
-
-    Slow tests wait more than they compute, so both run them, each file in one, or what is named as
-    a group of its own.
-    """
+    """One process of ``-n 2`` runs all that launches or measures; the other leaves it a core."""
     if not config.pluginmanager.hasplugin("xdist"):
         return
     for item in items:
         if item.get_closest_marker("processes") is not None:
-            named = item.get_closest_marker("xdist_group")
-            is_slow = item.get_closest_marker("slow") is not None
-            group = f"processes-{item.path.stem}" if is_slow else "processes"
-            if named is not None:
-                group = str(named.args[0])
-            else:
-                item.add_marker(pytest.mark.xdist_group(group))
+            item.add_marker(pytest.mark.xdist_group("processes"))
             if config.getoption("loadgroup", default=False):  # in a process of xdist's
-                _name_group(item, group)
+                _name_group(item, "processes")
 
 
 def _name_group(item: pytest.Item, group: str) -> None:

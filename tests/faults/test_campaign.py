@@ -121,10 +121,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Expected:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "seed",
-    [pytest.param(seed, marks=pytest.mark.xdist_group(f"campaign-{seed}")) for seed in range(2)],
-)
+@pytest.mark.parametrize("seed", range(2))
 def test_runs_with_faults_end_with_the_digest_of_an_undisturbed_one(
     tmp_path: Path, seed: int, expected: Expected
 ) -> None:
