@@ -32,9 +32,7 @@ from hetflow.schema.parallel import (
     LinkCurve,
     ParallelPlan,
     ParallelPool,
-    ParallelPrediction,
     ParallelProblem,
-    ParallelProof,
     ParallelStage,
     ReplicaGroup,
     ShardSizes,
@@ -147,23 +145,6 @@ def against_gh200() -> dict[str, Any]:
     for name, found in errors.items():
         print(f"GH200, {name}: {_summary(found)}")
     return {"runs": [run.name for run in runs], **errors}
-
-
-def _unjudged(batch: int, size: int, rounds: int, stages: list[ParallelStage]) -> ParallelPlan:
-    """A plan without a prediction of its own."""
-    return ParallelPlan(
-        model=MODEL,
-        global_batch_size=batch,
-        microbatch_size=size,
-        num_microbatches=rounds,
-        schedule="1f1b",
-        num_model_chunks=1,
-        stages=tuple(stages),
-        predicted=ParallelPrediction(step_seconds=0.0, samples_per_second=0.0, memory_bytes={}),
-        proof=ParallelProof(
-            termination="feasible", objective=0.0, lower_bound=None, gap=None, method="", space=""
-        ),
-    )
 
 
 def _summary(errors: list[float]) -> str:
@@ -351,7 +332,7 @@ def _plan_of_server(run: ServerRun, names: tuple[str, ...]) -> ParallelPlan:
         ParallelStage(layers=names[start:end], recompute="none", replicas=(group,))
         for start, end in zip(starts, [*starts[1:], len(names)], strict=True)
     ]
-    return _unjudged(run.batch, run.microbatch, run.rounds, stages)
+    return sailor_plans.unjudged(MODEL, run.batch, run.microbatch, run.rounds, stages)
 
 
 def against_a100() -> dict[str, Any]:

@@ -50,11 +50,22 @@ def plan_of(
         )
         names = tuple(f"layer{layer}" for layer in layers)
         stages.append(ParallelStage(layers=names, recompute="none", replicas=groups))
+    return unjudged(model, global_batch_size, microbatch_size, rounds, stages)
+
+
+def unjudged(
+    model: str,
+    global_batch_size: int,
+    microbatch_size: int,
+    num_microbatches: int,
+    stages: Sequence[ParallelStage],
+) -> ParallelPlan:
+    """A plan without a prediction or a proof of its own."""
     return ParallelPlan(
         model=model,
         global_batch_size=global_batch_size,
         microbatch_size=microbatch_size,
-        num_microbatches=rounds,
+        num_microbatches=num_microbatches,
         schedule="1f1b",
         num_model_chunks=1,
         stages=tuple(stages),

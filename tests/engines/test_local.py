@@ -3,17 +3,17 @@
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hetflow.engines.local import LocalEngine
-from hetflow.engines.protocol import OUTPUT, Fate, Work
+from hetflow.engines.protocol import Fate, Work
 from hetflow.engines.registry import ENGINES
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
+
+from .leases import output, until, work
 
 pytestmark = pytest.mark.processes
 POOL = Cluster.parse("1xcpu:fast,2xcpu:slow")
@@ -30,29 +30,13 @@ time.sleep(60)
 """
 
 
-def work(folder: Path, *command: str) -> Work:
-    folder.mkdir(exist_ok=True)
-    devices = LocalEngine(POOL).devices()[:1]
-    return Work(folder=folder, command=command, directory=folder, devices=devices)
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-def output(folder: Path) -> str:
-    path = folder / OUTPUT
-    return path.read_text() if path.exists() else ""
-
-
 def test_a_lease_is_absent_then_runs_then_has_ended(tmp_path: Path) -> None:
     engine, lease = LocalEngine(POOL), tmp_path / "a lease's; $(touch x)\n"
     lease.mkdir()
     assert engine.fate(lease) == Fate("absent")
-    engine.start(work(lease, sys.executable, "-c", "print('$(hi) `x`'); raise SystemExit(7)"))
+    engine.start(
+        work(engine, lease, sys.executable, "-c", "print('$(hi) `x`'); raise SystemExit(7)")
+    )
     assert engine.fate(lease) == Fate("running")
     until(lambda: engine.fate(lease).state == "ended")
     assert engine.fate(lease) == Fate("ended", 7)
@@ -62,7 +46,7 @@ def test_a_lease_is_absent_then_runs_then_has_ended(tmp_path: Path) -> None:
 
 def test_another_scheduler_adopts_a_lease_and_starts_it_no_second_time(tmp_path: Path) -> None:
     first, lease = LocalEngine(POOL), tmp_path / "lease"
-    given = work(lease, sys.executable, "-c", SAVES)
+    given = work(first, lease, sys.executable, "-c", SAVES)
     first.start(given)
     until(lambda: output(lease) == "ready\n")
     second = LocalEngine(POOL)
@@ -79,7 +63,7 @@ def test_another_scheduler_adopts_a_lease_and_starts_it_no_second_time(tmp_path:
 
 def test_a_lease_whose_keeper_is_killed_runs_until_it_has_saved(tmp_path: Path) -> None:
     engine, lease = LocalEngine(POOL), tmp_path / "lease"
-    engine.start(work(lease, sys.executable, "-c", SAVES))
+    engine.start(work(engine, lease, sys.executable, "-c", SAVES))
     until(lambda: output(lease) == "ready\n")
     os.kill(engine._leases.keepers[lease].pid, signal.SIGKILL)
     until(lambda: engine.fate(lease).state == "ended")
@@ -90,7 +74,7 @@ def test_a_lease_whose_keeper_is_killed_runs_until_it_has_saved(tmp_path: Path) 
 def test_what_heeds_no_signal_is_killed(tmp_path: Path) -> None:
     engine, lease = LocalEngine(POOL), tmp_path / "lease"
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); "
-    engine.start(work(lease, sys.executable, "-c", deaf + "time.sleep(60)"))
+    engine.start(work(engine, lease, sys.executable, "-c", deaf + "time.sleep(60)"))
     until(lambda: output(lease) == "1\n")
     engine.stop(lease)
     assert engine.fate(lease) == Fate("running")
@@ -101,7 +85,7 @@ def test_what_heeds_no_signal_is_killed(tmp_path: Path) -> None:
 
 def test_a_program_that_is_not_there_ends_and_says_so(tmp_path: Path) -> None:
     engine, lease = LocalEngine(POOL), tmp_path / "lease"
-    engine.start(work(lease, "/no such program"))
+    engine.start(work(engine, lease, "/no such program"))
     until(lambda: engine.fate(lease).state == "ended")
     assert engine.fate(lease) == Fate("ended", 127)
     assert "No such file" in output(lease)

@@ -3,20 +3,21 @@
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hetflow.engines.keeper import claim
-from hetflow.engines.protocol import OUTPUT, Fate, UnsuitableDevicesError, Work
+from hetflow.engines.protocol import Fate, UnsuitableDevicesError
 from hetflow.engines.ray import RayEngine, actor_name, devices_of
 from hetflow.engines.registry import ENGINES
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
 from hetflow.tests.engines import ray_nodes
 
+from .leases import output, until, work
 from .test_local import SAVES
 
 POOL = Cluster.parse("2xcpu:fast,2xcpu:slow")
@@ -78,24 +79,6 @@ def engine(cluster: tuple[dict[str, str], Any], monkeypatch: pytest.MonkeyPatch)
     for name, value in cluster[0].items():
         monkeypatch.setenv(name, value)
     return RayEngine(POOL)
-
-
-def work(engine: RayEngine, folder: Path, *command: str, device: int = 0, number: int = 1) -> Work:
-    folder.mkdir(exist_ok=True)
-    devices = engine.devices()[device : device + number]
-    return Work(folder=folder, command=command, directory=folder, devices=devices)
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def output(folder: Path) -> str:
-    path = folder / OUTPUT
-    return path.read_text() if path.exists() else ""
 
 
 @pytest.mark.slow

@@ -4,13 +4,14 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hetflow.engines.keeper import claim
-from hetflow.engines.protocol import OUTPUT, Fate, UnsuitableDevicesError, Work
+from hetflow.engines.protocol import Fate, UnsuitableDevicesError, Work
 from hetflow.engines.registry import ENGINES
 from hetflow.engines.slurm import (
     NodeGpus,
@@ -30,6 +31,11 @@ from hetflow.tests.engines.slurm_daemons import (
     start_slurmd,
     why_not,
 )
+
+from . import leases
+from .leases import output, work
+
+until = partial(leases.until, seconds=90.0)
 
 # As Slurm 22.05.8 wrote them; the third node is in two partitions, as a cluster's may be.
 NODES = """\
@@ -150,24 +156,6 @@ signal.signal(signal.SIGTERM, save)
 print("ready", flush=True)
 time.sleep(60)
 """
-
-
-def work(engine: SlurmEngine, folder: Path, *command: str, device: int = 0) -> Work:
-    folder.mkdir(exist_ok=True)
-    devices = engine.devices()[device : device + 1]
-    return Work(folder=folder, command=command, directory=folder, devices=devices)
-
-
-def until(condition: Callable[[], bool], seconds: float = 90.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def output(folder: Path) -> str:
-    path = folder / OUTPUT
-    return path.read_text() if path.exists() else ""
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,5 @@
 """Models as people write them are taken apart, and trained stage by stage as in one piece."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +22,8 @@ from hetflow.schema.cluster import Cluster
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.profile import BatchPoint, Profile
-from hetflow.tests import programs
 
+from .gloo_workers import run_workers
 from .model_kinds import GLOBAL_BATCH_SIZE, KINDS, build, train
 
 pytestmark = pytest.mark.processes
@@ -140,29 +137,7 @@ def profile_of(kind: str) -> Profile:
 
 def train_on_two(folder: Path) -> None:
     """All kinds, one after another, in the same two processes."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        **os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
-        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "HETFLOW_TIMEOUT": "60", "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    workers = [
-        programs.start(
-            [sys.executable, str(KINDS_FILE), str(folder), *KINDS],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "HETFLOW_SLOT": str(rank)},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [worker.communicate(timeout=240)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], said
+    run_workers(KINDS_FILE, 2, folder, *KINDS, seconds=240)
 
 
 @pytest.mark.slow

@@ -1,8 +1,5 @@
 """Pipelines train as one process does: real workers on gloo against the one-process run."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,9 +10,9 @@ from torch import nn
 from hetflow.schema import files
 from hetflow.schema.pipeline import PipelinePlan, StagePlan
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
-from hetflow.tests import programs
 
 from . import pipeline_cases as cases
+from .gloo_workers import run_workers
 
 pytestmark = pytest.mark.processes
 
@@ -133,33 +130,10 @@ def make_plan(schedule, stages, replicas, microbatches, recompute=False) -> Pipe
 
 def run_world(folder: Path, size: int) -> list[dict]:
     """All cases of one number of workers, in one set of processes."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for name, (_, *plan) in WORLDS[size].items():
         files.write(folder / f"{name}.json", make_plan(*plan))
     asked = [f"{name}={case[0]}" for name, case in WORLDS[size].items()]
-    shared = {
-        **os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
-        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "HETFLOW_TIMEOUT": "60", "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    workers = [
-        programs.start(
-            [sys.executable, str(SCRIPT), str(folder), *asked],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "HETFLOW_SLOT": str(rank)},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [worker.communicate(timeout=120)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-            worker.stderr.close()
-    assert [worker.returncode for worker in workers] == [0] * size, said
+    run_workers(SCRIPT, size, folder, *asked, seconds=120)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(size)]
 
 

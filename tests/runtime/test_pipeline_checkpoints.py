@@ -1,10 +1,7 @@
 """Pipelines go on from their parts: same bits under the same plan, same training under another."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +10,10 @@ import torch
 
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
-from hetflow.tests import programs
 
 from . import pipeline_restarts as restarts
 from . import test_pipeline as plans
+from .gloo_workers import run_workers
 
 pytestmark = pytest.mark.processes
 
@@ -54,30 +51,8 @@ class World:
         self.names.append(name)
 
     def run(self) -> list[dict]:
-        from torch.distributed import TCPStore
-
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        shared = {
-            **os.environ, "WORLD_SIZE": str(self.size), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "OMP_NUM_THREADS": "1", "HETFLOW_TIMEOUT": "60", "GLOO_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
-        workers = [
-            programs.start(
-                [sys.executable, str(HERE / "pipeline_restarts.py"), str(self.folder), *self.names],
-                env={**shared, "RANK": str(r), "LOCAL_RANK": str(r), "HETFLOW_SLOT": str(r)},
-                stderr=subprocess.PIPE,
-            )
-            for r in range(self.size)
-        ]
-        try:
-            said = [worker.communicate(timeout=150)[1] for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-        assert [worker.returncode for worker in workers] == [0] * self.size, said
-        self.said = said
+        script = HERE / "pipeline_restarts.py"
+        self.said = run_workers(script, self.size, self.folder, *self.names, seconds=150)
         found = [self.folder / f"rank{r}-{self.names[0]}.pt" for r in range(self.size)]
         return [torch.load(path) for path in found]
 

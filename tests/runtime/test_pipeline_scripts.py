@@ -1,8 +1,5 @@
 """What a script does beside the model comes out under a pipeline as on one device."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +8,10 @@ import torch
 
 from hetflow.schema import files
 from hetflow.schema.plan import SplitPlan
-from hetflow.tests import programs
 
 from . import pipeline_scripts as scripts
 from . import test_pipeline as plans
+from .gloo_workers import run_workers
 
 pytestmark = pytest.mark.processes
 
@@ -49,35 +46,13 @@ OTHERS = {
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """All cases on two workers, one after another."""
-    from torch.distributed import TCPStore
-
     folder = tmp_path_factory.mktemp("scripts")
     asked = []
     for number, (case, schedule, stages, microbatches) in {**AS_ONE, **OTHERS}.items():
         plan = plans.make_plan(schedule, stages, (1, 1), microbatches)
         files.write(folder / f"{number}.json", plan)
         asked.append(f"{number}={case}")
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        **os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
-        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "HETFLOW_TIMEOUT": "60", "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    workers = [
-        programs.start(
-            [sys.executable, str(HERE / "pipeline_scripts.py"), str(folder), *asked],
-            env={**shared, "RANK": str(r), "LOCAL_RANK": str(r), "HETFLOW_SLOT": str(r)},
-            stderr=subprocess.PIPE,
-        )
-        for r in range(2)
-    ]
-    try:
-        said = [worker.communicate(timeout=120)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    assert [worker.returncode for worker in workers] == [0, 0], said
+    run_workers(HERE / "pipeline_scripts.py", 2, folder, *asked, seconds=120)
     return [torch.load(folder / f"rank{r}.pt") for r in range(2)]
 
 

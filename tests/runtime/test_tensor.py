@@ -1,9 +1,6 @@
 """Tensor-parallel layers and trainings, on real gloo processes, against one process."""
 
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +9,9 @@ import torch
 
 from hetflow.schema import files
 from hetflow.schema.parallel import ParallelPlan
-from hetflow.tests import programs
 
 from ..parallel_plans import parallel_plan
+from .gloo_workers import run_workers
 
 pytestmark = pytest.mark.processes
 
@@ -76,33 +73,10 @@ TRAININGS = [
 
 def run_world(folder: Path, size: int, plans: dict[str, tuple[str, ParallelPlan]]) -> list[dict]:
     """All cases of one number of workers, in one set of processes."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for name, (_, plan) in plans.items():
         files.write(folder / f"{name}.json", plan)
     asked = [f"{name}={case}" for name, (case, _) in plans.items()]
-    shared = {
-        **os.environ, "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1",
-        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "HETFLOW_TIMEOUT": "60", "GLOO_SOCKET_IFNAME": "lo",
-    }  # fmt: skip
-    workers = [
-        programs.start(
-            [sys.executable, str(SCRIPT), str(folder), *asked],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "HETFLOW_SLOT": str(rank)},
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [worker.communicate(timeout=180)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-            worker.stderr.close()
-    assert [worker.returncode for worker in workers] == [0] * size, said
+    run_workers(SCRIPT, size, folder, *asked, seconds=180)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(size)]
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from hetflow.engines.protocol import OUTPUT, EngineDevice, Fate, UnsuitableDevicesError, Work
 from hetflow.scheduler.submission import Submission
+from hetflow.tests import programs
 
 
 def profile(device_type: str, seconds: float, speed: float) -> dict[str, object]:
@@ -123,3 +124,14 @@ class FakeEngine:
 def engine() -> FakeEngine:
     """Four fast devices and four slow ones."""
     return FakeEngine()
+
+
+def write_workplace(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write a script, and profiles whose steps take 20 and 40 ms, for commands that run there."""
+    monkeypatch.setenv(programs.VARIABLE, programs.preloaded())
+    monkeypatch.setenv("HETFLOW_STATE", str(folder / "state"))
+    (folder / "train.py").write_text(script)
+    (folder / "profiles").mkdir()
+    for name, seconds, speed in (("cpu:fast", 0.005, 0.2), ("cpu:slow", 0.01, 0.1)):
+        path = folder / "profiles" / f"{name.replace(':', '-')}.json"
+        path.write_text(json.dumps(profile(name, seconds, speed)))

@@ -5,7 +5,7 @@ committed is rolled back, as SQLite does for a process that was killed.
 """
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,23 +23,8 @@ from hetflow.schema.cluster import Cluster as Pool
 from hetflow.schema.errors import FileError
 
 from .conftest import FakeEngine
+from .mortal import Died, MortalEngine, Points
 from .test_loop import ROUND, RULES, Asked, Cluster
-
-
-class Died(BaseException):
-    """The scheduler was killed."""
-
-
-class Points:
-    """Counts the points at which a scheduler can die, and lets it die at one."""
-
-    def __init__(self, fatal: int | None = None) -> None:
-        self.fatal, self.passed = fatal, 0
-
-    def __call__(self) -> None:
-        self.passed += 1
-        if self.passed == self.fatal:
-            raise Died
 
 
 class MortalStore(Store):
@@ -57,27 +42,6 @@ class MortalStore(Store):
             yield
             self.points()
         self.points()
-
-
-class MortalEngine:
-    """Dies before the engine acts, or after it."""
-
-    def __init__(self, inner: FakeEngine, points: Points) -> None:
-        self.inner, self.points, self.name = inner, points, inner.name
-
-    def devices(self) -> object:
-        return self.inner.devices()
-
-    def fate(self, folder: Path) -> Fate:
-        return self.inner.fate(folder)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        def call(*given: object) -> None:
-            self.points()
-            getattr(self.inner, name)(*given)
-            self.points()
-
-        return call
 
 
 class Mortal(Cluster):

@@ -1,6 +1,5 @@
 """The scheduler on a real Slurm and a real Ray: jobs change node and type, and keep their bits."""
 
-import json
 import signal
 import subprocess
 import sys
@@ -11,10 +10,9 @@ import pytest
 
 from hetflow.scheduler import view
 from hetflow.scheduler.store import Store
-from hetflow.tests import programs
 from hetflow.tests.engines import ray_nodes, slurm_daemons
 
-from .conftest import profile
+from .conftest import write_workplace
 from .test_live import SCRIPT, hetflow, left_over, until_it_schedules
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -34,13 +32,7 @@ def start(folder: Path, engine: str) -> subprocess.Popen[bytes]:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a script and profiles whose steps take 20 and 40 ms."""
-    monkeypatch.setenv(programs.VARIABLE, programs.preloaded())
-    monkeypatch.setenv("HETFLOW_STATE", str(tmp_path / "state"))
-    (tmp_path / "train.py").write_text(LONG_SCRIPT)
-    (tmp_path / "profiles").mkdir()
-    for name, seconds, speed in (("cpu:fast", 0.005, 0.2), ("cpu:slow", 0.01, 0.1)):
-        path = tmp_path / "profiles" / f"{name.replace(':', '-')}.json"
-        path.write_text(json.dumps(profile(name, seconds, speed)))
+    write_workplace(tmp_path, LONG_SCRIPT, monkeypatch)
     return tmp_path
 
 

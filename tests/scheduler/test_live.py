@@ -14,9 +14,8 @@ import pytest
 from hetflow.engines.protocol import OUTPUT
 from hetflow.scheduler import leases, view
 from hetflow.scheduler.store import Store
-from hetflow.tests import programs
 
-from .conftest import profile
+from .conftest import write_workplace
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 SCRIPT = """
@@ -45,13 +44,7 @@ LIMIT_SECONDS = 400.0
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a script and profiles whose steps take 20 and 40 ms."""
-    monkeypatch.setenv(programs.VARIABLE, programs.preloaded())
-    monkeypatch.setenv("HETFLOW_STATE", str(tmp_path / "state"))
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "profiles").mkdir()
-    for name, seconds, speed in (("cpu:fast", 0.005, 0.2), ("cpu:slow", 0.01, 0.1)):
-        path = tmp_path / "profiles" / f"{name.replace(':', '-')}.json"
-        path.write_text(json.dumps(profile(name, seconds, speed)))
+    write_workplace(tmp_path, SCRIPT, monkeypatch)
     return tmp_path
 
 

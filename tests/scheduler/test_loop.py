@@ -7,7 +7,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hetflow.engines.protocol import Fate
 from hetflow.mechanisms.rounds.rules import RoundRules
 from hetflow.scheduler.loop import MOST_FAILURES, Scheduler, Settings
 from hetflow.scheduler.store import Store
@@ -16,6 +15,7 @@ from hetflow.schema.errors import ProblemError
 from hetflow.tests.profiles import examples
 
 from .conftest import FakeEngine
+from .mortal import Died, MortalEngine, Points
 
 ROUND = 10.0
 RULES = RoundRules(round_seconds=ROUND, reset_seconds=0.0)
@@ -266,37 +266,6 @@ def test_a_state_of_other_devices_is_refused(cluster: Cluster, engine: FakeEngin
         cluster.restart()
 
 
-class Died(BaseException):
-    """A kill of the scheduler, wherever it is."""
-
-
-class Fragile:
-    """Dies before or after one of its calls, the one that the test drew."""
-
-    def __init__(self, inner: FakeEngine) -> None:
-        self.inner, self.left = inner, 10**9
-        self.name = inner.name
-
-    def devices(self) -> object:
-        return self.inner.devices()
-
-    def fate(self, folder: Path) -> Fate:
-        return self.inner.fate(folder)
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        def call(*given: object) -> None:
-            self._live()
-            getattr(self.inner, name)(*given)
-            self._live()
-
-        return call
-
-    def _live(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise Died
-
-
 @given(st.lists(st.tuples(st.integers(1, 12), st.sampled_from([0, 143, 1, None])), min_size=1,
                 max_size=12))  # fmt: skip
 @settings(max_examples=examples(40), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -305,11 +274,12 @@ def test_a_scheduler_killed_anywhere_loses_no_job_and_runs_none_twice(
     history: list[tuple[int, int | None]],
 ) -> None:  # fmt: skip
     """The fake engine asserts that no device and no job is in two leases at once."""
-    engine = Fragile(FakeEngine(number=1))
+    points = Points()
+    engine = MortalEngine(FakeEngine(number=1), points)
     cluster = Cluster(tmp_path_factory.mktemp("state"), engine)  # type: ignore[arg-type]
     cluster.submit(*(asked(str(i)) for i in range(4)))
     for left, code in history:
-        engine.left = left
+        points.fatal = points.passed + left
         try:
             cluster.tick(ROUND)
             cluster.tick(0.1)
@@ -318,7 +288,7 @@ def test_a_scheduler_killed_anywhere_loses_no_job_and_runs_none_twice(
             cluster.restart()
         if engine.inner.running and code is not None:
             engine.inner.end(next(iter(engine.inner.running)), code)
-    engine.left = 10**9
+    points.fatal = None
     for _ in range(20):
         for folder in list(engine.inner.running):
             engine.inner.end(folder, 0)
