@@ -37,6 +37,12 @@ def submit(
             min=1, help="Number of virtual nodes; the result then does not depend on devices."
         ),
     ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="split or pipeline [default: split].")
+    ] = None,
+    microbatch_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples of a microbatch, for a pipeline.")
+    ] = None,
     determinism: Annotated[
         str | None,
         typer.Option(help="As for `hetflow launch` [default: elastic with --virtual-nodes]."),
@@ -68,7 +74,8 @@ def submit(
     given: dict[str, Any] = {
         "name": name, "profiles": None if profiles is None else str(profiles), "model": model,
         "batch_size": batch_size, "steps": steps, "devices": devices,
-        "virtual_nodes": virtual_nodes, "determinism": determinism,
+        "virtual_nodes": virtual_nodes, "strategy": strategy,
+        "microbatch_size": microbatch_size, "determinism": determinism,
         "checkpoint_every": checkpoint_every, "priority_weight": weight,
         "deadline_seconds": deadline, "arguments": arguments or None,
     }  # fmt: skip

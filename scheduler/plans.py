@@ -4,9 +4,10 @@ import hashlib
 import json
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from ..planning.inputs import profiles_of
-from ..planning.request import SolveRequest, SplitOptions
+from ..planning.request import PipelineOptions, SolveRequest, SplitOptions
 from ..planning.solve import solve
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError
@@ -22,29 +23,37 @@ def plan_on(asked: Submission, device_type: str, number: int) -> Plan:
     Raises:
         HetflowError: There is none, or the profiles are gone.
     """
-    return _plan(
-        asked.profiles, asked.model, asked.batch_size, asked.virtual_nodes, device_type, number
+    return _plan(_kind(asked), device_type, number)
+
+
+class _Kind(NamedTuple):
+    """What a job's plan depends on, besides its devices."""
+
+    profiles: str
+    model: str | None
+    batch_size: int
+    virtual_nodes: int | None
+    microbatch_size: int | None
+
+
+def _kind(asked: Submission) -> _Kind:
+    return _Kind(
+        asked.profiles, asked.model, asked.batch_size, asked.virtual_nodes, asked.microbatch_size
     )
 
 
 @lru_cache(maxsize=4096)
-def _plan(
-    profiles: str,
-    model: str | None,
-    batch_size: int,
-    virtual_nodes: int | None,
-    device_type: str,
-    number: int,
-) -> Plan:
+def _plan(kind: _Kind, device_type: str, number: int) -> Plan:
     gpus = f"{number}x{device_type}"
     return solve(
         SolveRequest(
-            profiles=_profiles(profiles, model),
+            profiles=_profiles(kind.profiles, kind.model),
             pool=Cluster.parse(gpus),
             pool_name=gpus,
-            batch_size=batch_size,
-            strategy="split",
-            split=SplitOptions(virtual_nodes=virtual_nodes),
+            batch_size=kind.batch_size,
+            strategy="split" if kind.microbatch_size is None else "pipeline",
+            split=SplitOptions(virtual_nodes=kind.virtual_nodes),
+            pipeline=PipelineOptions(microbatch_size=kind.microbatch_size),
             fastest=True,
         )
     )
@@ -57,7 +66,7 @@ def _profiles(folder: str, model: str | None) -> tuple[Profile, ...]:
 
 def kind_of(asked: Submission) -> str:
     """One name for all jobs that reach the same throughputs."""
-    what = (asked.profiles, asked.model, asked.batch_size, asked.virtual_nodes)
+    what = _kind(asked)
     return "job-" + hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 

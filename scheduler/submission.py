@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ..protocol.lower import check_pipeline_level
 from ..schema.errors import FileError, ProblemError
 from ..schema.files import from_json, to_json
+from ..schema.launch import Determinism
 from ..schema.records import Count, Index, Name, Positive, PositiveSeconds, record, register_keys
 from .store import Store
 
@@ -27,6 +29,9 @@ class Submission:
     ``hetflow launch``: with ``elastic``, the default where virtual nodes are given, a job ends with
     the same parameters whatever devices it was moved to. ``checkpoint_every`` counts steps; a job
     also saves whenever it has to leave.
+
+    ``strategy`` says what the plan is. A pipeline needs ``microbatch_size``: its checkpoint can be
+    loaded under the plan of other devices only if the microbatches are the same.
     """
 
     schema: Literal["hetflow.submission/1"] = "hetflow.submission/1"
@@ -39,14 +44,16 @@ class Submission:
     batch_size: Count
     steps: Positive
     devices: Count = 1
+    strategy: Literal["split", "pipeline"] = "split"
     virtual_nodes: Count | None = None
-    determinism: Literal["none", "static", "elastic", "heterogeneous"] | None = None
+    microbatch_size: Count | None = None
+    determinism: Determinism | None = None
     checkpoint_every: Index = 0
     priority_weight: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     deadline_seconds: PositiveSeconds | None = None
 
     @property
-    def level(self) -> str:
+    def level(self) -> Determinism:
         """The level of determinism that the launch is asked for."""
         return self.determinism or ("none" if self.virtual_nodes is None else "elastic")
 
@@ -110,7 +117,33 @@ def submission(values: dict[str, Any], *, base: Path, name: str) -> Submission:
         )
     if not Path(asked.directory).is_dir():
         raise ProblemError(f"{name}: directory {asked.directory}: no such folder")
+    _check_strategy(asked, name)
     return asked
+
+
+def _check_strategy(asked: Submission, name: str) -> None:
+    if asked.strategy == "split":
+        if asked.microbatch_size is not None:
+            raise ProblemError(
+                f"{name}: microbatch_size is for pipelines",
+                hint="give virtual_nodes, or strategy pipeline",
+            )
+        return
+    if asked.virtual_nodes is not None:
+        raise ProblemError(
+            f"{name}: virtual_nodes are for splits", hint="give microbatch_size for a pipeline"
+        )
+    if asked.microbatch_size is None:
+        raise ProblemError(
+            f"{name}: a pipeline needs microbatch_size",
+            hint="its checkpoint can be loaded on other devices only if microbatches are the same",
+        )
+    if asked.batch_size % asked.microbatch_size:
+        raise ProblemError(
+            f"{name}: batch_size {asked.batch_size} is not a multiple of microbatch_size "
+            f"{asked.microbatch_size}"
+        )
+    check_pipeline_level(asked.level)
 
 
 def submit(store: Store, asked: Submission) -> int:
