@@ -272,6 +272,9 @@ def say_summary(title, rows, models):
             f"{title}, {entry['num_plans']} {kind}s: mean |error| {100 * entry['mean_error']:.1f} "
             f"%, worst {100 * entry['worst_error']:.1f} %{_said_memory(entry)}"
         )
+    drift = figures.speed_drift(rows)
+    if drift is not None:
+        say(f"{title}: the machine's own speed drifted by {100 * drift:.0f} % (a fixed loop)")
     for model, own in models.items():
         regrets = {kind: figures.regret_of(own, kind) for kind in ("split", "pipeline")}
         told = [f"{kind} {100 * r:.1f} %" for kind, r in regrets.items() if r is not None]
@@ -300,6 +303,7 @@ def document_of(models):
             for name, own in models.items()
         },
         "summary": figures.summary_of(rows),
+        "speed_drift": figures.speed_drift(rows),
     }
 
 

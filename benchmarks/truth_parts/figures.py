@@ -109,6 +109,20 @@ def summary_of(rows):
     return found
 
 
+def speed_drift(rows):
+    """How much longer a fixed loop took beside the slowest launches than beside the fastest.
+
+    The 90th percentile over the 10th, minus 1; None where fewer than ten launches are known.
+    """
+    loops = [
+        load["loop_seconds"] for row in rows for load in row["loads"] if "loop_seconds" in load
+    ]
+    if len(loops) < 10:
+        return None
+    tenths = statistics.quantiles(loops, n=10)
+    return tenths[-1] / tenths[0] - 1
+
+
 def memory_errors(row):
     """Of each worker (predicted - measured) / measured peak."""
     return [
