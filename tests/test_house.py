@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "simulator": {"schema", "costs", "schedules", "solvers", "mechanisms"},
     "engines": {"schema", "devices"},  # they run `hetflow launch` as a user would
     "scheduler": {"schema", "planning", "mechanisms", "engines"},
+    "dashboard": {"schema", "scheduler"},
     "examples": {
         "schema", "schedules", "costs", "checks", "solvers", "planning", "devices", "protocol",
         "runtime", "profilers", "mechanisms", "simulator", "importers", "exporters", "plugins",
@@ -52,7 +53,7 @@ MAY_IMPORT = {
         "runtime", "profilers", "launcher", "reports", "mechanisms", "simulator", "examples",
         "importers",
         "exporters", "api",
-        "engines", "scheduler",
+        "engines", "scheduler", "dashboard",
     },
 }  # fmt: skip
 PUBLIC_OF = {"cli": {f"hetflow.{name}" for name in hetflow.__all__}}  # commands call the public API
