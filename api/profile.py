@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..schema.errors import ProblemError
-from ..schema.estimate import Precision
 from ..schema.optimizer import named_optimizer
+from ..schema.precision import Precision
 from ..schema.profile import Profile
 from .naming import names_arguments
 

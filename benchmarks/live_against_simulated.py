@@ -18,6 +18,8 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from live_parts.models import NUM_MODELS, TYPES, prepare
+
 from hetflow.engines.protocol import EngineDevice, Fate, Work
 from hetflow.mechanisms.rounds.rules import RoundRules
 from hetflow.scheduler.history import history
@@ -27,9 +29,7 @@ from hetflow.scheduler.submission import Submission, submit
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.files import read_plan, to_json
 from hetflow.simulator import Case, run_case
-from hetflow.tests.scheduler.conftest import profile
 
-TYPES = (("V100", 0.02), ("P100", 0.05))
 EACH = 4
 POLICY = "las_weighted"
 TICK_SECONDS = 1.0
@@ -103,18 +103,6 @@ class Compared:
     mean_device_seconds: float
 
 
-def prepare(folder: Path) -> None:
-    """Write a script, and profiles of four models."""
-    (folder / "train.py").write_text("")
-    for model in range(4):
-        place = folder / f"model{model}"
-        place.mkdir()
-        for kind, seconds in TYPES:
-            document = profile(kind, seconds * (1 + model) ** (0.5 if kind == "P100" else 1.0), 1.0)
-            del document["emulation"]
-            (place / f"{kind}.json").write_text(json.dumps(document))
-
-
 def trace(folder: Path, jobs: int, mean_gap: float) -> list[tuple[float, Submission]]:
     """Jobs and when they arrive; all at once where the gap is 0."""
     draws, arrival, found = random.Random(0), START, []
@@ -122,9 +110,9 @@ def trace(folder: Path, jobs: int, mean_gap: float) -> list[tuple[float, Submiss
         found.append(
             (arrival, Submission(
                 name=f"job {number}", script=str(folder / "train.py"), directory=str(folder),
-                profiles=str(folder / f"model{number % 4}"), batch_size=16, virtual_nodes=4,
-                steps=float(draws.randrange(1_000, 10_000)), devices=draws.choice((1, 1, 1, 2)),
-                priority_weight=float(draws.choice((1, 1, 2))),
+                profiles=str(folder / f"model{number % NUM_MODELS}"), batch_size=16,
+                virtual_nodes=4, steps=float(draws.randrange(1_000, 10_000)),
+                devices=draws.choice((1, 1, 1, 2)), priority_weight=float(draws.choice((1, 1, 2))),
             ))
         )  # fmt: skip
         arrival += draws.expovariate(1.0 / mean_gap) if mean_gap else 0.0

@@ -3,8 +3,9 @@
     python benchmarks/live_queue.py [--quick] [--json FILE]
 
 CPU seconds of a round (the decision, its transitions in the state, and asking the engine), of a
-tick between rounds, and of ``hetflow queue`` in a process of its own; resident memory of the
-scheduler and the size of its state while 10,000 jobs come, run and end. Processor time is
+tick between rounds, of ``hetflow queue`` in a process of its own, and of one answer of the
+dashboard; resident memory of the scheduler and the size of its state while 10,000 jobs come, run
+and end. Processor time is
 measured, not the disk's: ``fsync`` does nothing here.
 """
 
@@ -18,20 +19,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from live_parts.models import NUM_MODELS, TYPES, prepare
+
+from hetflow.dashboard.snapshot import snapshot
 from hetflow.engines.protocol import EngineDevice, Fate, Work
 from hetflow.mechanisms.rounds.rules import RoundRules
 from hetflow.scheduler.loop import Scheduler, Settings
 from hetflow.scheduler.store import FILE, Store
 from hetflow.scheduler.submission import Submission, submit
-from hetflow.tests.scheduler.conftest import profile
 
 ROUND_SECONDS = 360.0
-TYPES = (("V100", 0.02), ("P100", 0.05))
 SERVER_SIZE = 4
 
 
@@ -82,22 +85,10 @@ def asked(folder: Path, number: int) -> Submission:
     """One of 24 kinds of jobs: 1, 2 or 4 devices, four models, two batch sizes."""
     return Submission(
         name=f"job {number}", script=str(folder / "train.py"), directory=str(folder),
-        profiles=str(folder / f"model{number % 4}"), batch_size=(16, 32)[number // 4 % 2],
+        profiles=str(folder / f"model{number % NUM_MODELS}"), batch_size=(16, 32)[number // 4 % 2],
         steps=1e6, devices=(1, 1, 2, 4)[number // 8 % 4], virtual_nodes=4,
         priority_weight=float(1 + number % 3),
     )  # fmt: skip
-
-
-def prepare(folder: Path) -> None:
-    """Write profiles and a script."""
-    (folder / "train.py").write_text("")
-    for model in range(4):
-        place = folder / f"model{model}"
-        place.mkdir()
-        for kind, seconds in TYPES:
-            document = profile(kind, seconds * (1 + model), 1.0)
-            del document["emulation"]
-            (place / f"{kind}.json").write_text(json.dumps(document))
 
 
 def state(folder: Path) -> Store:
@@ -118,6 +109,14 @@ def resident_bytes() -> int:
     """Memory of this process now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()
+
+
+def one_answer(folder: Path, now: float) -> tuple[float, int]:
+    """CPU seconds and bytes of all that the dashboard's page shows."""
+    start = time.process_time()
+    with closing(Store.read(folder)) as store, store.one_moment():
+        text = json.dumps(snapshot(store, now=now, window_seconds=None).to_plain())
+    return time.process_time() - start, len(text)
 
 
 def a_full_queue(folder: Path, jobs: int, each: int, policy: str, rounds: int) -> dict[str, object]:
@@ -147,6 +146,7 @@ def a_full_queue(folder: Path, jobs: int, each: int, policy: str, rounds: int) -
             (end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime,
              time.monotonic() - began)
         )  # fmt: skip
+    page_seconds, page_bytes = one_answer(folder / policy, now)
     return {
         "policy": policy,
         "jobs": jobs,
@@ -159,6 +159,8 @@ def a_full_queue(folder: Path, jobs: int, each: int, policy: str, rounds: int) -
         "idle_tick_cpu_seconds": round(idle, 4),
         "queue_cpu_seconds": round(min(one for one, _ in queue), 3),
         "queue_wall_seconds": round(min(one for _, one in queue), 3),
+        "dashboard_cpu_seconds": round(page_seconds, 4),
+        "dashboard_kib": round(page_bytes / 1024, 1),
     }
 
 
@@ -181,10 +183,13 @@ def many_jobs(folder: Path, jobs: int, each: int) -> dict[str, object]:
         if row["number"] * 10 // jobs > finished * 10 // jobs:
             memory.append(resident_bytes())
         finished = row["number"]
+    page_seconds, page_bytes = one_answer(folder / "many", now)
     return {
         "finished_jobs": finished,
         "resident_mib_by_tenth": [round(one / 2**20, 1) for one in memory],
         "state_mib": round((folder / "many" / FILE).stat().st_size / 2**20, 1),
+        "dashboard_cpu_seconds": round(page_seconds, 4),
+        "dashboard_kib": round(page_bytes / 1024, 1),
     }
 
 

@@ -1,6 +1,7 @@
 """``hetflow cluster``: run a queue of jobs on a pool of devices."""
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,10 @@ def start(
         int, typer.Option(min=1, help="Seconds that a job has to save before it is killed.")
     ] = 30,
     state: StateOption = DEFAULT_STATE,
+    dashboard: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS:PORT", help="Serve a web page too, e.g. 127.0.0.1:8080."),
+    ] = None,
     print_unit: Annotated[
         bool, typer.Option("--print-unit", help="Print a systemd unit that runs this; stop.")
     ] = False,
@@ -56,7 +61,12 @@ def start(
     if print_unit:
         emit(_unit(state))
         return
-    serve(state, pool, engine, settings, lambda text: typer.echo(text, err=True))
+    with ExitStack() as beside:
+        if dashboard is not None:
+            from ..dashboard.server import serving
+
+            _say(f"dashboard: {beside.enter_context(serving(dashboard, state)).url}")
+        serve(state, pool, engine, settings, _say)
 
 
 def drain(
@@ -90,6 +100,10 @@ def stop(state: StateOption = DEFAULT_STATE) -> None:
     from ..scheduler.serve import request_stop
 
     request_stop(state)
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
 
 
 def _unit(state: Path) -> str:

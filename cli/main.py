@@ -18,6 +18,7 @@ from . import (
     allocate,
     check,
     cluster,
+    dashboard,
     demo,
     devices,
     doctor,
@@ -115,6 +116,7 @@ register(
 )
 register(app, submit.submit, short_help="Add a job to the queue.", context_settings=_PASSED_ON)
 register(app, queue.queue, short_help="List running, waiting and finished jobs.")
+register(app, dashboard.dashboard, short_help="Show a live cluster in a web page.")
 register(app, queue.logs, short_help="Print a job's output.")
 register(app, queue.cancel, short_help="Take a job out of the queue.")
 register(app, queue.hold, short_help="Keep a job from running.")

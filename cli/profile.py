@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schema.errors import FileError, ProblemError
-from ..schema.estimate import Precision
-from ..schema.layer_trace import LayerTrace
 from ..schema.masking import mask
-from ..schema.profile import BatchPoint, Profile
+from ..schema.precision import Precision
 from .common import ForceFlag, JsonFlag, emit, emit_json, note, shows_progress, warn
 
 if TYPE_CHECKING:
     from ..api.profile import Progress as Told
+    from ..schema.layer_trace import LayerTrace
+    from ..schema.profile import BatchPoint, Profile
 
 
 def profile(
@@ -215,7 +215,7 @@ def _microbatch_sizes(text: str) -> tuple[int, ...]:
 _TOOLS = {"fx": "torch.fx", "export": "torch.export", "hooks": "hooks"}
 
 
-def _how_found(trace: LayerTrace | None) -> str | None:
+def _how_found(trace: "LayerTrace | None") -> str | None:
     """Which way took the model apart, and what that means for a launch."""
     if trace is None:
         return None
@@ -224,7 +224,7 @@ def _how_found(trace: LayerTrace | None) -> str | None:
     return f"layers found by {_TOOLS[trace.way]}: pipelines of them can be launched"
 
 
-def _say_how_found(measured: Profile) -> None:
+def _say_how_found(measured: "Profile") -> None:
     """Warn of layers that cannot be launched; why another way than the first was taken."""
     trace = None if measured.layers is None else measured.layers.trace
     if trace is None:
@@ -286,7 +286,7 @@ def _left(seconds: float | None) -> str:
     return "" if seconds is None else f" (at most {seconds:.0f} s left)"
 
 
-def _table(measured: Profile) -> str:
+def _table(measured: "Profile") -> str:
     from tabulate import tabulate
 
     busy = measured.busy.batch_curve if measured.busy else ()
@@ -323,13 +323,13 @@ def _ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.2f}"
 
 
-def _step(point: BatchPoint) -> str:
+def _step(point: "BatchPoint") -> str:
     """Milliseconds and how well they are known."""
     error = point.step_seconds_error
     return _ms(point.step_seconds) + (f" +-{error:.1%}" if error is not None else "")
 
 
-def _step_lines(measured: Profile) -> list[str]:
+def _step_lines(measured: "Profile") -> list[str]:
     """What a step costs beside its virtual nodes, what is wide, what was not measured."""
     how, lines = measured.provenance or {}, []
     if measured.fixed_seconds is not None:
@@ -358,7 +358,7 @@ def _step_lines(measured: Profile) -> list[str]:
     return lines
 
 
-def _layer_lines(measured: Profile) -> list[str]:
+def _layer_lines(measured: "Profile") -> list[str]:
     """How layers were found; by microbatch size their raw sums, and their memory."""
     found = None if measured.layers is None else _how_found(measured.layers.trace)
     lines = [] if found is None else [found]
@@ -377,7 +377,7 @@ def _layer_lines(measured: Profile) -> list[str]:
     return lines + _pipeline_lines(measured)
 
 
-def _pipeline_lines(measured: Profile) -> list[str]:
+def _pipeline_lines(measured: "Profile") -> list[str]:
     """What rehearsed pipelines cost beyond layers and bytes; why links were not measured."""
     costs, why = measured.pipeline, (measured.provenance or {}).get("links", {}).get("skipped")
     lines = [] if measured.layers is None or why is None else [f"links not measured ({why})"]
@@ -391,7 +391,7 @@ def _pipeline_lines(measured: Profile) -> list[str]:
     return lines
 
 
-def _head(measured: Profile) -> str:
+def _head(measured: "Profile") -> str:
     """One line: what was measured where, and what is not in the table."""
     how, sync, emulated = measured.provenance or {}, measured.sync, measured.emulation
     facts = [f"update {measured.update_seconds * 1e3:.2f} ms"]

@@ -11,7 +11,7 @@ from .cluster import DEFAULT_STATE, StateOption
 from .common import JsonFlag, emit, emit_json, note
 
 if TYPE_CHECKING:
-    from ..scheduler.view import Wish
+    from ..scheduler.view import QueuedJob, Wish
 
 JobArgument = Annotated[str, typer.Argument(help="Its number, or its name.")]
 _REFRESH_SECONDS = 1.0
@@ -40,13 +40,13 @@ def queue(
         if json:
             emit_json({"jobs": [row.to_plain() for row in rows]})
         else:
-            head = ("job", "name", "state", "devices", "weight", "steps/s", "device-s", "leases",
-                    "why")  # fmt: skip
+            head = ("job", "name", "state", "devices", "weight", "steps/s", "measured", "device-s",
+                    "leases", "why")  # fmt: skip
             table = [
                 (str(row.number), row.name, row.state + (f" ({row.wanted})" if row.wanted else ""),
                  ", ".join(row.devices), f"{row.priority_weight:g}",
                  f"{row.predicted_steps_per_second:.3g}" if row.predicted_steps_per_second else "",
-                 f"{row.device_seconds:.0f}", str(row.leases), row.reason or "")
+                 _measured(row), f"{row.device_seconds:.0f}", str(row.leases), row.reason or "")
                 for row in rows
             ]  # fmt: skip
             clear = "\x1b[H\x1b[2J" if watch and sys.stdout.isatty() else ""
@@ -54,6 +54,15 @@ def queue(
         if not watch:
             return
         time.sleep(_REFRESH_SECONDS)
+
+
+def _measured(row: "QueuedJob") -> str:
+    """Steps a second, and how much more that is than was predicted for the same devices."""
+    if row.measured is None:
+        return ""
+    error = row.measured.error
+    off = "" if error is None else f" ({100 * error:+.1f} %)"
+    return f"{row.measured.steps_per_second:.3g}{off}"
 
 
 def logs(

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..schema.errors import InfeasibleError, ProblemError
-from ..schema.estimate import Estimate, Precision
+from ..schema.estimate import Estimate
 from ..schema.operator_counts import LayerCounts, LayerTable, ModelCounts, Operator, PassCounts
+from ..schema.precision import Precision
 from ..schema.profile import BatchPoint, LayerGraph, LayerNode, Profile, Sync, TensorLayers
 from ..schema.step_costs import Links
 from .comm import ring_seconds

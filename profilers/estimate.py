@@ -16,8 +16,8 @@ from .. import __version__
 from ..costs.device_table import DeviceSpec, spec_of
 from ..costs.estimate import RESERVE_BYTES, Estimator, carried_profile, estimated_profile
 from ..schema.errors import HetflowError, ProblemError, TargetError
-from ..schema.estimate import Precision
 from ..schema.operator_counts import ModelCounts, PassCounts
+from ..schema.precision import Precision
 from ..schema.profile import Profile
 from .batch_curve import growing_sizes
 from .process import Child, ChildDied

@@ -50,13 +50,15 @@ class Lease:
 class Ended:
     """A lease that is over, and with which exit code (None: nobody saw it).
 
-    ``has_begun`` is False where its launch never ran.
+    ``measured_steps_per_second`` is None where it was too short to measure. ``has_begun`` is False
+    where its launch never ran.
     """
 
     lease: Lease
     exit_code: int | None
     reason: str | None
     digest: str | None
+    measured_steps_per_second: float | None = None
     has_begun: bool = True
 
 
@@ -180,21 +182,30 @@ def fate_of(store: Store, engine: Engine, lease: Lease) -> Ended | None:
     fate = engine.fate(folder)
     if fate.state == "running":
         return None
-    digest = None
+    digest, step_seconds = None, None
     with suppress(HetflowError):
-        digest = files.read(folder / RUN / "run.json", RunRecord).parameters_digest
+        record = files.read(folder / RUN / "run.json", RunRecord)
+        digest, step_seconds = record.parameters_digest, record.measured_step_seconds
     code = fate.exit_code
     reason = None if code == 0 else last_words(folder / OUTPUT, code)
     has_begun = fate.has_begun and fate.state != "absent"
-    return Ended(lease, code, reason, digest, has_begun)
+    measured = 1.0 / step_seconds if step_seconds else None
+    return Ended(lease, code, reason, digest, measured, has_begun)
 
 
-def end(store: Store, lease: Lease, now: float, exit_code: int | None = None) -> None:
-    """Mark a lease as ended, and count the time that it had."""
+def end(
+    store: Store,
+    lease: Lease,
+    now: float,
+    exit_code: int | None = None,
+    measured_steps_per_second: float | None = None,
+) -> None:
+    """Mark a lease as ended, with what was measured, and count the time that it had."""
     seconds = 0.0 if lease.started is None else max(0.0, now - lease.started)
     store.run(
-        "UPDATE leases SET state = 'over', ended = ?, exit_code = ? WHERE job = ? AND number = ?",
-        now, exit_code, lease.job, lease.number,
+        "UPDATE leases SET state = 'over', ended = ?, exit_code = ?, "
+        "measured_steps_per_second = ? WHERE job = ? AND number = ?",
+        now, exit_code, measured_steps_per_second, lease.job, lease.number,
     )  # fmt: skip
     store.run(
         "UPDATE jobs SET device_seconds = device_seconds + ? WHERE number = ?",

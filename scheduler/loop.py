@@ -89,12 +89,20 @@ class Scheduler:
                 hint="start with the devices it was started with, or with a new --state",
             )
         self._state = self._resumed()
-        if known is None:
+        if known is None or store.get("inventory") != self._inventory():
             with store.transaction():
                 store.set("devices", names)
+                store.set("inventory", self._inventory())
                 drainable = {d.device_type for d in self._devices.values()}
                 drainable |= {d.server for d in self._devices.values()}
                 store.set("drainable", sorted(drainable))
+
+    def _inventory(self) -> list[list[object]]:
+        """Name, type and server of each device, and whether it works, for those who look on."""
+        return [
+            [device.name, device.device_type, device.server, device.is_up]
+            for device in self._devices.values()
+        ]
 
     def _resumed(self) -> RoundState:
         for row in self._store.rows(
@@ -162,7 +170,9 @@ class Scheduler:
             self._aim(now)
             self._credit([ended.lease for ended in over], now)
             for ended in over:
-                leases.end(self._store, ended.lease, now, ended.exit_code)
+                leases.end(
+                    self._store, ended.lease, now, ended.exit_code, ended.measured_steps_per_second
+                )
                 self._after(ended, now)
             self._save()
 
@@ -376,6 +386,7 @@ class Scheduler:
             self._has_news = False
             self._round_ends = now + rules.round_seconds
             store.set("round_ends", self._round_ends)
+            store.set("inventory", self._inventory())
             self._save()
 
     def _down(self, now: float) -> list[Device]:

@@ -51,12 +51,19 @@ CREATE TABLE leases (
     ended REAL,
     exit_code INTEGER,
     predicted_steps_per_second REAL,
+    measured_steps_per_second REAL,
     PRIMARY KEY (job, number)
 );
 -- No job runs twice at once, whatever a scheduler does wrong.
 CREATE UNIQUE INDEX one_lease ON leases(job) WHERE state IN ('starting', 'running', 'stopping');
 CREATE INDEX leases_open ON leases(state) WHERE state != 'over';
 """
+
+# Columns that the first version of this format did not have.
+_LATER = (
+    ("jobs", "target_seconds", "REAL NOT NULL DEFAULT 0"),
+    ("leases", "measured_steps_per_second", "REAL"),
+)
 
 
 class Store:
@@ -96,21 +103,55 @@ class Store:
         Raises:
             FileError: There is none, or it is of another version.
         """
-        if not (folder / FILE).is_file():
-            raise FileError(
-                f"{folder}: no cluster was started there",
-                hint="name its folder with --state, or start one with `hetflow cluster start`",
-            )
+        _refuse_strangers(folder)
         store = cls(folder, _connected(folder / FILE))
         store._refuse_others()
         store._bring_up_to_date()
         return store
 
+    @classmethod
+    def read(cls, folder: Path) -> "Store":
+        """Open the state of a cluster that was started, and never write to it.
+
+        Raises:
+            FileError: There is none, or it is of another version.
+        """
+        _refuse_strangers(folder)
+        path = folder / FILE
+        try:
+            connection = sqlite3.connect(
+                f"{path.absolute().as_uri()}?mode=ro",
+                uri=True, timeout=_BUSY_SECONDS, isolation_level=None,
+            )  # fmt: skip
+        except sqlite3.Error as error:
+            raise FileError(f"{path}: {error}") from None
+        connection.row_factory = sqlite3.Row
+        store = cls(folder, connection)
+        try:
+            store._refuse_others()
+            if store._missing():
+                raise FileError(
+                    f"{path}: an older hetflow wrote it",
+                    hint="`hetflow queue` brings it up to date",
+                )
+        except BaseException:
+            store.close()
+            raise
+        return store
+
     def _bring_up_to_date(self) -> None:
-        """Add what earlier versions did not note: what jobs were to get counts from now on."""
-        if "target_seconds" not in {row["name"] for row in self.rows("PRAGMA table_info(jobs)")}:
+        """Add what earlier versions did not note; it counts from now on."""
+        if missing := self._missing():
             with self.transaction():
-                self.run("ALTER TABLE jobs ADD COLUMN target_seconds REAL NOT NULL DEFAULT 0")
+                for table, column, kind in missing:
+                    self.run(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
+
+    def _missing(self) -> list[tuple[str, str, str]]:
+        return [
+            (table, column, kind)
+            for table, column, kind in _LATER
+            if column not in {row["name"] for row in self.rows(f"PRAGMA table_info({table})")}
+        ]
 
     def _refuse_others(self) -> None:
         try:
@@ -150,6 +191,19 @@ class Store:
                 f"{self.folder / FILE}: {error}", hint="make room, or see who holds it"
             ) from error
 
+    @contextmanager
+    def one_moment(self) -> Iterator[None]:
+        """Inside, all queries see the state as it is at the first one.
+
+        Raises:
+            FileError: The file cannot be read.
+        """
+        self.rows("BEGIN")
+        try:
+            yield
+        finally:
+            self.rows("ROLLBACK")
+
     def rows(self, query: str, *values: object) -> list[sqlite3.Row]:
         """The answer to a query.
 
@@ -158,7 +212,7 @@ class Store:
         """
         try:
             return self._connection.execute(query, values).fetchall()
-        except sqlite3.OperationalError as error:
+        except sqlite3.DatabaseError as error:
             raise FileError(f"{self.folder / FILE}: {error}") from error
 
     def run(self, statement: str, *values: object) -> int:
@@ -185,6 +239,14 @@ class Store:
     def job_folder(self, job: int) -> Path:
         """Where a job's checkpoints and leases are."""
         return self.folder / "jobs" / str(job)
+
+
+def _refuse_strangers(folder: Path) -> None:
+    if not (folder / FILE).is_file():
+        raise FileError(
+            f"{folder}: no cluster was started there",
+            hint="name its folder with --state, or start one with `hetflow cluster start`",
+        )
 
 
 def _connected(path: Path) -> sqlite3.Connection:

@@ -14,21 +14,44 @@ _OVER = ("done", "cancelled")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredRate:
+    """How fast a job trained in one lease, on which devices, and how fast by that lease's plan."""
+
+    steps_per_second: float
+    predicted_steps_per_second: float | None
+    devices: tuple[str, ...]
+
+    @property
+    def error(self) -> float | None:
+        """Measured over predicted, less 1."""
+        predicted = self.predicted_steps_per_second
+        return self.steps_per_second / predicted - 1.0 if predicted else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedJob:
-    """One row of the queue; times are seconds since the epoch."""
+    """One row of the queue; times are seconds since the epoch.
+
+    ``predicted_steps_per_second`` is of the lease that runs. ``measured`` is of the last lease that
+    was long enough to measure; None if there is none. ``device_seconds`` are of leases that are
+    over.
+    """
 
     number: int
     name: str
     state: str
     wanted: str | None
     devices: tuple[str, ...]
+    num_devices: int
     priority_weight: float
     predicted_steps_per_second: float | None
+    measured: MeasuredRate | None
     submitted: float
     started: float | None
     ended: float | None
     leases: int
     device_seconds: float
+    target_seconds: float
     failures: int
     reason: str | None
     digest: str | None
@@ -38,19 +61,24 @@ class QueuedJob:
         return asdict(self)
 
 
-def queue(store: Store, *, finished: int = 10) -> list[QueuedJob]:
+def queue(store: Store, *, finished: int = 10, most_open: int | None = None) -> list[QueuedJob]:
     """Jobs that are not over, in order of submission, then those that ended last.
 
     Args:
         store: The state.
         finished: How many of those that are over.
+        most_open: How many of the others; those that run are then first, and held ones last. None:
+            all of them.
     """
     what = "FROM jobs LEFT JOIN leases ON leases.job = jobs.number AND leases.state IN " \
            "('starting', 'running', 'stopping')"  # fmt: skip
     columns = "jobs.*, leases.devices, leases.predicted_steps_per_second AS predicted"
+    order = "jobs.number"
+    if most_open is not None:
+        order = "jobs.state != 'running', jobs.state = 'held', jobs.number"
     rows = store.rows(
         f"SELECT {columns} {what} WHERE jobs.state NOT IN ('done', 'cancelled') "  # noqa: S608
-        "ORDER BY jobs.number"
+        f"ORDER BY {order} LIMIT ?", -1 if most_open is None else most_open
     ) + store.rows(
         f"SELECT {columns} {what} WHERE jobs.state IN ('done', 'cancelled') "  # noqa: S608
         "ORDER BY jobs.ended DESC LIMIT ?", finished
@@ -61,15 +89,34 @@ def queue(store: Store, *, finished: int = 10) -> list[QueuedJob]:
         found.append(
             QueuedJob(
                 number=row["number"], name=asked["name"], state=row["state"],
-                wanted=row["wanted"], devices=tuple(json.loads(row["devices"] or "[]")),
+                wanted=row["wanted"],
+                devices=tuple(json.loads(row["devices"])) if row["devices"] else (),
+                num_devices=asked.get("devices", 1),
                 priority_weight=asked.get("priority_weight", 1.0),
-                predicted_steps_per_second=row["predicted"], submitted=row["submitted"],
-                started=row["started"], ended=row["ended"], leases=row["leases"],
-                device_seconds=row["device_seconds"], failures=row["failures"],
+                predicted_steps_per_second=row["predicted"],
+                measured=_measured(store, row["number"]) if row["leases"] else None,
+                submitted=row["submitted"], started=row["started"], ended=row["ended"],
+                leases=row["leases"], device_seconds=row["device_seconds"],
+                target_seconds=row["target_seconds"], failures=row["failures"],
                 reason=row["reason"], digest=row["digest"],
             )
         )  # fmt: skip
     return found
+
+
+def _measured(store: Store, number: int) -> MeasuredRate | None:
+    rows = store.rows(
+        "SELECT devices, measured_steps_per_second, predicted_steps_per_second FROM leases "
+        "WHERE job = ? AND measured_steps_per_second IS NOT NULL ORDER BY number DESC LIMIT 1",
+        number,
+    )
+    if not rows:
+        return None
+    return MeasuredRate(
+        steps_per_second=rows[0]["measured_steps_per_second"],
+        predicted_steps_per_second=rows[0]["predicted_steps_per_second"],
+        devices=tuple(json.loads(rows[0]["devices"])),
+    )
 
 
 def job_number(store: Store, named: str) -> int:

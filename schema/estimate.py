@@ -1,10 +1,7 @@
 """The record of how a profile was estimated instead of measured."""
 
-from typing import Literal
-
+from .precision import Precision
 from .records import Name, Ratio, record, register_keys
-
-Precision = Literal["float32", "tf32", "float16", "bfloat16"]
 
 
 @record
