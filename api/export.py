@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TypedDict, Unpack
 
 from ..exporters.registry import EXPORTERS
-from ..launcher.deploying import host_groups, virtual_types
+from ..launcher.deploying import host_groups, host_types, virtual_types
 from ..planning.inputs import Pool, pool_of
 from ..planning.market_prices import Markets, all_prices, markets_of
 from ..protocol.lower import check_level, lower
+from ..protocol.pins import pins
 from ..schema.deployment import Deployment, HostGroup, Machine, job_name
 from ..schema.errors import ProblemError
 from ..schema.files import read_text
@@ -125,10 +126,12 @@ def deployment_of(
         groups=groups,
         names=dict(options.get("names", {})),
         virtual_types=virtual_types(config),
+        host_types=host_types(config),
         directory=options.get("directory"),
         setup=tuple(options.get("setup", ())),
         seed=config.seed,
         determinism=level,
+        pins=pins(level),
         checkpoint=checkpoint,
         checkpoint_every=every,
         cpus_per_device=options.get("cpus_per_device", 1),

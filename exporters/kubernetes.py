@@ -107,9 +107,9 @@ def _job(
         mounts.append({"name": "volume", "mountPath": path})
         volumes.append({"name": "volume", "persistentVolumeClaim": {"claimName": claim}})
     resources: dict[str, Value] = {
-        "requests": {"cpu": str(deployment.cpus_per_device * count)},
+        "requests": dict(cpu=str(deployment.cpus_per_device * count)),
     }
-    if device_type != "cpu":
+    if device_type not in deployment.host_types:
         resources["limits"] = {_GPU: count}
     pod: dict[str, Value] = {
         "subdomain": deployment.name,
@@ -139,7 +139,7 @@ def _job(
         ],
         "volumes": volumes,
     }
-    if device_type != "cpu":
+    if device_type not in deployment.host_types:
         pod["nodeSelector"] = dict([_node_label(deployment, device_type)])
     return {
         "apiVersion": "batch/v1",

@@ -8,6 +8,7 @@ from ..schema.deployment import Deployment, HostGroup
 from .registry import exporter
 from .shell import launch_command, preparation, remark
 
+_RESOURCE = "resource:"
 _SCRIPT = '''\
 """Starts a plan of hetflow on a Ray cluster; written by `hetflow export --to ray`.
 
@@ -27,7 +28,7 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-# For each host, in order of ranks: what it offers the launch, and what it asks of Ray.
+# The hosts in order of ranks: devices for the launch; processors, GPUs and resources of Ray.
 HOSTS = {hosts}
 PLAN = {plan_text}
 PROGRAM = {program}
@@ -66,15 +67,16 @@ class Host:
 def main():
     """Start all hosts; leave with the first failure's code."""
     ray.init()
-    group = placement_group([asked for _, asked in HOSTS], strategy="STRICT_SPREAD")
+    bundles = [{{"CPU": cpus, "GPU": gpus, **others}} for _, cpus, gpus, others in HOSTS]
+    bundles = [{{name: n for name, n in one.items() if n}} for one in bundles]
+    group = placement_group(bundles, strategy="STRICT_SPREAD")
     ray.get(group.ready())
     hosts = []
-    for number, (_, asked) in enumerate(HOSTS):
-        others = {{name: n for name, n in asked.items() if name not in ("CPU", "GPU")}}
+    for number, (_, cpus, gpus, others) in enumerate(HOSTS):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
         options = {{
-            "num_cpus": asked["CPU"],
-            "num_gpus": asked.get("GPU", 0),
+            "num_cpus": cpus,
+            "num_gpus": gpus,
             "resources": others,
             "scheduling_strategy": place,
             "max_concurrency": 2,  # `stop` comes while `run` waits
@@ -85,7 +87,7 @@ def main():
     shared = {{"host": address, "port": str(port), "HETFLOW_TOKEN": secrets.token_hex(16)}}
     codes = ray.get([
         host.run.remote({{**shared, "rank": str(rank), "devices": offered}})
-        for rank, (host, (offered, _)) in enumerate(zip(hosts, HOSTS))
+        for rank, (host, (offered, *_)) in enumerate(zip(hosts, HOSTS))
     ])
     sys.exit(next((code for code in codes if code), 0))
 
@@ -108,9 +110,7 @@ def ray_script(deployment: Deployment, name: str) -> str:
         ProblemError: A device type is emulated and has no name.
     """
     hosts = [
-        (group.offered, _asked(deployment, group))
-        for group in deployment.groups
-        for _ in range(group.num_hosts)
+        _host(deployment, group) for group in deployment.groups for _ in range(group.num_hosts)
     ]
     launch = launch_command(deployment, plan='"$plan"')
     program = "\n".join(["set -e", *preparation(deployment), f"exec {launch}"])
@@ -123,16 +123,16 @@ def ray_script(deployment: Deployment, name: str) -> str:
     )
 
 
-def _asked(deployment: Deployment, group: HostGroup) -> dict[str, float]:
-    """What a host's bundle asks of Ray."""
-    asked: dict[str, float] = {"CPU": deployment.cpus_per_device * group.num_devices}
+def _host(deployment: Deployment, group: HostGroup) -> tuple[str, int, int, dict[str, float]]:
+    """What a host offers the launch, and what it asks of Ray."""
+    gpus, others = 0, dict[str, float]()
     for device_type, number in group.devices.items():
-        if device_type == "cpu":
+        if device_type in deployment.host_types:
             continue
         called = deployment.name_of(device_type, "Ray")
-        if called.startswith("resource:"):
-            asked[called.removeprefix("resource:")] = number
+        if called.startswith(_RESOURCE):
+            others[called.removeprefix(_RESOURCE)] = number
         else:
-            asked["GPU"] = asked.get("GPU", 0) + number
-            asked[f"accelerator_type:{called}"] = 0.001
-    return asked
+            gpus += number
+            others[f"accelerator_type:{called}"] = 0.001
+    return group.offered, deployment.cpus_per_device * group.num_devices, gpus, others

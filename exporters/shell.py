@@ -67,7 +67,8 @@ def launch_command(
         plan: The shell's word for the plan's path; None takes the user's.
         devices: The shell's word for what this host offers.
         endpoint: The shell's word for the rendezvous.
-        folder: The shell's word for the run's folder; None leaves it to hetflow.
+        folder: The shell's word for the run's folder; None takes one that no other host has,
+            should they share a folder.
     """
     words = ["hetflow", "launch"]
     if deployment.num_hosts > 1:
@@ -77,6 +78,8 @@ def launch_command(
     if deployment.checkpoint is not None:
         words += ["--checkpoint", quoted(deployment.checkpoint)]
         words += ["--checkpoint-every", str(deployment.checkpoint_every)]
+    if folder is None and deployment.num_hosts > 1:
+        folder = f'"hetflow-runs/{deployment.name}-$(date +%Y%m%d-%H%M%S)-host$rank"'
     if folder is not None:
         words += ["--output", folder]
     words += ["--", plan or quoted(deployment.plan), joined(deployment.script)]

@@ -54,7 +54,7 @@ def _task(deployment: Deployment, number: int, task_name: str) -> Value:
 def _resources(deployment: Deployment, group: HostGroup) -> Value:
     device_type, count = group.one_type("SkyPilot")
     processors: dict[str, Value] = {"cpus": f"{deployment.cpus_per_device * count}+"}
-    if device_type == "cpu":
+    if device_type in deployment.host_types:
         return processors
     called = deployment.name_of(device_type, "SkyPilot")
     if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]*", called):

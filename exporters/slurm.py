@@ -86,7 +86,7 @@ def _request(deployment: Deployment, group: HostGroup) -> Iterator[str]:
     found = [
         (deployment.name_of(device_type, "Slurm"), number)
         for device_type, number in group.devices.items()
-        if device_type != "cpu"
+        if device_type not in deployment.host_types
     ]
     for called, _ in found:
         if not re.fullmatch(r"(?:feature:)?[A-Za-z0-9_.:&|-]+", called):

@@ -47,6 +47,7 @@ def torchrun_script(deployment: Deployment, name: str) -> str:
         "HETFLOW_PLAN": deployment.plan,
         "HETFLOW_SEED": str(deployment.seed),
         "HETFLOW_DETERMINISM": deployment.determinism,
+        **deployment.pins,
     }
     if deployment.checkpoint is not None:
         variables["HETFLOW_CHECKPOINT"] = deployment.checkpoint
@@ -56,7 +57,7 @@ def torchrun_script(deployment: Deployment, name: str) -> str:
         *preparation(deployment),
         *(f"export {key}={quoted(value)}" for key, value in variables.items()),
         f'export HETFLOW_RUN="${{HETFLOW_RUN:-hetflow-runs/{deployment.name}-torchrun}}"',
-        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
+        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',  # more threads than cores are slow
     ]
     script = list(deployment.script)
     module = ["-m"] if script[0] == "-m" else []

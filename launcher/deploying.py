@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+from ..devices.cpu import DEVICE_TYPE as CPU
 from ..devices.emulated import is_emulated
 from ..schema.cluster import Cluster
 from ..schema.deployment import HostGroup
@@ -55,3 +56,8 @@ def virtual_types(config: LaunchConfig) -> frozenset[str]:
     stated = {device.device_type for device in config.emulated}
     held = {slot.device_type for slot in config.workers}
     return frozenset(name for name in held if name in stated or is_emulated(name))
+
+
+def host_types(config: LaunchConfig) -> frozenset[str]:
+    """Device types of a launch that every host has: its processors."""
+    return frozenset(slot.device_type for slot in config.workers if slot.device_type == CPU)

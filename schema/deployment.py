@@ -87,10 +87,13 @@ class Deployment:
         groups: The hosts, in order of their ranks.
         names: Device type -> what the target calls it.
         virtual_types: Device types that no cluster knows by itself (emulated ones).
+        host_types: Device types that every host has, so that none need be asked for.
         directory: Where to start; None: where the target starts jobs.
         setup: Lines of shell that run before the launch on each host, as the user wrote them.
         seed: Seed of every random stream.
         determinism: Which runs must end in the same bits.
+        pins: Variables that workers need for that before they start; hetflow's launcher sets them
+            itself.
         checkpoint: Folder of checkpoints that all hosts see; None writes none.
         checkpoint_every: Steps between checkpoints.
         cpus_per_device: Processors to ask for beside each device.
@@ -107,10 +110,12 @@ class Deployment:
     groups: tuple[HostGroup, ...]
     names: Mapping[str, str] = field(default_factory=dict)
     virtual_types: frozenset[str] = frozenset()
+    host_types: frozenset[str] = frozenset()
     directory: str | None = None
     setup: tuple[str, ...] = ()
     seed: int = 0
     determinism: str = "none"
+    pins: Mapping[str, str] = field(default_factory=dict)
     checkpoint: str | None = None
     checkpoint_every: int = 0
     cpus_per_device: int = 1
