@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from . import plugins
     from .api.allocate import allocate
     from .api.check import check
+    from .api.export import export
     from .api.files import read, write
     from .api.launch import dry_run, launch
     from .api.odds import odds
@@ -61,6 +62,7 @@ _WHERE = {
     "allocate": ".api.allocate",
     "check": ".api.check",
     "dry_run": ".api.launch",
+    "export": ".api.export",
     "launch": ".api.launch",
     "odds": ".api.odds",
     "plugins": ".plugins",
@@ -126,6 +128,7 @@ __all__ = [
     "allocate",
     "check",
     "dry_run",
+    "export",
     "launch",
     "odds",
     "plugins",

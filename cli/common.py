@@ -121,6 +121,18 @@ def emit_file(value: Any, output: Path | None, *, force: bool, json: bool = Fals
         emit(files.to_json(value))
 
 
+def rates_of(given: Iterable[str]) -> dict[str, float]:
+    """Speeds of device types, by ``--rate TYPE=NUMBER``."""
+    found: dict[str, float] = {}
+    for text in given:
+        name, _, value = text.partition("=")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            raise ProblemError(f"--rate must be such as V100=9.6, got {text[:60]!r}") from None
+    return found
+
+
 def check_table(path: Path, *, force: bool) -> None:
     """Say before the work what would keep a table from being written.
 

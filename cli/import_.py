@@ -5,11 +5,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import ForceFlag, JsonFlag, emit_file, note
+from .common import ForceFlag, JsonFlag, emit_file, note, rates_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..schema.market import Market
     from ..schema.profile import LayerGraph
+
+SACCT = "sacct"
 
 
 def import_(
@@ -36,7 +40,8 @@ def import_(
         str,
         typer.Option(
             "--format",
-            help="pipedream (graph.txt), aws-spot-prices, azure-spot-prices, or a plug-in's.",
+            help="pipedream (graph.txt), aws-spot-prices, azure-spot-prices, sacct (Slurm's log "
+            "of jobs), or a plug-in's.",
         ),
     ] = "pipedream",
     keep_placeholders: Annotated[
@@ -50,17 +55,28 @@ def import_(
         Path | None,
         typer.Option(help="For prices: a CSV of machines: Instance, GPU type, # GPUs, prices."),
     ] = None,
+    throughputs: Annotated[
+        Path | None, typer.Option(help="For sacct: write the jobs' throughputs here.")
+    ] = None,
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="For sacct: a type's relative speed, v100=3.5; may be repeated [default: a job "
+            "runs only on the type that it ran on]."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write it here, else to stdout.")
     ] = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
-    """Turn PipeDream's graph.txt into a profile with layers, or prices into a market.
+    """Turn PipeDream's graph.txt into a profile, prices into a market, or Slurm's log into jobs.
 
     \b
     hetflow import graph.txt --device-type V100 --device-memory 16GB -o v100.json
     hetflow import aws/ --format aws-spot-prices --instance-types machines.csv -o market.json
+    hetflow import log.txt --format sacct --throughputs rates.json -o jobs.json
     """
     from ..importers.pipedream import profile_of
     from ..importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS
@@ -71,6 +87,9 @@ def import_(
 
     if output is not None:
         check_writable(output, force=force)
+    if source == SACCT:
+        _jobs(file, rate or (), throughputs, output, force=force, json=json)
+        return
     if PRICE_IMPORTERS.find(source) is not None:
         market = _market(source, file, instance_types)
         emit_file(market, output, force=force, json=json)
@@ -79,7 +98,7 @@ def import_(
         return
     chosen = LAYER_IMPORTERS.find(source)
     if chosen is None:
-        known = tuple(dict.fromkeys((*LAYER_IMPORTERS.names(), *PRICE_IMPORTERS.names())))
+        known = tuple(dict.fromkeys((*LAYER_IMPORTERS.names(), *PRICE_IMPORTERS.names(), SACCT)))
         guess = nearest(source, known)
         raise ProblemError(
             f"unknown import format {source!r}; known are {', '.join(known)}",
@@ -116,6 +135,33 @@ def import_(
     emit_file(profile, output, force=force, json=json)
     if output is not None:
         note(f"{len(graph.nodes)} layers written to {output}; next: hetflow solve --profiles")
+
+
+def _jobs(
+    path: Path,
+    rate: "Sequence[str]",
+    throughputs: Path | None,
+    output: Path | None,
+    *,
+    force: bool,
+    json: bool,
+) -> None:
+    """Jobs of Slurm's log, and the throughputs that a simulation of them needs."""
+    from ..importers.sacct import read_sacct
+    from ..schema.files import check_writable
+
+    if throughputs is not None:
+        check_writable(throughputs, force=force)
+    log = read_sacct(path)
+    jobs, table = log.as_jobs(rates_of(rate))
+    emit_file(jobs, output, force=force, json=json)
+    if throughputs is not None:
+        emit_file(table, throughputs, force=force)
+    pool = ",".join(f"{number}x{name}" for name, number in log.num_devices.items())
+    note(
+        f"{len(log.jobs)} jobs, {log.num_left_out} left out (no GPU, or not over); at most {pool} "
+        "at once; next: hetflow simulate"
+    )
 
 
 def _market(source: str, path: Path, instance_types: Path | None) -> "Market":

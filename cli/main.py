@@ -132,7 +132,7 @@ register(app, show.show, short_help="Show any hetflow file as a table or a pictu
 register(
     app, import_.import_, name="import", short_help="Read layers or prices in a foreign format."
 )
-register(app, export.export, short_help="Write layers in a foreign format.")
+register(app, export.export, short_help="Write what starts a plan elsewhere.")
 
 
 def main() -> None:

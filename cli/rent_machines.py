@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import JsonFlag, emit, emit_json, note
+from .common import ForceFlag, JsonFlag, emit, emit_json, note
 
 if TYPE_CHECKING:
     from ..planning.static_choice import StaticChoice
@@ -34,6 +34,11 @@ def rent_machines(
         int,
         typer.Option(min=0, help="Show so many of the cheapest, beside the Pareto front."),
     ] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the choice's plan here, for `hetflow export`."),
+    ] = None,
+    force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
     """Say which machines train a model for the fewest dollars, and what faster ones would cost.
@@ -42,12 +47,18 @@ def rent_machines(
 
     \b
     hetflow rent machines aws.json azure.json --profiles profiles --batch-size 1024 --steps 90000
+    hetflow export plan.json --to skypilot --market aws.json -- train.py
     """
     from dataclasses import asdict
 
     from .. import rent_machines as choices_of
-    from ..planning.static_choice import chosen
+    from ..planning.inputs import profiles_of
+    from ..planning.market_prices import markets_of
+    from ..planning.static_choice import chosen, plan_of_choice
+    from ..schema.files import check_writable, write
 
+    if output is not None:
+        check_writable(output, force=force)
     found = choices_of(
         markets,
         profiles,
@@ -58,12 +69,19 @@ def rent_machines(
         at=at,
     )
     best = chosen(found, deadline_hours=deadline_hours, budget_dollars=budget)
+    if output is not None:
+        plan = plan_of_choice(
+            best, profiles_of(profiles, model), markets_of(markets), batch_size=batch_size, at=at
+        )
+        write(output, plan, force=force)
     shown = [one for place, one in enumerate(found) if one.is_pareto or place < top]
     if json:
         emit_json({"choice": asdict(best), "choices": [asdict(one) for one in shown]})
         return
     emit(_table(shown))
     note(f"take {_machines(best)}: {best.dollars:.2f} $, {best.hours:.4g} h")
+    if output is not None:
+        note(f"plan written to {output}; next: hetflow export {output} --to skypilot --market ...")
 
 
 def _machines(one: "StaticChoice") -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import JsonFlag, emit, emit_json
+from .common import JsonFlag, emit, emit_json, rates_of
 
 if TYPE_CHECKING:
     from ..simulator.market.price_compare import PriceComparison
@@ -42,19 +42,12 @@ def rent_prices(
     \b
     hetflow rent prices aws.json azure.json --rate V100=9.6 --rate K80=1 --work-hours 96
     """
-    from ..schema.errors import ProblemError
     from ..schema.files import read
     from ..schema.market import Market, utc_seconds
     from ..simulator.market.price_compare import compare_from
     from ..solvers.market.offers import MovingJob, history_of
 
-    rates: dict[str, float] = {}
-    for text in rate:
-        name, _, value = text.partition("=")
-        try:
-            rates[name] = float(value)
-        except ValueError:
-            raise ProblemError(f"--rate must be such as V100=9.6, got {text[:60]!r}") from None
+    rates = rates_of(rate)
     first = next(iter(rates))
     job = MovingJob(
         work=work_hours * 3600 * rates[first],

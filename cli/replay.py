@@ -1,12 +1,14 @@
 """``hetflow cluster replay``: a live cluster's jobs in the simulator, beside what happened."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..schema.errors import ProblemError
 from . import completing
 from .cluster import DEFAULT_STATE, StateOption
-from .common import JsonFlag, emit, emit_json
+from .common import JsonFlag, emit, emit_json, note, rates_of
 
 if TYPE_CHECKING:
     from ..scheduler.history import History
@@ -21,10 +23,31 @@ def replay(
     restart_seconds: Annotated[
         float, typer.Option(min=0.0, help="Seconds that a job loses when it starts elsewhere.")
     ] = 0.0,
+    sacct: Annotated[
+        Path | None,
+        typer.Option(
+            help="What `sacct` says of a Slurm cluster's jobs, instead of a state folder: "
+            "--parsable2 or --json."
+        ),
+    ] = None,
+    gpus: Annotated[
+        str | None,
+        typer.Option(help="With --sacct: the pool [default: the most GPUs held at once]."),
+    ] = None,
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --sacct: a type's relative speed, v100=3.5; may be repeated [default: a "
+            "job runs only on the type that it ran on]."
+        ),
+    ] = None,
+    round_seconds: Annotated[
+        float, typer.Option(min=1.0, help="With --sacct: length of a round.")
+    ] = 360.0,
     state: StateOption = DEFAULT_STATE,
     json: JsonFlag = False,
 ) -> None:
-    """Simulate the jobs of a live cluster as they came, and compare.
+    """Simulate the jobs of a live cluster, or of a Slurm cluster's log, and compare.
 
     Simulated jobs run at their predicted speed. What a job was to get is the sum of its shares, by
     the policy, over the time that it was there. Jobs that were cancelled or are held are
@@ -33,12 +56,18 @@ def replay(
     \b
     hetflow cluster replay
     hetflow cluster replay --policy fifo --restart-seconds 20
+    hetflow cluster replay --sacct jobs.txt --policy las --rate v100=3.5 --rate k80=1
     """
     from ..scheduler.history import history
     from ..scheduler.store import Store
     from ..simulator import Case, run_case
 
-    live = history(Store.open(state))
+    if sacct is None:
+        if gpus is not None or rate:
+            raise ProblemError("--gpus and --rate are for a log", hint="add --sacct FILE")
+        live = history(Store.open(state))
+    else:
+        live = _history_of_log(sacct, gpus, rates_of(rate or ()), policy or "fifo", round_seconds)
     case = Case(
         throughputs=live.throughputs,
         num_devices=live.num_devices,
@@ -55,10 +84,46 @@ def replay(
         emit(_table(document))
 
 
+def _history_of_log(
+    path: Path,
+    gpus: str | None,
+    rates: "dict[str, float] | None",
+    policy: str,
+    round_seconds: float,
+) -> "History":
+    """The jobs of ``sacct`` as a live cluster's; what a policy was to give them is not known."""
+    from ..importers.sacct import read_sacct
+    from ..scheduler.history import History, LiveJob
+    from ..schema.cluster import Cluster
+
+    log = read_sacct(path)
+    jobs, throughputs = log.as_jobs(rates)
+    pool = Cluster.parse(gpus).num_devices if gpus else log.num_devices
+    if log.num_left_out:
+        note(f"{log.num_left_out} jobs left out: no GPU, or not over")
+    return History(
+        jobs=tuple(
+            LiveJob(
+                name=one.name,
+                job=job,
+                completion_seconds=one.end_seconds - one.submit_seconds,
+                device_seconds=one.num_devices * one.run_seconds,
+                target_seconds=None,
+                num_leases=one.num_starts,
+            )
+            for one, job in zip(log.jobs, jobs.jobs, strict=True)
+        ),
+        throughputs=throughputs,
+        num_devices=pool,
+        policy=policy,
+        round_seconds=round_seconds,
+    )
+
+
 def _compared(live: "History", found: "dict[str, JobOutcome]", policy: str) -> dict[str, Any]:
     jobs: list[dict[str, Any]] = [
         {
-            "number": int(one.job.id),
+            "number": int(one.job.id) if one.job.id.isdigit() else one.job.id,
             "name": one.name,
             "arrival_seconds": one.job.arrival_seconds,
             "completion_seconds": one.completion_seconds,

@@ -30,7 +30,12 @@ class Exporter:
 
 
 EXPORTERS: Registry[Exporter] = Registry(
-    "export format", group="hetflow.exporters", own=("hetflow.exporters.pipedream",)
+    "export format",
+    group="hetflow.exporters",
+    own=tuple(
+        f"hetflow.exporters.{name}"
+        for name in ("pipedream", "slurm", "kubernetes", "skypilot", "torchrun", "ray", "hosts")
+    ),
 )
 
 

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -555,6 +555,23 @@ def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[
     Raises:
         LaunchError: The hosts together lack a device, or one is left without work.
     """
+    ranks, lacking = assigned_slots(config, devices)
+    if lacking is not None:
+        raise LaunchError(lacking)
+    for host, mine in enumerate(ranks):
+        if not mine:
+            raise LaunchError(f"the plan has no work for node {host}; leave that host out")
+    return ranks
+
+
+def assigned_slots(
+    config: LaunchConfig, devices: Sequence[Mapping[str, int]]
+) -> tuple[list[list[int]], str | None]:
+    """Assign slots to hosts as ``deal_slots`` does, where hosts may be left without work. Pure.
+
+    Returns:
+        The ranks of each host, and which device the hosts lack; None if none.
+    """
     free = [dict(offered) for offered in devices]
     ranks: list[list[int]] = [[] for _ in devices]
     planned = _hosts_of_devices(config, devices)
@@ -563,17 +580,14 @@ def deal_slots(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> list[
         hosts = [planned[slot.rank]] if slot.rank in planned else range(len(free))
         found = next(((host, n) for host in hosts for n in names if free[host].get(n)), None)
         if found is None:
-            raise LaunchError(_shortage(config, devices, slot.device_type))
+            return ranks, _shortage(config, devices, slot.device_type)
         host, name = found
         free[host][name] -= 1
         ranks[host].append(slot.rank)
-    for host, mine in enumerate(ranks):
-        if not mine:
-            raise LaunchError(f"the plan has no work for node {host}; leave that host out")
-    return [sorted(mine) for mine in ranks]
+    return [sorted(mine) for mine in ranks], None
 
 
-def _hosts_of_devices(config: LaunchConfig, devices: Sequence[dict[str, int]]) -> dict[int, int]:
+def _hosts_of_devices(config: LaunchConfig, devices: Sequence[Mapping[str, int]]) -> dict[int, int]:
     """The host of each rank whose device the hosts have, by the plan's count of devices."""
     found: dict[int, int] = {}
     for kind in {slot.device_type for slot in config.workers}:
@@ -585,7 +599,7 @@ def _hosts_of_devices(config: LaunchConfig, devices: Sequence[dict[str, int]]) -
     return found
 
 
-def _shortage(config: LaunchConfig, devices: Sequence[dict[str, int]], name: str) -> str:
+def _shortage(config: LaunchConfig, devices: Sequence[Mapping[str, int]], name: str) -> str:
     needed = sum(slot.device_type == name for slot in config.workers)
     present = sum(offered.get(name, 0) for offered in devices)
     return f"the plan needs {needed} x {name}, the {len(devices)} hosts have {present}"

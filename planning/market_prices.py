@@ -24,6 +24,7 @@ class DevicePrice:
     num_devices: int
     place: str
     is_spot: bool
+    cloud: str = ""
 
     @property
     def title(self) -> str:
@@ -86,6 +87,7 @@ def _offers(market: Market, when: float | None) -> Iterator[tuple[str, DevicePri
                         num_devices=machine.num_devices,
                         place=place,
                         is_spot=is_spot,
+                        cloud=machine.cloud or "",
                     ),
                 )
     ends = [history.end_seconds() for history in market.prices]
@@ -106,6 +108,7 @@ def _offers(market: Market, when: float | None) -> Iterator[tuple[str, DevicePri
                     num_devices=owner.num_devices,
                     place=f"{history.cloud} {history.place}",
                     is_spot=True,
+                    cloud=history.cloud,
                 ),
             )
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import combinations, product
 
 from ..checks.batch_split import check
-from ..schema.cluster import Cluster
+from ..schema.cluster import Cluster, DeviceType, ServerGroup
 from ..schema.errors import BackendError, InfeasibleError, ProblemError
 from ..schema.market import Market
+from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
 from ..solvers.split.solve import solve
 from .market_prices import DevicePrice, all_prices
@@ -87,9 +88,10 @@ def static_choices(
         for spot in (True, False)
     }  # fmt: skip
     for devices in _pools(names, most_devices):
-        step = _step_seconds(profiles, devices, batch_size)
-        if step is None:
+        plan = _plan_of_all(profiles, devices, batch_size)
+        if plan is None:
             continue
+        step = plan.predicted.step_seconds
         offers: dict[tuple[str, ...], list[DevicePrice]] = {}
         for spot in (True, False):
             parts = [held[name, spot].get(number) for name, number in devices.items()]
@@ -162,10 +164,47 @@ def _pools(names: Sequence[str], most: int) -> Iterator[dict[str, int]]:
             yield {first: a, second: b}
 
 
-def _step_seconds(
+def plan_of_choice(
+    choice: StaticChoice,
+    profiles: Sequence[Profile],
+    markets: Sequence[Market],
+    *,
+    batch_size: int,
+    at: str | None = None,
+) -> SplitPlan:
+    """Return the plan of a choice, for a pool whose servers are its machines.
+
+    Args:
+        choice: One of ``static_choices`` for the other arguments.
+        profiles: Profiles of one model.
+        markets: Where the machines are from.
+        batch_size: Global batch, samples per step.
+        at: The time of the prices, in UTC; None takes the last that each market knows.
+
+    Raises:
+        InfeasibleError: The devices have no plan that uses them all.
+        BackendError: A solver's plan fails its check, which is a bug.
+    """
+    plan = _plan_of_all(profiles, choice.devices, batch_size)
+    if plan is None:
+        raise InfeasibleError(f"no plan uses all of {dict(choice.devices)}")
+    offers = {
+        one.title: (device_type, one)
+        for device_type, each in all_prices(markets, at).items()
+        for one in each
+    }
+    servers = tuple(
+        ServerGroup(count=number, devices={offers[title][0]: offers[title][1].num_devices})
+        for title, number in choice.machines.items()
+    )
+    kinds = {name: DeviceType() for name in choice.devices}
+    return replace(plan, cluster=Cluster(device_types=kinds, servers=servers))
+
+
+def _plan_of_all(
     profiles: Sequence[Profile], devices: Mapping[str, int], batch_size: int
-) -> float | None:
-    """Predict the step on all of the devices; None if the best plan does not use them all.
+) -> SplitPlan | None:
+    """Find the best plan on the devices; None if it does not use them all.
 
     A plan that leaves devices unused belongs to the choice without these devices.
 
@@ -184,7 +223,7 @@ def _step_seconds(
     used: Counter[str] = Counter()
     for group in plan.groups:
         used[group.device_type] += group.num_devices
-    return plan.predicted.step_seconds if used == Counter(devices) else None
+    return plan if used == Counter(devices) else None
 
 
 def _cheapest(prices: Sequence[DevicePrice], most: int) -> dict[int, list[DevicePrice]]:

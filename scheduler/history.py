@@ -24,7 +24,8 @@ class LiveJob:
         job: As mechanisms saw it; it arrived so many seconds after the first one.
         completion_seconds: From submission to its end; None where it has not ended.
         device_seconds: What it held.
-        target_seconds: The device-seconds that the policy's shares gave it while it was there.
+        target_seconds: The device-seconds that the policy's shares gave it while it was there;
+            None where the cluster had none.
         num_leases: How often it was started.
     """
 
@@ -32,7 +33,7 @@ class LiveJob:
     job: Job
     completion_seconds: float | None
     device_seconds: float
-    target_seconds: float
+    target_seconds: float | None
     num_leases: int
 
 

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     },
     "api": {
         "schema", "planning", "solvers", "importers", "profilers", "devices", "protocol", "runtime",
-        "launcher", "mechanisms", "simulator", "checks",
+        "launcher", "mechanisms", "simulator", "checks", "exporters",
     },
     "cli": {
         "schema", "costs", "schedules", "checks", "solvers", "planning", "devices", "protocol",

@@ -1,6 +1,7 @@
 """The ray engine: which devices it finds, and leases on a real cluster."""
 
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,9 +14,12 @@ from hetflow.engines.keeper import claim
 from hetflow.engines.protocol import Fate, UnsuitableDevicesError
 from hetflow.engines.ray import RayEngine, actor_name, devices_of
 from hetflow.engines.registry import ENGINES
+from hetflow.preload import VARIABLE as PRELOAD
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
 from hetflow.tests.engines import ray_nodes
+from hetflow.tests.exporters import launch_cases
+from hetflow.tests.programs import preloaded
 
 from .leases import output, until, work
 from .test_local import SAVES
@@ -169,3 +173,23 @@ def test_a_lease_of_a_lost_node_has_ended_when_its_launch_has(
         engine.start(work(engine, tmp_path / "next", "true", device=2))
     assert engine.fate(lease) == Fate("ended", None)  # Ray kills what its workers have started
     assert not claim(lease, "engine")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_exported_script_trains_the_plan_on_unlike_nodes(
+    cluster: tuple[dict[str, str], Any], tmp_path: Path
+) -> None:
+    alone = launch_cases.write_case(tmp_path)
+    script = launch_cases.write_script(
+        tmp_path, "ray", directory=str(tmp_path), setup=[f"export {PRELOAD}={preloaded()}"],
+        names={name: f"resource:{name}" for name in ("cpu:fast", "cpu:slow")},
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(script)], env=launch_cases.environment(**cluster[0]), timeout=120,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    found = [run.parent for run in tmp_path.glob("hetflow-runs/*/run.json")]
+    assert [launch_cases.digest_of(run) for run in found] == [alone]
+    assert launch_cases.types_of(found[0]) == ["cpu:fast", "cpu:slow", "cpu:slow"]

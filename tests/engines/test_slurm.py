@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hetflow.api.export import export
 from hetflow.engines.keeper import claim
 from hetflow.engines.protocol import Fate, UnsuitableDevicesError, Work
 from hetflow.engines.registry import ENGINES
@@ -23,6 +25,7 @@ from hetflow.engines.slurm import (
     render_script,
     submission,
 )
+from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
 from hetflow.schema.errors import ProblemError
 from hetflow.tests.engines.slurm_daemons import (
@@ -31,6 +34,7 @@ from hetflow.tests.engines.slurm_daemons import (
     start_slurmd,
     why_not,
 )
+from hetflow.tests.exporters import launch_cases
 
 from . import leases
 from .leases import output, work
@@ -272,3 +276,68 @@ def test_a_killed_slurmd_costs_no_lease(
     until(lambda: slurm.fate(lease).state == "ended")
     assert slurm.fate(lease) == Fate("ended", 143)
     assert output(lease).splitlines()[1].startswith("saved ")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_exported_heterogeneous_job_trains_the_plan(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "a folder's $(x)"
+    folder.mkdir()
+    alone = launch_cases.write_case(folder)
+    script = launch_cases.write_script(
+        folder, "slurm", directives=["--mem=300M"],
+        names={"cpu:fast": "cpu_fast", "cpu:slow": "feature:cpu_slow"},
+    )  # fmt: skip
+    command = ["sbatch", "--wait", "--output=out", str(script)]
+    environment = launch_cases.environment(**variables)
+    done = subprocess.run(command, cwd=folder, env=environment, timeout=120, check=False)
+    assert done.returncode == 0, (folder / "out").read_text()
+    [run] = (folder / "hetflow-runs").iterdir()
+    assert launch_cases.digest_of(run / "host0") == alone
+    assert launch_cases.types_of(run / "host0") == ["cpu:fast", "cpu:slow", "cpu:slow"]
+    assert not list(folder.glob("x"))
+
+
+STOPS = """
+import pathlib, signal, sys, time
+def leave(*_):
+    pathlib.Path("stopped").write_text(" ".join(sys.argv[1:]))
+    time.sleep(0.5)  # a second signal would end it here
+    pathlib.Path("saved").write_text("")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+pathlib.Path("ready").write_text("")
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_an_exported_job_gets_one_sigterm_when_it_is_asked_to_leave(
+    variables: dict[str, str], tmp_path: Path
+) -> None:
+    """The launch is one that only waits; Slurm sends its signal to every process of the step."""
+    (tmp_path / "hetflow").write_text(f"#!{sys.executable}\n{STOPS}")
+    (tmp_path / "hetflow").chmod(0o755)
+    files.write(tmp_path / "plan.json", launch_cases.plan_of(("cpu:fast", 1, 4)))
+    text = export(
+        tmp_path / "plan.json", "slurm", "train.py", names={"cpu:fast": "cpu_fast"},
+        setup=[f"PATH={tmp_path}:$PATH"], directives=["--mem=300M"],
+    )  # fmt: skip
+    (tmp_path / "job").write_text(text)
+    environment = {**os.environ, **variables}
+    command = ["sbatch", "--parsable", "--output=out", "job"]
+    number = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True).strip()
+    until((tmp_path / "ready").exists)
+    subprocess.run(["scancel", "--signal=URG", number], env=environment, check=True)
+    until((tmp_path / "saved").exists)
+    assert (tmp_path / "stopped").read_text().startswith("launch --seed 0")
+    show = ["squeue", "--noheader", "--states=all", f"--job={number}", "--format=%T"]
+
+    def state() -> str:
+        return subprocess.check_output(show, env=environment, text=True).strip()
+
+    until(lambda: state() not in ("RUNNING", "COMPLETING"))
+    assert state() == "FAILED"  # with the launch's own code, 143

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hetflow.api.export import export
 from hetflow.schema import files
 from hetflow.schema.plan import DeviceGroup, Prediction, Proof, SplitPlan
 from hetflow.schema.run import RunRecord
@@ -213,28 +214,29 @@ def test_two_hosts_train_over_a_link(tmp_path: Path, namespaces: tuple[str, str]
 
 @pytest.mark.slow
 def test_torchrun_roles_are_mapped_by_type(tmp_path: Path) -> None:
-    """Two torchrun agents with a role each; ranks in whatever order torchrun gives them."""
+    """Two torchrun agents with a role each, by the exported script; ranks in whatever order."""
     files.write(tmp_path / "plan.json", plan_of(("cpu:fast", 1, 8), ("cpu:slow", 2, 2)))
     (tmp_path / "script.py").write_text(ROLES)
     environment = {
         **os.environ,
         "HERE": str(tmp_path),
-        "HETFLOW_PLAN": str(tmp_path / "plan.json"),
         "HETFLOW_RUN": str(tmp_path / "run"),
         "OMP_NUM_THREADS": "1",
     }
-    endpoint = f"127.0.0.1:{free_port()}"
+    script = tmp_path / "start"
+    plan = tmp_path / "plan.json"
+    script.write_text(export(plan, "torchrun", str(tmp_path / "script.py"), determinism="elastic"))
+    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    port = str(free_port())
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--role", role]
-            + ["--nproc-per-node", number, "--rdzv-backend", "c10d", "--rdzv-id", "t"]
-            + ["--rdzv-endpoint", endpoint, str(tmp_path / "script.py")],
+            ["bash", str(script), rank, "127.0.0.1", port],
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for role, number in (("cpu:slow", "2"), ("cpu:fast", "1"))
+        for rank in ("1", "0")
     ]
     errors = [process.communicate(timeout=180)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], errors
