@@ -30,6 +30,7 @@ from .executor import Executor, held
 from .messages import Message
 from .microbatches import StepMicrobatches
 from .optimizer import OwnShare
+from .own_shares import own_shares
 from .ownership import Holders, Ownership, StageBuffers
 from .placing import (
     broadcast_parts,
@@ -131,7 +132,14 @@ class PipelineEngine:
         )
         transport = transport_of(place, [stage.replicas for stage in work.stages])
         self._synchroniser = Synchroniser(self._ownership, place, work, transport)
-        self._executor = Executor(group, transport, Routes(place.rank, groups))
+        self._executor = Executor(
+            group,
+            transport,
+            Routes(place.rank, groups),
+            tensor,
+            place.device,
+            own_shares(parts, sharing),
+        )
         self._model = SpreadModel(model, check_call)
         self._microbatches: StepMicrobatches | None = None  # of the step in progress
         # If the schedule does not flush, stages read weight versions, never the parameters.
