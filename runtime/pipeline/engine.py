@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...protocol.lower_pipeline import microbatches_of, schedule_of
@@ -23,6 +24,7 @@ from ..session import Session
 from ..setup import final_tensors
 from ..streams import seed_streams
 from ..tensor.lanes import Lanes
+from ..tensor.regions import check_attention
 from ..tensor.roles import Sharing, check_degree, check_pairs, check_shared, sharing_of
 from ..tensor.sharded import ShardedModel, tensor_group
 from .cut import StageModule, check_crossing, cut, whole
@@ -54,11 +56,12 @@ def _any_call(arguments: Mapping[str, Any]) -> None:
     """Accept every call: a model that is not traced takes any."""
 
 
-def _sharing_of(model: nn.Module, work: PipelineWork) -> Sharing:
+def _sharing_of(model: nn.Module, work: PipelineWork, device: torch.device) -> Sharing:
     """How the model's layers are shared, where some tensor-parallel group has several workers."""
     degrees = {len(group) for group in work.groups}
     if degrees == {1}:
         return Sharing({}, {}, {})
+    check_attention(model, device)
     sharing = sharing_of(model)
     for degree in sorted(degrees):
         check_degree(model, sharing, degree)
@@ -88,7 +91,7 @@ class PipelineEngine:
         self._work = work
         groups = work.groups
         group = next(n for n, ranks in enumerate(groups) if place.rank in ranks)
-        sharing = _sharing_of(model, work)
+        sharing = _sharing_of(model, work, place.device)
         parts, check_call = self._parts()
         check_shared(parts, sharing, model)
         self._last_stage = len(parts) - 1
@@ -117,7 +120,12 @@ class PipelineEngine:
         self._sharded = ShardedModel(model, sharing, tensor)
         self._sharded.install()
         self._stages = {
-            number: Stage(part, recompute=work.recomputes(number), device=place.device)
+            number: Stage(
+                part,
+                recompute=work.recomputes(number),
+                device=place.device,
+                passing=self._sharded.passing,
+            )
             for number, part in held_here.items()
         }
         self.buffers = StageBuffers(

@@ -5,6 +5,7 @@ parameters' values (pipeline/ownership.py).
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from ..group import Place, subgroup
 from .layers import column_linear, joined_linear, row_linear, vocabulary_embedding
 from .operators import TensorGroup
+from .regions import Region
 from .roles import Role, Sharing, is_transposed, num_outputs
 
 
@@ -29,16 +31,21 @@ class ShardedModel:
         self._forwards: list[tuple[nn.Module, Callable[..., Tensor]]] = []
         self._sizes: list[tuple[nn.Module, str, int]] = []
         self._is_installed = False
+        self._region = Region(group)
         if group.degree == 1:
             return
         for name, role in sharing.roles.items():
             if role.style == "inner":
                 continue
             module = model.get_submodule(name)
-            self._forwards.append((module, _forward_of(module, role, group)))
+            self._forwards.append((module, self._forward_of(name, module, role, group)))
         for name, attributes in sharing.sizes.items():
             module = model.get_submodule(name)
             self._sizes += [(module, attribute, group.degree) for attribute in attributes]
+
+    def passing(self) -> AbstractContextManager[None]:
+        """Run a stage's pass inside."""
+        return self._region.passing()
 
     def install(self) -> None:
         """Make the modules compute with this worker's part of their parameters."""
@@ -60,6 +67,28 @@ class ShardedModel:
             setattr(module, attribute, getattr(module, attribute) * degree)
         self._is_installed = False
 
+    def _forward_of(
+        self, name: str, module: nn.Module, role: Role, group: TensorGroup
+    ) -> Callable[..., Tensor]:
+        if isinstance(module, nn.Embedding):
+            return partial(_embedding, module, group, module.num_embeddings)
+        if role.style == "output":
+            return partial(_output, module, group, num_outputs(module))
+        if role.style == "row":
+            return partial(self._row, module, group)
+        return partial(self._column, name, module, role.parts, group)
+
+    def _column(
+        self, name: str, module: Any, parts: int, group: TensorGroup, input: Tensor
+    ) -> Tensor:
+        made = column_linear(input, _weight(module), module.bias, group)
+        self._region.opened(name, made, parts)
+        return made
+
+    def _row(self, module: Any, group: TensorGroup, input: Tensor) -> Tensor:
+        self._region.close()
+        return row_linear(input, _weight(module), module.bias, group)
+
 
 def tensor_group(place: Place, groups: Sequence[Sequence[int]]) -> TensorGroup:
     """Make this worker's tensor-parallel group; every worker makes all groups, in one order.
@@ -78,22 +107,16 @@ def tensor_group(place: Place, groups: Sequence[Sequence[int]]) -> TensorGroup:
     return own
 
 
-def _forward_of(module: nn.Module, role: Role, group: TensorGroup) -> Callable[..., Tensor]:
-    if isinstance(module, nn.Embedding):
-        return partial(_embedding, module, group, module.num_embeddings)
-    return partial(_linear, module, role, group, num_outputs(module))
-
-
 def _embedding(module: nn.Embedding, group: TensorGroup, vocabulary: int, input: Tensor) -> Tensor:
     return vocabulary_embedding(
         input, module.weight, group, vocabulary=vocabulary, padding_idx=module.padding_idx
     )
 
 
-def _linear(module: Any, role: Role, group: TensorGroup, size: int, input: Tensor) -> Tensor:
-    weight = module.weight.t() if is_transposed(module) else module.weight
-    if role.style == "row":
-        return row_linear(input, weight, module.bias, group)
-    if role.style == "output":
-        return joined_linear(input, weight, module.bias, group, size)
-    return column_linear(input, weight, module.bias, group)
+def _output(module: Any, group: TensorGroup, size: int, input: Tensor) -> Tensor:
+    return joined_linear(input, _weight(module), module.bias, group, size)
+
+
+def _weight(module: Any) -> Tensor:
+    weight: Tensor = module.weight
+    return weight.t() if is_transposed(module) else weight
