@@ -6,10 +6,12 @@ groups of unlike degrees each worker sends to all whose parts overlap its own. O
 groups, each byte of the value is sent once.
 
 A value of which every worker has a share of its own (the output of a column-parallel layer) goes
-whole to the worker at the same position.
+whole to the worker at the same position. With sequence parallelism a worker has some tokens of a
+value; they go to those who need them, and nothing is joined.
 """
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -17,26 +19,36 @@ from torch import Tensor
 
 from .. import peers
 from ..tensor.operators import TensorGroup
+from ..tensor.sequence import check_length
 from .channels import Inbox, Outbox
 from .messages import ALIGNMENT, Message, Value
 from .transport import overlap, part
 
-OwnShares = tuple[bool, ...]
-"""For each value of a message, whether each worker has a share of its own; empty: none is."""
+
+class Holding(IntEnum):
+    """What each worker of a tensor-parallel group holds of a value."""
+
+    WHOLE = 0
+    OWN = 1  # a share that only workers at the same position can use
+    TOKENS = 2  # a part of the tokens, the last dimension but one
+
+
+Holdings = tuple[Holding, ...]
+"""[values of a message]; empty if all are whole."""
 
 
 class Received(NamedTuple):
-    """A message, and which of its values are this worker's own shares."""
+    """A message, and what this worker holds of its values."""
 
     message: Message
-    shares: OwnShares
+    holdings: Holdings
 
-    def of_gradients(self) -> OwnShares:
+    def of_gradients(self) -> Holdings:
         """The same for the gradients of the values, in order of those that have one."""
         _, wants = self.message
-        if not any(self.shares):
-            return ()
-        return tuple(share for share, wanted in zip(self.shares, wants, strict=True) if wanted)
+        pairs = zip(self.holdings, wants, strict=True) if self.holdings else ()
+        found = tuple(holding for holding, wanted in pairs if wanted)
+        return found if any(found) else ()
 
 
 class Sender:
@@ -53,28 +65,33 @@ class Sender:
     ) -> None:
         self._outboxes, self._group, self._degree = outboxes, group, degree
 
-    def send(self, values: tuple[Value, ...], shares: OwnShares, limit: int | None = None) -> None:
+    def send(self, values: tuple[Value, ...], holdings: Holdings, limit: int | None = None) -> None:
         """Start to send this worker's parts; see ``Outbox.send``."""
         if self._degree == self._group.degree == 1:
             for _, outbox in self._outboxes:
                 outbox.send(values, limit)
             return
-        shapes = tuple(
-            tuple(value.shape) if isinstance(value, Tensor) and not _at(shares, number) else None
-            for number, value in enumerate(values)
-        )
+        holdings = holdings or (Holding.WHOLE,) * len(values)
+        notes = tuple(_note(*pair) for pair in zip(values, holdings, strict=True))
         for other, outbox in self._outboxes:
             parts = (
-                value if shape is None else self._part(value, other)
-                for value, shape in zip(values, shapes, strict=True)
+                value if note is None else self._part(value, holding, other)
+                for value, note, holding in zip(values, notes, holdings, strict=True)
             )
-            outbox.send((*parts, shapes), limit)
+            outbox.send((*parts, notes), limit)
 
-    def _part(self, value: Value, other: int) -> Tensor:
+    def _part(self, value: Value, holding: Holding, other: int) -> Tensor:
         assert isinstance(value, Tensor)
-        group = self._group
-        first, last = overlap(value.numel(), group.lane, group.degree, other, self._degree)
-        own = value.detach().reshape(-1)[first:last]
+        group, given = self._group, value.detach()
+        if holding is Holding.TOKENS:
+            size = given.shape[-2] * group.degree
+            check_length(size, self._degree)
+            start, _ = part(size, group.lane, group.degree)
+            first, last = overlap(size, group.lane, group.degree, other, self._degree)
+            own = given.narrow(-2, first - start, last - first)
+        else:
+            first, last = overlap(given.numel(), group.lane, group.degree, other, self._degree)
+            own = given.reshape(-1)[first:last]
         return own.requires_grad_() if value.requires_grad else own
 
     def flush(self) -> None:
@@ -109,20 +126,21 @@ class Receiver:
         _, (values, wants) = messages[0]
         if self._degree == self._group.degree == 1:
             return Received((values, wants), ())
-        *found, shapes = values
-        assert isinstance(shapes, tuple)
-        split = [number for number, shape in enumerate(shapes) if shape is not None]
+        *found, notes = values
+        assert isinstance(notes, tuple)
+        split = [number for number, note in enumerate(notes) if isinstance(note, tuple)]
         parts = [
-            self._own_part(torch.Size(shapes[n]), [(lane, m[0][n]) for lane, m in messages])
+            self._own_part(torch.Size(notes[n]), [(lane, m[0][n]) for lane, m in messages])
             for n in split
         ]
         for number, whole in zip(split, self._joined(parts), strict=True):
-            found[number] = whole.view(shapes[number])
-        shares = tuple(
-            shape is None and isinstance(value, Tensor)
-            for shape, value in zip(shapes, found, strict=True)
-        )
-        return Received((tuple(found), wants[:-1]), shares if any(shares) else ())
+            found[number] = whole.view(notes[number])
+        for number, note in enumerate(notes):
+            if note is True and len(messages) > 1:
+                pieces: list[Any] = [message[0][number] for _, message in messages]
+                found[number] = torch.cat(pieces, -2).to(self._device)
+        holdings = tuple(_held(*pair) for pair in zip(found, notes, strict=True))
+        return Received((tuple(found), wants[:-1]), holdings if any(holdings) else ())
 
     def _own_part(self, shape: torch.Size, pieces: list[tuple[int, Any]]) -> "_Part":
         """This worker's part of a value, from the pieces of all that send to it."""
@@ -184,5 +202,14 @@ def _whole(rows: Tensor, dtype: torch.dtype, size: int, degree: int) -> Tensor:
     return torch.cat(found)
 
 
-def _at(shares: OwnShares, number: int) -> bool:
-    return bool(shares) and shares[number]
+def _note(value: Value, holding: Holding) -> Value:
+    """What a message says of a value: the shape of one sent in parts, True for tokens, or None."""
+    if not isinstance(value, Tensor) or holding is Holding.OWN:
+        return None
+    return True if holding is Holding.TOKENS else tuple(value.shape)
+
+
+def _held(value: Value, note: Value) -> Holding:
+    if note is True:
+        return Holding.TOKENS
+    return Holding.OWN if note is None and isinstance(value, Tensor) else Holding.WHOLE

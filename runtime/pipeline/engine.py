@@ -29,10 +29,10 @@ from ..tensor.roles import Sharing, check_degree, check_pairs, check_shared, sha
 from ..tensor.sharded import ShardedModel, tensor_group
 from .cut import StageModule, check_crossing, cut, whole
 from .executor import Executor, held
+from .holdings import holdings_of
 from .messages import Message
 from .microbatches import StepMicrobatches
 from .optimizer import OwnShare
-from .own_shares import own_shares
 from .ownership import Holders, Ownership, StageBuffers
 from .placing import (
     broadcast_parts,
@@ -65,6 +65,8 @@ def _sharing_of(model: nn.Module, work: PipelineWork, device: torch.device) -> S
     sharing = sharing_of(model)
     for degree in sorted(degrees):
         check_degree(model, sharing, degree)
+    if work.sequence_parallel:
+        sharing = sharing.over_sequences(model)
     check_pairs([(s.layers, {len(ranks) for ranks in s.replicas}) for s in work.stages], sharing)
     return sharing
 
@@ -92,7 +94,11 @@ class PipelineEngine:
         groups = work.groups
         group = next(n for n, ranks in enumerate(groups) if place.rank in ranks)
         sharing = _sharing_of(model, work, place.device)
-        parts, check_call = self._parts()
+        spreads = work.sequence_parallel and bool(sharing.roles)
+        tensor = tensor_group(place, groups)
+        self._sharded = ShardedModel(model, sharing, tensor, sequence_parallel=spreads)
+        with self._sharded.traceable():
+            parts, check_call = self._parts()
         check_shared(parts, sharing, model)
         self._last_stage = len(parts) - 1
         held_here = {number: parts[number] for number in work.stages_of_rank[place.rank]}
@@ -116,8 +122,6 @@ class PipelineEngine:
         )
         broadcast_parts(model, session.parameters, own, place)
         self._ownership.strip()
-        tensor = tensor_group(place, groups)
-        self._sharded = ShardedModel(model, sharing, tensor)
         self._sharded.install()
         self._stages = {
             number: Stage(
@@ -146,7 +150,7 @@ class PipelineEngine:
             Routes(place.rank, groups),
             tensor,
             place.device,
-            own_shares(parts, sharing),
+            holdings_of(parts, sharing, sequence_parallel=spreads),
         )
         self._model = SpreadModel(model, check_call)
         self._microbatches: StepMicrobatches | None = None  # of the step in progress

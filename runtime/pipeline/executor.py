@@ -12,7 +12,7 @@ from ...schedules.operations import ACTIVATIONS, RECEIVES, SENDS, Kind, Operatio
 from ...schema.errors import ProblemError
 from ..tensor.operators import TensorGroup
 from .channels import Inbox, Outbox
-from .crossing import OwnShares, Receiver, Sender
+from .crossing import Holdings, Receiver, Sender
 from .messages import Message
 from .transport import Channel, Lines, Routes, Transport
 
@@ -94,7 +94,7 @@ class Executor:
         routes: To which workers of other groups this worker sends, and from which it receives.
         group: The workers of this worker's group.
         device: Where messages are joined.
-        shares: [stages] which of a stage's results are this worker's own shares.
+        holdings: [stages] what each worker of a group holds of a stage's results.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class Executor:
         routes: Routes,
         group: TensorGroup,
         device: torch.device,
-        shares: Sequence[OwnShares],
+        holdings: Sequence[Holdings],
     ) -> None:
         self._rank, self._transport, self._routes = rank, transport, routes
-        self._group, self._device, self._shares = group, device, shares
+        self._group, self._device, self._holdings = group, device, holdings
         self._receivers: dict[tuple[int, bool], Receiver] = {}
         self._senders: dict[tuple[int, bool], Sender] = {}
-        self._gradient_shares: dict[tuple[int, int], OwnShares] = {}
+        self._gradient_holdings: dict[tuple[int, int], Holdings] = {}
         self._program: _Program | None = None
         self._next = 0
         self._activations: dict[tuple[int, int], Message] = {}
@@ -168,24 +168,24 @@ class Executor:
     def _receive_activation(self, step: _Step, _: Passes) -> None:
         received = self._receivers[step.channel].take()
         self._activations[step.place] = received.message
-        if received.shares:
-            self._gradient_shares[step.place] = received.of_gradients()
+        if received.holdings:
+            self._gradient_holdings[step.place] = received.of_gradients()
 
     def _receive_gradient(self, step: _Step, _: Passes) -> None:
         self._gradients[step.place] = self._receivers[step.channel].take().message[0]
 
     def _send_activation(self, step: _Step, _: Passes) -> None:
-        self._send(step, self._made_activations.pop(step.place), self._shares[step.place[0]])
+        self._send(step, self._made_activations.pop(step.place), self._holdings[step.place[0]])
 
     def _send_gradient(self, step: _Step, _: Passes) -> None:
-        shares = self._gradient_shares.pop(step.place, ())
-        self._send(step, self._made_gradients.pop(step.place), shares)
+        holdings = self._gradient_holdings.pop(step.place, ())
+        self._send(step, self._made_gradients.pop(step.place), holdings)
 
-    def _send(self, step: _Step, values: tuple[Any, ...], shares: OwnShares) -> None:
+    def _send(self, step: _Step, values: tuple[Any, ...], holdings: Holdings) -> None:
         assert self._program is not None
         if step.channel not in self._senders:
             self._senders[step.channel] = self._sender(*step.channel)
-        self._senders[step.channel].send(values, shares, limit=self._program.most_under_way)
+        self._senders[step.channel].send(values, holdings, limit=self._program.most_under_way)
 
     def _sender(self, peer: int, activation: bool) -> Sender:
         found = self._routes.outgoing(peer, activation)

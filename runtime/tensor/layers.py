@@ -10,7 +10,15 @@ Shape suffixes: O outputs, I inputs, V vocabulary, C channels, B batch (any lead
 from torch import Tensor
 from torch.nn import functional
 
-from .operators import TensorGroup, bounds, copy_to, join_from, largest_over, sum_from
+from .operators import (
+    TensorGroup,
+    bounds,
+    copy_to,
+    join_from,
+    largest_over,
+    sum_from,
+    sum_tokens_from,
+)
 
 
 def column_linear(
@@ -26,6 +34,14 @@ def row_linear(
     """A linear layer cut by inputs; each worker has its own inputs. Returns [B, O], whole."""
     total_BO = sum_from(functional.linear(x_Bi, weight_Oi), group)
     return total_BO if bias_O is None else total_BO + bias_O
+
+
+def row_linear_to_tokens(
+    x_Bi: Tensor, weight_Oi: Tensor, bias_O: Tensor | None, group: TensorGroup
+) -> Tensor:
+    """As ``row_linear``, with sequence parallelism. Returns this worker's tokens, [..., T/t, O]."""
+    total = sum_tokens_from(functional.linear(x_Bi, weight_Oi), group)
+    return total if bias_O is None else total + bias_O
 
 
 def joined_linear(
@@ -108,4 +124,5 @@ def sharded_dropout(x: Tensor, probability: float, group: TensorGroup, *, dim: i
     laid_out = x.new_ones([shape[d] for d in order])
     ones = laid_out.permute([order.index(d) for d in range(x.dim())])
     mask = functional.dropout(ones, probability)
-    return x * mask.narrow(dim, group.lane * x.shape[dim], x.shape[dim])
+    # A copy: a view would keep the whole mask for the backward pass.
+    return x * mask.narrow(dim, group.lane * x.shape[dim], x.shape[dim]).clone()

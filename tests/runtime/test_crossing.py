@@ -12,17 +12,19 @@ from hypothesis import strategies as st
 from hetflow.profilers.zoo.transformer import GPT
 from hetflow.runtime import peers
 from hetflow.runtime.pipeline.channels import HEADER_BYTES, Inbox, Outbox
-from hetflow.runtime.pipeline.crossing import Receiver, Sender
+from hetflow.runtime.pipeline.crossing import Holding, Receiver, Sender
 from hetflow.runtime.pipeline.cut import cut
-from hetflow.runtime.pipeline.own_shares import own_shares
+from hetflow.runtime.pipeline.holdings import holdings_of
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.runtime.pipeline.transport import Lines, Routes
 from hetflow.runtime.tensor.operators import TensorGroup
 from hetflow.runtime.tensor.roles import sharing_of
+from hetflow.schema.errors import TargetError
 
 from ..profiles import examples
 
 CPU = torch.device("cpu")
+WHOLE, OWN, TOKENS = Holding
 
 
 class Wire:
@@ -89,22 +91,22 @@ class Crossing:
         rows.copy_(torch.cat(self.rows))
         self.barrier.wait(20)
 
-    def send(self, values, shares=()):
-        """What each receiver gets of a message; of a share, every sender has its own value."""
+    def send(self, values, holdings=()):
+        """What each receiver gets of a message; unless it is whole, senders have their own."""
         for lane, sender in enumerate(self.senders):
             own = tuple(
-                value[lane] if shares and shares[number] else value
+                value[lane] if holdings and holdings[number] else value
                 for number, value in enumerate(values)
             )
-            sender.send(own, shares)
+            sender.send(own, holdings)
         return list(self.pool.map(Receiver.take, self.receivers))
 
-    def steady_bytes(self, values, shares=()) -> dict[tuple[int, int], int]:
+    def steady_bytes(self, values, holdings=()) -> dict[tuple[int, int], int]:
         """Bytes of payload on each link once the layout is known and the buffers are as large."""
         for _ in range(3):
-            self.send(values, shares)
+            self.send(values, holdings)
         before = {link: (wire.num_bytes, wire.num_transfers) for link, wire in self.frames.items()}
-        self.send(values, shares)
+        self.send(values, holdings)
         found = {}
         for link, wire in self.frames.items():
             num_bytes, num_transfers = before[link]
@@ -148,9 +150,9 @@ def test_every_worker_gets_the_whole_of_every_value(senders, receivers, messages
         for values in messages:
             answers = world.send(tuple(values))
             assert len(answers) == receivers
-            for (found, wants), shares in answers:
+            for (found, wants), holdings in answers:
                 assert len(found) == len(values) == len(wants)
-                assert shares == ()
+                assert holdings == ()
                 for value, sent in zip(found, values, strict=True):
                     assert type(value) is type(sent)
                     if isinstance(sent, torch.Tensor):
@@ -191,13 +193,32 @@ def test_several_values_are_joined_by_one_all_gather(crossing) -> None:
 def test_a_share_goes_whole_to_the_worker_at_its_position(crossing) -> None:
     world, own = crossing(2, 2), torch.rand(2, 3, 8, requires_grad=True)
     whole, mask = torch.rand(3, 4, requires_grad=True), torch.ones(3, dtype=torch.bool)
-    for lane, received in enumerate(world.send((whole, own, mask), (False, True, False))):
-        (values, wants), shares = received
+    for lane, received in enumerate(world.send((whole, own, mask), (WHOLE, OWN, WHOLE))):
+        (values, wants), holdings = received
         assert torch.equal(values[0], whole)
         assert torch.equal(values[1], own[lane])
         assert wants == (True, True, False)
-        assert shares == (False, True, False)
-        assert received.of_gradients() == (False, True)
+        assert holdings == (WHOLE, OWN, WHOLE)
+        assert received.of_gradients() == (WHOLE, OWN)
+
+
+@pytest.mark.parametrize("degrees", [(2, 2), (2, 1), (1, 2), (4, 2), (2, 4), (2, 3)])
+def test_tokens_go_to_those_who_need_them_and_nothing_is_gathered(crossing, degrees) -> None:
+    world, whole = crossing(*degrees), torch.rand(2, 12, 8, dtype=torch.float64)
+    value = whole.requires_grad_().chunk(degrees[0], -2)
+    parts = whole.chunk(degrees[1], -2)
+    for received, part in zip(world.send((value, None), (TOKENS, WHOLE)), parts, strict=True):
+        (values, wants), holdings = received
+        assert torch.equal(values[0], part)
+        assert (values[1], wants, holdings) == (None, (True, False), (TOKENS, WHOLE))
+        assert received.of_gradients() == (TOKENS,)
+    assert sum(world.steady_bytes((value, None), (TOKENS, WHOLE)).values()) == whole.nbytes
+    assert world.num_gathers == 0
+
+
+def test_tokens_that_do_not_divide_are_refused(crossing) -> None:
+    with pytest.raises(TargetError, match="a sequence of 10 tokens does not divide among the 4"):
+        crossing(2, 4).send((torch.rand(2, 3, 5, 8),), (TOKENS,))
 
 
 def test_a_cut_inside_a_pair_of_layers_knows_what_is_a_share() -> None:
@@ -206,9 +227,9 @@ def test_a_cut_inside_a_pair_of_layers_knows_what_is_a_share() -> None:
     at = names.index("blocks.0.attention.project_in") + 1
     for first in (at, at + 1):
         parts = cut(layers_of(model), [names[:first], names[first:]])
-        found, _ = own_shares(parts, sharing_of(model))
+        found, _ = holdings_of(parts, sharing_of(model))
         if first == at:  # the residual is whole, and heads are a share
             assert len(found) == len(parts[0].outputs)
-            assert set(found) == {True, False}
+            assert set(found) == {OWN, WHOLE}
         else:
             assert found == ()

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from hetflow.profilers.zoo.transformer import GPT
 from hetflow.runtime import tensor_parallel
 from hetflow.runtime.pipeline.cut import cut
-from hetflow.runtime.pipeline.own_shares import own_shares
+from hetflow.runtime.pipeline.holdings import holdings_of
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.runtime.tensor.operators import TensorGroup
 from hetflow.runtime.tensor.regions import check_attention
@@ -195,7 +195,7 @@ def test_a_stage_that_begins_at_dropout_between_the_two_is_refused() -> None:
         parts = cut(layered, [names[:first], names[first:]])
         if is_refused:
             with pytest.raises(TargetError, match="stage 1 begins between a column and a row"):
-                own_shares(parts, sharing_of(model))
+                holdings_of(parts, sharing_of(model))
             dropout.p = 0.0
-        own_shares(parts, sharing_of(model))
+        holdings_of(parts, sharing_of(model))
         dropout.p = 0.1
