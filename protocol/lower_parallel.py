@@ -42,6 +42,7 @@ def lower_parallel(plan: ParallelPlan, seed: int = 0) -> LaunchConfig:
         recompute=False,
         stages=tuple(_stage_of(stage, rank) for stage in plan.stages),
         trace=plan.trace,
+        sequence_parallel=plan.sequence_parallel,
     )
     schedule = schedule_of(work, num_microbatches)
     last = plan.global_batch_size - (num_microbatches - 1) * plan.microbatch_size

@@ -76,7 +76,8 @@ class PipelineStage:
 class PipelineWork:
     """A lowered pipeline plan; each worker's virtual nodes are its microbatches.
 
-    ``trace`` is how the layers were found; None is torch.fx.
+    ``trace`` is how the layers were found; None is torch.fx. With ``sequence_parallel`` the ranks
+    of a tensor-parallel group share the tokens between the layers that they share.
     """
 
     schedule: Name
@@ -84,6 +85,7 @@ class PipelineWork:
     recompute: bool
     stages: tuple[PipelineStage, ...]
     trace: LayerTrace | None = None
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         traits(self.schedule)  # raises for an unknown schedule

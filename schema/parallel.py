@@ -295,7 +295,8 @@ class ParallelPlan:
     Each replica of a stage runs at most ``num_microbatches`` microbatches of ``microbatch_size``
     samples; the last microbatches of the last group may be smaller. ``estimates`` are those of the
     types in use whose profiles were not measured. ``trace`` is how the layers were found, so that a
-    launch finds the same ones; None is torch.fx.
+    launch finds the same ones; None is torch.fx. With ``sequence_parallel`` the devices of a group
+    share the tokens between the layers that they share.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -311,6 +312,7 @@ class ParallelPlan:
     proof: ParallelProof
     alternatives: tuple[ParallelAlternative, ...] = ()
     with_more_devices: tuple[ParallelGain, ...] = ()
+    sequence_parallel: bool = False
     optimizer: OptimizerState | None = None
     link_bytes_per_second: NonNegative | None = None
     cluster: Cluster | None = None

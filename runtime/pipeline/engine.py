@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...protocol.lower_pipeline import microbatches_of, schedule_of
@@ -23,10 +24,12 @@ from ..session import Session
 from ..setup import final_tensors
 from ..streams import seed_streams
 from ..tensor.lanes import Lanes
+from ..tensor.regions import check_attention
 from ..tensor.roles import Sharing, check_degree, check_pairs, check_shared, sharing_of
 from ..tensor.sharded import ShardedModel, tensor_group
 from .cut import StageModule, check_crossing, cut, whole
 from .executor import Executor, held
+from .holdings import holdings_of
 from .messages import Message
 from .microbatches import StepMicrobatches
 from .optimizer import OwnShare
@@ -53,14 +56,17 @@ def _any_call(arguments: Mapping[str, Any]) -> None:
     """Accept every call: a model that is not traced takes any."""
 
 
-def _sharing_of(model: nn.Module, work: PipelineWork) -> Sharing:
+def _sharing_of(model: nn.Module, work: PipelineWork, device: torch.device) -> Sharing:
     """How the model's layers are shared, where some tensor-parallel group has several workers."""
     degrees = {len(group) for group in work.groups}
     if degrees == {1}:
         return Sharing({}, {}, {})
+    check_attention(model, device)
     sharing = sharing_of(model)
     for degree in sorted(degrees):
         check_degree(model, sharing, degree)
+    if work.sequence_parallel:
+        sharing = sharing.over_sequences(model)
     check_pairs([(s.layers, {len(ranks) for ranks in s.replicas}) for s in work.stages], sharing)
     return sharing
 
@@ -87,8 +93,12 @@ class PipelineEngine:
         self._work = work
         groups = work.groups
         group = next(n for n, ranks in enumerate(groups) if place.rank in ranks)
-        sharing = _sharing_of(model, work)
-        parts, check_call = self._parts()
+        sharing = _sharing_of(model, work, place.device)
+        spreads = work.sequence_parallel and bool(sharing.roles)
+        tensor = tensor_group(place, groups)
+        self._sharded = ShardedModel(model, sharing, tensor, sequence_parallel=spreads)
+        with self._sharded.traceable():
+            parts, check_call = self._parts()
         check_shared(parts, sharing, model)
         self._last_stage = len(parts) - 1
         held_here = {number: parts[number] for number in work.stages_of_rank[place.rank]}
@@ -112,11 +122,14 @@ class PipelineEngine:
         )
         broadcast_parts(model, session.parameters, own, place)
         self._ownership.strip()
-        tensor = tensor_group(place, groups)
-        self._sharded = ShardedModel(model, sharing, tensor)
         self._sharded.install()
         self._stages = {
-            number: Stage(part, recompute=work.recomputes(number), device=place.device)
+            number: Stage(
+                part,
+                recompute=work.recomputes(number),
+                device=place.device,
+                passing=self._sharded.passing,
+            )
             for number, part in held_here.items()
         }
         self.buffers = StageBuffers(
@@ -131,7 +144,14 @@ class PipelineEngine:
         )
         transport = transport_of(place, [stage.replicas for stage in work.stages])
         self._synchroniser = Synchroniser(self._ownership, place, work, transport)
-        self._executor = Executor(group, transport, Routes(place.rank, groups))
+        self._executor = Executor(
+            group,
+            transport,
+            Routes(place.rank, groups),
+            tensor,
+            place.device,
+            holdings_of(parts, sharing, sequence_parallel=spreads),
+        )
         self._model = SpreadModel(model, check_call)
         self._microbatches: StepMicrobatches | None = None  # of the step in progress
         # If the schedule does not flush, stages read weight versions, never the parameters.

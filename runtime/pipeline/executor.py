@@ -1,14 +1,18 @@
 """Run a schedule's operation lists; the schedule alone decides the order (schedules/)."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from ...schedules.counting import peak_in_flight
 from ...schedules.operations import ACTIVATIONS, RECEIVES, SENDS, Kind, Operation, Schedule
 from ...schema.errors import ProblemError
+from ..tensor.operators import TensorGroup
 from .channels import Inbox, Outbox
+from .crossing import Holdings, Receiver, Sender
 from .messages import Message
 from .transport import Channel, Lines, Routes, Transport
 
@@ -88,12 +92,25 @@ class Executor:
         rank: The group's number.
         transport: The groups for messages; None for a single worker.
         routes: To which workers of other groups this worker sends, and from which it receives.
+        group: The workers of this worker's group.
+        device: Where messages are joined.
+        holdings: [stages] what each worker of a group holds of a stage's results.
     """
 
-    def __init__(self, rank: int, transport: Transport | None, routes: Routes) -> None:
+    def __init__(
+        self,
+        rank: int,
+        transport: Transport | None,
+        routes: Routes,
+        group: TensorGroup,
+        device: torch.device,
+        holdings: Sequence[Holdings],
+    ) -> None:
         self._rank, self._transport, self._routes = rank, transport, routes
-        self._inboxes: dict[tuple[int, bool], Inbox] = {}
-        self._outboxes: dict[tuple[int, bool], list[Outbox]] = {}
+        self._group, self._device, self._holdings = group, device, holdings
+        self._receivers: dict[tuple[int, bool], Receiver] = {}
+        self._senders: dict[tuple[int, bool], Sender] = {}
+        self._gradient_holdings: dict[tuple[int, int], Holdings] = {}
         self._program: _Program | None = None
         self._next = 0
         self._activations: dict[tuple[int, int], Message] = {}
@@ -114,9 +131,8 @@ class Executor:
         """
         if self._program is None or self._program.schedule is not schedule:
             self._program = _Program(schedule, self._rank)
-            for peer, activation in self._program.channels - self._inboxes.keys():
-                lines = self._lines(self._routes.incoming(peer, activation))
-                self._inboxes[peer, activation] = Inbox(lines)
+            for channel in self._program.channels - self._receivers.keys():
+                self._receivers[channel] = self._receiver(*channel)
         self._next = 0
         return schedule.ranks[self._rank]
 
@@ -146,29 +162,40 @@ class Executor:
                 return
             self._next += 1
             step.run(self, step, passes)
-        for outboxes in self._outboxes.values():
-            for outbox in outboxes:
-                outbox.flush()
+        for sender in self._senders.values():
+            sender.flush()
 
     def _receive_activation(self, step: _Step, _: Passes) -> None:
-        self._activations[step.place] = self._inboxes[step.channel].take()
+        received = self._receivers[step.channel].take()
+        self._activations[step.place] = received.message
+        if received.holdings:
+            self._gradient_holdings[step.place] = received.of_gradients()
 
     def _receive_gradient(self, step: _Step, _: Passes) -> None:
-        self._gradients[step.place] = self._inboxes[step.channel].take()[0]
+        self._gradients[step.place] = self._receivers[step.channel].take().message[0]
 
     def _send_activation(self, step: _Step, _: Passes) -> None:
-        self._send(step, self._made_activations.pop(step.place))
+        self._send(step, self._made_activations.pop(step.place), self._holdings[step.place[0]])
 
     def _send_gradient(self, step: _Step, _: Passes) -> None:
-        self._send(step, self._made_gradients.pop(step.place))
+        holdings = self._gradient_holdings.pop(step.place, ())
+        self._send(step, self._made_gradients.pop(step.place), holdings)
 
-    def _send(self, step: _Step, values: tuple[Any, ...]) -> None:
+    def _send(self, step: _Step, values: tuple[Any, ...], holdings: Holdings) -> None:
         assert self._program is not None
-        if step.channel not in self._outboxes:
-            channels = self._routes.outgoing(*step.channel)
-            self._outboxes[step.channel] = [Outbox(self._lines(channel)) for channel in channels]
-        for outbox in self._outboxes[step.channel]:
-            outbox.send(values, limit=self._program.most_under_way)
+        if step.channel not in self._senders:
+            self._senders[step.channel] = self._sender(*step.channel)
+        self._senders[step.channel].send(values, holdings, limit=self._program.most_under_way)
+
+    def _sender(self, peer: int, activation: bool) -> Sender:
+        found = self._routes.outgoing(peer, activation)
+        outboxes = [(lane, Outbox(self._lines(channel))) for lane, channel in found]
+        return Sender(outboxes, self._group, len(self._routes.groups[peer]))
+
+    def _receiver(self, peer: int, activation: bool) -> Receiver:
+        found = self._routes.incoming(peer, activation)
+        inboxes = [(lane, Inbox(self._lines(channel))) for lane, channel in found]
+        return Receiver(inboxes, self._group, len(self._routes.groups[peer]), self._device)
 
     def _lines(self, channel: Channel) -> Lines:
         assert self._transport is not None

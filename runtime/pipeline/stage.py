@@ -1,7 +1,7 @@
 """One stage's passes over microbatches, and the tensors kept between forward and backward."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +31,24 @@ class _Kept:
 
 
 class Stage:
-    """Runs one stage, and holds the activations of the microbatches in flight."""
+    """Runs one stage, and holds the activations of the microbatches in flight.
 
-    def __init__(self, part: StageModule, *, recompute: bool, device: torch.device) -> None:
-        self.part = part
+    Args:
+        part: The stage's part of the model.
+        recompute: Whether activations are recomputed in the backward pass.
+        device: The device of its passes.
+        passing: Makes a context for every pass, also for one that recomputes.
+    """
+
+    def __init__(
+        self,
+        part: StageModule,
+        *,
+        recompute: bool,
+        device: torch.device,
+        passing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.part, self._passing = part, passing
         self.parameters = dict(part.module.named_parameters())
         self._recompute, self._device = recompute, device
         self._in_flight: dict[int, _Kept] = {}
@@ -85,9 +99,10 @@ class Stage:
         def call(*inputs: Any) -> Any:
             # In-place layers must not write to a leaf, or to inputs that are recomputed from.
             own = tuple(_copied(value) for value in inputs) if self._in_place else inputs
-            if weights is None:
-                return part.answer(part.module(*own))
-            return part.answer(torch.func.functional_call(part.module, weights, own))
+            with self._passing():
+                if weights is None:
+                    return part.answer(part.module(*own))
+                return part.answer(torch.func.functional_call(part.module, weights, own))
 
         return call
 

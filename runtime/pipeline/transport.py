@@ -100,8 +100,7 @@ class Transport:
 class Routes:
     """Which workers of two tensor-parallel groups send messages to each other.
 
-    A message between stages is whole on every worker of a group. A receiver has one source: the
-    worker of the other group at its own position, or in proportion where the degrees differ.
+    Each worker sends its part of a value (crossing.py), to all whose parts overlap with it.
 
     Attributes:
         rank: This worker's rank.
@@ -111,23 +110,51 @@ class Routes:
     rank: int
     groups: tuple[tuple[int, ...], ...]
 
-    def incoming(self, group: int, activation: bool) -> Channel:
-        """The channel on which this worker receives from a group."""
-        own = next(ranks for ranks in self.groups if self.rank in ranks)
-        return (_source(self.groups[group], own, self.rank), self.rank, activation)
-
-    def outgoing(self, group: int, activation: bool) -> list[Channel]:
-        """The channels on which this worker sends to a group; there may be none."""
-        own = next(ranks for ranks in self.groups if self.rank in ranks)
+    def incoming(self, group: int, activation: bool) -> list[tuple[int, Channel]]:
+        """The channels on which this worker receives from a group, by position in that group."""
+        senders = self.groups[group]
         return [
-            (self.rank, peer, activation)
-            for peer in self.groups[group]
-            if _source(own, self.groups[group], peer) == self.rank
+            (senders.index(source), (source, own, activation))
+            for source, own in _meeting(senders, self._own)
+            if own == self.rank
         ]
 
+    def outgoing(self, group: int, activation: bool) -> list[tuple[int, Channel]]:
+        """The channels on which this worker sends to a group, by position in that group."""
+        receivers = self.groups[group]
+        return [
+            (receivers.index(peer), (own, peer, activation))
+            for own, peer in _meeting(self._own, receivers)
+            if own == self.rank
+        ]
 
-def _source(senders: Sequence[int], receivers: Sequence[int], receiver: int) -> int:
-    return senders[receivers.index(receiver) * len(senders) // len(receivers)]
+    @property
+    def _own(self) -> tuple[int, ...]:
+        return next(ranks for ranks in self.groups if self.rank in ranks)
+
+
+def part(size: int, lane: int, degree: int) -> tuple[int, int]:
+    """The (start, end) of the part of a message's value that one worker of a group sends."""
+    return lane * size // degree, (lane + 1) * size // degree
+
+
+def overlap(size: int, lane: int, degree: int, other: int, other_degree: int) -> tuple[int, int]:
+    """The (start, end) that the parts of two workers of two groups have in common."""
+    first, last = part(size, lane, degree)
+    begin, end = part(size, other, other_degree)
+    return max(first, begin), max(first, begin, min(last, end))
+
+
+def _meeting(senders: Sequence[int], receivers: Sequence[int]) -> list[tuple[int, int]]:
+    """The pairs of workers whose parts overlap, for values of any size."""
+    size = len(senders) * len(receivers)
+    found = []
+    for lane, sender in enumerate(senders):
+        for other, receiver in enumerate(receivers):
+            first, last = overlap(size, lane, len(senders), other, len(receivers))
+            if first < last:
+                found.append((sender, receiver))
+    return found
 
 
 def transport_of(place: Place, stages: Sequence[Sequence[Sequence[int]]]) -> Transport | None:
@@ -170,6 +197,6 @@ def channels_of(stages: Sequence[Sequence[Sequence[int]]]) -> list[Channel]:
         for lower in here:
             for upper in there:
                 if lower != upper:
-                    found |= {(_source(lower, upper, rank), rank, True) for rank in upper}
-                    found |= {(_source(upper, lower, rank), rank, False) for rank in lower}
+                    found |= {(*pair, True) for pair in _meeting(lower, upper)}
+                    found |= {(*pair, False) for pair in _meeting(upper, lower)}
     return sorted(found)

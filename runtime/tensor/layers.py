@@ -7,11 +7,18 @@ Shape suffixes: O outputs, I inputs, V vocabulary, C channels, B batch (any lead
 ``o``, ``i``, ``v`` are a worker's part.
 """
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .operators import TensorGroup, bounds, copy_to, join_from, largest_over, sum_from
+from .operators import (
+    TensorGroup,
+    bounds,
+    copy_to,
+    join_from,
+    largest_over,
+    sum_from,
+    sum_tokens_from,
+)
 
 
 def column_linear(
@@ -27,6 +34,14 @@ def row_linear(
     """A linear layer cut by inputs; each worker has its own inputs. Returns [B, O], whole."""
     total_BO = sum_from(functional.linear(x_Bi, weight_Oi), group)
     return total_BO if bias_O is None else total_BO + bias_O
+
+
+def row_linear_to_tokens(
+    x_Bi: Tensor, weight_Oi: Tensor, bias_O: Tensor | None, group: TensorGroup
+) -> Tensor:
+    """As ``row_linear``, with sequence parallelism. Returns this worker's tokens, [..., T/t, O]."""
+    total = sum_tokens_from(functional.linear(x_Bi, weight_Oi), group)
+    return total if bias_O is None else total + bias_O
 
 
 def joined_linear(
@@ -89,24 +104,25 @@ def vocabulary_cross_entropy(
     return losses_B.sum() / counts_B.sum()
 
 
-def sharded_dropout(
-    x: Tensor, probability: float, group: TensorGroup, *, dim: int, size: int
-) -> Tensor:
+def sharded_dropout(x: Tensor, probability: float, group: TensorGroup, *, dim: int) -> Tensor:
     """Dropout of a tensor that is cut in one dimension, with the mask of the whole tensor.
 
     Args:
-        x: This worker's part.
+        x: This worker's part; all parts are equally large.
         probability: The probability that an element is dropped.
         group: The tensor-parallel group; its workers must have equal random streams.
         dim: The dimension that is cut.
-        size: Size of that dimension in the whole tensor.
 
     Returns:
         The part after dropout, of the same shape.
     """
     shape = list(x.shape)
-    shape[dim] = size
-    whole = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - probability)
-    first, last = bounds(size, group.lane, group.degree)
-    own = whole.narrow(dim, first, last - first)
-    return x * own.div(1 - probability) if probability < 1 else x * own
+    shape[dim] *= group.degree
+    # Torch draws in the order of the memory, so the whole tensor is laid out as the part is.
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda d: -strides[d])
+    laid_out = x.new_ones([shape[d] for d in order])
+    ones = laid_out.permute([order.index(d) for d in range(x.dim())])
+    mask = functional.dropout(ones, probability)
+    # A copy: a view would keep the whole mask for the backward pass.
+    return x * mask.narrow(dim, group.lane * x.shape[dim], x.shape[dim]).clone()

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from ...devices.host import TORCH_DEVICE as HOST
 from .. import peers
@@ -91,6 +93,33 @@ def parts_of_all(own: Tensor, group: TensorGroup, shapes: Sequence[torch.Size]) 
     return found
 
 
+def gathered_tokens(value: Tensor, group: TensorGroup) -> Tensor:
+    """Join the workers' tokens, [..., T/t, C] to [..., T, C]; no gradient flows through it."""
+    own = value.detach().contiguous()
+    parts = own.new_empty((group.degree, *own.shape))
+    peers.all_gather(parts.view(-1), own.view(-1), group=group.group)
+    return parts.movedim(0, -3).flatten(-3, -2)
+
+
+def summed_tokens(value: Tensor, group: TensorGroup) -> Tensor:
+    """This worker's tokens of the sum over the group, [..., T, C] to [..., T/t, C]; no gradient.
+
+    A reduce-scatter. Every worker adds the parts in order of lanes.
+    """
+    *leading, size, channels = value.shape
+    split = value.detach().reshape(*leading, group.degree, size // group.degree, channels)
+    leaving = split.movedim(-3, 0).contiguous()
+    coming = torch.empty_like(leaving)
+    peers.all_to_all_single(coming.view(-1), leaving.view(-1), group=group.group)
+    return coming.sum(0)
+
+
+def own_tokens(value: Tensor, group: TensorGroup) -> Tensor:
+    """This worker's tokens, [..., T, C] to [..., T/t, C]."""
+    size = value.shape[-2] // group.degree
+    return value.narrow(-2, group.lane * size, size)
+
+
 def bounds(size: int, lane: int, degree: int) -> tuple[int, int]:
     """The (start, end) of a worker's part: parts are as equal as possible, larger ones first."""
     part, more = divmod(size, degree)
@@ -111,6 +140,39 @@ def sum_from(value: Tensor, group: TensorGroup) -> Tensor:
 def join_from(value: Tensor, group: TensorGroup, size: int) -> Tensor:
     """Join the last dimension, to [..., size]; in backward, each worker gets its part."""
     return value if group.degree == 1 else _apply(_Join, value, group, size)
+
+
+def scatter_tokens_to(value: Tensor, group: TensorGroup) -> Tensor:
+    """Each worker's tokens of an equal value; in backward, all workers get all tokens' gradient."""
+    return value if group.degree == 1 else _apply(_ScatterTokens, value, group)
+
+
+def gather_tokens_from(value: Tensor, group: TensorGroup) -> Tensor:
+    """All workers' tokens; in backward, each worker takes its own of an equal gradient."""
+    return value if group.degree == 1 else _apply(_GatherTokens, value, group)
+
+
+def sum_tokens_from(value: Tensor, group: TensorGroup) -> Tensor:
+    """G with sequence parallelism: a reduce-scatter in forward, an all-gather in backward."""
+    return value if group.degree == 1 else _apply(_SumTokens, value, group)
+
+
+def linear_of_tokens(
+    tokens: Tensor, whole: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup
+) -> Tensor:
+    """F with sequence parallelism, and the linear layer behind it.
+
+    In backward, the gradient of the input is reduce-scattered. Only this worker's tokens are kept
+    between the passes, and the others' are gathered again for the gradient of the weight.
+
+    Args:
+        tokens: [..., T/t, I] this worker's part of the input.
+        whole: [..., T, I] the input, gathered.
+        weight: [o, I].
+        bias: [o].
+        group: The tensor-parallel group.
+    """
+    return _apply(_LinearOfTokens, tokens, whole.detach(), weight, bias, group)
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
@@ -149,3 +211,69 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         first, last = bounds(ctx.size, ctx.group.lane, ctx.group.degree)
         return gradient[..., first:last].contiguous(), None, None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return own_tokens(value, group).clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gathered_tokens(gradient, ctx.group), None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return gathered_tokens(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return own_tokens(gradient, ctx.group).contiguous(), None
+
+
+class _SumTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: TensorGroup) -> Tensor:
+        ctx.group = group
+        return summed_tokens(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gathered_tokens(gradient, ctx.group), None
+
+
+class _LinearOfTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tokens: Tensor,
+        whole: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: TensorGroup,
+    ) -> Tensor:
+        made = functional.linear(whole, weight, bias)  # autocast may choose another dtype
+        ctx.group, ctx.dtypes = group, (tokens.dtype, None if bias is None else bias.dtype)
+        ctx.save_for_backward(tokens.to(made.dtype), weight)
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, weight = ctx.saved_tensors
+        of_tokens, of_bias = ctx.dtypes
+        wants_tokens, _, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        own = of_weight = bias = None
+        if wants_weight:
+            whole = gathered_tokens(tokens, ctx.group)
+            of_weight = (gradient.flatten(0, -2).t() @ whole.flatten(0, -2)).to(weight.dtype)
+            del whole
+        if wants_tokens:
+            own = summed_tokens(gradient @ weight.to(gradient.dtype), ctx.group).to(of_tokens)
+        if wants_bias:
+            bias = gradient.flatten(0, -2).sum(0).to(of_bias)
+        return own, None, of_weight, bias, None

@@ -5,7 +5,7 @@ zoo's transformers. Any other model declares it (``tensor_parallel``).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast, get_args
 
@@ -13,6 +13,7 @@ from torch import nn
 
 from ...schema.errors import TargetError
 from .cuts import Cut
+from .sequence import SequenceRole, check_sequence
 
 Style = Literal["column", "row", "vocabulary", "output", "inner"]
 _NOTE = "_hetflow_tensor_parallel"
@@ -25,6 +26,13 @@ _KNOWN = {
     "attention.project_in": "column:3", "attention.project_out": "row",
     "feed_forward.0": "column", "feed_forward.2": "row", "lm_head": "output",
     "q_norm": "inner", "k_norm": "inner",
+}  # fmt: skip
+# With sequence parallelism (sequence.py).
+_KNOWN_SEQUENCE: dict[str, SequenceRole] = {
+    "h.0": "begin", "ln_1": "norm", "ln_2": "norm", "ln_f": "norm",
+    "attn.resid_dropout": "residual", "mlp.dropout": "residual",
+    "layers.0": "begin", "input_layernorm": "norm", "post_attention_layernorm": "norm",
+    "blocks.0": "begin", "norms.0": "norm", "norms.1": "norm", "norm": "norm",
 }  # fmt: skip
 # Sizes that a forward reads from its module; where layers are cut, they are a worker's own.
 _KNOWN_SIZES = {"attn": ("split_size",)}
@@ -72,12 +80,32 @@ class Sharing:
         sizes: Attributes of modules to divide by the degree, by module name.
         cuts: How parameters are cut, by parameter name; the others are whole on every worker.
         inner: Names of whole parameters for whose gradient each worker computes a share.
+        sequence: Roles in sequence parallelism, by module name.
     """
 
     roles: Mapping[str, Role]
     sizes: Mapping[str, Sequence[str]]
     cuts: Mapping[str, Cut]
     inner: frozenset[str] = frozenset()
+    sequence: Mapping[str, SequenceRole] = field(default_factory=dict)
+
+    def over_sequences(self, model: nn.Module) -> "Sharing":
+        """The same with sequence parallelism: more parameters whose gradient is computed in shares.
+
+        Raises:
+            TargetError: The model's sequences cannot be spread.
+        """
+        check_sequence(model, self.sequence)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        found = set(self.inner)
+        for name, part in self.sequence.items():
+            if part == "norm":
+                found |= {names[id(p)] for p in model.get_submodule(name).parameters()}
+        for name, role in self.roles.items():
+            bias = getattr(model.get_submodule(name), "bias", None)
+            if role.style == "row" and bias is not None:
+                found.add(names[id(bias)])
+        return replace(self, inner=frozenset(found))
 
 
 def tensor_parallel(
@@ -93,7 +121,9 @@ def tensor_parallel(
             two linear layers between which each worker computes its own share; ``column:3`` is a
             column layer with fused queries, keys and values; ``vocabulary`` is an embedding;
             ``output`` is a linear layer whose whole output every worker needs; ``inner`` is a
-            module with parameters between column and row layers (a norm of each head).
+            module with parameters between column and row layers (a norm of each head). For
+            sequence parallelism: ``begin`` is the first block, ``norm`` a norm that reads the
+            residual stream (also the one behind the last block), ``residual`` dropout of it.
         sizes: By module name: attributes such as ``num_heads`` that the module's forward reads
             and that are divided by the number of workers.
 
@@ -113,7 +143,8 @@ def tensor_parallel(
         if not any(fnmatchcase(name, pattern) for name in names):
             raise TargetError(f"{type(model).__name__} has no module {pattern!r}")
     for text in roles.values():
-        Role.parse(text)
+        if text not in get_args(SequenceRole):
+            Role.parse(text)
     setattr(model, _NOTE, (dict(roles), dict(sizes or {})))
 
 
@@ -127,6 +158,7 @@ def sharing_of(model: nn.Module) -> Sharing:
     patterns, attributes = noted if noted is not None else (None, {})
     roles: dict[str, Role] = {}
     sizes: dict[str, Sequence[str]] = {}
+    sequence: dict[str, SequenceRole] = {}
     for name, module in model.named_modules():
         if patterns is None:
             text = _by_ending(name, _KNOWN)
@@ -137,6 +169,10 @@ def sharing_of(model: nn.Module) -> Sharing:
             text = next((t for p, t in patterns.items() if fnmatchcase(name, p)), None)
             found = [s for p, s in attributes.items() if fnmatchcase(name, p)]
             attributes_here = found[0] if found else ()
+        part = _by_ending(name, _KNOWN_SEQUENCE) if patterns is None else text
+        if part in get_args(SequenceRole):
+            sequence[name] = part
+            text = None if part == text else text
         if text is not None:
             roles[name] = Role.parse(text)
         own = [a for a in attributes_here if patterns is not None or hasattr(module, a)]
@@ -153,7 +189,7 @@ def sharing_of(model: nn.Module) -> Sharing:
     inner = [name for name, role in roles.items() if role.style == "inner"]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     shared = {names[id(p)] for name in inner for p in model.get_submodule(name).parameters()}
-    return Sharing(roles, sizes, _cuts(model, roles), frozenset(shared))
+    return Sharing(roles, sizes, _cuts(model, roles), frozenset(shared), sequence)
 
 
 def _check_known(model: nn.Module, roles: Mapping[str, Role]) -> None:

@@ -4,16 +4,31 @@ Names, parameters and hooks stay the script's. The engine knows who holds what, 
 parameters' values (pipeline/ownership.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..group import Place, subgroup
-from .layers import column_linear, joined_linear, row_linear, vocabulary_embedding
+from .layers import (
+    column_linear,
+    joined_linear,
+    row_linear,
+    row_linear_to_tokens,
+    vocabulary_embedding,
+)
 from .operators import TensorGroup
+from .regions import Region
 from .roles import Role, Sharing, is_transposed, num_outputs
+from .sequence import (
+    column_linear_of_tokens,
+    dropped_tokens,
+    gathered,
+    scattering,
+    spread_first,
+)
 
 
 class ShardedModel:
@@ -23,22 +38,62 @@ class ShardedModel:
         model: The whole model.
         sharing: The shared modules and parameters.
         group: The tensor-parallel group.
+        sequence_parallel: Whether tokens are spread between tensor-parallel layers.
     """
 
-    def __init__(self, model: nn.Module, sharing: Sharing, group: TensorGroup) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sharing: Sharing,
+        group: TensorGroup,
+        *,
+        sequence_parallel: bool = False,
+    ) -> None:
         self._forwards: list[tuple[nn.Module, Callable[..., Tensor]]] = []
         self._sizes: list[tuple[nn.Module, str, int]] = []
         self._is_installed = False
+        self._region = Region(group)
+        self._entry: tuple[nn.Module, Callable[..., Any]] | None = None
+        self._spreads = sequence_parallel
+        if sequence_parallel:
+            self._add_sequence(model, sharing, group)
         if group.degree == 1:
             return
         for name, role in sharing.roles.items():
             if role.style == "inner":
                 continue
             module = model.get_submodule(name)
-            self._forwards.append((module, _forward_of(module, role, group)))
+            self._forwards.append((module, self._forward_of(name, module, role, group)))
         for name, attributes in sharing.sizes.items():
             module = model.get_submodule(name)
             self._sizes += [(module, attribute, group.degree) for attribute in attributes]
+
+    def _add_sequence(self, model: nn.Module, sharing: Sharing, group: TensorGroup) -> None:
+        for name, role in sharing.sequence.items():
+            module = model.get_submodule(name)
+            if role == "begin":
+                self._entry = (module, spread_first(module.forward, scattering(group)))
+            elif group.degree > 1 and role == "norm":
+                self._forwards.append((module, _gathering(module.forward, group)))
+            elif group.degree > 1 and isinstance(module, nn.Dropout):
+                self._forwards.append((module, partial(dropped_tokens, module, group)))
+
+    @contextmanager
+    def traceable(self) -> Iterator[None]:
+        """Trace the model inside: its first block spreads tokens, and the graph shows it."""
+        if self._entry is None:
+            yield
+            return
+        module, forward = self._entry
+        module.forward = forward
+        try:
+            yield
+        finally:
+            del module.forward
+
+    def passing(self) -> AbstractContextManager[None]:
+        """Run a stage's pass inside."""
+        return self._region.passing()
 
     def install(self) -> None:
         """Make the modules compute with this worker's part of their parameters."""
@@ -46,6 +101,8 @@ class ShardedModel:
             return
         for module, forward in self._forwards:
             module.forward = forward
+        if self._entry is not None:
+            self._entry[0].forward = self._entry[1]
         for module, attribute, degree in self._sizes:
             setattr(module, attribute, getattr(module, attribute) // degree)
         self._is_installed = True
@@ -56,9 +113,39 @@ class ShardedModel:
             return
         for module, _ in self._forwards:
             del module.forward
+        if self._entry is not None:
+            del self._entry[0].forward
         for module, attribute, degree in self._sizes:
             setattr(module, attribute, getattr(module, attribute) * degree)
         self._is_installed = False
+
+    def _forward_of(
+        self, name: str, module: nn.Module, role: Role, group: TensorGroup
+    ) -> Callable[..., Tensor]:
+        if isinstance(module, nn.Embedding):
+            return partial(_embedding, module, group, module.num_embeddings)
+        if role.style == "output":
+            return partial(_output, module, group, num_outputs(module))
+        if role.style == "row":
+            return partial(self._row, module, group)
+        return partial(self._column, name, module, role.parts, group)
+
+    def _column(
+        self, name: str, module: Any, parts: int, group: TensorGroup, input: Tensor
+    ) -> Tensor:
+        made = None
+        if self._spreads:
+            made = column_linear_of_tokens(input, _weight(module), module.bias, group)
+        if made is None:
+            made = column_linear(input, _weight(module), module.bias, group)
+        self._region.opened(name, made, parts)
+        return made
+
+    def _row(self, module: Any, group: TensorGroup, input: Tensor) -> Tensor:
+        self._region.close()
+        if self._spreads:
+            return row_linear_to_tokens(input, _weight(module), module.bias, group)
+        return row_linear(input, _weight(module), module.bias, group)
 
 
 def tensor_group(place: Place, groups: Sequence[Sequence[int]]) -> TensorGroup:
@@ -78,22 +165,20 @@ def tensor_group(place: Place, groups: Sequence[Sequence[int]]) -> TensorGroup:
     return own
 
 
-def _forward_of(module: nn.Module, role: Role, group: TensorGroup) -> Callable[..., Tensor]:
-    if isinstance(module, nn.Embedding):
-        return partial(_embedding, module, group, module.num_embeddings)
-    return partial(_linear, module, role, group, num_outputs(module))
-
-
 def _embedding(module: nn.Embedding, group: TensorGroup, vocabulary: int, input: Tensor) -> Tensor:
     return vocabulary_embedding(
         input, module.weight, group, vocabulary=vocabulary, padding_idx=module.padding_idx
     )
 
 
-def _linear(module: Any, role: Role, group: TensorGroup, size: int, input: Tensor) -> Tensor:
-    weight = module.weight.t() if is_transposed(module) else module.weight
-    if role.style == "row":
-        return row_linear(input, weight, module.bias, group)
-    if role.style == "output":
-        return joined_linear(input, weight, module.bias, group, size)
-    return column_linear(input, weight, module.bias, group)
+def _output(module: Any, group: TensorGroup, size: int, input: Tensor) -> Tensor:
+    return joined_linear(input, _weight(module), module.bias, group, size)
+
+
+def _gathering(forward: Callable[..., Tensor], group: TensorGroup) -> Callable[..., Tensor]:
+    return lambda input: gathered(forward(input), group)
+
+
+def _weight(module: Any) -> Tensor:
+    weight: Tensor = module.weight
+    return weight.t() if is_transposed(module) else weight

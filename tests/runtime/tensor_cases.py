@@ -7,6 +7,7 @@ another in the same processes; every worker writes what came out.
 import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -46,14 +47,35 @@ def llama():
     return LlamaForCausalLM(config)
 
 
-def gpt2():
+def gpt2(dropout=0.0, attention="sdpa"):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
         vocab_size=VOCABULARY - 1, n_positions=TOKENS, n_embd=16, n_layer=2, n_head=4,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=0, eos_token_id=0,
+        attn_implementation=attention,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
+
+
+def dropping():
+    """The zoo's GPT with dropout of hidden layers, of attention weights and of residuals."""
+    model = zoo()
+    for block in model.blocks:
+        block.attention.forward = partial(drop_weights, block.attention)
+        up, activation, down = block.feed_forward
+        block.feed_forward = nn.Sequential(up, nn.Sequential(activation, nn.Dropout(0.2)), down)
+        block.norms[1] = nn.Sequential(block.norms[1], nn.Dropout(0.1))
+    return model
+
+
+def drop_weights(attention, x):
+    qkv = attention.project_in(x)
+    q, k, v = qkv.view(*x.shape[:2], 3, -1, attention.head_channels).permute(2, 0, 3, 1, 4)
+    made = functional.scaled_dot_product_attention(
+        q, k, v, is_causal=True, dropout_p=0.3 if attention.training else 0.0
+    )
+    return attention.project_out(made.transpose(1, 2).flatten(2))
 
 
 def qwen():
@@ -67,7 +89,10 @@ def qwen():
     return Qwen3ForCausalLM(config)
 
 
-MODELS = {"zoo": zoo, "llama": llama, "gpt2": gpt2, "qwen": qwen}
+MODELS = {
+    "zoo": zoo, "llama": llama, "gpt2": gpt2, "qwen": qwen, "dropping": dropping,
+    "gpt2-drop": partial(gpt2, 0.2), "gpt2-eager": partial(gpt2, 0.2, "eager"),
+}  # fmt: skip
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda p: torch.optim.AdamW(p, lr=0.02),
@@ -214,9 +239,9 @@ def layers():
     def dropped(x, dim):
         torch.manual_seed(6)
         own = x.tensor_split(degree, dim)[rank]
-        return sharded_dropout(own, 0.4, group, dim=dim, size=x.shape[dim])
+        return sharded_dropout(own, 0.4, group, dim=dim)
 
-    x, errors = drawn(4, 6, 5), []
+    x, errors = drawn(4, 6, 12), []
     for dim in (1, 2):
         torch.manual_seed(6)
         whole = functional.dropout(x, 0.4).tensor_split(degree, dim)[rank]

@@ -229,18 +229,22 @@ def test_every_channel_has_a_queue_of_its_own() -> None:
     ("groups", "forward"),
     [
         (((0, 1), (2, 3)), [(0, 2), (1, 3)]),
-        (((0, 1), (2,)), [(0, 2)]),
+        (((0, 1), (2,)), [(0, 2), (1, 2)]),
         (((0,), (1, 2)), [(0, 1), (0, 2)]),
-        (((0, 1, 2, 3), (4, 5)), [(0, 4), (2, 5)]),
+        (((0, 1, 2, 3), (4, 5)), [(0, 4), (1, 4), (2, 5), (3, 5)]),
+        (((0, 1), (2, 3, 4)), [(0, 2), (0, 3), (1, 3), (1, 4)]),
     ],
 )
-def test_each_worker_of_a_group_hears_from_one_of_another(groups, forward) -> None:
-    routes = [Routes(rank, groups) for group in groups for rank in group]
-    sent = [channel for rank in groups[0] for channel in routes[rank].outgoing(1, True)]
+def test_workers_whose_parts_overlap_send_to_each_other(groups, forward) -> None:
+    def channels(way: str, group: int, other: int, activation: bool) -> list:
+        found = [getattr(Routes(rank, groups), way)(other, activation) for rank in groups[group]]
+        return sorted(channel for channels in found for _, channel in channels)
+
+    sent = channels("outgoing", 0, 1, True)
     assert sent == [(*pair, True) for pair in forward]
-    assert sent == sorted(routes[rank].incoming(0, True) for rank in groups[1])
-    back = [channel for rank in groups[1] for channel in routes[rank].outgoing(0, False)]
-    assert sorted(back) == sorted(routes[rank].incoming(1, False) for rank in groups[0])
+    assert sent == channels("incoming", 1, 0, True)
+    back = channels("outgoing", 1, 0, False)
+    assert back == channels("incoming", 0, 1, False)
     assert channels_of([[groups[0]], [groups[1]]]) == sorted(sent + back)
 
 

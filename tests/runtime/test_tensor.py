@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,17 +25,24 @@ BLOCK = (
 FIRST = ("tokens", "positions", *(f"blocks.0.{name}" for name in BLOCK))
 LAST = (*(f"blocks.1.{name}" for name in BLOCK), "norm")
 APART = ((*FIRST, *LAST[:2]), LAST[2:])  # between two layers that are cut
+AT_NORM = ((*FIRST, *LAST[:1]), LAST[1:])  # behind a norm
 
-# name: (case, stages)
+# name: (case, stages); "tokens" with sequence parallelism
 WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
     "t2": (2, {
         "layers": ("layers", [(WHOLE, (2,))]),
         "zoo": ("zoo:sgd:clip", [(WHOLE, (2,))]),
+        "zoo-tokens": ("zoo:sgd:clip", [(WHOLE, (2,))]),
     }),
     "t2-more": (2, {
         "adam": ("zoo:adam:clip-inf", [(WHOLE, (2,))]),
         "llama": ("llama:sgd:clip", [(WHOLE, (2,))]),
         "gpt2": ("gpt2:sgd:clip-inf", [(WHOLE, (2,))]),
+        "sdpa": ("gpt2-drop:sgd:", [(WHOLE, (2,))]),
+        "eager": ("gpt2-eager:sgd:", [(WHOLE, (2,))]),
+        "dropout": ("dropping:sgd:", [(WHOLE, (2,))]),
+        "llama-tokens": ("llama:sgd:clip", [(WHOLE, (2,))]),
+        "sdpa-tokens": ("gpt2-drop:sgd:", [(WHOLE, (2,))]),
         "qwen": ("qwen:sgd:clip", [(WHOLE, (2,))]),
         "d2": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
     }),
@@ -48,16 +56,22 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
     "p2-unlike": (3, {
         "zoo": ("zoo:sgd:clip", [(FIRST, (2,)), (LAST, (1,))]),
         "back": ("zoo:adam:clip-inf", [(FIRST, (1,)), (LAST, (2,))]),
+        "tokens": ("zoo:sgd:clip", [(FIRST, (2,)), (LAST, (1,))]),
+        "back-tokens": ("zoo:adam:clip-inf", [(FIRST, (1,)), (LAST, (2,))]),
         "apart": ("zoo:sgd:", [(APART[0], (2,)), (APART[1], (1,))]),
     }),
     "p2-t2": (4, {
         "zoo": ("zoo:adam:clip-inf", [(FIRST, (2,)), (LAST, (2,))]),
         "apart": ("zoo:sgd:clip", [(APART[0], (2,)), (APART[1], (2,))]),
+        "tokens": ("zoo:adam:clip-inf", [(FIRST, (2,)), (LAST, (2,))]),
+        "apart-tokens": ("zoo:sgd:clip", [(APART[0], (2,)), (APART[1], (2,))]),
+        "norm-tokens": ("zoo:sgd:clip", [(AT_NORM[0], (2,)), (AT_NORM[1], (2,))]),
         "d2": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
     }),
     "p2-t2-d2": (8, {"zoo": ("zoo:sgd:clip", [(FIRST, (2, 2)), (LAST, (2, 2))])}),
     "t2-d2": (4, {
         "zoo": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
+        "tokens": ("zoo:adam:clip", [(WHOLE, (2, 2))]),
         "t4": ("zoo:sgd:clip", [(WHOLE, (4,))]),
         "llama": ("llama:sgd:clip-inf", [(WHOLE, (2, 2))]),
     }),
@@ -90,7 +104,10 @@ class Worlds(dict[str, list[dict]]):
         assert name not in self.failed, "failed before"
         self.failed.add(name)
         size, cases = WORLDS[name]
-        plans = {key: (case, parallel_plan(stages)) for key, (case, stages) in cases.items()}
+        plans = {
+            key: (case, replace(parallel_plan(stages), sequence_parallel="tokens" in key))
+            for key, (case, stages) in cases.items()
+        }
         self[name] = run_world(self.folder(name), size, plans)
         return self[name]
 
