@@ -26,6 +26,7 @@ BLOCK = (
 )  # fmt: skip
 FIRST = ("tokens", "positions", *(f"blocks.0.{name}" for name in BLOCK))
 LAST = (*(f"blocks.1.{name}" for name in BLOCK), "norm")
+CHUNKS = (FIRST[:5], FIRST[5:], LAST[:3], LAST[3:])  # of two rounds over two positions
 APART = ((*FIRST, *LAST[:2]), LAST[2:])  # between two layers that are cut
 
 # name: (case, stages)
@@ -52,11 +53,14 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "zoo": ("zoo:sgd:clip", [(FIRST, (2,)), (LAST, (1,))]),
         "back": ("zoo:adam:clip-inf", [(FIRST, (1,)), (LAST, (2,))]),
         "apart": ("zoo:sgd:", [(APART[0], (2,)), (APART[1], (1,))]),
+        "chunks": ("zoo:sgd:clip", [(part, (2 - place % 2,)) for place, part in enumerate(CHUNKS)]),
     }),
     "p2-t2": (4, {
         "zoo": ("zoo:adam:clip-inf", [(FIRST, (2,)), (LAST, (2,))]),
         "apart": ("zoo:sgd:clip", [(APART[0], (2,)), (APART[1], (2,))]),
         "d2": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
+        "chunks": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
+        "chunks-d2": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
     }),
     "p2-t2-d2": (8, {"zoo": ("zoo:sgd:clip", [(FIRST, (2, 2)), (LAST, (2, 2))])}),
     "t2-d2": (4, {
@@ -116,7 +120,10 @@ class Worlds(dict[str, list[dict]]):
         assert name not in self.failed, "failed before"
         self.failed.add(name)
         size, cases = WORLDS[name]
-        plans = {key: (case, parallel_plan(stages)) for key, (case, stages) in cases.items()}
+        plans = {
+            key: (case, parallel_plan(stages, num_model_chunks=2 if "chunks" in key else 1))
+            for key, (case, stages) in cases.items()
+        }
         self[name] = run_world(self.folder(name), size, plans)
         return self[name]
 
