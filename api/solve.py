@@ -85,7 +85,8 @@ def solve(
         microbatch_size: Samples per microbatch; None takes the fastest profiled size.
         num_stages: Exact number of stages; None lets the solver choose.
         replication: Whether stages may have replicas.
-        num_model_chunks: Stages per device, for ``interleaved``; None tries 2 to 4.
+        num_model_chunks: Stages per device, for ``interleaved``; None tries 2 to 4. Parallel plans
+            also try 1.
         link_bytes_per_second: Bandwidth of links that the pool does not state.
         stage_cost: How a stage's cost is computed (docs/pipeline.md).
         repetitive: Plan equal stages of repeating layers, schedule ``2bw`` (thesis 3.3).

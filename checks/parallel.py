@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterator
 from math import ceil, isclose
 
+from ..schedules.operations import Kind
+from ..schedules.registry import generate
 from ..schema.parallel import (
     ParallelPlan,
     ParallelPool,
@@ -40,42 +42,83 @@ def counted_step(plan: ParallelPlan, problem: ParallelProblem) -> float:
     """Seconds of a step of 1F1B, counted from the problem.
 
     All stages once, the slowest stage m - 1 times more, then the slowest update and all-reduce.
+    Interleaved 1F1B with v chunks on each of p positions: v m + p - 1 passes of the slowest chunk,
+    then the slowest update and all-reduce of a position's chunks together.
     """
     stages = [
         _compute(plan, problem, number) + _transfer(plan, problem, number)
         for number in range(len(plan.stages))
     ]
-    updates = [_update(plan, problem, number) for number in range(len(plan.stages))]
-    reduces = [_reduce(plan, problem, number) for number in range(len(plan.stages))]
+    held = [_held_with(plan, number) for number in range(plan.num_positions)]
+    update = max(sum(_update(plan, problem, number) for number in own) for own in held)
+    reduce = max(sum(_reduce(plan, problem, number) for number in own) for own in held)
+    if plan.num_model_chunks > 1:
+        passes = plan.num_model_chunks * plan.num_microbatches + plan.num_positions - 1
+        return passes * max(stages) + update + reduce
     again = max(stages) * (plan.num_microbatches - 1)
-    return sum(stages) + again + max(updates) + max(reduces)
+    return sum(stages) + again + update + reduce
 
 
 def counted_memory(plan: ParallelPlan, problem: ParallelProblem, number: int) -> list[float]:
     """Bytes on one device of each replica group of a stage, in the groups' order.
 
-    A stage holds at most as many microbatches in flight as there are stages from it on.
+    A stage holds at most as many microbatches in flight as there are stages from it on. Devices of
+    interleaved plans hold several stages, which are counted together, pass by pass.
 
     Args:
         plan: The plan to check.
         problem: Gives the bytes of each layer.
         number: The stage, from 0.
     """
-    stage = plan.stages[number]
-    in_flight = min(len(plan.stages) - number, plan.num_microbatches)
-    start = sum(len(each.layers) for each in plan.stages[:number])
-    size = plan.microbatch_size
-    sent = problem.output_bytes[start - 1] * size if start else 0
+    own, size = _held_with(plan, number), plan.microbatch_size
     counted = []
-    for group in stage.replicas:
+    for group in plan.stages[number].replicas:
         sizes = next(
             s for s in problem.sizes if s.tensor_parallel_size == group.tensor_parallel_size
         )
-        held = problem.bytes_per_weight_byte * sum(_of(stage, sizes.weight_bytes, start))
-        kept = size * sum(_of(stage, sizes.stashed_bytes, start))
-        whole = in_flight * kept if stage.recompute == "none" else in_flight * sent + kept
-        counted.append(problem.reserved_bytes + held + whole)
+        held, alone, kept = 0.0, 0.0, {}
+        for each in own:
+            stage, start = plan.stages[each], _start(plan, each)
+            held += problem.bytes_per_weight_byte * sum(_of(stage, sizes.weight_bytes, start))
+            kept[each] = size * sum(_of(stage, sizes.stashed_bytes, start))
+            if stage.recompute == "full":
+                alone = max(alone, kept[each])
+                kept[each] = float(problem.output_bytes[start - 1] * size if start else 0)
+        counted.append(problem.reserved_bytes + held + alone + _most_in_flight(plan, kept))
     return counted
+
+
+def _held_with(plan: ParallelPlan, number: int) -> list[int]:
+    """The stages on the devices of a stage, itself included."""
+    return list(range(number % plan.num_positions, len(plan.stages), plan.num_positions))
+
+
+def _most_in_flight(plan: ParallelPlan, kept: dict[int, float]) -> float:
+    """The most bytes of microbatches in flight that a device holds at once.
+
+    Args:
+        plan: Gives the schedule.
+        kept: Stage on the device -> bytes that it keeps for each microbatch.
+    """
+    p = plan.num_positions
+    if plan.num_model_chunks == 1:
+        ((number, each),) = kept.items()
+        return min(p - number, plan.num_microbatches) * each
+    # The order repeats from one group of p microbatches to the next.
+    schedule = generate(
+        "interleaved",
+        pipeline_parallel_size=p,
+        num_microbatches=min(plan.num_microbatches, 4 * p),
+        num_model_chunks=plan.num_model_chunks,
+    )
+    most = now = 0.0
+    for operation in schedule.ranks[min(kept)]:
+        if operation.kind is Kind.FORWARD:
+            now += kept[operation.stage]
+            most = max(most, now)
+        elif operation.kind is Kind.BACKWARD:
+            now -= kept[operation.stage]
+    return most
 
 
 def _of(
@@ -95,11 +138,14 @@ def _shape_faults(plan: ParallelPlan, problem: ParallelProblem) -> Iterator[str]
     names = [name for stage in plan.stages for name in stage.layers]
     if names != list(problem.layers):
         yield "the stages do not hold all layers once, in the model's order"
-    if plan.schedule != "1f1b" or plan.num_model_chunks != 1:
+    chunks = plan.num_model_chunks
+    if plan.schedule != ("1f1b" if chunks == 1 else "interleaved"):
         yield (
-            f"schedule {plan.schedule} with {plan.num_model_chunks} chunks is not judged: parallel "
-            "plans are 1f1b with 1"
+            f"schedule {plan.schedule} with {chunks} chunks is not judged: parallel plans are 1f1b "
+            "with 1, or interleaved with more"
         )
+    if chunks not in problem.num_model_chunks:
+        yield f"{chunks} chunks a device were not asked for"
     replicas = {stage.num_replicas for stage in plan.stages}
     if len(replicas) > 1:
         yield f"stages have {sorted(replicas)} replicas; all must have equally many"
@@ -110,9 +156,24 @@ def _shape_faults(plan: ParallelPlan, problem: ParallelProblem) -> Iterator[str]
             f"num_microbatches is {plan.num_microbatches}; {min(replicas)} replicas with "
             f"microbatches of {plan.microbatch_size} need {rounds}"
         )
+    if chunks > 1:
+        yield from _interleaving_faults(plan, problem, min(replicas))
     for number, stage in enumerate(plan.stages):
         if stage.recompute not in problem.recompute:
             yield f"stage {number} recomputes ({stage.recompute}), which was not asked for"
+
+
+def _interleaving_faults(
+    plan: ParallelPlan, problem: ParallelProblem, replicas: int
+) -> Iterator[str]:
+    number, p = ceil(plan.global_batch_size / plan.microbatch_size), plan.num_positions
+    if p < 2 or number % (replicas * p):
+        yield (
+            f"{number} microbatches do not interleave over {replicas} replicas of {p} positions; "
+            "they must divide, and there must be 2 positions"
+        )
+    if problem.cost_rule != "hetflow":
+        yield f"the cost rule {problem.cost_rule} does not count interleaved plans"
 
 
 def _device_faults(plan: ParallelPlan, problem: ParallelProblem) -> Iterator[str]:
@@ -120,7 +181,8 @@ def _device_faults(plan: ParallelPlan, problem: ParallelProblem) -> Iterator[str
     used: Counter[str] = Counter()
     for number, stage in enumerate(plan.stages):
         for group in stage.replicas:
-            used[group.device_type] += group.num_replicas * group.tensor_parallel_size
+            if number < plan.num_positions:
+                used[group.device_type] += group.num_replicas * group.tensor_parallel_size
             pool = pools.get(group.device_type)
             if pool is None:
                 yield f"stage {number}: the pool has no {group.device_type}"

@@ -123,7 +123,10 @@ def solve(
     chunks_per_device: Annotated[
         int | None,
         typer.Option(
-            min=2, help="Stages of each device, for interleaved [2 to 4].", rich_help_panel=PIPELINE
+            min=1,
+            help="Stages of each device, for interleaved [2 to 4]; parallel plans also try 1 "
+            "(1F1B).",
+            rich_help_panel=PIPELINE,
         ),
     ] = None,
     repetitive: Annotated[
@@ -326,5 +329,5 @@ solve_parallel = _of_kind(
     """,
     {SPLIT, PIPELINE, REPETITIVE},
     None,
-    ("top", "gap", "link_bytes_per_second", "microbatch_size"),
+    ("top", "gap", "link_bytes_per_second", "microbatch_size", "chunks_per_device"),
 )

@@ -78,3 +78,29 @@ def step_seconds(
     """
     slowest = (num_microbatches - 1) * max(stage_seconds)
     return slowest + sum(stage_seconds) + max(update_seconds) + max(reduce_seconds)
+
+
+def interleaved_step_seconds(
+    num_microbatches: int,
+    pipeline_parallel_size: int,
+    num_model_chunks: int,
+    chunk_seconds: float,
+    update_seconds: list[float],
+    reduce_seconds: list[float],
+) -> float:
+    """Seconds of a step of interleaved 1F1B, as if all chunks were as slow as the slowest.
+
+    (v m + p - 1) passes of a chunk: the bubble is (p - 1) / (v m) of the step without it (4.2.2).
+    If chunks are unlike, the passes take no longer than this, as long as the chunk with the longest
+    forward pass has the longest backward pass too.
+
+    Args:
+        num_microbatches: m of each pipeline.
+        pipeline_parallel_size: p, positions of the pipeline.
+        num_model_chunks: v, chunks per position.
+        chunk_seconds: Compute and messages of one microbatch in the slowest chunk.
+        update_seconds: [positions] optimizer update of all chunks; the longest counts.
+        reduce_seconds: [positions] all-reduces of all chunks' gradients; the longest counts.
+    """
+    passes = num_model_chunks * num_microbatches + pipeline_parallel_size - 1
+    return passes * chunk_seconds + max(update_seconds) + max(reduce_seconds)

@@ -26,6 +26,10 @@ def check_flags(request: SolveRequest) -> None:
     flags = request.pipeline
     if request.split.objective == "waste":
         raise ProblemError("--objective waste is for splits", hint="add --strategy split")
+    if flags.num_model_chunks == 1:
+        raise ProblemError(
+            "--chunks-per-device 1 is for parallel plans", hint="add --schedule 1f1b instead"
+        )
     if not flags.repetitive:
         if flags.cost_model != "profiled" or flags.runs is not None:
             raise ProblemError(

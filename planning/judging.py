@@ -102,6 +102,7 @@ def _parallel_faults(
         link_bytes_per_second=link or plan.link_bytes_per_second,
         recompute=any(stage.recompute == "full" for stage in plan.stages),
         optimizer=optimizer,
+        num_model_chunks=(plan.num_model_chunks,),
     )
     return check(plan, problem)
 

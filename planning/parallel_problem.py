@@ -30,6 +30,7 @@ def parallel_problem(
     recompute: bool = True,
     optimizer: OptimizerState | None = None,
     most_stages: int | None = None,
+    num_model_chunks: tuple[int, ...] = (1,),
 ) -> ParallelProblem:
     """Build the problem from the profiles of a cluster's device types.
 
@@ -47,6 +48,7 @@ def parallel_problem(
         recompute: Whether stages may recompute activations.
         optimizer: The optimizer whose state every replica keeps; None takes the profiles'.
         most_stages: Most stages of the pipeline; None sets no limit.
+        num_model_chunks: Numbers of stages per device to try.
 
     Raises:
         ProblemError: A device type has no profile or no layers, the layers differ between types,
@@ -79,6 +81,7 @@ def parallel_problem(
         ),
         recompute=("none", "full") if recompute else ("none",),
         most_stages=most_stages,
+        num_model_chunks=num_model_chunks,
         optimizer=trained,
     )
 

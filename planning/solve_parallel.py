@@ -5,7 +5,13 @@ from dataclasses import replace
 
 from ..schema.cluster import Cluster
 from ..schema.errors import BackendError, ProblemError
-from ..schema.parallel import ParallelPlan, ParallelPrediction, ParallelProblem, ParallelStage
+from ..schema.parallel import (
+    ParallelAlternative,
+    ParallelPlan,
+    ParallelPrediction,
+    ParallelProblem,
+)
+from ..schema.schedule_traits import traits
 from .limits import Clock
 from .request import PipelineOptions, SolveRequest, SplitOptions
 from .solve_pipeline import trace_for
@@ -36,6 +42,7 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         link_bytes_per_second=asked.link_bytes_per_second,
         recompute=request.parallel.recompute,
         optimizer=request.optimizer,
+        num_model_chunks=_chunks(asked.num_model_chunks),
     )
     plan = solve(problem, effort=Clock(request.limits).effort())
     faults = check(plan, problem)
@@ -51,16 +58,19 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         )
     return replace(
         plan,
-        predicted=_with_dollars(plan.predicted, plan.stages, request.pool),
-        alternatives=tuple(
-            replace(o, predicted=_with_dollars(o.predicted, o.stages, request.pool)) for o in others
-        ),
+        predicted=_with_dollars(plan, request.pool),
+        alternatives=tuple(replace(o, predicted=_with_dollars(o, request.pool)) for o in others),
         with_more_devices=gains(problem, plan) if request.parallel.top > 1 else (),
         link_bytes_per_second=asked.link_bytes_per_second,
         trace=trace_for(request.profiles, request.pool),
         cluster=request.pool,  # always stated: degrees depend on the servers
         provenance={"pool": request.pool_name},
     )
+
+
+def _chunks(asked: int | None) -> tuple[int, ...]:
+    """Numbers of stages per device to try; without a request 1 and those of interleaved 1F1B."""
+    return (1, *traits("interleaved").num_model_chunks) if asked is None else (asked,)
 
 
 def _unused_degrees(problem: ParallelProblem) -> list[str]:
@@ -85,6 +95,7 @@ def _check_flags(request: SolveRequest) -> None:
     kept = PipelineOptions(
         microbatch_size=request.pipeline.microbatch_size,
         link_bytes_per_second=request.pipeline.link_bytes_per_second,
+        num_model_chunks=request.pipeline.num_model_chunks,
     )
     if request.split != SplitOptions() or request.pipeline != kept:
         raise ProblemError(
@@ -98,15 +109,12 @@ def _check_flags(request: SolveRequest) -> None:
         )
 
 
-def _with_dollars(
-    predicted: ParallelPrediction, stages: tuple[ParallelStage, ...], pool: Cluster
-) -> ParallelPrediction:
+def _with_dollars(plan: ParallelPlan | ParallelAlternative, pool: Cluster) -> ParallelPrediction:
     """Add the cost of the devices in use, if every price is known."""
     total = 0.0
-    for stage in stages:
-        for group in stage.replicas:
-            price = pool.device_types[group.device_type].dollars_per_hour
-            if price is None:
-                return predicted
-            total += price * group.num_devices
-    return replace(predicted, dollars_per_hour=total)
+    for name, number in plan.devices_by_type.items():
+        price = pool.device_types[name].dollars_per_hour
+        if price is None:
+            return plan.predicted
+        total += price * number
+    return replace(plan.predicted, dollars_per_hour=total)

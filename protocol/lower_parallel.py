@@ -12,19 +12,13 @@ from .lower_pipeline import check_trace, microbatches_of, schedule_of
 def lower_parallel(plan: ParallelPlan, seed: int = 0) -> LaunchConfig:
     """Turn a parallel plan into a launch config: the work of each rank.
 
-    Ranks follow the stages, then their replicas, then the devices of each replica. A stage's
-    replicas take microbatches in turn. If these do not divide evenly, the first replicas take one
-    more.
+    Ranks follow the positions of the pipeline, then their replicas, then the devices of each
+    replica. A position holds one stage, or several if stages are interleaved. A stage's replicas
+    take microbatches in turn. If these do not divide evenly, the first replicas take one more.
 
     Raises:
         ProblemError: The runtime cannot run the plan; the message says why.
     """
-    if plan.num_model_chunks > 1:
-        raise ProblemError(
-            f"the runtime does not interleave parallel plans yet, and this one has "
-            f"{plan.num_model_chunks} chunks a device",
-            hint="launch a plan with num_model_chunks 1",
-        )
     if len(plan.stages) > 1:
         check_trace(plan.model, plan.trace)
     num_microbatches = -(-plan.global_batch_size // plan.microbatch_size)
@@ -35,12 +29,15 @@ def lower_parallel(plan: ParallelPlan, seed: int = 0) -> LaunchConfig:
             f"{plan.microbatch_size}, too few for {most} replicas",
             hint=f"give a global batch of at least {most * plan.microbatch_size}",
         )
-    rank = count()
+    ranks = _ranks_of(plan)
     work = PipelineWork(
         schedule=plan.schedule,
         num_microbatches=num_microbatches,
         recompute=False,
-        stages=tuple(_stage_of(stage, rank) for stage in plan.stages),
+        stages=tuple(
+            _stage_of(stage, ranks[number % plan.num_positions])
+            for number, stage in enumerate(plan.stages)
+        ),
         trace=plan.trace,
         sequence_parallel=plan.sequence_parallel,
     )
@@ -70,7 +67,16 @@ def lower_parallel(plan: ParallelPlan, seed: int = 0) -> LaunchConfig:
     )
 
 
-def _stage_of(stage: ParallelStage, rank: "count[int]") -> PipelineStage:
+def _ranks_of(plan: ParallelPlan) -> list[tuple[int, ...]]:
+    """[positions] the ranks that hold a position's stages."""
+    rank = count()
+    return [
+        tuple(next(rank) for group in stage.replicas for _ in range(group.num_devices))
+        for stage in plan.stages[: plan.num_positions]
+    ]
+
+
+def _stage_of(stage: ParallelStage, ranks: tuple[int, ...]) -> PipelineStage:
     degrees = tuple(
         group.tensor_parallel_size for group in stage.replicas for _ in range(group.num_replicas)
     )
@@ -82,7 +88,7 @@ def _stage_of(stage: ParallelStage, rank: "count[int]") -> PipelineStage:
         backward = stage.compute_seconds - forward
     return PipelineStage(
         layers=stage.layers,
-        ranks=tuple(next(rank) for _ in range(sum(degrees))),
+        ranks=ranks,
         forward_seconds=forward,
         backward_seconds=backward,
         tensor_parallel_sizes=degrees,
@@ -94,7 +100,7 @@ def _types_of(plan: ParallelPlan) -> list[str]:
     """[ranks] the device type of each rank."""
     return [
         group.device_type
-        for stage in plan.stages
+        for stage in plan.stages[: plan.num_positions]
         for group in stage.replicas
         for _ in range(group.num_devices)
     ]
@@ -108,7 +114,7 @@ def _devices_of(plan: ParallelPlan) -> list[int]:
     """
     degrees = [
         (group.device_type, group.tensor_parallel_size)
-        for stage in plan.stages
+        for stage in plan.stages[: plan.num_positions]
         for group in stage.replicas
         for _ in range(group.num_devices)
     ]

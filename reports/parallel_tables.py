@@ -36,7 +36,8 @@ def parallel_table(plan: ParallelPlan) -> str:
     lines = [
         f"{plan.model}, global batch {plan.global_batch_size}: up to {plan.num_microbatches} "
         f"microbatches of {plan.microbatch_size} a replica; {plan.num_devices} devices, "
-        f"{plan.schedule}{'' if plan.optimizer is None else f'; memory counts {plan.optimizer}'}",
+        f"{plan.schedule}{_chunks(plan)}"
+        + ("" if plan.optimizer is None else f"; memory counts {plan.optimizer}"),
         grid(headers, rows),
         _step(plan.predicted),
         f"{proof.termination}, gap {gap}: {proof.method}",
@@ -46,6 +47,13 @@ def parallel_table(plan: ParallelPlan) -> str:
         lines.append(_points(plan))
     lines += [_gain(plan, gain) for gain in plan.with_more_devices]
     return "\n".join([*lines, *map(str, plan.estimates)])
+
+
+def _chunks(plan: ParallelPlan) -> str:
+    if plan.num_model_chunks == 1:
+        return ""
+    first, second = 0, plan.num_positions
+    return f" ({plan.num_model_chunks} stages a device: {first}, {second}, ... on the same)"
 
 
 def _replicas(stage: ParallelStage) -> str:
@@ -80,21 +88,33 @@ def _points(plan: ParallelPlan) -> str:
         stages=plan.stages,
         microbatch_size=plan.microbatch_size,
         num_microbatches=plan.num_microbatches,
+        num_model_chunks=plan.num_model_chunks,
         predicted=plan.predicted,
     )
     rows = [
         (
             milliseconds(one.predicted.step_seconds),
-            sum(group.num_devices for stage in one.stages for group in stage.replicas),
+            one.num_devices,
             mebibytes(max(one.predicted.memory_bytes.values())),
             _price(one.predicted.dollars_per_hour),
             _what_grew(own, one),
-            " | ".join(f"{len(stage.layers)}: {_replicas(stage)}" for stage in one.stages),
+            _layout(one),
         )
         for one in (own, *plan.alternatives)
     ]
     headers = ("step", "devices", "fullest device", "$/hour", "slower by", "layers: replicas")
     return grid(headers, rows)
+
+
+def _layout(one: ParallelAlternative) -> str:
+    """Text such as ``7: 2 x A100 | 5: 2 x V100``; the layers of a device's chunks are added."""
+    positions = len(one.stages) // one.num_model_chunks
+    chunks = f" in {one.num_model_chunks} chunks" if one.num_model_chunks > 1 else ""
+    return " | ".join(
+        f"{sum(len(stage.layers) for stage in one.stages[position::positions])}{chunks}: "
+        f"{_replicas(one.stages[position])}"
+        for position in range(positions)
+    )
 
 
 def _gain(plan: ParallelPlan, gain: ParallelGain) -> str:
@@ -105,8 +125,8 @@ def _gain(plan: ParallelPlan, gain: ParallelGain) -> str:
 
 def _what_grew(best: ParallelAlternative, other: ParallelAlternative) -> str:
     """The term of the step that grows most from ``best`` to ``other``."""
-    before = step_terms(best.num_microbatches, best.stages)
-    after = step_terms(other.num_microbatches, other.stages)
+    before = step_terms(best.num_microbatches, best.stages, best.num_model_chunks)
+    after = step_terms(other.num_microbatches, other.stages, other.num_model_chunks)
     if other is best or before is None or after is None:
         return "-"
     terms = asdict(before)

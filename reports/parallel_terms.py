@@ -26,12 +26,15 @@ class ParallelStepTerms:
     all_reduce: float
 
 
-def step_terms(num_microbatches: int, stages: Sequence[ParallelStage]) -> ParallelStepTerms | None:
+def step_terms(
+    num_microbatches: int, stages: Sequence[ParallelStage], num_model_chunks: int = 1
+) -> ParallelStepTerms | None:
     """The terms of a step from what a plan gives for its stages.
 
     Args:
         num_microbatches: Microbatches per pipeline (m).
         stages: The stages, with their seconds.
+        num_model_chunks: Stages per device (v); above 1, all count as slow as the slowest.
 
     Returns:
         The terms; None where a stage does not give its seconds.
@@ -44,10 +47,20 @@ def step_terms(num_microbatches: int, stages: Sequence[ParallelStage]) -> Parall
         return None
     both = [(own or 0.0) + (sent or 0.0) for own, sent in zip(passes, messages, strict=True)]
     slowest = both.index(max(both))
+    positions = len(stages) // num_model_chunks
+    others = sum(both) - both[slowest] if num_model_chunks == 1 else (positions - 1) * both[slowest]
     return ParallelStepTerms(
-        passes=num_microbatches * (passes[slowest] or 0.0),
-        messages=num_microbatches * (messages[slowest] or 0.0),
-        other_stages=sum(both) - both[slowest],
-        update=max(update or 0.0 for update in updates),
-        all_reduce=max(reduced or 0.0 for reduced in reductions),
+        passes=num_model_chunks * num_microbatches * (passes[slowest] or 0.0),
+        messages=num_model_chunks * num_microbatches * (messages[slowest] or 0.0),
+        other_stages=others,
+        update=_most_of_a_device(updates, positions),
+        all_reduce=_most_of_a_device(reductions, positions),
+    )
+
+
+def _most_of_a_device(seconds: Sequence[float | None], num_positions: int) -> float:
+    """The sum over the stages of a position, of the position where it is largest."""
+    return max(
+        sum(each or 0.0 for each in seconds[position::num_positions])
+        for position in range(num_positions)
     )

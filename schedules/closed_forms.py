@@ -6,6 +6,7 @@ device. Stages, microbatches and versions are counted from 0. Sources: Narayanan
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 
 def in_flight(replicas: Sequence[int], stage: int) -> int:
@@ -38,6 +39,40 @@ def interleaved_warmup(
     ahead = 2 * (pipeline_parallel_size - position - 1)
     most = ahead + (num_model_chunks - 1) * pipeline_parallel_size
     return min(num_microbatches * num_model_chunks, most)
+
+
+@lru_cache(maxsize=4096)
+def interleaved_in_flight(
+    pipeline_parallel_size: int, num_microbatches: int, num_model_chunks: int, position: int
+) -> tuple[tuple[int, ...], ...]:
+    """What a device holds at its fullest under interleaved 1F1B: microbatches of each chunk.
+
+    Several answers, [answers][chunks]: which one takes the most memory depends on the chunks. An
+    answer that holds no more of any chunk than another is left out.
+
+    Args:
+        pipeline_parallel_size: p.
+        num_microbatches: m, a multiple of p.
+        num_model_chunks: v.
+        position: The device's position in the pipeline, from 0.
+    """
+    p, v = pipeline_parallel_size, num_model_chunks
+    m = min(num_microbatches, 3 * p)  # the order repeats itself from group to group
+    warmup, held = interleaved_warmup(p, m, v, position), [0] * v
+    found = set()
+    for number in range(m * v):
+        held[number % (p * v) // p] += 1
+        if number >= warmup or number == m * v - 1:
+            found.add(tuple(held))
+        if number >= warmup:
+            held[v - 1 - (number - warmup) % (p * v) // p] -= 1
+    return tuple(
+        one
+        for one in sorted(found)
+        if not any(
+            other != one and all(a <= b for a, b in zip(one, other, strict=True)) for other in found
+        )
+    )
 
 
 def stashing_version(replicas: Sequence[int], stage: int, microbatch: int) -> int:

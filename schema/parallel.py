@@ -148,7 +148,8 @@ class ParallelProblem:
     memory of a device is ``bytes_per_weight_byte`` (weights, gradients, optimizer state) times its
     weight bytes, plus stashed activations, plus ``reserved_bytes``. Gradients are all-reduced in
     buckets of ``bucket_bytes`` by rings of single devices (links of degree 1). ``most_stages``
-    limits the stages of a pipeline; None sets no limit.
+    limits the stages of a pipeline; None sets no limit. ``num_model_chunks`` are the numbers of
+    stages per device to try; above 1 the schedule is interleaved 1F1B.
     """
 
     model: Name
@@ -164,10 +165,13 @@ class ParallelProblem:
     cost_rule: CostRule = "hetflow"
     boundary_rule: BoundaryRule = "scattered"
     most_stages: Count | None = None
+    num_model_chunks: tuple[Count, ...] = (1,)
     optimizer: OptimizerState | None = None
 
     def __post_init__(self) -> None:
         _check_names(self)
+        if not self.num_model_chunks:
+            raise ProblemError("num_model_chunks must hold at least one number")
         size = len(self.layers)
         tables: list[tuple[str, tuple[float, ...]]] = [("output_bytes", self.output_bytes)]
         for sizes in self.sizes:
@@ -276,7 +280,18 @@ class ParallelAlternative:
     stages: tuple[ParallelStage, ...]
     microbatch_size: Count
     num_microbatches: Count
+    num_model_chunks: Count = 1
     predicted: ParallelPrediction
+
+    @property
+    def devices_by_type(self) -> dict[str, int]:
+        """Device type -> number of devices in use."""
+        return _devices_by_type(self.stages, self.num_model_chunks)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices in use."""
+        return sum(self.devices_by_type.values())
 
 
 @record
@@ -296,7 +311,9 @@ class ParallelPlan:
     samples; the last microbatches of the last group may be smaller. ``estimates`` are those of the
     types in use whose profiles were not measured. ``trace`` is how the layers were found, so that a
     launch finds the same ones; None is torch.fx. With ``sequence_parallel`` the devices of a group
-    share the tokens between the layers that they share.
+    share the tokens between the layers that they share. With ``num_model_chunks`` v above 1, stages
+    s, s + p, s + 2p, ... of the v p stages are on the same devices (4.2.2); each states the same
+    replicas, and the memory that all of them take together.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -336,6 +353,21 @@ class ParallelPlan:
                     f"of {self.global_batch_size}"
                 )
             self._check_shares(number, stage)
+        self._check_chunks()
+
+    def _check_chunks(self) -> None:
+        if len(self.stages) % self.num_model_chunks:
+            raise ProblemError(
+                f"{len(self.stages)} stages do not divide into {self.num_model_chunks} chunks a "
+                "device"
+            )
+        for number, stage in enumerate(self.stages[self.num_positions :], self.num_positions):
+            first = self.stages[number % self.num_positions]
+            if _devices_of(stage) != _devices_of(first):
+                raise ProblemError(
+                    f"stages[{number}] must have the replicas of stages"
+                    f"[{number % self.num_positions}], whose devices hold both"
+                )
 
     def _check_shares(self, number: int, stage: ParallelStage) -> None:
         most = self.microbatch_size * self.num_microbatches
@@ -348,18 +380,33 @@ class ParallelPlan:
                 )
 
     @property
+    def num_positions(self) -> int:
+        """Positions of the pipeline, p: devices of one replica that pass microbatches on."""
+        return len(self.stages) // self.num_model_chunks
+
+    @property
     def num_devices(self) -> int:
         """Number of devices in use over all stages, which is the world size of a launch."""
-        return sum(group.num_devices for stage in self.stages for group in stage.replicas)
+        return sum(self.devices_by_type.values())
 
     @property
     def devices_by_type(self) -> dict[str, int]:
         """Device type -> number of devices in use."""
-        used: dict[str, int] = {}
-        for stage in self.stages:
-            for group in stage.replicas:
-                used[group.device_type] = used.get(group.device_type, 0) + group.num_devices
-        return used
+        return _devices_by_type(self.stages, self.num_model_chunks)
+
+
+def _devices_by_type(stages: tuple[ParallelStage, ...], num_model_chunks: int) -> dict[str, int]:
+    used: dict[str, int] = {}
+    for stage in stages[: len(stages) // num_model_chunks]:
+        for group in stage.replicas:
+            used[group.device_type] = used.get(group.device_type, 0) + group.num_devices
+    return used
+
+
+def _devices_of(stage: ParallelStage) -> list[tuple[str, int, int, int]]:
+    return [
+        (g.device_type, g.tensor_parallel_size, g.num_replicas, g.samples) for g in stage.replicas
+    ]
 
 
 register_keys(

@@ -14,7 +14,10 @@ GLOBAL_BATCH_SIZE = 8
 
 
 def parallel_plan(
-    stages: Sequence[tuple[tuple[str, ...], tuple[int, ...]]], *, microbatch_size: int = 2
+    stages: Sequence[tuple[tuple[str, ...], tuple[int, ...]]],
+    *,
+    microbatch_size: int = 2,
+    num_model_chunks: int = 1,
 ) -> ParallelPlan:
     """A plan of a batch of 8 samples; (layers, the degree of each replica) for each stage."""
     return ParallelPlan(
@@ -22,8 +25,8 @@ def parallel_plan(
         global_batch_size=GLOBAL_BATCH_SIZE,
         microbatch_size=microbatch_size,
         num_microbatches=-(-GLOBAL_BATCH_SIZE // microbatch_size),
-        schedule="1f1b",
-        num_model_chunks=1,
+        schedule="1f1b" if num_model_chunks == 1 else "interleaved",
+        num_model_chunks=num_model_chunks,
         stages=tuple(
             ParallelStage(
                 layers=layers,

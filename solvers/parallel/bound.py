@@ -122,7 +122,7 @@ class Completions:
         counting = slice(prices.num_of_devices, rows)
         costs = []
         for option in space.options:
-            seconds = _stage_seconds(option)
+            seconds = stage_seconds(option)
             priced = _priced(option, prices)
             too_long = seconds > cap_seconds * (1 + 1e-12)
             costs.append((option, np.where(too_long, np.inf, seconds), priced))
@@ -209,8 +209,8 @@ class Coverage:
 
 @lru_cache(maxsize=64)
 def _space_seconds(space: Space) -> np.ndarray:
-    """``_stage_seconds`` of every option [options, starts, ends]."""
-    return np.stack([_stage_seconds(option) for option in space.options])
+    """``stage_seconds`` of every option [options, starts, ends]."""
+    return np.stack([stage_seconds(option) for option in space.options])
 
 
 @lru_cache(maxsize=4096)
@@ -220,7 +220,7 @@ def _space_first_by_memory(space: Space, in_flight: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=4096)
-def _stage_seconds(option: Option) -> np.ndarray:
+def stage_seconds(option: Option) -> np.ndarray:
     """What stages take at least [start, end]; infinite where the stage is empty.
 
     Messages are counted as if the neighbours' links were as fast.

@@ -96,20 +96,20 @@ def _as_alternative(plan: ParallelPlan) -> ParallelAlternative:
         stages=plan.stages,
         microbatch_size=plan.microbatch_size,
         num_microbatches=plan.num_microbatches,
+        num_model_chunks=plan.num_model_chunks,
         predicted=plan.predicted,
     )
 
 
 def _figures(one: ParallelAlternative, prices: dict[str, float | None]) -> tuple[float, ...]:
     """Seconds, devices, bytes of the fullest device, dollars an hour (0 where a price lacks)."""
-    groups = [group for stage in one.stages for group in stage.replicas]
     dollars = 0.0
     if all(price is not None for price in prices.values()):
-        dollars = sum(g.num_devices * (prices[g.device_type] or 0.0) for g in groups)
-    devices = sum(group.num_devices for group in groups)
+        used = one.devices_by_type
+        dollars = sum(number * (prices[name] or 0.0) for name, number in used.items())
     return (
         one.predicted.step_seconds,
-        devices,
+        one.num_devices,
         max(one.predicted.memory_bytes.values()),
         dollars,
     )

@@ -2,13 +2,14 @@
 
 The thesis (4.1) leaves this search as future work and picks degrees by rules of thumb. Here it is
 exact over a stated space. The step is that of 1F1B with unlike stages (costs/parallel_stage.py),
-equation 4.1 where stages are equal.
+equation 4.1 where stages are equal. Interleaved pipelines are searched apart (interleaved.py).
 """
 
 from collections.abc import Iterable
 from heapq import heappop, heappush
 from itertools import count, pairwise
 
+from ...costs.parallel import bubble_fraction
 from ...schema.errors import InfeasibleError, ProblemError
 from ...schema.parallel import (
     ParallelPlan,
@@ -19,6 +20,8 @@ from ...schema.parallel import (
     ReplicaGroup,
 )
 from ..effort import DEFAULT, Effort
+from . import interleaved
+from .interleaved import Interleaved
 from .search import Child, Found, Node, Search, StageChoice
 from .shortfall import missing_bytes, smallest_pools
 from .space import MOST_TYPES, Space, microbatch_sizes, replica_counts, space_of
@@ -30,6 +33,7 @@ NUM_TRIED_FIRST = 32
 _WORTH_OF_DEVICES = 0.3
 """A descent prefers a stage that leaves devices: the share of the pool spoken for counts as so much
 of the best step. It decides what is found first, never what is proved."""
+_CHUNKS = "interleaved: a dynamic program over cuts for each shape"
 _METHOD = "branch and bound over stages; devices left are bounded by prices on their types"
 
 
@@ -60,14 +64,28 @@ def solve(problem: ParallelProblem, *, effort: Effort = DEFAULT) -> ParallelPlan
             hint="profile smaller microbatches, or take a larger batch",
         )
     spaces = {size: space_of(problem, size) for size in sizes}
-    best, bound = _search(problem, spaces, effort)
-    if best is None:
+    chunked, bound = interleaved.search(problem, spaces)
+    best: Found | None = None
+    if 1 in problem.num_model_chunks:
+        limit = _ceiling(problem, spaces) if chunked is None else chunked.step_seconds
+        best, least = _search(problem, spaces, effort, limit)
+        bound = min(bound, least)
+    if best is not None:
+        return _plan(problem, best, bound)
+    if chunked is not None:
+        return _interleaved_plan(problem, chunked, bound)
+    if 1 in problem.num_model_chunks:
         raise _infeasible(problem, spaces)
-    return _plan(problem, best, bound)
+    chunks = " or ".join(map(str, problem.num_model_chunks))
+    raise InfeasibleError(
+        f"no interleaved pipeline with {chunks} chunks a device was found that fits",
+        hint="microbatches must divide over the replicas, and on each over the positions of the "
+        "pipeline; leave the number of chunks out to try 1F1B too",
+    )
 
 
 def _search(
-    problem: ParallelProblem, spaces: dict[int, Space], effort: Effort
+    problem: ParallelProblem, spaces: dict[int, Space], effort: Effort, limit: float
 ) -> tuple[Found | None, float]:
     devices = sum(pool.num_devices for pool in problem.pools)
     searches = [
@@ -75,7 +93,7 @@ def _search(
         for size, space in spaces.items()
         for replicas in replica_counts(problem.global_batch_size, size, devices)
     ]
-    tree = _Tree(_ceiling(problem, spaces), 1.0 - max(effort.gap, 0.0))
+    tree = _Tree(limit, 1.0 - max(effort.gap, 0.0))
     searches.sort(key=lambda search: search.least_by_capacity)  # stable: ties in order of size
     for search in searches:
         if search.least_by_capacity < tree.limit:
@@ -101,7 +119,7 @@ class _Tree:
     """The open nodes of all searches, and the best plan.
 
     Args:
-        limit: Longer than the step of any plan.
+        limit: Only plans with a shorter step are looked for, in seconds.
         accepted: A plan within this fraction of the bound ends the search.
     """
 
@@ -222,38 +240,84 @@ def _plan(problem: ParallelProblem, found: Found, bound: float) -> ParallelPlan:
         _stage(problem, found, choice, len(found.stages) - number)
         for number, choice in enumerate(found.stages)
     )
-    step, size = found.step_seconds, found.space.microbatch_size
-    is_optimal = bound >= step * (1.0 - 1e-9)
-    bound = step if is_optimal else bound
     slowest = max(c.compute_seconds + c.transfer_seconds for c in found.stages)
     return ParallelPlan(
         model=problem.model,
         global_batch_size=problem.global_batch_size,
-        microbatch_size=size,
+        microbatch_size=found.space.microbatch_size,
         num_microbatches=found.num_microbatches,
         schedule="1f1b",
         num_model_chunks=1,
         stages=stages,
-        predicted=ParallelPrediction(
-            step_seconds=step,
-            samples_per_second=problem.global_batch_size / step,
-            memory_bytes={
-                str(number): max(group.memory_bytes or 0 for group in stage.replicas)
-                for number, stage in enumerate(stages)
-            },
+        predicted=_predicted(
+            problem,
+            found.step_seconds,
+            stages,
             sync_seconds=max(choice.reduce_seconds for choice in found.stages),
             update_seconds=max(choice.update_seconds for choice in found.stages),
-            bubble_fraction=_bubble(found, slowest),
+            bubble=_bubble(found, slowest),
         ),
-        proof=ParallelProof(
-            termination="optimal" if is_optimal else "feasible",
-            objective=step,
-            lower_bound=bound,
-            gap=(step - bound) / step,
-            method=_METHOD,
-            space=_space_sentence(problem),
-        ),
+        proof=_proof(problem, found.step_seconds, bound),
         optimizer=problem.optimizer,
+    )
+
+
+def _interleaved_plan(problem: ParallelProblem, found: Interleaved, bound: float) -> ParallelPlan:
+    shape, p = found.shape, found.shape.num_positions
+    stages = tuple(_chunk(problem, found, number) for number in range(shape.num_chunks))
+    return ParallelPlan(
+        model=problem.model,
+        global_batch_size=problem.global_batch_size,
+        microbatch_size=shape.microbatch_size,
+        num_microbatches=shape.num_microbatches,
+        schedule="interleaved",
+        num_model_chunks=shape.num_model_chunks,
+        stages=stages,
+        predicted=_predicted(
+            problem,
+            found.step_seconds,
+            stages,
+            sync_seconds=max(sum(found.reduces[position::p]) for position in range(p)),
+            update_seconds=max(sum(found.updates[position::p]) for position in range(p)),
+            bubble=bubble_fraction(p, shape.num_microbatches, shape.num_model_chunks),
+        ),
+        proof=_proof(problem, found.step_seconds, bound),
+        optimizer=problem.optimizer,
+    )
+
+
+def _predicted(
+    problem: ParallelProblem,
+    step: float,
+    stages: tuple[ParallelStage, ...],
+    *,
+    sync_seconds: float,
+    update_seconds: float,
+    bubble: float,
+) -> ParallelPrediction:
+    return ParallelPrediction(
+        step_seconds=step,
+        samples_per_second=problem.global_batch_size / step,
+        memory_bytes={
+            str(number): max(group.memory_bytes or 0 for group in stage.replicas)
+            for number, stage in enumerate(stages)
+        },
+        sync_seconds=sync_seconds,
+        update_seconds=update_seconds,
+        bubble_fraction=bubble,
+    )
+
+
+def _proof(problem: ParallelProblem, step: float, bound: float) -> ParallelProof:
+    is_optimal = bound >= step * (1.0 - 1e-9)
+    bound = step if is_optimal else bound
+    return ParallelProof(
+        termination="optimal" if is_optimal else "feasible",
+        objective=step,
+        lower_bound=bound,
+        gap=(step - bound) / step,
+        method=_METHOD if max(problem.num_model_chunks) == 1 else f"{_METHOD}; {_CHUNKS}",
+        space=_space_sentence(problem),
     )
 
 
@@ -293,6 +357,31 @@ def _stage(
     )
 
 
+def _chunk(problem: ParallelProblem, found: Interleaved, number: int) -> ParallelStage:
+    """A stage of an interleaved plan; the memory is that of all chunks of its device."""
+    shape, option = found.shape, found.shape.option
+    start, end = found.cuts[number : number + 2]
+    sent = option.output_seconds[end] if number + 1 < shape.num_chunks else 0.0
+    back = option.gradient_seconds[start] if number else 0.0
+    return ParallelStage(
+        layers=problem.layers[start:end],
+        recompute=option.recompute,
+        replicas=(
+            ReplicaGroup(
+                device_type=problem.pools[option.pool].device_type,
+                tensor_parallel_size=option.tensor_parallel_size,
+                num_replicas=shape.num_replicas,
+                samples=problem.global_batch_size,
+                memory_bytes=round(found.memory_bytes[number % shape.num_positions]),
+            ),
+        ),
+        compute_seconds=option.seconds[end] - option.seconds[start],
+        transfer_seconds=sent + back,
+        reduce_seconds=found.reduces[number],
+        update_seconds=found.updates[number],
+    )
+
+
 def shares_of(batch: int, replicas: tuple[int, ...], most_of_one: int) -> list[int]:
     """Samples of each group of replicas: all run as many microbatches, the last may be smaller.
 
@@ -315,5 +404,15 @@ def _space_sentence(problem: ParallelProblem) -> str:
         f"of a stage of at most {MOST_TYPES} device types, a tensor degree a type and stage (of "
         f"{', '.join(map(str, degrees))}); recomputation by stage (of "
         f"{', '.join(problem.recompute)}); microbatches of the profiled sizes; equal shares of "
-        "the batch"
+        "the batch" + _interleaved_sentence(problem)
+    )
+
+
+def _interleaved_sentence(problem: ParallelProblem) -> str:
+    chunks = [str(v) for v in problem.num_model_chunks if v > 1]
+    if not chunks or problem.cost_rule != "hetflow":
+        return ""
+    return (
+        f"; and interleaved 1F1B with {', '.join(chunks)} chunks a device, on one device type, "
+        "tensor degree and recomputation for all stages"
     )

@@ -158,3 +158,35 @@ def test_shares_that_do_not_add_up(plan: ParallelPlan) -> None:
     lone = ReplicaGroup(device_type="fast", tensor_parallel_size=1, num_replicas=1, samples=8)
     with pytest.raises(ProblemError, match="which take at most"):
         replace(with_stage(plan, replicas=(lone,)), num_microbatches=1)
+
+
+@pytest.fixture(scope="module")
+def interleaved(problem: ParallelProblem) -> tuple[ParallelPlan, ParallelProblem]:
+    fast = replace(problem.pools[0], memory_bytes=700)
+    asked = replace(problem, pools=(fast,), num_model_chunks=(2,))
+    return solve(asked), asked
+
+
+@pytest.mark.parametrize(
+    ("said", "change"),
+    [
+        ("is not judged", lambda p: replace(p, schedule="1f1b")),
+        ("do not interleave", lambda p: replace(p, microbatch_size=8, num_microbatches=1)),
+        ("memory_bytes on", lambda p: with_group(p, memory_bytes=7)),
+        ("compute_seconds is", lambda p: with_stage(p, compute_seconds=7.0)),
+        ("step_seconds is", lambda p: replace(p, predicted=replace(p.predicted, step_seconds=7.0))),
+    ],
+)
+def test_every_change_of_an_interleaved_plan_is_found(
+    interleaved: tuple[ParallelPlan, ParallelProblem],
+    said: str,
+    change: Callable[[ParallelPlan], ParallelPlan],
+) -> None:
+    plan, asked = interleaved
+    assert plan.num_model_chunks == 2
+    assert check(plan, asked) == []
+    faults = check(change(plan), asked)
+    assert any(said in fault for fault in faults), faults
+    assert "2 chunks a device were not asked for" in check(
+        plan, replace(asked, num_model_chunks=(1,))
+    )

@@ -117,13 +117,10 @@ def test_what_fewer_devices_would_cost(hetflow: Hetflow, folder: Path) -> None:
     assert more["V100", 4] < steps[0]
     plan = files.from_json(answer.stdout, ParallelPlan)
     assert [p for p in plan.alternatives if p.stages == plan.stages] == []
-    for num_microbatches, stages, predicted in [
-        (plan.num_microbatches, plan.stages, plan.predicted),
-        *((one.num_microbatches, one.stages, one.predicted) for one in plan.alternatives),
-    ]:
-        terms = step_terms(num_microbatches, stages)
+    for one in (plan, *plan.alternatives):
+        terms = step_terms(one.num_microbatches, one.stages, one.num_model_chunks)
         assert terms is not None
-        assert sum(asdict(terms).values()) == pytest.approx(predicted.step_seconds, rel=1e-9)
+        assert sum(asdict(terms).values()) == pytest.approx(one.predicted.step_seconds, rel=1e-9)
 
 
 def test_the_table_says_which_term_made_a_plan_slower(hetflow: Hetflow, folder: Path) -> None:
@@ -136,12 +133,35 @@ def test_the_table_says_which_term_made_a_plan_slower(hetflow: Hetflow, folder: 
     assert " - " in table[0]  # the plan itself
     # Fewer devices of one type take more time for the same passes.
     own, *others = [
-        one["num_microbatches"] * max(stage["compute_seconds"] for stage in one["stages"])
+        one["num_microbatches"]
+        * one["num_model_chunks"]
+        * max(stage["compute_seconds"] for stage in one["stages"])
         for one in (document, *document["alternatives"])
     ]
     assert others
     for passes, row in zip(others, table[1:], strict=False):
         assert f"passes +{milliseconds(passes - own)}" in row
+
+
+def test_interleaving_is_a_choice(hetflow: Hetflow, folder: Path) -> None:
+    pool = ("--gpus", "4xV100", "--batch-size", 8, "--profiles", folder, *LINK, "--json")
+    fitting = ("--gpus", "V100:4:700MB", *pool[2:])
+    found = [
+        json.loads(hetflow("solve", "parallel", *fitting, *more).stdout)
+        for more in ((), ("--chunks-per-device", "1"), ("--chunks-per-device", "3"))
+    ]
+    assert [one["num_model_chunks"] for one in found[1:]] == [1, 3]
+    assert [one["schedule"] for one in found[1:]] == ["1f1b", "interleaved"]
+    steps = [one["predicted"]["step_seconds"] for one in found]
+    assert steps[0] <= min(steps[1:])
+    assert "interleaved 1F1B with 2, 3, 4 chunks" in found[0]["proof"]["space"]
+    plan = folder.parent / "chunks.json"
+    plan.write_text(json.dumps(found[2]))
+    assert "valid" in hetflow("check", plan, "--profiles", folder).stdout
+    assert "interleaved (3 stages a device: 0, 2, ... on the same)" in hetflow("show", plan).stdout
+    answer = hetflow("solve", "parallel", *pool, "--chunks-per-device", "7")
+    assert answer.code == 3
+    assert "no interleaved pipeline with 7 chunks a device" in answer.stderr
 
 
 def test_a_dry_run_shows_a_worker_a_device(hetflow: Hetflow, folder: Path) -> None:

@@ -1,15 +1,23 @@
 """PTD-P's equations against the thesis's own numbers: table 4.1, 4.2, sections 4.2 to 4.5."""
 
+from collections.abc import Sequence
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hetflow.costs import parallel
 from hetflow.costs.parallel_stage import (
     bucketed_ring_seconds,
+    interleaved_step_seconds,
     step_seconds,
     transfer_seconds,
 )
+from hetflow.schedules.registry import generate
+from hetflow.schedules.timing import StageTimes, time_schedule
 from hetflow.schema.errors import ProblemError
 from hetflow.schema.parallel import LinkCurve
+from hetflow.tests.profiles import examples
 
 VOCABULARY, SEQUENCE, PEAK = 51_200, 2_048, 312e12
 # Table 4.1: parameters (billions), heads, h, l, t, p, GPUs, batch, teraFLOP/s a GPU, percentage of
@@ -189,3 +197,31 @@ def test_messages_of_a_stage(rule: str, place: tuple[bool, bool], seconds: float
         num_stages=4,
     )
     assert counted == seconds
+
+
+@settings(max_examples=examples(40))
+@given(
+    st.sampled_from([(2, 2), (2, 3), (3, 2), (3, 4), (4, 3)]),
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=12, max_size=12),
+)
+def test_an_interleaved_step_is_that_of_the_schedule(
+    shape: tuple[int, int], groups: int, seconds: list[tuple[int, int]]
+) -> None:
+    """Equal where chunks are equal (4.2.2), never too short where they are not."""
+    (p, v), m = shape, groups * shape[0]
+    schedule = generate(
+        "interleaved", pipeline_parallel_size=p, num_microbatches=m, num_model_chunks=v
+    )
+
+    def makespan(forward: Sequence[float], backward: Sequence[float]) -> float:
+        times = StageTimes(forward_seconds=tuple(forward), backward_seconds=tuple(backward))
+        return time_schedule(schedule, times).makespan_seconds
+
+    forward, backward = zip(*seconds[: p * v], strict=True)
+    longest = max(forward), max(backward)
+    step = interleaved_step_seconds(m, p, v, sum(longest), [0.0], [0.0])
+    assert makespan(*([each] * (p * v) for each in longest)) == pytest.approx(step)
+    assert makespan(forward, backward) <= step + 1e-9
+    whole = parallel.batch_seconds(m, 1, v * longest[0], v * longest[1])
+    assert step == pytest.approx(whole * (1 + parallel.bubble_fraction(p, m, v)))

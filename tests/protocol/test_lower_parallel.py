@@ -33,6 +33,21 @@ def test_groups_begin_at_multiples_of_their_degree() -> None:
     assert [slot.device for slot in lower(plan).workers] == [2, 0, 1, 3]
 
 
+def test_stages_of_a_position_share_its_ranks() -> None:
+    parts = [((name,), (2, 1) if name in "ac" else (1, 1)) for name in "abcd"]
+    plan = parallel_plan(parts, num_model_chunks=2)
+    config = lower(plan)
+    assert (plan.num_devices, plan.devices_by_type) == (5, {"cpu:x": 5})
+    assert config.pipeline is not None
+    replicas = [stage.replicas for stage in config.pipeline.stages]
+    assert replicas[:2] == replicas[2:] == [((0, 1), (2,)), ((3,), (4,))]
+    assert sorted(slot.device for slot in config.workers) == [0, 1, 2, 3, 4]
+    with pytest.raises(ProblemError, match=r"stages\[3\] must have the replicas of stages\[1\]"):
+        parallel_plan([*parts[:3], (("d",), (2, 1))], num_model_chunks=2)
+    with pytest.raises(ProblemError, match="3 stages do not divide into 2 chunks"):
+        parallel_plan(parts[:3], num_model_chunks=2)
+
+
 def test_a_stage_recomputes_by_itself() -> None:
     plan = parallel_plan([(("a",), (2,)), (("b",), (2,))])
     again = replace(plan, stages=(replace(plan.stages[0], recompute="full"), plan.stages[1]))
@@ -44,7 +59,6 @@ def test_a_stage_recomputes_by_itself() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_model_chunks": 2}, "does not interleave parallel plans yet"),
         ({"microbatch_size": 8, "num_microbatches": 4}, "too few for 2 replicas"),
     ],
 )

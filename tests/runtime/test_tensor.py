@@ -24,6 +24,7 @@ BLOCK = (
 )  # fmt: skip
 FIRST = ("tokens", "positions", *(f"blocks.0.{name}" for name in BLOCK))
 LAST = (*(f"blocks.1.{name}" for name in BLOCK), "norm")
+CHUNKS = (FIRST[:5], FIRST[5:], LAST[:3], LAST[3:])  # of two rounds over two positions
 APART = ((*FIRST, *LAST[:2]), LAST[2:])  # between two layers that are cut
 AT_NORM = ((*FIRST, *LAST[:1]), LAST[1:])  # behind a norm
 
@@ -59,6 +60,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "tokens": ("zoo:sgd:clip", [(FIRST, (2,)), (LAST, (1,))]),
         "back-tokens": ("zoo:adam:clip-inf", [(FIRST, (1,)), (LAST, (2,))]),
         "apart": ("zoo:sgd:", [(APART[0], (2,)), (APART[1], (1,))]),
+        "chunks": ("zoo:sgd:clip", [(part, (2 - place % 2,)) for place, part in enumerate(CHUNKS)]),
     }),
     "p2-t2": (4, {
         "zoo": ("zoo:adam:clip-inf", [(FIRST, (2,)), (LAST, (2,))]),
@@ -67,6 +69,8 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "apart-tokens": ("zoo:sgd:clip", [(APART[0], (2,)), (APART[1], (2,))]),
         "norm-tokens": ("zoo:sgd:clip", [(AT_NORM[0], (2,)), (AT_NORM[1], (2,))]),
         "d2": ("zoo:sgd:clip", [(FIRST, (1, 1)), (LAST, (1, 1))]),
+        "chunks": ("zoo:adam:clip", [(part, (2,)) for part in CHUNKS]),
+        "chunks-d2": ("zoo:sgd:clip", [(part, (1, 1)) for part in CHUNKS]),
     }),
     "p2-t2-d2": (8, {"zoo": ("zoo:sgd:clip", [(FIRST, (2, 2)), (LAST, (2, 2))])}),
     "t2-d2": (4, {
@@ -105,7 +109,13 @@ class Worlds(dict[str, list[dict]]):
         self.failed.add(name)
         size, cases = WORLDS[name]
         plans = {
-            key: (case, replace(parallel_plan(stages), sequence_parallel="tokens" in key))
+            key: (
+                case,
+                replace(
+                    parallel_plan(stages, num_model_chunks=2 if "chunks" in key else 1),
+                    sequence_parallel="tokens" in key,
+                ),
+            )
             for key, (case, stages) in cases.items()
         }
         self[name] = run_world(self.folder(name), size, plans)

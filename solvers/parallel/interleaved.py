@@ -1,0 +1,231 @@
+"""Interleaved 1F1B on one device type and tensor-parallel degree (thesis 4.2.2).
+
+Each of p positions holds v chunks of contiguous layers, chunk j on position j mod p. A step takes
+(v m + p - 1) passes of the slowest chunk. For every p, v, degree and number of replicas, a dynamic
+program finds the cut whose slowest chunk is the fastest. What the update and the all-reduce of a
+position take at least is a mean over positions; so a small gap may be left where chunks are unlike.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from math import inf
+
+import numpy as np
+
+from ...costs.parallel_stage import bucketed_ring_seconds, interleaved_step_seconds
+from ...schedules.closed_forms import interleaved_in_flight
+from ...schema.parallel import ParallelProblem
+from .bound import stage_seconds
+from .space import Option, Space
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The degrees of an interleaved plan: p, v, d and m, and the option of every stage."""
+
+    option: Option
+    microbatch_size: int
+    num_positions: int
+    num_model_chunks: int
+    num_replicas: int
+    num_microbatches: int
+
+    @property
+    def passes(self) -> int:
+        """Passes of a chunk that a step takes."""
+        return self.num_model_chunks * self.num_microbatches + self.num_positions - 1
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of all positions."""
+        return self.num_model_chunks * self.num_positions
+
+
+@dataclass(frozen=True, slots=True)
+class Interleaved:
+    """A whole interleaved plan: chunk j holds layers ``cuts[j]`` to ``cuts[j + 1] - 1``.
+
+    ``memory_bytes`` [positions], ``updates`` and ``reduces`` [chunks], all of one device.
+    """
+
+    step_seconds: float
+    shape: Shape
+    cuts: tuple[int, ...]
+    memory_bytes: tuple[float, ...]
+    updates: tuple[float, ...]
+    reduces: tuple[float, ...]
+
+
+def search(problem: ParallelProblem, spaces: dict[int, Space]) -> tuple[Interleaved | None, float]:
+    """The best interleaved plan found, and seconds that no interleaved plan is faster than.
+
+    O(N^2 p v) vector operations for N layers and each degree.
+
+    Args:
+        problem: Whose layers; its ``num_model_chunks`` above 1 are tried.
+        spaces: The options at each microbatch size.
+    """
+    least = sorted(
+        ((_least_seconds(problem, shape, None), shape) for shape in _shapes(problem, spaces)),
+        key=lambda each: each[0],
+    )
+    best: Interleaved | None = None
+    limit, bound = inf, inf
+    for seconds, shape in least:
+        if seconds >= limit:
+            bound = min(bound, seconds)
+            break
+        slowest = _slowest_chunks(shape.option, shape.num_chunks)
+        seconds = _least_seconds(problem, shape, slowest)
+        bound = min(bound, seconds)
+        if seconds < limit:
+            found = _planned(problem, shape, slowest)
+            if found is not None and found.step_seconds < limit:
+                best, limit = found, found.step_seconds
+    return best, min(bound, limit)
+
+
+def _shapes(problem: ParallelProblem, spaces: dict[int, Space]) -> Iterator[Shape]:
+    """Every shape whose microbatches divide over replicas and, on each, over positions."""
+    size = len(problem.layers)
+    chunks = [v for v in problem.num_model_chunks if v > 1]
+    if problem.cost_rule != "hetflow":
+        return
+    for microbatch_size, space in spaces.items():
+        units = -(-problem.global_batch_size // microbatch_size)
+        for option in space.options:
+            groups = problem.pools[option.pool].num_devices // option.tensor_parallel_size
+            for replicas in range(1, min(groups // 2, units) + 1):
+                if units % replicas:
+                    continue
+                each = units // replicas
+                for v in chunks:
+                    most = min(groups // replicas, each, (problem.most_stages or size) // v)
+                    for positions in range(2, most + 1):
+                        shape = Shape(option, microbatch_size, positions, v, replicas, each)
+                        if each % positions == 0 and _may_fit(shape):
+                            yield shape
+
+
+def _may_fit(shape: Shape) -> bool:
+    """Whether there are layers for every chunk, and room for weights and one microbatch."""
+    option = shape.option
+    if shape.num_chunks >= len(option.seconds):
+        return False
+    stashed = option.stashed[-1] / (1 if option.recompute == "none" else shape.num_model_chunks)
+    held = (option.weights[-1] + stashed) / shape.num_positions
+    return option.memory_bytes is None or option.reserved_bytes + held <= option.memory_bytes
+
+
+def _least_seconds(problem: ParallelProblem, shape: Shape, slowest: float | None) -> float:
+    """Seconds that no cut of a shape is faster than; ``slowest`` is its slowest chunk if known."""
+    option, chunks = shape.option, shape.num_chunks
+    if slowest is None:
+        sent = [a + b for a, b in zip(option.output_seconds, option.gradient_seconds, strict=False)]
+        messages = (chunks - 1) * min(sent[1:-1], default=0.0)
+        layers = (b - a for a, b in pairwise(option.seconds))
+        slowest = max((option.seconds[-1] + messages) / chunks, *layers)
+    update = option.updates[-1] / shape.num_positions
+    return shape.passes * slowest + update + _least_reduce(problem, shape)
+
+
+def _least_reduce(problem: ParallelProblem, shape: Shape) -> float:
+    """What the fullest position's all-reduce takes at least: the mean's bytes, without latency."""
+    coefficients = problem.pools[shape.option.pool].link(1).coefficients
+    replicas = shape.num_replicas
+    if len(coefficients) > 1:
+        return 0.0  # a curve's rate may have any maximum
+    mean = float(_gradients(problem, shape)[-1]) / shape.num_positions
+    return 2 * (replicas - 1) * mean / replicas / coefficients[0]
+
+
+def _gradients(problem: ParallelProblem, shape: Shape) -> np.ndarray:
+    """Prefix sums over layers of the bytes of gradients on one device."""
+    sizes = problem.sizes_of(shape.option.tensor_parallel_size)
+    assert sizes is not None  # an option has sizes of its degree
+    return np.concatenate([[0.0], np.cumsum(np.array(sizes.weight_bytes, dtype=float))])
+
+
+@lru_cache(maxsize=4096)
+def _slowest_chunks(option: Option, num_chunks: int) -> float:
+    """The least time of the slowest chunk over all cuts into so many chunks."""
+    return float(_least_maxima(option, num_chunks)[-1])
+
+
+@lru_cache(maxsize=4096)
+def _least_maxima(option: Option, num_chunks: int) -> np.ndarray:
+    """[ends] likewise for layers 0 to ``end - 1``."""
+    seconds = stage_seconds(option)
+    if num_chunks == 1:
+        first: np.ndarray = np.where(np.arange(len(seconds)) == 0, inf, seconds[0])
+        return first
+    before = _least_maxima(option, num_chunks - 1)
+    least: np.ndarray = np.maximum(before[:, None], seconds).min(axis=0)
+    return least
+
+
+def _planned(problem: ParallelProblem, shape: Shape, slowest: float) -> Interleaved | None:
+    """The plan of a shape whose chunks are the most alike under that cap; None if it does not fit.
+
+    Args:
+        problem: Whose layers.
+        shape: The degrees.
+        slowest: Seconds of the slowest chunk, for which a cut exists.
+    """
+    cuts = _even_cuts(shape.option, shape.num_chunks, slowest)
+    option, positions = shape.option, shape.num_positions
+    memory = tuple(_memory(shape, cuts, position) for position in range(positions))
+    if option.memory_bytes is not None and max(memory) > option.memory_bytes:
+        return None
+    gradients, pool = _gradients(problem, shape), problem.pools[option.pool]
+    updates = tuple(option.updates[end] - option.updates[start] for start, end in pairwise(cuts))
+    reduces = tuple(
+        bucketed_ring_seconds(
+            float(gradients[end] - gradients[start]),
+            shape.num_replicas,
+            pool.link(1),
+            problem.bucket_bytes,
+        )
+        for start, end in pairwise(cuts)
+    )
+    step = interleaved_step_seconds(
+        shape.num_microbatches,
+        positions,
+        shape.num_model_chunks,
+        slowest,
+        [sum(updates[position::positions]) for position in range(positions)],
+        [sum(reduces[position::positions]) for position in range(positions)],
+    )
+    return Interleaved(step, shape, cuts, memory, updates, reduces)
+
+
+def _even_cuts(option: Option, num_chunks: int, slowest: float) -> tuple[int, ...]:
+    """The cuts with the least sum of squared times, no chunk slower than the cap."""
+    seconds = stage_seconds(option)
+    squares = np.where(seconds <= slowest * (1 + 1e-12), np.square(seconds), inf)
+    least = np.where(np.arange(len(seconds)) == 0, 0.0, inf)
+    parents = []
+    for _ in range(num_chunks):
+        reached = least[:, None] + squares
+        parents.append(reached.argmin(axis=0))
+        least = reached.min(axis=0)
+    cuts = [len(seconds) - 1]
+    for parent in reversed(parents):
+        cuts.append(int(parent[cuts[-1]]))
+    return tuple(reversed(cuts))
+
+
+def _memory(shape: Shape, cuts: tuple[int, ...], position: int) -> float:
+    """Bytes on each device of a position: all its chunks, at the schedule's fullest moment."""
+    option, p, v = shape.option, shape.num_positions, shape.num_model_chunks
+    own = [cuts[place : place + 2] for place in range(position, p * v, p)]
+    weights = sum(option.weights[end] - option.weights[start] for start, end in own)
+    stashed = [option.stashed[end] - option.stashed[start] for start, end in own]
+    again = 0.0
+    if option.recompute == "full":
+        again, stashed = max(stashed), [option.inputs[start] for start, _ in own]
+    in_flight = interleaved_in_flight(p, shape.num_microbatches, v, position)
+    held = max(sum(n * each for n, each in zip(one, stashed, strict=True)) for one in in_flight)
+    return option.reserved_bytes + weights + held + again
