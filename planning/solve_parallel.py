@@ -8,7 +8,7 @@ from ..schema.errors import BackendError, ProblemError
 from ..schema.parallel import ParallelPlan, ParallelPrediction, ParallelProblem, ParallelStage
 from .limits import Clock
 from .request import PipelineOptions, SolveRequest, SplitOptions
-from .solve_pipeline import trace_for
+from .solve_pipeline import links_between, trace_for
 
 _log = logging.getLogger("hetflow")
 
@@ -22,6 +22,7 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         BackendError: The plan fails its check, which is a bug.
     """
     from ..checks.parallel import check
+    from ..checks.profiled import parallel_faults
     from ..solvers.parallel.pareto import alternatives, gains
     from ..solvers.parallel.solve import solve
     from .parallel_problem import parallel_problem
@@ -36,9 +37,12 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         link_bytes_per_second=asked.link_bytes_per_second,
         recompute=request.parallel.recompute,
         optimizer=request.optimizer,
+        memory_reserve_bytes=request.memory_reserve_bytes,
     )
     plan = solve(problem, effort=Clock(request.limits).effort())
-    faults = check(plan, problem)
+    faults = parallel_faults(
+        problem, request.profiles, request.pool, request.memory_reserve_bytes
+    ) + check(plan, problem)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
     for line in _unused_degrees(problem):
@@ -57,6 +61,9 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         ),
         with_more_devices=gains(problem, plan) if request.parallel.top > 1 else (),
         link_bytes_per_second=asked.link_bytes_per_second,
+        assumptions=links_between(
+            request.profiles, request.pool, asked.link_bytes_per_second
+        ).assumed,
         trace=trace_for(request.profiles, request.pool),
         cluster=request.pool,  # always stated: degrees depend on the servers
         provenance={"pool": request.pool_name},
