@@ -22,7 +22,10 @@ from .naming import names_arguments
 
 
 @names_arguments(
-    gpus="pool", cluster="pool", state_bytes_per_weight_byte="optimizer=OptimizerState(...)"
+    gpus="pool",
+    cluster="pool",
+    state_bytes_per_weight_byte="optimizer=OptimizerState(...)",
+    memory_reserve="memory_reserve_bytes",
 )
 def check(
     claim: Plan | Allocation,
@@ -32,6 +35,7 @@ def check(
     model: str | None = None,
     link_bytes_per_second: float | None = None,
     optimizer: OptimizerState | str | None = None,
+    memory_reserve_bytes: int | None = None,
     jobs: Jobs | Path | str | None = None,
     throughputs: Throughputs | Path | str | None = None,
     space_sharing: bool | None = None,
@@ -54,6 +58,8 @@ def check(
         model: For a plan: the profiles' model, if it has another name in the plan.
         link_bytes_per_second: For a pipeline: bandwidth of links that the pool does not state.
         optimizer: For a plan: the optimizer that will train, by name or by its state.
+        memory_reserve_bytes: For a plan: bytes of each device that must stay free; None takes the
+            plan's.
         jobs: For an allocation: its jobs, or their file.
         throughputs: For an allocation: its throughputs, or their file.
         space_sharing: For an allocation: whether pairs of jobs may share devices.
@@ -85,7 +91,9 @@ def check(
             types = types_of(claim)
             found = under_todays_names(profiles_of(profiles, model or claim.model), types)
         asked = named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer
-        return faults_of_plan(claim, found, devices, link_bytes_per_second, asked)
+        return faults_of_plan(
+            claim, found, devices, link_bytes_per_second, asked, memory_reserve_bytes
+        )
     if jobs is None or throughputs is None or devices is None:
         raise ProblemError(
             "an allocation is judged against its jobs, throughputs and pool",

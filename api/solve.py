@@ -28,6 +28,7 @@ from .naming import names_arguments
     cluster="pool",
     time_limit="time_limit_seconds",
     state_bytes_per_weight_byte="optimizer=OptimizerState(...)",
+    memory_reserve="memory_reserve_bytes",
 )
 def solve(
     profiles: Profiles,
@@ -38,6 +39,7 @@ def solve(
     strategy: Strategy = "auto",
     objective: AnyObjective = "step_seconds",
     optimizer: OptimizerState | str | None = None,
+    memory_reserve_bytes: int = 0,
     fastest: bool = False,
     time_limit_seconds: float | None = None,
     gap: float | None = None,
@@ -70,6 +72,8 @@ def solve(
             pipelines (thesis 2.4.1).
         optimizer: The optimizer that will train, by name or by its state; None takes the
             profiles'.
+        memory_reserve_bytes: Bytes of each device that the plan leaves free, besides what the
+            profiles measured beside tensors.
         fastest: Whether to take the plan with the least predicted time, even if a simpler plan is
             as fast within the accuracy of the measurements.
         time_limit_seconds: Most wall seconds for a pipeline's searches or the MILP.
@@ -143,6 +147,7 @@ def solve(
         ),
         parallel=ParallelOptions(recompute, top),
         optimizer=named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer,
+        memory_reserve_bytes=memory_reserve_bytes,
         fastest=fastest,
         limits=Limits(time_limit_seconds, gap),
         corrected_by=used,

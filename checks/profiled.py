@@ -9,9 +9,11 @@ from math import ceil, isclose
 
 from ..schema.cluster import Cluster
 from ..schema.optimizer import OptimizerState
+from ..schema.parallel import ParallelProblem
 from ..schema.pipeline import DevicePool, PipelineProblem
 from ..schema.plan import DeviceGroup, SplitPlan
 from ..schema.profile import BatchPoint, LayerGraph, Profile
+from ..schema.schedule_traits import traits
 
 
 def split_faults(
@@ -19,6 +21,7 @@ def split_faults(
     profiles: Sequence[Profile],
     cluster: Cluster,
     optimizer: OptimizerState | None,
+    memory_reserve_bytes: int = 0,
 ) -> list[str]:
     """List the groups whose passes do not fit their devices, or differ from the measured time.
 
@@ -31,6 +34,7 @@ def split_faults(
         profiles: Profiles of the plan's model.
         cluster: The pool. Device memory is the pool's if stated, else the profiled device's.
         optimizer: The optimizer that will train; None takes the profiles' optimizer.
+        memory_reserve_bytes: Bytes of each device that were to stay free.
 
     Returns:
         One sentence per fault.
@@ -43,11 +47,15 @@ def split_faults(
             continue  # checks.batch_split reports it
         has = _device_bytes(cluster, profile)
         more = _more_bytes(profile, optimizer)
+        beside = memory_reserve_bytes + _context_bytes(profile)
+        among = beside + (_group_bytes(profile) if sum(cluster.num_devices.values()) > 1 else 0)
+        if profile.busy is None:
+            beside = among
         curve = profile.batch_curve
         if plan.num_devices > 1 and _has_company(cluster, profile.device_type):
             busy = () if profile.busy is None else profile.busy.batch_curve
-            if any(max(0, point.peak_memory_bytes + more) <= has for point in busy):
-                curve = busy
+            if any(max(0, _held(point) + more) + among <= has for point in busy):
+                curve, beside = busy, among
         around = _around(curve, group.virtual_node_batch_size)
         if around is None:
             continue
@@ -57,13 +65,41 @@ def split_faults(
                 f"groups[{index}]: pass_seconds is {group.pass_seconds}, measured for a plan on "
                 f"{plan.num_devices} device(s) were {seconds}"
             )
-        needs = ceil(_between(around, [point.peak_memory_bytes for point in around], group)) + more
+        needs = ceil(_between(around, [_held(point) for point in around], group)) + more + beside
         if needs > has:
             faults.append(
                 f"groups[{index}]: a pass of {group.virtual_node_batch_size} samples needs {needs} "
                 f"bytes on a {group.device_type} of {has}: {needs - has} too many"
             )
     return faults
+
+
+def _held(point: BatchPoint) -> int:
+    """Bytes that the allocator holds at a point's peak."""
+    return point.peak_memory_bytes + (point.fragmentation_bytes or 0)
+
+
+def _context_bytes(profile: Profile) -> int:
+    return 0 if profile.beside_tensors is None else profile.beside_tensors.context_bytes
+
+
+def _group_bytes(profile: Profile) -> int:
+    return 0 if profile.beside_tensors is None else profile.beside_tensors.group_bytes or 0
+
+
+def _most_beside(
+    profile: Profile, cluster: Cluster, memory_reserve_bytes: int, channels_between: int
+) -> int:
+    """Bytes that a pipeline's worker may take beside tensors, with channels to all others."""
+    others = sum(cluster.num_devices.values()) - 1
+    found = memory_reserve_bytes + _context_bytes(profile)
+    found += max((point.fragmentation_bytes or 0 for point in profile.batch_curve), default=0)
+    if others and profile.beside_tensors is not None:
+        found += _group_bytes(profile)
+        ends = [profile.links] if profile.links is not None else []
+        ends += [link.links for link in profile.links_to]
+        found += others * channels_between * max((e.channel_bytes or 0 for e in ends), default=0)
+    return found
 
 
 def _device_bytes(cluster: Cluster, profile: Profile) -> int:
@@ -105,8 +141,45 @@ def _between(
     return values[0] + rise * (group.virtual_node_batch_size - low.batch_size)
 
 
+def parallel_faults(
+    problem: ParallelProblem,
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    memory_reserve_bytes: int = 0,
+) -> list[str]:
+    """List a parallel problem's differences in memory from its profiles and pool.
+
+    Args:
+        problem: The problem that was solved.
+        profiles: Profiles of its model, with layers.
+        cluster: The pool.
+        memory_reserve_bytes: Bytes of each device that were to stay free.
+
+    Returns:
+        One sentence per fault.
+    """
+    by_type = {profile.device_type: profile for profile in reversed(profiles)}  # the first counts
+    faults, most = [], 0
+    for pool in problem.pools:
+        profile = by_type[pool.device_type]
+        held = (profile.base_memory_bytes or 0) + (profile.group_workspace_bytes or 0)
+        most = max(most, held + _most_beside(profile, cluster, memory_reserve_bytes, 2))
+        has = _device_bytes(cluster, profile)
+        if pool.memory_bytes != has:
+            faults.append(
+                f"the problem's {pool.device_type}: memory_bytes is {pool.memory_bytes}, it has "
+                f"{has}"
+            )
+    if problem.reserved_bytes != most:
+        faults.append(f"the problem's reserved_bytes is {problem.reserved_bytes}, not {most}")
+    return faults
+
+
 def pipeline_faults(
-    problem: PipelineProblem, profiles: Sequence[Profile], cluster: Cluster
+    problem: PipelineProblem,
+    profiles: Sequence[Profile],
+    cluster: Cluster,
+    memory_reserve_bytes: int = 0,
 ) -> list[str]:
     """List the differences between a pipeline's problem and its profiles and pool.
 
@@ -114,6 +187,7 @@ def pipeline_faults(
         problem: The problem that was solved.
         profiles: Profiles of its model, with layers.
         cluster: The pool.
+        memory_reserve_bytes: Bytes of each device that were to stay free.
 
     Returns:
         One sentence per fault.
@@ -130,6 +204,13 @@ def pipeline_faults(
         shares = _shares_host(cluster, profile.device_type)
         found = _pool_faults(problem, pool, profile, graph, shares_host=shares)
         faults += [f"{where}: {fault}" for fault in found]
+        between = 2 if traits(problem.schedule).placement == "line" else 4
+        beside = _most_beside(profile, cluster, memory_reserve_bytes, between)
+        base = profile.base_memory_bytes
+        if beside:
+            base = (base or 0) + beside
+        if pool.base_memory_bytes != base:
+            faults.append(f"{where}: base_memory_bytes is {pool.base_memory_bytes}, not {base}")
         if pool.memory_bytes != _device_bytes(cluster, profile):
             has = _device_bytes(cluster, profile)
             faults.append(f"{where}: memory_bytes is {pool.memory_bytes}, it has {has}")
@@ -204,8 +285,6 @@ def _pool_faults(
     rate = costs and costs.reduce_bytes_per_second
     if (pool.reduce_latency_seconds, pool.reduce_bytes_per_second) != (latency, rate):
         yield "its all-reduces are not as the profile measured them"
-    if pool.base_memory_bytes != profile.base_memory_bytes:
-        yield f"base_memory_bytes is {pool.base_memory_bytes}, not {profile.base_memory_bytes}"
     aside = _workspace_bytes(graph) + (profile.update_workspace_bytes or 0)
     aside += profile.group_workspace_bytes or 0
     if pool.workspace_bytes != aside:

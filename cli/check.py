@@ -7,7 +7,7 @@ import typer
 
 from ..schema.errors import HetflowError
 from . import completing
-from .common import JsonFlag, asked_pool, emit, emit_json
+from .common import JsonFlag, asked_pool, asked_reserve, emit, emit_json
 
 if TYPE_CHECKING:
     from ..schema.jobs import Allocation as AllocationRecord
@@ -41,6 +41,12 @@ def check(
     state_bytes_per_weight_byte: Annotated[
         float | None,
         typer.Option(min=0.0, help="Plan, instead: what it keeps for each byte of weights."),
+    ] = None,
+    memory_reserve: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan: memory of each device that must stay free, e.g. 2GiB [default: the plan's]."
+        ),
     ] = None,
     jobs: Annotated[Path | None, typer.Option(help="Allocation: the jobs it is for.")] = None,
     throughputs: Annotated[
@@ -106,6 +112,7 @@ def check(
             model=model,
             link_bytes_per_second=link_bytes_per_second,
             optimizer=asked_optimizer(optimizer, state_bytes_per_weight_byte),
+            memory_reserve_bytes=asked_reserve(memory_reserve),
         )
         termination = found.proof.termination
     else:

@@ -168,6 +168,24 @@ def asked_pool(gpus: str | None, cluster: Path | None) -> str | Path:
     return named
 
 
+def asked_reserve(text: str | None) -> int | None:
+    """Read ``--memory-reserve`` in bytes; None if it is not given.
+
+    Raises:
+        ProblemError: It is not an amount of memory.
+    """
+    from ..schema.cluster import parse_memory
+
+    if text is None or text == "0":
+        return None if text is None else 0
+    found = parse_memory(text)
+    if found is None:
+        raise ProblemError(
+            f"--memory-reserve {text!r}: is not an amount of memory", hint="write for example 2GiB"
+        )
+    return found
+
+
 class PanelCommand(TyperCommand):
     """Lists options by what they are for: the panels that they name, in order of appearance."""
 

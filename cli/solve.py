@@ -9,7 +9,7 @@ import typer
 
 from ..schema.schedule_traits import DEFAULT_SCHEDULE, is_planned, planned_schedules
 from . import completing
-from .common import ForceFlag, JsonFlag, asked_pool, emit_file, note
+from .common import ForceFlag, JsonFlag, asked_pool, asked_reserve, emit_file, note
 from .names import one_of
 
 Method = Literal["exact", "cbc", "highs"]
@@ -199,6 +199,13 @@ def solve(
             min=0.0, help="Instead: bytes that it keeps for each byte of weights; Adam: 2."
         ),
     ] = None,
+    memory_reserve: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of each device that the plan leaves free, such as 2GiB, besides what the "
+            "profiles measured beside tensors. The plan keeps it, and check takes it from there."
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan here, else to stdout.")
     ] = None,
@@ -230,6 +237,7 @@ def solve(
         strategy=strategy,
         objective=objective,
         optimizer=asked_optimizer(optimizer, state_bytes_per_weight_byte),
+        memory_reserve_bytes=asked_reserve(memory_reserve) or 0,
         fastest=fastest,
         time_limit_seconds=time_limit,
         gap=gap,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..schema.errors import InfeasibleError, ProblemError
-from .common import ForceFlag, JsonFlag, emit_file, note, warn
+from .common import ForceFlag, JsonFlag, asked_reserve, emit_file, note, warn
 
 if TYPE_CHECKING:
     from ..schema.jobs import MixThroughput, ModelThroughput
@@ -26,6 +26,10 @@ def throughputs(
     mixes: Annotated[
         bool, typer.Option("--mixes", help="Add jobs that hold several device types at once.")
     ] = False,
+    memory_reserve: Annotated[
+        str | None,
+        typer.Option(help="Memory of each device to leave free, such as 2GiB, as for solve."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write them here, else to stdout.")
     ] = None,
@@ -49,18 +53,20 @@ def throughputs(
     models = sorted({profile.model for profile in measured})
     batches = _batches(batch_size, models)
     scales = _scales(scale_factors)
+    reserve = asked_reserve(memory_reserve) or 0
     rates: list[ModelThroughput] = []
     mixed: list[MixThroughput] = []
     for model in models:
         own = [profile for profile in measured if profile.model == model]
         for scale in scales:
-            alone, together = _rates(own, batches[model], scale, max(scales))
+            alone, together = _rates(own, batches[model], scale, max(scales), reserve)
             rates.append(alone)
             mixed += together if mixes else ()
     table = Throughputs(
         models=tuple(rates),
         mixes=tuple(mixed),
-        provenance={"batch_sizes": batches, "profiles": str(profiles)},
+        provenance={"batch_sizes": batches, "profiles": str(profiles)}
+        | ({"memory_reserve_bytes": reserve} if reserve else {}),
     )
     emit_file(table, output, force=force, json=json)
     if output is not None:
@@ -68,7 +74,7 @@ def throughputs(
 
 
 def _rates(
-    profiles: "Sequence[Profile]", batch_size: int, scale: int, most: int
+    profiles: "Sequence[Profile]", batch_size: int, scale: int, most: int, reserve: int
 ) -> "tuple[ModelThroughput, tuple[MixThroughput, ...]]":
     """The rates of one model and scale factor; types that cannot run it are left out.
 
@@ -83,7 +89,7 @@ def _rates(
 
     model = profiles[0].model
     pool = Cluster.parse(",".join(f"{most}x{profile.device_type}" for profile in profiles))
-    problem = split_problem(profiles, pool, batch_size)
+    problem = split_problem(profiles, pool, batch_size, memory_reserve_bytes=reserve)
     alone, together = split_throughput(model, batch_size, problem.devices, scale)
     rates = {name: rate for name, rate in alone.steps_per_second.items() if rate > 0}
     if not rates:

@@ -87,6 +87,16 @@ class AcceleratorBackend(DeviceBackend):
         """Of tensors, by torch's allocator."""
         return int(self.module.max_memory_allocated(device))
 
+    def fragmentation_bytes(self, device: "torch.device") -> int | None:
+        """Of torch's allocator: what it held at most, beyond what tensors took at most."""
+        held = int(self.module.max_memory_reserved(device))
+        return max(0, held - int(self.module.max_memory_allocated(device)))
+
+    def beside_bytes(self, device: "torch.device") -> int | None:
+        """What the driver counts as taken, without what torch's allocator holds."""
+        free, total = map(int, self.module.mem_get_info(device))
+        return max(0, total - free - int(self.module.memory_reserved(device)))
+
     def reset_peak(self, device: "torch.device") -> None:
         """Reset the peak of torch's allocator."""
         self.module.reset_peak_memory_stats(device)

@@ -207,6 +207,20 @@ class DeviceBackend(ABC):
     def peak_bytes(self, device: "torch.device") -> int | None:
         """The most bytes in use since ``reset_peak``, or since the start."""
 
+    def fragmentation_bytes(self, device: "torch.device") -> int | None:
+        """The most that the allocator held since ``reset_peak``, beyond the peak of its tensors.
+
+        None where a peak counts the whole process.
+        """
+        return None
+
+    def beside_bytes(self, device: "torch.device") -> int | None:
+        """Bytes of the device that are taken now and that no allocator of tensors holds.
+
+        None where a peak counts the whole process. What other processes take of it is in it.
+        """
+        return None
+
     @abstractmethod
     def reset_peak(self, device: "torch.device") -> None:
         """Start a new peak."""

@@ -115,6 +115,7 @@ def _repetitive(request: SolveRequest, sizes: list[int]) -> PipelinePlan:
         cost_model=flags.cost_model,
         runs=flags.runs,
         optimizer=request.optimizer,
+        memory_reserve_bytes=request.memory_reserve_bytes,
     )
 
 
@@ -233,6 +234,7 @@ def _pipeline_at(
         objective=flags.objective,
         num_model_chunks=flags.num_model_chunks,
         optimizer=request.optimizer,
+        memory_reserve_bytes=request.memory_reserve_bytes,
         effort=effort,
         fastest=request.fastest,
     )

@@ -17,6 +17,7 @@ def faults_of_plan(
     pool: Cluster | None,
     link_bytes_per_second: float | None = None,
     optimizer: OptimizerState | None = None,
+    memory_reserve_bytes: int | None = None,
 ) -> list[str]:
     """List the faults of a plan, checked against profiles and a pool if they are given.
 
@@ -28,6 +29,7 @@ def faults_of_plan(
         link_bytes_per_second: Bandwidth of links that the pool does not state, for pipelines. None
             takes the plan's, else the profiles'.
         optimizer: The optimizer that will train. None takes the plan's, else the profiles'.
+        memory_reserve_bytes: Bytes of each device that must stay free. None takes the plan's.
 
     Returns:
         One sentence per fault; empty if the plan is valid.
@@ -36,19 +38,22 @@ def faults_of_plan(
         ProblemError: The profiles do not fit the plan, or a pipeline is checked without profiles.
     """
     optimizer = optimizer or plan.optimizer
+    free = memory_reserve_bytes
+    if free is None:
+        free = max((reserve.asked_bytes for reserve in plan.reserves), default=0)
     if isinstance(plan, PipelinePlan):
         if profiles is None:
             raise ProblemError(
                 "a pipeline plan is judged against its layers", hint="add --profiles DIR"
             )
         link = link_bytes_per_second or plan.link_bytes_per_second
-        return _pipeline_faults(plan, profiles, pool, link, optimizer)
+        return _pipeline_faults(plan, profiles, pool, link, optimizer, free)
     if isinstance(plan, ParallelPlan):
         if profiles is None:
             raise ProblemError(
                 "a parallel plan is judged against its layers", hint="add --profiles DIR"
             )
-        return _parallel_faults(plan, profiles, pool, link_bytes_per_second, optimizer)
+        return _parallel_faults(plan, profiles, pool, link_bytes_per_second, optimizer, free)
     from ..checks.batch_split import check
     from ..checks.profiled import split_faults
 
@@ -65,8 +70,9 @@ def faults_of_plan(
         virtual_nodes=plan.uniform_virtual_nodes,
         interpolate=any(group.interpolated for group in plan.groups),
         optimizer=optimizer,
+        memory_reserve_bytes=free,
     )
-    return check(plan, problem) + split_faults(plan, profiles, pool, optimizer)
+    return check(plan, problem) + split_faults(plan, profiles, pool, optimizer, free)
 
 
 def _pipeline_faults(
@@ -75,13 +81,15 @@ def _pipeline_faults(
     pool: Cluster | None,
     link: float | None,
     optimizer: OptimizerState | None,
+    memory_reserve_bytes: int,
 ) -> list[str]:
     from ..checks.pipeline import check
     from ..checks.profiled import pipeline_faults
 
     pool = pool or pool_of_plan(plan)
-    problem = problem_of_plan(plan, profiles, pool, link, optimizer)
-    return pipeline_faults(problem, profiles, pool) or check(plan, problem)
+    problem = problem_of_plan(plan, profiles, pool, link, optimizer, memory_reserve_bytes)
+    faults = pipeline_faults(problem, profiles, pool, memory_reserve_bytes)
+    return faults or check(plan, problem)
 
 
 def _parallel_faults(
@@ -90,21 +98,25 @@ def _parallel_faults(
     pool: Cluster | None,
     link: float | None,
     optimizer: OptimizerState | None,
+    memory_reserve_bytes: int,
 ) -> list[str]:
     from ..checks.parallel import check
+    from ..checks.profiled import parallel_faults
     from .parallel_problem import parallel_problem
 
     used = ",".join(f"{number}x{name}" for name, number in plan.devices_by_type.items())
+    pool = pool or plan.cluster or Cluster.parse(used)
     problem = parallel_problem(
         profiles,
-        pool or plan.cluster or Cluster.parse(used),
+        pool,
         plan.global_batch_size,
         link_bytes_per_second=link or plan.link_bytes_per_second,
         recompute=any(stage.recompute == "full" for stage in plan.stages),
         optimizer=optimizer,
         num_model_chunks=(plan.num_model_chunks,),
+        memory_reserve_bytes=memory_reserve_bytes,
     )
-    return check(plan, problem)
+    return parallel_faults(problem, profiles, pool, memory_reserve_bytes) + check(plan, problem)
 
 
 def pool_of_plan(plan: PipelinePlan) -> Cluster:
@@ -122,6 +134,7 @@ def problem_of_plan(
     pool: Cluster,
     link: float | None,
     optimizer: OptimizerState | None,
+    memory_reserve_bytes: int = 0,
 ) -> PipelineProblem:
     """Rebuild the problem that a pipeline plan answers, with the numbers of these profiles.
 
@@ -131,6 +144,7 @@ def problem_of_plan(
         pool: The devices.
         link: Bytes per second of links that the pool does not state.
         optimizer: The optimizer that will train; None takes the profiles'.
+        memory_reserve_bytes: Bytes of each device that must stay free.
 
     Raises:
         ProblemError: The profiles do not fit the plan.
@@ -144,6 +158,7 @@ def problem_of_plan(
         microbatch_size=plan.microbatch_size,
         link_bytes_per_second=link,
         optimizer=optimizer,
+        memory_reserve_bytes=memory_reserve_bytes,
         schedule=plan.schedule,
         stage_cost=plan.stage_cost,
         solved=plan.solved,

@@ -17,7 +17,10 @@ from ..schema.parallel import (
 from ..schema.pipeline import TopologyLevel
 from ..schema.profile import LayerGraph, LayerNode, Profile
 from ..solvers.pipeline_links import PoolLinks, links_of
-from .pipeline_problem import layers_of_graph, optimizer_of
+from .pipeline_problem import layers_of_graph, optimizer_of, reserve_in_pipeline
+
+SCHEDULE = "1f1b"
+"""The schedule of parallel plans."""
 
 
 def parallel_problem(
@@ -31,6 +34,7 @@ def parallel_problem(
     optimizer: OptimizerState | None = None,
     most_stages: int | None = None,
     num_model_chunks: tuple[int, ...] = (1,),
+    memory_reserve_bytes: int = 0,
 ) -> ParallelProblem:
     """Build the problem from the profiles of a cluster's device types.
 
@@ -49,6 +53,8 @@ def parallel_problem(
         optimizer: The optimizer whose state every replica keeps; None takes the profiles'.
         most_stages: Most stages of the pipeline; None sets no limit.
         num_model_chunks: Numbers of stages per device to try.
+        memory_reserve_bytes: Bytes of each device to leave free, besides what a worker takes
+            beside tensors.
 
     Raises:
         ProblemError: A device type has no profile or no layers, the layers differ between types,
@@ -66,6 +72,7 @@ def parallel_problem(
     _, edges, order = layers_of_graph(graphs[0])
     names = [node.id for node in order]
     links = links_of(chosen, cluster, link_bytes_per_second)
+    reserves = [reserve_in_pipeline(p, cluster, SCHEDULE, memory_reserve_bytes) for p in chosen]
     trained = optimizer or optimizer_of(chosen)
     return ParallelProblem(
         model=chosen[0].model,
@@ -76,8 +83,10 @@ def parallel_problem(
         sizes=_sizes(chosen, names),
         bytes_per_weight_byte=2.0 + trained.state_bytes_per_weight_byte,
         reserved_bytes=max(
-            (profile.base_memory_bytes or 0) + (profile.group_workspace_bytes or 0)
-            for profile in chosen
+            (profile.base_memory_bytes or 0)
+            + (profile.group_workspace_bytes or 0)
+            + reserve.total_bytes
+            for profile, reserve in zip(chosen, reserves, strict=True)
         ),
         recompute=("none", "full") if recompute else ("none",),
         most_stages=most_stages,

@@ -1,10 +1,13 @@
 """Build the problem of a pipeline partition from layer profiles and a cluster."""
 
 from collections.abc import Sequence
+from itertools import combinations
 from math import isclose
 
 from ..costs.compute import busy_ratio
+from ..costs.memory import reserve_of, with_reserve
 from ..schema.cluster import Cluster
+from ..schema.device_memory import MemoryReserve
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.optimizer import NAMES, OptimizerState
 from ..schema.pipeline import (
@@ -18,8 +21,8 @@ from ..schema.pipeline import (
     WorkerCount,
 )
 from ..schema.profile import BusyHost, LayerGraph, LayerNode, Profile
-from ..schema.schedule_traits import DEFAULT_SCHEDULE
-from ..solvers.pipeline_links import links_of
+from ..schema.schedule_traits import DEFAULT_SCHEDULE, traits
+from ..solvers.pipeline_links import links_of, measured_between
 
 Edges = tuple[tuple[int, int], ...]
 
@@ -42,6 +45,7 @@ def pipeline_problem(
     objective: Objective | None = None,
     num_model_chunks: int | None = None,
     launchable: bool = False,
+    memory_reserve_bytes: int = 0,
 ) -> PipelineProblem:
     """Build the problem from the profiles of a cluster's device types.
 
@@ -68,6 +72,8 @@ def pipeline_problem(
         objective: ``step`` or ``bottleneck``; None takes ``step`` if the schedule has one.
         num_model_chunks: Stages per device, for ``interleaved``; None tries several.
         launchable: Whether to allow only plans that ``hetflow launch`` can run.
+        memory_reserve_bytes: Bytes of each device to leave free, besides what a worker takes
+            beside tensors (``costs.memory.reserve_of``).
 
     Raises:
         ProblemError: A device type has no profile or no layers, the layers differ between types,
@@ -91,7 +97,15 @@ def pipeline_problem(
         layers=layers,
         edges=edges,
         pools=tuple(
-            _pool(profile, graph, order, cluster, links.levels[profile.device_type])
+            _pool(
+                with_reserve(
+                    profile, reserve_in_pipeline(profile, cluster, schedule, memory_reserve_bytes)
+                ),
+                graph,
+                order,
+                cluster,
+                links.levels[profile.device_type],
+            )
             for profile, graph in zip(chosen, graphs, strict=True)
         ),
         inter_bytes_per_second=links.between_types,
@@ -111,6 +125,18 @@ def pipeline_problem(
         launchable=launchable,
         message_seconds=_message_seconds(chosen),
         step_error=_step_error(chosen),
+    )
+
+
+def reserve_in_pipeline(
+    profile: Profile, cluster: Cluster, schedule: str, asked_bytes: int
+) -> MemoryReserve:
+    """What a worker of a pipeline takes beside tensors, at most, and what the user reserves."""
+    return reserve_of(
+        profile,
+        asked_bytes,
+        num_devices=sum(cluster.num_devices.values()),
+        channels_per_peer=traits(schedule).channels_between,
     )
 
 
@@ -274,13 +300,20 @@ def _busy(profile: Profile, cluster: Cluster) -> BusyHost | None:
 
 
 def _message_seconds(profiles: Sequence[Profile]) -> float:
-    """Fixed seconds of a message, on the slowest type: as measured, else its link's latency."""
+    """Fixed seconds of a message, on the slowest type: as measured, else its link's latency.
+
+    A link between types counts with its latency.
+    """
     found = [0.0]
     for profile in profiles:
         if profile.pipeline is not None:
             found.append(profile.pipeline.message_seconds)
         elif profile.links is not None:
             found.append(profile.links.latency_seconds)
+    for one, other in combinations(profiles, 2):
+        link = measured_between(one, other)
+        if link is not None:
+            found.append(link.latency_seconds)
     return max(found)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..schema.cluster import Cluster
+from ..schema.errors import ProblemError
 from ..schema.optimizer import OptimizerState
 from ..schema.pipeline import Objective, StageCost
 from ..schema.profile import Profile
@@ -71,6 +72,7 @@ class SolveRequest:
     ``corrected_by`` names the runs by which the profiles were corrected. ``optimizer`` is the one
     that will train; None takes the profiles'. ``fastest`` takes the plan with the least predicted
     time, even if a simpler plan is as fast within the accuracy of the measurements.
+    ``memory_reserve_bytes`` of each device are left free besides what is measured.
     """
 
     profiles: tuple[Profile, ...]
@@ -82,6 +84,14 @@ class SolveRequest:
     pipeline: PipelineOptions = field(default_factory=PipelineOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     optimizer: OptimizerState | None = None
+    memory_reserve_bytes: int = 0
     fastest: bool = False
     limits: Limits = field(default_factory=Limits)
     corrected_by: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.memory_reserve_bytes < 0:
+            raise ProblemError(
+                f"--memory-reserve {self.memory_reserve_bytes}: must not be negative",
+                hint="leave it out to reserve only what was measured",
+            )

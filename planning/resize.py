@@ -64,7 +64,9 @@ def cut_again(
         link_bytes_per_second=before.link_bytes_per_second,
     )
     asked = replace(_request(now, profiles, pool), strategy="pipeline", pipeline=options)
-    return cast(SplitPlan | PipelinePlan, solve(replace(asked, optimizer=before.optimizer)))
+    free = max((reserve.asked_bytes for reserve in before.reserves), default=0)
+    kept = replace(asked, optimizer=before.optimizer, memory_reserve_bytes=free)
+    return cast(SplitPlan | PipelinePlan, solve(kept))
 
 
 def seconds_a_sample(now: LaunchConfig, plan: SplitPlan) -> dict[str, float]:

@@ -4,13 +4,17 @@ import dataclasses
 import logging
 from typing import Any, Literal
 
+from ..costs.memory import reserve_of
+from ..schema.device_memory import MemoryReserve
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
 from ..schema.files import Plan
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
+from ..schema.profile import Profile
 from .choose_pipeline import best_pipeline, check_flags
-from .inputs import flat
+from .inputs import flat, types_of
+from .pipeline_problem import reserve_in_pipeline
 from .request import SolveRequest, SplitOptions
 from .solve_parallel import best_parallel
 from .solve_pipeline import trace_for
@@ -29,7 +33,7 @@ def solve(request: SolveRequest) -> Plan:
         InfeasibleError: No plan of the requested kind exists; with ``auto``, no plan of any kind.
         BackendError: A solver's plan fails its check, which is a bug.
     """
-    plan = _with_estimates(_plan(request), request)
+    plan = _with_reserves(_with_estimates(_plan(request), request), request)
     if request.pool != flat(request.pool):
         plan = dataclasses.replace(plan, cluster=request.pool)
     if not request.corrected_by:
@@ -40,18 +44,42 @@ def solve(request: SolveRequest) -> Plan:
 
 def _with_estimates(plan: Plan, request: SolveRequest) -> Plan:
     """Add to the plan the estimates of the types in use whose profiles were not measured."""
-    if isinstance(plan, SplitPlan):
-        used = {group.device_type for group in plan.groups}
-    elif isinstance(plan, PipelinePlan):
-        used = {stage.device_type for stage in plan.stages}
-    else:
-        used = {group.device_type for stage in plan.stages for group in stage.replicas}
+    used = types_of(plan)
     estimates = tuple(
         profile.estimate
         for profile in request.profiles
         if profile.estimate is not None and profile.device_type in used
     )
     return dataclasses.replace(plan, estimates=estimates) if estimates else plan
+
+
+def _with_reserves(plan: Plan, request: SolveRequest) -> Plan:
+    """Add to the plan the memory that it leaves free of tensors on devices of the types in use."""
+    used = types_of(plan)
+    reserves = tuple(
+        reserve
+        for profile in request.profiles
+        if profile.device_type in used and (reserve := _reserve(plan, profile, request)).total_bytes
+    )
+    return dataclasses.replace(plan, reserves=reserves) if reserves else plan
+
+
+def _reserve(plan: Plan, profile: Profile, request: SolveRequest) -> MemoryReserve:
+    asked = request.memory_reserve_bytes
+    if isinstance(plan, SplitPlan):
+        return reserve_of(_as_used(profile, plan), asked, num_devices=plan.num_devices)
+    return reserve_in_pipeline(profile, request.pool, plan.schedule, asked)
+
+
+def _as_used(profile: Profile, plan: SplitPlan) -> Profile:
+    """Return the profile with no larger sizes than the plan's, as far as it has them."""
+    largest = max(
+        group.virtual_node_batch_size
+        for group in plan.groups
+        if group.device_type == profile.device_type
+    )
+    curve = tuple(point for point in profile.batch_curve if point.batch_size <= largest)
+    return dataclasses.replace(profile, batch_curve=curve or profile.batch_curve[:1])
 
 
 def _plan(request: SolveRequest) -> Plan:
@@ -139,12 +167,14 @@ def _split(request: SolveRequest) -> SplitPlan:
     flags = request.split
     problem = split_problem(
         request.profiles, request.pool, request.batch_size, flags.virtual_nodes,
-        flags.interpolate, request.optimizer,
+        flags.interpolate, request.optimizer, request.memory_reserve_bytes,
     )  # fmt: skip
     _warn_about_free_communication(problem)
     plan = _with_origin(_solve_split(problem, request), request)
     faults = check(plan, problem)
-    faults += split_faults(plan, request.profiles, request.pool, request.optimizer)
+    faults += split_faults(
+        plan, request.profiles, request.pool, request.optimizer, request.memory_reserve_bytes
+    )
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
     _say_what_is_simpler(plan)

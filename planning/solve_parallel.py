@@ -14,7 +14,7 @@ from ..schema.parallel import (
 from ..schema.schedule_traits import traits
 from .limits import Clock
 from .request import PipelineOptions, SolveRequest, SplitOptions
-from .solve_pipeline import trace_for
+from .solve_pipeline import links_between, trace_for
 
 _log = logging.getLogger("hetflow")
 
@@ -28,6 +28,7 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         BackendError: The plan fails its check, which is a bug.
     """
     from ..checks.parallel import check
+    from ..checks.profiled import parallel_faults
     from ..solvers.parallel.pareto import alternatives, gains
     from ..solvers.parallel.solve import solve
     from .parallel_problem import parallel_problem
@@ -43,9 +44,12 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         recompute=request.parallel.recompute,
         optimizer=request.optimizer,
         num_model_chunks=_chunks(asked.num_model_chunks),
+        memory_reserve_bytes=request.memory_reserve_bytes,
     )
     plan = solve(problem, effort=Clock(request.limits).effort())
-    faults = check(plan, problem)
+    faults = parallel_faults(
+        problem, request.profiles, request.pool, request.memory_reserve_bytes
+    ) + check(plan, problem)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
     for line in _unused_degrees(problem):
@@ -62,6 +66,9 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         alternatives=tuple(replace(o, predicted=_with_dollars(o, request.pool)) for o in others),
         with_more_devices=gains(problem, plan) if request.parallel.top > 1 else (),
         link_bytes_per_second=asked.link_bytes_per_second,
+        assumptions=links_between(
+            request.profiles, request.pool, asked.link_bytes_per_second
+        ).assumed,
         trace=trace_for(request.profiles, request.pool),
         cluster=request.pool,  # always stated: degrees depend on the servers
         provenance={"pool": request.pool_name},

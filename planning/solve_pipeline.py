@@ -36,6 +36,7 @@ def solve_pipeline(
     recompute: bool | None = None,
     num_stages: int | None = None,
     optimizer: OptimizerState | None = None,
+    memory_reserve_bytes: int = 0,
     objective: Objective | None = None,
     num_model_chunks: int | None = None,
     effort: Effort = DEFAULT,
@@ -58,6 +59,7 @@ def solve_pipeline(
         replication: Whether stages may have replicas.
         num_stages: Exact number of stages; None lets the solver choose.
         optimizer: The optimizer that will train; None takes the profiles'.
+        memory_reserve_bytes: Bytes of each device to leave free besides what is measured.
         objective: ``step`` or ``bottleneck``; None takes ``step`` if the schedule has one.
         num_model_chunks: Stages per device, for ``interleaved``; None tries several.
         effort: How much to search, and when to stop.
@@ -94,9 +96,10 @@ def solve_pipeline(
         objective=objective,
         num_model_chunks=num_model_chunks,
         launchable=not nested,
+        memory_reserve_bytes=memory_reserve_bytes,
     )
     plan = solve(problem, effort=effort, fastest=fastest)
-    faults = pipeline_faults(problem, profiles, pool) + check(plan, problem)
+    faults = pipeline_faults(problem, profiles, pool, memory_reserve_bytes) + check(plan, problem)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
     origin = {**(plan.provenance or {}), "pool": pool_name}

@@ -26,6 +26,7 @@ def solve_repetitive(
     cost_model: CostModelName,
     runs: Path | None,
     optimizer: OptimizerState | None = None,
+    memory_reserve_bytes: int = 0,
 ) -> PipelinePlan:
     """Choose degrees, microbatch size and recomputation for a model with repeating layers.
 
@@ -41,6 +42,7 @@ def solve_repetitive(
         cost_model: Which implementation of the thesis's THROUGHPUT(.) and MEMORY(.) to use.
         runs: Folder of run records, for the cost model ``measured``.
         optimizer: The optimizer that will train; None takes the profiles'.
+        memory_reserve_bytes: Bytes of each device to leave free besides what is measured.
 
     Raises:
         ProblemError: Profiles, pool and flags do not fit together.
@@ -64,6 +66,7 @@ def solve_repetitive(
                 schedule=schedule,
                 recompute=None,
                 optimizer=optimizer,
+                memory_reserve_bytes=memory_reserve_bytes,
             )
     if not problems:
         raise ProblemError(
@@ -79,7 +82,7 @@ def solve_repetitive(
         chosen = _measured(runs, profiles[0].model)
     plan, rows = solve(model, chosen)
     problem = problems[plan.microbatch_size]
-    faults = pipeline_faults(problem, profiles, pool) + check(plan, problem)
+    faults = pipeline_faults(problem, profiles, pool, memory_reserve_bytes) + check(plan, problem)
     if faults:
         raise BackendError(f"the planner's own plan fails its check: {'; '.join(faults)}")
     origin = {

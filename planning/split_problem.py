@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import ceil, gcd
 
 from ..costs.compute import point_at
-from ..costs.memory import fitting_points
+from ..costs.memory import fitting_points, reserve_of, with_reserve
 from ..schema.cluster import Cluster
 from ..schema.errors import InfeasibleError, ProblemError
 from ..schema.optimizer import OptimizerState
@@ -23,6 +23,7 @@ def split_problem(
     virtual_nodes: int | None = None,
     interpolate: bool = False,
     optimizer: OptimizerState | None = None,
+    memory_reserve_bytes: int = 0,
 ) -> SplitProblem:
     """Build the problem from the profiles of a cluster's device types (VirtualFlow 5.1.2).
 
@@ -39,7 +40,8 @@ def split_problem(
     sizes. If these are more than 512 on a type, the divisor is doubled until they are not.
 
     Profiled peak memory includes the state of the optimizer used for profiling. If another
-    optimizer will train, the difference of the two states is added.
+    optimizer will train, the difference of the two states is added. So is what a worker takes of
+    its device beside tensors (``costs.memory.reserve_of``).
 
     Args:
         profiles: Profiles of one model; those of types that the cluster lacks are ignored.
@@ -48,6 +50,7 @@ def split_problem(
         virtual_nodes: N of the uniform regime, None for the free regime.
         interpolate: Whether to allow sizes that were not profiled.
         optimizer: The optimizer that will train; None takes the profiles'.
+        memory_reserve_bytes: Bytes of each device to leave free besides.
 
     Raises:
         ProblemError: A device type has no profile, the profiles are of several models or
@@ -60,9 +63,12 @@ def split_problem(
     options, short = [], []
     used = [_profile_of(name, by_type) for name in cluster.num_devices]
     counted = optimizer or _measured_optimizer(used)
+    total = sum(cluster.num_devices.values())
     for profile in used if optimizer is None else [_with_state(p, optimizer) for p in used]:
         name = profile.device_type
         number = cluster.num_devices[name]
+        reserve = reserve_of(profile, memory_reserve_bytes, num_devices=total)
+        profile = with_reserve(profile, reserve)
         limit = cluster.device_types[name].memory_bytes or profile.device_memory_bytes
         curve = fitting_points(profile.batch_curve, limit)
         if curve:

@@ -31,12 +31,18 @@ StopReason = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeResult:
-    """One batch size, measured. ``wall`` is by the clock on the wall, contention included."""
+    """One batch size, measured. ``wall`` is by the clock on the wall, contention included.
+
+    ``fragmentation_bytes`` and ``beside_bytes`` are what the allocator held beyond its peak, and
+    what no allocator holds; None where the peak is that of the whole process.
+    """
 
     batch_size: int
     timing: Timing
     wall_seconds: float
     peak_memory_bytes: int
+    fragmentation_bytes: int | None = None
+    beside_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

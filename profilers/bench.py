@@ -113,6 +113,8 @@ class Bench:
             timing=timing,
             wall_seconds=sorted(walls)[len(walls) // 2],
             peak_memory_bytes=self.peak_memory_bytes(),
+            fragmentation_bytes=self.backend.fragmentation_bytes(self._torch_device),
+            beside_bytes=self.beside_bytes(),
         )
 
     def optimizer_state(self, batch_size: int) -> dict[str, Any]:
@@ -166,6 +168,10 @@ class Bench:
     def peak_memory_bytes(self) -> int:
         """The most there was since ``reset_peak``: of the device, or of the whole process."""
         return self.backend.peak_bytes(self._torch_device) or 0
+
+    def beside_bytes(self) -> int | None:
+        """What no allocator of tensors holds of the device now; None on a CPU."""
+        return self.backend.beside_bytes(self._torch_device)
 
     def _warm_up(self, batch: Any) -> None:
         """Whole steps, dropped: caches, kernel choices, and optimizer state for the peak.

@@ -38,6 +38,7 @@ class Busy:
     """``carried`` with ``num_devices`` training at once, and ``sync``; None where unmeasured.
 
     ``peak_bytes`` are [sizes] the peaks of workers that synchronise, where those were measured.
+    ``beside_bytes`` is what no allocator of tensors holds of their devices; None on a CPU.
     """
 
     num_devices: int
@@ -46,6 +47,7 @@ class Busy:
     sync: Sync | None
     sync_provenance: dict[str, Any]
     peak_bytes: dict[int, int]
+    beside_bytes: int | None = None
 
     @property
     def costs(self) -> LoopCosts | None:
@@ -103,7 +105,7 @@ def measure_busy(
                 skipped = None
             except (HetflowError, ChildDied, MemoryError) as error:
                 skipped = f"the workers failed: {links.said(error)}"
-        measured, provenance, peaks = _sync_of(
+        measured, provenance, peaks, beside = _sync_of(
             crew, target, request, pass_seconds, sync, options, clock, progress
         )
     return Busy(
@@ -113,6 +115,7 @@ def measure_busy(
         sync=measured,
         sync_provenance=provenance,
         peak_bytes=peaks,
+        beside_bytes=beside,
     )
 
 
@@ -130,11 +133,11 @@ def _sync_of(
     options: BusyOptions,
     clock: Callable[[], float],
     progress: Progress,
-) -> tuple[Sync | None, dict[str, Any], dict[int, int]]:
+) -> tuple[Sync | None, dict[str, Any], dict[int, int], int | None]:
     """In the loop; as VirtualFlow 5.1.2 where that fails, and for its messages where asked for."""
     why_not = links.obstacle(request, sync)
     if why_not:
-        return None, {"skipped": why_not}, {}
+        return None, {"skipped": why_not}, {}, None
     try:
         with _crew_of(crew, target, request, sync) as workers:
             found = measure_sync_in_loop(
@@ -148,7 +151,7 @@ def _sync_of(
         crew.release()
         progress("gradient synchronisation", None)
         other, provenance = links.measure_sync(target, request, sync)
-        return other, {**provenance, "not_in_the_loop": links.said(error)}, {}
+        return other, {**provenance, "not_in_the_loop": links.said(error)}, {}, None
     provenance = {
         "method": "a step that synchronises minus the same step that does not, in the loop",
         "backend": crew.backend,
@@ -166,16 +169,18 @@ def _sync_of(
         ),
     )
     if not sync.links:
-        return measured, provenance, found.peak_bytes
+        return measured, provenance, found.peak_bytes, found.beside_bytes
     crew.release()
     progress("all-reduces over sizes", None)
     with_messages, of_messages = links.measure_sync(target, request, sync)
     if with_messages is None:
-        return measured, {**provenance, "at_batch_1": of_messages}, found.peak_bytes
+        told = {**provenance, "at_batch_1": of_messages}
+        return measured, told, found.peak_bytes, found.beside_bytes
     return (
         replace(with_messages, sync_seconds=found.seconds, by_batch_size=measured.by_batch_size),
         {**provenance, "at_batch_1": of_messages},
         found.peak_bytes,
+        found.beside_bytes,
     )
 
 

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,17 @@ from ..schema.launch import LaunchConfig
 from .process import GROUP_ANSWER_SECONDS, Child, ChildDied
 from .rehearsal import config_of
 from .targets import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPeak:
+    """The most memory of any worker that synchronises, in bytes.
+
+    ``beside_bytes`` is what no allocator of tensors holds of its device; None on a CPU.
+    """
+
+    peak_bytes: int
+    beside_bytes: int | None = None
 
 
 class Crew:
@@ -84,8 +96,8 @@ class Crew:
         """Train one config on all devices, which synchronise; raises as ``beside``."""
         return self._rehearse(config, self._in_group(config), num_steps=num_steps)
 
-    def peak_together(self, config: LaunchConfig, *, num_steps: int) -> int:
-        """The most memory of any worker in such a training, in bytes; raises as ``beside``."""
+    def peak_together(self, config: LaunchConfig, *, num_steps: int) -> GroupPeak:
+        """The most memory of any worker in such a training; raises as ``beside``."""
         answers = self._ask(
             "rehearse",
             self._in_group(config),
@@ -94,8 +106,11 @@ class Crew:
             num_steps=num_steps,
             measures_peak=True,
         )
-        peaks: list[int] = [answer["peak_memory_bytes"] for answer in answers]
-        return max(peaks)
+        beside = [a["beside_bytes"] for a in answers if a["beside_bytes"] is not None]
+        return GroupPeak(
+            peak_bytes=max(answer["peak_memory_bytes"] for answer in answers),
+            beside_bytes=max(beside, default=None),
+        )
 
     def _in_group(self, config: LaunchConfig) -> list[dict[str, Any]]:
         """What each worker of a config needs to meet the others."""

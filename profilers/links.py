@@ -9,15 +9,15 @@ link does is measured apart, by messages: an all-reduce also costs what is no li
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..devices.backend import DeviceRequest
-from ..devices.collectives import LOOPBACK
-from ..devices.local import pinned_worker
+from ..devices.collectives import HOST_COLLECTIVE, LOOPBACK
+from ..devices.local import Pinned, pinned_worker
 from ..schema.errors import HetflowError
 from ..schema.profile import Sync
-from ..schema.step_costs import LinkPoint, Links, MessageTime
+from ..schema.step_costs import LinkPoint, Links, MessageTime, TypeLink
 from .crew import Crew
 from .fits import LinkFit, fit_link, fit_ring
 from .process import GROUP_ANSWER_SECONDS, Child, ChildDied
@@ -175,20 +175,55 @@ def measure_links(
         return None, {"skipped": why_not}
     sizes = message_sizes(activation_bytes)
     try:
-        answers = _send_messages(request, sizes)
+        answers = _send_messages([pinned_worker(request.local, rank) for rank in range(2)], sizes)
     except (HetflowError, ChildDied, MemoryError) as error:
         return None, {"skipped": f"the workers failed: {said(error)}"}
     first, second = answers
     return links_of(sizes, first, second, note=_shared_cores(request, 2))
 
 
+def measure_link_between(
+    one: DeviceRequest, other: DeviceRequest, activation_bytes: Sequence[int] = ()
+) -> tuple[Links | None, dict[str, Any]]:
+    """Measure the link between local devices of two types, as ``measure_links`` does of one.
+
+    The first type's device sends there, the second's back.
+
+    Args:
+        one: The first type.
+        other: The second type.
+        activation_bytes: As for ``measure_links``.
+
+    Returns:
+        The link, None where it could not be measured, and its provenance: how, or why not.
+    """
+    if one.local.device_type == other.local.device_type:
+        return None, {"skipped": "both are of one real type"}
+    libraries = {one.local.backend.collective, other.local.backend.collective}
+    backend = libraries.pop() if len(libraries) == 1 else HOST_COLLECTIVE
+    sizes = message_sizes(activation_bytes)
+    pins = [pinned_worker(one.local, 0), pinned_worker(other.local, 0)]
+    try:
+        first, second = _send_messages(pins, sizes, backend)
+    except (HetflowError, ChildDied, MemoryError) as error:
+        return None, {"skipped": f"the workers failed: {said(error)}"}
+    return links_of(sizes, first, second)
+
+
 def message_sizes(activation_bytes: Sequence[int] = ()) -> tuple[int, ...]:
-    """1 KiB to 16 MiB by steps of 4, by steps of 2 where activations lie."""
+    """1 KiB to 16 MiB by steps of 4, by steps of 2 where activations lie, and on to the largest."""
     if not activation_bytes:
         return MESSAGE_BYTES
     least, most = min(activation_bytes), max(activation_bytes)
     between = [2 * size for size in MESSAGE_BYTES[:-1] if least / 4 < 2 * size < most * 4]
-    return tuple(sorted((*MESSAGE_BYTES, *between)))
+    beyond = []
+    size = 4 * MESSAGE_BYTES[-1]
+    while size < most:
+        beyond.append(size)
+        size *= 4
+    if most > MESSAGE_BYTES[-1]:
+        beyond.append(most)
+    return tuple(sorted((*MESSAGE_BYTES, *between, *beyond)))
 
 
 def links_of(
@@ -234,16 +269,30 @@ def links_of(
         )
         for size, one, other, together in zip(message_bytes, there, back, both, strict=True)
     )
+    ends = (first.get("channel_bytes"), second.get("channel_bytes"))
     links = Links(
-        latency_seconds=fit.latency_seconds, bytes_per_second=fit.bytes_per_second, points=points
+        latency_seconds=fit.latency_seconds,
+        bytes_per_second=fit.bytes_per_second,
+        points=points,
+        channel_bytes=max((end for end in ends if end is not None), default=None),
     )
     return links, provenance
 
 
-def _send_messages(request: DeviceRequest, sizes: Sequence[int]) -> list[dict[str, Any]]:
+def reversed_link(link: TypeLink, device_type: str) -> TypeLink:
+    """The same link as the other type sees it, to ``device_type``."""
+    points = tuple(
+        replace(point, there_seconds=point.back_seconds, back_seconds=point.there_seconds)
+        for point in link.links.points
+    )
+    return TypeLink(device_type=device_type, links=replace(link.links, points=points))
+
+
+def _send_messages(
+    pins: Sequence[Pinned], sizes: Sequence[int], backend: str | None = None
+) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-links-"))
-        pins = [pinned_worker(request.local, rank) for rank in range(2)]
         workers = [stack.enter_context(Child(LOOPBACK | pin.environment)) for pin in pins]
         for rank, (worker, pin) in enumerate(zip(workers, pins, strict=True)):
             worker.send(
@@ -253,5 +302,6 @@ def _send_messages(request: DeviceRequest, sizes: Sequence[int]) -> list[dict[st
                 device=pin.device,
                 message_bytes=list(sizes),
                 budget_seconds=_LINK_BUDGET_SECONDS,
+                backend=backend,
             )
         return [worker.receive(GROUP_ANSWER_SECONDS) for worker in workers]

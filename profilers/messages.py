@@ -7,7 +7,7 @@ moment, and a message takes from then until it can be read on the other side.
 
 import os
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..devices.backend import backend_of
 from ..devices.collectives import HOST_COLLECTIVE
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+_CHANNELS = 2  # there and back
 KINDS = ("there", "back", "both")
 _ROUNDS = 3
 _FEWEST, _MOST = 3, 30  # messages of one size in one round, each way
@@ -32,7 +33,8 @@ def exchange_messages(
     device: str,
     message_bytes: list[int],
     budget_seconds: float,
-) -> dict[str, list[list[float]]]:
+    backend: str | None = None,
+) -> dict[str, Any]:
     """Join the other worker, send messages there, back and both ways at once, leave.
 
     Sizes take turns over several rounds, so that a drift of the machine meets all of them.
@@ -43,21 +45,35 @@ def exchange_messages(
         device: Torch's name of this worker's device.
         message_bytes: Sizes to send, ascending.
         budget_seconds: Wall time to spend, about; every size is sent a few times at least.
+        backend: The library for collectives; None takes the device's.
 
     Returns:
         Of each kind, [sizes][messages] wall seconds until a message had come to this worker; of
-        ``there`` and ``back`` only where it receives.
+        ``there`` and ``back`` only where it receives. Besides, ``channel_bytes`` of device memory
+        that one channel takes here beside tensors; None on a CPU.
     """
     import torch
 
     torch.set_num_threads(1)
-    backend = backend_of(device).collective
+    own = backend_of(device)
     path = os.path.join(folder, "links")
     with (
-        process_group(path, rank=rank, world_size=2, backend=backend, device=device),
+        process_group(
+            path, rank=rank, world_size=2, backend=backend or own.collective, device=device
+        ),
         torch.no_grad(),
     ):
-        return _rounds(_End(rank, torch.device(device)), message_bytes, budget_seconds)
+        place = torch.device(device)
+        # What the first work of a process on the device loads is no channel's.
+        torch.zeros(max(message_bytes), dtype=torch.uint8, device=place).clone()
+        before = own.beside_bytes(place)
+        end = _End(rank, place)
+        found: dict[str, Any] = dict(_rounds(end, message_bytes, budget_seconds))
+        after = own.beside_bytes(place)
+        found["channel_bytes"] = None
+        if before is not None and after is not None:
+            found["channel_bytes"] = max(0, after - before) // _CHANNELS
+        return found
 
 
 class _End:

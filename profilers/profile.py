@@ -6,16 +6,18 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from typing import Any
 
 from .. import __version__
 from ..costs.compute import busy_ratio
 from ..devices.backend import DeviceRequest
 from ..devices.local import pinned
+from ..schema.device_memory import BesideTensors
 from ..schema.errors import HetflowError
 from ..schema.optimizer import OptimizerState
 from ..schema.profile import BatchPoint, BusyHost, Emulation, LayerGraph, Profile
-from ..schema.step_costs import Links, PipelineCosts
+from ..schema.step_costs import Links, PipelineCosts, TypeLink
 from . import emulated, links
 from .batch_curve import Curve, CurveLimits, measure_curve
 from .busy import Busy, BusyOptions, Progress, measure_busy
@@ -81,6 +83,7 @@ class _Base:
     base_memory_bytes: int | None
     update_workspace_bytes: int | None
     group_workspace_bytes: int | None
+    beside_tensors: BesideTensors | None
     seconds: float
 
     @property
@@ -132,7 +135,47 @@ def profile_target(
                 )
             base, measurer = bases[device], measurers[device]
             profiles.append(_profile(target, request, options, base, measurer, progress))
-    return tuple(profiles)
+        for measurer in measurers.values():
+            measurer.release()  # the workers need the devices
+        return _with_links_between(profiles, requests, options, progress)
+
+
+def _with_links_between(
+    profiles: Sequence[Profile],
+    requests: Sequence[DeviceRequest],
+    options: ProfileOptions,
+    progress: Progress,
+) -> tuple[Profile, ...]:
+    """Add the links between every two types that were asked for and are real.
+
+    Emulated types of one device have its own link, so nothing is between them.
+    """
+    found: list[list[TypeLink]] = [[] for _ in profiles]
+    notes: list[dict[str, Any]] = [{} for _ in profiles]
+    real = [index for index, request in enumerate(requests) if request.speed is None]
+    for first, second in combinations(real, 2):
+        names = (profiles[first].device_type, profiles[second].device_type)
+        tables = [graph for index in (first, second) for graph in profiles[index].layer_tables]
+        if not (bool(tables) if options.links is None else options.links):
+            continue
+        progress(f"the link between {names[0]} and {names[1]}", None)
+        sent = [node.activation_bytes for graph in tables for node in graph.nodes]
+        measured, how = links.measure_link_between(requests[first], requests[second], sent)
+        notes[first][names[1]] = notes[second][names[0]] = how
+        if measured is not None:
+            there = TypeLink(device_type=names[1], links=measured)
+            found[first].append(there)
+            found[second].append(links.reversed_link(there, names[0]))
+    return tuple(
+        replace(
+            profile,
+            links_to=tuple(to),
+            provenance={**(profile.provenance or {}), "links_to": how}
+            if how
+            else profile.provenance,
+        )
+        for profile, to, how in zip(profiles, found, notes, strict=True)
+    )
 
 
 def _measured_device(request: DeviceRequest) -> tuple[str, str]:
@@ -220,6 +263,7 @@ def _measure(
         base_memory_bytes=base_memory,
         update_workspace_bytes=kept["workspace_bytes"],
         group_workspace_bytes=_group_workspace(curve, kept["workspace_bytes"] or 0, busy),
+        beside_tensors=_beside_tensors(curve, busy),
         seconds=time.monotonic() - start,
     )
 
@@ -283,10 +327,25 @@ def _group_workspace(curve: Curve, aside: int, busy: Busy) -> int | None:
     return max(0, *more) if more else None
 
 
+def _beside_tensors(curve: Curve, busy: Busy) -> BesideTensors | None:
+    """What no peak counts; None where peaks count the whole process.
+
+    Of a worker alone the most over sizes: the driver loads kernels when they are first used.
+    """
+    alone = [r.beside_bytes for r in curve.results if r.beside_bytes is not None]
+    if not alone:
+        return None
+    context, group = max(alone), busy.beside_bytes
+    return BesideTensors(
+        context_bytes=context, group_bytes=None if group is None else max(0, group - context)
+    )
+
+
 def _points(base: _Base, costs: LoopCosts, group_bytes: int = 0) -> tuple[BatchPoint, ...]:
     """The curve of the loop; peaks hold the update's room too, which an allocator keeps apart."""
     aside = (base.update_workspace_bytes or 0) + group_bytes
     peaks = {result.batch_size: result.peak_memory_bytes for result in base.curve.results}
+    fragments = {result.batch_size: result.fragmentation_bytes for result in base.curve.results}
     return tuple(
         BatchPoint(
             batch_size=point.batch_size,
@@ -298,6 +357,7 @@ def _points(base: _Base, costs: LoopCosts, group_bytes: int = 0) -> tuple[BatchP
                 max(0.0, point.step_seconds - (0.0 if base.no_loading else point.load_seconds)),
             ),
             step_seconds_error=point.error,
+            fragmentation_bytes=fragments[point.batch_size],
         )
         for point in costs.points
     )
@@ -400,6 +460,7 @@ def _profile(
         base_memory_bytes=base.base_memory_bytes,
         update_workspace_bytes=base.update_workspace_bytes,
         group_workspace_bytes=base.group_workspace_bytes,
+        beside_tensors=base.beside_tensors,
         provenance=provenance,
     )
 

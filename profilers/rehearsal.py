@@ -89,7 +89,8 @@ def rehearse(
 
     Returns:
         ``steps``: a ``StepTimes`` each, as JSON; ``no_loading``: why loading is not in them, or
-        None; with ``measures_peak`` also ``peak_memory_bytes``, while the group is still there.
+        None; with ``measures_peak`` also ``peak_memory_bytes`` and ``beside_bytes``, while the
+        group is still there.
     """
     parsed = files.from_json(config, LaunchConfig, name="config")
     largest = max(node.batch_size for slot in parsed.workers for node in slot.virtual_nodes)
@@ -101,7 +102,12 @@ def rehearse(
     with telling, _meeting(bench, parsed, rank, group) as store:
         loop = _Loop(bench, _place(bench, parsed, rank, store), source, is_empty=is_empty)
         steps = loop.run(warm_up_steps, num_steps, line)
-        peak = {"peak_memory_bytes": bench.peak_memory_bytes()} if measures_peak else {}
+        peak: dict[str, Any] = {}
+        if measures_peak:
+            peak = {
+                "peak_memory_bytes": bench.peak_memory_bytes(),
+                "beside_bytes": bench.beside_bytes(),
+            }
     return {"steps": steps, "no_loading": source.obstacle, **peak}
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ..runtime.median import FEWEST_FOR_AN_INTERVAL
 from ..runtime.step_times import StepTimes
-from .crew import Crew
+from .crew import Crew, GroupPeak
 from .rehearsal import config_of
 from .timing import Timing
 
@@ -43,11 +43,13 @@ class SyncInLoop:
         timing: Over rounds and sizes.
         by_size: [sizes] of each over its rounds; may be negative by noise.
         peak_bytes: [sizes] the most memory of a worker that synchronises.
+        beside_bytes: The most that no allocator of tensors holds of its device; None on a CPU.
     """
 
     timing: Timing
     by_size: dict[int, Timing]
     peak_bytes: dict[int, int]
+    beside_bytes: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -88,7 +90,7 @@ def measure_sync_in_loop(
     sizes = sizes_to_measure(pass_seconds)
     found: dict[int, list[float]] = {size: [] for size in sizes}
     steps: dict[int, list[float]] = {size: [] for size in sizes}
-    peaks: dict[int, int] = {}
+    peaks: dict[int, GroupPeak] = {}
     end = clock() + budget_seconds
     for number in range(_MOST_ROUNDS):
         is_known = all(_is_known(found[size], steps[size]) for size in sizes)
@@ -108,7 +110,10 @@ def measure_sync_in_loop(
     return SyncInLoop(
         timing=Timing.of([seconds for samples in found.values() for seconds in samples]),
         by_size={size: Timing.of(samples) for size, samples in found.items()},
-        peak_bytes=peaks,
+        peak_bytes={size: peak.peak_bytes for size, peak in peaks.items()},
+        beside_bytes=max(
+            (p.beside_bytes for p in peaks.values() if p.beside_bytes is not None), default=None
+        ),
     )
 
 

@@ -74,6 +74,7 @@ def _each(seconds: float, what: str) -> str:
 
 def _remarks(plan: PipelinePlan) -> Iterator[str]:
     yield from map(str, plan.estimates)
+    yield from map(str, plan.reserves)
     yield from plan.assumptions
     if plan.link_bytes_per_second is not None:
         yield (

@@ -77,6 +77,7 @@ def _slowest(plan: SplitPlan) -> DeviceGroup | None:
 
 def _remarks(plan: SplitPlan, predicted: Prediction) -> Iterator[str]:
     yield from map(str, plan.estimates)
+    yield from map(str, plan.reserves)
     if predicted.compute_seconds is None:
         return
     if predicted.load_seconds is None:

@@ -46,7 +46,7 @@ def parallel_table(plan: ParallelPlan) -> str:
     if plan.alternatives:
         lines.append(_points(plan))
     lines += [_gain(plan, gain) for gain in plan.with_more_devices]
-    return "\n".join([*lines, *map(str, plan.estimates)])
+    return "\n".join([*lines, *map(str, plan.estimates), *map(str, plan.reserves)])
 
 
 def _chunks(plan: ParallelPlan) -> str:

@@ -97,7 +97,12 @@ def plan_table(plan: SplitPlan) -> str:
         _parts_text(plan.predicted, estimated=bool(plan.estimates)),
         _proof_text(plan.proof),
     ]
-    lines += [*_simpler_lines(plan.proof), *_est_lines(plan), *map(str, plan.estimates)]
+    lines += [
+        *_simpler_lines(plan.proof),
+        *_est_lines(plan),
+        *map(str, plan.estimates),
+        *map(str, plan.reserves),
+    ]
     return "\n".join(lines)
 
 
@@ -133,7 +138,7 @@ def pipeline_table(plan: PipelinePlan) -> str:
     lines += [f"assumed: {sentence}" for sentence in plan.assumptions]
     if plan.trace is not None and plan.trace.obstacle is not None:
         lines.append(f"layers {plan.trace.obstacle}")
-    return "\n".join([*lines, *map(str, plan.estimates)])
+    return "\n".join([*lines, *map(str, plan.estimates), *map(str, plan.reserves)])
 
 
 _MINIMISED = {"step": "the whole step", "bottleneck": "the slowest stage or boundary"}

@@ -4,6 +4,7 @@ from math import log2
 from typing import Any, Literal
 
 from .cluster import Cluster
+from .device_memory import MemoryReserve
 from .errors import ProblemError
 from .estimate import Estimate
 from .layer_trace import LayerTrace
@@ -309,11 +310,13 @@ class ParallelPlan:
 
     Each replica of a stage runs at most ``num_microbatches`` microbatches of ``microbatch_size``
     samples; the last microbatches of the last group may be smaller. ``estimates`` are those of the
-    types in use whose profiles were not measured. ``trace`` is how the layers were found, so that a
-    launch finds the same ones; None is torch.fx. With ``sequence_parallel`` the devices of a group
-    share the tokens between the layers that they share. With ``num_model_chunks`` v above 1, stages
-    s, s + p, s + 2p, ... of the v p stages are on the same devices (4.2.2); each states the same
-    replicas, and the memory that all of them take together.
+    types in use whose profiles were not measured. ``reserves`` is the memory that it leaves free of
+    tensors on devices of the types in use, which ``memory_bytes`` counts. ``trace`` is how the
+    layers were found, so that a launch finds the same ones; None is torch.fx. With
+    ``sequence_parallel`` the devices of a group share the tokens between the layers that they
+    share. With ``num_model_chunks`` v above 1, stages s, s + p, s + 2p, ... of the v p stages are on
+    the same devices (4.2.2); each states the same replicas, and the memory that all of them take
+    together.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -335,6 +338,7 @@ class ParallelPlan:
     cluster: Cluster | None = None
     assumptions: tuple[str, ...] = ()
     estimates: tuple[Estimate, ...] = ()
+    reserves: tuple[MemoryReserve, ...] = ()
     trace: LayerTrace | None = None
     provenance: dict[str, Any] | None = None
 

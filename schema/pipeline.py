@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from .cluster import Cluster
+from .device_memory import MemoryReserve
 from .errors import ProblemError
 from .estimate import Estimate
 from .layer_trace import LayerTrace
@@ -517,6 +518,8 @@ class PipelinePlan:
     does not state. ``cluster`` is the pool if it states more than the number of devices of each
     type. ``assumptions`` are sentences on values that the plan uses but that were not measured
     directly. ``estimates`` are those of the types in use whose profiles were not measured.
+    ``reserves`` is the memory that it leaves free of tensors on devices of the types in use, which
+    ``memory_bytes`` counts; empty if there is none.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -541,6 +544,7 @@ class PipelinePlan:
     assumptions: tuple[str, ...] = ()
     trace: LayerTrace | None = None
     estimates: tuple[Estimate, ...] = ()
+    reserves: tuple[MemoryReserve, ...] = ()
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from .cluster import Cluster
+from .device_memory import MemoryReserve
 from .errors import ProblemError
 from .estimate import Estimate
 from .optimizer import OptimizerState
@@ -143,7 +144,8 @@ class SplitPlan:
     ``uniform_virtual_nodes`` is N if the request was for N equal virtual nodes. ``optimizer`` is
     the one whose state its memory counts; None if unknown. ``cluster`` is the pool that it was
     solved for, if this states more than the number of devices of each type. ``estimates`` are those
-    of the types in use whose profiles were not measured.
+    of the types in use whose profiles were not measured. ``reserves`` is the memory that it leaves
+    free of tensors on devices of the types in use; empty if there is none.
     """
 
     schema: Literal["hetflow.plan/1"] = "hetflow.plan/1"
@@ -161,6 +163,7 @@ class SplitPlan:
     optimizer: OptimizerState | None = None
     cluster: Cluster | None = None
     estimates: tuple[Estimate, ...] = ()
+    reserves: tuple[MemoryReserve, ...] = ()
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:

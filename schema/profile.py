@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+from .device_memory import BesideTensors
 from .errors import ProblemError
 from .estimate import Estimate
 from .layer_trace import LayerTrace
@@ -19,7 +20,7 @@ from .records import (
     record,
     register_keys,
 )
-from .step_costs import Links, MessageTime, PipelineCosts
+from .step_costs import Links, MessageTime, PipelineCosts, TypeLink
 
 SHORTEST_PASS_SECONDS = 1e-12  # a shorter time is a mistake, and its rate overflows
 
@@ -34,6 +35,8 @@ class BatchPoint:
     per virtual node; None if the file (older, or of another tool) does not separate them.
     ``step_seconds_error`` is half the width of the median's 95 % confidence interval, relative to
     the median. ``peak_memory_bytes`` is the device's peak over a whole training step.
+    ``fragmentation_bytes`` is what the allocator held of the device at its own peak beyond that;
+    None if it was not measured (on a CPU, whose peak is that of the whole process).
     """
 
     batch_size: Count
@@ -42,6 +45,7 @@ class BatchPoint:
     load_seconds: MeasuredSeconds | None = None
     virtual_node_seconds: MeasuredSeconds | None = None
     step_seconds_error: Ratio | None = None
+    fragmentation_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         if self.step_seconds < SHORTEST_PASS_SECONDS:
@@ -219,6 +223,11 @@ class Profile:
     if the allocator does not reuse memory freed by the passes for it (on a CPU).
     ``group_workspace_bytes`` is what a worker holds in addition while it communicates with others:
     partial sums, messages in transit, and threads. The peaks in ``busy`` include it.
+    ``beside_tensors`` is device memory that no peak counts; None where peaks count the whole
+    process (on a CPU), or if it was not measured.
+
+    ``links`` is the link between two devices of the type, ``links_to`` those to devices of other
+    types on the same host.
 
     ``estimate`` is how the profile was computed if it was not measured; its ``step_error`` is then
     that of the method.
@@ -242,16 +251,21 @@ class Profile:
     step_error: Ratio | None = None
     busy: BusyHost | None = None
     links: Links | None = None
+    links_to: tuple[TypeLink, ...] = ()
     pipeline: PipelineCosts | None = None
     base_memory_bytes: Bytes | None = None
     update_workspace_bytes: Bytes | None = None
     group_workspace_bytes: Bytes | None = None
+    beside_tensors: BesideTensors | None = None
     estimate: Estimate | None = None
     provenance: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _check_curve(self.batch_curve)
         self._check_layers()
+        others = [link.device_type for link in self.links_to]
+        if len(set(others)) != len(others) or self.device_type in others:
+            raise ProblemError("links_to holds other device types than the profile's, each once")
 
     def _check_layers(self) -> None:
         tables = self.layer_tables

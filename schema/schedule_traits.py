@@ -95,6 +95,14 @@ class ScheduleTraits:
         return self.num_model_chunks != (1,)
 
     @property
+    def channels_between(self) -> int:
+        """Most channels between two workers: activations one way and gradients the other.
+
+        Where a device holds several stages, two workers may be each other's next.
+        """
+        return 2 if self.placement == "line" else 4
+
+    @property
     def takes_chunks(self) -> bool:
         """Whether the user can choose the number of stages per device."""
         return len(self.num_model_chunks) > 1

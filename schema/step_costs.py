@@ -4,7 +4,16 @@ All are measured in the training loop (runtime/), and each is one term of a pred
 """
 
 from .errors import ProblemError
-from .records import Count, MeasuredSeconds, PositiveRate, Ratio, record, register_keys
+from .records import (
+    Bytes,
+    Count,
+    MeasuredSeconds,
+    Name,
+    PositiveRate,
+    Ratio,
+    record,
+    register_keys,
+)
 
 
 @record
@@ -31,16 +40,27 @@ class Links:
 
     ``latency_seconds`` and ``bytes_per_second`` are fitted to messages that go both ways at once,
     as they do in a pipeline that is full; ``points`` are the medians behind the fit.
+    ``channel_bytes`` is the device memory that one channel of a pipeline takes at each end, for the
+    buffers of its communicator; None on a CPU, or if it was not measured.
     """
 
     latency_seconds: MeasuredSeconds
     bytes_per_second: PositiveRate
     points: tuple[LinkPoint, ...]
+    channel_bytes: Bytes | None = None
 
     def __post_init__(self) -> None:
         sizes = [point.num_bytes for point in self.points]
         if sizes != sorted(set(sizes)):
             raise ProblemError("points must be sorted by num_bytes, each size once")
+
+
+@record
+class TypeLink:
+    """The link from the profile's device type to another type on the same host."""
+
+    device_type: Name
+    links: Links
 
 
 @record
@@ -79,4 +99,4 @@ class PipelineCosts:
             )
 
 
-register_keys(MessageTime, LinkPoint, Links, PipelineCosts)
+register_keys(MessageTime, LinkPoint, Links, TypeLink, PipelineCosts)

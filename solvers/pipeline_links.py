@@ -6,11 +6,13 @@ model are all of it, would be counted as the link's (docs/decisions.md).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.pipeline import TopologyLevel
 from ..schema.profile import Profile
+from ..schema.step_costs import Links
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +34,10 @@ def links_of(
 ) -> PoolLinks:
     """The links between a pool's devices: the pool's, else the user's, else the profiles'.
 
-    Inside a server of one type it is that type's measured link, between types the slowest of
-    theirs, and so between servers; where no profile measured any, the user is asked.
+    Inside a server of one type it is that type's measured link. Between types it is the slowest
+    measured link of all pairs of types; a pair that was not measured counts as the slowest link of
+    one type, and so does the network between servers. Where no profile measured any, the user is
+    asked.
 
     Args:
         profiles: One for each type of the pool.
@@ -79,6 +83,10 @@ class _Source:
         """The link between devices of unlike types in one server."""
         where = "between device types"
         found = self._slowest()
+        if stated is None and self._said is None:
+            pairs = self._between_pairs(found)
+            if pairs is not None:
+                return pairs
         if stated is None and self._said is None and found is not None:
             rate, of_type = found
             if len({_base(profile) for profile in self._profiles}) == 1:
@@ -89,6 +97,32 @@ class _Source:
                 )
             return rate
         return self._given(stated, where)
+
+    def _between_pairs(self, slowest: tuple[float, str] | None) -> float | None:
+        """The least rate of all pairs of types, where some pair was measured; else None.
+
+        A pair that was not measured counts as the slowest link between two devices of one type, if
+        there is one.
+        """
+        rates, missing = [], []
+        for one, other in combinations(self._profiles, 2):
+            measured = measured_between(one, other)
+            pair = f"between {one.device_type} and {other.device_type}"
+            if measured is None:
+                missing.append(pair)
+                continue
+            rates.append(measured.bytes_per_second)
+            self.measured.append(f"links {pair}: {_megabytes(rates[-1])}, as measured")
+        if not rates:
+            return None
+        for pair in missing:
+            if slowest is None:
+                self.assumed.append(f"links {pair}: {_megabytes(min(rates))}, the slowest measured")
+                continue
+            rate, of_type = slowest
+            rates.append(rate)
+            self.assumed.append(f"links {pair}: {_megabytes(rate)}, that between two {of_type}")
+        return min(rates)
 
     def between_servers(self, stated: float | None) -> float:
         """The network."""
@@ -126,6 +160,20 @@ class _Source:
             )
         self.assumed.append(f"links {where}: {_megabytes(self._said)}, by --link-bytes-per-second")
         return self._said
+
+
+def measured_between(one: Profile, other: Profile) -> Links | None:
+    """The measured link between devices of two types, from either's profile; None if unknown.
+
+    Profiles that were measured apart may both hold it; the slower one counts.
+    """
+    found = [
+        link.links
+        for here, there in ((one, other), (other, one))
+        for link in here.links_to
+        if link.device_type == there.device_type
+    ]
+    return min(found, key=lambda links: links.bytes_per_second, default=None)
 
 
 def _base(profile: Profile) -> str:

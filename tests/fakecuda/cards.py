@@ -62,6 +62,16 @@ def machine(environment: Mapping[str, str] = os.environ) -> list[Card]:
     return found
 
 
+def beside_tensors(environment: Mapping[str, str] = os.environ) -> tuple[int, int, int]:
+    """Bytes of a context, of a communicator, and of the segments in which tensors' memory comes."""
+    said = environment.get("FAKECUDA_BESIDE_TENSORS")
+    sizes = [re.fullmatch(r"(\d+)([KMG]iB)?", part) for part in (said or "0,0,1").split(",")]
+    if len(sizes) != 3 or None in sizes:
+        raise ValueError(f"FAKECUDA_BESIDE_TENSORS: {said!r}; write for example 300MiB,40MiB,2MiB")
+    context, communicator, segment = (int(m[1]) * _UNITS[m[2] or ""] for m in sizes if m)
+    return context, communicator, segment
+
+
 def visible(environment: Mapping[str, str] = os.environ) -> list[Card]:
     """The devices that a process with this environment sees, in order.
 

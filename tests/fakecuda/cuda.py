@@ -7,6 +7,7 @@
     FAKECUDA_HOST               the machine's name, also for ``socket.gethostname``
     FAKECUDA_PLATFORM           ``rocm`` for AMD's build of torch
     FAKECUDA_FAULTS             a folder for races and wrong collectives, a file a process
+    FAKECUDA_BESIDE_TENSORS     what no tensor holds; see ``cards.beside_tensors``
     FAKECUDA_WATCHDOG_SECONDS   from a lost peer to SIGABRT; 1 by default
 """
 
@@ -74,6 +75,7 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
         if not seen:
             raise RuntimeError("No CUDA GPUs are available")
         native.configure([card.memory_bytes for card in seen])
+        native.set_beside_tensors(*cards.beside_tensors()[:2])
         torch.cuda._initialized = True
         for seed in waiting_seeds:
             manual_seed_all(seed)
@@ -178,8 +180,15 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
                 native.seed(index, seed % (1 << 64))
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
-        all_bytes = seen[index_of(device)].memory_bytes
-        return all_bytes - native.used(index_of(device)), all_bytes
+        index = index_of(device)
+        all_bytes = seen[index].memory_bytes
+        taken = segments(native.used(index), index) + native.beside_tensors(index)
+        return max(0, all_bytes - taken), all_bytes
+
+    def segments(num_bytes: int, index: int) -> int:
+        segment = cards.beside_tensors()[2]
+        free = seen[index].memory_bytes - native.beside_tensors(index)
+        return int(max(num_bytes, min(-(-num_bytes // segment) * segment, free)))
 
     def used(device: Any = None) -> int:
         return int(native.used(index_of(device)))
@@ -218,9 +227,9 @@ def _cuda(torch: Any, native: Any) -> dict[str, Any]:
         "empty_cache": lambda: None,
         "mem_get_info": mem_get_info,
         "memory_allocated": used,
-        "memory_reserved": used,
+        "memory_reserved": lambda device=None: segments(used(device), index_of(device)),
         "max_memory_allocated": peak,
-        "max_memory_reserved": peak,
+        "max_memory_reserved": lambda device=None: segments(peak(device), index_of(device)),
         "reset_peak_memory_stats": lambda device=None: native.reset_peak(index_of(device)),
         "manual_seed_all": manual_seed_all,
         "manual_seed": lambda seed: native.seed(index_of(None), seed % (1 << 64)),

@@ -53,7 +53,7 @@ def test_a_report_of_a_trial_tells_versions_and_topology(gpus: GpuHost) -> None:
 
 
 def test_a_profile_of_two_types(gpus: GpuHost) -> None:
-    host = gpus(2, 1)
+    host = gpus(2, 1).also(FAKECUDA_BESIDE_TENSORS="300MiB,40MiB,2MiB")
     (host.folder / "target.py").write_text(TARGET)
     asked = ["--quick", "--batch-sizes", "8,32", "--sync-devices", "2", "--links"]
     devices = [word for kind in host.types for word in ("--device", kind)]
@@ -68,8 +68,25 @@ def test_a_profile_of_two_types(gpus: GpuHost) -> None:
             for point in profile.batch_curve
         )
         assert all(point.step_seconds > 0 for point in profile.batch_curve)
+        (across,) = profile.links_to
+        assert across.device_type in set(host.types) - {kind}
+        assert across.links.bytes_per_second > 0
+        beside = profile.beside_tensors
+        assert beside is not None
+        assert beside.context_bytes > 0
+        if not host.is_real:
+            assert beside.context_bytes == 300 << 20
+            assert across.links.channel_bytes == 40 << 20
+            for point in profile.batch_curve:
+                assert point.fragmentation_bytes is not None
+                held = point.peak_memory_bytes + point.fragmentation_bytes
+                assert held % (2 << 20) == 0
         if kind == host.types[0]:
             assert profile.sync is not None
+            assert profile.links is not None
+            if not host.is_real:
+                assert beside.group_bytes == 40 << 20
+                assert profile.links.channel_bytes == 40 << 20
 
 
 def test_a_profile_ends_its_curve_where_memory_does(software: GpuHost) -> None:

@@ -20,7 +20,7 @@ from hetflow.schema.profile import (
     Profile,
     Sync,
 )
-from hetflow.schema.step_costs import LinkPoint, Links, PipelineCosts
+from hetflow.schema.step_costs import LinkPoint, Links, PipelineCosts, TypeLink
 from hetflow.solvers.pipeline_links import links_of
 
 
@@ -189,6 +189,34 @@ def test_what_was_measured_elsewhere_is_an_assumption() -> None:
     assert said == "links inside V100 servers: 2000 MB/s, by --link-bytes-per-second"
     with pytest.raises(ProblemError, match="inside P100 servers is missing"):
         links_of(both, Cluster.parse("1xV100,2xP100"), None)
+
+
+def across(name: str, bytes_per_second: float) -> TypeLink:
+    return TypeLink(device_type=name, links=links(bytes_per_second))
+
+
+def test_the_measured_link_between_two_types_counts_and_the_slowest_pair_of_several() -> None:
+    one = profile(links=links(1e9), links_to=(across("P100", 3e8),))
+    other = profile("P100", links=links(2e9))
+    found = links_of([one, other], Cluster.parse("1xV100,2xP100"), None)
+    assert (found.between_types, found.assumed) == (3e8, ())
+    assert "links between V100 and P100: 300 MB/s, as measured" in found.measured
+    third = profile("T4", links=links(2e8))
+    found = links_of([one, other, third], Cluster.parse("1xV100,2xP100,1xT4"), None)
+    assert found.between_types == 2e8
+    assert found.assumed == (
+        "links between V100 and T4: 200 MB/s, that between two T4",
+        "links between P100 and T4: 200 MB/s, that between two T4",
+    )
+    # Stated bandwidths come first, and servers are joined by a network that nobody measured.
+    assert links_of([one, other], Cluster.parse("1xV100,2xP100"), 5e8).between_types == 5e8
+    apart = links_of([one, other], Cluster.parse("2x(1xV100,2xP100)"), None)
+    assert apart.between_types == 1e9
+    # Two lone devices need no link of their own type, and a slow link has a late message.
+    lone = [profile(links_to=(across("P100", 3e8),)), profile("P100")]
+    problem = pipeline_problem(lone, Cluster.parse("1xV100,1xP100"), 8)
+    assert problem.inter_bytes_per_second == 3e8
+    assert problem.message_seconds == lone[0].links_to[0].links.latency_seconds > 0
 
 
 def test_emulated_types_of_one_device_share_its_links() -> None:

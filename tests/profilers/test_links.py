@@ -17,9 +17,10 @@ from hetflow.profilers.links import (
     measure_links,
     measure_sync,
     message_sizes,
+    reversed_link,
 )
 from hetflow.profilers.targets import parse
-from hetflow.schema.step_costs import Links
+from hetflow.schema.step_costs import Links, TypeLink
 
 LATENCY = st.floats(1e-6, 1e-2)
 BANDWIDTH = st.floats(1e7, 1e11)
@@ -137,6 +138,31 @@ def test_sizes_are_denser_where_activations_lie() -> None:
     assert set(MESSAGE_BYTES) < set(sizes)
     assert {1 << 15, 1 << 17, 1 << 19, 1 << 21} == set(sizes) - set(MESSAGE_BYTES)
     assert list(sizes) == sorted(sizes)
+
+
+def test_sizes_reach_what_is_sent() -> None:
+    sizes = message_sizes((1000, 200 << 20))
+    assert sizes[-2:] == (64 << 20, 200 << 20)
+    assert list(sizes) == sorted(set(sizes))
+    assert message_sizes((1 << 26,))[-1] == 1 << 26
+
+
+def test_the_other_type_sees_the_link_the_other_way() -> None:
+    fast, slow = worker(1.0, 1e-4, 1e9), worker(2.0, 1e-4, 1e9)
+    fast["back"] = [[3 * seconds for seconds in samples] for samples in fast["back"]]
+    links, _ = links_of(MESSAGE_BYTES, {**fast, "channel_bytes": 5}, {**slow, "channel_bytes": 7})
+    assert links is not None
+    assert links.channel_bytes == 7
+    there = TypeLink(device_type="P100", links=links)
+    back = reversed_link(there, "V100")
+    assert back.device_type == "V100"
+    for point, again in zip(links.points, back.links.points, strict=True):
+        assert point.back_seconds == pytest.approx(3 * point.there_seconds)
+        assert (again.there_seconds, again.back_seconds) == (
+            point.back_seconds,
+            point.there_seconds,
+        )
+    assert reversed_link(back, "P100") == there
 
 
 @pytest.mark.parametrize("weight_bytes", [0, 288, 228_000, 46_000_004])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from hetflow.profilers.crew import GroupPeak
 from hetflow.profilers.sync_in_loop import SyncInLoop, measure_sync_in_loop, slowest
 from hetflow.runtime.step_times import StepTimes
 from hetflow.schema.launch import LaunchConfig
@@ -41,10 +42,10 @@ class Workers:
         size = config.workers[0].virtual_nodes[0].batch_size
         return self.steps(size, SYNC[size], num_steps)
 
-    def peak_together(self, config: LaunchConfig, *, num_steps: int) -> int:
+    def peak_together(self, config: LaunchConfig, *, num_steps: int) -> GroupPeak:
         size = config.workers[0].virtual_nodes[0].batch_size
         self.asked_for_peaks.append(size)
-        return 1000 + size
+        return GroupPeak(peak_bytes=1000 + size, beside_bytes=size)
 
 
 def measured(crew: Any, budget_seconds: float = 6.0) -> SyncInLoop:
@@ -68,6 +69,7 @@ def test_peaks_are_measured_once_a_size_and_apart_from_times() -> None:
     found = measured(crew)
     assert sorted(crew.asked_for_peaks) == [4, 16, 64]
     assert found.peak_bytes == {4: 1004, 16: 1016, 64: 1064}
+    assert found.beside_bytes == 64
 
 
 def test_the_first_steps_settle_and_the_slower_worker_counts() -> None:

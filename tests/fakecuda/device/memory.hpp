@@ -31,6 +31,11 @@ inline auto& pinned = *new std::map<void*, size_t>;
 inline auto& used = *new std::map<int, size_t>;
 inline auto& peak = *new std::map<int, size_t>;
 
+// What no tensor holds: a context a process, and buffers a communicator of the current device.
+inline size_t context_bytes = 0, communicator_bytes = 0;
+inline auto& communicators = *new std::map<int, size_t>;
+inline size_t beside_tensors(int device) { return context_bytes + communicators[device] * communicator_bytes; }
+
 // The host's devices. Python reads the environment when CUDA is first used: see cuda.py.
 inline std::vector<size_t> capacities;
 inline pid_t initialised_in = 0;
@@ -127,6 +132,7 @@ struct DeviceMemory final : c10::Allocator {
     Lock lock(mu);
     int device = current_device;
     size_t size = (asked + 511) / 512 * 512, all = capacities.at(device);
+    all -= std::min(all, beside_tensors(device));
     if (used[device] + size > all)
       TORCH_CHECK_WITH(
           OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", mebibytes(asked), ". GPU ", device,

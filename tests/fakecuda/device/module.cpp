@@ -83,6 +83,14 @@ PYBIND11_MODULE(_fakecuda, m) {
     Lock lock(mu);
     return peak[device];
   });
+  m.def("set_beside_tensors", [](size_t context, size_t communicator) {
+    context_bytes = context;
+    communicator_bytes = communicator;
+  });
+  m.def("beside_tensors", [](int device) {
+    Lock lock(mu);
+    return beside_tensors(device);
+  });
   m.def("reset_peak", [](int device) {
     Lock lock(mu);
     peak[device] = used[device];

@@ -96,11 +96,23 @@ struct FakeNCCL final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
   int64_t stream;
   int device = -1;
+  bool is_connected = false;  // at the first collective, as NCCL
   std::shared_ptr<std::atomic<bool>> aborted = std::make_shared<std::atomic<bool>>(false);
 
   FakeNCCL(int rank, int size, c10::intrusive_ptr<c10d::Backend> over) : Backend(rank, size), gloo(std::move(over)) {
     Lock lock(mu);
     stream = next_stream++;
+  }
+  ~FakeNCCL() override { disconnect(); }
+  void connect() {
+    Lock lock(mu);
+    if (!is_connected) communicators[device]++;
+    is_connected = true;
+  }
+  void disconnect() {
+    Lock lock(mu);
+    if (is_connected) communicators[device]--;
+    is_connected = false;
   }
   const std::string getBackendName() const override { return "nccl"; }
   void setSequenceNumberForGroup() override {}
@@ -109,6 +121,7 @@ struct FakeNCCL final : c10d::Backend {
   void eagerConnectSingleDevice(at::Device to) override { device = to.index(); }
   void abort() override {
     *aborted = true;
+    disconnect();
     gloo->abort();
   }
   void shutdown() override { gloo->shutdown(); }
@@ -132,6 +145,7 @@ struct FakeNCCL final : c10d::Backend {
   WorkPtr begin(const char* what, Tensors reads, Tensors writes, const std::function<WorkPtr(StrictWork&)>& start) {
     for (auto& tensor : reads) check(what, tensor);
     for (auto& tensor : writes) check(what, tensor);
+    connect();
     settle(stream_now());
     int64_t own = key_of(device, stream);
     settle(own);
