@@ -314,7 +314,7 @@ class ParallelPlan:
     tensors on devices of the types in use, which ``memory_bytes`` counts. ``trace`` is how the
     layers were found, so that a launch finds the same ones; None is torch.fx. With
     ``sequence_parallel`` the devices of a group share the tokens between the layers that they
-    share. With ``num_model_chunks`` v above 1, stages s, s + p, s + 2p, ... of the v p stages are on
+    share. With ``num_model_chunks`` v above 1, stages s, s + p, s + 2p, ... of v p stages are on
     the same devices (4.2.2); each states the same replicas, and the memory that all of them take
     together.
     """
