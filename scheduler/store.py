@@ -141,9 +141,9 @@ class Store:
 
     def _bring_up_to_date(self) -> None:
         """Add what earlier versions did not note; it counts from now on."""
-        if missing := self._missing():
+        if self._missing():
             with self.transaction():
-                for table, column, kind in missing:
+                for table, column, kind in self._missing():  # nobody else has by now
                     self.run(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
 
     def _missing(self) -> list[tuple[str, str, str]]:

@@ -7,11 +7,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hetflow.cli.main import run
 from hetflow.mechanisms.rounds.rules import RoundRules
+from hetflow.scheduler.leases import PLAN, RUN
 from hetflow.scheduler.loop import MOST_FAILURES, Scheduler, Settings
 from hetflow.scheduler.store import Store
 from hetflow.scheduler.submission import Submission, submit
+from hetflow.scheduler.view import queue
 from hetflow.schema.errors import ProblemError
+from hetflow.schema.files import read_plan, write
+from hetflow.schema.run import RunRecord
 from hetflow.tests.profiles import examples
 
 from .conftest import FakeEngine
@@ -72,6 +77,31 @@ def test_a_job_starts_at_once_on_an_idle_cluster_and_its_lease_is_renewed(
     cluster.tick(1.0)
     assert cluster.states() == ["done"]
     assert cluster.job(1)["device_seconds"] == pytest.approx(2 * (5 * ROUND + 1))
+
+
+def test_what_a_lease_measured_stands_beside_what_was_predicted_for_it(
+    cluster: Cluster, asked: Asked, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.submit(asked("a"))
+    cluster.tick()
+    [folder] = cluster.engine.running
+    plan = read_plan(folder / PLAN)
+    record = RunRecord(
+        plan=plan, status="interrupted", exit_code=143, world_size=1, wall_seconds=9.0,
+        num_steps=40, predicted_step_seconds=plan.predicted.step_seconds,
+        measured_step_seconds=2.0 * plan.predicted.step_seconds, step_seconds_error=None,
+        final_loss=None, parameters_digest=None, devices=(),
+    )  # fmt: skip
+    (folder / RUN).mkdir()
+    write(folder / RUN / "run.json", record)
+    cluster.engine.end(folder, 143)
+    cluster.tick(1.0)
+    [job] = queue(cluster.store)
+    assert job.measured is not None
+    assert job.measured.error == pytest.approx(-0.5)
+    assert job.measured.devices == ("cpu:fast:0",)
+    assert run(["queue", "--state", str(cluster.folder)]) == 0
+    assert f"{job.measured.steps_per_second:.3g} (-50.0 %)" in capsys.readouterr().out
 
 
 def test_more_jobs_than_devices_take_turns_by_weight(tmp_path: Path, asked: Asked) -> None:
