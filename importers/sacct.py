@@ -1,10 +1,11 @@
 """Read what ``sacct`` says of a Slurm cluster's jobs: ``--parsable2`` with a header, or ``--json``.
 
-From Slurm's documentation and from output of 22.05: a job's steps have lines of their own
-(``12.batch``); components of a heterogeneous job are ``12+0``, ``12+1``; an array's tasks ``12_3``;
-a job that was requeued has one line for each time (``--duplicates``). Newer releases wrap numbers
-of the JSON into ``{"set": true, "number": 5}`` and states into lists. Times are the cluster's
-local ones, or seconds where ``SLURM_TIME_FORMAT=%s`` was set.
+From the output of Slurm 22.05 with its database, and for newer releases from documentation: a job's
+steps have lines of their own (``12.batch``); components of a heterogeneous job are ``12+0``,
+``12+1``; an array's tasks ``12_3``; a job that was requeued has one line for each time
+(``--duplicates``). Newer releases wrap numbers of the JSON into ``{"set": true, "number": 5}`` and
+states into lists. Times are the cluster's local ones, or seconds where ``SLURM_TIME_FORMAT=%s`` was
+set.
 """
 
 import json
@@ -289,9 +290,10 @@ class _Run:
 
 
 def _job(number: str, rows: Sequence[_Row]) -> SacctJob | None:
+    rows = sorted(rows, key=lambda row: (row.submit or 0.0, row.start or 0.0))
     submits = [row.submit for row in rows if row.submit is not None]
     runs: list[_Run] = []
-    for row in sorted(rows, key=lambda row: row.start or 0.0):
+    for row in rows:
         if row.start is None or row.end is None or row.end <= row.start or not row.gpus:
             continue
         if runs and row.start < runs[-1].end:
