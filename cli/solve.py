@@ -36,8 +36,7 @@ def solve(
     strategy: Annotated[
         Literal["auto", "split", "pipeline", "parallel"],
         typer.Option(
-            help="Kind of plan; auto takes the faster of split and pipeline where profiles hold "
-            "layers; it leaves parallel plans out."
+            help="Kind of plan; auto takes the fastest of the three where profiles hold layers."
         ),
     ] = "auto",
     objective: Annotated[

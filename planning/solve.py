@@ -2,21 +2,24 @@
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from typing import Any, Literal
 
 from ..costs.memory import reserve_of
 from ..schema.device_memory import MemoryReserve
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
 from ..schema.files import Plan
+from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
 from .choose_pipeline import best_pipeline, check_flags
 from .inputs import flat, types_of
+from .limits import Clock
 from .pipeline_problem import reserve_in_pipeline
 from .request import SolveRequest, SplitOptions
-from .solve_parallel import best_parallel
+from .solve_parallel import best_parallel, goes_with_parallel
 from .solve_pipeline import trace_for
 
 _log = logging.getLogger("hetflow")
@@ -25,7 +28,8 @@ _log = logging.getLogger("hetflow")
 def solve(request: SolveRequest) -> Plan:
     """Find and check the best plan of the requested kind.
 
-    The kind ``auto`` takes the fastest of the kinds of plans that can be launched. Notes and
+    The kind ``auto`` takes the fastest of the kinds of plans that can be launched: split, pipeline
+    and parallel. Notes and
     warnings for the user go to the logger ``hetflow``.
 
     Raises:
@@ -95,7 +99,7 @@ def _plan(request: SolveRequest) -> Plan:
     if request.strategy == "split" or not _could_be_pipeline(request):
         _check_limits(request)
         return _split(request)
-    return _faster(request)
+    return _fastest_kind(request)
 
 
 def _check_limits(request: SolveRequest) -> None:
@@ -128,35 +132,98 @@ def _could_be_pipeline(request: SolveRequest) -> bool:
     return False
 
 
-def _faster(request: SolveRequest) -> SplitPlan | PipelinePlan:
+def _fastest_kind(request: SolveRequest) -> Plan:
+    """The fastest plan of all kinds, and for each other kind a line that says why it lost."""
     check_flags(request)
-    plans: list[SplitPlan | PipelinePlan] = []
+    plans: dict[str, Plan] = {}
+    others: list[dict[str, Any]] = []
     refused: dict[str, HetflowError] = {}
-    for kind, best in (("split", _split), ("pipeline", best_pipeline)):
+    for kind, best in _kinds(request).items():
         try:
-            plans.append(best(request))
+            plans[kind] = best()
         except (InfeasibleError, ProblemError) as error:
             refused[kind] = error
     if not plans:
         said = "; ".join(f"{kind}: {error.message}" for kind, error in refused.items())
         first = refused["split"]
         raise type(first)(said, hint=first.hint)
-    if refused:
-        ((missing, reason),) = refused.items()
-        say = _log.info if isinstance(reason, InfeasibleError) else _log.warning
-        fix = f" ({reason.hint})" if reason.hint else ""
-        say(f"there is no {missing} plan to compare with: {reason.message}{fix}")
-        return _compared(plans[0], {"kind": missing, "refused": reason.message})
-    taken, other = sorted(plans, key=lambda plan: plan.predicted.step_seconds)
-    gain = other.predicted.step_seconds / taken.predicted.step_seconds - 1
-    _log.info(f"{taken.kind} is {gain:.1%} faster than {other.kind}")
-    seconds = other.predicted.step_seconds
-    return _compared(taken, {"kind": other.kind, "step_seconds": seconds, "faster_by": gain})
+    known_as = _expressed_as(plans)
+    if known_as is not None:
+        seconds = plans.pop("parallel").predicted.step_seconds
+        reason = (
+            f"the best parallel plan shares no layer and is a {known_as}: left to the planner of "
+            f"{known_as}s, which counts more of what was measured"
+            + (" (--schedule auto interleaves too)" if known_as == "pipeline" else "")
+        )
+        _log.info(reason)
+        others.append({"kind": "parallel", "step_seconds": seconds, "reason": reason})
+    if not plans:
+        raise refused["split"]
+    least = min(plan.predicted.step_seconds for plan in plans.values())
+    taken = next(p for p in plans.values() if p.predicted.step_seconds <= least * (1 + 1e-9))
+    slower = sorted(
+        (plan for plan in plans.values() if plan is not taken),
+        key=lambda plan: plan.predicted.step_seconds,
+    )
+    compared = [_why_slower(taken, other) for other in slower]
+    compared += [*others, *(_why_refused(kind, error) for kind, error in refused.items())]
+    origin = {**(taken.provenance or {}), "compared_with": compared}
+    return dataclasses.replace(taken, provenance=origin)
 
 
-def _compared(plan: SplitPlan | PipelinePlan, other: dict[str, Any]) -> SplitPlan | PipelinePlan:
-    origin = {**(plan.provenance or {}), "compared_with": other}
-    return dataclasses.replace(plan, provenance=origin)
+def _kinds(request: SolveRequest) -> dict[str, Callable[[], Plan]]:
+    """The kinds of plans to compare, simplest first; of equal plans the first is taken."""
+    clock, limits = Clock(request.limits), request.limits
+    if not goes_with_parallel(request):
+        _log.info("parallel plans are not compared: options of pipelines were given")
+        return {"split": lambda: _split(request), "pipeline": lambda: best_pipeline(request)}
+    if limits.time_limit_seconds is not None:
+        limits = dataclasses.replace(limits, time_limit_seconds=limits.time_limit_seconds / 2)
+    half = dataclasses.replace(request, limits=limits)
+    return {
+        "split": lambda: _split(request),
+        "pipeline": lambda: best_pipeline(half),
+        "parallel": lambda: best_parallel(request, clock),
+    }
+
+
+def _expressed_as(plans: dict[str, Plan]) -> str | None:
+    """The other kind of plan that the parallel plan is an instance of; None if there is none.
+
+    The plans train alike, but the planner of that kind counts more of what was measured: memory and
+    synchronisation of whole passes for splits, overheads of a step for pipelines.
+    """
+    plan = plans.get("parallel")
+    if not isinstance(plan, ParallelPlan):
+        return None
+    shares_layers = any(
+        group.tensor_parallel_size > 1 for stage in plan.stages for group in stage.replicas
+    )
+    recomputes = any(stage.recompute != "none" for stage in plan.stages)
+    mixes = any(len(stage.replicas) > 1 for stage in plan.stages)
+    if shares_layers or recomputes:
+        return None
+    if len(plan.stages) == 1:
+        return "split"  # also where the memory measured for whole passes allows none
+    return "pipeline" if "pipeline" in plans and not mixes else None
+
+
+def _why_slower(taken: Plan, other: Plan) -> dict[str, Any]:
+    seconds, least = other.predicted.step_seconds, taken.predicted.step_seconds
+    gain = seconds / least - 1
+    reason = (
+        f"{taken.kind} is {gain:.1%} faster than {other.kind} ({least * 1e3:.4g} against "
+        f"{seconds * 1e3:.4g} ms a step)"
+    )
+    _log.info(reason)
+    return {"kind": other.kind, "step_seconds": seconds, "faster_by": gain, "reason": reason}
+
+
+def _why_refused(kind: str, reason: HetflowError) -> dict[str, Any]:
+    say = _log.info if isinstance(reason, InfeasibleError) else _log.warning
+    fix = f" ({reason.hint})" if reason.hint else ""
+    say(f"there is no {kind} plan to compare with: {reason.message}{fix}")
+    return {"kind": kind, "refused": reason.message}
 
 
 def _split(request: SolveRequest) -> SplitPlan:

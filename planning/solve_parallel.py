@@ -11,7 +11,7 @@ from ..schema.parallel import (
     ParallelPrediction,
     ParallelProblem,
 )
-from ..schema.schedule_traits import traits
+from ..schema.schedule_traits import DEFAULT_SCHEDULE, traits
 from .limits import Clock
 from .request import PipelineOptions, SolveRequest, SplitOptions
 from .solve_pipeline import links_between, trace_for
@@ -19,8 +19,12 @@ from .solve_pipeline import links_between, trace_for
 _log = logging.getLogger("hetflow")
 
 
-def best_parallel(request: SolveRequest) -> ParallelPlan:
+def best_parallel(request: SolveRequest, clock: Clock | None = None) -> ParallelPlan:
     """Find and check the plan with the shortest step; with ``top``, the Pareto table too.
+
+    Args:
+        request: The request for a plan.
+        clock: Shares a time limit with other searches; None starts one.
 
     Raises:
         ProblemError: Profiles, pool and flags do not fit together.
@@ -46,7 +50,7 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         num_model_chunks=_chunks(asked.num_model_chunks),
         memory_reserve_bytes=request.memory_reserve_bytes,
     )
-    plan = solve(problem, effort=Clock(request.limits).effort())
+    plan = solve(problem, effort=(clock or Clock(request.limits)).effort())
     faults = parallel_faults(
         problem, request.profiles, request.pool, request.memory_reserve_bytes
     ) + check(plan, problem)
@@ -56,7 +60,7 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         _log.warning(line)
     others = alternatives(problem, plan, request.parallel.top - 1)
     degrees = {size.tensor_parallel_size for size in problem.sizes}
-    if degrees == {1}:
+    if degrees == {1} and request.strategy == "parallel":
         _log.info(
             "the profiles hold no tensor_layers: tensor-parallel degrees above 1 are not tried"
         )
@@ -97,19 +101,25 @@ def _unused_degrees(problem: ParallelProblem) -> list[str]:
     return lines
 
 
-def _check_flags(request: SolveRequest) -> None:
-    """Refuse options of other kinds of plans, which would have no effect."""
+def goes_with_parallel(request: SolveRequest) -> bool:
+    """Whether no option of other kinds of plans was given, which would have no effect."""
+    asked = request.pipeline
     kept = PipelineOptions(
-        microbatch_size=request.pipeline.microbatch_size,
-        link_bytes_per_second=request.pipeline.link_bytes_per_second,
-        num_model_chunks=request.pipeline.num_model_chunks,
+        schedule="auto" if asked.schedule == "auto" else DEFAULT_SCHEDULE,
+        microbatch_size=asked.microbatch_size,
+        link_bytes_per_second=asked.link_bytes_per_second,
+        num_model_chunks=asked.num_model_chunks,
     )
-    if request.split != SplitOptions() or request.pipeline != kept:
+    return request.split == SplitOptions() and asked == kept
+
+
+def _check_flags(request: SolveRequest) -> None:
+    if not goes_with_parallel(request):
         raise ProblemError(
             "options of splits or of pipelines do not go with parallel plans",
             hint="`hetflow solve parallel --help` lists those that do",
         )
-    if request.fastest:
+    if request.fastest and request.strategy == "parallel":
         raise ProblemError(
             "--fastest does not go with parallel plans: the fastest on paper is what is taken",
             hint="leave it out",

@@ -13,7 +13,7 @@ from hetflow.protocol.lower_pipeline import lower_pipeline
 from hetflow.schema import files
 from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.optimizer import OptimizerState
-from hetflow.schema.profile import LayerGraph, LayerNode, Profile
+from hetflow.schema.profile import LayerGraph, LayerNode, Profile, TensorLayers
 from hetflow.schema.step_costs import Links
 
 Hetflow = Callable[..., Any]
@@ -221,15 +221,46 @@ def test_auto_takes_the_faster_kind_and_says_what_it_beat(hetflow: Hetflow, fold
         kind: json.loads(solve(hetflow, folder, "--strategy", kind, *LINK).stdout)["predicted"][
             "step_seconds"
         ]
-        for kind in ("split", "pipeline")
+        for kind in ("split", "pipeline", "parallel")
     }
     chosen = json.loads(solve(hetflow, folder, *LINK).stdout)
-    best = min(steps, key=lambda kind: steps[kind])
-    assert chosen["kind"] == best
-    other = chosen["provenance"]["compared_with"]
-    assert other["step_seconds"] == max(steps.values())
-    assert other["kind"] != best
-    assert other["faster_by"] == pytest.approx(max(steps.values()) / min(steps.values()) - 1)
+    best = chosen["kind"]
+    others = compared(chosen)
+    assert others.keys() == steps.keys() - {best}
+    for kind, other in others.items():
+        assert other["step_seconds"] == steps[kind]
+        if "faster_by" not in other:  # two stages on one device each
+            assert "shares no layer and is a pipeline" in other["reason"]
+            continue
+        assert other["faster_by"] == pytest.approx(steps[kind] / steps[best] - 1)
+        assert other["faster_by"] >= 0
+        assert f"{best} is {other['faster_by']:.1%} faster than {kind} (" in other["reason"]
+
+
+def compared(plan: dict[str, Any]) -> dict[str, Any]:
+    """What a plan says of the other kinds of plans."""
+    return {other["kind"]: other for other in plan["provenance"]["compared_with"]}
+
+
+def test_auto_takes_a_parallel_plan_that_no_other_kind_is(
+    hetflow: Hetflow, folder: Path, make_profile: Callable[..., Profile]
+) -> None:
+    """Layers that a group of two runs in half the time; no profiled batch fits a device."""
+    whole = small_layers(make_profile("V100", 1.0), device_memory_bytes=1 << 30)
+    assert whole.layers is not None
+    halves = tuple(
+        replace(n, forward_seconds=0.00025, backward_seconds=0.0005, weight_bytes=2)
+        for n in whole.layers.nodes
+    )
+    cut = TensorLayers(tensor_parallel_size=2, layers=replace(whole.layers, nodes=halves))
+    files.write(folder / "v100.json", replace(whole, tensor_layers=(cut,)), force=True)
+    answer = solve(hetflow, folder, "--link-bytes-per-second", "1e12")
+    chosen = json.loads(answer.stdout)
+    assert chosen["kind"] == "parallel", answer.stderr
+    assert {g["tensor_parallel_size"] for s in chosen["stages"] for g in s["replicas"]} == {2}
+    assert compared(chosen).keys() == {"split", "pipeline"}
+    alone = json.loads(solve(hetflow, folder, "--num-stages", "2", *LINK).stdout)
+    assert compared(alone).keys() == {"split"}  # an option of pipelines leaves parallel plans out
 
 
 @pytest.fixture
@@ -283,8 +314,7 @@ def test_auto_by_hand(hetflow: Hetflow, folder: Path, make_profile: Callable[...
     by_hand = 9 * 0.003 + 0.002
     assert chosen["predicted"]["step_seconds"] == pytest.approx(by_hand, rel=1e-3)
     # Two devices of 32 samples: 34 ms, 20 ms of synchronisation, 4 ms of update.
-    other = chosen["provenance"]["compared_with"]
-    assert other["kind"] == "split"
+    other = compared(chosen)["split"]
     assert other["step_seconds"] == pytest.approx(0.034 + 0.020 + 0.004)
     assert other["faster_by"] == pytest.approx(0.058 / by_hand - 1, rel=1e-3)
 
@@ -297,8 +327,7 @@ def test_auto_takes_the_only_kind_there_is(
     files.write(folder / "v100.json", tight, force=True)
     chosen = json.loads(solve(hetflow, folder, *LINK).stdout)
     assert chosen["kind"] == "pipeline"
-    assert chosen["provenance"]["compared_with"]["kind"] == "split"
-    assert "refused" in chosen["provenance"]["compared_with"]
+    assert "refused" in compared(chosen)["split"]
     # 1 MiB of memory holds neither: both reasons are told.
     heavy = replace(layered(make_profile("V100", 1.0)), device_memory_bytes=1 << 20)
     files.write(folder / "v100.json", heavy, force=True)
@@ -319,7 +348,7 @@ def test_auto_without_a_bandwidth_still_splits(hetflow: Hetflow, folder: Path) -
     files.write(folder / "v100.json", replace(profile, sync=None), force=True)
     made = json.loads(solve(hetflow, folder).stdout)
     assert made["kind"] == "split"
-    refused = made["provenance"]["compared_with"]["refused"]
+    refused = compared(made)["pipeline"]["refused"]
     assert "bandwidth inside V100 servers is missing" in refused
 
 
@@ -329,7 +358,8 @@ def test_auto_compares_over_the_links_that_were_measured(hetflow: Hetflow, folde
     files.write(folder / "v100.json", replace(profile, links=links), force=True)
     unsaid, said = (solve(hetflow, folder, *rate) for rate in ((), (LINK[0], "5e9")))
     assert json.loads(unsaid.stdout) == json.loads(said.stdout)
-    assert json.loads(unsaid.stdout)["provenance"]["compared_with"]["faster_by"] > 0
+    (split,) = (o for o in compared(json.loads(unsaid.stdout)).values() if "faster_by" in o)
+    assert split["faster_by"] > 0
 
 
 def test_more_stages_than_layers_is_one_line(hetflow: Hetflow, folder: Path) -> None:
