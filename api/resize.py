@@ -85,10 +85,11 @@ def _mapping(
         return renumbered(now, lower(_plan_of(plan, SplitPlan), now.seed, now.determinism))
     assert pool is not None
     devices = pool_of(pool)
+    before = files.read(run / "plan.json", SplitPlan)
     if profiles is not None:
-        return renumbered(now, lower(split_again(now, profiles, pool), now.seed))
+        return renumbered(now, lower(split_again(now, before, profiles, pool), now.seed))
     types = [name for name, number in devices.num_devices.items() for _ in range(number)]
-    return spread(now, types, seconds_a_sample(now, files.read(run / "plan.json", SplitPlan)))
+    return spread(now, types, seconds_a_sample(now, before))
 
 
 def _plan_of(

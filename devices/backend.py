@@ -86,6 +86,9 @@ class DeviceBackend(ABC):
         early_variables: Prefixes of environment variables that are read when the libraries of this
             kind are loaded, with the reason.
         late_variables: Of those, the ones that are read at the first use of a device.
+        abortable_with: Environment variables, read when a group is made, with which a process may
+            abort the collectives of a group that has lost a worker, and live on; None where it
+            cannot.
     """
 
     kind: ClassVar[str]
@@ -94,6 +97,7 @@ class DeviceBackend(ABC):
     bucket_bytes: ClassVar[int]
     early_variables: ClassVar[Mapping[str, str]] = {}
     late_variables: ClassVar[Mapping[str, str]] = {}
+    abortable_with: ClassVar[Mapping[str, str] | None] = None
 
     @property
     def num_threads(self) -> int:

@@ -36,6 +36,9 @@ class CudaBackend(AcceleratorBackend):
         (VISIBLE, VISIBLE_TO_ROCM), "the driver reads it at its first use, after the fork"
     )
 
+    # Else NCCL's watchdog ends the process when it finds another gone, or late.
+    abortable_with = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+
     def local_devices(self) -> tuple[LocalDevice, ...]:
         """The visible GPUs by type, in torch's order."""
         gpus = local_gpus()

@@ -48,4 +48,6 @@ def supervision_of(request: LaunchRequest) -> Supervision[Alone] | Supervision[T
     if request.config.pipeline is not None:
         return Supervision(alone, "heartbeats", Repartitions)
     channel: Channel = "changes" if request.policy == "stop" else "losses"
+    if channel == "losses" and request.on_failure is not None:  # asked for, so worth a wait a step
+        channel = "device-losses"
     return Supervision(alone, channel, Generations)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from ..schema.cluster import Cluster
+from ..schema.device_memory import asked_bytes
 from ..schema.errors import ProblemError
 from ..schema.files import Plan
 from ..schema.optimizer import OptimizerState
@@ -40,7 +41,7 @@ def faults_of_plan(
     optimizer = optimizer or plan.optimizer
     free = memory_reserve_bytes
     if free is None:
-        free = max((reserve.asked_bytes for reserve in plan.reserves), default=0)
+        free = asked_bytes(plan.reserves)
     if isinstance(plan, PipelinePlan):
         if profiles is None:
             raise ProblemError(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import cast
 
+from ..schema.device_memory import asked_bytes
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig
 from ..schema.pipeline import PipelinePlan
@@ -13,11 +14,14 @@ from .request import PipelineOptions, SolveRequest, SplitOptions
 from .solve import solve
 
 
-def split_again(now: LaunchConfig, profiles: Profiles, pool: Pool) -> SplitPlan | PipelinePlan:
+def split_again(
+    now: LaunchConfig, before: SplitPlan, profiles: Profiles, pool: Pool
+) -> SplitPlan | PipelinePlan:
     """Find the best split of a job's equal virtual nodes over other devices.
 
     Args:
         now: The config of the running launch.
+        before: The plan that the launch started with.
         profiles: Profiles of its model, or their folder.
         pool: All devices that the job has from now on.
 
@@ -33,7 +37,9 @@ def split_again(now: LaunchConfig, profiles: Profiles, pool: Pool) -> SplitPlan 
         )
     options = SplitOptions(virtual_nodes=len(sizes), interpolate=True)
     asked = replace(_request(now, profiles, pool), strategy="split", split=options)
-    return cast(SplitPlan | PipelinePlan, solve(replace(asked, optimizer=now.optimizer)))
+    free = asked_bytes(before.reserves)
+    kept = replace(asked, optimizer=now.optimizer, memory_reserve_bytes=free)
+    return cast(SplitPlan | PipelinePlan, solve(kept))
 
 
 def cut_again(
@@ -64,7 +70,7 @@ def cut_again(
         link_bytes_per_second=before.link_bytes_per_second,
     )
     asked = replace(_request(now, profiles, pool), strategy="pipeline", pipeline=options)
-    free = max((reserve.asked_bytes for reserve in before.reserves), default=0)
+    free = asked_bytes(before.reserves)
     kept = replace(asked, optimizer=before.optimizer, memory_reserve_bytes=free)
     return cast(SplitPlan | PipelinePlan, solve(kept))
 

@@ -41,8 +41,9 @@ JOINS = "HETFLOW_JOINS"  # the generation that a joining worker will join
 HANDOVER = "HETFLOW_HANDOVER"  # folder in which a pipeline saves its parts for a new plan
 FOLLOWS = "HETFLOW_FOLLOWS"  # whether others train until this worker is ready
 # What the control channel carries; each value includes those before it: heartbeats; changes of
-# workers while the job trains; continuing after workers die.
-Channel = Literal["heartbeats", "changes", "losses"]
+# workers while the job trains; continuing after workers die; the same over the devices' library,
+# for which the host waits for the device at the end of each step.
+Channel = Literal["heartbeats", "changes", "losses", "device-losses"]
 DEFAULT_TIMEOUT_SECONDS = 600.0
 DEFAULT_COMPARE_EVERY = 50
 

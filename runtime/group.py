@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ..devices.backend import backend_of
-from ..devices.collectives import choose_collective
+from ..devices.collectives import choose_collective, is_on_devices
 from ..devices.emulated import base_type
 from ..devices.host import TORCH_DEVICE
 from ..devices.local import device_of_type, own_type
@@ -117,10 +117,10 @@ def join(start: Start, device: torch.device | None = None) -> Place:
             is_outside=True,
         )
     with control.connections.opening():
-        return replace(_join(start, device), control=control)
+        return replace(_join(start, device, control), control=control)
 
 
-def _join(start: Start, device: torch.device | None) -> Place:
+def _join(start: Start, device: torch.device | None, control: Control | None = None) -> Place:
     assert start.config is not None
     store = _connect(start, _Jobs.opened) if start.address else None
     if start.follows and store is not None and not _Jobs.opened:
@@ -137,7 +137,7 @@ def _join(start: Start, device: torch.device | None) -> Place:
     _meeting(start, store).arrive(start.rank)
     slot = start.config.workers[_slot_of(start, store)]
     chosen = _device_of(slot, start, device)
-    _init_group(slot.rank, chosen, start, store)
+    _init_group(slot.rank, chosen, start, store, control)
     return Place(
         start=start,
         slot=slot,
@@ -186,7 +186,7 @@ def enter_generation(place: Place, message: Resize | Recover, control: Control) 
         store = _connect(start).under(f"generation/{control.generation}")
         _Jobs.opened = max(_Jobs.opened, 1)
         if config.world_size > 1:
-            _init_group(rank, place.device, start, store)
+            _init_group(rank, place.device, start, store, control)
     return replace(
         place,
         start=start,
@@ -208,7 +208,7 @@ def enter_handover(place: Place, message: Resize, control: Control) -> None:
     start = replace(place.start, config=message.config, world_size=size)
     with control.connections.opening():
         store = _connect(start).under(f"handover/{message.generation}")
-        _init_group(rank, place.device, start, store)
+        _init_group(rank, place.device, start, store, control)
 
 
 def num_groups() -> int:
@@ -216,8 +216,15 @@ def num_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
 
 
-def close_group() -> None:
-    """Leave the process group, if hetflow made the one that this worker is in."""
+def close_group(*, is_lost: bool = False) -> None:
+    """Leave the process group, if hetflow made the one that this worker is in.
+
+    Args:
+        is_lost: Whether a worker of it is gone. Collectives between devices are then aborted.
+    """
+    if is_lost and _Jobs.own_group and is_on_devices():
+        peers.forget_aborted_groups()
+        _Jobs.own_group = False
     if _Jobs.own_group and dist.is_initialized():
         groups: list[object] = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
@@ -302,8 +309,15 @@ def _device_of(slot: WorkerSlot, start: Start, asked: torch.device | None) -> to
     return found
 
 
-def _init_group(rank: int, device: torch.device, start: Start, store: SharedStore) -> None:
+def _init_group(
+    rank: int,
+    device: torch.device,
+    start: Start,
+    store: SharedStore,
+    control: Control | None = None,
+) -> None:
     """Initialise the default group, unless an earlier job or the script has done so."""
+    survives = control is not None and control.survives_on_devices
     backend = backend_of(device)
     backend.set_current(device)
     if dist.is_initialized():
@@ -313,6 +327,9 @@ def _init_group(rank: int, device: torch.device, start: Start, store: SharedStor
                 hint="call hf.prepare first, and leave init_process_group out",
             )
         return
+    if survives:
+        for name, value in (backend.abortable_with or {}).items():
+            os.environ.setdefault(name, value)
     store.set(f"build/{rank}", own_build(device).text())
     store.set(f"device/{rank}", json.dumps(_identity(device)))
     meeting = _meeting(start, store)

@@ -9,6 +9,7 @@ NCCL's and the store's errors have types in torch. gloo's are plain RuntimeError
 call or by ``wait``; a collective on valid tensors raises no other plain RuntimeError.
 """
 
+import contextlib
 import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -102,6 +103,21 @@ send = guarded("send", dist.send)
 receive = guarded("receive", cast("Callable[..., int | None]", dist.recv))
 init_process_group = guarded("init_process_group", dist.init_process_group)
 new_group = guarded("new_group", dist.new_group)
+
+
+def abort_groups() -> None:
+    """Abort the collectives of all groups, so that nothing waits for their workers any more.
+
+    May be called from any thread, and again. What an aborted collective leaves behind is garbage.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with contextlib.suppress(RuntimeError):  # it may be gone already
+            group.abort()
+
+
+def forget_aborted_groups() -> None:
+    """Leave groups whose collectives were aborted: destroying them would wait for their workers."""
+    dist.distributed_c10d._abort_process_group()
 
 
 def send_over(group: dist.ProcessGroup, part: Tensor, peer: int, tag: int) -> Transfer:

@@ -189,9 +189,14 @@ def _reducer_of(session: Session) -> GradientReducer:
         is_first=place.rank == 0,
         keeps_carried=place.control is not None and place.control.changes,
         num_sums=packed_sums(len(session.batch_sizes) or 1, len(session.parameters)).length
-        if place.distributed and is_on_devices()
+        if place.distributed and is_on_devices() and not _survives_on_devices(place)
         else 0,
     )
+
+
+def _survives_on_devices(place: Place) -> bool:
+    """Whether sums travel with the mirrored buffers, which other workers may continue from."""
+    return place.control is not None and place.control.survives_on_devices
 
 
 class WholeState:

@@ -1,5 +1,7 @@
 """Memory of a device beside the tensors that torch's allocator counts."""
 
+from collections.abc import Sequence
+
 from .records import Bytes, Name, record, register_keys
 
 
@@ -57,6 +59,11 @@ class MemoryReserve:
             f"{self.device_type}: {self.total_bytes / 2**20:.0f} MiB of a device are left free of "
             f"tensors ({', '.join(parts)})"
         )
+
+
+def asked_bytes(reserves: Sequence[MemoryReserve]) -> int:
+    """Bytes of each device that the user asked a plan to leave free; all types have the same."""
+    return max((reserve.asked_bytes for reserve in reserves), default=0)
 
 
 register_keys(BesideTensors, MemoryReserve)

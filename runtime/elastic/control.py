@@ -40,7 +40,8 @@ class Control:
         line: The socket, connected to the controller.
         worker: The controller's name for this worker; ranks change, names stay.
         channel: What the channel is used for: ``changes`` says whether workers may join and leave,
-            ``survives`` whether the job continues when other workers die.
+            ``survives`` whether the job continues when other workers die, and
+            ``survives_on_devices`` whether also where collectives go from device to device.
     """
 
     _of_process: ClassVar["Control | None"] = None
@@ -48,7 +49,9 @@ class Control:
     def __init__(self, line: socket.socket, worker: str, channel: Channel) -> None:
         self._line, self._sending = line, threading.Lock()
         self.worker, self.changes = worker, channel != "heartbeats"
-        self.survives = channel == "losses"
+        self.survives = channel in ("losses", "device-losses")
+        self.survives_on_devices = channel == "device-losses"
+        self.abort: Callable[[], None] = lambda: None
         self.num_jobs = 0
         self.is_closed = False
         self._changed = threading.Condition()
@@ -94,6 +97,7 @@ class Control:
         """Tell the controller, with a reason, that workers cannot change any more."""
         if not self.is_closed:
             self.is_closed, self.survives = True, False
+            self.survives_on_devices = False
             self.send(Closed(why=why))
 
     @property
@@ -159,6 +163,7 @@ class Control:
                     self.may_leave = True
             self._changed.notify_all()
         if isinstance(message, Abort):
+            self.abort()
             self.connections.cut()
 
 

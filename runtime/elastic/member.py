@@ -8,6 +8,7 @@ The buffers of the dead worker's virtual nodes come from the mirror. Only the st
 lost (VirtualFlow 4.1 and 7).
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from ...devices.backend import backend_of
 from ...devices.collectives import is_on_devices
 from ...protocol.messages import Fragile, Joined, Lost, Paused, Ready, Recover, Resize
 from ...schema.errors import PeerLostError
@@ -26,6 +28,7 @@ from ..data import Batch, is_drawn
 from ..engine import Step
 from ..epoch import Epochs
 from ..group import Place, close_group, enter_generation, enter_handover, num_groups
+from ..peers import abort_groups
 from ..places import holdings_of
 from ..progress import Progress, check_fits
 from ..session import Session
@@ -82,13 +85,42 @@ class Member:
         self._is_outside = session.place.is_outside
         self._has_said_so = self._is_outside
         self._survives = control.survives
+        self._waits = False
         self._check_backend()
 
     def _check_backend(self) -> None:
-        """Refuse NCCL: it does not tell the host when a collective is complete."""
-        if self._survives and is_on_devices():
+        """Go on without lost workers over NCCL only if that was asked for: it takes a wait a step.
+
+        NCCL does not tell the host when a collective is complete, so the host must wait for it.
+        """
+        self._waits = False
+        if not (self._survives and is_on_devices()):
+            return
+        needed = backend_of(self._session.device).abortable_with
+        is_set = needed is not None and all(os.environ.get(n) == v for n, v in needed.items())
+        if self._control.survives_on_devices and is_set:
+            self._waits = True
+            self._control.abort = abort_groups
+        else:
             self._survives = False
             self._control.send(Fragile())
+
+    def _complete(self) -> None:
+        """Wait until the device has done what this operation asked of it.
+
+        When another worker is lost, the controller's message aborts the collectives in another
+        thread. The device then goes on, with garbage in place of their results.
+
+        Raises:
+            PeerLostError: That has happened, or may have.
+        """
+        if not self._waits:
+            return
+        backend = backend_of(self._session.device)
+        with self.waiting():
+            backend.wait_for(backend.mark(self._session.device))
+        if self._control.is_broken:
+            raise PeerLostError("another worker is gone")
 
     # Operations
 
@@ -118,6 +150,7 @@ class Member:
                     raise PeerLostError("another worker is gone")
                 has_begun = True
                 answer = function()
+                self._complete()
                 break
             except Exception as error:
                 if not self._is_loss(error):
@@ -173,6 +206,7 @@ class Member:
                 return engine.exchange()
             totals.extra = self.mirror.found
             sums = engine.exchange(self._start if self.mirror.names else None)
+            self._complete()
             if totals.extra and self.mirror.grow(totals.extras_of(sums)):
                 self.mirror.launch(holdings_of(session.place), session.rank)
                 self.mirror.wait()
@@ -237,8 +271,10 @@ class Member:
             self._engine.undo()
             self.mirror.undo()
         while True:
+            if self._waits:
+                self._control.abort()
             self._control.connections.cut()
-            close_group()
+            close_group(is_lost=True)
             message = self._await_recovery(error)
             try:
                 place = enter_generation(self._session.place, message, self._control)
@@ -291,7 +327,13 @@ class Member:
         """Send the result of the last operation to the lagging workers."""
         ranks, behind = message.ranks, message.behind
         if self._control.worker in behind:
-            found: dict[str, Any] = transfer.receive(ranks[message.donor])
+            try:
+                found: dict[str, Any] = transfer.receive(ranks[message.donor])
+            except Exception as error:
+                if self._control.is_broken:  # aborted, so what came is garbage
+                    raise PeerLostError("another worker is gone") from error
+                raise
+            self._complete()
             return found
         if behind and self._control.worker == message.donor:
             state = self._behind.give(self.mirror.state()) if self._last_is_step else None

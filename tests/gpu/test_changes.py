@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetflow.schema import files
+from hetflow.schema.run import RunRecord
 from hetflow.tests.fakecuda.hosts import GpuHost, Host, software_host
 from hetflow.tests.handmade import two_stages
 from hetflow.tests.launcher.elastic_runs import plan_of, wait_until
@@ -111,15 +112,30 @@ def test_a_joining_worker_gets_the_state_over_nccl(gpus: GpuHost) -> None:
     assert found["digest"] == straight["digest"]
 
 
-def test_a_run_with_a_checkpoint_survives_a_death(gpus: GpuHost) -> None:
-    host = gpus(2)
+def test_a_death_costs_no_bit_from_the_checkpoint_or_without_one(gpus: GpuHost) -> None:
+    host = gpus(3)
     kind = host.types[0]
     saving = ["--checkpoint", host.folder / "saved", "--checkpoint-every", "1"]
     options = ["--determinism", "elastic"]
-    found = told(host, "a", [(kind, 5), (kind, 3)], *options, *saving, how="die=2")
     straight = told(host, "b", [(kind, 8)], *options)
+    found = told(host, "a", [(kind, 5), (kind, 3)], *options, *saving, how="die=2")
     assert (host.folder / "a/died").exists()
     assert found["digest"] == straight["digest"]
+    assert kinds_of(host.folder / "a") == ["start", "restart"]
+    # If asked to, the survivors abort their communicators and go on over new ones.
+    three = [(kind, 3), (kind, 3), (kind, 2)]
+    found = told(host, "c", three, *options, "--on-failure", "shrink", how="die=2")
+    assert (host.folder / "c/died").exists()
+    assert found["digest"] == straight["digest"]
+    assert found["backend"] == "nccl"
+    assert {number for _, _, number in steps(host.folder / "c")} == {3, 2}
+    assert kinds_of(host.folder / "c") == ["start", "failure"]
+
+
+def kinds_of(folder: Path) -> list[str]:
+    """What began each generation of a launch's workers."""
+    record = files.read(folder / "run0/run.json", RunRecord)
+    return [generation.kind for generation in record.generations]
 
 
 @pytest.mark.parametrize("how", ["", "weighted"])

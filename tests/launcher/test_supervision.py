@@ -40,7 +40,8 @@ def asked(plan: SplitPlan | PipelinePlan, **options: Any) -> LaunchRequest:
     ("options", "expected", "channel"),
     [
         ({}, Generations, "losses"),
-        ({"on_failure": "replace"}, Generations, "losses"),
+        ({"on_failure": "replace"}, Generations, "device-losses"),
+        ({"on_failure": "shrink"}, Generations, "device-losses"),
         ({"on_failure": "stop"}, Generations, "changes"),
         ({"rendezvous": TWO_HOSTS}, FirstFailure, None),
         ({"rendezvous": TWO_HOSTS, "checkpoint": SAVED}, Regroup, "heartbeats"),

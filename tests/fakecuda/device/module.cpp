@@ -108,7 +108,9 @@ PYBIND11_MODULE(_fakecuda, m) {
   m.def("get_random_state", [](int device) { return generator_of(device).get_state(); });
   m.def("set_random_state", [](int device, const at::Tensor& state) { generator_of(device).set_state(state); });
   py::class_<FakeNCCL, c10d::Backend, c10::intrusive_ptr<FakeNCCL>>(m, "FakeNCCL")
-      .def(py::init<int, int, c10::intrusive_ptr<c10d::Backend>>());
+      .def(py::init<int, int, c10::intrusive_ptr<c10d::Backend>>())
+      .def("_group_start", [](FakeNCCL&) {})
+      .def("_group_end", [](FakeNCCL&) {});
   py::class_<StagedGloo, c10d::Backend, c10::intrusive_ptr<StagedGloo>>(m, "StagedGloo")
       .def(py::init<c10::intrusive_ptr<c10d::Backend>>());
 }

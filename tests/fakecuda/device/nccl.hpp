@@ -23,6 +23,13 @@ using Tensors = std::vector<Tensor>;
   std::abort();
 }
 
+// As TORCH_NCCL_ASYNC_ERROR_HANDLING=0: without a watchdog, a lost collective holds its stream until
+// the communicator is aborted. Its result is then garbage.
+inline bool has_watchdog() {
+  const char* text = std::getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING");
+  return !text || std::string(text) != "0";
+}
+
 struct StrictWork final : c10d::Work {
   WorkPtr inner;
   std::string what;
@@ -35,6 +42,14 @@ struct StrictWork final : c10d::Work {
   std::mutex landing;
   std::atomic<bool> landed = false;
 
+  bool guarded = true;  // by the watchdog
+
+  void hang(const std::string& error) {
+    for (int waited = 0; !*aborted; waited++) {
+      if (waited > 30000) watchdog(rank, what, error);
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+  }
   // The result is there. Runs without the GIL.
   void synchronize() override {
     std::lock_guard<std::mutex> lock(landing);
@@ -42,6 +57,14 @@ struct StrictWork final : c10d::Work {
     try {
       if (inner) inner->wait();
     } catch (const std::exception& error) {
+      if (!guarded && !*aborted) hang(error.what());
+      if (!guarded) {
+        for (auto& [device, host] : results) memset(host_alias(device).mutable_data_ptr(), 0xA5, device.nbytes());
+        landed = true;
+        results.clear();
+        keep.clear();
+        return;
+      }
       if (!*aborted) watchdog(rank, what, error.what());
       landed = true;
       throw;
@@ -51,7 +74,10 @@ struct StrictWork final : c10d::Work {
     results.clear();
     keep.clear();
   }
-  bool isCompleted() override { return landed || !inner || inner->isCompleted(); }
+  bool isCompleted() override {
+    if (landed || !inner) return true;
+    return inner->isCompleted() && (guarded || *aborted || inner->isSuccess());
+  }
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds) override {
     Lock lock(mu);
@@ -96,6 +122,7 @@ struct FakeNCCL final : c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo;
   int64_t stream;
   int device = -1;
+  const bool guarded = has_watchdog();
   bool is_connected = false;  // at the first collective, as NCCL
   std::shared_ptr<std::atomic<bool>> aborted = std::make_shared<std::atomic<bool>>(false);
 
@@ -122,7 +149,7 @@ struct FakeNCCL final : c10d::Backend {
   void abort() override {
     *aborted = true;
     disconnect();
-    gloo->abort();
+    if (guarded) gloo->abort();
   }
   void shutdown() override { gloo->shutdown(); }
 
@@ -161,6 +188,8 @@ struct FakeNCCL final : c10d::Backend {
       for (auto& tensor : writes) touch(tensor, true, own);
       work->done = clocks[own];
     }
+    TORCH_CHECK(guarded || !*aborted, "NCCL communicator was aborted on rank ", getRank(), ".");
+    work->guarded = guarded;
     work->what = what;
     work->rank = getRank();
     work->device = device;
@@ -170,7 +199,7 @@ struct FakeNCCL final : c10d::Backend {
     try {
       work->inner = start(*work);
     } catch (const std::exception& error) {
-      if (!*aborted) watchdog(getRank(), what, error.what());
+      if (guarded && !*aborted) watchdog(getRank(), what, error.what());
       throw;
     }
     return work;
