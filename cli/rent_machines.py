@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .common import JsonFlag, emit, emit_json, note
+from .common import ForceFlag, JsonFlag, emit, emit_json, note
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..planning.static_choice import StaticChoice
 
 
@@ -34,6 +36,11 @@ def rent_machines(
         int,
         typer.Option(min=0, help="Show so many of the cheapest, beside the Pareto front."),
     ] = 0,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw the choices by hours and dollars into this .png or .svg."),
+    ] = None,
+    force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
     """Say which machines train a model for the fewest dollars, and what faster ones would cost.
@@ -47,6 +54,13 @@ def rent_machines(
 
     from .. import rent_machines as choices_of
     from ..planning.static_choice import chosen
+    from ..schema.errors import HetflowError
+    from ..schema.files import check_writable
+
+    if plot is not None:
+        if plot.suffix.lower() not in (".png", ".svg"):
+            raise HetflowError(f"--plot {plot}: must end in .png or .svg", hint="rename the output")
+        check_writable(plot, force=force)
 
     found = choices_of(
         markets,
@@ -59,6 +73,8 @@ def rent_machines(
     )
     best = chosen(found, deadline_hours=deadline_hours, budget_dollars=budget)
     shown = [one for place, one in enumerate(found) if one.is_pareto or place < top]
+    if plot is not None:
+        _draw(found, plot, f"{steps} steps of {batch_size} samples", force=force)
     if json:
         emit_json({"choice": asdict(best), "choices": [asdict(one) for one in shown]})
         return
@@ -70,6 +86,24 @@ def _machines(one: "StaticChoice") -> str:
     return ", ".join(f"{number} x {title}" for title, number in one.machines.items())
 
 
+def _draw(found: "Sequence[StaticChoice]", target: Path, title: str, *, force: bool) -> None:
+    from ..reports.market_plots import choices_image
+    from ..schema.files import write_bytes
+
+    choices = [
+        (one.hours, one.dollars, _devices(one) + ("" if one.is_spot else " on demand"),
+         one.is_pareto)
+        for one in found
+    ]  # fmt: skip
+    image = choices_image(choices, target.suffix.lower().lstrip("."), title=title)
+    write_bytes(target, image, force=force)
+    note(f"{target} written")
+
+
+def _devices(one: "StaticChoice") -> str:
+    return ", ".join(f"{number}x{name}" for name, number in one.devices.items())
+
+
 def _table(shown: "list[StaticChoice]") -> str:
     from ..reports.grid import grid
 
@@ -79,7 +113,7 @@ def _table(shown: "list[StaticChoice]") -> str:
             f"{one.dollars:.2f}",
             f"{one.hours:.4g}",
             f"{one.dollars_per_million_samples:.4g}",
-            ", ".join(f"{number}x{name}" for name, number in one.devices.items()),
+            _devices(one),
             _machines(one),
             "" if one.is_pareto else "dearer or slower",
         )
