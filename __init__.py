@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from .api.odds import odds
     from .api.profile import profile
     from .api.rent import rent
+    from .api.rent_fleet import rent_fleet
     from .api.rent_machines import rent_machines
+    from .api.rent_prices import rent_prices
     from .api.resize import resize
     from .api.simulate import simulate, sweep
     from .api.solve import solve
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
         TargetError,
     )
     from .schema.jobs import Allocation, Job, Jobs, ModelThroughput, Throughputs
-    from .schema.market import RentReport
     from .schema.optimizer import OptimizerState
     from .schema.pipeline import PipelinePlan
     from .schema.plan import SplitPlan
@@ -70,7 +71,9 @@ _WHERE = {
     "profile": ".api.profile",
     "read": ".api.files",
     "rent": ".api.rent",
+    "rent_fleet": ".api.rent_fleet",
     "rent_machines": ".api.rent_machines",
+    "rent_prices": ".api.rent_prices",
     "resize": ".api.resize",
     "simulate": ".api.simulate",
     "solve": ".api.solve",
@@ -86,7 +89,6 @@ _WHERE = {
     "ParallelPlan": ".schema.parallel",
     "PipelinePlan": ".schema.pipeline",
     "Profile": ".schema.profile",
-    "RentReport": ".schema.market",
     "ResizeAnswer": ".schema.resize",
     "RunRecord": ".schema.run",
     "SimulationRun": ".schema.simulation",
@@ -118,7 +120,6 @@ __all__ = [
     "PipelinePlan",
     "ProblemError",
     "Profile",
-    "RentReport",
     "ResizeAnswer",
     "RunRecord",
     "SimulationRun",
@@ -136,7 +137,9 @@ __all__ = [
     "profile",
     "read",
     "rent",
+    "rent_fleet",
     "rent_machines",
+    "rent_prices",
     "resize",
     "simulate",
     "solve",

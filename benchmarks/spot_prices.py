@@ -95,6 +95,7 @@ def replayed(
         cloud_move_dollars=args.cloud_move_dollars,
     )
     ratios = dict.fromkeys((*names, "bound"), 0.0)
+    greatest = dict.fromkeys(ratios, 0.0)
     used = tried = moves = most = 0
     start, end = 1582502400.0, float(prices.edges[-1])  # 2020-02-24, when Azure's begin
     while start < end:
@@ -112,9 +113,11 @@ def replayed(
         most = max(most, outcomes["dynamic"].num_moves)
         for name, paid in dollars.items():
             ratios[name] += dollars[names[0]] / paid
+            greatest[name] = max(greatest[name], dollars[names[0]] / paid)
     return {
         "model": model, "v100_days": v100_days, "starts": used, "tried": tried,
         "reduction": {name: ratio / used for name, ratio in ratios.items()} if used else {},
+        "greatest_reduction": greatest if used else {},
         "mean_moves": moves / used if used else None, "most_moves": most,
     }  # fmt: skip
 
@@ -156,6 +159,9 @@ def year(folder: Path) -> float:
 def show(figure: str, row: dict) -> None:
     """Print one model and duration."""
     shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in row["reduction"].items())
+    if shown:
+        greatest = row["greatest_reduction"]
+        shown += f"; at most {greatest['dynamic']:.2f}, bound {greatest['bound']:.2f}"
     moved = f"; {row['mean_moves']:.1f} moves, at most {row['most_moves']}" if shown else ""
     print(f"{figure}: {row['model']}, {row['v100_days']:g} V100-days, {row['starts']} of "
           f"{row['tried']} starts: {shown or 'none'}{moved}", flush=True)  # fmt: skip

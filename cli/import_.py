@@ -1,4 +1,4 @@
-"""``hetflow import``: foreign layer profiles and price histories become hetflow files."""
+"""``hetflow import``: foreign layer profiles, price histories and traces become hetflow files."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +20,8 @@ def import_(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A graph.txt of PipeDream's profiler, a plug-in's file, or prices (or a folder)."
+            help="A graph.txt of PipeDream's profiler, a plug-in's file, or prices or traces "
+            "(or a folder)."
         ),
     ],
     device_type: Annotated[
@@ -40,8 +41,8 @@ def import_(
         str,
         typer.Option(
             "--format",
-            help="pipedream (graph.txt), aws-spot-prices, azure-spot-prices, sacct (Slurm's log "
-            "of jobs), or a plug-in's.",
+            help="pipedream (graph.txt); aws-spot-prices, azure-spot-prices; cant-be-late, "
+            "bamboo-trace, parcae-trace; sacct (Slurm's log of jobs); or a plug-in's.",
         ),
     ] = "pipedream",
     keep_placeholders: Annotated[
@@ -65,21 +66,28 @@ def import_(
             "runs only on the type that it ran on]."
         ),
     ] = None,
+    tick_seconds: Annotated[
+        float, typer.Option(min=0.0, help="bamboo-trace: make ticks of this length.")
+    ] = 300.0,
+    time_unit: Annotated[
+        str, typer.Option(help="bamboo-trace: what its times are in: seconds or hours.")
+    ] = "seconds",
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write it here, else to stdout.")
     ] = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
-    """Turn PipeDream's graph.txt into a profile, prices into a market, or Slurm's log into jobs.
+    """Turn a graph.txt into a profile, prices or traces into a market, or Slurm's log into jobs.
 
     \b
     hetflow import graph.txt --device-type V100 --device-memory 16GB -o v100.json
     hetflow import aws/ --format aws-spot-prices --instance-types machines.csv -o market.json
     hetflow import log.txt --format sacct --throughputs rates.json -o jobs.json
+    hetflow import counts.csv --format bamboo-trace --time-unit hours -o market.json
     """
     from ..importers.pipedream import profile_of
-    from ..importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS
+    from ..importers.registry import LAYER_IMPORTERS, PRICE_IMPORTERS, TRACE_IMPORTERS
     from ..schema.cluster import is_device_type, parse_memory
     from ..schema.errors import ProblemError
     from ..schema.files import check_writable, read_text
@@ -96,9 +104,18 @@ def import_(
         if output is not None:
             note(f"{len(market.prices)} price histories written to {output}; next: hetflow show")
         return
+    if TRACE_IMPORTERS.find(source) is not None:
+        traces = _traces(source, file, tick_seconds, time_unit)
+        emit_file(traces, output, force=force, json=json)
+        if output is not None:
+            number = len(traces.availability) + len(traces.capacity)
+            note(f"{number} traces written to {output}; next: hetflow show")
+        return
     chosen = LAYER_IMPORTERS.find(source)
     if chosen is None:
-        known = tuple(dict.fromkeys((*LAYER_IMPORTERS.names(), *PRICE_IMPORTERS.names(), SACCT)))
+        formats = (LAYER_IMPORTERS, PRICE_IMPORTERS, TRACE_IMPORTERS)
+        names = (name for each in formats for name in each.names())
+        known = tuple(dict.fromkeys((*names, SACCT)))
         guess = nearest(source, known)
         raise ProblemError(
             f"unknown import format {source!r}; known are {', '.join(known)}",
@@ -162,6 +179,18 @@ def _jobs(
         f"{len(log.jobs)} jobs, {log.num_left_out} left out (no GPU, or not over); at most {pool} "
         "at once; next: hetflow simulate"
     )
+
+
+def _traces(source: str, path: Path, tick_seconds: float, time_unit: str) -> "Market":
+    """Availability or capacity over time."""
+    from ..importers.registry import TRACE_IMPORTERS, TraceOptions
+    from ..schema.errors import ProblemError
+
+    units = {"seconds": 1.0, "hours": 3600.0}
+    if time_unit not in units:
+        raise ProblemError(f"--time-unit must be seconds or hours, got {time_unit[:60]!r}")
+    options = TraceOptions(tick_seconds=tick_seconds, time_unit_seconds=units[time_unit])
+    return TRACE_IMPORTERS.get(source).read(path, options)
 
 
 def _market(source: str, path: Path, instance_types: Path | None) -> "Market":

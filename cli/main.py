@@ -28,6 +28,7 @@ from . import (
     profile,
     queue,
     rent,
+    rent_fleet,
     rent_machines,
     rent_odds,
     rent_prices,
@@ -122,6 +123,8 @@ register(app, queue.cancel, short_help="Take a job out of the queue.")
 register(app, queue.hold, short_help="Keep a job from running.")
 register(app, queue.release, short_help="Let a held job run again.")
 register(app, rent.rent, short_help="Choose spot or on-demand machines under a deadline.")
+register(app, rent_fleet.rent_fleet, name="rent fleet",
+         short_help="Choose machines for an elastic job under a deadline.")  # fmt: skip
 register(app, rent_prices.rent_prices, name="rent prices",
          short_help="Choose machines at changing prices.")  # fmt: skip
 register(app, rent_machines.rent_machines, name="rent machines",

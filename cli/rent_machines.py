@@ -8,6 +8,8 @@ import typer
 from .common import ForceFlag, JsonFlag, emit, emit_json, note
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..planning.static_choice import StaticChoice
 
 
@@ -38,6 +40,10 @@ def rent_machines(
         Path | None,
         typer.Option("--output", "-o", help="Write the choice's plan here, for `hetflow export`."),
     ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw the choices by hours and dollars into this .png or .svg."),
+    ] = None,
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
@@ -55,7 +61,13 @@ def rent_machines(
     from ..planning.inputs import profiles_of
     from ..planning.market_prices import markets_of
     from ..planning.static_choice import chosen, plan_of_choice
+    from ..schema.errors import HetflowError
     from ..schema.files import check_writable, write
+
+    if plot is not None:
+        if plot.suffix.lower() not in (".png", ".svg"):
+            raise HetflowError(f"--plot {plot}: must end in .png or .svg", hint="rename the output")
+        check_writable(plot, force=force)
 
     if output is not None:
         check_writable(output, force=force)
@@ -75,6 +87,8 @@ def rent_machines(
         )
         write(output, plan, force=force)
     shown = [one for place, one in enumerate(found) if one.is_pareto or place < top]
+    if plot is not None:
+        _draw(found, plot, f"{steps} steps of {batch_size} samples", force=force)
     if json:
         emit_json({"choice": asdict(best), "choices": [asdict(one) for one in shown]})
         return
@@ -88,6 +102,24 @@ def _machines(one: "StaticChoice") -> str:
     return ", ".join(f"{number} x {title}" for title, number in one.machines.items())
 
 
+def _draw(found: "Sequence[StaticChoice]", target: Path, title: str, *, force: bool) -> None:
+    from ..reports.market_plots import choices_image
+    from ..schema.files import write_bytes
+
+    choices = [
+        (one.hours, one.dollars, _devices(one) + ("" if one.is_spot else " on demand"),
+         one.is_pareto)
+        for one in found
+    ]  # fmt: skip
+    image = choices_image(choices, target.suffix.lower().lstrip("."), title=title)
+    write_bytes(target, image, force=force)
+    note(f"{target} written")
+
+
+def _devices(one: "StaticChoice") -> str:
+    return ", ".join(f"{number}x{name}" for name, number in one.devices.items())
+
+
 def _table(shown: "list[StaticChoice]") -> str:
     from ..reports.grid import grid
 
@@ -97,7 +129,7 @@ def _table(shown: "list[StaticChoice]") -> str:
             f"{one.dollars:.2f}",
             f"{one.hours:.4g}",
             f"{one.dollars_per_million_samples:.4g}",
-            ", ".join(f"{number}x{name}" for name, number in one.devices.items()),
+            _devices(one),
             _machines(one),
             "" if one.is_pareto else "dearer or slower",
         )

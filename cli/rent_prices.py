@@ -1,14 +1,11 @@
 """``hetflow rent prices``: which machine to take when prices change, and when to move."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from .common import JsonFlag, emit, emit_json, rates_of
-
-if TYPE_CHECKING:
-    from ..simulator.market.price_compare import PriceComparison
+from .common import ForceFlag, JsonFlag, emit, emit_file, emit_json, rates_of
 
 
 def rent_prices(
@@ -35,6 +32,10 @@ def rent_prices(
     cloud_move_dollars: Annotated[
         float, typer.Option(min=0.0, help="Dollars for each move between clouds (egress).")
     ] = 0.0,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the report here.")
+    ] = None,
+    force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
     """Replay strategies for one job on price histories, beside a lower bound on the cost.
@@ -42,46 +43,24 @@ def rent_prices(
     \b
     hetflow rent prices aws.json azure.json --rate V100=9.6 --rate K80=1 --work-hours 96
     """
-    from ..schema.files import read
-    from ..schema.market import Market, utc_seconds
-    from ..simulator.market.price_compare import compare_from
-    from ..solvers.market.offers import MovingJob, history_of
+    from .. import rent_prices as replay
+    from ..reports.market_tables import strategies_table
+    from ..schema.files import check_writable, to_plain
 
-    rates = rates_of(rate)
-    first = next(iter(rates))
-    job = MovingJob(
-        work=work_hours * 3600 * rates[first],
-        work_per_second=rates,
+    if output is not None:
+        check_writable(output, force=force)
+    report = replay(
+        markets,
+        rates=rates_of(rate),
+        work_hours=work_hours,
+        start=start,
+        cloud=cloud,
         restart_seconds=restart_seconds,
         cloud_move_dollars=cloud_move_dollars,
     )
-    history = history_of([read(path, Market) for path in markets], rates)
-    begin = history.all_known_seconds() if start is None else utc_seconds(start, "--start", "time")
-    compared = compare_from(job, history, begin, cloud=cloud, device_type=first)
+    if output is not None:
+        emit_file(report, output, force=force)
     if json:
-        from dataclasses import asdict
-
-        emit_json(asdict(compared))
+        emit_json(to_plain(report))
     else:
-        emit(_table(compared))
-
-
-def _table(compared: "PriceComparison") -> str:
-    from ..reports.grid import grid
-    from ..schema.market import utc_text
-
-    rows: list[tuple[object, ...]] = [
-        (
-            name,
-            f"{outcome.dollars:.2f}",
-            f"{outcome.seconds / 3600:.1f}",
-            outcome.num_moves,
-            " > ".join(f"{one.cloud} {one.place} {one.instance_type}" for one in outcome.held),
-        )
-        for name, outcome in compared.outcomes.items()
-    ]
-    rows.append(("(bound)", f"{compared.bound_dollars:.2f}", "-", "-", "-"))
-    lines = [f"from {utc_text(compared.start_seconds)}"]
-    lines.append(grid(("strategy", "$", "hours", "moves", "held"), rows))
-    lines += [f"{name}: {why}" for name, why in compared.refused.items()]
-    return "\n".join(lines)
+        emit(strategies_table(report))

@@ -18,12 +18,22 @@ def show(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Draw profiles, a plan, a simulated run or a market's prices into this .png or "
-            ".svg."
+            help="Draw profiles, a plan, a simulated run, a market's prices, or when its spot "
+            "machines were there, into this .png or .svg."
         ),
     ] = None,
     per_device: Annotated[
         bool, typer.Option("--per-device", help="Draw prices per device, not per machine.")
+    ] = False,
+    by_cloud: Annotated[
+        bool,
+        typer.Option("--by-cloud", help="Draw the least and the greatest price of each cloud."),
+    ] = False,
+    presence: Annotated[
+        bool,
+        typer.Option(
+            "--presence", help="Draw when spot machines were there, in a market with prices too."
+        ),
     ] = False,
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Draw a pipeline plan's schedule in the terminal.")
@@ -60,7 +70,12 @@ def show(
 
     records = files.read_profiles(file) if file.is_dir() else (files.read_any(file),)
     if plot is not None:
-        _write(plot, _picture(records, plot, per_device=per_device), force=force)
+        ways = {"--per-device": per_device, "--by-cloud": by_cloud, "--presence": presence}
+        asked = [flag for flag, is_asked in ways.items() if is_asked]
+        if len(asked) > 1:
+            raise HetflowError(f"{' and '.join(asked)} are different pictures; ask for one")
+        way = asked[0] if asked else ""
+        _write(plot, _picture(records, plot, way), force=force)
     text = _timelines(records[0], html, trace, force=force) if timeline or html or trace else ""
     if csv is not None:
         _table(records[0], csv, force=force)
@@ -113,7 +128,7 @@ def _write(path: Path, content: bytes, *, force: bool) -> None:
     note(f"{path} written")
 
 
-def _picture(records: tuple[object, ...], target: Path, *, per_device: bool) -> bytes:
+def _picture(records: tuple[object, ...], target: Path, way: str) -> bytes:
     from ..schema.market import Market
     from ..schema.pipeline import PipelinePlan
     from ..schema.plan import SplitPlan
@@ -135,9 +150,13 @@ def _picture(records: tuple[object, ...], target: Path, *, per_device: bool) -> 
 
         return simulation_image(first, file_format)
     if isinstance(first, Market):
-        from ..reports.market_plots import prices_image
+        from ..reports.market_plots import presence_image, prices_image, spread_image
 
-        return prices_image(first, file_format, per_device=per_device)
+        if way == "--by-cloud":
+            return spread_image(first, file_format)
+        if way == "--presence" or not first.prices:
+            return presence_image(first, file_format)
+        return prices_image(first, file_format, per_device=way == "--per-device")
     from ..reports.plots import curves_image, split_image
 
     if isinstance(first, SplitPlan):

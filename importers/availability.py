@@ -11,6 +11,17 @@ from typing import Any
 from ..schema import files
 from ..schema.errors import FileError, HetflowError
 from ..schema.market import Availability, Market
+from .registry import TraceOptions, trace_importer
+
+
+@trace_importer("cant-be-late")
+def read_windows(path: Path, options: TraceOptions) -> Market:
+    """Read the windows of a file or folder as a market.
+
+    Raises:
+        FileError: As ``read_availability``.
+    """
+    return Market(availability=read_availability(path))
 
 
 def read_availability(path: Path) -> tuple[Availability, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..schema.jobs import Jobs
-from ..schema.market import PriceHistory
+from ..schema.market import Market, PriceHistory
 from ..schema.plugins import Registry
 from ..schema.profile import LayerGraph
 
@@ -25,6 +25,22 @@ class ReadLayers(Protocol):
 
 
 ReadJobs = Callable[[Path], Jobs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """What a trace's format may leave open.
+
+    Attributes:
+        tick_seconds: Length of the ticks to make of a trace that has times instead.
+        time_unit_seconds: Seconds of the unit of its times.
+    """
+
+    tick_seconds: float = 300.0
+    time_unit_seconds: float = 1.0
+
+
+ReadTraces = Callable[[Path, TraceOptions], Market]
 ReadPrices = Callable[[Path], tuple[PriceHistory, ...]]
 
 
@@ -61,6 +77,14 @@ class PriceImporter:
     read: ReadPrices
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceImporter:
+    """A format of availability or capacity over time, named as for ``hetflow import --format``."""
+
+    name: str
+    read: ReadTraces
+
+
 LAYER_IMPORTERS: Registry[LayerImporter] = Registry(
     "import format", group="hetflow.importers", own=("hetflow.importers.pipedream",)
 )
@@ -73,6 +97,12 @@ PRICE_IMPORTERS: Registry[PriceImporter] = Registry(
     "format of prices",
     group="hetflow.importers",
     own=("hetflow.importers.aws_spot_prices", "hetflow.importers.azure_spot_prices"),
+    is_optional=True,
+)
+TRACE_IMPORTERS: Registry[TraceImporter] = Registry(
+    "format of traces",
+    group="hetflow.importers",
+    own=("hetflow.importers.availability", "hetflow.importers.capacity"),
     is_optional=True,
 )
 
@@ -131,6 +161,23 @@ def price_importer(name: str) -> Callable[[ReadPrices], ReadPrices]:
 
     def register(read: ReadPrices) -> ReadPrices:
         PRICE_IMPORTERS.add(name, PriceImporter(name=name, read=read), read.__module__)
+        return read
+
+    return register
+
+
+def trace_importer(name: str) -> Callable[[ReadTraces], ReadTraces]:
+    """Register a reader of traces of availability or capacity, from a file or a folder.
+
+    Returns:
+        A decorator that returns the reader unchanged.
+
+    Raises:
+        ProblemError: The name is taken.
+    """
+
+    def register(read: ReadTraces) -> ReadTraces:
+        TRACE_IMPORTERS.add(name, TraceImporter(name=name, read=read), read.__module__)
         return read
 
     return register

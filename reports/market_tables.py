@@ -1,9 +1,10 @@
 """Show markets, and the cost of renting under each policy, as tables."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import accumulate
 
-from ..schema.market import Market, RentReport
+from ..schema.market import FleetReport, Market, PriceReport, RentReport
 from ..schema.odds import OddsReport, PreemptionRate, Survivors, ZoneOdds
 from .grid import grid
 
@@ -37,6 +38,62 @@ def rent_table(report: RentReport) -> str:
     return "\n".join(lines)
 
 
+def fleet_table(report: FleetReport) -> str:
+    """The policies of an elastic job, cheapest first, and which one to use."""
+    known = (("(best known)", report.plan_dollars), ("(no way is less)", report.bound_dollars))
+    least = sum(report.bound_dollars) / len(report.bound_dollars)
+    rows: list[tuple[object, ...]] = [
+        (
+            entry.policy,
+            *_spread(entry.dollars),
+            f"{entry.mean_over_bound:.3f}",
+            f"{entry.mean_launches:.1f}",
+            entry.missed_deadlines,
+        )
+        for entry in sorted(report.policies, key=lambda entry: entry.mean_dollars)
+    ]
+    for title, dollars in known:
+        ratio = sum(dollars) / len(dollars) / least if least > 0 else 1.0
+        rows.append((title, *_spread(dollars), f"{ratio:.3f}", "-", 0))
+    lines = [
+        f"{report.work_seconds / 3600:g} machine hours within {report.deadline_seconds / 3600:g} h "
+        f"on at most {len(report.speeds) - 1} machines, {report.resize_seconds:g} s a change, "
+        f"{len(report.windows)} windows",
+        grid(("policy", "mean $", "least $", "most $", "/ bound", "changes", "late"), rows),
+    ]
+    if report.choice is not None:
+        lines.append(f"take {report.choice}: the cheapest that was never late")
+    if report.expected_dollars is not None:
+        lines.append(f"dynamic_program expects {report.expected_dollars:.2f} $ from its history")
+    return "\n".join(lines)
+
+
+def _spread(dollars: Sequence[float]) -> tuple[str, ...]:
+    """Mean, least and most."""
+    return tuple(
+        f"{value:.2f}" for value in (sum(dollars) / len(dollars), min(dollars), max(dollars))
+    )
+
+
+def strategies_table(report: PriceReport) -> str:
+    """What each strategy on price histories pays, and the bound."""
+    rows: list[tuple[object, ...]] = [
+        (
+            name,
+            f"{outcome.dollars:.2f}",
+            f"{outcome.seconds / 3600:.1f}",
+            outcome.num_moves,
+            " > ".join(f"{one.cloud} {one.place} {one.instance_type}" for one in outcome.held),
+        )
+        for name, outcome in report.outcomes.items()
+    ]
+    rows.append(("(bound)", f"{report.bound_dollars:.2f}", "-", "-", "-"))
+    lines = [f"from {report.start}"]
+    lines.append(grid(("strategy", "$", "hours", "moves", "held"), rows))
+    lines += [f"{name}: {why}" for name, why in report.refused.items()]
+    return "\n".join(lines)
+
+
 def market_table(market: Market) -> str:
     """Machines, their prices over time, and how often each zone had spot machines."""
     parts = []
@@ -64,9 +121,24 @@ def market_table(market: Market) -> str:
                 (one.zone, one.start or "-", f"{hours:.1f}", share, len(one.available) - len(known))
             )
         parts.append(grid(("zone", "start", "hours", "available %", "unknown ticks"), windows))
+    if market.capacity:
+        parts.append(_capacity(market))
     if market.prices:
         parts.append(_prices(market))
     return "\n\n".join(parts) or "an empty market"
+
+
+def _capacity(market: Market) -> str:
+    """Each trace of how many spot machines there were."""
+    rows = []
+    for one in market.capacity:
+        known = [count for count in one.num_machines if count is not None]
+        hours = len(one.num_machines) * one.tick_seconds / 3600
+        shown = (min(known), f"{sum(known) / len(known):.1f}", max(known)) if known else ("-",) * 3
+        unknown = len(one.num_machines) - len(known)
+        rows.append((one.zone, one.start or "-", f"{hours:.1f}", *shown, unknown))
+    titles = ("zone", "start", "hours", "least machines", "mean", "most", "unknown ticks")
+    return grid(titles, rows)
 
 
 def _prices(market: Market) -> str:

@@ -3,7 +3,7 @@
 from ..schema.cluster import Cluster
 from ..schema.files import Record
 from ..schema.launch import LaunchConfig
-from ..schema.market import Market, RentReport
+from ..schema.market import FleetReport, Market, PriceReport, RentReport
 from ..schema.odds import OddsReport
 from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan
@@ -12,7 +12,7 @@ from ..schema.profile import Profile
 from ..schema.run import RunRecord
 from . import cluster_tables
 from .grid import grid, mebibytes, milliseconds
-from .market_tables import market_table, odds_table, rent_table
+from .market_tables import fleet_table, market_table, odds_table, rent_table, strategies_table
 from .parallel_tables import parallel_table
 from .terms import terms_table
 
@@ -35,6 +35,10 @@ def table_of(record: Record) -> str:
         return market_table(record)
     if isinstance(record, RentReport):
         return rent_table(record)
+    if isinstance(record, FleetReport):
+        return fleet_table(record)
+    if isinstance(record, PriceReport):
+        return strategies_table(record)
     if isinstance(record, OddsReport):
         return odds_table(record)
     if isinstance(record, RunRecord):

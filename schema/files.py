@@ -16,7 +16,7 @@ from .cluster import Cluster
 from .errors import FileError
 from .jobs import Allocation, Jobs, Throughputs
 from .launch import LaunchConfig
-from .market import Market, RentReport
+from .market import FleetReport, Market, PriceReport, RentReport
 from .odds import OddsReport
 from .parallel import ParallelPlan
 from .pipeline import PipelinePlan
@@ -41,6 +41,8 @@ Record = (
     | SimulationRun
     | Market
     | RentReport
+    | FleetReport
+    | PriceReport
     | OddsReport
 )
 R = TypeVar("R")

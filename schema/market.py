@@ -10,7 +10,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .errors import ProblemError
-from .records import Count, Dollars, Name, PositiveDollars, PositiveSeconds, record, register_keys
+from .records import (
+    Count,
+    Dollars,
+    Index,
+    Name,
+    PositiveDollars,
+    PositiveSeconds,
+    record,
+    register_keys,
+)
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -113,12 +122,35 @@ class Availability:
 
 
 @record
+class Capacity:
+    """How many spot machines one could hold at once, in ticks of equal length.
+
+    ``num_machines`` holds, per tick, the least number that was held during it, or None (unknown).
+    Machines that are lost and replaced within a tick do not show. ``start`` is the UTC time of the
+    first tick; None if the source does not state it.
+    """
+
+    zone: Name
+    instance_type: Name | None = None
+    start: Name | None = None
+    tick_seconds: PositiveSeconds
+    num_machines: tuple[Index | None, ...]
+
+    def __post_init__(self) -> None:
+        if not self.num_machines:
+            raise ProblemError(f"zone {self.zone!r}: num_machines is empty; give at least one tick")
+        if self.start is not None:
+            utc_seconds(self.start, f"zone {self.zone!r}", "start")
+
+
+@record
 class Market:
     """Machines to rent, their prices over time, and when they were available."""
 
     schema: Literal["hetflow.market/1"] = "hetflow.market/1"
     instance_types: tuple[InstanceType, ...] = ()
     availability: tuple[Availability, ...] = ()
+    capacity: tuple[Capacity, ...] = ()
     prices: tuple[PriceHistory, ...] = ()
 
     def __post_init__(self) -> None:
@@ -181,6 +213,78 @@ class RentReport:
     expected_dollars: Dollars | None = None
 
 
+@record
+class FleetReport:
+    """Policies for one elastic job with a deadline, replayed on windows of spot capacity.
+
+    ``speeds``: [machines + 1] speed on 0, 1, ... machines, relative to work of ``work_seconds``.
+    ``bound_dollars`` and ``plan_dollars``: [windows]. With the window known in advance, no way to
+    hold machines costs less than the bound, and one that ends in time costs as much as the plan:
+    the cheapest of a plan made for the window and of the policies that missed no deadline.
+    In ``policies``, a launch is any change of the machines, also by loss. ``choice`` and
+    ``expected_dollars`` are as in a rent report.
+    """
+
+    schema: Literal["hetflow.rent_fleet/1"] = "hetflow.rent_fleet/1"
+    work_seconds: PositiveSeconds
+    speeds: tuple[Annotated[float, Field(ge=0)], ...]
+    deadline_seconds: PositiveSeconds
+    resize_seconds: Annotated[float, Field(ge=0)]
+    on_demand_dollars_per_hour: PositiveDollars
+    spot_dollars_per_hour: Dollars
+    windows: tuple[Name, ...]
+    bound_dollars: tuple[Dollars, ...]
+    plan_dollars: tuple[Dollars, ...]
+    policies: tuple[PolicyReplay, ...]
+    choice: Name | None = None
+    expected_dollars: Dollars | None = None
+
+
+@record
+class HeldOffer:
+    """A device of a rented machine, as a strategy on price histories held it."""
+
+    cloud: Name
+    place: Name
+    instance_type: Name
+    device_type: Name
+    num_devices: Count
+    is_spot: bool = True
+
+
+@record
+class StrategyReplay:
+    """What a job cost under a strategy, how long it took, and what it held in turn."""
+
+    dollars: Dollars
+    seconds: PositiveSeconds
+    held: tuple[HeldOffer, ...]
+
+    @property
+    def num_moves(self) -> int:
+        """Launches after the first."""
+        return len(self.held) - 1
+
+
+@record
+class PriceReport:
+    """Strategies for one job, replayed on price histories from ``start`` (UTC) on.
+
+    ``outcomes``: by strategy, in order. ``refused`` says why one could not be replayed. No way to
+    move costs less than ``bound_dollars``.
+    """
+
+    schema: Literal["hetflow.rent_prices/1"] = "hetflow.rent_prices/1"
+    start: Name
+    work_hours: PositiveSeconds
+    rates: dict[str, PositiveDollars]
+    restart_seconds: Annotated[float, Field(ge=0)]
+    cloud_move_dollars: Dollars
+    bound_dollars: Dollars
+    outcomes: dict[str, StrategyReplay]
+    refused: dict[str, str] = Field(default_factory=dict)
+
+
 @lru_cache(maxsize=1024)  # parsed once for validation and once for use
 def _start_seconds(times: tuple[str, ...], title: str) -> tuple[float, ...]:
     return tuple(utc_seconds(text, title, "times") for text in times)
@@ -214,4 +318,16 @@ def utc_text(seconds: float) -> str:
     return text.replace("+00:00", "Z")
 
 
-register_keys(InstanceType, PriceHistory, Availability, Market, PolicyReplay, RentReport)
+register_keys(
+    InstanceType,
+    PriceHistory,
+    Availability,
+    Capacity,
+    Market,
+    PolicyReplay,
+    RentReport,
+    FleetReport,
+    HeldOffer,
+    StrategyReplay,
+    PriceReport,
+)

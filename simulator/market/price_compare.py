@@ -1,10 +1,11 @@
 """Every price strategy for one job on the same prices, beside the bound."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from ...schema.errors import ProblemError
+from ...schema.market import HeldOffer, PriceReport, StrategyReplay, utc_text
 from ...solvers.market.offers import History, MovingJob, Prices
 from ...solvers.market.price_bound import bound
 from ...solvers.market.price_strategies import strategies
@@ -65,6 +66,27 @@ def compare_from(
             if not prices.goes_on or (is_final and not compared.refused):
                 return compared
         length *= 2
+
+
+def report_of(compared: PriceComparison, job: MovingJob, *, work_hours: float) -> PriceReport:
+    """The comparison as a record."""
+    return PriceReport(
+        start=utc_text(compared.start_seconds),
+        work_hours=work_hours,
+        rates=dict(job.work_per_second),
+        restart_seconds=job.restart_seconds,
+        cloud_move_dollars=job.cloud_move_dollars,
+        bound_dollars=compared.bound_dollars,
+        outcomes={
+            name: StrategyReplay(
+                dollars=outcome.dollars,
+                seconds=outcome.seconds,
+                held=tuple(HeldOffer(**asdict(offer)) for offer in outcome.held),
+            )
+            for name, outcome in compared.outcomes.items()
+        },
+        refused=compared.refused,
+    )
 
 
 def _first_guess(job: MovingJob, prices: Prices) -> float:

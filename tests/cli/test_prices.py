@@ -79,7 +79,10 @@ def test_strategies_are_replayed(hetflow, market: Path) -> None:
     assert "multi_gpu" in found["refused"]
     assert dollars["dynamic"] == pytest.approx(24 * 0.2 + 6 * 0.12)
     assert found["bound_dollars"] == pytest.approx(dollars["dynamic"])
-    table = hetflow(*arguments).stdout
+    kept = market.with_name("report.json")
+    table = hetflow(*arguments, "-o", kept).stdout
+    assert json.loads(kept.read_text()) == found
+    assert hetflow("show", kept).stdout == table
     assert "from 2020-02-28T00:00:00Z" in table
     assert "azure us_east NC12 > azure us_east NC6" in table
     assert "multi_gpu: at 2020-02-29T00:00:00Z no price is known" in table

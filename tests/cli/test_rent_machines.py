@@ -25,6 +25,10 @@ def test_the_front_and_the_choice(hetflow, tmp_path: Path) -> None:
     table = hetflow(*asked, "--top", 20).stdout
     assert "dearer or slower" in table
     assert "1 x v on demand" in table
+    picture = tmp_path / "front.svg"
+    assert hetflow(*asked, "--plot", picture).code == 0
+    assert "<!-- Pareto front -->" in picture.read_text()
+    assert "must end in .png or .svg" in hetflow(*asked, "--plot", "front.jpg").stderr
     late = hetflow(*asked, "--deadline-hours", "0.001")
     assert late.code == 3
     assert "no choice ends within 0.001 h; the soonest takes" in late.stderr

@@ -19,6 +19,11 @@ def availability() -> Path:
     return _unpacked("availability.tar.xz") / "availability"
 
 
+def capacity() -> Path:
+    """A folder with ``bamboo/`` and ``parcae/``, numbers of spot machines; likewise."""
+    return _unpacked("capacity.tar.xz") / "capacity"
+
+
 def spot_prices() -> Path:
     """A folder with ``aws/``, ``azure/`` and ``instance_types.csv``; likewise."""
     return _unpacked("spot_prices.tar.xz") / "spot_prices"

@@ -167,6 +167,15 @@ COMMANDS = (
             ("running/control/current.json", "split.json")),
     Command("import", ("import", "graph.txt", "--device-type", "V100", "--device-memory", "16GB",
                        "-o", OUTPUT), ("graph.txt",), ("--device-memory", "--device-type")),
+    Command("import counts", ("import", "counts.csv", "--format", "bamboo-trace", "--time-unit",
+                              "hours", "-o", OUTPUT), ("counts.csv",),
+            ("--time-unit", "--format")),
+    Command("import lines", ("import", "nodes.txt", "--format", "parcae-trace", "-o", OUTPUT),
+            ("nodes.txt",)),
+    Command("rent fleet", ("rent", "fleet", "market.json", "--machines", "2", "--work-hours", "1",
+                           "--deadline-hours", "2", "--on-demand", "3", "--spot", "1", "-o",
+                           OUTPUT), ("market.json",), ("--machines", "--work-hours", "--spot")),
+    Command("show a market", ("show", "market.json"), ("market.json",)),
     Command("export", ("export", "layered/v100.json", "-o", "out.txt"), ("layered/v100.json",)),
     Command("configured", ("solve", "--profiles", "profiles"),
             (CONFIG, "profiles/p100.json")),
@@ -191,6 +200,10 @@ def make(folder: Path) -> None:
     (folder / "jobs.trace").write_text("".join(_trace_lines()))
     (folder / "cluster_job_log").write_text(json.dumps([_philly(n) for n in range(4)], indent=1))
     (folder / "graph.txt").write_text("\n".join(_graph_lines()) + "\n")
+    (folder / "counts.csv").write_text("0,0\n0,2\n1,2\n1,0\n1.5,0\n1.5,2\n4,2\n")
+    nodes = [[60000 * n, ("add", "no-op", "remove")[n], {"nodes": [] if n == 1 else ["a"],
+              "duration": 60000}] for n in range(3)]  # fmt: skip
+    (folder / "nodes.txt").write_text("\n".join(map(json.dumps, nodes)) + "\n")
     (folder / "train.py").write_text(SCRIPT)
     (folder / CONFIG).write_text('[solve]\ngpus = "2xV100"\nbatch-size = 64\n')
     for name, arguments in _MADE.items():
@@ -215,6 +228,7 @@ _MADE = {
         "solve", "--strategy", "pipeline", "--profiles", "layered_cpus", "--gpus", "2xcpu",
         "--batch-size", "32", "--link-bytes-per-second", "1e9"),
     "allocation.json": _ALLOCATE,
+    "market.json": ("import", "counts.csv", "--format", "bamboo-trace", "--time-unit", "hours"),
     "simulation.json": (
         "simulate", "jobs.json", "--throughputs", "throughputs.json", "--gpus", "2xV100,2xP100"),
 }  # fmt: skip

@@ -1,0 +1,72 @@
+"""``hetflow.rent_prices``."""
+
+from collections.abc import Mapping
+
+from ..planning.market_prices import Markets, markets_of
+from ..schema.errors import ProblemError
+from ..schema.market import PriceReport, utc_seconds
+from ..simulator.market.price_compare import compare_from, report_of
+from ..solvers.market.offers import MovingJob, history_of
+from .naming import names_arguments
+
+
+@names_arguments(rate="rates")
+def rent_prices(
+    market: Markets,
+    *,
+    rates: Mapping[str, float],
+    work_hours: float,
+    start: str | None = None,
+    cloud: str = "aws",
+    restart_seconds: float = 300.0,
+    cloud_move_dollars: float = 0.0,
+) -> PriceReport:
+    """Replay strategies for one job on price histories, beside a lower bound on the cost.
+
+    The job uses one device at a time and may move when a price changes (thesis section 6.3).
+
+    Args:
+        market: Markets with price histories, or their files.
+        rates: Device type -> speed of one device, in any unit.
+        work_hours: Work to do, in hours of the first rate's device.
+        start: When the job starts, such as ``2020-03-07T00:00:00Z``; None: as soon as all prices
+            are known.
+        cloud: The cloud of the strategies that use only one.
+        restart_seconds: From a launch until work continues.
+        cloud_move_dollars: Dollars for each move between clouds (egress).
+
+    Returns:
+        What each strategy pays, how long it takes and what it holds.
+
+    Raises:
+        ProblemError: A number is out of range, no machine has such a device, there are no prices
+            at the start, or the job cannot end before they do.
+        FileError: A file is missing or has faults.
+
+    Example:
+        >>> import hetflow
+        >>> from hetflow.schema.market import InstanceType, Market, PriceHistory
+        >>> machine = InstanceType(name="p3.2xlarge", device_type="V100")
+        >>> history = PriceHistory(
+        ...     cloud="aws", zone="us-east-1d", instance_type="p3.2xlarge", known_until=
+        ...     "2020-03-09T00:00:00Z", times=("2020-03-07T00:00:00Z", "2020-03-08T00:00:00Z"),
+        ...     dollars_per_hour=(1.0, 2.0))
+        >>> report = hetflow.rent_prices(
+        ...     Market(instance_types=(machine,), prices=(history,)), rates={"V100": 1.0},
+        ...     work_hours=30, restart_seconds=0)
+        >>> report.outcomes["dynamic"].dollars
+        36.0
+    """
+    if not rates:
+        raise ProblemError("no device type has a speed: give --rate V100=9.6")
+    first = next(iter(rates))
+    job = MovingJob(
+        work=work_hours * 3600 * rates[first],
+        work_per_second=dict(rates),
+        restart_seconds=restart_seconds,
+        cloud_move_dollars=cloud_move_dollars,
+    )
+    history = history_of(markets_of(market), rates)
+    begin = history.all_known_seconds() if start is None else utc_seconds(start, "--start", "time")
+    compared = compare_from(job, history, begin, cloud=cloud, device_type=first)
+    return report_of(compared, job, work_hours=work_hours)

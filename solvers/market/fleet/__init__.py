@@ -1,0 +1,1 @@
+"""Elastic jobs on several machines under a deadline."""

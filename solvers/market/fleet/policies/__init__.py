@@ -1,0 +1,1 @@
+"""Policies for elastic jobs under a deadline, one file each."""

@@ -1,0 +1,135 @@
+"""The least expected dollars, by dynamic programming over a chain of counts learned from history.
+
+States are the tick, the number of spot machines there, what is held with its pause, and the work
+left, on a grid of ``num_units`` steps between which values are interpolated. Work left at the
+deadline costs several times what it costs on demand; ``guarded`` takes care that none is left,
+however wrong the chain is. O(ticks x counts x fleets x units) once, then a look-up a tick.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..chain import Transitions
+from ..job import Fleet, FleetJob, FleetMoment, guarded
+from ..offline import fleets_of
+
+_LATE = 4.0  # times the dollars of all machines on demand, for work left at the deadline
+
+Values = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicProgram:
+    """Decisions for one job.
+
+    Attributes:
+        fleets: [fleets] what can be held.
+        unit_seconds: Work of a step of the grid.
+        stays: [ticks, fleets, levels, counts, units + 1] whether to keep what is held, as bits of
+            the last axis.
+        changes: [ticks, counts, units + 1] which fleet to change to.
+        expected_dollars: [counts] from the start, by the number of spot machines in the first tick.
+    """
+
+    fleets: tuple[Fleet, ...]
+    unit_seconds: float
+    stays: NDArray[np.uint8]
+    changes: NDArray[np.int16]
+    expected_dollars: tuple[float, ...]
+
+    def choose(self, job: FleetJob, now: FleetMoment) -> Fleet:
+        """Look the decision up, at the nearest point of the grid."""
+        there = min(now.num_available, job.num_machines)
+        unit = round(now.work_left_seconds / self.unit_seconds)
+        unit = min(max(unit, 1), self.changes.shape[-1] - 1)
+        fleet = self.fleets.index(now.held)
+        gaps = [abs(level - now.pending_seconds) for level in job.pending_levels()]
+        level = gaps.index(min(gaps))
+        is_fresh = now.pending_seconds >= job.resize_seconds > 0 and now.held.num_machines > 0
+        keeps = self.stays[now.tick, fleet, level, there, unit // 8] >> (7 - unit % 8) & 1
+        if keeps and not is_fresh:
+            wanted = now.held
+        else:
+            wanted = self.fleets[self.changes[now.tick, there, unit]]
+        return guarded(job, now, wanted)
+
+
+def solve(job: FleetJob, chain: Transitions, *, num_units: int = 200) -> DynamicProgram:
+    """Decide for every tick and state what to hold."""
+    fleets = fleets_of(job.num_machines)
+    levels = job.pending_levels()
+    unit = job.work_seconds / num_units
+    late = (late_dollars(job, unit) * np.arange(num_units + 1)).astype(np.float32)
+    shape = (len(fleets), len(levels), job.num_machines + 1, num_units + 1)
+    values: Values = np.broadcast_to(late, shape)
+    moves = chain.astype(np.float32)
+    stays, changes = [], []
+    for _ in range(job.num_ticks):
+        expected = moves @ values
+        values, keeps, change = _before(job, fleets, levels, unit, expected)
+        stays.append(np.packbits(keeps, axis=-1))
+        changes.append(change)
+    return DynamicProgram(
+        fleets=fleets,
+        unit_seconds=unit,
+        stays=np.stack(stays[::-1]),
+        changes=np.stack(changes[::-1]),
+        expected_dollars=tuple(map(float, values[0, -1, :, num_units])),
+    )
+
+
+def late_dollars(job: FleetJob, work_seconds: float) -> float:
+    """What so much work costs in the program if it is left at the deadline."""
+    everything = Fleet(0, job.num_machines)
+    return _LATE * work_seconds * job.tick_dollars(everything) / job.worked(everything, 0.0)
+
+
+def _before(
+    job: FleetJob,
+    fleets: tuple[Fleet, ...],
+    levels: tuple[float, ...],
+    unit: float,
+    expected: Values,
+) -> tuple[Values, NDArray[np.bool_], NDArray[np.int16]]:
+    """Values of a tick from the expected ones of the next, whether to stay, and what to change to.
+
+    ``expected`` and values are [fleets, levels, counts, units + 1].
+    """
+    num_counts, width = expected.shape[2:]
+    least = np.full((num_counts, width), np.inf, np.float32)
+    change = np.zeros((num_counts, width), np.int16)
+    for index, fleet in enumerate(fleets):
+        worked = job.worked(fleet, job.resize_seconds)
+        after = len(levels) - 1 if index == 0 else 0  # nothing held has no pause
+        offer = _done(expected[index, after], worked / unit)
+        offer = offer + np.float32(job.tick_dollars(fleet))
+        better = offer < least
+        better[: fleet.num_spot] = False
+        least[better] = offer[better]
+        change[better] = index
+    values = np.empty_like(expected)
+    keeps = np.zeros(expected.shape, np.bool_)
+    for index, fleet in enumerate(fleets):
+        cost = np.float32(job.tick_dollars(fleet))
+        for level, pending in enumerate(levels):
+            after = min(level + 1, len(levels) - 1)
+            held = cost + _done(expected[index, after], job.worked(fleet, pending) / unit)
+            held[: fleet.num_spot] = np.inf  # some are lost
+            keeps[index, level] = held <= least
+            np.minimum(held, least, out=values[index, level])
+    values[..., 0] = 0.0
+    return values, keeps, change
+
+
+def _done(values: Values, units: float) -> Values:
+    """Values by work left [counts, units + 1], once so many steps of it are done."""
+    width = values.shape[1]
+    whole = min(int(units), width)
+    part = np.float32(units - whole)
+    moved = np.zeros_like(values)  # no work left costs nothing
+    moved[:, whole:] = (1 - part) * values[:, : width - whole]
+    if part > 0 and whole + 1 < width:
+        moved[:, whole + 1 :] += part * values[:, : width - whole - 1]
+    return moved
