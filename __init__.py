@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .api.resize import resize
     from .api.simulate import simulate, sweep
     from .api.solve import solve
-    from .runtime import prepare
+    from .runtime import deferred, prepare
     from .schema.cluster import Cluster
     from .schema.errors import (
         BackendError,
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "allocate": ".api.allocate",
     "check": ".api.check",
+    "deferred": ".runtime",
     "dry_run": ".api.launch",
     "launch": ".api.launch",
     "odds": ".api.odds",
@@ -125,6 +126,7 @@ __all__ = [
     "Throughputs",
     "allocate",
     "check",
+    "deferred",
     "dry_run",
     "launch",
     "odds",

@@ -114,7 +114,7 @@ class Routes:
     def incoming(self, group: int, activation: bool) -> Channel:
         """The channel on which this worker receives from a group."""
         own = next(ranks for ranks in self.groups if self.rank in ranks)
-        return (_source(self.groups[group], own, self.rank), self.rank, activation)
+        return (source_of(self.groups[group], own, self.rank), self.rank, activation)
 
     def outgoing(self, group: int, activation: bool) -> list[Channel]:
         """The channels on which this worker sends to a group; there may be none."""
@@ -122,11 +122,12 @@ class Routes:
         return [
             (self.rank, peer, activation)
             for peer in self.groups[group]
-            if _source(own, self.groups[group], peer) == self.rank
+            if source_of(own, self.groups[group], peer) == self.rank
         ]
 
 
-def _source(senders: Sequence[int], receivers: Sequence[int], receiver: int) -> int:
+def source_of(senders: Sequence[int], receivers: Sequence[int], receiver: int) -> int:
+    """The worker of a group from which a worker of the next group receives a value."""
     return senders[receivers.index(receiver) * len(senders) // len(receivers)]
 
 
@@ -170,6 +171,6 @@ def channels_of(stages: Sequence[Sequence[Sequence[int]]]) -> list[Channel]:
         for lower in here:
             for upper in there:
                 if lower != upper:
-                    found |= {(_source(lower, upper, rank), rank, True) for rank in upper}
-                    found |= {(_source(upper, lower, rank), rank, False) for rank in lower}
+                    found |= {(source_of(lower, upper, rank), rank, True) for rank in upper}
+                    found |= {(source_of(upper, lower, rank), rank, False) for rank in lower}
     return sorted(found)
