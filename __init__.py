@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .api.resize import resize
     from .api.simulate import simulate, sweep
     from .api.solve import solve
-    from .runtime import prepare
+    from .runtime import deferred, prepare
     from .schema.cluster import Cluster
     from .schema.errors import (
         BackendError,
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "allocate": ".api.allocate",
     "check": ".api.check",
+    "deferred": ".runtime",
     "dry_run": ".api.launch",
     "export": ".api.export",
     "launch": ".api.launch",
@@ -128,6 +129,7 @@ __all__ = [
     "Throughputs",
     "allocate",
     "check",
+    "deferred",
     "dry_run",
     "export",
     "launch",

@@ -76,7 +76,7 @@ def main() -> None:
         if loss is not None:
             job.print(f"epoch {epoch + 1}: loss {loss.item():.6f}")
 
-    with job.evaluation() as trained:  # the whole model, even if a pipeline has spread it
+    with job.evaluation() as trained:  # under a pipeline each call runs on all stages
         accuracy = accuracy_of(trained, dataset, job.device)
     if loss is None:  # the job had been stopped after its last step
         job.print(f"accuracy {accuracy:.4f}")

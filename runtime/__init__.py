@@ -14,19 +14,24 @@ A training script needs five changed lines, and still runs under plain ``python`
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .initial_values import deferred
     from .job import Job
     from .start import prepare
     from .tensor.roles import tensor_parallel
 
-__all__ = ["Job", "prepare", "tensor_parallel"]
+__all__ = ["Job", "deferred", "prepare", "tensor_parallel"]
 
 
 def __getattr__(name: str) -> object:
     """Import a public name, and torch with it, on first use: planning starts without torch."""
     if name in __all__:
-        from . import job, start
+        from . import initial_values, job, start
         from .tensor import roles
 
-        found = {"Job": job.Job, "prepare": start.prepare}
-        return found.get(name, roles.tensor_parallel)
+        return {
+            "Job": job.Job,
+            "deferred": initial_values.deferred,
+            "prepare": start.prepare,
+            "tensor_parallel": roles.tensor_parallel,
+        }[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

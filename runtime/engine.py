@@ -144,6 +144,12 @@ class StepEngine(Protocol):
     def whole_model(self) -> AbstractContextManager[None]:
         """A context in which the model, after ``gather``, can be called as without hetflow."""
 
+    def evaluating(self) -> AbstractContextManager[None]:
+        """A context in which the model can be called where its parts are, in evaluation mode.
+
+        Enter it on all workers.
+        """
+
     def check_predicts(self) -> None:
         """Refuse ``job.predict`` where no worker can run a whole pass.
 

@@ -235,16 +235,18 @@ class Job:
         """Put the merged buffers (see runtime/buffers.py) into the model, on every worker.
 
         Under a pipeline, also the parameters of all stages. Call it on all workers before saving
-        or evaluating the model between steps; ``evaluation`` and ``finish`` do it themselves.
-        Virtual nodes keep their own buffers.
+        the model between steps; ``finish`` does it itself. Virtual nodes keep their own buffers.
         """
+        if self._join_for_model():
+            self._merge_buffers()
+            self._engine.gather()
+
+    def _join_for_model(self) -> bool:
+        """Join the others to use the model between steps; False if this worker lags behind."""
         if self._session.is_finished:
             self._engine.drain()
         self._runner.join()
-        if self._runner.is_behind:
-            return
-        self._merge_buffers()
-        self._engine.gather()
+        return not self._runner.is_behind
 
     def _merge_buffers(self) -> None:
         session, buffers = self._session, self._engine.buffers
@@ -255,19 +257,30 @@ class Job:
         buffers.install(merged)
 
     @contextmanager
-    def evaluation(self) -> Iterator[nn.Module]:
+    def evaluation(self, *, whole: bool = False) -> Iterator[nn.Module]:
         """Enter the model in evaluation mode, with merged buffers and without gradients.
 
-        Under a pipeline, every worker then holds the whole model: on its device, or on its host if
-        it does not fit the device. Move inputs to the device of the model's parameters. Enter it on
-        all workers; what a worker computes inside concerns that worker only.
+        Enter it on all workers. Under a split plan every worker has the whole model, and what it
+        computes inside concerns that worker only. Under a pipeline a call of the model runs on all
+        stages where they are, and its answer comes to ``job.device`` of the workers that made the
+        call: all of them with the same inputs (it then runs once), each with its own, or only
+        some. A worker that leaves the context runs its stages until all have left. Parameters of
+        other stages have no values inside.
+
+        Args:
+            whole: Under a pipeline, bring the whole model to every worker: to its device or, if it
+                does not fit, to its host. Move inputs to the device of the model's parameters.
+                Then parts of the model can be called too, and parameters can be read.
         """
-        model = self._session.model
+        model, engine = self._session.model, self._engine
         training = model.training
-        self.sync_buffers()
+        if self._join_for_model():
+            self._merge_buffers()
+            if whole:
+                engine.gather()
         model.eval()
         try:
-            with torch.no_grad(), self._engine.whole_model():
+            with torch.no_grad(), engine.whole_model() if whole else engine.evaluating():
                 yield model
         finally:
             model.train(training)

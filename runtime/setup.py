@@ -13,6 +13,7 @@ from ..schema.errors import TargetError
 from ..schema.launch import LaunchConfig
 from . import peers
 from .group import Place
+from .initial_values import fill
 
 
 def check_model(model: nn.Module) -> None:
@@ -101,6 +102,9 @@ def broadcast_state(
     Raises:
         TargetError: The workers built different models.
     """
+    computes = place.rank == 0 or place.is_outside
+    for parameter in parameters.values():
+        fill(parameter, place.device, computes=computes)
     model.to(place.device)
     for parameter in parameters.values():
         parameter.data = parameter.data.to(place.device)

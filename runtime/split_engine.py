@@ -5,7 +5,7 @@ during the last backward pass (VirtualFlow 3.2).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,10 @@ class SplitEngine:
     def whole_model(self) -> Iterator[None]:
         """Do nothing: every worker has the whole model."""
         yield
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Do nothing: every worker has the whole model."""
+        return nullcontext()
 
     def check_predicts(self) -> None:
         """Accept ``job.predict``: each worker runs whole passes."""

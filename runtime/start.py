@@ -22,6 +22,7 @@ from .engine import StepEngine
 from .epoch import Epochs
 from .finish import at_exit
 from .group import Place, join
+from .initial_values import settle
 from .job import Job
 from .optimizer_state import warning_of
 from .optimizers import Given, optimizers_of
@@ -51,7 +52,8 @@ def prepare(
     before.
 
     Args:
-        model: The model to train; not wrapped in DistributedDataParallel.
+        model: The model to train; not wrapped in DistributedDataParallel. It may be built without
+            memory for its parameters (``deferred``).
         optimizer: Its optimizer, or a list of all optimizers that train it; parameters that they
             hold beside the model's are trained as well.
         seed: Seed of the job's random streams; by default the launch's (0 under plain python).
@@ -79,6 +81,7 @@ def prepare(
     check_torch(torch.__version__)
     check_model(model)
     optimizers = optimizers_of(optimizer)
+    settle(model, optimizers)
     start = read_environment()
     warning = warning_of(optimizers, start.config.optimizer if start.config else None)
     place = join(start, place_model(model, start.config, device))

@@ -3,9 +3,12 @@
 torch.export returns containers that pytree knows. Models also return dataclasses, mappings of
 their own, and objects that no training step reads (transformers' cache of keys and values). Such
 objects are left out, and a script that uses one gets an error that says so.
+
+An answer that goes to another worker is sent as plain values; a class goes by its name.
 """
 
 import copy
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -94,3 +97,54 @@ def _entries(
         return made
 
     return tensors, make
+
+
+def portable(answer: Any) -> Any:
+    """An answer as nested plain values and tensors, each with its kind; see ``made_again``."""
+    if answer is None or isinstance(answer, Tensor | bool | int | float | complex | str):
+        return ["value", answer]
+    kind = type(answer)
+    if kind in (list, tuple):
+        return [kind.__name__, [portable(entry) for entry in answer]]
+    name = [kind.__module__, kind.__qualname__]
+    if isinstance(answer, tuple) and hasattr(answer, "_fields"):
+        return ["named", name, [portable(entry) for entry in answer]]
+    if isinstance(answer, Mapping):
+        pairs = [[key, portable(entry)] for key, entry in answer.items()]
+        return ["dict", pairs] if kind is dict else ["mapping", name, pairs]
+    if is_dataclass(answer):
+        found = [(field.name, getattr(answer, field.name, None)) for field in fields(answer)]
+        return ["fields", name, [[key, portable(entry)] for key, entry in found]]
+    return ["left out", kind.__name__]
+
+
+def made_again(form: Any) -> Any:
+    """The answer of which ``portable`` made these values; what it left out refuses any use."""
+    kind, *rest = form
+    if kind == "value":
+        return rest[0]
+    if kind in ("list", "tuple"):
+        entries = [made_again(entry) for entry in rest[0]]
+        return entries if kind == "list" else tuple(entries)
+    if kind == "dict":
+        return {key: made_again(entry) for key, entry in rest[0]}
+    if kind == "left out":
+        return LeftOut(rest[0])
+    made_by = _class_of(*rest[0])
+    if kind == "named":
+        return made_by(*(made_again(entry) for entry in rest[1]))
+    made = made_by.__new__(made_by)
+    for key, entry in rest[1]:
+        if kind == "mapping":
+            made[key] = made_again(entry)
+        else:
+            object.__setattr__(made, key, made_again(entry))
+    return made
+
+
+def _class_of(module: str, name: str) -> Any:
+    """A class of an answer, which this process has loaded too: it runs the same script."""
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found

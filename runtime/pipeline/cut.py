@@ -114,6 +114,21 @@ def cut(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> list[StageMod
     ]
 
 
+def like(layered: LayeredModel, stages: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The stages of a model that was traced again, in another mode, cut at the same layers.
+
+    A layer that the mode does not have is left out; one that the plan does not have joins the
+    layer before it.
+    """
+    planned = {name: number for number, names in enumerate(stages) for name in names}
+    found: list[list[str]] = [[] for _ in stages]
+    number = 0
+    for layer in layered.layers:
+        number = planned.get(layer.id, number)
+        found[number].append(layer.id)
+    return found
+
+
 def check_crossing(part: StageModule, values: Sequence[Any], stage: int) -> None:
     """Refuse values that cannot be sent from a stage to the next.
 

@@ -7,7 +7,7 @@ continues to the loss; on the others it ends there. So whatever the function doe
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,13 +27,14 @@ from ..tensor.lanes import Lanes
 from ..tensor.regions import check_attention
 from ..tensor.roles import Sharing, check_degree, check_pairs, check_shared, sharing_of
 from ..tensor.sharded import ShardedModel, tensor_group
-from .cut import StageModule, check_crossing, cut, whole
+from .cut import StageModule, check_crossing, cut, like, whole
+from .evaluation import StageEvaluation, refusing_calls
 from .executor import Executor, held
 from .holdings import holdings_of
 from .messages import Message
 from .microbatches import StepMicrobatches
 from .optimizer import OwnShare
-from .ownership import Holders, Ownership, StageBuffers
+from .ownership import Holders, Ownership, StageBuffers, refuse_saving
 from .placing import (
     broadcast_parts,
     check_same_model,
@@ -142,7 +143,7 @@ class PipelineEngine:
             ],
             tells=self._ownership.lanes.lane(place.rank) == 0,
         )
-        transport = transport_of(place, [stage.replicas for stage in work.stages])
+        self._transport = transport = transport_of(place, [s.replicas for s in work.stages])
         self._synchroniser = Synchroniser(self._ownership, place, work, transport)
         self._executor = Executor(
             group,
@@ -153,7 +154,9 @@ class PipelineEngine:
             holdings_of(parts, sharing, sequence_parallel=spreads),
         )
         self._model = SpreadModel(model, check_call)
+        refuse_saving(model, self._ownership)
         self._microbatches: StepMicrobatches | None = None  # of the step in progress
+        self._evaluation: StageEvaluation | None = None  # made when it is first asked for
         # If the schedule does not flush, stages read weight versions, never the parameters.
         self._strangers = {
             id(parameter): name
@@ -178,7 +181,8 @@ class PipelineEngine:
         check_same_model(session.model, session.parameters, session.place)
         if work.is_tensor_parallel and len(work.stages) == 1:
             return [whole(session.model)], _any_call
-        with shapes_on(session.device, session.model, session.parameters.values()):
+        shapes = [(parameter, parameter.shape) for parameter in session.parameters.values()]
+        with shapes_on(session.device, session.model, shapes):
             layered = layers_of(session.model, work.trace)
         return cut(layered, [stage.layers for stage in work.stages]), layered.check_call
 
@@ -409,6 +413,56 @@ class PipelineEngine:
             put_back(buffers)
             self._ownership.strip()
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Run calls of the model, in evaluation mode, on the stages where they are.
+
+        Enter it on all workers.
+        """
+        if self._session.is_finished:
+            yield
+            return
+        self._ownership.strip()
+        if self._evaluation is None:
+            self._evaluation = self._evaluation_of()
+        with ExitStack() as stack:
+            for name, module in self._session.model.named_modules():
+                if self._ownership.lacks_some_of(module):
+                    stack.enter_context(refusing_calls(module, name))
+            stack.enter_context(self._model.evaluating(self._evaluation.call))
+            yield
+            self._evaluation.serve()
+
+    def _evaluation_of(self) -> StageEvaluation:
+        """Cut the model as it computes in evaluation mode, at the same layers."""
+        session, work, ownership = self._session, self._work, self._ownership
+        self._model.release()
+        self._sharded.remove()
+        try:
+            if work.is_tensor_parallel and len(work.stages) == 1:
+                parts, check_call = [whole(session.model)], _any_call
+            else:
+                shapes = [(p, ownership.whole_shape(n)) for n, p in ownership.parameters.items()]
+                with shapes_on(session.device, session.model, shapes):
+                    layered = layers_of(session.model, work.trace)
+                stages = like(layered, [stage.layers for stage in work.stages])
+                parts, check_call = cut(layered, stages), layered.check_call
+            ownership.check_held(parameters_of(parts), [stage.ranks for stage in work.stages])
+        finally:
+            self._model.spread()
+            self._sharded.install()
+        # Without flushes replicas update at different times; calls go to the first.
+        replicas = [stage.replicas[: None if self.flushes else 1] for stage in work.stages]
+        return StageEvaluation(
+            session.model,
+            parts,
+            replicas,
+            session.place,
+            self._transport,
+            self._model.signature,
+            check_call,
+        )
+
     def check_predicts(self) -> None:
         """Refuse ``job.predict``: no worker of a pipeline runs a whole pass.
 
@@ -417,7 +471,7 @@ class PipelineEngine:
         """
         raise TargetError(
             "job.predict is for split plans",
-            hint="use job.evaluation(): the whole model is on every worker inside it",
+            hint="call the model inside job.evaluation(): each call runs on all stages",
         )
 
     def close(self) -> None:

@@ -17,9 +17,11 @@ from ...devices.backend import backend_of
 from ...devices.collectives import wire_device
 from ...devices.host import TORCH_DEVICE as HOST
 from ...devices.out_of_memory import is_out_of_memory
+from ...schema.errors import TargetError
 from ..buffers import BufferSlot, VirtualNodeBuffers, find_slots
 from ..digest import InPieces
 from ..group import Place
+from ..initial_values import forget
 from ..manifest import shapes_of
 from ..telling import log
 from ..tensor.lanes import Lanes
@@ -61,6 +63,7 @@ class Ownership:
             held = {holder for stage in of_stages or [0] for holder in ranks[stage]}
             self.holders[name] = tuple(sorted(held))
         self.own = {name for name, holders in self.holders.items() if rank in holders}
+        self._others = {id(p) for name, p in parameters.items() if name not in self.own}
         self.first = {name for name, holders in self.holders.items() if rank == holders[0]}
         self.described = shapes_of(parameters)
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
@@ -87,6 +90,7 @@ class Ownership:
         self.device_of_whole = self._place.device
         for name, parameter in self.parameters.items():
             if name not in self.own:
+                forget(parameter)
                 parameter.grad = None
                 parameter.data = torch.zeros(1, dtype=parameter.dtype, device=self._place.device)
             elif name in self.cut and not self._is_cut:
@@ -102,6 +106,32 @@ class Ownership:
         if name not in self.cut or not is_whole:
             return value
         return self.lanes.part(name, value, self._place.rank)
+
+    def lacks_some_of(self, module: nn.Module) -> bool:
+        """Whether this worker lacks a parameter that a module itself holds."""
+        held = module._parameters.values()
+        return any(parameter is not None and id(parameter) in self._others for parameter in held)
+
+    def check_held(
+        self, used: Sequence[set[nn.Parameter]], ranks: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Refuse stages that use other parameters than their workers hold.
+
+        Args:
+            used: [stages] the parameters that each uses.
+            ranks: [stages] the ranks of each.
+
+        Raises:
+            TargetError: Names the parameter.
+        """
+        for stage, members in enumerate(used):
+            for name, parameter in self.parameters.items():
+                if parameter in members and not set(ranks[stage]) <= set(self.holders[name]):
+                    raise TargetError(
+                        f"in evaluation mode stage {stage} of the model uses {name}, which only "
+                        "another stage has",
+                        hint="job.evaluation(whole=True) brings the whole model to every worker",
+                    )
 
     def is_first_to_share(self, name: str) -> bool:
         """Whether this worker is the first in the group that holds one replica of a parameter."""
@@ -156,6 +186,11 @@ class Ownership:
         """Whether this worker has the parameters of all workers."""
         return self._is_whole or len(self.own) == len(self.parameters)
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether every parameter of the model has its whole value on this worker."""
+        return self._is_whole or not (self.cut or len(self.own) < len(self.parameters))
+
     def values_of(self, name: str) -> InPieces:
         """A parameter's values, sent by its first holder. Iterate them on all workers."""
         parameter, first = self.parameters[name], self.holders[name][0]
@@ -199,6 +234,23 @@ class Ownership:
             for name, parameter in self.parameters.items()
             if name not in self.own or name in self.cut
         }
+
+
+def refuse_saving(model: nn.Module, ownership: Ownership) -> None:
+    """Refuse ``model.state_dict()`` while parameters of other stages have no values here.
+
+    A copy of the model is not refused: its owner knows which parameters it keeps.
+    """
+
+    def refuse(module: nn.Module, *rest: object) -> None:
+        if module is model and not ownership.is_readable:
+            raise TargetError(
+                "model.state_dict() is called on a part of a model: other workers have the "
+                "parameters of the other stages",
+                hint="call job.sync_buffers() on all workers before, or job.checkpoint()",
+            )
+
+    model.register_state_dict_pre_hook(refuse)
 
 
 class StageBuffers(VirtualNodeBuffers):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...devices.collectives import wire_device
 from ..group import Place
+from ..initial_values import fill, initial_value
 from ..setup import check_same_shapes, move_optimizer_state
 from .cut import StageModule
 from .pieces import broadcast
@@ -22,20 +23,26 @@ Buffer = tuple[nn.Module, str, Tensor]
 
 @contextmanager
 def shapes_on(
-    device: torch.device, model: nn.Module, parameters: Iterable[nn.Parameter]
+    device: torch.device, model: nn.Module, shapes: Iterable[tuple[nn.Parameter, torch.Size]]
 ) -> Iterator[None]:
     """Within the context, give parameters their shapes on a device and no values; then restore.
 
     The model's buffers, and tensors that its modules move themselves, move to the device and stay.
+
+    Args:
+        device: The device.
+        model: The model.
+        shapes: Each parameter, with the shape of the whole parameter.
     """
-    values = [(parameter, parameter.data, parameter.grad) for parameter in parameters]
+    known = list(shapes)
+    values = [(parameter, parameter.data, parameter.grad) for parameter, _ in known]
     zeros: dict[torch.dtype, Tensor] = {}
     try:
-        for parameter, value, _ in values:
-            if value.dtype not in zeros:
-                zeros[value.dtype] = torch.zeros((), dtype=value.dtype, device=device)
+        for parameter, shape in known:
+            if parameter.dtype not in zeros:
+                zeros[parameter.dtype] = torch.zeros((), dtype=parameter.dtype, device=device)
             parameter.grad = None
-            parameter.data = zeros[value.dtype].expand(value.shape)
+            parameter.data = zeros[parameter.dtype].expand(shape)
         model.to(device)
         yield
     finally:
@@ -58,6 +65,8 @@ def place_own(
         optimizers: The script's optimizers.
         place: This worker among the others.
     """
+    for parameter in own:
+        fill(parameter, place.device, computes=place.rank == 0)
     for part in parts:
         part.module.to(place.device)  # a module's own ``to`` may move more than its parameters
     for parameter in own:  # also those that no stage uses
@@ -84,7 +93,9 @@ def broadcast_parts(
     buffers = dict(model.named_buffers())
     kept, wire = {*own, *buffers}, wire_device(place.device)
     for name, tensor in {**parameters, **buffers}.items():
-        broadcast(tensor.detach(), wire, src=0, sends=place.rank == 0, keeps=name in kept)
+        # A deferred value of another worker's parameter is computed here, sent, and freed.
+        value = initial_value(tensor) if place.rank == 0 else tensor.detach()
+        broadcast(value, wire, src=0, sends=place.rank == 0, keeps=name in kept)
 
 
 def check_same_model(model: nn.Module, parameters: dict[str, nn.Parameter], place: Place) -> None:

@@ -1,7 +1,8 @@
 """The script's model while its stages are spread over workers: what a call of it runs."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -26,13 +27,17 @@ class SpreadModel:
     Args:
         model: The script's model.
         check_call: Refuses arguments for which the traced stages are not valid.
+
+    Attributes:
+        signature: The parameters of a call of the model.
     """
 
     def __init__(self, model: nn.Module, check_call: Callable[[dict[str, Any]], None]) -> None:
         self._model, self._check_call = model, check_call
         self._forward = model.forward
-        self._signature = inspect.signature(model.forward)
+        self.signature = inspect.signature(model.forward)
         self._run_stage: RunStage | None = None
+        self._evaluate: Callable[..., Any] | None = None
         self.spread()
 
     def spread(self) -> None:
@@ -42,6 +47,15 @@ class SpreadModel:
     def release(self) -> None:
         """Give the model its own ``forward`` back."""
         self._model.forward = self._forward
+
+    @contextmanager
+    def evaluating(self, evaluate: Callable[..., Any]) -> Iterator[None]:
+        """Within the context, calls of the model outside of ``call`` go to another function."""
+        self._evaluate = evaluate
+        try:
+            yield
+        finally:
+            self._evaluate = None
 
     def call(self, function: LossFunction, run: RunStage, inputs: Any) -> Any:
         """Call the script's function, with ``run`` in place of the model.
@@ -70,13 +84,15 @@ class SpreadModel:
         return answer
 
     def _meet(self, *arguments: Any, **named: Any) -> Any:
+        if self._run_stage is None and self._evaluate is not None:
+            return self._evaluate(*arguments, **named)
         if self._run_stage is None:
             raise TargetError(
                 "the model is spread over several workers",
                 hint="call it inside job.backward's function, or inside job.evaluation()",
             )
         run, self._run_stage = self._run_stage, self._refuse_second
-        given = by_placeholder(self._signature, arguments, named)
+        given = by_placeholder(self.signature, arguments, named)
         self._check_call(given)
         return run({**given, CALL: (arguments, named)})
 

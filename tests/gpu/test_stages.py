@@ -21,14 +21,17 @@ CUT, OTHER_CUT = (8, 8, 8, 8, 8), (9, 7, 8, 9, 7)
 SCRIPT = """
 import os
 import sys
+from contextlib import nullcontext
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from hetflow import runtime as hf
 torch.manual_seed(int(os.environ.get("RANK", "0")))
-model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(40)))
-for layer in model:
-    layer.weight.data.mul_(3**0.5)
+with nullcontext() if sys.argv[2] == "built" else hf.deferred():
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(40)))
+    for layer in model:
+        layer.weight.data.mul_(3**0.5)
+assert next(model.parameters()).is_meta == (sys.argv[2] != "built")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001, foreach=False)
 job = hf.prepare(model, optimizer)
 torch.manual_seed(1)
@@ -42,15 +45,20 @@ def train():
         optimizer.zero_grad()
         print("loss", loss.item(), flush=True)
 
+def look(whole):
+    where = next(whole.parameters()).device
+    seen = whole(data.tensors[0].to(where)).square().mean()
+    print("seen", seen.device.type, seen.item(), flush=True)
+
 train()
+with job.evaluation() as parts:
+    look(parts)
 print("peak", torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0, flush=True)
 if sys.argv[1] == "whole":
     job.sync_buffers()
     train()
-    with job.evaluation() as whole:
-        where = next(whole.parameters()).device
-        seen = whole(data.tensors[0].to(where)).square().mean().item()
-        print("seen", where.type, seen, flush=True)
+    with job.evaluation(whole=True) as whole:
+        look(whole)
     train()
     job.finish()
     print("trained", sum(p.detach().double().square().sum().item() for p in model.parameters()))
@@ -84,12 +92,13 @@ def test_a_model_twice_as_large_as_any_device_trains_and_goes_on_under_another_c
         files.write(host.folder / f"{name}.json", stages("V100", cut))
     files.write(host.folder / "alone.json", plan_of([4], ["A100"], samples=2))
     said, digests = {}, {}
-    for name, how in (("first", "parts"), ("second", "whole"), ("alone", "whole")):
+    ways = {"first": "parts deferred", "second": "whole deferred", "alone": "whole built"}
+    for name, how in ways.items():
         saving = [] if name == "alone" else ["--checkpoint", host.folder / "saved"]
         plan = f"{name}.json"
-        found = host.run("launch", *saving, "-o", name, plan, "script.py", how)
+        found = host.run("launch", *saving, "-o", name, plan, "script.py", *how.split())
         assert found.returncode == 0, found.stderr
-        # Neither steps, checkpoints nor the digest bring the whole model anywhere.
+        # Neither steps, evaluation, checkpoints nor the digest bring the whole model anywhere.
         assert (ON_THE_HOST in found.stderr) == (name == "second"), found.stderr
         logs = sorted((host.folder / name / "logs").glob("rank*.out"))
         said[name] = [log.read_text() for log in logs]
@@ -99,9 +108,11 @@ def test_a_model_twice_as_large_as_any_device_trains_and_goes_on_under_another_c
     assert [len(said[name]) for name in said] == [len(CUT), len(CUT), 1]
     for log in said["first"] + said["second"]:
         assert int(re.search(r"peak (\d+)", log)[1]) <= LIMIT
-    for text in (r"seen cpu (\S+)", r"trained (\S+)"):
-        alone = float(re.search(text.replace("cpu", "cuda"), said["alone"][0])[1])
-        assert [float(re.search(text, log)[1]) for log in said["second"]] == [
-            pytest.approx(alone, rel=1e-4)
-        ] * len(CUT)
+    parts, whole = re.findall(r"seen cuda (\S+)", said["alone"][0])
+    trained = re.search(r"trained (\S+)", said["alone"][0])[1]
+    for log in said["first"] + said["second"]:
+        assert float(re.search(r"seen cuda (\S+)", log)[1]) == pytest.approx(float(parts), rel=1e-4)
+    for log in said["second"]:
+        assert float(re.search(r"seen cpu (\S+)", log)[1]) == pytest.approx(float(whole), rel=1e-4)
+        assert float(re.search(r"trained (\S+)", log)[1]) == pytest.approx(float(trained), rel=1e-4)
     assert digests["second"] == digests["alone"] != digests["first"]

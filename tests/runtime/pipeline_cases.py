@@ -6,6 +6,7 @@ another in the same processes; every worker writes what came out.
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -65,9 +66,10 @@ def data(num_samples=NUM_SAMPLES):
     return TensorDataset(x, torch.randint(3, (num_samples,), generator=generator))
 
 
-def build(name):
+def build(name, deferred=False):
     torch.manual_seed(int(os.environ.get("RANK", "0")))  # the first worker's values are taken
-    return MODELS[name]().double()
+    with hf.deferred() if deferred else nullcontext():
+        return MODELS[name]().double()
 
 
 def loss_of(model, weighted):
@@ -78,8 +80,33 @@ def loss_of(model, weighted):
     return function
 
 
+def refused(call):
+    try:
+        call()
+    except HetflowError as error:
+        return str(error)
+    return None
+
+
+def calls_of(job, whole, model):
+    """Calls that only some workers make, or each with its own rows; and uses that are refused."""
+    x, made = data().tensors[0], job._engine._evaluation
+    found = {"runs": made.num_runs}
+    if job.rank == 1:
+        found["alone"] = whole(x[:5])
+    if job.rank != 0:
+        found["own"] = whole(x[job.rank : job.rank + 2])
+    found["first layer"] = refused(lambda: whole[0](x))
+    found["saving"] = refused(model.state_dict)
+    model.train()
+    found["training"] = refused(lambda: whole(x))
+    model.eval()
+    return found
+
+
 def train(case):
-    """``model:optimizer:options``, options out of clip, weighted, whole, apart.
+    """``model:optimizer:options``, options out of clip, weighted, whole, apart, calls,
+    deferred (where there are several workers).
 
     ``apart`` sends payloads as between CUDA devices, with gloo in the place of NCCL.
     """
@@ -88,11 +115,12 @@ def train(case):
     # Models this small would fill one bucket only.
     synchronise.BUCKET_BYTES = 300
     pieces.PIECE_BYTES = 100
-    model = build(name)
+    model = build(name, "deferred" in options and "RANK" in os.environ)
     optimizer = OPTIMIZERS[kind](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     job = hf.prepare(model, optimizer)
     rows, norms, losses = (48 if "whole" in options else NUM_SAMPLES), [], []
+    calls = None
     loader = DataLoader(data(rows), batch_size=GLOBAL_BATCH_SIZE, shuffle="whole" not in options)
     for _ in range(EPOCHS):
         for batch in job.batches(loader):
@@ -105,11 +133,14 @@ def train(case):
             optimizer.zero_grad()
         with job.evaluation() as whole, torch.no_grad():
             losses.append(float(whole(data().tensors[0]).sum()))
+            if "calls" in options and job.world_size > 1:
+                calls = calls_of(job, whole, model)
     held = (getattr(job._engine, "weight_versions", 0), getattr(job._engine, "activations_held", 0))
     owned = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     job.finish()
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return {"state": state, "losses": losses, "norms": norms, "held": held, "owned": owned}
+    told = {"state": state, "losses": losses, "norms": norms, "held": held, "owned": owned}
+    return told | {"calls": calls}
 
 
 if __name__ == "__main__":

@@ -50,11 +50,11 @@ WORLDS = {
         "dualpipe-v": ("chain:momentum:clip", "dualpipe-v", CHAIN4, (1, 1), 6, False),
     },
     3: {
-        "three": ("chain:momentum:clip", "1f1b", CHAIN3, (1, 1, 1), 6, False),
-        "2-1": ("chain:momentum:clip", "1f1b", CHAIN2, (2, 1), 6, False),
+        "three": ("chain:momentum:clip-calls", "1f1b", CHAIN3, (1, 1, 1), 6, False),
+        "2-1": ("chain:momentum:clip-calls", "1f1b", CHAIN2, (2, 1), 6, False),
         "1-2": ("branches:adam:clip", "gpipe", BRANCH2, (1, 2), 6, True),
-        "skip": ("branches:momentum:clip", "1f1b", BRANCH3, (1, 1, 1), 6, False),
-        "normed-2-1": ("normed:momentum:", "1f1b", NORM2, (2, 1), 4, False),
+        "skip": ("branches:momentum:clip-deferred", "1f1b", BRANCH3, (1, 1, 1), 6, False),
+        "normed-2-1": ("normed:momentum:deferred", "1f1b", NORM2, (2, 1), 4, False),
         "stash": ("chain:momentum:whole", "pipedream", CHAIN3, (1, 1, 1), 6, False),
         "stash-adam": ("chain:adam:whole", "pipedream", CHAIN3, (1, 1, 1), 6, True),
         "vertical": ("chain:adam:whole", "pipedream-vertical-sync", CHAIN3, (1,) * 3, 6, False),
@@ -185,6 +185,24 @@ def test_flushing_schedules_equal_one_process(size, name, worlds, one_process) -
         torch.testing.assert_close(found["state"], expected["state"], rtol=1e-10, atol=1e-12)
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-10)
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["three", "2-1"])
+def test_workers_evaluate_with_calls_of_their_own(name, worlds) -> None:
+    x, stage = cases.data().tensors[0], [0, 0, 1] if name == "2-1" else [0, 1, 2]
+    for rank, answer in enumerate(worlds[3]):
+        model, found = cases.build("chain"), answer[name]["calls"]
+        model.load_state_dict(answer[name]["state"])
+        rows = {"alone": slice(5)} if rank == 1 else {}
+        rows |= {"own": slice(rank, rank + 2)} if rank else {}
+        for call, own in rows.items():
+            torch.testing.assert_close(found[call], model(x[own]).detach(), rtol=1e-10, atol=1e-12)
+        # Of each epoch's four calls one is made by all workers, and runs once.
+        assert found["runs"] == (cases.EPOCHS - 1) * 4 + 1
+        refusal = "0 is called by itself, but its parameters are on another worker"
+        assert found["first layer"] == (refusal if stage[rank] else None)
+        assert "is called on a part of a model" in found["saving"]
+        assert "is in training mode" in found["training"]
 
 
 def test_workers_own_their_stages_only(worlds) -> None:

@@ -1,0 +1,282 @@
+"""Evaluate a model on the stages where they are: no worker ever holds the whole model.
+
+Inside ``job.evaluation()`` any worker may call the model: all with the same inputs, each with its
+own, or only some of them. The workers meet in rounds. In a round each worker either makes one call
+or has left the script's block; equal calls count as one. Each call then passes from stage to stage,
+and its answer goes to the workers that made it. A worker that has left the block runs its stages
+for the others until all have left. So any mixture of calls ends.
+
+Values travel as plain bytes, as in checkpoints: nothing is unpickled.
+"""
+
+import hashlib
+import inspect
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...devices.collectives import wire_device
+from ...schema.errors import TargetError
+from .. import checkpoint, peers
+from ..buffers import BufferSlot
+from ..group import Place
+from ..manifest import DTYPES
+from .answers import made_again, portable
+from .arguments import by_placeholder
+from .cut import CALL, StageModule
+from .transport import Transport
+
+_DIGEST_WORDS = 4  # 8 bytes each
+_HINT = "job.evaluation(whole=True) brings the whole model to every worker"
+Autocast = tuple[bool, str]
+"""Whether a call was made under autocast, and the name of its dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Nested plain values with tensors, ready to be sent.
+
+    Attributes:
+        header: The values as JSON, and the dtypes and shapes of the tensors.
+        tensors: The tensors, in order.
+    """
+
+    header: bytes
+    tensors: list[Tensor]
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the contents. Waits for the tensors' device."""
+        digest = hashlib.sha256(self.header)
+        for tensor in self.tensors:
+            digest.update(checkpoint.bytes_of(checkpoint.copy_to_host(tensor)))
+        return digest.digest()
+
+    def value(self, device: torch.device) -> Any:
+        """The values, with tensors on a device."""
+        tensors = [tensor.to(device) for tensor in self.tensors]
+        return checkpoint.decode(json.loads(self.header)["value"], tensors)
+
+
+def _message(value: Any, what: str) -> _Message:
+    """Make a message of values.
+
+    Raises:
+        TargetError: They hold an object that is no plain data, or a tensor of a strange dtype.
+    """
+    tensors: list[Tensor] = []
+    try:
+        encoded = checkpoint.encode(value, tensors, what, copy=Tensor.detach)
+    except TargetError as error:
+        raise TargetError(f"a pipeline cannot send {error.message}", hint=_HINT) from None
+    kinds = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+    for kind, _ in kinds:
+        if kind not in DTYPES:
+            raise TargetError(f"a pipeline cannot send {what} with a {kind} tensor", hint=_HINT)
+    return _Message(json.dumps({"value": encoded, "tensors": kinds}).encode(), tensors)
+
+
+class StageEvaluation:
+    """The calls of a model in evaluation mode, as one worker of a pipeline takes part in them.
+
+    Args:
+        model: The script's model.
+        parts: [stages] the stages, cut in evaluation mode.
+        replicas: [stages] the tensor-parallel groups that hold each stage, as ranks.
+        place: This worker among the others.
+        transport: The groups for messages; None for a single worker.
+        signature: The parameters of a call of the model.
+        check_call: Refuses arguments for which the stages are not valid.
+
+    Attributes:
+        num_runs: How many calls have passed through the stages; equal calls count once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Sequence[StageModule],
+        replicas: Sequence[Sequence[Sequence[int]]],
+        place: Place,
+        transport: Transport | None,
+        signature: inspect.Signature,
+        check_call: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._model, self._parts, self._replicas = model, parts, replicas
+        self._place, self._transport, self._check_call = place, transport, check_call
+        self._signature = signature
+        self.num_runs = 0
+
+    def call(self, *arguments: Any, **named: Any) -> Any:
+        """Call the model; see ``job.evaluation``. The answer is on this worker's device.
+
+        Raises:
+            TargetError: The script has put the model back into training mode, or the call cannot
+                be run by parts.
+        """
+        if self._model.training:
+            raise TargetError(
+                "the model is in training mode inside job.evaluation()",
+                hint=f"leave it in evaluation mode; {_HINT}",
+            )
+        self._check_call(self._given(arguments, named))
+        kind = self._place.device.type
+        autocast = (torch.is_autocast_enabled(kind), _name_of(torch.get_autocast_dtype(kind)))
+        own = _message([list(arguments), named, list(autocast)], "the call")
+        return self._round(own)[1]
+
+    def serve(self) -> None:
+        """Run this worker's stages for the other workers' calls, until all have left."""
+        while self._round(None)[0]:
+            pass
+
+    def _given(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """A call's arguments by the names of the traced graph, and the whole call."""
+        found = by_placeholder(self._signature, tuple(arguments), dict(named))
+        return {**found, CALL: (tuple(arguments), dict(named))}
+
+    def _round(self, own: _Message | None) -> tuple[bool, Any]:
+        """Make one round of calls.
+
+        Args:
+            own: This worker's call; None if it has left.
+
+        Returns:
+            Whether any worker has made a call, and the answer to this worker's own.
+        """
+        answer, calls = None, self._meet(own)
+        for number, callers in enumerate(calls):
+            is_own = self._place.rank in callers
+            found = self._run(number, own if is_own else None, callers)
+            answer = found if is_own else answer
+        return bool(calls), answer
+
+    def _meet(self, own: _Message | None) -> list[list[int]]:
+        """The calls of a round: of each, the ranks that make it. Call it on all workers."""
+        if self._transport is None:
+            return [] if own is None else [[self._place.rank]]
+        row = torch.zeros(1 + _DIGEST_WORDS, dtype=torch.int64)
+        if own is not None:
+            row[0] = 1
+            row[1:].view(torch.uint8).copy_(
+                torch.frombuffer(bytearray(own.digest), dtype=torch.uint8)
+            )
+        rows = row.new_empty(self._place.world_size * len(row))
+        peers.all_gather(rows, row, group=self._transport.up)
+        calls: dict[tuple[int, ...], list[int]] = {}
+        for rank, (is_call, *digest) in enumerate(rows.view(-1, len(row)).tolist()):
+            if is_call:
+                calls.setdefault(tuple(digest), []).append(rank)
+        return list(calls.values())
+
+    def _run(self, number: int, own: _Message | None, callers: Sequence[int]) -> Any:
+        """Pass a call through all stages.
+
+        All workers go through the same list of messages in the same order, so none waits for one
+        that waits for it.
+
+        Returns:
+            On the callers, the answer.
+        """
+        self.num_runs += 1
+        rank, groups = self._place.rank, [held[number % len(held)] for held in self._replicas]
+        needed = sorted({rank for group in groups for rank in group} - set(callers))
+        for other in needed:
+            own = self._carry(own, callers[0], other)
+        if rank not in callers and rank not in needed:
+            return None
+        assert own is not None
+        arguments, named, autocast = own.value(self._place.device)
+        given = self._given(arguments, named)
+        values: Any = ()
+        for stage, (part, group) in enumerate(zip(self._parts, groups, strict=True)):
+            if stage:
+                values = self._pass_on(values, groups[stage - 1], group)
+            if rank in group:
+                values = self._run_part(part, given, values, autocast)
+        last = groups[-1]
+        for caller in callers:
+            if caller not in last and rank in (caller, last[0]):
+                sent = _message(portable(values), "the answer") if rank == last[0] else None
+                sent = self._carry(sent, last[0], caller)
+                if rank == caller and sent is not None:
+                    values = made_again(sent.value(self._place.device))
+        return self._parts[-1].answer(values) if rank in callers else None
+
+    def _run_part(
+        self, part: StageModule, given: Mapping[str, Any], values: Sequence[Any], how: Autocast
+    ) -> Any:
+        part.refresh_buffers()
+        enabled, dtype = how
+        with torch.autocast(self._place.device.type, DTYPES[dtype], enabled=enabled):
+            return part.module(*(given[name] for name in part.arguments), *values)
+
+    def _pass_on(self, made: Any, senders: Sequence[int], receivers: Sequence[int]) -> Any:
+        """Send a stage's values to the workers of the next; return those for this worker."""
+        rank, found = self._place.rank, made
+        message = _message(list(made), "a value between stages") if rank in senders else None
+        for receiver in receivers:
+            sender = _source_of(senders, receivers, receiver)
+            if sender != receiver and rank in (sender, receiver):
+                passed = self._carry(message, sender, receiver)
+                if rank == receiver and passed is not None:
+                    found = passed.value(self._place.device)
+        return found
+
+    def _carry(self, message: _Message | None, source: int, target: int) -> _Message | None:
+        """Send a message from one worker to another; return what this worker then has."""
+        rank, transport = self._place.rank, self._transport
+        if rank not in (source, target):
+            return message
+        assert transport is not None
+        wire = wire_device(self._place.device)
+        if rank == source:
+            assert message is not None
+            header = torch.frombuffer(bytearray(message.header), dtype=torch.uint8)
+            peers.send(torch.tensor([len(header)]), dst=target, group=transport.up)
+            peers.send(header, dst=target, group=transport.up)
+            for tensor in message.tensors:
+                if tensor.numel():
+                    peers.send(BufferSlot.bytes_of(tensor).to(wire), dst=target)
+            return message
+        length = torch.zeros(1, dtype=torch.int64)
+        peers.receive(length, src=source, group=transport.up)
+        header = torch.empty(int(length), dtype=torch.uint8)
+        peers.receive(header, src=source, group=transport.up)
+        said, tensors = header.numpy().tobytes(), list[Tensor]()
+        for name, shape in json.loads(said)["tensors"]:
+            tensors.append(torch.empty(shape, dtype=DTYPES[name], device=wire))
+            if tensors[-1].numel():
+                peers.receive(BufferSlot.bytes_of(tensors[-1]), src=source)
+        return _Message(said, tensors)
+
+
+def _source_of(senders: Sequence[int], receivers: Sequence[int], receiver: int) -> int:
+    """The worker of a group from which a worker of the next group receives a value."""
+    return senders[receivers.index(receiver) * len(senders) // len(receivers)]
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@contextmanager
+def refusing_calls(module: nn.Module, name: str) -> Iterator[None]:
+    """Within the context, refuse calls of a module whose parameters are on other workers."""
+
+    def refuse(module: nn.Module, arguments: object) -> None:
+        raise TargetError(
+            f"{name or 'the model'} is called by itself, but its parameters are on another worker",
+            hint=f"call the whole model; {_HINT}",
+        )
+
+    handle = module.register_forward_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
