@@ -9,11 +9,8 @@ from ..schema.files import Plan
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
-from .choose_pipeline import best_pipeline, check_flags
 from .inputs import flat
 from .request import SolveRequest, SplitOptions
-from .solve_parallel import best_parallel
-from .solve_pipeline import trace_for
 
 _log = logging.getLogger("hetflow")
 
@@ -57,8 +54,12 @@ def _with_estimates(plan: Plan, request: SolveRequest) -> Plan:
 def _plan(request: SolveRequest) -> Plan:
     _warn_about_update_time(request)
     if request.strategy == "pipeline":
+        from .choose_pipeline import best_pipeline
+
         return best_pipeline(request)
     if request.strategy == "parallel":
+        from .solve_parallel import best_parallel
+
         return best_parallel(request)
     if request.split.objective == "bottleneck":
         raise ProblemError(
@@ -93,6 +94,8 @@ def _could_be_pipeline(request: SolveRequest) -> bool:
     layered = bool(in_pool) and all(profile.layers is not None for profile in in_pool)
     if not layered or request.split != SplitOptions():
         return False
+    from .solve_pipeline import trace_for
+
     trace = trace_for(request.profiles, request.pool)
     if trace is None or trace.obstacle is None:
         return True
@@ -101,6 +104,8 @@ def _could_be_pipeline(request: SolveRequest) -> bool:
 
 
 def _faster(request: SolveRequest) -> SplitPlan | PipelinePlan:
+    from .choose_pipeline import best_pipeline, check_flags
+
     check_flags(request)
     plans: list[SplitPlan | PipelinePlan] = []
     refused: dict[str, HetflowError] = {}
