@@ -347,3 +347,14 @@ def test_light_requirements_are_the_dependencies_without_torch_and_pandas() -> N
     lines = (ROOT / "requirements-light.txt").read_text(encoding="utf-8").splitlines()
     light = [line for line in lines if line and not line.startswith("#")]
     assert light == [name for name in needed if not name.startswith(("torch", "pandas"))]
+
+
+def test_all_that_development_installs_is_pinned() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as stream:
+        project = tomllib.load(stream)["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    named = {re.split(r"[<>=\[]", requirement)[0] for requirement in asked}
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9.]+", line) for line in pinned)
+    assert named <= {line.split("==")[0] for line in pinned}
