@@ -17,12 +17,11 @@ The repository root is this package: every folder beside this file imports as
 ``hetflow.<folder>``. See docs/ for the file formats and the design decisions.
 """
 
-from typing import TYPE_CHECKING
-
 from .schema.lazy import lazy_names
 
 __version__ = "0.1.0"
 
+TYPE_CHECKING = False  # as type checkers know it; typing takes longer to import than all of this
 if TYPE_CHECKING:
     from . import plugins
     from .api.allocate import allocate

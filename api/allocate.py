@@ -43,10 +43,10 @@ def allocate(
         market: Markets, or their files. The cost policies use their cheapest price of each type.
         at: The time of those prices, such as ``2020-03-07T00:00:00Z``; None takes the last known.
 
-        rns:
+    Returns:
         The time fractions of each job on each device type, with a certificate of their optimality.
 
-        es:
+    Raises:
         ProblemError: There is no such policy, the jobs do not fit the pool, or a device type has
             no price in the market.
         InfeasibleError: No allocation satisfies the policy's constraints.

@@ -1,8 +1,8 @@
 """``hetflow.check``."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..planning.allocate import allocation_problem
 from ..planning.inputs import (
     Pool,
     Profiles,
@@ -12,13 +12,15 @@ from ..planning.inputs import (
     under_todays_names,
 )
 from ..planning.judging import faults_of_plan
-from ..planning.market_prices import Markets, priced_by
 from ..schema.errors import ProblemError
 from ..schema.files import Plan
 from ..schema.jobs import Allocation, Jobs, Placement, Throughputs
 from ..schema.optimizer import OptimizerState, named_optimizer
 from .files import jobs_of, throughputs_of
 from .naming import names_arguments
+
+if TYPE_CHECKING:
+    from ..planning.market_prices import Markets
 
 
 @names_arguments(
@@ -41,7 +43,7 @@ def check(
     space_sharing: bool | None = None,
     placement: Placement | None = None,
     budget_dollars: float | None = None,
-    market: Markets | None = None,
+    market: "Markets | None" = None,
     at: str | None = None,
 ) -> list[str]:
     """Check a plan or an allocation with code that is independent of the solvers.
@@ -100,6 +102,8 @@ def check(
             hint="add --jobs FILE --throughputs FILE --gpus SPEC",
         )
     from ..checks.allocation import check as faults_of
+    from ..planning.allocate import allocation_problem
+    from ..planning.market_prices import priced_by
 
     shares = claim.space_sharing if space_sharing is None else space_sharing
     problem = allocation_problem(

@@ -1,25 +1,29 @@
 """``hetflow.read`` and ``hetflow.write``; also arguments given as a record or as its file."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..importers.jobs_files import read_jobs, read_throughputs
 from ..schema import files
 from ..schema.errors import FileError
-from ..schema.files import Plan, Record
+from ..schema.files import Plan
 from ..schema.jobs import Jobs, Throughputs
 from .naming import names_arguments
 
+if TYPE_CHECKING:
+    from ..schema.files import Record
 
-def read(path: Path | str) -> Record:
+
+def read(path: Path | str) -> "Record":
     """Read any hetflow file; the file's ``schema`` key states its format.
 
     Args:
         path: The file.
 
-        rns:
+    Returns:
         The record in the file.
 
-        es:
+    Raises:
         FileError: The file is missing, is not a hetflow file, or has faults; the message lists all
             faults.
 
@@ -34,7 +38,7 @@ def read(path: Path | str) -> Record:
 
 
 @names_arguments()
-def write(path: Path | str, record: Record, *, force: bool = False) -> None:
+def write(path: Path | str, record: "Record", *, force: bool = False) -> None:
     """Write a record as JSON, atomically: a failed write leaves no partial file.
 
     Args:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from ..planning.correcting import corrected_by_runs
 from ..planning.inputs import Pool, Profiles, name_of, pool_of, profiles_of, under_todays_names
 from ..planning.limits import Limits
 from ..planning.request import (
@@ -97,10 +96,10 @@ def solve(
         cost_model: With ``repetitive``: which costs to use.
         recompute: With ``strategy="parallel"``: whether stages may recompute activations.
 
-        rns:
+    Returns:
         A plan that ``hetflow.check`` accepts for these profiles and this pool.
 
-        es:
+    Raises:
         ProblemError: Profiles, pool and options do not fit together.
         InfeasibleError: No plan exists; the message says what to relax.
         FileError: A file is missing or has faults.
@@ -122,6 +121,8 @@ def solve(
     used: tuple[str, ...] = ()
     measures = cost_model == "measured"
     if runs is not None and not measures:
+        from ..planning.correcting import corrected_by_runs
+
         known, used = corrected_by_runs(known, runs)
     request = SolveRequest(
         profiles=known,

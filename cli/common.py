@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from ..api.naming import flags_are_meant
 from ..schema.errors import FileError, ProblemError
@@ -201,17 +201,6 @@ class PanelCommand(TyperCommand):
         for title, rows in panels.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
-
-
-class KindsGroup(TyperGroup):
-    """Commands of two words, such as ``solve split``, beside those of one."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command of two words where the first two make one, else as usual."""
-        name = " ".join(args[:2])
-        if len(args) > 1 and name in self.commands:
-            return name, self.commands[name], args[2:]
-        return super().resolve_command(ctx, args)
 
 
 def register(app: typer.Typer, function: Callable[..., None], **options: Any) -> None:

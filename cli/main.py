@@ -14,46 +14,63 @@ import typer
 
 from .. import __version__
 from ..schema.errors import HetflowError
-from . import (
-    allocate,
-    check,
-    cluster,
-    dashboard,
-    demo,
-    devices,
-    doctor,
-    export,
-    import_,
-    launch,
-    profile,
-    queue,
-    rent,
-    rent_fleet,
-    rent_machines,
-    rent_odds,
-    rent_prices,
-    replay,
-    resize,
-    show,
-    simulate,
-    solve,
-    submit,
-    throughputs,
-)
-from .common import (
-    ENVIRONMENT_PREFIX,
-    KindsGroup,
-    Settings,
-    config_values,
-    library_speaks,
-    one_line,
-    register,
-)
+from .common import ENVIRONMENT_PREFIX, Settings, config_values, library_speaks, one_line
+from .listing import Listed, ListedGroup
 from .usage import plain_message
+
+_AS_SOLVE = {"auto_envvar_prefix": f"{ENVIRONMENT_PREFIX}_SOLVE"}
+_PASSED_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+
+COMMANDS = {
+    "demo": Listed("demo.demo", "Run the main job end to end on this machine."),
+    "devices": Listed("devices.devices", "List the local device types."),
+    "doctor": Listed("doctor.doctor", "Check this installation, and say what is missing."),
+    "profile": Listed("profile.profile", "Measure a model on each device type."),
+    "solve": Listed("solve.solve", "Find the best plan, with proof."),
+    "solve split": Listed("solve.solve_split", "Find the best split of a batch.", _AS_SOLVE),
+    "solve pipeline": Listed("solve.solve_pipeline", "Find the best pipeline.", _AS_SOLVE),
+    "solve parallel": Listed(
+        "solve.solve_parallel", "Find the best pipeline, tensor and data parallel plan.", _AS_SOLVE
+    ),
+    "check": Listed("check.check", "Verify a plan independently."),
+    "launch": Listed("launch.launch", "Train under a plan.", _PASSED_ON),
+    "resize": Listed("resize.resize", "Change a running job's devices."),
+    "throughputs": Listed("throughputs.throughputs", "Turn profiles into throughputs of jobs."),
+    "allocate": Listed("allocate.allocate", "Share a pool of devices among jobs."),
+    "simulate": Listed("simulate.simulate", "Simulate weeks of a cluster in seconds."),
+    "cluster start": Listed("cluster.start", "Start a scheduler for a queue of jobs."),
+    "cluster drain": Listed("cluster.drain", "Move jobs away from devices."),
+    "cluster replay": Listed("replay.replay", "Simulate a live cluster's jobs."),
+    "cluster stop": Listed("cluster.stop", "Let jobs save, then stop the scheduler."),
+    "submit": Listed("submit.submit", "Add a job to the queue.", _PASSED_ON),
+    "queue": Listed("queue.queue", "List running, waiting and finished jobs."),
+    "dashboard": Listed("dashboard.dashboard", "Show a live cluster in a web page."),
+    "logs": Listed("queue.logs", "Print a job's output."),
+    "cancel": Listed("queue.cancel", "Take a job out of the queue."),
+    "hold": Listed("queue.hold", "Keep a job from running."),
+    "release": Listed("queue.release", "Let a held job run again."),
+    "rent": Listed("rent.rent", "Choose spot or on-demand machines under a deadline."),
+    "rent fleet": Listed(
+        "rent_fleet.rent_fleet", "Choose machines for an elastic job under a deadline."
+    ),
+    "rent prices": Listed("rent_prices.rent_prices", "Choose machines at changing prices."),
+    "rent machines": Listed(
+        "rent_machines.rent_machines", "Choose machines that train for the fewest dollars."
+    ),
+    "rent odds": Listed("rent_odds.rent_odds", "Estimate how long spot machines last."),
+    "show": Listed("show.show", "Show any hetflow file as a table or a picture."),
+    "import": Listed("import_.import_", "Read layers or prices in a foreign format."),
+    "export": Listed("export.export", "Write what starts a plan elsewhere."),
+}
+
+
+class _Hetflow(ListedGroup):
+    listed = COMMANDS
+
 
 app = typer.Typer(
     name="hetflow",
-    cls=KindsGroup,
+    cls=_Hetflow,
     rich_markup_mode=None,
     add_completion=True,
     no_args_is_help=True,
@@ -84,58 +101,6 @@ def root(
     hetflow solve --profiles profiles --gpus 2xV100,8xP100 --batch-size 8192 -o plan.json
     hetflow launch plan.json train.py             train under the plan
     """
-
-
-_AS_SOLVE = {"auto_envvar_prefix": f"{ENVIRONMENT_PREFIX}_SOLVE"}
-_PASSED_ON = {"allow_interspersed_args": False, "ignore_unknown_options": True}
-
-register(app, demo.demo, short_help="Run the main job end to end on this machine.")
-register(app, devices.devices, short_help="List the local device types.")
-register(app, doctor.doctor, short_help="Check this installation, and say what is missing.")
-register(app, profile.profile, short_help="Measure a model on each device type.")
-register(app, solve.solve, short_help="Find the best plan, with proof.")
-register(app, solve.solve_split, name="solve split", short_help="Find the best split of a batch.",
-         context_settings=_AS_SOLVE)  # fmt: skip
-register(app, solve.solve_pipeline, name="solve pipeline", short_help="Find the best pipeline.",
-         context_settings=_AS_SOLVE)  # fmt: skip
-register(app, solve.solve_parallel, name="solve parallel", context_settings=_AS_SOLVE,
-         short_help="Find the best pipeline, tensor and data parallel plan.")  # fmt: skip
-register(app, check.check, short_help="Verify a plan independently.")
-register(app, launch.launch, short_help="Train under a plan.", context_settings=_PASSED_ON)
-register(app, resize.resize, short_help="Change a running job's devices.")
-register(app, throughputs.throughputs, short_help="Turn profiles into throughputs of jobs.")
-register(app, allocate.allocate, short_help="Share a pool of devices among jobs.")
-register(app, simulate.simulate, short_help="Simulate weeks of a cluster in seconds.")
-register(
-    app, cluster.start, name="cluster start", short_help="Start a scheduler for a queue of jobs."
-)
-register(app, cluster.drain, name="cluster drain", short_help="Move jobs away from devices.")
-register(app, replay.replay, name="cluster replay",
-         short_help="Simulate a live cluster's jobs.")  # fmt: skip
-register(
-    app, cluster.stop, name="cluster stop", short_help="Let jobs save, then stop the scheduler."
-)
-register(app, submit.submit, short_help="Add a job to the queue.", context_settings=_PASSED_ON)
-register(app, queue.queue, short_help="List running, waiting and finished jobs.")
-register(app, dashboard.dashboard, short_help="Show a live cluster in a web page.")
-register(app, queue.logs, short_help="Print a job's output.")
-register(app, queue.cancel, short_help="Take a job out of the queue.")
-register(app, queue.hold, short_help="Keep a job from running.")
-register(app, queue.release, short_help="Let a held job run again.")
-register(app, rent.rent, short_help="Choose spot or on-demand machines under a deadline.")
-register(app, rent_fleet.rent_fleet, name="rent fleet",
-         short_help="Choose machines for an elastic job under a deadline.")  # fmt: skip
-register(app, rent_prices.rent_prices, name="rent prices",
-         short_help="Choose machines at changing prices.")  # fmt: skip
-register(app, rent_machines.rent_machines, name="rent machines",
-         short_help="Choose machines that train for the fewest dollars.")  # fmt: skip
-register(app, rent_odds.rent_odds, name="rent odds",
-         short_help="Estimate how long spot machines last.")  # fmt: skip
-register(app, show.show, short_help="Show any hetflow file as a table or a picture.")
-register(
-    app, import_.import_, name="import", short_help="Read layers or prices in a foreign format."
-)
-register(app, export.export, short_help="Write what starts a plan elsewhere.")
 
 
 def main() -> None:

@@ -9,7 +9,15 @@ import typer
 
 from ..schema.schedule_traits import DEFAULT_SCHEDULE, is_planned, planned_schedules
 from . import completing
-from .common import ForceFlag, JsonFlag, asked_pool, asked_reserve, emit_file, note
+from .common import (
+    ForceFlag,
+    JsonFlag,
+    asked_pool,
+    asked_reserve,
+    emit_file,
+    note,
+    shows_progress,
+)
 from .names import one_of
 
 Method = Literal["exact", "cbc", "highs"]
@@ -222,7 +230,6 @@ def solve(
     """
     from .. import solve as find
     from ..planning.limits import Limits
-    from ..reports.tables import table_of
     from ..schema.files import check_writable
     from ..schema.optimizer import asked_optimizer
 
@@ -257,7 +264,10 @@ def solve(
         recompute=recompute,
     )
     emit_file(plan, output, force=force, json=json)
-    note(table_of(plan))
+    if shows_progress():
+        from ..reports.tables import table_of
+
+        note(table_of(plan))
     if output is not None:
         note(f"plan written to {output}; next: hetflow launch {output} SCRIPT")
     if Limits(time_limit, gap).is_missed(plan):

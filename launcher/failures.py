@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from ..devices.watchdog import NUM_LINES, find_abort
 from ..protocol.failure_note import FailureNote, read_note
 from ..schema.errors import LaunchError
-from ..schema.records import faults_of
+from ..schema.records import adapter_of, faults_of
 
 TAIL_LINES = 25
 
@@ -89,11 +89,12 @@ class Failure:
     def from_text(cls, text: bytes | str) -> "Failure":
         """Read it back; a failure that cannot be read is one, too."""
         try:
-            return TypeAdapter(cls).validate_json(text)
+            failure: Failure = adapter_of(cls).validate_json(text)
         except ValidationError as error:
             faults = " ".join("; ".join(faults_of(error)).split())[:300]
             said = f"another host failed, and how cannot be read here: {faults}"
             return cls(exit_code=1, error=said)
+        return failure
 
     def as_error(self) -> LaunchError:
         """The error that ends the command, with the worker's own exit code."""

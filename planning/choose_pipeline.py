@@ -11,7 +11,6 @@ from ..solvers.pipeline.simplest import simplest_of
 from .limits import Clock
 from .request import SolveRequest
 from .solve_pipeline import links_between, solve_pipeline
-from .solve_repetitive import solve_repetitive
 
 _log = logging.getLogger("hetflow")
 
@@ -104,6 +103,8 @@ def _best(request: SolveRequest) -> PipelinePlan:
 
 def _repetitive(request: SolveRequest, sizes: list[int]) -> PipelinePlan:
     flags = request.pipeline
+    from .solve_repetitive import solve_repetitive
+
     return solve_repetitive(
         request.profiles,
         request.pool,

@@ -4,16 +4,19 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..devices.naming import is_former_name
 from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
-from ..schema.jobs import Throughputs
 from ..schema.parallel import ParallelPlan
 from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
 from ..schema.records import nearest
+
+if TYPE_CHECKING:
+    from ..schema.jobs import Throughputs
 
 _log = logging.getLogger("hetflow")
 
@@ -126,7 +129,7 @@ def _driver_name(profile: Profile) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def spelled_as(pool: Cluster, throughputs: Throughputs) -> Cluster:
+def spelled_as(pool: Cluster, throughputs: "Throughputs") -> Cluster:
     """Return the pool with device types spelled as in the throughputs; case does not matter.
 
     Raises:

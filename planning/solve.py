@@ -10,17 +10,12 @@ from ..schema.device_memory import MemoryReserve
 from ..schema.errors import BackendError, HetflowError, InfeasibleError, ProblemError
 from ..schema.files import Plan
 from ..schema.parallel import ParallelPlan
-from ..schema.pipeline import PipelinePlan
 from ..schema.plan import EmulatedDevice, PassTime, SplitPlan
 from ..schema.problem import SplitProblem
 from ..schema.profile import Profile
-from .choose_pipeline import best_pipeline, check_flags
 from .inputs import flat, types_of
 from .limits import Clock
-from .pipeline_problem import reserve_in_pipeline
 from .request import SolveRequest, SplitOptions
-from .solve_parallel import best_parallel, goes_with_parallel
-from .solve_pipeline import trace_for
 
 _log = logging.getLogger("hetflow")
 
@@ -72,6 +67,8 @@ def _reserve(plan: Plan, profile: Profile, request: SolveRequest) -> MemoryReser
     asked = request.memory_reserve_bytes
     if isinstance(plan, SplitPlan):
         return reserve_of(_as_used(profile, plan), asked, num_devices=plan.num_devices)
+    from .pipeline_problem import reserve_in_pipeline
+
     return reserve_in_pipeline(profile, request.pool, plan.schedule, asked)
 
 
@@ -89,8 +86,12 @@ def _as_used(profile: Profile, plan: SplitPlan) -> Profile:
 def _plan(request: SolveRequest) -> Plan:
     _warn_about_update_time(request)
     if request.strategy == "pipeline":
+        from .choose_pipeline import best_pipeline
+
         return best_pipeline(request)
     if request.strategy == "parallel":
+        from .solve_parallel import best_parallel
+
         return best_parallel(request)
     if request.split.objective == "bottleneck":
         raise ProblemError(
@@ -125,6 +126,8 @@ def _could_be_pipeline(request: SolveRequest) -> bool:
     layered = bool(in_pool) and all(profile.layers is not None for profile in in_pool)
     if not layered or request.split != SplitOptions():
         return False
+    from .solve_pipeline import trace_for
+
     trace = trace_for(request.profiles, request.pool)
     if trace is None or trace.obstacle is None:
         return True
@@ -134,6 +137,8 @@ def _could_be_pipeline(request: SolveRequest) -> bool:
 
 def _fastest_kind(request: SolveRequest) -> Plan:
     """The fastest plan of all kinds, and for each other kind a line that says why it lost."""
+    from .choose_pipeline import check_flags
+
     check_flags(request)
     plans: dict[str, Plan] = {}
     others: list[dict[str, Any]] = []
@@ -173,6 +178,9 @@ def _fastest_kind(request: SolveRequest) -> Plan:
 
 def _kinds(request: SolveRequest) -> dict[str, Callable[[], Plan]]:
     """The kinds of plans to compare, simplest first; of equal plans the first is taken."""
+    from .choose_pipeline import best_pipeline
+    from .solve_parallel import best_parallel, goes_with_parallel
+
     clock, limits = Clock(request.limits), request.limits
     if not goes_with_parallel(request):
         _log.info("parallel plans are not compared: options of pipelines were given")

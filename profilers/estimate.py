@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from .. import __version__
 from ..costs.device_table import DeviceSpec, spec_of
 from ..costs.estimate import RESERVE_BYTES, Estimator, carried_profile, estimated_profile
@@ -19,6 +17,7 @@ from ..schema.errors import HetflowError, ProblemError, TargetError
 from ..schema.operator_counts import ModelCounts, PassCounts
 from ..schema.precision import Precision
 from ..schema.profile import Profile
+from ..schema.records import adapter_of
 from .batch_curve import growing_sizes
 from .process import Child, ChildDied
 from .profile import DEFAULT_OPTIMIZER
@@ -183,7 +182,8 @@ def _counts(target: Target, specs: Sequence[DeviceSpec], options: EstimateOption
             error.args = (f"{target.text}: {error.message.removeprefix(f'{target.text}: ')}",)
             error.message = error.args[0]
             raise
-    return TypeAdapter(ModelCounts).validate_json(json.dumps(plain))
+    counts: ModelCounts = adapter_of(ModelCounts).validate_json(json.dumps(plain))
+    return counts
 
 
 def answer_counts(

@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from ..schema.errors import LaunchError
 from ..schema.files import to_json
-from ..schema.records import Index, Name, faults_of, record
+from ..schema.records import Index, Name, adapter_of, faults_of, record
 
 
 @record
@@ -71,7 +71,7 @@ def answer_of(text: bytes) -> Dealt | Refused:
 
 def _read(text: bytes, expected: Any, who: str) -> Any:
     try:
-        return TypeAdapter(expected).validate_json(text)
+        return adapter_of(expected).validate_json(text)
     except ValidationError as error:
         faults = " ".join("; ".join(faults_of(error)).split())[:300]
         raise LaunchError(

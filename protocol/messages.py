@@ -7,15 +7,14 @@ says where it is wrong.
 """
 
 import json
-from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from ..schema.errors import ProblemError
 from ..schema.files import to_plain
 from ..schema.launch import LaunchConfig
-from ..schema.records import Index, Seconds, faults_of, record
+from ..schema.records import Index, Seconds, adapter_of, faults_of, record
 
 MAX_SENTENCE_CHARACTERS = 300
 
@@ -165,6 +164,8 @@ class Leave:
 
 
 FromController = Resize | Recover | Abort | Leave
+_FROM_WORKER = Annotated[FromWorker, Field(discriminator="kind")]
+_FROM_CONTROLLER = Annotated[FromController, Field(discriminator="kind")]
 
 
 def encode(message: FromWorker | FromController) -> bytes:
@@ -178,7 +179,7 @@ def from_worker(line: bytes) -> FromWorker:
     Raises:
         ProblemError: The line is not a valid message of a worker.
     """
-    found: FromWorker = _decoded(line, FromWorker)
+    found: FromWorker = _decoded(line, _FROM_WORKER)
     return found
 
 
@@ -188,21 +189,16 @@ def from_controller(line: bytes) -> FromController:
     Raises:
         ProblemError: The line is not a valid message of a controller.
     """
-    found: FromController = _decoded(line, FromController)
+    found: FromController = _decoded(line, _FROM_CONTROLLER)
     return found
 
 
 def _decoded(line: bytes, expected: Any) -> Any:
     try:
-        return _reader(expected).validate_json(line)
+        return adapter_of(expected).validate_json(line)
     except ValidationError as error:
         said = " ".join("; ".join(faults_of(error)).split())  # a key may have several lines
         raise ProblemError(said[:MAX_SENTENCE_CHARACTERS]) from None
-
-
-@cache
-def _reader(expected: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(Annotated[expected, Field(discriminator="kind")])
 
 
 def _check_ranks(config: LaunchConfig, ranks: Ranks) -> None:

@@ -4,13 +4,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
-
 from ..devices.emulated import is_emulated
 from ..schema.files import Plan, to_json
 from ..schema.pipeline import PipelinePlan
 from ..schema.plan import DeviceGroup, SplitPlan
-from ..schema.records import Bytes, Index, Name, Seconds, record
+from ..schema.records import Bytes, Index, Name, Seconds, adapter_of, record
 from ..schema.run import DeviceRun, Generation, RunEvent, RunRecord, StageRun, StepTerms
 from .compared import compared
 from .lower import lower
@@ -51,7 +49,8 @@ def report_text(report: WorkerReport) -> str:
 
 def parse_report(text: bytes | str) -> WorkerReport:
     """Decode and validate a report."""
-    return TypeAdapter(WorkerReport).validate_json(text)
+    report: WorkerReport = adapter_of(WorkerReport).validate_json(text)
+    return report
 
 
 def assemble(

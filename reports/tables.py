@@ -1,7 +1,8 @@
 """Show records as plain-text tables."""
 
+from typing import TYPE_CHECKING
+
 from ..schema.cluster import Cluster
-from ..schema.files import Record
 from ..schema.launch import LaunchConfig
 from ..schema.market import FleetReport, Market, PriceReport, RentReport
 from ..schema.odds import OddsReport
@@ -16,8 +17,11 @@ from .market_tables import fleet_table, market_table, odds_table, rent_table, st
 from .parallel_tables import parallel_table
 from .terms import terms_table
 
+if TYPE_CHECKING:
+    from ..schema.files import Record
 
-def table_of(record: Record) -> str:
+
+def table_of(record: "Record") -> str:
     """The table of a record of any kind."""
     if isinstance(record, Profile):
         return profile_table(record)

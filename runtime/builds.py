@@ -9,14 +9,13 @@ import socket
 from collections.abc import Callable, Sequence
 
 import torch
-from pydantic import TypeAdapter
 
 from ..devices.backend import backend_of
 from ..devices.collectives import HOST_COLLECTIVE
 from ..schema.errors import TargetError
 from ..schema.files import to_json
 from ..schema.launch import Determinism
-from ..schema.records import Name, record
+from ..schema.records import Name, adapter_of, record
 from .telling import log
 
 
@@ -63,7 +62,8 @@ def parse_build(text: str) -> Build:
     Raises:
         pydantic.ValidationError: The text is not such a record.
     """
-    return TypeAdapter(Build).validate_json(text)
+    build: Build = adapter_of(Build).validate_json(text)
+    return build
 
 
 def check_builds(builds: Sequence[Build], collective: str, determinism: Determinism) -> None:

@@ -30,7 +30,7 @@ def schedule(name: str, **stated: Any) -> Callable[[Generator], Generator]:
         name: The schedule's name in plans and commands.
         stated: Fields of ``ScheduleTraits``.
 
-        rns:
+    Returns:
         A decorator that returns the generator unchanged.
     """
 
@@ -79,7 +79,7 @@ def generate(
         microbatches_per_update: m of a double-buffered schedule; None takes the least that two
             versions allow.
 
-        es:
+    Raises:
         ProblemError: The name is unknown, or the schedule does not support the shape; the message
             states the rule.
     """

@@ -7,59 +7,82 @@ import dataclasses
 import json
 import os
 import tempfile
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from .cluster import Cluster
 from .errors import FileError
-from .jobs import Allocation, Jobs, Throughputs
-from .launch import LaunchConfig
-from .market import FleetReport, Market, PriceReport, RentReport
-from .odds import OddsReport
 from .parallel import ParallelPlan
 from .pipeline import PipelinePlan
 from .plan import SplitPlan
 from .profile import Profile
-from .records import faults_of, nearest
-from .resize import ResizeAnswer, ResizeRequest
-from .run import RunRecord
-from .simulation import SimulationRun
+from .records import adapter_of, faults_of, nearest
+
+if TYPE_CHECKING:
+    from .cluster import Cluster
+    from .jobs import Allocation, Jobs, Throughputs
+    from .launch import LaunchConfig
+    from .market import FleetReport, Market, PriceReport, RentReport
+    from .odds import OddsReport
+    from .resize import ResizeAnswer, ResizeRequest
+    from .run import RunRecord
+    from .simulation import SimulationRun
+
+    # All record classes that a hetflow file may hold.
+    Record = (
+        Profile
+        | Cluster
+        | SplitPlan
+        | PipelinePlan
+        | ParallelPlan
+        | LaunchConfig
+        | RunRecord
+        | Jobs
+        | Throughputs
+        | Allocation
+        | SimulationRun
+        | Market
+        | RentReport
+        | FleetReport
+        | PriceReport
+        | OddsReport
+    )
 
 Plan = SplitPlan | PipelinePlan | ParallelPlan
-# All record classes that a hetflow file may hold.
-Record = (
-    Profile
-    | Cluster
-    | Plan
-    | LaunchConfig
-    | RunRecord
-    | Jobs
-    | Throughputs
-    | Allocation
-    | SimulationRun
-    | Market
-    | RentReport
-    | FleetReport
-    | PriceReport
-    | OddsReport
-)
 R = TypeVar("R")
 
-
-def _by_schema() -> dict[str, dict[str | None, type]]:
-    """Index the record classes by a file's ``schema`` and its ``kind`` (None without a kind)."""
-    found: dict[str, dict[str | None, type]] = {}
-    for cls in get_args(Record):
-        fields = cls.__dataclass_fields__
-        kind = str(fields["kind"].default) if "kind" in fields else None
-        found.setdefault(str(fields["schema"].default), {})[kind] = cls
-    return found
-
-
-_KINDS = _by_schema()
+# The record classes by a file's ``schema`` and its ``kind`` (None without a kind), as module and
+# class. A class is imported when a file needs it.
+RECORDS: dict[str, dict[str | None, tuple[str, str]]] = {
+    "hetflow.profile/1": {None: ("profile", "Profile")},
+    "hetflow.cluster/1": {None: ("cluster", "Cluster")},
+    "hetflow.plan/1": {
+        "split": ("plan", "SplitPlan"),
+        "pipeline": ("pipeline", "PipelinePlan"),
+        "parallel": ("parallel", "ParallelPlan"),
+    },
+    "hetflow.launch/1": {None: ("launch", "LaunchConfig")},
+    "hetflow.run/1": {None: ("run", "RunRecord")},
+    "hetflow.jobs/1": {None: ("jobs", "Jobs")},
+    "hetflow.throughputs/1": {None: ("jobs", "Throughputs")},
+    "hetflow.allocation/1": {None: ("jobs", "Allocation")},
+    "hetflow.simulation/1": {None: ("simulation", "SimulationRun")},
+    "hetflow.market/1": {None: ("market", "Market")},
+    "hetflow.rent/1": {None: ("market", "RentReport")},
+    "hetflow.rent_fleet/1": {None: ("market", "FleetReport")},
+    "hetflow.rent_prices/1": {None: ("market", "PriceReport")},
+    "hetflow.odds/1": {None: ("odds", "OddsReport")},
+}
 MAX_FILE_BYTES = 256 << 20
+
+
+def record_class(schema: str, kind: str | None = None) -> type:
+    """Import the record class of a file's ``schema`` and ``kind``, which must be in ``RECORDS``."""
+    module, name = RECORDS[schema][kind]
+    found: type = getattr(import_module(f".{module}", __package__), name)
+    return found
 
 
 def to_json(value: object) -> str:
@@ -95,17 +118,18 @@ def from_json(text: str, expected: type[R], *, name: str = "input") -> R:
         expected: The record class that the caller needs.
         name: Name of the text in errors, usually the path.
 
-        es:
+    Raises:
         FileError: The text is not JSON, has another schema, or has faults; all faults are reported
             at once.
     """
     data = _parse(text, name)
     _check_schema(data, expected, name)
     try:
-        return TypeAdapter(expected).validate_json(json.dumps(data))
+        found: R = adapter_of(expected).validate_json(json.dumps(data))
     except ValidationError as error:
         faults = faults_of(error)
         raise FileError(f"{name}: {'; '.join(faults)}") from None
+    return found
 
 
 def _parse(text: str, name: str) -> dict[str, Any]:
@@ -138,11 +162,11 @@ def _check_schema(data: dict[str, Any], expected: type, name: str) -> None:
     if found is None:
         raise FileError(f'{name}: $.schema: missing; add "schema": "{wanted}"')
     if found != wanted:
-        guess = nearest(str(found), list(_KINDS))
-        fix = f"; did you mean {guess!r}?" if guess and str(found) not in _KINDS else ""
+        guess = nearest(str(found), list(RECORDS))
+        fix = f"; did you mean {guess!r}?" if guess and str(found) not in RECORDS else ""
         raise FileError(f"{name}: $.schema: must be {wanted!r}, got {str(found)[:60]!r}{fix}")
     kind = str(data.get("kind"))
-    if "kind" in fields and kind in _KINDS[wanted] and kind != fields["kind"].default:
+    if "kind" in fields and kind in RECORDS[wanted] and kind != fields["kind"].default:
         raise FileError(
             f"{name}: $.kind: a {fields['kind'].default} plan is needed here, this is a {kind} plan"
         )
@@ -151,18 +175,20 @@ def _check_schema(data: dict[str, Any], expected: type, name: str) -> None:
 def _class_of(data: dict[str, Any], name: str) -> type:
     """Find the record class by a file's ``schema`` and, if there are several, by its ``kind``."""
     found = str(data.get("schema"))
-    if found not in _KINDS:
-        raise FileError(f"{name}: $.schema: must be one of {', '.join(_KINDS)}, got {found[:60]!r}")
-    kinds = _KINDS[found]
+    if found not in RECORDS:
+        raise FileError(
+            f"{name}: $.schema: must be one of {', '.join(RECORDS)}, got {found[:60]!r}"
+        )
+    kinds = RECORDS[found]
     if None in kinds:
-        return kinds[None]
+        return record_class(found)
     known = ", ".join(map(str, kinds))
     if "kind" not in data:
         raise FileError(f"{name}: $.kind: missing; add one of {known}")
     kind = str(data["kind"])
     if kind not in kinds:
         raise FileError(f"{name}: $.kind: must be one of {known}, got {kind[:60]!r}")
-    return kinds[kind]
+    return record_class(found, kind)
 
 
 def read(path: Path, expected: type[R]) -> R:
@@ -186,7 +212,7 @@ def read_plan(path: Path) -> Plan:
     return record
 
 
-def read_any(path: Path) -> Record:
+def read_any(path: Path) -> "Record":
     """Read a hetflow file of any schema.
 
     Raises:
@@ -275,7 +301,9 @@ def write_bytes(path: Path, content: bytes, *, force: bool = False) -> None:
             os.unlink(temporary)
 
 
-def write(path: Path, value: Record | ResizeRequest | ResizeAnswer, *, force: bool = False) -> None:
+def write(
+    path: Path, value: "Record | ResizeRequest | ResizeAnswer", *, force: bool = False
+) -> None:
     """Write one record as JSON, atomically.
 
     Raises:

@@ -3,10 +3,8 @@
 import json
 from typing import Any, Literal
 
-from pydantic import TypeAdapter
-
 from .errors import ProblemError
-from .records import Index, Name, record, register_keys
+from .records import Index, Name, adapter_of, record, register_keys
 
 TraceWay = Literal["fx", "export", "hooks"]
 
@@ -54,7 +52,8 @@ class LayerTrace:
 
 def trace_of(plain: dict[str, Any]) -> LayerTrace:
     """Rebuild a trace from the dict that another process sent."""
-    return TypeAdapter(LayerTrace).validate_json(json.dumps(plain))
+    trace: LayerTrace = adapter_of(LayerTrace).validate_json(json.dumps(plain))
+    return trace
 
 
 register_keys(TracedInput, LayerTrace)

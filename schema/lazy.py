@@ -3,9 +3,14 @@
 This keeps `import hetflow` fast, and a worker that needs a schedule does not load the solvers.
 """
 
-from collections.abc import Callable, Mapping
+from __future__ import annotations
+
 from importlib import import_module
-from typing import Any
+
+TYPE_CHECKING = False  # as type checkers know it; typing takes longer to import than this module
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any
 
 
 def lazy_names(

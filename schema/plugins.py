@@ -49,7 +49,7 @@ class Registry(Generic[T]):
             entry: The thing.
             module: The module that registers it (``__name__``).
 
-            es:
+        Raises:
             ProblemError: Another module has registered that name.
         """
         other = self._entries.get(name)

@@ -5,11 +5,13 @@ hetflow's sentences with addresses (``$.batch_curve[3].step_seconds: must be > 0
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache
+from inspect import Parameter, Signature
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as _dataclass
+from pydantic_core import ArgsKwargs
 
 from .errors import ProblemError
 from .spelling import nearest as nearest
@@ -38,7 +40,8 @@ Ratio = Annotated[float, Field(ge=0, le=1e6)]
 """The quotient of two quantities of the same unit."""
 Name = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f]+$")]
 
-_CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+# Validators are built when they are first used (``adapter_of``): a command uses few of the records.
+_CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -48,22 +51,44 @@ def record(cls: type[T]) -> type[T]:
     Building an instance with invalid values raises a ProblemError that lists every fault.
     """
     made: Any = _dataclass(frozen=True, slots=True, kw_only=True, config=_CONFIG)(cls)
-    made.__init__ = _raising_problem_error(made.__init__, made)
+    made.__init__ = _raising_problem_error(made)
+    made.__signature__ = _FieldsSignature()
     return made  # type: ignore[no-any-return]
 
 
-def _raising_problem_error(init: Callable[..., None], cls: type) -> Callable[..., None]:
-    @wraps(init)
-    def checked(self: object, *args: Any, **kwargs: Any) -> None:
+adapter_of: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
+"""The validator of a record or of another type; each is built once, when it is first used."""
+
+
+def _raising_problem_error(cls: type) -> Callable[..., None]:
+    def __init__(self: object, *args: Any, **kwargs: Any) -> None:
         try:
-            init(self, *args, **kwargs)
+            adapter_of(cls).validator.validate_python(ArgsKwargs(args, kwargs), self_instance=self)
         except ValidationError as error:
             own = _own_refusal(error)
             if own is not None:
                 raise ProblemError(own.message, hint=own.hint) from None
             raise ProblemError(f"{cls.__name__}: {'; '.join(faults_of(error))}") from None
 
-    return checked
+    __init__.__qualname__ = f"{cls.__qualname__}.__init__"
+    return __init__
+
+
+class _FieldsSignature:
+    """``inspect.signature`` of a record: its fields, as keywords."""
+
+    def __get__(self, instance: object, cls: Any) -> Signature:
+        return Signature(
+            [
+                Parameter(
+                    name,
+                    Parameter.KEYWORD_ONLY,
+                    default=Parameter.empty if field.is_required() else field.get_default(),
+                    annotation=field.rebuild_annotation(),
+                )
+                for name, field in cls.__pydantic_fields__.items()
+            ]
+        )
 
 
 def _own_refusal(error: ValidationError) -> ProblemError | None:

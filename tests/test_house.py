@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import hetflow
+from hetflow.cli.main import COMMANDS
+from hetflow.schema.files import RECORDS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -144,6 +146,13 @@ def in_circles(graph: Mapping[str, set[str]]) -> set[str]:
 def test_no_import_goes_in_a_circle() -> None:
     graph = dependencies()
     assert "api.launch" in graph["cli.launch"]  # inside a function, and for types alone
+    # Loaded by name: commands when they are used, records when a file holds one.
+    graph["cli.main"] |= {f"cli.{listed.where.split('.')[0]}" for listed in COMMANDS.values()}
+    graph["schema.files"] |= {
+        f"schema.{module}" for kinds in RECORDS.values() for module, _ in kinds.values()
+    }
+    assert {"cli.solve", "schema.run"} <= graph["cli.main"] | graph["schema.files"]
+    assert graph["cli.main"] | graph["schema.files"] <= graph.keys()
     assert in_circles(graph) == set()
 
 
@@ -341,3 +350,14 @@ def test_light_requirements_are_the_dependencies_without_torch_and_pandas() -> N
     lines = (ROOT / "requirements-light.txt").read_text(encoding="utf-8").splitlines()
     light = [line for line in lines if line and not line.startswith("#")]
     assert light == [name for name in needed if not name.startswith(("torch", "pandas"))]
+
+
+def test_all_that_development_installs_is_pinned() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as stream:
+        project = tomllib.load(stream)["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    named = {re.split(r"[<>=\[]", requirement)[0] for requirement in asked}
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9.]+", line) for line in pinned)
+    assert named <= {line.split("==")[0] for line in pinned}

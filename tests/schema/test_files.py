@@ -1,8 +1,11 @@
 """Files: strict in, atomic out, every fault with an address, nothing evaluated."""
 
+import dataclasses
+import inspect
 import json
 import os
 import pickle
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +99,31 @@ def test_a_fault_has_an_address_and_a_mend(document: Any, expected: str) -> None
         decode(document)
     assert expected in caught.value.message
     assert "\n" not in caught.value.message
+
+
+def test_every_record_with_a_schema_of_its_own_is_read_by_it() -> None:
+    room = Path(files.__file__).parent
+    modules = [import_module(f"hetflow.schema.{path.stem}") for path in room.glob("[a-z]*.py")]
+    stated = {
+        (str(fields["schema"].default), fields["kind"].default if "kind" in fields else None): cls
+        for module in modules
+        for cls in vars(module).values()
+        if inspect.isclass(cls) and dataclasses.is_dataclass(cls)
+        if "schema" in (fields := {field.name: field for field in dataclasses.fields(cls)})
+    }
+    messages = {("hetflow.resize/1", None), ("hetflow.resized/1", None)}  # of launches, not files
+    read = {
+        (schema, kind): files.record_class(schema, kind)
+        for schema, kinds in files.RECORDS.items()
+        for kind in kinds
+    }
+    assert read == {key: cls for key, cls in stated.items() if key not in messages}
+
+
+def test_a_record_shows_its_fields_as_keywords() -> None:
+    parameters = inspect.signature(Sync).parameters
+    assert [*parameters] == [field.name for field in dataclasses.fields(Sync)]
+    assert {each.kind for each in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 def test_all_faults_are_reported_at_once() -> None:
