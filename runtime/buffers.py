@@ -38,6 +38,17 @@ class BufferSlot:
         self.writes_silently = False
         self.checked = False
 
+    @classmethod
+    def of(cls, name: str, places: Sequence[tuple[nn.Module, str]]) -> "BufferSlot":
+        """The slot of the buffer that is at these places."""
+        module, key = places[0]
+        value = module._buffers[key]
+        assert value is not None
+        slot = cls(name, value)
+        slot.owners = list(places)
+        slot.writes_silently = any(isinstance(module, _NormBase) for module, _ in places)
+        return slot
+
     @property
     def is_persistent(self) -> bool:
         """Whether it is part of the model's ``state_dict``."""
@@ -95,12 +106,26 @@ class Follower(Protocol):
 class VirtualNodeBuffers:
     """The buffers of a model, one set for each virtual node of this device."""
 
-    def __init__(self, model: nn.Module, local: Sequence[int], batch_sizes: Sequence[int]) -> None:
-        """Take the model, this device's virtual nodes, and all virtual nodes' batch sizes."""
+    def __init__(
+        self,
+        model: nn.Module,
+        local: Sequence[int],
+        batch_sizes: Sequence[int],
+        slots: "list[BufferSlot] | None" = None,
+    ) -> None:
+        """Take the model, this device's virtual nodes, and all virtual nodes' batch sizes.
+
+        ``slots`` are the buffers that this worker holds; by default all of the model's, where there
+        are several virtual nodes.
+        """
         self._model = model
         self._local = tuple(local)
         self._batch_sizes = tuple(batch_sizes)
-        self.slots = find_slots(model) if len(batch_sizes) > 1 else []
+        # A lone virtual node needs no slots: its buffers are the model's.
+        self._is_alone = slots is None and len(batch_sizes) <= 1
+        if slots is None:
+            slots = [] if self._is_alone else find_slots(model)
+        self.slots = slots
         self._follower: Follower | None = None
 
     @classmethod
@@ -109,6 +134,16 @@ class VirtualNodeBuffers:
     ) -> "VirtualNodeBuffers":
         """The buffers of the virtual nodes of one worker."""
         return cls(model, [node.index for node in local], batch_sizes)
+
+    def all(self) -> dict[str, Tensor]:
+        """All buffers of the model by name; of those that only other workers hold, stand-ins."""
+        named = {slot.name: slot.base for slot in self.slots}
+        return named or dict(self._model.named_buffers())
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the buffers that this worker holds."""
+        return set(self.all())
 
     def follow(self, follower: Follower) -> None:
         """Tell ``follower`` of every change made outside of passes."""
@@ -202,7 +237,7 @@ class VirtualNodeBuffers:
             self._follower.reset(state)
 
     def _take(self, state: dict[str, Any]) -> None:
-        if not self.slots:
+        if self._is_alone:
             with torch.no_grad():
                 for name, value in self._model.named_buffers():
                     value.copy_(state["base"][name])
@@ -257,15 +292,17 @@ class VirtualNodeBuffers:
         return torch.view_as_complex(narrow) if slot.base.is_complex() else narrow
 
 
-def find_slots(model: nn.Module) -> list[BufferSlot]:
-    """Every buffer of a model once, in order of registration, with all its places."""
-    slots: dict[int, BufferSlot] = {}
+def buffer_places(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+    """Every buffer of a model once, in order of registration: by its name, all its places."""
+    found: dict[int, tuple[str, list[tuple[nn.Module, str]]]] = {}
     for prefix, module in model.named_modules():
         for key, value in module._buffers.items():
-            if value is None:
-                continue
-            name = f"{prefix}.{key}" if prefix else key
-            slot = slots.setdefault(id(value), BufferSlot(name, value))
-            slot.owners.append((module, key))
-            slot.writes_silently = slot.writes_silently or isinstance(module, _NormBase)
-    return list(slots.values())
+            if value is not None:
+                name = f"{prefix}.{key}" if prefix else key
+                found.setdefault(id(value), (name, []))[1].append((module, key))
+    return dict(found.values())
+
+
+def find_slots(model: nn.Module) -> list[BufferSlot]:
+    """Every buffer of a model once, in order of registration, with all its places."""
+    return [BufferSlot.of(name, places) for name, places in buffer_places(model).items()]

@@ -15,7 +15,7 @@ weakly: its address is not used again while the tape lives.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,6 +50,9 @@ _FILLS = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_n
 _DEEPEST = 8
 """Levels of nested values in which tensors are looked for."""
 _INSIDE = "do it inside the block, or build the model without hetflow.deferred()"
+
+
+_weak: Callable[[Any], Any] = StorageWeakRef
 
 
 class _Ref(NamedTuple):
@@ -118,14 +121,15 @@ class Tape:
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
         self._writers: dict[int, list[int]] = {}
-        self._storages: dict[int, StorageWeakRef] = {}
+        self._storages: dict[int, Any] = {}
 
     def ref(self, tensor: Tensor) -> _Ref:
         """The name of a tensor on the meta device."""
         storage = tensor.untyped_storage()
-        self._storages.setdefault(storage._cdata, StorageWeakRef(storage))
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = _weak(storage)
         shape, stride = tuple(tensor.shape), tensor.stride()
-        return _Ref(storage._cdata, tensor.dtype, shape, stride, tensor.storage_offset())
+        return _Ref(storage._cdata, tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
     def find(self, tensor: Tensor) -> _Ref | None:
         """The name of a tensor that the tape has made; None for another."""
@@ -262,11 +266,11 @@ class _OnMeta(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Puts the operations on meta tensors onto a tape."""
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tape = tape
 
     def __torch_dispatch__(
@@ -355,6 +359,12 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return found
 
 
+def _by_identity() -> MutableMapping[Tensor, Any]:
+    """An empty mapping that holds its tensors weakly, and tells them apart by identity."""
+    made: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     """The tape and name of a value that was not computed yet."""
@@ -374,8 +384,8 @@ class _Blocks:
     """
 
     tapes: list[Tape] = field(default_factory=list)
-    versions: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-    waiting: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+    versions: MutableMapping[Tensor, int] = field(default_factory=_by_identity)
+    waiting: MutableMapping[Tensor, _Waiting] = field(default_factory=_by_identity)
 
 
 _BLOCKS = _Blocks()
@@ -504,7 +514,7 @@ def _stand_in(parameter: nn.Parameter, waiting: _Waiting) -> None:
     other = nn.Parameter(zero, requires_grad=parameter.requires_grad)
     other.__class__ = type(parameter)
     other.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, other)
+    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
     _BLOCKS.waiting[parameter] = waiting
 
 

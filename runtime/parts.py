@@ -39,12 +39,14 @@ class Wanted:
 
     Attributes:
         parameters: Names of the worker's own parameters.
+        buffers: Names of the buffers that it holds.
         stages: Which layers are on which ranks. If the checkpoint has the same, registered objects
             are read from the worker's own part.
         part: Number of the worker's own part, from 0.
     """
 
     parameters: Collection[str]
+    buffers: Collection[str]
     stages: Any
     part: int
 
@@ -187,7 +189,7 @@ def _assembled(path: Path, wanted: Wanted | None) -> Checkpoint:
             raise BrokenCheckpoint(f"{part.name}: {error}") from None
         headers.append(found.header)
         registered.append(found.state.pop("registered"))
-        _merge(state, found, wanted.parameters if wanted else None)
+        _merge(state, found, wanted)
     _check_one_run(headers)
     for name in wanted.parameters if wanted else headers[0]["parameters"]:
         if name in headers[0]["parameters"] and name not in state["parameters"]:
@@ -197,9 +199,10 @@ def _assembled(path: Path, wanted: Wanted | None) -> Checkpoint:
     return Checkpoint(path, header, state)
 
 
-def _merge(state: dict[str, Any], part: Checkpoint, names: Collection[str] | None) -> None:
-    """Add a part's contents to the state; tensors are copied, so that the part can be freed."""
+def _merge(state: dict[str, Any], part: Checkpoint, wanted: Wanted | None) -> None:
+    """Add what is wanted of a part to the state; it is copied, so that the part can be freed."""
     new, order = part.state, part.header["optimizer_order"]
+    names = wanted.parameters if wanted else None
     if not state:
         state.update(new, parameters={}, buffers={"base": {}, "nodes": []})
         state["optimizer"] = new["optimizer"] and {**new["optimizer"], "state": {}}
@@ -212,9 +215,15 @@ def _merge(state: dict[str, Any], part: Checkpoint, names: Collection[str] | Non
             state["optimizer"]["state"][index] = _cloned(value)
     if len(new["buffers"]["nodes"]) != len(state["buffers"]["nodes"]):
         raise BrokenCheckpoint("its parts differ in state.buffers.nodes")
-    state["buffers"]["base"] |= _cloned(new["buffers"]["base"])
+
+    def kept(buffers: dict[str, Any]) -> Any:
+        if wanted is None:
+            return _cloned(buffers)
+        return {name: _cloned(buffers[name]) for name in buffers if name in wanted.buffers}
+
+    state["buffers"]["base"] |= kept(new["buffers"]["base"])
     for node, own in zip(state["buffers"]["nodes"], new["buffers"]["nodes"], strict=True):
-        node |= _cloned(own)
+        node |= kept(own)
 
 
 def _cloned(value: Any) -> Any:

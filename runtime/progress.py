@@ -6,10 +6,8 @@ continues at the position, with the state of that time; changes that the script'
 the way there are overwritten.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
 
 from ..schema.errors import TargetError
 from .buffers import VirtualNodeBuffers
@@ -56,10 +54,8 @@ class Progress:
             TargetError: Names the first difference, in one line.
         """
         check_fits(found, self._parts.describe())
-        slots = self._buffers.slots
-        own: Mapping[str, Tensor] = {slot.name: slot.base for slot in slots}
-        buffers = own or dict(self._session.model.named_buffers())
-        check_buffers(found.path, found.state["buffers"], buffers)
+        buffers = self._buffers
+        check_buffers(found.path, found.state["buffers"], buffers.all(), buffers.names)
 
     def go_on_from(self, found: Checkpoint) -> None:
         """Take a state that fits; the script then runs on to the state's position."""

@@ -8,7 +8,7 @@ closely, and fail steps later, in the script's loop, for example on a moment of 
 import copy
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +28,16 @@ _MISFITS = (
 _HINT = "give the checkpoint's own script and model, or another --checkpoint folder"
 
 
-def check_buffers(path: Path, saved: dict[str, Any], own: Mapping[str, Tensor]) -> None:
+def check_buffers(
+    path: Path, saved: dict[str, Any], own: Mapping[str, Tensor], needed: Collection[str]
+) -> None:
     """Refuse buffers of another model.
+
+    Args:
+        path: The checkpoint, for error messages.
+        saved: Its buffers; they may lack those that this worker does not need.
+        own: All buffers of the model.
+        needed: Names of the buffers that this worker loads.
 
     Raises:
         TargetError: Names the first difference, in one line.
@@ -38,7 +46,8 @@ def check_buffers(path: Path, saved: dict[str, Any], own: Mapping[str, Tensor]) 
     ours = {name: shape_text(value) for name, value in own.items()}
     for name in [*ours, *theirs]:
         there, here = theirs.get(name, "absent"), ours.get(name, "absent")
-        if there != here:
+        is_unread = name not in theirs and name not in needed
+        if there != here and not is_unread:
             raise TargetError(
                 f"{path} is of another model: the buffer {name} is {there} there and {here} here",
                 hint=_HINT,

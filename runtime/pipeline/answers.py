@@ -104,11 +104,12 @@ def portable(answer: Any) -> Any:
     if answer is None or isinstance(answer, Tensor | bool | int | float | complex | str):
         return ["value", answer]
     kind = type(answer)
-    if kind in (list, tuple):
-        return [kind.__name__, [portable(entry) for entry in answer]]
     name = [kind.__module__, kind.__qualname__]
     if isinstance(answer, tuple) and hasattr(answer, "_fields"):
         return ["named", name, [portable(entry) for entry in answer]]
+    if isinstance(answer, list | tuple):
+        plain = "list" if isinstance(answer, list) else "tuple"
+        return [plain, [portable(entry) for entry in answer]]
     if isinstance(answer, Mapping):
         pairs = [[key, portable(entry)] for key, entry in answer.items()]
         return ["dict", pairs] if kind is dict else ["mapping", name, pairs]

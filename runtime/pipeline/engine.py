@@ -34,7 +34,7 @@ from .holdings import holdings_of
 from .messages import Message
 from .microbatches import StepMicrobatches
 from .optimizer import OwnShare
-from .ownership import Holders, Ownership, StageBuffers, refuse_saving
+from .ownership import Holders, Ownership
 from .placing import (
     broadcast_parts,
     check_same_model,
@@ -44,8 +44,9 @@ from .placing import (
     shapes_on,
 )
 from .scaling import LossScaling
-from .spread import SpreadModel, StageDone
+from .spread import SpreadModel, StageDone, refuse_saving
 from .stage import Stage, parameters_of
+from .stage_buffers import StageBuffers, buffer_holders, hold_own, refusing_reads
 from .state import StageState
 from .synchronise import Synchroniser
 from .trace import layers_of
@@ -121,7 +122,10 @@ class PipelineEngine:
             session.optimizers,
             place,
         )
-        broadcast_parts(model, session.parameters, own, place)
+        holders = buffer_holders(model, parts, [stage.ranks for stage in work.stages])
+        hold_own(model, holders, place)
+        held = {name for name, ranks in holders.items() if place.rank in ranks}
+        broadcast_parts(model, session.parameters, own | held, place)
         self._ownership.strip()
         self._sharded.install()
         self._stages = {
@@ -137,10 +141,12 @@ class PipelineEngine:
             model,
             session.local_nodes,
             session.batch_sizes,
+            holders,
             [
                 (part, microbatches_of(self._schedule, group, number))
                 for number, part in held_here.items()
             ],
+            place,
             tells=self._ownership.lanes.lane(place.rank) == 0,
         )
         self._transport = transport = transport_of(place, [s.replicas for s in work.stages])
@@ -154,7 +160,7 @@ class PipelineEngine:
             holdings_of(parts, sharing, sequence_parallel=spreads),
         )
         self._model = SpreadModel(model, check_call)
-        refuse_saving(model, self._ownership)
+        refuse_saving(model, self._ownership, self.buffers)
         self._microbatches: StepMicrobatches | None = None  # of the step in progress
         self._evaluation: StageEvaluation | None = None  # made when it is first asked for
         # If the schedule does not flush, stages read weight versions, never the parameters.
@@ -230,17 +236,18 @@ class PipelineEngine:
         is that of the previous batch (in the first step, of the first batch).
         """
         session, batch = self._session, step.batch
-        self._ownership.strip()
+        self._strip()
         scaling = LossScaling(step.scaler, self._ownership, self._synchroniser)
         session.clock.begin_step(is_full=batch.is_full)
         self.buffers.begin_step()
         self._synchroniser.wants_stop = session.wants_stop
         self._microbatches = StepMicrobatches(step, scaling, self._strangers)
         try:
-            if self._unflushed is None:
-                return self._run_flush(step, scaling)
-            scaling.refuse()
-            self._unflushed.run(batch, self)
+            with refusing_reads():
+                if self._unflushed is None:
+                    return self._run_flush(step, scaling)
+                scaling.refuse()
+                self._unflushed.run(batch, self)
             session.clock.computed()
             return self._synchroniser.share_loss_late()
         finally:
@@ -385,18 +392,27 @@ class PipelineEngine:
 
     def digest(self) -> str:
         """See ``StepEngine``; no worker needs the others' parameters for it."""
-        session, ownership = self._session, self._ownership
+        session, ownership, buffers = self._session, self._ownership, self.buffers
         final = final_tensors(session.model, session.parameters)
-        return digest_of_pieces(
-            ownership.values_of(name)
-            if name in ownership.parameters
-            else InPieces(name, final[name].dtype, tuple(final[name].shape), [final[name]])
-            for name in sorted(final)
-        )
+
+        def values_of(name: str) -> InPieces:
+            if name in ownership.parameters:
+                return ownership.values_of(name)
+            if name in buffers.all():
+                return buffers.values_of(name)
+            return InPieces(name, final[name].dtype, tuple(final[name].shape), [final[name]])
+
+        return digest_of_pieces(values_of(name) for name in sorted(final))
 
     def gather(self) -> None:
-        """Bring the parameters of all stages to every worker. Call it on all workers."""
+        """Bring the tensors of all stages to every worker. Call it on all workers."""
         self._ownership.gather()
+        self.buffers.gather(self._ownership.device_of_whole)
+
+    def _strip(self) -> None:
+        """Keep only the tensors of this worker's stages."""
+        self._ownership.strip()
+        self.buffers.strip()
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
@@ -411,7 +427,7 @@ class PipelineEngine:
             self._model.spread()
             self._sharded.install()
             put_back(buffers)
-            self._ownership.strip()
+            self._strip()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -422,13 +438,14 @@ class PipelineEngine:
         if self._session.is_finished:
             yield
             return
-        self._ownership.strip()
+        self._strip()
         if self._evaluation is None:
             self._evaluation = self._evaluation_of()
         with ExitStack() as stack:
             for name, module in self._session.model.named_modules():
                 if self._ownership.lacks_some_of(module):
                     stack.enter_context(refusing_calls(module, name))
+            stack.enter_context(refusing_reads())
             stack.enter_context(self._model.evaluating(self._evaluation.call))
             yield
             self._evaluation.serve()
@@ -436,6 +453,7 @@ class PipelineEngine:
     def _evaluation_of(self) -> StageEvaluation:
         """Cut the model as it computes in evaluation mode, at the same layers."""
         session, work, ownership = self._session, self._work, self._ownership
+        check_call: Callable[[Mapping[str, Any]], None]
         self._model.release()
         self._sharded.remove()
         try:
@@ -476,7 +494,7 @@ class PipelineEngine:
 
     def close(self) -> None:
         """End the engine; the model belongs to the script again, if all of it is here."""
-        if not self._ownership.is_whole:
+        if not (self._ownership.is_whole and self.buffers.is_readable):
             return
         self._model.release()
         self._sharded.remove()

@@ -18,14 +18,12 @@ from ...devices.collectives import wire_device
 from ...devices.host import TORCH_DEVICE as HOST
 from ...devices.out_of_memory import is_out_of_memory
 from ...schema.errors import TargetError
-from ..buffers import BufferSlot, VirtualNodeBuffers, find_slots
 from ..digest import InPieces
 from ..group import Place
 from ..initial_values import forget
 from ..manifest import shapes_of
 from ..telling import log
 from ..tensor.lanes import Lanes
-from .cut import StageModule
 from .pieces import broadcast, stream
 
 Holders = tuple[int, ...]
@@ -234,88 +232,3 @@ class Ownership:
             for name, parameter in self.parameters.items()
             if name not in self.own or name in self.cut
         }
-
-
-def refuse_saving(model: nn.Module, ownership: Ownership) -> None:
-    """Refuse ``model.state_dict()`` while parameters of other stages have no values here.
-
-    A copy of the model is not refused: its owner knows which parameters it keeps.
-    """
-
-    def refuse(module: nn.Module, *rest: object) -> None:
-        if module is model and not ownership.is_readable:
-            raise TargetError(
-                "model.state_dict() is called on a part of a model: other workers have the "
-                "parameters of the other stages",
-                hint="call job.sync_buffers() on all workers before, or job.checkpoint()",
-            )
-
-    model.register_state_dict_pre_hook(refuse)
-
-
-class StageBuffers(VirtualNodeBuffers):
-    """The buffers under a pipeline: a microbatch's buffers belong to the stage that writes them."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        local: Sequence[int],
-        batch_sizes: Sequence[int],
-        own: Sequence[tuple[StageModule, Sequence[int]]],
-        *,
-        tells: bool,
-    ) -> None:
-        """Like ``VirtualNodeBuffers``; ``own`` are this worker's stages and their virtual nodes.
-
-        ``tells`` is False where another worker runs the same passes and has the same buffers.
-        """
-        super().__init__(model, local, batch_sizes)
-        self.slots, self._tells = find_slots(model), tells
-        # Where two pipelines run in opposite directions, stages run different microbatches.
-        self._nodes_of: dict[str, set[int]] = {}
-        for part, microbatches in own:
-            modules = {id(module) for module in part.module.modules()}
-            named = {(id(owner), name) for _, (owner, name) in part.buffers}
-            for slot in self.slots:
-                if any(
-                    id(module) in modules or (id(module), name) in named
-                    for module, name in slot.owners
-                ):
-                    self._nodes_of.setdefault(slot.name, set()).update(microbatches)
-
-    def capture_own(self, *, is_first: bool) -> dict[str, Any]:
-        """This worker's part of ``capture``; the first worker adds buffers that no stage uses."""
-        self.begin_step()
-        # A split plan with one virtual node has the model's own buffers only.
-        alone = len(self._batch_sizes) == 1
-        mine = [slot for slot in self.slots if is_first or self._owns(slot)]
-        return {
-            "base": {
-                slot.name: slot.value_of(0) if alone and self._owns(slot) else slot.base
-                for slot in mine
-            },
-            "nodes": []
-            if alone
-            else [
-                {slot.name: slot.own[node] for slot in mine if node in slot.own}
-                for node in range(len(self._batch_sizes))
-            ],
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take buffers back from ``capture``, or from all workers' parts joined."""
-        super().restore({**state, "nodes": state["nodes"] or [{} for _ in self._batch_sizes]})
-        for slot in self.slots:
-            if not self._owns(slot):
-                slot.own.clear()
-
-    def _owns(self, slot: BufferSlot) -> bool:
-        return slot.name in self._nodes_of
-
-    def _merged(self, slot: BufferSlot, all_reduce: "object") -> Tensor:
-        local = self._local
-        self._local = tuple(sorted(self._nodes_of.get(slot.name, ()))) if self._tells else ()
-        try:
-            return super()._merged(slot, all_reduce)  # type: ignore[arg-type]
-        finally:
-            self._local = local

@@ -25,9 +25,9 @@ Buffer = tuple[nn.Module, str, Tensor]
 def shapes_on(
     device: torch.device, model: nn.Module, shapes: Iterable[tuple[nn.Parameter, torch.Size]]
 ) -> Iterator[None]:
-    """Within the context, give parameters their shapes on a device and no values; then restore.
+    """Within the context, give parameters and buffers their shapes on a device, without values.
 
-    The model's buffers, and tensors that its modules move themselves, move to the device and stay.
+    The tensors that the model's modules move themselves move to the device and stay.
 
     Args:
         device: The device.
@@ -36,8 +36,10 @@ def shapes_on(
     """
     known = list(shapes)
     values = [(parameter, parameter.data, parameter.grad) for parameter, _ in known]
+    buffers = [(m, key, b) for m in model.modules() for key, b in m._buffers.items()]
     zeros: dict[torch.dtype, Tensor] = {}
     try:
+        _show_shapes([(m, key, b) for m, key, b in buffers if b is not None], device)
         for parameter, shape in known:
             if parameter.dtype not in zeros:
                 zeros[parameter.dtype] = torch.zeros((), dtype=parameter.dtype, device=device)
@@ -49,6 +51,26 @@ def shapes_on(
         for parameter, value, gradient in values:
             parameter.data = value
             parameter.grad = gradient
+        for module, key, buffer in buffers:
+            module._buffers[key] = buffer
+
+
+def _show_shapes(buffers: Sequence[Buffer], device: torch.device) -> None:
+    """Put tensors of the buffers' shapes in their places, all in one memory of the largest's size.
+
+    Code that views a buffer needs its strides too.
+    """
+    layouts = {id(b): torch.empty_like(b, device="meta") for _, _, b in buffers}
+    room: dict[torch.dtype, int] = {}
+    for layout in layouts.values():
+        room[layout.dtype] = max(room.get(layout.dtype, 0), layout.numel())
+    memory = {dtype: torch.zeros(n, dtype=dtype, device=device) for dtype, n in room.items()}
+    shown = {
+        name: memory[layout.dtype].as_strided(layout.shape, layout.stride())
+        for name, layout in layouts.items()
+    }
+    for module, key, buffer in buffers:
+        module._buffers[key] = shown[id(buffer)]
 
 
 def place_own(
@@ -80,22 +102,21 @@ def place_own(
 def broadcast_parts(
     model: nn.Module, parameters: dict[str, nn.Parameter], own: Collection[str], place: Place
 ) -> None:
-    """Start from the first worker's values; each worker keeps those of its own parameters only.
+    """Start from the first worker's values; each worker keeps those of its own tensors only.
 
     Args:
-        model: Its buffers are kept on all workers.
+        model: The whole model.
         parameters: All parameters by name; this worker's are on its device.
-        own: Names of this worker's parameters.
+        own: Names of this worker's parameters and buffers.
         place: This worker among the others.
     """
     if not place.distributed:
         return
-    buffers = dict(model.named_buffers())
-    kept, wire = {*own, *buffers}, wire_device(place.device)
-    for name, tensor in {**parameters, **buffers}.items():
+    wire = wire_device(place.device)
+    for name, tensor in {**parameters, **dict(model.named_buffers())}.items():
         # A deferred value of another worker's parameter is computed here, sent, and freed.
         value = initial_value(tensor) if place.rank == 0 else tensor.detach()
-        broadcast(value, wire, src=0, sends=place.rank == 0, keeps=name in kept)
+        broadcast(value, wire, src=0, sends=place.rank == 0, keeps=name in own)
 
 
 def check_same_model(model: nn.Module, parameters: dict[str, nn.Parameter], place: Place) -> None:

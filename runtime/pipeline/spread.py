@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -15,6 +15,14 @@ from .cut import CALL
 RunStage = Callable[[dict[str, Any]], Any]
 """Runs this worker's stage. Takes the model's arguments by the names of the traced graph, and the
 whole call under ``CALL``."""
+
+
+class Held(Protocol):
+    """The tensors of a model that a worker holds."""
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether every one of them has its whole value on this worker."""
 
 
 class StageDone(BaseException):
@@ -101,3 +109,20 @@ class SpreadModel:
             "the function calls the model twice; a pipeline runs it once a microbatch",
             hint="join the inputs into one call",
         )
+
+
+def refuse_saving(model: nn.Module, *held: Held) -> None:
+    """Refuse ``model.state_dict()`` while tensors of other stages have no values here.
+
+    A copy of the model is not refused: its owner knows which values it keeps.
+    """
+
+    def refuse(module: nn.Module, *rest: object) -> None:
+        if module is model and not all(tensors.is_readable for tensors in held):
+            raise TargetError(
+                "model.state_dict() is called on a part of a model: other workers have the "
+                "parameters of the other stages",
+                hint="call job.sync_buffers() on all workers before, or job.checkpoint()",
+            )
+
+    model.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]

@@ -24,7 +24,8 @@ from ..restoring import load_optimizers, load_parameters
 from ..session import Session
 from ..tensor.operators import TensorGroup, parts_of_all
 from .optimizer import OwnShare
-from .ownership import Ownership, StageBuffers
+from .ownership import Ownership
+from .stage_buffers import StageBuffers
 from .synchronise import Synchroniser
 
 
@@ -87,13 +88,13 @@ class StageState:
         self, registered: Sequence[Any], share: Callable[[Callable[[], Any]], Any]
     ) -> dict[str, Any]:
         """See ``StateParts``; workers wait only for those that they share layers with."""
-        session, tensors = self._session, list[Tensor]()
+        tensors: list[Tensor] = []
         states = [thing.state_dict() for thing in registered]
         self._registered_sha256 = parts.digest_of(checkpoint.encode(states, tensors), tensors)
         return {
             "parameters": self._parameters(),
             "optimizer": self._share.state_dict(self._joined) if self._share else None,
-            "buffers": self._buffers.capture_own(is_first=session.is_main),
+            "buffers": self._buffers.capture_own(),
             "registered": states,
             "last_weight": None,
             "late_loss": self._synchroniser.late_loss,
@@ -136,7 +137,8 @@ class StageState:
 
     def reader(self) -> Callable[[Path], Checkpoint]:
         """See ``StateParts``."""
-        return parts.reader(parts.Wanted(self._ownership.own, self._stages, self._session.rank))
+        own, buffers = self._ownership.own, self._buffers.names
+        return parts.reader(parts.Wanted(own, buffers, self._stages, self._session.rank))
 
     def write(
         self,

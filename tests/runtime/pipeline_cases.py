@@ -120,7 +120,7 @@ def train(case):
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
     job = hf.prepare(model, optimizer)
     rows, norms, losses = (48 if "whole" in options else NUM_SAMPLES), [], []
-    calls = None
+    calls = reads = None
     loader = DataLoader(data(rows), batch_size=GLOBAL_BATCH_SIZE, shuffle="whole" not in options)
     for _ in range(EPOCHS):
         for batch in job.batches(loader):
@@ -135,12 +135,15 @@ def train(case):
             losses.append(float(whole(data().tensors[0]).sum()))
             if "calls" in options and job.world_size > 1:
                 calls = calls_of(job, whole, model)
+            if "normed" in case:
+                reads = refused(lambda: whole[1].running_mean.sum())
     held = (getattr(job._engine, "weight_versions", 0), getattr(job._engine, "activations_held", 0))
     owned = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    buffers = sum(buffer.untyped_storage().nbytes() for buffer in model.buffers())
     job.finish()
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     told = {"state": state, "losses": losses, "norms": norms, "held": held, "owned": owned}
-    return told | {"calls": calls}
+    return told | {"calls": calls, "buffers": buffers, "reads": reads}
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def train(case, *, stop_at=None, asked=(), sigterm_at=None):
     job.register(scheduler)
     losses = {}
     loader = DataLoader(data(ROWS), batch_size=GLOBAL_BATCH_SIZE, shuffle=True)
-    code = 0
+    code, state = 0, {}
     try:
         for _ in range(EPOCHS):
             for batch in job.batches(loader):
@@ -58,7 +58,7 @@ def train(case, *, stop_at=None, asked=(), sigterm_at=None):
         code = stop.code
     else:
         job.finish()
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return {"state": state, "losses": losses, "lr": scheduler.get_last_lr()[0], "code": code}
 
 

@@ -205,6 +205,15 @@ def test_workers_evaluate_with_calls_of_their_own(name, worlds) -> None:
         assert "is in training mode" in found["training"]
 
 
+def test_workers_hold_the_buffers_of_their_stages_only(worlds) -> None:
+    norm, stand_ins = 8 * (8 + 8 + 1), 8 * 3
+    for rank, answer in enumerate(worlds[3]):
+        found = answer["normed-2-1"]
+        assert found["buffers"] == norm + stand_ins
+        assert bool(found["reads"]) == (rank == 2)
+        assert rank < 2 or "a buffer of the model is read" in found["reads"]
+
+
 def test_workers_own_their_stages_only(worlds) -> None:
     owned = [answer["three"]["owned"] for answer in worlds[3]]
     whole = sum(p.numel() for p in cases.build("chain").parameters())

@@ -79,6 +79,9 @@ def two(folder: Path) -> list[dict]:
     world.plan("moved", "1f1b", MOVED2, (1, 1), 6)
     world.add("stopped-moved", "flush", "chain:adam", "moved", stop_at=STOP_AT)
     world.add("again-moved", "moved", "chain:adam", "moved")
+    world.plan("moved-norm", "1f1b", (("0",), ("1", "2", "3", "4", "5")), (1, 1), 6)
+    world.add("stopped-moved-norm", "normed", "normed:momentum", "moved-norm", stop_at=STOP_AT)
+    world.add("again-moved-norm", "moved-norm", "normed:momentum", "moved-norm")
     world.add("term-flush", "flush", "chain:adam", "term", sigterm_at=3)
     world.add("again-term", "flush", "chain:adam", "term")
     world.add("term-stash", "stash", "chain:adam", "term-stash", sigterm_at=2)
@@ -164,6 +167,9 @@ def test_another_cut_of_the_same_model_goes_on(two: list[dict]) -> None:
     for answer in two:
         assert sorted(answer["again-moved"]["losses"]) == [7, 8, 9, 10]
         close(answer["again-moved"], answer["whole-flush"])
+        # A norm's statistics move to the other worker with its layer.
+        assert sorted(answer["again-moved-norm"]["losses"]) == [7, 8, 9, 10]
+        close(answer["again-moved-norm"], answer["whole-normed"])
 
 
 def test_hosts_that_share_no_disk_are_an_error_at_the_end(two: list[dict]) -> None:
