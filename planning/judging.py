@@ -102,6 +102,7 @@ def _parallel_faults(
         link_bytes_per_second=link or plan.link_bytes_per_second,
         recompute=any(stage.recompute == "full" for stage in plan.stages),
         optimizer=optimizer,
+        sequence_parallel=bool(plan.sequence_parallel),
     )
     return check(plan, problem)
 

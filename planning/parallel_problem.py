@@ -1,6 +1,7 @@
 """Build the problem of pipeline, tensor and data parallelism from layer profiles and a cluster."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil, gcd
 
 from ..schema.cluster import Cluster
@@ -30,6 +31,7 @@ def parallel_problem(
     recompute: bool = True,
     optimizer: OptimizerState | None = None,
     most_stages: int | None = None,
+    sequence_parallel: bool = False,
 ) -> ParallelProblem:
     """Build the problem from the profiles of a cluster's device types.
 
@@ -47,6 +49,7 @@ def parallel_problem(
         recompute: Whether stages may recompute activations.
         optimizer: The optimizer whose state every replica keeps; None takes the profiles'.
         most_stages: Most stages of the pipeline; None sets no limit.
+        sequence_parallel: Whether groups spread tokens between the layers that they share.
 
     Raises:
         ProblemError: A device type has no profile or no layers, the layers differ between types,
@@ -61,6 +64,8 @@ def parallel_problem(
                 hint="profile the same model on both",
             )
     _check_size(chosen, microbatch_size)
+    if sequence_parallel:
+        chosen = [_over_sequences(profile) for profile in chosen]
     _, edges, order = layers_of_graph(graphs[0])
     names = [node.id for node in order]
     links = links_of(chosen, cluster, link_bytes_per_second)
@@ -109,6 +114,22 @@ def _check_size(profiles: Sequence[Profile], microbatch_size: int | None) -> Non
             f"{', '.join(map(str, known))}",
             hint="take one of these, or profile that one",
         )
+
+
+def _over_sequences(profile: Profile) -> Profile:
+    """The profile with the layers of sequence parallelism in place of the others.
+
+    Raises:
+        ProblemError: The profile has none.
+    """
+    if profile.tensor_layers and not profile.sequence_layers:
+        raise ProblemError(
+            f"--sequence-parallel: the profile of {profile.model} on {profile.device_type} has no "
+            "sequence_layers",
+            hint="estimate it again with `hetflow profile --layers`; only transformers that "
+            "normalise before each part have them",
+        )
+    return replace(profile, tensor_layers=profile.sequence_layers)
 
 
 def _tables(profile: Profile) -> list[tuple[int, LayerGraph]]:

@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from ..schema.cluster import Cluster
-from ..schema.errors import BackendError, ProblemError
+from ..schema.errors import BackendError, InfeasibleError, ProblemError
 from ..schema.parallel import ParallelPlan, ParallelPrediction, ParallelProblem, ParallelStage
 from .limits import Clock
 from .request import PipelineOptions, SolveRequest, SplitOptions
@@ -36,8 +36,16 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
         link_bytes_per_second=asked.link_bytes_per_second,
         recompute=request.parallel.recompute,
         optimizer=request.optimizer,
+        sequence_parallel=bool(request.parallel.sequence_parallel),
     )
-    plan = solve(problem, effort=Clock(request.limits).effort())
+    try:
+        plan = solve(problem, effort=Clock(request.limits).effort())
+    except InfeasibleError:
+        if request.parallel.sequence_parallel is not None or not _spreadable(request):
+            raise
+        # The tokens of norms and residuals may be what does not fit.
+        options = replace(request.parallel, sequence_parallel=True)
+        return best_parallel(replace(request, parallel=options))
     faults = check(plan, problem)
     if faults:
         raise BackendError(f"the solver's own plan fails its check: {'; '.join(faults)}")
@@ -56,11 +64,19 @@ def best_parallel(request: SolveRequest) -> ParallelPlan:
             replace(o, predicted=_with_dollars(o.predicted, o.stages, request.pool)) for o in others
         ),
         with_more_devices=gains(problem, plan) if request.parallel.top > 1 else (),
+        sequence_parallel=request.parallel.sequence_parallel or None,
         link_bytes_per_second=asked.link_bytes_per_second,
         trace=trace_for(request.profiles, request.pool),
         cluster=request.pool,  # always stated: degrees depend on the servers
         provenance={"pool": request.pool_name},
     )
+
+
+def _spreadable(request: SolveRequest) -> bool:
+    """Whether all profiles in use with degrees above 1 have them with sequence parallelism too."""
+    used = [p for p in request.profiles if p.device_type in request.pool.num_devices]
+    tables = [bool(profile.sequence_layers) for profile in used if profile.tensor_layers]
+    return bool(tables) and all(tables)
 
 
 def _unused_degrees(problem: ParallelProblem) -> list[str]:

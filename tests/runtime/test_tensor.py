@@ -131,7 +131,7 @@ class Worlds(dict[str, list[dict]]):
         self.failed.add(name)
         size, cases = WORLDS[name]
         plans = {
-            key: (case, replace(parallel_plan(stages), sequence_parallel="tokens" in key))
+            key: (case, replace(parallel_plan(stages), sequence_parallel="tokens" in key or None))
             for key, (case, stages) in cases.items()
         }
         self[name] = run_world(self.folder(name), size, plans)
