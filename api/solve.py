@@ -57,6 +57,7 @@ def solve(
     repetitive: bool = False,
     cost_model: CostModelName = "profiled",
     recompute: bool = True,
+    sequence_parallel: bool | None = None,
 ) -> Plan:
     """Find the best plan for a model on a pool; the plan carries its proof and has been checked.
 
@@ -95,6 +96,8 @@ def solve(
         repetitive: Plan equal stages of repeating layers, schedule ``2bw`` (thesis 3.3).
         cost_model: With ``repetitive``: which costs to use.
         recompute: With ``strategy="parallel"``: whether stages may recompute activations.
+        sequence_parallel: With ``strategy="parallel"``: whether the devices of a group spread
+            tokens between the layers that they share; None only if no plan fits otherwise.
 
     Returns:
         A plan that ``hetflow.check`` accepts for these profiles and this pool.
@@ -146,7 +149,7 @@ def solve(
             cost_model=cost_model,
             runs=runs if measures else None,
         ),
-        parallel=ParallelOptions(recompute, top),
+        parallel=ParallelOptions(recompute, top, sequence_parallel),
         optimizer=named_optimizer(optimizer) if isinstance(optimizer, str) else optimizer,
         memory_reserve_bytes=memory_reserve_bytes,
         fastest=fastest,

@@ -193,6 +193,15 @@ def solve(
             rich_help_panel=PARALLEL,
         ),
     ] = True,
+    sequence_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            help="Whether the devices of a tensor-parallel group compute and keep norms and "
+            "residuals for a part of the tokens each [default: only if no plan fits otherwise].",
+            rich_help_panel=PARALLEL,
+            show_default=False,
+        ),
+    ] = None,
     optimizer: Annotated[
         str | None,
         typer.Option(
@@ -262,6 +271,7 @@ def solve(
         repetitive=repetitive,
         cost_model=cost_model,
         recompute=recompute,
+        sequence_parallel=sequence_parallel,
     )
     emit_file(plan, output, force=force, json=json)
     if shows_progress():

@@ -17,7 +17,8 @@ from .comm import ring_seconds
 from .device_table import DeviceSpec
 from .efficiency import CARRIED_ERROR, ESTIMATED_ERROR, FITTED
 from .roofline import Efficiency, seconds_of
-from .tensor_layers import degrees_of, sharded_layers
+from .sequence_layers import sequence_layers
+from .tensor_layers import ShardedLayer, degrees_of, sharded_layers
 
 RESERVE_BYTES = 2**30
 """Taken for the context, libraries' workspaces, communication buffers and fragmentation."""
@@ -96,9 +97,18 @@ def estimated_profile(
         layers=tables[0] if tables else None,
         more_layers=tables[1:],
         tensor_layers=tuple(
-            TensorLayers(tensor_parallel_size=t, layers=_tensor_graph(table, estimator, t))
+            TensorLayers(
+                tensor_parallel_size=t,
+                layers=_tensor_graph(table, estimator, t, sharded_layers(table, t)),
+            )
             for t in degrees
             for table in counts.tables
+        ),
+        sequence_layers=tuple(
+            TensorLayers(tensor_parallel_size=t, layers=_tensor_graph(table, estimator, t, shares))
+            for t in degrees
+            for table in counts.tables
+            if (shares := sequence_layers(table, t)) is not None
         ),
         sync=_sync(counts.weight_bytes, estimator),
         links=_links(estimator),
@@ -166,7 +176,9 @@ def _graph(table: LayerTable, estimator: Estimator) -> LayerGraph:
     )
 
 
-def _tensor_graph(table: LayerTable, estimator: Estimator, degree: int) -> LayerGraph:
+def _tensor_graph(
+    table: LayerTable, estimator: Estimator, degree: int, shares: Sequence[ShardedLayer]
+) -> LayerGraph:
     """The layers of one device of a group, each with its all-reduces over the device's own link.
 
     Computing is scaled as on one device, so the loss is taken to be split like the rest.
@@ -182,7 +194,7 @@ def _tensor_graph(table: LayerTable, estimator: Estimator, degree: int) -> Layer
                 back * estimator.seconds(share.counts.backward)
                 + _reduce_seconds(degree, share.backward_reduced_bytes, estimator),
             )
-            for share in sharded_layers(table, degree)
+            for share in shares
         ),
     )
 
@@ -308,6 +320,7 @@ def carried_profile(
         batch_curve=curve,
         layers=tables[0] if tables else None,
         more_layers=tables[1:],
+        sequence_layers=(),
         tensor_layers=(),  # layers that were carried and estimated ones are not to be compared
         fixed_seconds=measured.fixed_seconds,
         optimizer=measured.optimizer,

@@ -116,6 +116,7 @@ def _parallel_faults(
         optimizer=optimizer,
         num_model_chunks=(plan.num_model_chunks,),
         memory_reserve_bytes=memory_reserve_bytes,
+        sequence_parallel=bool(plan.sequence_parallel),
     )
     return parallel_faults(problem, profiles, pool, memory_reserve_bytes) + check(plan, problem)
 

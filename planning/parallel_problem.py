@@ -1,6 +1,7 @@
 """Build the problem of pipeline, tensor and data parallelism from layer profiles and a cluster."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import ceil, gcd
 
 from ..schema.cluster import Cluster
@@ -35,6 +36,7 @@ def parallel_problem(
     most_stages: int | None = None,
     num_model_chunks: tuple[int, ...] = (1,),
     memory_reserve_bytes: int = 0,
+    sequence_parallel: bool = False,
 ) -> ParallelProblem:
     """Build the problem from the profiles of a cluster's device types.
 
@@ -55,6 +57,7 @@ def parallel_problem(
         num_model_chunks: Numbers of stages per device to try.
         memory_reserve_bytes: Bytes of each device to leave free, besides what a worker takes
             beside tensors.
+        sequence_parallel: Whether groups spread tokens between the layers that they share.
 
     Raises:
         ProblemError: A device type has no profile or no layers, the layers differ between types,
@@ -69,6 +72,8 @@ def parallel_problem(
                 hint="profile the same model on both",
             )
     _check_size(chosen, microbatch_size)
+    if sequence_parallel:
+        chosen = [_over_sequences(profile) for profile in chosen]
     _, edges, order = layers_of_graph(graphs[0])
     names = [node.id for node in order]
     links = links_of(chosen, cluster, link_bytes_per_second)
@@ -121,6 +126,22 @@ def _check_size(profiles: Sequence[Profile], microbatch_size: int | None) -> Non
             f"{', '.join(map(str, known))}",
             hint="take one of these, or profile that one",
         )
+
+
+def _over_sequences(profile: Profile) -> Profile:
+    """The profile with the layers of sequence parallelism in place of the others.
+
+    Raises:
+        ProblemError: The profile has none.
+    """
+    if profile.tensor_layers and not profile.sequence_layers:
+        raise ProblemError(
+            f"--sequence-parallel: the profile of {profile.model} on {profile.device_type} has no "
+            "sequence_layers",
+            hint="estimate it again with `hetflow profile --layers`; only transformers that "
+            "normalise before each part have them",
+        )
+    return replace(profile, tensor_layers=profile.sequence_layers)
 
 
 def _tables(profile: Profile) -> list[tuple[int, LayerGraph]]:

@@ -57,11 +57,13 @@ class ParallelOptions:
     """Options of a plan with pipeline, tensor and data parallelism.
 
     Links and microbatch size are in ``PipelineOptions``. ``recompute`` lets stages recompute
-    activations; ``top`` is the most points of the Pareto table.
+    activations; ``top`` is the most points of the Pareto table. ``sequence_parallel`` spreads
+    tokens between tensor-parallel layers; None does so if no plan fits otherwise.
     """
 
     recompute: bool = True
     top: int = 1
+    sequence_parallel: bool | None = None
 
 
 @dataclass(frozen=True)

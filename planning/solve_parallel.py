@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from ..schema.cluster import Cluster
-from ..schema.errors import BackendError, ProblemError
+from ..schema.errors import BackendError, InfeasibleError, ProblemError
 from ..schema.parallel import (
     ParallelAlternative,
     ParallelPlan,
@@ -49,8 +49,17 @@ def best_parallel(request: SolveRequest, clock: Clock | None = None) -> Parallel
         optimizer=request.optimizer,
         num_model_chunks=_chunks(asked.num_model_chunks),
         memory_reserve_bytes=request.memory_reserve_bytes,
+        sequence_parallel=bool(request.parallel.sequence_parallel),
     )
-    plan = solve(problem, effort=(clock or Clock(request.limits)).effort())
+    clock = clock or Clock(request.limits)
+    try:
+        plan = solve(problem, effort=clock.effort())
+    except InfeasibleError:
+        if request.parallel.sequence_parallel is not None or not _spreadable(request):
+            raise
+        # The tokens of norms and residuals may be what does not fit.
+        options = replace(request.parallel, sequence_parallel=True)
+        return best_parallel(replace(request, parallel=options), clock)
     faults = parallel_faults(
         problem, request.profiles, request.pool, request.memory_reserve_bytes
     ) + check(plan, problem)
@@ -69,6 +78,7 @@ def best_parallel(request: SolveRequest, clock: Clock | None = None) -> Parallel
         predicted=_with_dollars(plan, request.pool),
         alternatives=tuple(replace(o, predicted=_with_dollars(o, request.pool)) for o in others),
         with_more_devices=gains(problem, plan) if request.parallel.top > 1 else (),
+        sequence_parallel=request.parallel.sequence_parallel or None,
         link_bytes_per_second=asked.link_bytes_per_second,
         assumptions=links_between(
             request.profiles, request.pool, asked.link_bytes_per_second
@@ -82,6 +92,13 @@ def best_parallel(request: SolveRequest, clock: Clock | None = None) -> Parallel
 def _chunks(asked: int | None) -> tuple[int, ...]:
     """Numbers of stages per device to try; without a request 1 and those of interleaved 1F1B."""
     return (1, *traits("interleaved").num_model_chunks) if asked is None else (asked,)
+
+
+def _spreadable(request: SolveRequest) -> bool:
+    """Whether all profiles in use with degrees above 1 have them with sequence parallelism too."""
+    used = [p for p in request.profiles if p.device_type in request.pool.num_devices]
+    tables = [bool(profile.sequence_layers) for profile in used if profile.tensor_layers]
+    return bool(tables) and all(tables)
 
 
 def _unused_degrees(problem: ParallelProblem) -> list[str]:

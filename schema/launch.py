@@ -85,7 +85,7 @@ class PipelineWork:
     recompute: bool
     stages: tuple[PipelineStage, ...]
     trace: LayerTrace | None = None
-    sequence_parallel: bool = False
+    sequence_parallel: bool | None = None
 
     def __post_init__(self) -> None:
         traits(self.schedule)  # raises for an unknown schedule

@@ -332,7 +332,7 @@ class ParallelPlan:
     proof: ParallelProof
     alternatives: tuple[ParallelAlternative, ...] = ()
     with_more_devices: tuple[ParallelGain, ...] = ()
-    sequence_parallel: bool = False
+    sequence_parallel: bool | None = None
     optimizer: OptimizerState | None = None
     link_bytes_per_second: NonNegative | None = None
     cluster: Cluster | None = None

@@ -213,7 +213,8 @@ class Profile:
     trained too.
 
     ``weight_bytes`` is also the number of gradient bytes to synchronise. ``more_layers`` are the
-    layers at further microbatch sizes, ``tensor_layers`` those at further tensor-parallel degrees.
+    layers at further microbatch sizes, ``tensor_layers`` those at further tensor-parallel degrees,
+    and ``sequence_layers`` the same with sequence parallelism.
     ``optimizer`` is the one that ``update_seconds`` and ``peak_memory_bytes`` were measured with;
     None if the file (older, or of another tool) does not state it. ``out_of_memory_batch_size`` is
     the smallest profiled size that did not fit; None if all fitted.
@@ -243,6 +244,7 @@ class Profile:
     layers: LayerGraph | None = None
     more_layers: tuple[LayerGraph, ...] = ()
     tensor_layers: tuple[TensorLayers, ...] = ()
+    sequence_layers: tuple[TensorLayers, ...] = ()
     sync: Sync | None = None
     emulation: Emulation | None = None
     out_of_memory_batch_size: Count | None = None
@@ -281,22 +283,22 @@ class Profile:
         self._check_tensor_layers()
 
     def _check_tensor_layers(self) -> None:
-        if self.tensor_layers and self.layers is None:
-            raise ProblemError("tensor_layers adds to layers, which is missing")
-        seen = set()
-        for table in self.tensor_layers:
-            key = table.tensor_parallel_size, table.layers.microbatch_size
-            if self.layers is not None and [n.id for n in table.layers.nodes] != [
-                n.id for n in self.layers.nodes
-            ]:
-                raise ProblemError(
-                    f"tensor_layers at degree {key[0]} lists other layers than layers does"
-                )
-            if key in seen:
-                raise ProblemError(
-                    f"tensor_layers holds degree {key[0]} at microbatch {key[1]} twice"
-                )
-            seen.add(key)
+        both = (("tensor_layers", self.tensor_layers), ("sequence_layers", self.sequence_layers))
+        for name, tables in both:
+            if tables and self.layers is None:
+                raise ProblemError(f"{name} adds to layers, which is missing")
+            seen = set()
+            for table in tables:
+                key = table.tensor_parallel_size, table.layers.microbatch_size
+                if self.layers is not None and [n.id for n in table.layers.nodes] != [
+                    n.id for n in self.layers.nodes
+                ]:
+                    raise ProblemError(
+                        f"{name} at degree {key[0]} lists other layers than layers does"
+                    )
+                if key in seen:
+                    raise ProblemError(f"{name} holds degree {key[0]} at microbatch {key[1]} twice")
+                seen.add(key)
 
     @property
     def layer_tables(self) -> tuple[LayerGraph, ...]:

@@ -96,7 +96,7 @@ class PipelineEngine:
         groups = work.groups
         group = next(n for n, ranks in enumerate(groups) if place.rank in ranks)
         sharing = _sharing_of(model, work, place.device)
-        spreads = work.sequence_parallel and bool(sharing.roles)
+        spreads = bool(work.sequence_parallel and sharing.roles)
         tensor = tensor_group(place, groups)
         self._sharded = ShardedModel(model, sharing, tensor, sequence_parallel=spreads)
         with self._sharded.traceable():

@@ -97,6 +97,38 @@ def test_a_changed_plan_is_refused(hetflow: Hetflow, folder: Path) -> None:
     assert "step_seconds is" in answer.stderr
 
 
+def test_tokens_are_spread_where_memory_asks_for_it(hetflow: Hetflow, folder: Path) -> None:
+    path, plan = folder / "v100.json", folder.parent / "plan.json"
+    known = files.read(path, Profile)
+    nodes = tuple(replace(n, stashed_bytes=1 << 20) for n in graph(1.1, 2, 1).nodes)
+    spread = TensorLayers(tensor_parallel_size=2, layers=replace(graph(1.1, 2, 1), nodes=nodes))
+
+    def solved(memory_bytes: int, spreads: bool, *more: str) -> Any:
+        tables = (spread,) if spreads else ()
+        profile = replace(known, device_memory_bytes=memory_bytes, sequence_layers=tables)
+        files.write(path, profile, force=True)
+        pool = ("--gpus", "2xV100", "--batch-size", 32, "--profiles", folder, *LINK)
+        return hetflow("solve", "parallel", *pool, "--no-recompute", *more, "-o", plan, "--force")
+
+    def spreads_tokens() -> bool:
+        return json.loads(plan.read_text()).get("sequence_parallel", False)
+
+    # Half of the weights, their gradients and no state; a sample's stash is 96 MiB, or 6.
+    tight = 2 * 192 + 50 << 20
+    assert solved(8 << 30, True).code == 0
+    assert not spreads_tokens()
+    assert solved(8 << 30, True, "--sequence-parallel").code == 0
+    assert spreads_tokens()
+    assert solved(tight, False).code == 3
+    assert solved(tight, True, "--no-sequence-parallel").code == 3
+    assert solved(tight, True).code == 0
+    assert spreads_tokens()
+    assert "valid" in hetflow("check", plan, "--profiles", folder).stdout
+    refused = solved(tight, False, "--sequence-parallel")
+    assert refused.code == 2
+    assert "the profile of resnet50 on V100 has no sequence_layers" in refused.stderr
+
+
 def test_what_fewer_devices_would_cost(hetflow: Hetflow, folder: Path) -> None:
     answer = solve(hetflow, folder, *LINK, "--top", 4, "--json")
     assert answer.code == 0, answer.stderr

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from threading import Barrier, local
 from typing import Any
 
@@ -13,6 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hetflow.costs.sequence_layers import sequence_layers
+from hetflow.costs.tensor_layers import sharded_layers
+from hetflow.profilers import targets
+from hetflow.profilers.operator_counts import count_model
 from hetflow.profilers.zoo.transformer import BERT, GPT
 from hetflow.runtime import peers, tensor_parallel
 from hetflow.runtime.tensor.operators import TensorGroup
@@ -157,6 +162,34 @@ def test_a_block_keeps_a_share_of_everything(monkeypatch: pytest.MonkeyPatch) ->
         plain, spread = (kept[2, degree, s] - kept[1, degree, s] for s in (False, True))
         assert spread == whole // degree
         assert plain > whole // degree + FULL
+
+
+COUNTED = """
+import torch
+from hetflow.tests.runtime import test_sequence
+
+def workload():
+    ids = lambda n: torch.zeros(n, test_sequence.TOKENS, dtype=torch.int64)
+    return test_sequence.gpt(), ids, lambda model, x: model(x).sum()
+"""
+
+
+@pytest.mark.slow
+def test_the_cost_model_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(COUNTED)
+    counts = count_model(targets.parse(f"{file}:workload"), (BATCH,), (BATCH,), "sgd")
+    whole = sum(layer.stashed_bytes for layer in counts.tables[0].layers)
+    kept = passes(gpt(), TensorGroup(), spreads=False)["kept"]
+    for degree in (2, 4):
+        for spreads, share in ((False, sharded_layers), (True, sequence_layers)):
+            world = Threads(degree, monkeypatch)
+            found = world.run(partial(passes, gpt(), spreads=spreads))[0]["kept"]
+            predicted = sum(each.counts.stashed_bytes for each in share(counts.tables[0], degree))
+            # The mean and the deviation of the last norm are counted whole.
+            statistics = 2 * BATCH * TOKENS * 8
+            missing = statistics - statistics // degree if spreads else 0
+            assert kept - found == whole - predicted + missing
 
 
 def test_dropout_of_tokens_has_the_mask_of_all() -> None:

@@ -113,7 +113,7 @@ class Worlds(dict[str, list[dict]]):
                 case,
                 replace(
                     parallel_plan(stages, num_model_chunks=2 if "chunks" in key else 1),
-                    sequence_parallel="tokens" in key,
+                    sequence_parallel="tokens" in key or None,
                 ),
             )
             for key, (case, stages) in cases.items()

@@ -1,0 +1,67 @@
+"""Layers with sequence parallelism: by hand, and against what a pass really keeps."""
+
+from dataclasses import replace
+
+import pytest
+
+from hetflow.costs.parallel import tensor_parallel_elements
+from hetflow.costs.sequence_layers import sequence_layers
+from hetflow.costs.tensor_layers import sharded_layers
+from hetflow.schema.operator_counts import LayerTable
+
+from .test_tensor_layers import BLOCK, ELEMENT, HIDDEN, TOKENS, WIDE, layer, table
+
+EMBEDDING = layer("embed", "replicated", 0, HIDDEN)
+# Each row layer has the residual that is added behind it, so it reads the one before.
+BEFORE = table(
+    EMBEDDING,
+    *BLOCK.layers,
+    layer("norm3", "replicated", 0, HIDDEN),
+    edges=(
+        ("embed", "norm1"), *BLOCK.edges, ("embed", "o"), ("o", "down"), ("down", "norm3"),
+    ),
+)  # fmt: skip
+# Behind each row layer a norm, which the next row layer reads.
+AFTER = table(
+    EMBEDDING,
+    *BLOCK.layers,
+    layer("norm3", "replicated", 0, HIDDEN),
+    edges=(("embed", "norm1"), *BLOCK.edges, ("norm2", "down"), ("down", "norm3")),
+)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_tokens_are_kept_once_and_one_more_gather_is_sent_for_each_pair(degree: int) -> None:
+    found, plain = sequence_layers(BEFORE, degree), sharded_layers(BEFORE, degree)
+    assert found is not None
+    share = {each.counts.id: each.counts for each in found}
+    whole = {each.id: each for each in BEFORE.layers}
+    for name in (each.id for each in BEFORE.layers):
+        parts = 1 if name == "norm3" else degree
+        assert share[name].stashed_bytes == whole[name].stashed_bytes // parts
+    for before, after in zip(plain, found, strict=True):
+        assert after.counts.weight_bytes == before.counts.weight_bytes
+        flops = [operator.flops for operator in after.counts.forward]
+        assert flops == [operator.flops for operator in before.counts.forward]
+    assert share["norm1"].forward[0].num_bytes == whole["norm1"].forward[0].num_bytes // degree
+    forward = sum(each.forward_reduced_bytes for each in found)
+    backward = sum(each.backward_reduced_bytes for each in found)
+    # In all-reduces: forward as many; backward one gather more for each pair, half of one.
+    assert (forward, backward) == (2 * WIDE, 3 * WIDE)
+    ring = 2 * (degree - 1) / degree * (forward + backward) / ELEMENT
+    assert ring == tensor_parallel_elements(1, 1, TOKENS, HIDDEN, degree) * 5 / 4
+
+
+def test_models_that_normalise_after_each_part_are_left_out() -> None:
+    assert sequence_layers(AFTER, 2) is None
+    without: LayerTable = replace(BEFORE, edges=tuple(e for e in BEFORE.edges if e[0] != "norm2"))
+    assert sequence_layers(without, 2) is None
+
+
+def test_dropout_behind_the_last_row_is_of_tokens() -> None:
+    last = replace(layer("drop", "replicated", 0, HIDDEN), op="Dropout")
+    layers = (*BEFORE.layers[:-1], last, BEFORE.layers[-1])
+    edges = (*BEFORE.edges[:-1], ("down", "drop"), ("o", "drop"), ("drop", "norm3"))
+    found = sequence_layers(replace(BEFORE, layers=layers, edges=edges), 2)
+    assert found is not None
+    assert [each.counts.stashed_bytes for each in found[-2:]] == [WIDE // 2, WIDE]
