@@ -58,33 +58,97 @@ class Interleaved:
     reduces: tuple[float, ...]
 
 
-def search(problem: ParallelProblem, spaces: dict[int, Space]) -> tuple[Interleaved | None, float]:
-    """The best interleaved plan found, and seconds that no interleaved plan is faster than.
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A shape that was tried, and seconds that no cut of it is faster than."""
 
-    O(N^2 p v) vector operations for N layers and each degree.
+    shape: Shape
+    least_seconds: float
+
+
+def search(
+    problem: ParallelProblem, spaces: dict[int, Space]
+) -> tuple[Interleaved | None, list[Tried]]:
+    """The best interleaved plan found, and the shapes that were tried.
+
+    No other shape is faster than that plan. O(N^2 p v) vector operations for N layers and each
+    degree.
 
     Args:
         problem: Whose layers; its ``num_model_chunks`` above 1 are tried.
         spaces: The options at each microbatch size.
     """
-    least = sorted(
+    by_bound = sorted(
         ((_least_seconds(problem, shape, None), shape) for shape in _shapes(problem, spaces)),
         key=lambda each: each[0],
     )
     best: Interleaved | None = None
-    limit, bound = inf, inf
-    for seconds, shape in least:
+    limit, tried = inf, []
+    for seconds, shape in by_bound:
         if seconds >= limit:
-            bound = min(bound, seconds)
             break
         slowest = _slowest_chunks(shape.option, shape.num_chunks)
         seconds = _least_seconds(problem, shape, slowest)
-        bound = min(bound, seconds)
+        tried.append(Tried(shape, seconds))
         if seconds < limit:
             found = _planned(problem, shape, slowest)
             if found is not None and found.step_seconds < limit:
                 best, limit = found, found.step_seconds
-    return best, min(bound, limit)
+    return best, tried
+
+
+def least_seconds(problem: ParallelProblem, tried: list[Tried], below: float) -> float:
+    """Seconds that no interleaved plan is faster than; at most ``below``.
+
+    Args:
+        problem: Whose layers.
+        tried: The shapes of ``search``.
+        below: The step of the best plan known, of any kind.
+    """
+    least = below
+    for one in tried:
+        if one.least_seconds < least and not _is_too_full(problem, one.shape, below):
+            least = one.least_seconds
+    return least
+
+
+def _is_too_full(problem: ParallelProblem, shape: Shape, below: float) -> bool:
+    """Whether a plan under ``below`` seconds overfills a device, however layers are cut.
+
+    No chunk may take longer than a cap, so few positions cannot hold little: what the first q of
+    them hold at least, on average, must fit. A chunk of x seconds holds at least x times the least
+    bytes of any layer by second.
+    """
+    option, p, v = shape.option, shape.num_positions, shape.num_model_chunks
+    if option.memory_bytes is None:
+        return False
+    others = _least_seconds(problem, shape, 0.0)
+    cap, whole = (below - others) / shape.passes, option.seconds[-1]
+    weights = _least_ratio(option.weights, option.seconds)
+    stashed = _least_ratio(option.stashed, option.seconds) if option.recompute == "none" else 0.0
+    inputs = min(option.inputs[1:-1]) if option.recompute == "full" else 0.0
+    held, bytes_per_second = 0.0, list[float]()
+    for q in range(1, p + 1):
+        in_flight = max(
+            interleaved_in_flight(p, shape.num_microbatches, v, q - 1),
+            key=lambda one: sum(one),
+        )
+        bytes_per_second += [weights + number * stashed for number in in_flight]
+        held += inputs * (sum(in_flight) - (in_flight[0] if q == 1 else 0))
+        left, total = whole - (p - q) * v * cap, held
+        for each in sorted(bytes_per_second):
+            total += each * min(max(left, 0.0), cap)
+            left -= cap
+        if option.reserved_bytes + total / q > option.memory_bytes * (1 + 1e-9):
+            return True
+    return False
+
+
+def _least_ratio(held: tuple[float, ...], seconds: tuple[float, ...]) -> float:
+    """The least of any layer's bytes over its seconds, from prefix sums."""
+    bytes_of = (b - a for a, b in pairwise(held))
+    seconds_of = (b - a for a, b in pairwise(seconds))
+    return min((b / s for b, s in zip(bytes_of, seconds_of, strict=True) if s > 0), default=0.0)
 
 
 def _shapes(problem: ParallelProblem, spaces: dict[int, Space]) -> Iterator[Shape]:

@@ -8,6 +8,7 @@ equation 4.1 where stages are equal. Interleaved pipelines are searched apart (i
 from collections.abc import Iterable
 from heapq import heappop, heappush
 from itertools import count, pairwise
+from math import inf
 
 from ...costs.parallel import bubble_fraction
 from ...schema.errors import InfeasibleError, ProblemError
@@ -64,12 +65,14 @@ def solve(problem: ParallelProblem, *, effort: Effort = DEFAULT) -> ParallelPlan
             hint="profile smaller microbatches, or take a larger batch",
         )
     spaces = {size: space_of(problem, size) for size in sizes}
-    chunked, bound = interleaved.search(problem, spaces)
-    best: Found | None = None
+    chunked, tried = interleaved.search(problem, spaces)
+    best, bound = None, inf
     if 1 in problem.num_model_chunks:
         limit = _ceiling(problem, spaces) if chunked is None else chunked.step_seconds
-        best, least = _search(problem, spaces, effort, limit)
-        bound = min(bound, least)
+        best, bound = _search(problem, spaces, effort, limit)
+    taken = best or chunked
+    if taken is not None:
+        bound = min(bound, interleaved.least_seconds(problem, tried, taken.step_seconds))
     if best is not None:
         return _plan(problem, best, bound)
     if chunked is not None:

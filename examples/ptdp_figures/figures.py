@@ -1,5 +1,7 @@
 """The takeaways of PTD-P (thesis 4.3) and the shapes of its figures, out of the cost model.
 
+    python examples/ptdp_figures/figures.py
+
 A cluster of servers of 8 A100 is described by a few figures of data sheets (below), not measured
 and not fitted. So figures have shapes to compare, not values: which degrees win, and where the
 order turns. Plans of a figure are counted by the checker; plans that are not asked for are solved.
@@ -7,7 +9,8 @@ order turns. Plans of a figure are counted by the checker; plans that are not as
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 
 from hetflow.checks.parallel import counted_memory, counted_step
@@ -29,12 +32,15 @@ from hetflow.solvers.parallel.solve import solve
 
 SEQUENCE, VOCABULARY, SERVER = 2048, 51_200, 8
 MEMORY_BYTES = 80 * 10**9
-MATRIX_FLOPS = 0.6 * 312e12  # a second, of large products
+MATRIX_FLOPS = 0.6 * 312e12  # a second, of products that fill all multiprocessors
+MULTIPROCESSORS = 108  # each computes one tile of a product at a time
+TILE = (256, 128)  # rows and columns; the most efficient one, by NVIDIA's guide to matrix products
 MEMORY_BYTES_PER_SECOND = 0.7 * 2.0e12
-LAUNCH_SECONDS = 0.4e-3  # of a block's kernels, forward: it takes no less
+LAUNCH_SECONDS = 0.2e-3  # of a block's kernels, forward: some 40 that start and end in 5 us each
 NVLINK_BYTES_PER_SECOND = 0.65 * 300e9  # within a server
 NETWORK_BYTES_PER_SECOND = 0.8 * 25e9  # of each device, between servers
 BYTES_PER_WEIGHT_BYTE = 9.0  # weights and gradients in 2 bytes, Adam and a copy in 14
+MICROBATCHES_4_8 = (1, 2, 4, 8, 16)
 MICROBATCHES, DEGREES = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32)
 
 
@@ -52,24 +58,43 @@ class Gpt:
         return 2 * 12 * self.hidden**2
 
 
+def product_seconds(rows: int, inner: int, columns: int) -> float:
+    """Seconds of a matrix product; the last wave of tiles may leave multiprocessors idle."""
+    tiles = ceil(rows / TILE[0]) * ceil(columns / TILE[1])
+    waves = ceil(tiles / MULTIPROCESSORS)
+    return 2 * waves * MULTIPROCESSORS * TILE[0] * TILE[1] * inner / MATRIX_FLOPS
+
+
 def block_seconds(model: Gpt, microbatch: int, degree: int) -> tuple[float, float]:
     """Forward and backward of a block on a tensor-parallel group.
 
-    Products by 4.5.1, what norms and dropouts read and write, the attention's scores, and two
+    Products by 4.2.3, what norms and dropouts read and write, the attention's scores, and two
     all-reduces a pass (4.3.2), within a server or between servers.
     """
     tokens, h = microbatch * SEQUENCE, model.hidden
-    flops = (24 * tokens * h**2 + 4 * tokens * SEQUENCE * h) / degree
+    products = [(h, 3 * h // degree), (h // degree, h), (h, 4 * h // degree), (4 * h // degree, h)]
+    multiplied = sum(product_seconds(tokens, inner, columns) for inner, columns in products)
+    multiplied += 4 * tokens * SEQUENCE * h / degree / MATRIX_FLOPS
     scores = 2 * 5 * microbatch * model.heads * SEQUENCE**2 / degree
     moved = 2 * (10 + 24 / degree) * tokens * h + scores
-    computed = max(flops / MATRIX_FLOPS + moved / MEMORY_BYTES_PER_SECOND, LAUNCH_SECONDS)
+    computed = multiplied + moved / MEMORY_BYTES_PER_SECOND
     rate = NVLINK_BYTES_PER_SECOND if degree <= SERVER else NETWORK_BYTES_PER_SECOND
     reduced = 2 * 2 * (degree - 1) / degree * 2 * tokens * h / rate
-    return computed + reduced, 2 * computed + reduced
+    return computed + LAUNCH_SECONDS + reduced, 2 * computed + LAUNCH_SECONDS + reduced
 
 
-def problem_of(model: Gpt, num_devices: int, batch: int) -> ParallelProblem:
-    """A model on servers of 8; the embedding and the logits are left out."""
+def problem_of(
+    model: Gpt, num_devices: int, batch: int, adapters_of_a_ring: int = 1
+) -> ParallelProblem:
+    """A model on servers of 8; the embedding and the logits are left out.
+
+    Args:
+        model: The GPT.
+        num_devices: Devices of the cluster.
+        batch: Global batch.
+        adapters_of_a_ring: Network adapters of a server that a ring of replicas uses. A server has
+            one for each device: if all its devices hold the same shard, their ring has all eight.
+    """
     times = []
     for microbatch in MICROBATCHES:
         for degree in DEGREES:
@@ -84,7 +109,9 @@ def problem_of(model: Gpt, num_devices: int, batch: int) -> ParallelProblem:
                     update_seconds=(update,) * model.layers,
                 )
             )
-    network = LinkCurve(coefficients=(NETWORK_BYTES_PER_SECOND,), latency_seconds=10e-6)
+    network = LinkCurve(
+        coefficients=(adapters_of_a_ring * NETWORK_BYTES_PER_SECOND,), latency_seconds=10e-6
+    )
     pool = ParallelPool(
         device_type="A100",
         num_devices=num_devices,
@@ -125,18 +152,23 @@ def problem_of(model: Gpt, num_devices: int, batch: int) -> ParallelProblem:
         ),
         bytes_per_weight_byte=BYTES_PER_WEIGHT_BYTE,
         recompute=("none", "full"),
+        num_model_chunks=(1, 2, 4),
     )
+
+
+GPT_3 = Gpt(96, 12288, 96)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A configuration (p, t, d) with its microbatch."""
+    """A configuration (p, t, d) with its microbatch; ``chunks`` is v, stages a device."""
 
     pipeline: int
     tensor: int
     data: int
     microbatch: int = 1
     recompute: bool = True
+    chunks: int = 1
 
 
 def plan_of(model: Gpt, batch: int, shape: Shape) -> ParallelPlan:
@@ -147,7 +179,7 @@ def plan_of(model: Gpt, batch: int, shape: Shape) -> ParallelPlan:
         num_replicas=shape.data,
         samples=batch,
     )
-    each = model.layers // shape.pipeline
+    each = model.layers // (shape.pipeline * shape.chunks)
     stages = tuple(
         ParallelStage(
             layers=tuple(f"block{i}" for i in range(start, start + each)),
@@ -161,8 +193,8 @@ def plan_of(model: Gpt, batch: int, shape: Shape) -> ParallelPlan:
         global_batch_size=batch,
         microbatch_size=shape.microbatch,
         num_microbatches=batch // (shape.microbatch * shape.data),
-        schedule="1f1b",
-        num_model_chunks=1,
+        schedule="1f1b" if shape.chunks == 1 else "interleaved",
+        num_model_chunks=shape.chunks,
         stages=stages,
         predicted=ParallelPrediction(step_seconds=0.0, samples_per_second=0.0, memory_bytes={}),
         proof=ParallelProof(
@@ -171,17 +203,60 @@ def plan_of(model: Gpt, batch: int, shape: Shape) -> ParallelPlan:
     )
 
 
-def teraflops(model: Gpt, num_devices: int, batch: int, shape: Shape) -> float:
-    """Of a device, by the FLOPs of 4.2 (recomputation included, whether it is done or not)."""
-    step = counted_step(plan_of(model, batch, shape), problem_of(model, num_devices, batch))
+def teraflops(
+    model: Gpt, num_devices: int, batch: int, shape: Shape, *, is_scattered: bool = True
+) -> float:
+    """Of a device, by the FLOPs of 4.2 (recomputation included, whether it is done or not).
+
+    Args:
+        model: The GPT.
+        num_devices: Devices of the cluster.
+        batch: Global batch.
+        shape: The degrees.
+        is_scattered: Whether devices of a group send a part of a boundary's activations each.
+    """
+    adapters = max(1, SERVER // shape.tensor)  # Megatron-LM places a stage's replicas side by side
+    problem = replace(
+        problem_of(model, num_devices, batch, adapters),
+        boundary_rule="scattered" if is_scattered else "whole",
+    )
+    step = counted_step(plan_of(model, batch, shape), problem)
     flops = parallel.flops_per_batch(batch, SEQUENCE, model.layers, model.hidden, VOCABULARY)
     return flops / step / num_devices / 1e12
 
 
+def by_equation_4_1(batch: int) -> list[float]:
+    """Figure 4.8: throughput by microbatch at (p, t) = (8, 8), a GPT of 4 blocks."""
+    model = Gpt(4, 4096, 128)
+    rates = []
+    for microbatch in MICROBATCHES_4_8:
+        forward, backward = block_seconds(model, microbatch, 1)
+        seconds = parallel.batch_seconds(
+            batch / microbatch, 8, model.layers * forward, model.layers * backward
+        )
+        rates.append(batch / seconds)
+    return [rate / max(rates) for rate in rates]
+
+
 def figures() -> dict[str, dict[str, list[float]]]:
-    """Figures 4.13 to 4.17 by batch size: teraFLOP/s a device, in 4.17 sequences a second."""
+    """Figures 4.8 and 4.12 to 4.18: teraFLOP/s a device; 4.8 relative, 4.17 sequences a second."""
     large, small = Gpt(32, 20480, 128), Gpt(32, 3840, 32)
-    found: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, dict[str, list[float]]] = {
+        "4.8: microbatch 1, 2, ... 16 by equation 4.1, over the best": {
+            f"batch {batch}": by_equation_4_1(batch) for batch in (128, 512)
+        },
+        "4.12 and 4.18: 175 billion, (t, p) = (8, 12), batch 12, 24, 36, 48, 60": {
+            name: [
+                teraflops(GPT_3, 96, batch, Shape(12, 8, 1, chunks=v), is_scattered=is_scattered)
+                for batch in (12, 24, 36, 48, 60)
+            ]
+            for name, v, is_scattered in (
+                ("1F1B", 1, True),
+                ("interleaved, 4 stages a device", 4, True),
+                ("interleaved, no scatter/gather", 4, False),
+            )
+        },
+    }
     halves = [(2**i, 64 >> i) for i in range(1, 6)]  # (2, 32) ... (32, 2)
     for batch in (32, 128):
         found.setdefault("4.13: (p, t) = (2, 32) ... (32, 2)", {})[f"batch {batch}"] = [
@@ -229,7 +304,8 @@ def takeaways() -> dict[str, str]:
         stage = plan.stages[0]
         degrees = sorted({s.replicas[0].tensor_parallel_size for s in plan.stages})
         chosen[name] = (
-            f"p {len(plan.stages)}, t {'/'.join(map(str, degrees))}, d {stage.num_replicas}, "
+            f"p {plan.num_positions}, v {plan.num_model_chunks}, "
+            f"t {'/'.join(map(str, degrees))}, d {stage.num_replicas}, "
             f"microbatch {plan.microbatch_size}, gap {100 * (plan.proof.gap or 0):.0f} %"
         )
     return chosen
@@ -238,7 +314,6 @@ def takeaways() -> dict[str, str]:
 def main() -> None:
     """Print both; ``--json FILE`` keeps them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the same: it takes seconds")
     parser.add_argument("--json", type=Path, help="write the results here")
     arguments = parser.parse_args()
     drawn = figures()
