@@ -168,6 +168,14 @@ COMMANDS = (
     Command("import", ("import", "graph.txt", "--device-type", "V100", "--device-memory", "16GB",
                        "-o", OUTPUT), ("graph.txt",), ("--device-memory", "--device-type")),
     Command("export", ("export", "layered/v100.json", "-o", "out.txt"), ("layered/v100.json",)),
+    Command("export launch",
+            ("export", "split.json", "--to", "slurm", "--hosts", "1x(2xV100),2x(2xP100)",
+             "--name", "V100=v", "--job", "j", "--directory", "d", "-o", "out.txt",
+             "--", "train.py", "3"),
+            ("split.json",), ("--hosts", "--name", "--job", "--directory")),
+    Command("import log",
+            ("import", "log.txt", "--format", "sacct", "--rate", "v100=2", "-o", OUTPUT),
+            ("log.txt",), ("--rate",)),
     Command("configured", ("solve", "--profiles", "profiles"),
             (CONFIG, "profiles/p100.json")),
 )  # fmt: skip
@@ -190,6 +198,11 @@ def make(folder: Path) -> None:
     (folder / "throughputs.csv").write_text(_RATES_CSV)
     (folder / "jobs.trace").write_text("".join(_trace_lines()))
     (folder / "cluster_job_log").write_text(json.dumps([_philly(n) for n in range(4)], indent=1))
+    (folder / "log.txt").write_text(
+        "JobID|JobName|State|Submit|Start|End|AllocTRES\n"
+        "1|a|COMPLETED|2026-11-23T03:11:15|2026-11-23T03:11:16|2026-11-23T03:11:18|gres/gpu:v100=2\n"
+        "2+0|b|COMPLETED|1795403475|1795403476|1795403478|cpu=1,gres/gpu:v100=1\n"
+    )
     (folder / "graph.txt").write_text("\n".join(_graph_lines()) + "\n")
     (folder / "train.py").write_text(SCRIPT)
     (folder / CONFIG).write_text('[solve]\ngpus = "2xV100"\nbatch-size = 64\n')
