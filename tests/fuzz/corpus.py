@@ -177,6 +177,14 @@ COMMANDS = (
                            OUTPUT), ("market.json",), ("--machines", "--work-hours", "--spot")),
     Command("show a market", ("show", "market.json"), ("market.json",)),
     Command("export", ("export", "layered/v100.json", "-o", "out.txt"), ("layered/v100.json",)),
+    Command("export launch",
+            ("export", "split.json", "--to", "slurm", "--hosts", "1x(2xV100),2x(2xP100)",
+             "--name", "V100=v", "--job", "j", "--directory", "d", "-o", "out.txt",
+             "--", "train.py", "3"),
+            ("split.json",), ("--hosts", "--name", "--job", "--directory")),
+    Command("import log",
+            ("import", "log.txt", "--format", "sacct", "--rate", "v100=2", "-o", OUTPUT),
+            ("log.txt",), ("--rate",)),
     Command("configured", ("solve", "--profiles", "profiles"),
             (CONFIG, "profiles/p100.json")),
 )  # fmt: skip
@@ -199,6 +207,11 @@ def make(folder: Path) -> None:
     (folder / "throughputs.csv").write_text(_RATES_CSV)
     (folder / "jobs.trace").write_text("".join(_trace_lines()))
     (folder / "cluster_job_log").write_text(json.dumps([_philly(n) for n in range(4)], indent=1))
+    (folder / "log.txt").write_text(
+        "JobID|JobName|State|Submit|Start|End|AllocTRES\n"
+        "1|a|COMPLETED|2026-11-23T03:11:15|2026-11-23T03:11:16|2026-11-23T03:11:18|gres/gpu:v100=2\n"
+        "2+0|b|COMPLETED|1795403475|1795403476|1795403478|cpu=1,gres/gpu:v100=1\n"
+    )
     (folder / "graph.txt").write_text("\n".join(_graph_lines()) + "\n")
     (folder / "counts.csv").write_text("0,0\n0,2\n1,2\n1,0\n1.5,0\n1.5,2\n4,2\n")
     nodes = [[60000 * n, ("add", "no-op", "remove")[n], {"nodes": [] if n == 1 else ["a"],
