@@ -1,14 +1,17 @@
 """``hetflow.allocate``."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..planning.allocate import allocate as allocate_problem
 from ..planning.allocate import allocation_problem
 from ..planning.inputs import Pool, pool_of
-from ..planning.market_prices import Markets, priced_by
 from ..schema.jobs import Allocation, Jobs, Placement, Throughputs
 from .files import jobs_of, throughputs_of
 from .naming import names_arguments
+
+if TYPE_CHECKING:
+    from ..planning.market_prices import Markets
 
 
 @names_arguments(gpus="pool", cluster="pool", budget="budget_dollars")
@@ -23,7 +26,7 @@ def allocate(
     placement: Placement = "consolidated",
     budget_dollars: float | None = None,
     fill: bool = True,
-    market: Markets | None = None,
+    market: "Markets | None" = None,
     at: str | None = None,
 ) -> Allocation:
     """Share a pool among jobs according to a policy (thesis 5.3); the allocation carries its proof.
@@ -66,10 +69,15 @@ def allocate(
         >>> {job: round(row["V100"], 6) for job, row in shares.x.items()}
         {'a': 0.5, 'b': 0.5}
     """
+    devices = pool_of(pool)
+    if market is not None or at is not None:
+        from ..planning.market_prices import priced_by
+
+        devices = priced_by(devices, market, at)
     problem = allocation_problem(
         jobs_of(jobs),
         throughputs_of(throughputs, pairs=space_sharing),
-        priced_by(pool_of(pool), market, at),
+        devices,
         heterogeneity="agnostic" if agnostic else "aware",
         space_sharing=space_sharing,
         placement=placement,

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 from ..importers.jobs_files import read_jobs, read_throughputs
 from ..schema import files
 from ..schema.errors import FileError
-from ..schema.files import Plan
 from ..schema.jobs import Jobs, Throughputs
 from .naming import names_arguments
 
 if TYPE_CHECKING:
-    from ..schema.files import Record
+    from ..schema.files import Plan, Record
 
 
 def read(path: Path | str) -> "Record":
@@ -58,14 +57,14 @@ def write(path: Path | str, record: "Record", *, force: bool = False) -> None:
     files.write(Path(path), record, force=force)
 
 
-def plan_of(given: Plan | Path | str) -> Plan:
+def plan_of(given: "Plan | Path | str") -> "Plan":
     """Return a plan, reading it from its file if needed.
 
     Raises:
         FileError: The file is missing, has faults, or holds no plan.
     """
     found = files.read_any(Path(given)) if isinstance(given, Path | str) else given
-    if not isinstance(found, Plan):
+    if not isinstance(found, files.Plan):
         raise FileError(f"{given}: must be hetflow.plan/1, got {found.schema}")
     return found
 

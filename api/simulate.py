@@ -3,15 +3,12 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
 
 from .. import simulator
-from ..importers.gavel import read_gavel_trace
 from ..importers.jobs_files import read_jobs
-from ..importers.philly import PhillyTrace
 from ..mechanisms.allocators.named import always_pairs
 from ..planning.inputs import Pool, pool_of, spelled_as
-from ..planning.market_prices import Markets, market_offers, markets_of
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
 from ..schema.jobs import Entity, Job, Jobs, Throughputs
@@ -22,6 +19,9 @@ from ..simulator.market.many_jobs import MarketOptions
 from ..simulator.traces.draws import TraceKind
 from .files import throughputs_of
 from .naming import names_arguments
+
+if TYPE_CHECKING:
+    from ..planning.market_prices import Markets
 
 KINDS: tuple[str, ...] = get_args(TraceKind)
 
@@ -65,7 +65,7 @@ class SimulationOptions(TypedDict, total=False):
     window: tuple[int, int] | None
     seed: int
     num_jobs: int
-    market: Markets
+    market: "Markets"
     start: str | None
     preemption_seconds: float | None
     checkpoint_seconds: float
@@ -200,6 +200,8 @@ def _market(options: SimulationOptions, devices: Cluster) -> dict[str, Any]:
             if options.get(name):
                 raise ProblemError(f"{name} is for a market, and none is given")
         return {}
+    from ..planning.market_prices import market_offers, markets_of
+
     prices, is_told = market_offers(
         markets_of(options["market"]), devices.num_devices, options.get("start")
     )
@@ -252,8 +254,12 @@ def _drawn(
 def _read(path: Path, case: Case) -> tuple[Iterable[Job], tuple[Entity, ...]]:
     """Read a trace as a stream of jobs, and the entities of its hierarchy."""
     if path.suffix == ".trace":
+        from ..importers.gavel import read_gavel_trace
+
         return read_gavel_trace(path), ()  # a stream: it may be larger than memory
     if path.name.startswith("cluster_job_log"):
+        from ..importers.philly import PhillyTrace
+
         return PhillyTrace(path, case.throughputs, next(iter(case.num_devices))), ()
     guess = nearest(str(path), KINDS)
     if guess is not None and not path.exists():

@@ -10,12 +10,11 @@ from ..devices.naming import is_former_name
 from ..schema import files
 from ..schema.cluster import Cluster
 from ..schema.errors import ProblemError
-from ..schema.parallel import ParallelPlan
-from ..schema.plan import SplitPlan
 from ..schema.profile import Profile
 from ..schema.records import nearest
 
 if TYPE_CHECKING:
+    from ..schema.files import Plan
     from ..schema.jobs import Throughputs
 
 _log = logging.getLogger("hetflow")
@@ -82,8 +81,11 @@ def profiles_of(given: Profiles, model: str | None = None) -> tuple[Profile, ...
     return tuple(profile for profile in found if profile.model == model)
 
 
-def types_of(plan: files.Plan) -> tuple[str, ...]:
+def types_of(plan: "Plan") -> tuple[str, ...]:
     """List the device types that a plan uses."""
+    from ..schema.parallel import ParallelPlan
+    from ..schema.plan import SplitPlan
+
     if isinstance(plan, ParallelPlan):
         return tuple(plan.devices_by_type)
     parts = plan.groups if isinstance(plan, SplitPlan) else plan.stages

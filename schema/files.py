@@ -14,10 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import ValidationError
 
 from .errors import FileError
-from .parallel import ParallelPlan
-from .pipeline import PipelinePlan
-from .plan import SplitPlan
-from .profile import Profile
 from .records import adapter_of, faults_of, nearest
 
 if TYPE_CHECKING:
@@ -26,6 +22,8 @@ if TYPE_CHECKING:
     from .launch import LaunchConfig
     from .market import FleetReport, Market, PriceReport, RentReport
     from .odds import OddsReport
+    from .plans import Plan as Plan
+    from .profile import Profile
     from .resize import ResizeAnswer, ResizeRequest
     from .run import RunRecord
     from .simulation import SimulationRun
@@ -34,9 +32,7 @@ if TYPE_CHECKING:
     Record = (
         Profile
         | Cluster
-        | SplitPlan
-        | PipelinePlan
-        | ParallelPlan
+        | Plan
         | LaunchConfig
         | RunRecord
         | Jobs
@@ -50,7 +46,6 @@ if TYPE_CHECKING:
         | OddsReport
     )
 
-Plan = SplitPlan | PipelinePlan | ParallelPlan
 R = TypeVar("R")
 
 # The record classes by a file's ``schema`` and its ``kind`` (None without a kind), as module and
@@ -76,6 +71,12 @@ RECORDS: dict[str, dict[str | None, tuple[str, str]]] = {
     "hetflow.odds/1": {None: ("odds", "OddsReport")},
 }
 MAX_FILE_BYTES = 256 << 20
+
+
+def __getattr__(name: str) -> object:
+    if name == "Plan":  # most files hold none, and its classes take a while to import
+        return import_module(".plans", __package__).Plan
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def record_class(schema: str, kind: str | None = None) -> type:
@@ -200,12 +201,14 @@ def read(path: Path, expected: type[R]) -> R:
     return from_json(read_text(path), expected, name=str(path))
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> "Plan":
     """Read a plan of any kind.
 
     Raises:
         FileError: The file is missing, unreadable, too large, has faults, or is not a plan.
     """
+    from .plans import Plan
+
     record = read_any(path)
     if not isinstance(record, Plan):
         raise FileError(f"{path}: $.schema: must be 'hetflow.plan/1', got {record.schema!r}")
@@ -246,12 +249,14 @@ def read_text(path: Path) -> str:
         raise FileError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def read_profiles(folder: Path) -> tuple[Profile, ...]:
+def read_profiles(folder: Path) -> "tuple[Profile, ...]":
     """Read every profile in a folder (``*.json``), sorted by model and device type.
 
     Raises:
         FileError: The folder does not exist, holds no profile, or holds one with faults.
     """
+    from .profile import Profile
+
     if folder.is_file():
         return (read(folder, Profile),)
     if not folder.is_dir():
