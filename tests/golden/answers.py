@@ -111,7 +111,20 @@ def machine() -> dict[str, str]:
         **{name: version(name) for name in ("numpy", "scipy", "torch", "highspy")},
         "machine": platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "processor": _processor(),
     }
+
+
+def _processor() -> str:
+    """Vendor, family and model: linear algebra libraries have kernels for each."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    fields = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)
+    }
+    return " ".join(fields.get(key, "") for key in ("vendor_id", "cpu family", "model"))
 
 
 def read() -> tuple[dict[str, str], dict[str, str]]:
