@@ -5,16 +5,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hetflow.devices.backend import LocalDevice
 from hetflow.devices.cuda import CudaBackend
 from hetflow.launcher import devices
+from hetflow.launcher.deploying import host_groups
 from hetflow.launcher.failures import Failure, first_cause
-from hetflow.launcher.hosts import deal_slots
+from hetflow.launcher.hosts import assigned_slots, deal_slots
 from hetflow.launcher.spawn import Meeting, worker_commands
-from hetflow.schema.errors import LaunchError, TargetError
+from hetflow.schema.cluster import Cluster
+from hetflow.schema.errors import LaunchError, ProblemError, TargetError
 from hetflow.schema.launch import LaunchConfig, VirtualNode, WorkerSlot
 from hetflow.schema.plan import EmulatedDevice, PassTime
+from hetflow.tests.exporters.launch_cases import plan_of
+from hetflow.tests.profiles import examples
 
 
 def config_of(*types: str, emulated: tuple[EmulatedDevice, ...] = ()) -> LaunchConfig:
@@ -161,3 +167,45 @@ def test_local_rank_names_the_workers_own_gpu_as_under_torchrun(
         visible = env["CUDA_VISIBLE_DEVICES"].split(",")
         assert f"cuda:{visible[int(env['LOCAL_RANK'])]}" == seat.device
         assert env["HETFLOW_DEVICE"] == f"cuda:{env['LOCAL_RANK']}"
+
+
+TYPES = ("V100", "P100")
+HOSTS = st.lists(
+    st.dictionaries(st.sampled_from(TYPES), st.integers(1, 3), min_size=1), min_size=1, max_size=4
+)
+
+
+@settings(max_examples=examples(40))
+@given(hosts=HOSTS, data=st.data())
+def test_a_deployment_asks_for_the_devices_to_which_the_launch_deals_its_slots(
+    hosts: list[dict[str, int]], data: st.DataObject
+) -> None:
+    has = {name: sum(host.get(name, 0) for host in hosts) for name in TYPES}
+    planned = [(name, device) for name in TYPES for device in range(has[name])]
+    used = data.draw(st.permutations(planned))[: data.draw(st.integers(1, len(planned)))]
+    config = config_of(*(name for name, _ in used))
+    if data.draw(st.booleans()):
+        config = on(config, *(device for _, device in used))
+    pool = ",".join(
+        f"1x({','.join(f'{number}x{name}' for name, number in host.items())})" for host in hosts
+    )
+    groups = host_groups(config, plan_of(("V100", 1, 1)), Cluster.parse(pool))
+    asked = [dict(group.devices) for group in groups for _ in range(group.num_hosts)]
+    ranks, lacking = assigned_slots(config, hosts)
+    assert lacking is None
+    assert deal_slots(config, asked) == [mine for mine in ranks if mine]
+    assert sum(sum(host.values()) for host in asked) == len(used)
+
+
+def test_hosts_of_a_deployment_without_a_described_pool_are_one_for_each_type() -> None:
+    config = config_of("V100", "P100", "P100")
+    groups = host_groups(config, plan_of(("V100", 1, 1)), None)
+    assert [(one.num_hosts, dict(one.devices)) for one in groups] == [
+        (1, {"V100": 1}),
+        (1, {"P100": 2}),
+    ]
+    described = replace(plan_of(("V100", 1, 1)), cluster=Cluster.parse("1x(1xV100),2x(1xP100)"))
+    found = host_groups(config, described, None)
+    assert [(one.num_hosts, one.offered) for one in found] == [(1, "1xV100"), (2, "1xP100")]
+    with pytest.raises(ProblemError, match="needs 2 x P100, the 1 hosts have 1"):
+        host_groups(config, described, Cluster.parse("1x(1xV100,1xP100)"))
