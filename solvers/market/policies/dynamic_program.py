@@ -51,9 +51,17 @@ def solve(job: DeadlineJob, chain: Chain) -> DynamicProgram:
     decisions = np.zeros((job.num_ticks, *shape), np.int8)
     moves = chain.transitions.astype(np.float32)
     for tick in range(job.num_ticks - 1, -1, -1):
-        expected = np.tensordot(moves, values, (1, 0))
+        expected = _expected(moves, values)
         values = _before(job, grid, chain, expected, decisions[tick])
     return DynamicProgram(grid, decisions, tuple(map(float, values[:, 0, grid.num_units])))
+
+
+def _expected(moves: Values, values: Values) -> Values:
+    """The mean of the next tick's values; a state has few successors, so not as a product."""
+    expected = np.zeros_like(values)
+    for state, later in zip(*np.nonzero(moves), strict=True):
+        expected[state] += moves[state, later] * values[later]
+    return expected
 
 
 def _before(
