@@ -124,7 +124,7 @@ class StageEvaluation:
                 "the model is in training mode inside job.evaluation()",
                 hint=f"leave it in evaluation mode; {_HINT}",
             )
-        self._check_call(self._given(arguments, named))
+        self._check_call(by_placeholder(self._signature, arguments, named))
         kind = self._place.device.type
         autocast = (torch.is_autocast_enabled(kind), _name_of(torch.get_autocast_dtype(kind)))
         own = _message([list(arguments), named, list(autocast)], "the call")

@@ -241,7 +241,9 @@ class Synchroniser:
         flat = torch.cat([gradient.reshape(-1) for gradient in given] + [used])
         peers.all_reduce(flat, group=group)
         start = 0
-        flags = flat[-len(parameters) :].tolist()
+        # Whoever has a gradient itself knows that one exists, and need not wait for the sum.
+        asks = any(parameter.grad is None for parameter in parameters)
+        flags = flat[-len(parameters) :].tolist() if asks else [1.0] * len(parameters)
         for name, parameter, own, flag in zip(names, parameters, given, flags, strict=True):
             part = self._taken(name, flat[start : start + own.numel()].view(own.shape))
             start += own.numel()

@@ -26,6 +26,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from hetflow import runtime as hf
+from hetflow.runtime import initial_values
+
+run, computed = initial_values._run, []
+
+def counted(*given):
+    made = run(*given)
+    computed.append(sum(tensor.nbytes for tensor in made))
+    return made
+
+initial_values._run = counted
 torch.manual_seed(int(os.environ.get("RANK", "0")))
 with nullcontext() if sys.argv[2] == "built" else hf.deferred():
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(40)))
@@ -34,6 +44,7 @@ with nullcontext() if sys.argv[2] == "built" else hf.deferred():
 assert next(model.parameters()).is_meta == (sys.argv[2] != "built")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001, foreach=False)
 job = hf.prepare(model, optimizer)
+print("computed", len(computed), "largest", max(computed, default=0), flush=True)
 torch.manual_seed(1)
 data = TensorDataset(torch.randn(16, 512), torch.randn(16, 512))
 loader = DataLoader(data, batch_size=8)
@@ -106,6 +117,10 @@ def test_a_model_twice_as_large_as_any_device_trains_and_goes_on_under_another_c
         digests[name] = record["parameters_digest"]
         assert "events" not in record
     assert [len(said[name]) for name in said] == [len(CUT), len(CUT), 1]
+    for run in ("first", "second"):
+        # The first worker draws each layer's two parameters, one after another, and sends them.
+        assert f"computed {LAYERS * 5} largest {MIB}\n" in said[run][0]
+        assert all("computed 0 largest 0\n" in log for log in said[run][1:])
     for log in said["first"] + said["second"]:
         assert int(re.search(r"peak (\d+)", log)[1]) <= LIMIT
     parts, whole = re.findall(r"seen cuda (\S+)", said["alone"][0])

@@ -1,10 +1,14 @@
 """The host waits for no step: steps in the steady state, with what used to cost a wait."""
 
+from dataclasses import replace
+
 import pytest
 
 from hetflow.schema import files
 from hetflow.tests.fakecuda.hosts import GpuHost
 from hetflow.tests.launcher.elastic_runs import plan_of
+
+from .test_stages import stages
 
 # On a real GPU torch itself refuses what synchronises; the software device counts it.
 STEADY = """
@@ -56,6 +60,44 @@ def test_no_step_waits_for_the_device(gpus: GpuHost, losses: str, level: str) ->
     assert "waits 0\n" in found.stdout  # the first worker's
     if level == "none":  # the sums of a step travel with its one bucket of gradients
         assert "collectives 1.0\n" in found.stdout
+
+
+REPLICATED = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from hetflow import runtime as hf
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+job = hf.prepare(model, optimizer)
+data = TensorDataset(torch.randn(80, 6), torch.randint(3, (80,)))
+software = sys.modules["_fakecuda"]
+for batch in job.batches(DataLoader(data, batch_size=8)):
+    if batch.step == 4:
+        software.reset_counts()
+    job.backward(lambda x, y: nn.functional.cross_entropy(model(x), y), batch)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if batch.step == 8:
+        print("waits", software.counts().get("host_sync", 0) / 5, flush=True)
+"""
+
+
+def test_workers_of_a_pipeline_wait_for_losses_and_norms_only(software: GpuHost) -> None:
+    host = software("V100,V100,V100")
+    (host.folder / "train.py").write_text(REPLICATED)
+    first, second = stages("V100", (2, 2)).stages
+    both = (replace(first, num_replicas=2), replace(second, first_device=2))
+    files.write(host.folder / "plan.json", replace(stages("V100", (2, 2)), stages=both))
+    found = host.run("launch", "-o", "out", "plan.json", "train.py")
+    assert found.returncode == 0, found.stderr
+    logs = sorted((host.folder / "out" / "logs").glob("rank*.out"))
+    # The first replica tells norms, the second nothing, the last stage losses and norms.
+    assert [log.read_text() for log in logs] == ["waits 1.0\n", "waits 0.0\n", "waits 2.0\n"]
 
 
 COPIES = """

@@ -1,7 +1,9 @@
 """Models as people write them are taken apart, and trained stage by stage as in one piece."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +15,14 @@ from hetflow.profilers.bench import Bench
 from hetflow.profilers.layer_traces import call_of, find_layers
 from hetflow.profilers.layers import graph_of, measure_layers
 from hetflow.profilers.targets import Workload
-from hetflow.runtime.pipeline.cut import check_crossing, cut
+from hetflow.runtime.pipeline.cut import check_crossing, cut, like
+from hetflow.runtime.pipeline.evaluation import StageEvaluation
 from hetflow.runtime.pipeline.layered import LayeredModel
 from hetflow.runtime.pipeline.stage import Stage
 from hetflow.runtime.pipeline.trace import layers_of
 from hetflow.schema import files
 from hetflow.schema.cluster import Cluster
+from hetflow.schema.layer_trace import LayerTrace
 from hetflow.schema.optimizer import named_optimizer
 from hetflow.schema.pipeline import PipelinePlan
 from hetflow.schema.profile import BatchPoint, Profile
@@ -33,6 +37,7 @@ KINDS_FILE = Path(__file__).with_name("model_kinds.py")
 TRACED_AT, DROPOUT = 4, 0.3
 # Each takes seconds; of kinds that are alike one is enough between two commits.
 SLOW = {"plain_gpt", "hf_llama", "hf_bert", "hf_vit"}
+EVALUATED = SLOW | {"nano_gpt", "plain_vit"}
 EXPORTED = set(KINDS) - {"plain_vit", "resnet", "unet"}
 
 
@@ -106,6 +111,30 @@ def test_stage_by_stage_is_as_in_one_piece(kind: str) -> None:
         loss = loss_of(lambda *_, **__: pieces.answer(arguments), batch)  # noqa: B023
         pieces.backward(loss)
         torch.testing.assert_close(outcome(model, loss), expected, rtol=1e-10, atol=1e-12)
+    if kind in EVALUATED:
+        evaluate_stage_by_stage(model, layered, trace, loss_of, batch)
+
+
+def evaluate_stage_by_stage(
+    model: nn.Module, layered: LayeredModel, trace: LayerTrace, loss_of: Any, batch: Any
+) -> None:
+    """In evaluation mode the stages are those of training, without dropout."""
+    names = [layer.id for layer in layered.layers]
+    ends = [round(len(names) * s / 3) for s in range(4)]
+    stages = [names[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    model.eval()
+    again = layers_of(model, trace)
+    found = like(again, stages)
+    planned = [{name for name in layers if name in set(names)} for layers in found]
+    assert all(part <= set(stage) for part, stage in zip(planned, stages, strict=True))
+    assert sum(map(len, planned)) > 0.9 * len(names)
+    place = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    signature = inspect.signature(model.forward)
+    parts = cut(again, found)
+    pieces = StageEvaluation(model, parts, [((0,),)] * 3, place, None, signature, again.check_call)
+    with torch.no_grad():
+        expected, answer = loss_of(model, batch), loss_of(pieces.call, batch)
+    torch.testing.assert_close(answer, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
