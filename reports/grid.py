@@ -4,19 +4,10 @@ from collections.abc import Sequence
 
 
 def grid(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A plain-text table; cells are printed as given, and None as nothing.
+    """A plain-text table; numbers are printed as given."""
+    from tabulate import tabulate
 
-    The layout is tabulate's ``simple``, in a thirtieth of its time: a queue has thousands of rows.
-    """
-    cells = [["" if cell is None else str(cell).strip() for cell in row] for row in rows]
-    columns = zip(*cells, strict=True) if cells else [()] * len(headers)
-    widths = [
-        max(len(header) + 2, *map(len, column), 0)
-        for header, column in zip(headers, columns, strict=True)
-    ]
-    line = "  ".join(f"{{:{width}}}" for width in widths).format
-    ruler = "  ".join("-" * width for width in widths)
-    return "\n".join([line(*headers).rstrip(), ruler, *(line(*row).rstrip() for row in cells)])
+    return str(tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True))
 
 
 def milliseconds(seconds: float | None) -> str:
