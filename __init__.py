@@ -32,13 +32,12 @@ if TYPE_CHECKING:
     from .api.odds import odds
     from .api.profile import profile
     from .api.rent import rent
-    from .api.rent_fleet import rent_fleet
     from .api.rent_machines import rent_machines
     from .api.rent_prices import rent_prices
     from .api.resize import resize
     from .api.simulate import simulate, sweep
     from .api.solve import solve
-    from .runtime import deferred, prepare
+    from .runtime import prepare
     from .schema.cluster import Cluster
     from .schema.errors import (
         BackendError,
@@ -61,7 +60,6 @@ if TYPE_CHECKING:
 _WHERE = {
     "allocate": ".api.allocate",
     "check": ".api.check",
-    "deferred": ".runtime",
     "dry_run": ".api.launch",
     "export": ".api.export",
     "launch": ".api.launch",
@@ -71,7 +69,6 @@ _WHERE = {
     "profile": ".api.profile",
     "read": ".api.files",
     "rent": ".api.rent",
-    "rent_fleet": ".api.rent_fleet",
     "rent_machines": ".api.rent_machines",
     "rent_prices": ".api.rent_prices",
     "resize": ".api.resize",
@@ -128,7 +125,6 @@ __all__ = [
     "Throughputs",
     "allocate",
     "check",
-    "deferred",
     "dry_run",
     "export",
     "launch",
@@ -138,7 +134,6 @@ __all__ = [
     "profile",
     "read",
     "rent",
-    "rent_fleet",
     "rent_machines",
     "rent_prices",
     "resize",

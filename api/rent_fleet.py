@@ -1,4 +1,4 @@
-"""``hetflow.rent_fleet``."""
+"""``hetflow rent fleet`` from Python."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,10 +58,10 @@ def rent_fleet(
         FileError: A file is missing, has faults, or holds no capacity.
 
     Example:
-        >>> import hetflow
+        >>> from hetflow.api.rent_fleet import rent_fleet
         >>> from hetflow.schema.market import Capacity
         >>> there = Capacity(zone="a", tick_seconds=600, num_machines=(2, 2, 0, 2, 2, 2))
-        >>> report = hetflow.rent_fleet(
+        >>> report = rent_fleet(
         ...     [there], work_seconds=4800, deadline_seconds=3600, resize_seconds=0,
         ...     num_machines=2, on_demand_dollars_per_hour=3, spot_dollars_per_hour=1.5,
         ... )

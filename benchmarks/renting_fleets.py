@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import hetflow
+from hetflow.api.rent_fleet import rent_fleet
 from hetflow.importers.capacity import read_bamboo_trace, read_parcae_trace
 from hetflow.importers.registry import TraceOptions
 from hetflow.schema.market import Capacity
@@ -77,7 +77,7 @@ def cases() -> list[Case]:
 def measure(case: Case, share: float, resize_seconds: float) -> dict[str, object]:
     """One case: mean dollars and ratios of every policy, and CPU seconds of deciding."""
     work = share * case.num_machines * case.deadline_hours * 3600
-    report = hetflow.rent_fleet(
+    report = rent_fleet(
         case.traces,
         history=case.history,
         work_seconds=work,

@@ -59,7 +59,7 @@ def rent_fleet(
     \b
     hetflow rent fleet p2.json --history older.json --machines 16 --work-hours 90 --deadline-hours 8 --on-demand 0.9 --spot 0.27
     """  # noqa: E501
-    from .. import rent_fleet as replay
+    from ..api.rent_fleet import rent_fleet as replay
     from ..reports.market_tables import fleet_table
     from ..schema.files import check_writable, to_plain
 

@@ -49,7 +49,7 @@ _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _FILLS = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_")
 _DEEPEST = 8
 """Levels of nested values in which tensors are looked for."""
-_INSIDE = "do it inside the block, or build the model without hetflow.deferred()"
+_INSIDE = "do it inside the block, or build the model without hf.deferred()"
 
 
 _weak: Callable[[Any], Any] = StorageWeakRef
@@ -86,7 +86,7 @@ class _Given:
         if self.tensor._version != self.version:
             raise TargetError(
                 f"a tensor of shape {list(self.tensor.shape)} that initial values were taken from "
-                "inside hetflow.deferred() was written later",
+                "inside hf.deferred() was written later",
                 hint="copy it before it is written",
             )
         return self.tensor
@@ -306,8 +306,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             found = self._tape.find(tensor)
             if found is None:
                 raise TargetError(
-                    "a tensor on the meta device that was made before hetflow.deferred() "
-                    "is used inside",
+                    "a tensor on the meta device that was made before hf.deferred() is used inside",
                     hint="make it inside the block",
                 )
             return found
@@ -495,13 +494,13 @@ def _waiting_of(tensor: Tensor, name: str) -> _Waiting:
             before = _BLOCKS.versions.get(tensor)
             if before is not None and before != tensor._version:
                 raise TargetError(
-                    f"{name} was written after the block of hetflow.deferred()",
+                    f"{name} was written after the block of hf.deferred()",
                     hint=_INSIDE,
                 )
             return _Waiting(tape, ref)
     raise TargetError(
         f"{name} is on the meta device, so it has no value",
-        hint="build the model inside `with hetflow.deferred():`, which records the values",
+        hint="build the model inside `with hf.deferred():`, which records the values",
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import hetflow
+from hetflow.api.rent_fleet import rent_fleet
 from hetflow.importers.capacity import read_bamboo_trace, read_parcae_trace
 from hetflow.importers.registry import TraceOptions
 from hetflow.schema.errors import InfeasibleError, ProblemError
@@ -294,7 +294,7 @@ def test_on_a_published_trace_ours_is_within_15_percent_of_the_bound() -> None:
         )
         for one in (held_out, *traces.values())
     ]
-    report = hetflow.rent_fleet(
+    report = rent_fleet(
         halves[:1],
         history=halves[1:],
         work_seconds=0.6 * 8 * 2400,
