@@ -30,7 +30,7 @@ LAST = (*(f"blocks.1.{name}" for name in BLOCK), "norm")
 APART = ((*FIRST, *LAST[:2]), LAST[2:])  # between two layers that are cut
 AT_NORM = ((*FIRST, *LAST[:1]), LAST[1:])  # behind a norm
 
-# name: (case, stages); "tokens" with sequence parallelism
+# name: (case, stages)
 WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
     "t2": (2, {
         "layers": ("layers", [(WHOLE, (2,))]),
@@ -46,6 +46,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "dropout": ("dropping:sgd:", [(WHOLE, (2,))]),
         "llama-tokens": ("llama:sgd:clip", [(WHOLE, (2,))]),
         "sdpa-tokens": ("gpt2-drop:sgd:", [(WHOLE, (2,))]),
+        "sdpa-tokens-again": ("gpt2-drop:sgd:", [(WHOLE, (2,))]),
         "qwen": ("qwen:sgd:clip", [(WHOLE, (2,))]),
         "d2": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
     }),
@@ -120,6 +121,14 @@ def run_world(folder: Path, size: int, plans: dict[str, tuple[str, ParallelPlan]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(size)]
 
 
+def planned(key: str, stages: list) -> ParallelPlan:
+    """The plan of a case: "tokens" with sequence parallelism, "again" with recomputation."""
+    plan = replace(parallel_plan(stages), sequence_parallel="tokens" in key or None)
+    if "again" not in key:
+        return plan
+    return replace(plan, stages=tuple(replace(stage, recompute="full") for stage in plan.stages))
+
+
 class Worlds(dict[str, list[dict]]):
     """What came out of each set of workers; run when first asked for."""
 
@@ -130,10 +139,7 @@ class Worlds(dict[str, list[dict]]):
         assert name not in self.failed, "failed before"
         self.failed.add(name)
         size, cases = WORLDS[name]
-        plans = {
-            key: (case, replace(parallel_plan(stages), sequence_parallel="tokens" in key or None))
-            for key, (case, stages) in cases.items()
-        }
+        plans = {key: (case, planned(key, stages)) for key, (case, stages) in cases.items()}
         self[name] = run_world(self.folder(name), size, plans)
         return self[name]
 
