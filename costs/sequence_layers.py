@@ -7,12 +7,17 @@ layers is gathered once more, because a device keeps only its tokens of it.
 
 Only models that normalise before each part are run so. Their layers tell: a norm stands before
 each first column-parallel layer, and the residual goes past it to the next row-parallel layer.
+Where a graph hides that (a norm that casts its input to the type that it has), the norms' names do.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 from ..schema.operator_counts import LayerCounts, LayerTable, Operator
 from .tensor_layers import ShardedLayer, sharded_layers
+
+# Norms before each part; GPT-2, then Llama, Qwen and BLOOM.
+_BEFORE_A_PART = ("ln_1", "ln_2", "input_layernorm", "post_attention_layernorm")
 
 
 def sequence_layers(table: LayerTable, degree: int) -> tuple[ShardedLayer, ...] | None:
@@ -27,16 +32,17 @@ def sequence_layers(table: LayerTable, degree: int) -> tuple[ShardedLayer, ...] 
     norms = _norms(table)
     if norms is None:
         return None
-    last = max(n for n, layer in enumerate(table.layers) if layer.role == "row")
-    while last + 1 < len(table.layers) and table.layers[last + 1].op == "Dropout":
-        last += 1
+    last = _last(table)
     plain = sharded_layers(table, degree)
     first = table.layers[norms[0]].id
     before = {source for source, target in table.edges if target == first}
+    # A row layer's output is b s h elements; a norm's may be counted with a cast of its input.
+    half = min(layer.activation_bytes for layer in table.layers if layer.role == "row") // 2
     found = []
     for number, (layer, share) in enumerate(zip(table.layers, plain, strict=True)):
         if norms[0] <= number <= last:
-            found.append(_spread(layer, share, degree, is_norm=number in norms))
+            gathered = half if number in norms else 0
+            found.append(_spread(layer, share, degree, half, gathered))
         elif layer.id in before:
             found.append(replace(share, counts=_feeding(share.counts, degree)))
         else:
@@ -63,17 +69,36 @@ def _norms(table: LayerTable) -> list[int] | None:
             return None
         norms.append(found[0])
         start = row
-    for number, (row, following) in enumerate(zip(rows, rows[1:], strict=False), 1):
-        stream = range(row, norms[number])
-        end = norms[number + 1] if number + 1 < len(norms) else following + 1
-        if not any((n, m) in edges for n in stream for m in range(following, end)):
+    if all(layers[norm].id.endswith(_BEFORE_A_PART) for norm in norms):
+        return norms
+    ends = [*norms[1:], _last(table) + 1]
+    streams = [range(row, end) for row, end in zip(rows, ends, strict=True)]
+    for stream, following in pairwise(streams):
+        if not any((n, m) in edges for n in stream for m in following):
             return None
     return norms
 
 
-def _spread(layer: LayerCounts, share: ShardedLayer, degree: int, *, is_norm: bool) -> ShardedLayer:
-    """A layer of which every device has some tokens, or which makes or takes them."""
-    half = layer.activation_bytes // 2
+def _last(table: LayerTable) -> int:
+    """The place of the last layer that has some tokens: the last row layer, or dropout behind."""
+    last = max(n for n, layer in enumerate(table.layers) if layer.role == "row")
+    while last + 1 < len(table.layers) and table.layers[last + 1].op == "Dropout":
+        last += 1
+    return last
+
+
+def _spread(
+    layer: LayerCounts, share: ShardedLayer, degree: int, half: int, gathered: int
+) -> ShardedLayer:
+    """A layer of which every device has some tokens, or which makes or takes them.
+
+    Args:
+        layer: The whole layer.
+        share: One device's share of it without sequence parallelism.
+        degree: Tensor-parallel size, t.
+        half: Half of the bytes of all tokens.
+        gathered: The same behind a norm, else 0.
+    """
     if layer.role == "row":
         counts = replace(
             share.counts,
@@ -90,7 +115,7 @@ def _spread(layer: LayerCounts, share: ShardedLayer, degree: int, *, is_norm: bo
         backward=_split_rest(share.counts.backward, degree),
         stashed_bytes=-(-share.counts.stashed_bytes // degree),
     )
-    return replace(share, counts=counts, forward_reduced_bytes=half if is_norm else 0)
+    return replace(share, counts=counts, forward_reduced_bytes=gathered)
 
 
 def _split_rest(operators: tuple[Operator, ...], degree: int) -> tuple[Operator, ...]:

@@ -4,9 +4,9 @@ from itertools import count
 
 from ..devices.emulated import is_emulated
 from ..schema.errors import ProblemError
-from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
+from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork
 from ..schema.parallel import ParallelPlan, ParallelStage
-from .lower_pipeline import check_trace, microbatches_of, schedule_of
+from .lower_pipeline import check_trace, config_of, schedule_of
 
 
 def lower_parallel(plan: ParallelPlan, seed: int = 0) -> LaunchConfig:
@@ -44,27 +44,8 @@ def lower_parallel(plan: ParallelPlan, seed: int = 0) -> LaunchConfig:
     schedule = schedule_of(work, num_microbatches)
     last = plan.global_batch_size - (num_microbatches - 1) * plan.microbatch_size
     sizes = [plan.microbatch_size] * (num_microbatches - 1) + [last]
-    group_of = {rank: number for number, ranks in enumerate(work.groups) for rank in ranks}
-    types, devices = _types_of(plan), _devices_of(plan)
-    return LaunchConfig(
-        model=plan.model,
-        global_batch_size=plan.global_batch_size,
-        seed=seed,
-        pipeline=work,
-        optimizer=plan.optimizer,
-        workers=tuple(
-            WorkerSlot(
-                rank=rank,
-                device_type=types[rank],
-                device=devices[rank],
-                virtual_nodes=tuple(
-                    VirtualNode(index=index, batch_size=sizes[index])
-                    for index in microbatches_of(schedule, group_of[rank])
-                ),
-            )
-            for rank in range(len(types))
-        ),
-    )
+    devices = list(zip(_types_of(plan), _devices_of(plan), strict=True))
+    return config_of(plan, work, schedule, seed, devices, sizes)
 
 
 def _ranks_of(plan: ParallelPlan) -> list[tuple[int, ...]]:

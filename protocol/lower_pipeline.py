@@ -9,6 +9,7 @@ from ..schedules.registry import generate
 from ..schema.errors import ProblemError
 from ..schema.launch import LaunchConfig, PipelineStage, PipelineWork, VirtualNode, WorkerSlot
 from ..schema.layer_trace import LayerTrace
+from ..schema.parallel import ParallelPlan
 from ..schema.pipeline import PipelinePlan, StagePlan
 
 
@@ -40,6 +41,29 @@ def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
         for stage, ranks in zip(plan.stages, ranks_of_stage, strict=True)
         for rank, device in zip(ranks, _devices_of(plan, stage, ranks), strict=True)
     }
+    sizes = [plan.microbatch_size] * plan.microbatches
+    return config_of(plan, work, schedule, seed, [held[rank] for rank in range(len(held))], sizes)
+
+
+def config_of(
+    plan: PipelinePlan | ParallelPlan,
+    work: PipelineWork,
+    schedule: Schedule,
+    seed: int,
+    devices: Sequence[tuple[str, int | None]],
+    sizes: Sequence[int],
+) -> LaunchConfig:
+    """Put a launch config together: each rank's device, and its microbatches as virtual nodes.
+
+    Args:
+        plan: What is launched.
+        work: The plan, lowered.
+        schedule: The schedule of the work; its ranks are tensor-parallel groups.
+        seed: Of the training.
+        devices: [ranks] the device type of each, and its index among the devices of that type.
+        sizes: [microbatches] samples of each.
+    """
+    group_of = {rank: number for number, ranks in enumerate(work.groups) for rank in ranks}
     return LaunchConfig(
         model=plan.model,
         global_batch_size=plan.global_batch_size,
@@ -49,14 +73,14 @@ def lower_pipeline(plan: PipelinePlan, seed: int = 0) -> LaunchConfig:
         workers=tuple(
             WorkerSlot(
                 rank=rank,
-                device_type=held[rank][0],
-                device=held[rank][1],
+                device_type=device_type,
+                device=device,
                 virtual_nodes=tuple(
-                    VirtualNode(index=index, batch_size=plan.microbatch_size)
-                    for index in microbatches_of(schedule, rank)
+                    VirtualNode(index=index, batch_size=sizes[index])
+                    for index in microbatches_of(schedule, group_of[rank])
                 ),
             )
-            for rank in range(len(held))
+            for rank, (device_type, device) in enumerate(devices)
         ),
     )
 

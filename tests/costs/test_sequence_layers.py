@@ -1,12 +1,15 @@
 """Layers with sequence parallelism: by hand, and against what a pass really keeps."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hetflow.costs.parallel import tensor_parallel_elements
 from hetflow.costs.sequence_layers import sequence_layers
 from hetflow.costs.tensor_layers import sharded_layers
+from hetflow.profilers import targets
+from hetflow.profilers.operator_counts import count_model
 from hetflow.schema.operator_counts import LayerTable
 
 from .test_tensor_layers import BLOCK, ELEMENT, HIDDEN, TOKENS, WIDE, layer, table
@@ -54,6 +57,13 @@ def test_tokens_are_kept_once_and_one_more_gather_is_sent_for_each_pair(degree: 
 
 def test_models_that_normalise_after_each_part_are_left_out() -> None:
     assert sequence_layers(AFTER, 2) is None
+    names = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+    named = replace(
+        AFTER,
+        layers=tuple(replace(each, id=names.get(each.id, each.id)) for each in AFTER.layers),
+        edges=tuple((names.get(a, a), names.get(b, b)) for a, b in AFTER.edges),
+    )
+    assert sequence_layers(named, 2) is not None  # known by name to come before
     without: LayerTable = replace(BEFORE, edges=tuple(e for e in BEFORE.edges if e[0] != "norm2"))
     assert sequence_layers(without, 2) is None
 
@@ -65,3 +75,39 @@ def test_dropout_behind_the_last_row_is_of_tokens() -> None:
     found = sequence_layers(replace(BEFORE, layers=layers, edges=edges), 2)
     assert found is not None
     assert [each.counts.stashed_bytes for each in found[-2:]] == [WIDE // 2, WIDE]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_families_of_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import BertConfig, GPT2Config, LlamaConfig
+
+    hidden, vocabulary = 32, 64
+    sizes = {"num_hidden_layers": 2, "hidden_size": hidden, "num_attention_heads": 4}
+    sizes |= {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0}
+    config, kind = {
+        "gpt2": (GPT2Config(**sizes, n_positions=16), "GPT2LMHeadModel"),
+        "llama": (
+            LlamaConfig(**sizes, intermediate_size=64, max_position_embeddings=16),
+            "LlamaForCausalLM",
+        ),
+        "bert": (
+            BertConfig(**sizes, intermediate_size=64, max_position_embeddings=16),
+            "BertForMaskedLM",
+        ),
+    }[name]
+    config.architectures = [kind]
+    config.save_pretrained(tmp_path)
+    (counted,) = count_model(targets.parse(f"hf:{tmp_path}"), (1,), (1,), "sgd").tables
+    spread = sequence_layers(counted, 2)
+    if name == "bert":  # normalises after each part
+        assert spread is None
+        return
+    assert spread is not None
+    kept = [
+        sum(each.counts.stashed_bytes for each in shares)
+        for shares in (sharded_layers(counted, 2), spread)
+    ]
+    activation = next(each.activation_bytes for each in counted.layers if each.role == "row")
+    # At least the inputs and outputs of four norms.
+    assert kept[0] - kept[1] >= 8 * activation // 2

@@ -45,6 +45,14 @@ def test_groups_of_devices_share_a_transformers_layers(estimated: Profile) -> No
         assert split == kept + (estimated.weight_bytes - kept) // each.tensor_parallel_size
 
 
+def test_sequences_are_spread_over_the_same_groups(estimated: Profile) -> None:
+    pairs = zip(estimated.tensor_layers, estimated.sequence_layers, strict=True)
+    for plain, spread in pairs:
+        assert plain.tensor_parallel_size == spread.tensor_parallel_size
+        kept = [sum(n.stashed_bytes or 0 for n in each.layers.nodes) for each in (plain, spread)]
+        assert kept[1] < kept[0]
+
+
 def test_a_measured_profile_is_carried_layer_by_layer(estimated: Profile, tmp_path: Path) -> None:
     """As if a V100 had been measured that takes twice its estimate."""
     assert estimated.layers is not None

@@ -28,7 +28,7 @@ CHUNKS = (FIRST[:5], FIRST[5:], LAST[:3], LAST[3:])  # of two rounds over two po
 APART = ((*FIRST, *LAST[:2]), LAST[2:])  # between two layers that are cut
 AT_NORM = ((*FIRST, *LAST[:1]), LAST[1:])  # behind a norm
 
-# name: (case, stages); "tokens" with sequence parallelism
+# name: (case, stages)
 WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
     "t2": (2, {
         "layers": ("layers", [(WHOLE, (2,))]),
@@ -44,6 +44,7 @@ WORLDS: dict[str, tuple[int, dict[str, tuple[str, list]]]] = {
         "dropout": ("dropping:sgd:", [(WHOLE, (2,))]),
         "llama-tokens": ("llama:sgd:clip", [(WHOLE, (2,))]),
         "sdpa-tokens": ("gpt2-drop:sgd:", [(WHOLE, (2,))]),
+        "sdpa-tokens-again": ("gpt2-drop:sgd:", [(WHOLE, (2,))]),
         "qwen": ("qwen:sgd:clip", [(WHOLE, (2,))]),
         "d2": ("zoo:sgd:clip", [(WHOLE, (1, 1))]),
     }),
@@ -98,6 +99,18 @@ def run_world(folder: Path, size: int, plans: dict[str, tuple[str, ParallelPlan]
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(size)]
 
 
+def planned(key: str, stages: list) -> ParallelPlan:
+    """The plan of a case.
+
+    "tokens" has sequence parallelism, "again" recomputes, "chunks" is interleaved.
+    """
+    plan = parallel_plan(stages, num_model_chunks=2 if "chunks" in key else 1)
+    plan = replace(plan, sequence_parallel="tokens" in key or None)
+    if "again" not in key:
+        return plan
+    return replace(plan, stages=tuple(replace(stage, recompute="full") for stage in plan.stages))
+
+
 class Worlds(dict[str, list[dict]]):
     """What came out of each set of workers; run when first asked for."""
 
@@ -108,16 +121,7 @@ class Worlds(dict[str, list[dict]]):
         assert name not in self.failed, "failed before"
         self.failed.add(name)
         size, cases = WORLDS[name]
-        plans = {
-            key: (
-                case,
-                replace(
-                    parallel_plan(stages, num_model_chunks=2 if "chunks" in key else 1),
-                    sequence_parallel="tokens" in key or None,
-                ),
-            )
-            for key, (case, stages) in cases.items()
-        }
+        plans = {key: (case, planned(key, stages)) for key, (case, stages) in cases.items()}
         self[name] = run_world(self.folder(name), size, plans)
         return self[name]
 
