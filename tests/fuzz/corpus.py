@@ -167,6 +167,9 @@ COMMANDS = (
             ("running/control/current.json", "split.json")),
     Command("import", ("import", "graph.txt", "--device-type", "V100", "--device-memory", "16GB",
                        "-o", OUTPUT), ("graph.txt",), ("--device-memory", "--device-type")),
+    Command("import of Piper", ("import", "piper.json", "--format", "piper", "-o", OUTPUT,
+                                "--device-type", "V100", "--device-memory", "16GB"),
+            ("piper.json",)),
     Command("export", ("export", "layered/v100.json", "-o", "out.txt"), ("layered/v100.json",)),
     Command("configured", ("solve", "--profiles", "profiles"),
             (CONFIG, "profiles/p100.json")),
@@ -191,6 +194,7 @@ def make(folder: Path) -> None:
     (folder / "jobs.trace").write_text("".join(_trace_lines()))
     (folder / "cluster_job_log").write_text(json.dumps([_philly(n) for n in range(4)], indent=1))
     (folder / "graph.txt").write_text("\n".join(_graph_lines()) + "\n")
+    (folder / "piper.json").write_text(json.dumps(_piper_input()))
     (folder / "train.py").write_text(SCRIPT)
     (folder / CONFIG).write_text('[solve]\ngpus = "2xV100"\nbatch-size = 64\n')
     for name, arguments in _MADE.items():
@@ -379,6 +383,30 @@ def _philly(n: int) -> dict[str, object]:
             }
         ],
     }  # fmt: skip
+
+
+def _piper_input() -> dict[str, object]:
+    """Two layers at two degrees, the first one with recomputation too."""
+
+    def ways(seconds: float, degree: int, names: tuple[str, ...]) -> list[dict[str, object]]:
+        return [
+            {
+                "id": name, "timePerSample": seconds * (1 + place / 4) / degree,
+                "parameterSize": 1024.0 / degree, "memoryUsageA": 512.0 / (1 + place),
+                "memoryUsageB": 2048.0, "syncTimeFw": {"0": 64.0}, "syncTimeBw": {"1": 64.0},
+            }
+            for place, name in enumerate(names)
+        ]  # fmt: skip
+
+    names = (("vanilla", "activation recomp"), ("vanilla",))
+    return {
+        "mbsInBatch": 8,
+        "nodes": [
+            {"id": i, "name": "Linear", "TMPCs": {str(t): ways(0.01, t, own) for t in (1, 2)}}
+            for i, own in enumerate(names)
+        ],
+        "edges": [{"sourceId": 0, "destId": 1, "communicationCost": 256.0}],
+    }
 
 
 def _graph_lines() -> Iterator[str]:
