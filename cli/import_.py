@@ -1,5 +1,6 @@
 """``hetflow import``: foreign layer profiles, price histories and traces become hetflow files."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,8 +21,8 @@ def import_(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A graph.txt of PipeDream's profiler, a plug-in's file, or prices or traces "
-            "(or a folder)."
+            help="A graph.txt of PipeDream's profiler, an input of Piper, a plug-in's file, or "
+            "prices or traces (or a folder)."
         ),
     ],
     device_type: Annotated[
@@ -41,8 +42,9 @@ def import_(
         str,
         typer.Option(
             "--format",
-            help="pipedream (graph.txt); aws-spot-prices, azure-spot-prices; cant-be-late, "
-            "bamboo-trace, parcae-trace; sacct (Slurm's log of jobs); or a plug-in's.",
+            help="pipedream (graph.txt), piper (JSON); aws-spot-prices, azure-spot-prices; "
+            "cant-be-late, bamboo-trace, parcae-trace; sacct (Slurm's log of jobs); or a "
+            "plug-in's.",
         ),
     ] = "pipedream",
     keep_placeholders: Annotated[
@@ -78,10 +80,11 @@ def import_(
     force: ForceFlag = False,
     json: JsonFlag = False,
 ) -> None:
-    """Turn a graph.txt into a profile, prices or traces into a market, or Slurm's log into jobs.
+    """Turn layers into a profile, prices or traces into a market, or Slurm's log into jobs.
 
     \b
     hetflow import graph.txt --device-type V100 --device-memory 16GB -o v100.json
+    hetflow import bert32.json --format piper --device-type V100 --device-memory 8GB -o v100.json
     hetflow import aws/ --format aws-spot-prices --instance-types machines.csv -o market.json
     hetflow import log.txt --format sacct --throughputs rates.json -o jobs.json
     hetflow import counts.csv --format bamboo-trace --time-unit hours -o market.json
@@ -137,7 +140,8 @@ def import_(
             f"--device-memory {device_memory!r} is no amount of memory",
             hint="write a number and a unit, for example 16GB",
         )
-    graph = chosen.read(read_text(file), microbatch_size=microbatch_size, name=str(file))
+    text = read_text(file)
+    graph = chosen.read(text, microbatch_size=microbatch_size, name=str(file))
     if not keep_placeholders and chosen.without_placeholders is not None:
         graph = chosen.without_placeholders(graph)
     _refuse_broken(graph, file)
@@ -149,6 +153,9 @@ def import_(
         source=file.name,
         format_title=chosen.title,
     )
+    if chosen.tensor_layers is not None:
+        groups = chosen.tensor_layers(text, microbatch_size=microbatch_size, name=str(file))
+        profile = replace(profile, tensor_layers=groups)
     emit_file(profile, output, force=force, json=json)
     if output is not None:
         note(f"{len(graph.nodes)} layers written to {output}; next: hetflow solve --profiles")

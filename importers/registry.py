@@ -12,7 +12,7 @@ from typing import Protocol
 from ..schema.jobs import Jobs
 from ..schema.market import Market, PriceHistory
 from ..schema.plugins import Registry
-from ..schema.profile import LayerGraph
+from ..schema.profile import LayerGraph, TensorLayers
 
 
 class ReadLayers(Protocol):
@@ -22,6 +22,13 @@ class ReadLayers(Protocol):
 
     def __call__(self, text: str, *, microbatch_size: int, name: str) -> LayerGraph:
         """Read the layers in a file's text; ``name`` is the path, for errors."""
+
+
+class ReadTensorLayers(Protocol):
+    """Reads the layers of tensor-parallel groups."""
+
+    def __call__(self, text: str, *, microbatch_size: int, name: str) -> tuple[TensorLayers, ...]:
+        """Read the layers at every degree above 1; the arguments are those of ``ReadLayers``."""
 
 
 ReadJobs = Callable[[Path], Jobs]
@@ -53,12 +60,14 @@ class LayerImporter:
         title: The format's title, for the profile's provenance.
         read: Reads the layers from a text.
         without_placeholders: Drops nodes that stand for no work; None where the format has none.
+        tensor_layers: Reads the layers of tensor-parallel groups; None where the format has none.
     """
 
     name: str
     title: str
     read: ReadLayers
     without_placeholders: Callable[[LayerGraph], LayerGraph] | None = None
+    tensor_layers: ReadTensorLayers | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +95,9 @@ class TraceImporter:
 
 
 LAYER_IMPORTERS: Registry[LayerImporter] = Registry(
-    "import format", group="hetflow.importers", own=("hetflow.importers.pipedream",)
+    "import format",
+    group="hetflow.importers",
+    own=("hetflow.importers.pipedream", "hetflow.importers.piper"),
 )
 JOBS_IMPORTERS: Registry[JobsImporter] = Registry(
     "format of jobs",
@@ -112,6 +123,7 @@ def layer_importer(
     *,
     title: str,
     without_placeholders: Callable[[LayerGraph], LayerGraph] | None = None,
+    tensor_layers: ReadTensorLayers | None = None,
 ) -> Callable[[ReadLayers], ReadLayers]:
     """Register a reader of layers; the arguments are the attributes of ``LayerImporter``.
 
@@ -124,7 +136,11 @@ def layer_importer(
 
     def register(read: ReadLayers) -> ReadLayers:
         made = LayerImporter(
-            name=name, title=title, read=read, without_placeholders=without_placeholders
+            name=name,
+            title=title,
+            read=read,
+            without_placeholders=without_placeholders,
+            tensor_layers=tensor_layers,
         )
         LAYER_IMPORTERS.add(name, made, read.__module__)
         return read

@@ -132,7 +132,7 @@ class Completions:
             # From a later start on no fewer layers are left: the first allowed start is the least.
             onwards = np.minimum.accumulate(later[devices][:, ::-1], axis=1)[:, ::-1]
             for option, seconds, priced in costs:
-                allowed = np.where(_fits(option, in_flight), seconds, np.inf)
+                allowed = np.where(fits(option, in_flight), seconds, np.inf)
                 is_allowed = np.isfinite(allowed)
                 first, has_any = is_allowed.argmax(axis=0), is_allowed.any(axis=0)
                 reached = np.where(has_any, onwards[:, first], np.inf) + priced[devices][:, None]
@@ -249,10 +249,10 @@ def _held(option: Option, in_flight: int) -> tuple[np.ndarray, float]:
 
 
 @lru_cache(maxsize=4096)
-def _fits(option: Option, in_flight: int) -> np.ndarray:
+def fits(option: Option, in_flight: int) -> np.ndarray:
     """Whether stages fit, inputs of recomputing stages apart: [start, end]."""
     if option.memory_bytes is None:
         return np.ones((len(option.weights), len(option.weights)), dtype=bool)
     held, free = _held(option, in_flight)
-    fits: np.ndarray = held[None, :] - held[:, None] <= free
-    return fits
+    has_room: np.ndarray = held[None, :] - held[:, None] <= free
+    return has_room

@@ -7,7 +7,7 @@ searches' nodes in one heap.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, permutations, product
 from math import inf
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from ...costs.parallel_stage import transfer_seconds
 from ...schema.parallel import ParallelProblem
-from .bound import Completions, Coverage, Prices, device_prices, time_prices
+from .bound import Completions, Coverage, Prices, device_prices, fits, stage_seconds, time_prices
 from .counts import deal
 from .gradients import reduce_tables
 from .space import Space
@@ -212,6 +212,81 @@ class Search:
 
     def _has_room(self, number: int, start: int, end: int, in_flight: int) -> bool:
         return all(self.space.options[o].fits(start, end, in_flight) for o in self._mixes[number])
+
+    def of_two_types(self, below: float) -> Iterator[Found]:
+        """Plans whose first stages are of one type and degree and the others of another.
+
+        As many stages of both as the pool has room for, or a half, a quarter, ... of that. For each
+        such line of stages the cut whose slowest stage is the fastest; under ``below`` seconds.
+        """
+        kinds: dict[tuple[int, int], list[int]] = {}
+        for number, mix in enumerate(self._mixes):
+            if len(mix) == 1:
+                option = self.space.options[mix[0]]
+                kinds.setdefault((option.pool, option.tensor_parallel_size), []).append(number)
+        for first, second in permutations(kinds, 2):
+            if first[0] == second[0]:
+                continue
+            for counts in product(self._stage_counts(*first), self._stage_counts(*second)):
+                line = [kinds[first]] * counts[0] + [kinds[second]] * counts[1]
+                if len(line) <= self.most_stages and self._may_take(line) < below:
+                    found = self._lined_up(line, below)
+                    if found is not None:
+                        below = found.step_seconds
+                        yield found
+
+    def _stage_counts(self, pool: int, degree: int) -> list[int]:
+        most = self.problem.pools[pool].num_devices // (self.d * degree)
+        return [most >> i for i in range(most.bit_length())]
+
+    def _may_take(self, line: list[list[int]]) -> float:
+        """Seconds that no cut of a line of stages is faster than."""
+        whole = [
+            min(self.space.options[self._mixes[number][0]].seconds[-1] for number in numbers)
+            for numbers in line
+        ]
+        slowest = 1.0 / sum(1.0 / seconds for seconds in whole) if min(whole) > 0 else 0.0
+        return (self.num_microbatches - 1) * slowest + self.space.least_seconds[-1]
+
+    def _lined_up(self, line: list[list[int]], below: float) -> Found | None:
+        """The plan of a line of stages, each of the fastest fitting mix of these numbers."""
+        least = np.where(np.arange(self.size + 1) == 0, 0.0, inf)
+        parents = []
+        for place, numbers in enumerate(line):
+            in_flight = min(len(line) - place, self.num_microbatches)
+            reached = np.maximum(least[:, None], self._line_seconds(tuple(numbers), in_flight))
+            parents.append(reached.argmin(axis=0))
+            least = reached.min(axis=0)
+        if self.num_microbatches * least[-1] >= below:
+            return None
+        node, end = self._root(np.zeros(self._mix_prices.shape[1])), self.size
+        for placed, (numbers, parent) in enumerate(
+            zip(reversed(line), reversed(parents), strict=True)
+        ):
+            start, in_flight = int(parent[end]), min(placed + 1, self.num_microbatches)
+            fitting = [n for n in numbers if self._has_room(n, start, end, in_flight)]
+            if not fitting:
+                return None
+            options = {n: self.space.options[self._mixes[n][0]] for n in fitting}
+            number = min(fitting, key=lambda n: options[n].seconds[-1])
+            if start == 0:
+                option = options[number]
+                return self._finish(node, number, option.seconds[end] - option.seconds[0], below)
+            node, end = self.placed(node, Child(0.0, number, start, 0.0)), start
+        return None
+
+    def _line_seconds(self, numbers: tuple[int, ...], in_flight: int) -> np.ndarray:
+        """What stages take on the fastest of these mixes that they fit [starts, ends]."""
+        key = numbers, in_flight
+        if key not in self._lines:
+            options = [self.space.options[self._mixes[number][0]] for number in numbers]
+            each = [np.where(fits(o, in_flight), stage_seconds(o), inf) for o in options]
+            self._lines[key] = np.min(each, axis=0)
+        return self._lines[key]
+
+    @cached_property
+    def _lines(self) -> dict[tuple[tuple[int, ...], int], np.ndarray]:
+        return {}
 
     def root(self, below: float) -> Node:
         """The node with no stage placed, its bound, and tables for plans under ``below``.

@@ -102,6 +102,7 @@ def _search(
         if search.least_by_capacity < tree.limit:
             tree.offer(search.one_stage(tree.limit))
             tree.offer(search.balanced(tree.limit))
+            tree.offer(search.of_two_types(tree.limit))
     for search in searches[:NUM_TRIED_FIRST]:
         if search.least_step(tree.limit) < tree.limit:
             tree.dive(search, search.root(tree.limit), None, keep_others=False)

@@ -176,6 +176,9 @@ COMMANDS = (
                            "--deadline-hours", "2", "--on-demand", "3", "--spot", "1", "-o",
                            OUTPUT), ("market.json",), ("--machines", "--work-hours", "--spot")),
     Command("show a market", ("show", "market.json"), ("market.json",)),
+    Command("import of Piper", ("import", "piper.json", "--format", "piper", "-o", OUTPUT,
+                                "--device-type", "V100", "--device-memory", "16GB"),
+            ("piper.json",)),
     Command("export", ("export", "layered/v100.json", "-o", "out.txt"), ("layered/v100.json",)),
     Command("export launch",
             ("export", "split.json", "--to", "slurm", "--hosts", "1x(2xV100),2x(2xP100)",
@@ -217,6 +220,7 @@ def make(folder: Path) -> None:
     nodes = [[60000 * n, ("add", "no-op", "remove")[n], {"nodes": [] if n == 1 else ["a"],
               "duration": 60000}] for n in range(3)]  # fmt: skip
     (folder / "nodes.txt").write_text("\n".join(map(json.dumps, nodes)) + "\n")
+    (folder / "piper.json").write_text(json.dumps(_piper_input()))
     (folder / "train.py").write_text(SCRIPT)
     (folder / CONFIG).write_text('[solve]\ngpus = "2xV100"\nbatch-size = 64\n')
     for name, arguments in _MADE.items():
@@ -406,6 +410,30 @@ def _philly(n: int) -> dict[str, object]:
             }
         ],
     }  # fmt: skip
+
+
+def _piper_input() -> dict[str, object]:
+    """Two layers at two degrees, the first one with recomputation too."""
+
+    def ways(seconds: float, degree: int, names: tuple[str, ...]) -> list[dict[str, object]]:
+        return [
+            {
+                "id": name, "timePerSample": seconds * (1 + place / 4) / degree,
+                "parameterSize": 1024.0 / degree, "memoryUsageA": 512.0 / (1 + place),
+                "memoryUsageB": 2048.0, "syncTimeFw": {"0": 64.0}, "syncTimeBw": {"1": 64.0},
+            }
+            for place, name in enumerate(names)
+        ]  # fmt: skip
+
+    names = (("vanilla", "activation recomp"), ("vanilla",))
+    return {
+        "mbsInBatch": 8,
+        "nodes": [
+            {"id": i, "name": "Linear", "TMPCs": {str(t): ways(0.01, t, own) for t in (1, 2)}}
+            for i, own in enumerate(names)
+        ],
+        "edges": [{"sourceId": 0, "destId": 1, "communicationCost": 256.0}],
+    }
 
 
 def _graph_lines() -> Iterator[str]:

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from hetflow.checks.steady import check, counted_seconds
-from hetflow.importers.piper import read_problem
+from hetflow.cli.main import run
+from hetflow.importers.piper import read_layers, read_problem, read_tensor_layers
 from hetflow.schema.errors import FileError
+from hetflow.schema.files import from_json
+from hetflow.schema.parallel import ParallelPlan
 from hetflow.schema.plan import Proof
 from hetflow.schema.steady import SteadyPlan, SteadyProblem, SteadyStage
 from hetflow.solvers.parallel.steady import solve
@@ -63,6 +66,43 @@ def test_plans_are_no_worse_than_piper_s(model: str, devices: int) -> None:
     assert plan.sample_seconds <= answer["piper_tps"] * (1 + 1e-9)
     assert plan.proof.gap is not None
     assert plan.proof.gap < 0.05
+
+
+def test_layers_of_a_profile() -> None:
+    """BERT-32: a transformer layer takes 30.492 ms, and 40.685 ms where it recomputes."""
+    text = (planners() / "piper" / FILES["bert"]).read_text()
+    graph = read_layers(text, microbatch_size=2, name="bert")
+    assert (len(graph.nodes), len(graph.edges)) == (37, 67)
+    node = graph.nodes[3]
+    assert (node.id, node.op) == ("ParallelTransformerLayer 3", "ParallelTransformerLayer")
+    assert node.forward_seconds == pytest.approx(0.040685 - 0.030492)
+    assert node.forward_seconds + node.backward_seconds == pytest.approx(0.030492)
+    assert (node.weight_bytes, node.stashed_bytes) == (176_997_120, 606_478_336)
+    assert node.activation_bytes == 16_777_216  # of its edges
+    groups = read_tensor_layers(text, microbatch_size=2, name="bert")
+    assert [group.tensor_parallel_size for group in groups] == [2, 4, 8]
+    half = groups[0].layers.nodes[3]
+    assert half.forward_seconds + half.backward_seconds == pytest.approx(0.018696)
+    assert half.weight_bytes == 88_510_080
+
+
+def test_an_imported_profile_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, profile = planners() / "piper" / FILES["bert"], tmp_path / "v100.json"
+    device = ("--device-type", "V100", "--device-memory", "8GB", "-o", str(profile))
+    assert run(["import", str(source), "--format", "piper", *device]) == 0
+    pool = ("--profiles", str(profile), "--gpus", "2x(8xV100)", "--batch-size", "64")
+    link = ("--link-bytes-per-second", "25e9", "--optimizer", "sgd")
+    capsys.readouterr()
+    assert run(["solve", "parallel", *pool, *link]) == 0
+    plan = from_json(capsys.readouterr().out, ParallelPlan)
+    # Weights and gradients of all layers take 11 GB, so no device holds them alone.
+    assert len(plan.stages) > 1 or plan.stages[0].replicas[0].tensor_parallel_size > 1
+    assert 4 << 30 < max(plan.predicted.memory_bytes.values()) <= 8 << 30
+    assert plan.stages[0].layers[:2] == ("tensor 0", "tensor 2")
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"nodes": [{}]}')
+    assert run(["import", str(broken), "--format", "piper", *device[:4]]) == 2
+    assert "broken.json: not an input of Piper" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
