@@ -59,7 +59,7 @@ struct StrictWork final : c10d::Work {
     } catch (const std::exception& error) {
       if (!guarded && !*aborted) hang(error.what());
       if (!guarded) {
-        for (auto& [device, host] : results) memset(host_alias(device).mutable_data_ptr(), 0xA5, device.nbytes());
+        for (auto& [device, host] : results) memset(host_alias(device).mutable_data_ptr(), 0xFF, device.nbytes());
         landed = true;
         results.clear();
         keep.clear();
