@@ -124,12 +124,17 @@ def test_a_death_costs_no_bit_from_the_checkpoint_or_without_one(gpus: GpuHost) 
     assert kinds_of(host.folder / "a") == ["start", "restart"]
     # If asked to, the survivors abort their communicators and go on over new ones.
     three = [(kind, 3), (kind, 3), (kind, 2)]
-    found = told(host, "c", three, *options, "--on-failure", "shrink", how="die=2")
-    assert (host.folder / "c/died").exists()
-    assert found["digest"] == straight["digest"]
-    assert found["backend"] == "nccl"
-    assert {number for _, _, number in steps(host.folder / "c")} == {3, 2}
-    assert kinds_of(host.folder / "c") == ["start", "failure"]
+    for name, level in (("c", "elastic"), ("d", "none")):
+        levels = ["--determinism", level, "--on-failure", "shrink"]
+        found = told(host, name, three, *levels, how="late=4")
+        assert (host.folder / name / "died").exists()
+        assert found["backend"] == "nccl"
+        assert {number for _, _, number in steps(host.folder / name)} == {3, 2}
+        assert kinds_of(host.folder / name) == ["start", "failure"]
+        # No optimizer ran on what an aborted collective leaves.
+        assert found["losses"] == pytest.approx(straight["losses"], rel=2e-3)
+        if level == "elastic":
+            assert found["digest"] == straight["digest"]
 
 
 def kinds_of(folder: Path) -> list[str]:

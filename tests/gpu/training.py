@@ -3,7 +3,8 @@
 Convolution, batch-norm, dropout and AdaptiveAvgPool2d(1), as a small ResNet. Each worker appends a
 line a step to ``steps-PID``; the main one writes ``told.json`` with the digest of all that training
 leaves. HOW is empty, ``weighted``, ``die=STEP`` (rank 1 is killed after
-that step, once), ``raise=STEP`` or ``stall=STEP`` (it hangs there).
+that step, once), ``late=STEP`` (the same, when the others wait for it in the next step),
+``raise=STEP`` or ``stall=STEP`` (it hangs there).
 """
 
 import json
@@ -50,9 +51,13 @@ for _ in range(epochs):
         if job.rank == 1 and how == f"stall={job.num_steps}":
             time.sleep(1000)
         once = folder / "died"
-        if job.rank == 1 and how in (f"die={job.num_steps}", f"raise={job.num_steps}"):
+        if job.rank == 1 and how in (
+            f"{word}={job.num_steps}" for word in ("die", "late", "raise")
+        ):
             if not once.exists():
                 once.touch()
+                if how.startswith("late"):
+                    time.sleep(0.7)
                 if how.startswith("raise"):
                     raise ValueError("no such picture")
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -59,7 +59,7 @@ struct StrictWork final : c10d::Work {
     } catch (const std::exception& error) {
       if (!guarded && !*aborted) hang(error.what());
       if (!guarded) {
-        for (auto& [device, host] : results) memset(host_alias(device).mutable_data_ptr(), 0xA5, device.nbytes());
+        for (auto& [device, host] : results) memset(host_alias(device).mutable_data_ptr(), 0xFF, device.nbytes());
         landed = true;
         results.clear();
         keep.clear();
@@ -149,6 +149,10 @@ struct FakeNCCL final : c10d::Backend {
   void abort() override {
     *aborted = true;
     disconnect();
+    if (device >= 0) {  // returns when the communicator's kernels have ended
+      Lock lock(mu);
+      host_has_waited(clocks[key_of(device, stream)]);
+    }
     if (guarded) gloo->abort();
   }
   void shutdown() override { gloo->shutdown(); }
@@ -170,6 +174,7 @@ struct FakeNCCL final : c10d::Backend {
   static Tensor host(const Tensor& tensor) { return host_alias(tensor).clone(MemoryFormat::Contiguous); }
 
   WorkPtr begin(const char* what, Tensors reads, Tensors writes, const std::function<WorkPtr(StrictWork&)>& start) {
+    TORCH_CHECK(guarded || !*aborted, "NCCL communicator was aborted on rank ", getRank(), ".");
     for (auto& tensor : reads) check(what, tensor);
     for (auto& tensor : writes) check(what, tensor);
     connect();
@@ -188,7 +193,6 @@ struct FakeNCCL final : c10d::Backend {
       for (auto& tensor : writes) touch(tensor, true, own);
       work->done = clocks[own];
     }
-    TORCH_CHECK(guarded || !*aborted, "NCCL communicator was aborted on rank ", getRank(), ".");
     work->guarded = guarded;
     work->what = what;
     work->rank = getRank();
