@@ -2,7 +2,7 @@
 
     git worktree add ../before 6405743
     python benchmarks/against.py ../before --json FILE
-    python benchmarks/against.py ../before --only "solve" --turns 21
+    python benchmarks/against.py ../before --only "solve*" --turns 21
     python benchmarks/against.py ../before --instructions
 
 Both versions run under this Python, with its libraries, on the same inputs, each in a folder of its
@@ -28,6 +28,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -289,13 +290,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("before", type=Path, help="a checkout of the earlier version")
-    parser.add_argument("--only", action="append", help="commands whose names begin so")
+    parser.add_argument("--only", action="append", help="commands of this name (allocate*)")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--instructions", action="store_true", help="count, under valgrind")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     asked = parser.parse_args()
-    wanted = tuple(asked.only or [""])
-    chosen = [command for command in commands() if command.name.startswith(wanted)]
+    wanted = asked.only or ["*"]
+    chosen = [each for each in commands() if any(fnmatch(each.name, name) for name in wanted)]
     with tempfile.TemporaryDirectory() as place:
         before, now = (
             prepared(name, checkout, Path(place))

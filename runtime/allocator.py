@@ -5,7 +5,8 @@ the sizes it has seen. A pass on a CPU frees all its activations, so the next pa
 page in again: thousands of page faults a pass or none, depending on earlier allocations. When
 freed memory is kept, a ResNet-18 pass takes a fifth less time, and profiles and launches measure
 the same time. The price is fragmentation: where few large blocks are most of what a pass needs, as
-in a pipeline of wide linear layers, the peak grows over the first steps (docs/benchmarks.md).
+in a pipeline of wide linear layers, the peak grows over the first steps
+(docs/benchmarks/predictions.md).
 """
 
 import ctypes
