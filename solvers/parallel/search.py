@@ -216,7 +216,7 @@ class Search:
     def of_two_types(self, below: float) -> Iterator[Found]:
         """Plans whose first stages are of one type and degree and the others of another.
 
-        As many stages of both as the pool has room for, or a half, a quarter, ... of that. For each
+        As many stages of both as the pool has room for, or half of that. For each
         such line of stages the cut whose slowest stage is the fastest; under ``below`` seconds.
         """
         kinds: dict[tuple[int, int], list[int]] = {}
@@ -237,7 +237,7 @@ class Search:
 
     def _stage_counts(self, pool: int, degree: int) -> list[int]:
         most = self.problem.pools[pool].num_devices // (self.d * degree)
-        return [most >> i for i in range(most.bit_length())]
+        return [most >> i for i in range(min(2, most.bit_length()))]
 
     def _may_take(self, line: list[list[int]]) -> float:
         """Seconds that no cut of a line of stages is faster than."""
