@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import memory
 from .backend import DeviceBackend, Mark, Stream
+from .square_roots import make_exact
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +52,11 @@ class HostBackend(DeviceBackend):
     def pins(self, level: "Determinism") -> dict[str, str]:
         """The same kernels on every x86 CPU, where types are unlike."""
         return dict(_SAME_KERNELS) if level == "heterogeneous" else {}
+
+    def fix_kernels(self, level: "Determinism") -> None:
+        """Round square roots alike on every CPU, where types are unlike."""
+        if level == "heterogeneous":
+            make_exact()
 
     def is_initialized(self) -> bool:
         """Never: a host's processors survive a fork."""

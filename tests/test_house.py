@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "mechanisms": {"schema", "solvers"},
     "simulator": {"schema", "costs", "schedules", "solvers", "mechanisms"},
     "engines": {"schema", "devices"},  # they run `hetflow launch` as a user would
-    "scheduler": {"schema", "planning", "mechanisms", "engines"},
+    "scheduler": {"schema", "protocol", "planning", "mechanisms", "engines"},
     "dashboard": {"schema", "scheduler"},
     "examples": {
         "schema", "schedules", "costs", "checks", "solvers", "planning", "devices", "protocol",

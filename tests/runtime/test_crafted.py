@@ -336,7 +336,7 @@ def test_whatever_a_part_holds_it_is_read_or_broken(tmp_path: Path, data: Any) -
     values = map(crafted.replaced, crafted.VALUES)
     how = data.draw(st.sampled_from([crafted.removed, crafted.doubled, *values]))
     crafted.put(harmed, crafted.changed(manifest, at, how))
-    wanted = parts.Wanted({"b"}, [[["0"], [0]], [["1"], [1]]], 1)
+    wanted = parts.Wanted({"b"}, set(), [[["0"], [0]], [["1"], [1]]], 1)
     for read in (parts.reader(), parts.reader(wanted)):
         with contextlib.suppress(BrokenCheckpoint, HetflowError):
             read(whole)
