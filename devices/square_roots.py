@@ -23,7 +23,7 @@ def make_exact() -> Any:
     """
     import torch
 
-    library = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that kernels are replaced is the intention
         library.impl("sqrt", _sqrt, "CPU")

@@ -8,6 +8,7 @@ continues to the loss; on the others it ends there. So whatever the function doe
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,7 +98,8 @@ class PipelineEngine:
         group = next(n for n, ranks in enumerate(groups) if place.rank in ranks)
         sharing = _sharing_of(model, work, place.device)
         spreads = bool(work.sequence_parallel and sharing.roles)
-        tensor = tensor_group(place, groups)
+        self._tensor = tensor = tensor_group(place, groups)
+        self._holdings_of = partial(holdings_of, sharing=sharing, sequence_parallel=spreads)
         self._sharded = ShardedModel(model, sharing, tensor, sequence_parallel=spreads)
         with self._sharded.traceable():
             parts, check_call = self._parts()
@@ -157,7 +159,7 @@ class PipelineEngine:
             Routes(place.rank, groups),
             tensor,
             place.device,
-            holdings_of(parts, sharing, sequence_parallel=spreads),
+            self._holdings_of(parts),
         )
         self._model = SpreadModel(model, check_call)
         refuse_saving(model, self._ownership, self.buffers)
@@ -453,18 +455,11 @@ class PipelineEngine:
     def _evaluation_of(self) -> StageEvaluation:
         """Cut the model as it computes in evaluation mode, at the same layers."""
         session, work, ownership = self._session, self._work, self._ownership
-        check_call: Callable[[Mapping[str, Any]], None]
         self._model.release()
         self._sharded.remove()
         try:
-            if work.is_tensor_parallel and len(work.stages) == 1:
-                parts, check_call = [whole(session.model)], _any_call
-            else:
-                shapes = [(p, ownership.whole_shape(n)) for n, p in ownership.parameters.items()]
-                with shapes_on(session.device, session.model, shapes):
-                    layered = layers_of(session.model, work.trace)
-                stages = like(layered, [stage.layers for stage in work.stages])
-                parts, check_call = cut(layered, stages), layered.check_call
+            with self._sharded.traceable():
+                parts, check_call = self._parts_in_evaluation()
             ownership.check_held(parameters_of(parts), [stage.ranks for stage in work.stages])
         finally:
             self._model.spread()
@@ -474,12 +469,27 @@ class PipelineEngine:
         return StageEvaluation(
             session.model,
             parts,
+            self._holdings_of(parts),
             replicas,
+            self._tensor,
             session.place,
             self._transport,
             self._model.signature,
             check_call,
+            self._sharded.passing,
         )
+
+    def _parts_in_evaluation(
+        self,
+    ) -> tuple[list[StageModule], Callable[[Mapping[str, Any]], None]]:
+        session, work, ownership = self._session, self._work, self._ownership
+        if work.is_tensor_parallel and len(work.stages) == 1:
+            return [whole(session.model)], _any_call
+        shapes = [(p, ownership.whole_shape(n)) for n, p in ownership.parameters.items()]
+        with shapes_on(session.device, session.model, shapes):
+            layered = layers_of(session.model, work.trace)
+        stages = like(layered, [stage.layers for stage in work.stages])
+        return cut(layered, stages), layered.check_call
 
     def check_predicts(self) -> None:
         """Refuse ``job.predict``: no worker of a pipeline runs a whole pass.

@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +26,11 @@ from .. import checkpoint, peers
 from ..buffers import BufferSlot
 from ..group import Place
 from ..manifest import DTYPES
+from ..tensor.operators import TensorGroup, gather_tokens_from, scatter_tokens_to
+from ..tensor.sequence import check_length
 from .answers import made_again, portable
 from .arguments import by_placeholder
+from .crossing import Holding, Holdings
 from .cut import CALL, StageModule
 from .transport import Transport
 
@@ -87,11 +90,14 @@ class StageEvaluation:
     Args:
         model: The script's model.
         parts: [stages] the stages, cut in evaluation mode.
+        holdings: [stages] what each worker of a group holds of a stage's outputs.
         replicas: [stages] the tensor-parallel groups that hold each stage, as ranks.
+        group: This worker's tensor-parallel group.
         place: This worker among the others.
         transport: The groups for messages; None for a single worker.
         signature: The parameters of a call of the model.
         check_call: Refuses arguments for which the stages are not valid.
+        passing: A context for a pass of a stage.
 
     Attributes:
         num_runs: How many calls have passed through the stages; equal calls count once.
@@ -101,13 +107,17 @@ class StageEvaluation:
         self,
         model: nn.Module,
         parts: Sequence[StageModule],
+        holdings: Sequence[Holdings],
         replicas: Sequence[Sequence[Sequence[int]]],
+        group: TensorGroup,
         place: Place,
         transport: Transport | None,
         signature: inspect.Signature,
         check_call: Callable[[Mapping[str, Any]], None],
+        passing: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._model, self._parts, self._replicas = model, parts, replicas
+        self._holdings, self._group, self._passing = holdings, group, passing
         self._place, self._transport, self._check_call = place, transport, check_call
         self._signature = signature
         self.num_runs = 0
@@ -196,7 +206,7 @@ class StageEvaluation:
         values: Any = ()
         for stage, (part, group) in enumerate(zip(self._parts, groups, strict=True)):
             if stage:
-                values = self._pass_on(values, groups[stage - 1], group)
+                values = self._pass_on(values, self._holdings[stage - 1], groups[stage - 1], group)
             if rank in group:
                 values = self._run_part(part, given, values, autocast)
         last = groups[-1]
@@ -213,12 +223,22 @@ class StageEvaluation:
     ) -> Any:
         part.refresh_buffers()
         enabled, dtype = how
-        with torch.autocast(self._place.device.type, DTYPES[dtype], enabled=enabled):
+        kind = self._place.device.type
+        with torch.autocast(kind, DTYPES[dtype], enabled=enabled), self._passing():
             return part.module(*(given[name] for name in part.arguments), *values)
 
-    def _pass_on(self, made: Any, senders: Sequence[int], receivers: Sequence[int]) -> Any:
-        """Send a stage's values to the workers of the next; return those for this worker."""
-        rank, found = self._place.rank, made
+    def _pass_on(
+        self, made: Any, holdings: Holdings, senders: Sequence[int], receivers: Sequence[int]
+    ) -> Any:
+        """Send a stage's values to the workers of the next; return those for this worker.
+
+        Between groups of unlike degrees tokens are joined before and spread again behind.
+        """
+        rank = self._place.rank
+        is_unlike = Holding.TOKENS in holdings and len(senders) != len(receivers)
+        if is_unlike and rank in senders:
+            made = self._of_tokens(gather_tokens_from, made, holdings)
+        found = made
         message = _message(list(made), "a value between stages") if rank in senders else None
         for receiver in receivers:
             sender = _source_of(senders, receivers, receiver)
@@ -226,7 +246,23 @@ class StageEvaluation:
                 passed = self._carry(message, sender, receiver)
                 if rank == receiver and passed is not None:
                     found = passed.value(self._place.device)
+        if is_unlike and rank in receivers:
+            found = self._of_tokens(self._own_tokens, found, holdings)
         return found
+
+    def _own_tokens(self, value: Tensor, group: TensorGroup) -> Tensor:
+        check_length(value.shape[-2], group.degree)
+        return scatter_tokens_to(value, group)
+
+    def _of_tokens(
+        self,
+        change: Callable[[Tensor, TensorGroup], Tensor],
+        values: Sequence[Any],
+        holdings: Holdings,
+    ) -> list[Any]:
+        """The values, those of tokens changed."""
+        pairs = zip(values, holdings, strict=True)
+        return [change(v, self._group) if held is Holding.TOKENS else v for v, held in pairs]
 
     def _carry(self, message: _Message | None, source: int, target: int) -> _Message | None:
         """Send a message from one worker to another; return what this worker then has."""
