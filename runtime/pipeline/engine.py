@@ -469,14 +469,14 @@ class PipelineEngine:
         return StageEvaluation(
             session.model,
             parts,
-            self._holdings_of(parts),
             replicas,
-            self._tensor,
             session.place,
             self._transport,
             self._model.signature,
             check_call,
-            self._sharded.passing,
+            group=self._tensor,
+            holdings=self._holdings_of(parts),
+            passing=self._sharded.passing,
         )
 
     def _parts_in_evaluation(

@@ -13,7 +13,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from .crossing import Holding, Holdings
 from .cut import CALL, StageModule
 from .transport import Transport
 
+_ALONE = TensorGroup()
 _DIGEST_WORDS = 4  # 8 bytes each
 _HINT = "job.evaluation(whole=True) brings the whole model to every worker"
 Autocast = tuple[bool, str]
@@ -90,14 +91,14 @@ class StageEvaluation:
     Args:
         model: The script's model.
         parts: [stages] the stages, cut in evaluation mode.
-        holdings: [stages] what each worker of a group holds of a stage's outputs.
         replicas: [stages] the tensor-parallel groups that hold each stage, as ranks.
-        group: This worker's tensor-parallel group.
         place: This worker among the others.
         transport: The groups for messages; None for a single worker.
         signature: The parameters of a call of the model.
         check_call: Refuses arguments for which the stages are not valid.
-        passing: A context for a pass of a stage.
+        group: This worker's tensor-parallel group.
+        holdings: [stages] what each worker of a group holds of a stage's outputs; by default all.
+        passing: Makes a context for every pass.
 
     Attributes:
         num_runs: How many calls have passed through the stages; equal calls count once.
@@ -107,17 +108,18 @@ class StageEvaluation:
         self,
         model: nn.Module,
         parts: Sequence[StageModule],
-        holdings: Sequence[Holdings],
         replicas: Sequence[Sequence[Sequence[int]]],
-        group: TensorGroup,
         place: Place,
         transport: Transport | None,
         signature: inspect.Signature,
         check_call: Callable[[Mapping[str, Any]], None],
-        passing: Callable[[], AbstractContextManager[None]],
+        *,
+        group: TensorGroup = _ALONE,
+        holdings: Sequence[Holdings] = (),
+        passing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._model, self._parts, self._replicas = model, parts, replicas
-        self._holdings, self._group, self._passing = holdings, group, passing
+        self._holdings, self._group, self._passing = holdings or [()] * len(parts), group, passing
         self._place, self._transport, self._check_call = place, transport, check_call
         self._signature = signature
         self.num_runs = 0
