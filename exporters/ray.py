@@ -70,7 +70,8 @@ def main():
     bundles = [{{"CPU": cpus, "GPU": gpus, **others}} for _, cpus, gpus, others in HOSTS]
     bundles = [{{name: n for name, n in one.items() if n}} for one in bundles]
     group = placement_group(bundles, strategy="STRICT_SPREAD")
-    ray.get(group.ready())
+    while not group.wait(60):  # Ray itself would wait in silence
+        print(f"waiting for free nodes, one for each of {{bundles}}", flush=True)
     hosts = []
     for number, (_, cpus, gpus, others) in enumerate(HOSTS):
         place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)

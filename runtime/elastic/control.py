@@ -87,9 +87,12 @@ class Control:
 
     def send(self, message: FromWorker) -> None:
         """Send a message to the controller; if the controller is gone, end this process."""
+        self._send(lambda: message)
+
+    def _send(self, make: Callable[[], FromWorker]) -> None:
         try:
             with self._sending:
-                self._line.sendall(encode(message))
+                self._line.sendall(encode(make()))
         except OSError:
             return
 
@@ -119,8 +122,9 @@ class Control:
             tick()
 
     def _beat(self) -> None:
-        self.send(
-            Beat(
+        # The state of when it is sent: two threads beat, and the older state must not come last.
+        self._send(
+            lambda: Beat(
                 prepared=self.num_jobs > 0,
                 operation=self.num_operations,
                 waiting=self.is_waiting,

@@ -159,24 +159,6 @@ def test_what_heeds_no_signal_is_killed_and_what_waits_never_begins(
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_lease_of_a_lost_node_has_ended_when_its_launch_has(
-    engine: RayEngine, cluster: tuple[dict[str, str], Any], tmp_path: Path
-) -> None:
-    lease = tmp_path / "lease"
-    engine.start(work(engine, lease, sys.executable, "-c", SAVES, device=2))
-    until(lambda: output(lease) == "ready\n")
-    cluster[1].lose()
-    until(lambda: engine.fate(lease).state == "ended")
-    assert output(lease) == "ready\nsaved\n"  # asked to end by the kernel, when its actor was gone
-    until(lambda: [one.is_up for one in engine.devices()] == [True, True, False, False])
-    with pytest.raises(UnsuitableDevicesError, match="slow0, which is down"):
-        engine.start(work(engine, tmp_path / "next", "true", device=2))
-    assert engine.fate(lease) == Fate("ended", None)  # Ray kills what its workers have started
-    assert not claim(lease, "engine")
-
-
-@pytest.mark.slow
-@pytest.mark.processes
 def test_an_exported_script_trains_the_plan_on_unlike_nodes(
     cluster: tuple[dict[str, str], Any], tmp_path: Path
 ) -> None:
@@ -193,3 +175,22 @@ def test_an_exported_script_trains_the_plan_on_unlike_nodes(
     found = [run.parent for run in tmp_path.glob("hetflow-runs/*/run.json")]
     assert [launch_cases.digest_of(run) for run in found] == [alone]
     assert launch_cases.types_of(found[0]) == ["cpu:fast", "cpu:slow", "cpu:slow"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_lease_of_a_lost_node_has_ended_when_its_launch_has(
+    engine: RayEngine, cluster: tuple[dict[str, str], Any], tmp_path: Path
+) -> None:
+    # The last test of the cluster, which has one node from here on.
+    lease = tmp_path / "lease"
+    engine.start(work(engine, lease, sys.executable, "-c", SAVES, device=2))
+    until(lambda: output(lease) == "ready\n")
+    cluster[1].lose()
+    until(lambda: engine.fate(lease).state == "ended")
+    assert output(lease) == "ready\nsaved\n"  # asked to end by the kernel, when its actor was gone
+    until(lambda: [one.is_up for one in engine.devices()] == [True, True, False, False])
+    with pytest.raises(UnsuitableDevicesError, match="slow0, which is down"):
+        engine.start(work(engine, tmp_path / "next", "true", device=2))
+    assert engine.fate(lease) == Fate("ended", None)  # Ray kills what its workers have started
+    assert not claim(lease, "engine")
