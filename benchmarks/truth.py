@@ -346,7 +346,13 @@ def main():
             again = [task.corrected(root / f"{task.name}-corrected") for task in tasks]
             corrected = {task.name: task.rows(more) for task in again}
             document["corrected_rounds"] = more
+            document["repeat"] = figures.repeat_of(first, corrected)
             tell("corrected", corrected, began, document, arguments.json)
+            for kind, entry in document["repeat"].items():
+                say(
+                    f"the same {entry['num_plans']} {kind}s as first measured: mean |error| "
+                    f"{100 * entry['mean_error']:.1f} %, worst {100 * entry['worst_error']:.1f} %"
+                )
 
 
 def tell(title, models, began, document, path):

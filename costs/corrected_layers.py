@@ -10,6 +10,7 @@ from dataclasses import replace
 from ..schema.pipeline import PipelinePlan, StagePlan
 from ..schema.profile import LayerGraph, Profile
 from ..schema.run import RunRecord
+from ..schema.step_costs import PipelineCosts
 from .observed import Measured, Run, together
 
 Retime = Callable[[PipelinePlan, Sequence[Profile]], float | None]
@@ -20,8 +21,11 @@ _UNTIMED = (
     "plan does not repeat the links of its cluster"
 )
 _SAME = 1e-9
+_HALVINGS = 20  # of the cost of a message: to a millionth of it
 _Seconds = tuple[float, float]
 """Of forward and of backward passes."""
+_Ratios = dict[tuple[int | None, str], tuple[list[Measured], list[Measured]]]
+"""By microbatch size and layer, what its passes took over what was predicted; None: at any size."""
 
 
 def corrected_by_pipelines(
@@ -30,7 +34,8 @@ def corrected_by_pipelines(
     """Fold what pipelines have measured into one model's profiles.
 
     The layers of a stage are scaled so that they take what its passes took, forward and backward
-    apart; those that ran nowhere on a type by the ratio of all that did. What the step then takes
+    apart and at each microbatch size apart; at a size that did not run by their ratio at those that
+    did; those that ran nowhere on a type by the ratio of all that did. What the step then takes
     more or less is the step's fixed cost, where the profile has pipeline costs.
 
     Args:
@@ -42,32 +47,58 @@ def corrected_by_pipelines(
         The profiles in their order, and one sentence for each measurement that was not used.
     """
     said: list[str] = []
-    scaled = tuple(_scaled(profile, runs, said) for profile in profiles)
-    left: dict[str, list[Measured]] = {profile.device_type: [] for profile in scaled}
+    scaled = [_scaled(profile, runs, said) for profile in profiles]
+    timed: list[tuple[PipelinePlan, float]] = []
     for run in runs:
-        plan, measured = run.record.plan, run.record.measured_step_seconds
-        assert isinstance(plan, PipelinePlan)
+        plan, measured = _plan(run), run.record.measured_step_seconds
         step = retime(plan, scaled)
-        if measured is None or step is None:
-            if any(profile.pipeline is not None for profile in profiles):
-                said.append(f"{run.name}: its passes count, not the rest of its step; {_UNTIMED}")
-            continue
-        if abs(measured - step) > _SAME * measured:
-            for name in {stage.device_type for stage in plan.stages}:
-                left[name].append(Measured(measured - step))
-    return tuple(_with_rest(profile, left[profile.device_type]) for profile in scaled), tuple(said)
+        if measured is not None and step is not None:
+            timed.append((plan, measured))
+        elif any(profile.pipeline is not None for profile in profiles):
+            said.append(f"{run.name}: its passes count, not the rest of its step; {_UNTIMED}")
+    # Each type from the same state, so that their order does not matter.
+    after = tuple(_with_rest(index, scaled, timed, retime) for index in range(len(scaled)))
+    return after, tuple(said)
 
 
-def _with_rest(profile: Profile, left: Sequence[Measured]) -> Profile:
-    costs = profile.pipeline
-    if costs is None or not left:
+def _with_rest(
+    index: int,
+    profiles: Sequence[Profile],
+    timed: Sequence[tuple[PipelinePlan, float]],
+    retime: Retime,
+) -> Profile:
+    """A profile with what is left of its steps beside the passes, as runs have it.
+
+    It is the fixed cost of a step. Where that would be negative, messages cost less than measured.
+    """
+    profile = profiles[index]
+    costs, name = profile.pipeline, profile.device_type
+    mine = [(p, s) for p, s in timed if name in {stage.device_type for stage in p.stages}]
+    if costs is None or not mine:
         return profile
-    fixed = max(0.0, costs.fixed_seconds + together(left).seconds)
-    return replace(profile, pipeline=replace(costs, fixed_seconds=fixed))
+
+    def left(of: PipelineCosts) -> float:
+        others = [*profiles[:index], replace(profile, pipeline=of), *profiles[index + 1 :]]
+        rests = (measured - (retime(plan, others) or 0.0) for plan, measured in mine)
+        return together([Measured(rest) for rest in rests]).seconds
+
+    rest = left(costs)
+    if abs(rest) <= _SAME * max(measured for _, measured in mine):
+        return profile
+    fixed = costs.fixed_seconds + rest
+    costs = replace(costs, fixed_seconds=max(0.0, fixed))
+    if fixed < 0:
+        low, high = 0.0, costs.message_seconds
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            is_short = left(replace(costs, message_seconds=middle)) >= 0
+            low, high = (middle, high) if is_short else (low, middle)
+        costs = replace(costs, message_seconds=low)
+    return replace(profile, pipeline=costs)
 
 
 def _scaled(profile: Profile, runs: Sequence[Run], said: list[str]) -> Profile:
-    """The profile's layers at the size that ran, and at its other sizes alike."""
+    """The profile's layers at the sizes that ran, and at its other sizes as at these."""
     name = profile.device_type
     stages = [
         (run, stage, index)
@@ -95,7 +126,7 @@ def _scaled(profile: Profile, runs: Sequence[Run], said: list[str]) -> Profile:
         return profile
     shortest = min(min(took[0], took[1] / _halves(plan)) for _, _, took, plan in usable)
     profile = _with_pass_cost(profile, shortest)
-    ratios: dict[str, tuple[list[Measured], list[Measured]]] = {}
+    ratios: _Ratios = {}
     targets: list[_Seconds] = []
     priors: list[_Seconds] = []
     for graph, stage, took, plan in usable:
@@ -103,10 +134,11 @@ def _scaled(profile: Profile, runs: Sequence[Run], said: list[str]) -> Profile:
         target = _target(profile, took, prior, plan)
         targets.append(target)
         priors.append(prior)
-        for layer in stage.layers:
-            for part, found in enumerate(ratios.setdefault(layer, ([], []))):
-                if prior[part] > 0:
-                    found.append(Measured(target[part] / prior[part]))
+        for size in (plan.microbatch_size, None):
+            for layer in stage.layers:
+                for part, found in enumerate(ratios.setdefault((size, layer), ([], []))):
+                    if prior[part] > 0:
+                        found.append(Measured(target[part] / prior[part]))
     forward, backward = (_ratio([t[k] for t in targets], [p[k] for p in priors]) for k in (0, 1))
     return _with_layers(profile, ratios, (forward, backward))
 
@@ -185,11 +217,11 @@ def _ratio(after: Sequence[float], before: Sequence[float]) -> float:
 
 def _with_layers(
     profile: Profile,
-    ratios: dict[str, tuple[list[Measured], list[Measured]]],
+    ratios: _Ratios,
     others: _Seconds,
 ) -> Profile:
-    def factor(layer: str, part: int) -> float:
-        found = ratios.get(layer)
+    def factor(size: int, layer: str, part: int) -> float:
+        found = ratios.get((size, layer)) or ratios.get((None, layer))
         if found is None:
             return others[part]
         return together(found[part]).seconds if found[part] else 1.0
@@ -198,8 +230,8 @@ def _with_layers(
         nodes = tuple(
             replace(
                 node,
-                forward_seconds=node.forward_seconds * factor(node.id, 0),
-                backward_seconds=node.backward_seconds * factor(node.id, 1),
+                forward_seconds=node.forward_seconds * factor(graph.microbatch_size, node.id, 0),
+                backward_seconds=node.backward_seconds * factor(graph.microbatch_size, node.id, 1),
             )
             for node in graph.nodes
         )

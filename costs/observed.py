@@ -1,6 +1,7 @@
 """What finished runs measured of the terms of a plan's step."""
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from ..schema.run import DeviceRun, MeasuredTerm, RunRecord, StepTerms
 FEWEST_STEPS = 10
 """Full steps after the warm-up that a run must have to correct anything."""
 _WARMUP_STEPS = 3  # records without terms count these in
+_FEWEST_FOR_MEDIAN = 3
+_INTERVAL_OF_MEDIAN = 1.96 * 1.2533 * 1.4826
+"""Of 95 %, with normal errors: a median has 1.2533 times a mean's error, and sigma is 1.4826 of the
+median distance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +45,12 @@ class Measured(NamedTuple):
 def together(values: Sequence[Measured]) -> Measured:
     """Several measurements of one thing, in any order.
 
-    Their mean, weighted by inverse variance where all have an interval; else with equal weights.
+    Three or more: their median, since one of them may have been disturbed, and the interval of a
+    measurement does not tell how far the next one is off. Two: their mean, weighted by inverse
+    variance where both have an interval; else with equal weights.
     """
+    if len(values) >= _FEWEST_FOR_MEDIAN:
+        return _median(values)
     intervals = [value.interval for value in values if value.interval]
     if len(intervals) < len(values):
         return Measured(math.fsum(value.seconds for value in values) / len(values))
@@ -52,6 +61,13 @@ def together(values: Sequence[Measured]) -> Measured:
     total = math.fsum(weights)
     products = [weight * value.seconds for weight, value in zip(weights, values, strict=True)]
     return Measured(math.fsum(products) / total, narrowest / math.sqrt(total))
+
+
+def _median(values: Sequence[Measured]) -> Measured:
+    """The median, its interval from how far the measurements are from it (their median too)."""
+    middle = statistics.median(value.seconds for value in values)
+    away = statistics.median(abs(value.seconds - middle) for value in values)
+    return Measured(middle, _INTERVAL_OF_MEDIAN * away / math.sqrt(len(values)) or None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -123,6 +123,33 @@ def speed_drift(rows):
     return tenths[-1] / tenths[0] - 1
 
 
+def repeat_of(first, again):
+    """By kind, how far a plan's median in one turn is from its median in another: mean and worst.
+
+    What no prediction can be better than, as long as the machine is not steadier. The solver's own
+    plans are left out: they may differ between turns.
+    """
+    found = {}
+    for kind in ("split", "pipeline"):
+        before, after = (
+            {
+                (model, row["plan"]): row["measured_step_seconds"]
+                for model, own in models.items()
+                for row in own
+                if row["kind"] == kind and not row["plan"].startswith("solved")
+            }
+            for models in (first, again)
+        )
+        errors = [abs(before[key] / after[key] - 1) for key in sorted(before.keys() & after.keys())]
+        if errors:
+            found[kind] = {
+                "num_plans": len(errors),
+                "mean_error": statistics.fmean(errors),
+                "worst_error": max(errors),
+            }
+    return found
+
+
 def memory_errors(row):
     """Of each worker (predicted - measured) / measured peak."""
     return [

@@ -189,6 +189,17 @@ def test_regret_is_against_the_best_measured_at_the_same_batch() -> None:
     assert figures.regret_of(rows[:1], "split") == 0.0
 
 
+def test_a_repeat_compares_stated_plans_that_were_measured_in_both_turns() -> None:
+    def row(plan: str, seconds: float, kind: str = "split") -> dict[str, object]:
+        return {"plan": plan, "kind": kind, "measured_step_seconds": seconds}
+
+    first = {"m": [row("a", 1.1), row("b", 0.8), row("solved split", 5.0), row("c", 1.0)]}
+    again = {"m": [row("a", 1.0), row("b", 1.0), row("solved split", 1.0)]}
+    (found,) = figures.repeat_of(first, again).items()
+    assert found[0] == "split"
+    assert found[1] == pytest.approx({"num_plans": 2, "mean_error": 0.15, "worst_error": 0.2})
+
+
 def test_launches_have_enough_steps_and_end() -> None:
     assert figures.steps_of(0.01, 2.5) == 250
     assert figures.steps_of(0.1, 2.5) == 40

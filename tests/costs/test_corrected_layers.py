@@ -62,6 +62,7 @@ def run_of(
     name: str = "r",
     step: float = 1.0,
     recompute: bool = False,
+    size: int = 4,
 ) -> Run:
     stages = tuple(
         StagePlan(
@@ -81,8 +82,8 @@ def run_of(
     plan = PipelinePlan(
         model="m",
         global_batch_size=16,
-        microbatch_size=4,
-        microbatches=4,
+        microbatch_size=size,
+        microbatches=16 // size,
         schedule="1f1b",
         recompute=recompute,
         stages=stages,
@@ -138,11 +139,16 @@ def run_of(
 
 
 def corrected(before: Profile, *runs: Run, step: float | None = None) -> Correction:
-    """``step`` is what the cost model makes of the corrected layers, beside the fixed cost."""
+    """``step`` is what the cost model makes of the corrected layers, beside the fixed cost.
+
+    It waits for 20 messages.
+    """
 
     def retime(plan: PipelinePlan, profiles: Sequence[Profile]) -> float | None:
         costs = profiles[0].pipeline
-        return None if step is None else step + (0.0 if costs is None else costs.fixed_seconds)
+        if step is None or costs is None:
+            return step
+        return step + costs.fixed_seconds + 20 * (costs.message_seconds - COSTS.message_seconds)
 
     return correct([before], runs, corrected_at="now", retime=retime)
 
@@ -173,6 +179,14 @@ def test_layers_of_a_stage_take_what_its_passes_took_at_every_size() -> None:
     assert times(after, 8)["b"] == pytest.approx((0.08, 0.12))
 
 
+def test_each_size_takes_what_its_own_passes_took() -> None:
+    small = run_of({NAMES: (0.202, 0.402)})  # twice what was predicted
+    large = run_of({NAMES: (0.202, 0.402)}, name="large", size=8)  # as predicted
+    (after,) = corrected(profile(pipeline=COSTS), small, large).profiles
+    assert times(after)["b"] == pytest.approx((0.04, 0.08))
+    assert times(after, 8)["b"] == pytest.approx(times(profile(), 8)["b"])
+
+
 def test_layers_that_ran_nowhere_are_scaled_as_those_that_did() -> None:
     run = run_of({("a", "b"): (0.06, 0.03)})
     (after,) = corrected(profile(), run).profiles
@@ -186,7 +200,24 @@ def test_what_is_left_of_the_step_is_its_fixed_cost() -> None:
     assert after.pipeline.fixed_seconds == pytest.approx(0.1)
     (after,) = corrected(before, run_of(AS_PREDICTED), step=1.5).profiles
     assert after.pipeline is not None
+    assert after.pipeline.fixed_seconds == after.pipeline.message_seconds == 0.0
+
+
+def test_where_a_fixed_cost_would_be_negative_messages_cost_less() -> None:
+    (after,) = corrected(profile(pipeline=COSTS), run_of(AS_PREDICTED), step=1.008).profiles
+    assert after.pipeline is not None
     assert after.pipeline.fixed_seconds == 0.0
+    assert after.pipeline.message_seconds == pytest.approx(0.0006, rel=1e-4)
+
+
+def test_one_disturbed_run_of_three_moves_nothing() -> None:
+    quiet = [run_of(AS_PREDICTED, name=name) for name in ("x", "y")]
+    slow = {layers: (3 * ahead, 3 * back) for layers, (ahead, back) in AS_PREDICTED.items()}
+    disturbed = run_of(slow, name="z", step=3.0)
+    before = profile(pipeline=COSTS)
+    found = corrected(before, *quiet, disturbed, step=1.0 - COSTS.fixed_seconds)
+    (after,) = found.profiles
+    assert (times(after), after.pipeline) == (times(before), COSTS)
 
 
 def test_passes_shorter_than_their_own_cost_leave_layers_some_time() -> None:
