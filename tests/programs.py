@@ -21,17 +21,29 @@ from unittest import mock
 
 from hetflow.preload import VARIABLE, Forked, PreloadError, fork, serving
 
+# What the programs of most tests import beside what workers need: they launch.
+COMMANDS = (
+    "hetflow.cli.main",
+    "hetflow.cli.launch",
+    "hetflow.cli.resize",
+    "hetflow.api.launch",
+    "hetflow.api.resize",
+    "hetflow.launcher.controller",
+    "hetflow.reports.terms",
+)
+
 
 @cache
-def preloaded(purpose: str = "") -> str:
+def preloaded(purpose: str = "", *modules: str) -> str:
     """The socket of this process's preloaded process, for ``HETFLOW_PRELOAD``.
 
-    One serves few environments, so programs for another ``purpose`` have one of their own.
+    One serves few environments, so programs for another ``purpose`` have one of their own, which
+    may import other ``modules`` too.
     """
     stack = ExitStack()
     atexit.register(stack.close)
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hetflow-tests-"))
-    return str(stack.enter_context(serving(Path(folder), ["hetflow.cli.main"])))
+    return str(stack.enter_context(serving(Path(folder), [*COMMANDS, *modules])))
 
 
 class Program:
